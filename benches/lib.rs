@@ -1,0 +1,1 @@
+//! Criterion benches live in the files beside this one.

@@ -1,0 +1,2 @@
+//! The `kvbm` command.
+fn main() {}

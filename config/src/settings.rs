@@ -1,0 +1,229 @@
+//! The settings themselves, with their defaults.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::PathBuf;
+
+use serde::Serialize;
+
+/// Everything that an operator can choose. `Settings::default()` is a manager with no tier at all.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Settings {
+    /// Bytes of one KV block, all layers together. Required by every tier (`None`: not chosen yet).
+    pub block_bytes: Option<u64>,
+    /// G1.
+    pub device: DeviceSettings,
+    /// G2.
+    pub host: HostSettings,
+    /// G3.
+    pub disk: DiskSettings,
+    /// G4.
+    pub object: ObjectSettings,
+    /// How blocks move.
+    pub transfer: TransferSettings,
+    /// When blocks are copied down.
+    pub flush: FlushSettings,
+    /// Which block leaves a tier.
+    pub eviction: EvictionPolicy,
+    /// What is exported.
+    pub metrics: MetricsSettings,
+}
+
+/// How large a tier is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Capacity {
+    /// As many blocks as fit into so many bytes.
+    Bytes(u64),
+    /// Exactly so many blocks.
+    Blocks(u64),
+}
+
+impl Capacity {
+    /// Whole blocks of `block_bytes` that this holds.
+    pub fn blocks(self, block_bytes: u64) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes / block_bytes.max(1),
+            Self::Blocks(blocks) => blocks,
+        }
+    }
+}
+
+/// The device tier (emulated in host memory unless a GPU backend is chosen).
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct DeviceSettings {
+    /// Size; `None`: no device tier of our own.
+    pub capacity: Option<Capacity>,
+}
+
+/// The host tier.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct HostSettings {
+    /// Size; `None`: no host tier.
+    pub capacity: Option<Capacity>,
+    /// Back it with huge pages where the system allows.
+    pub huge_pages: bool,
+    /// Blocks of DRAM beside the tier through which blocks bounce that have no place in it.
+    pub staging_blocks: u32,
+}
+
+impl Default for HostSettings {
+    fn default() -> Self {
+        Self { capacity: None, huge_pages: true, staging_blocks: 64 }
+    }
+}
+
+/// The disk tier.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct DiskSettings {
+    /// Size over all directories; `None`: no disk tier.
+    pub capacity: Option<Capacity>,
+    /// Directories that blocks are striped over.
+    pub dirs: Vec<PathBuf>,
+    /// Bypass the page cache.
+    pub o_direct: bool,
+    /// Write zeroes where the file system has no `fallocate`.
+    pub zerofill_fallback: bool,
+    /// Which backend moves the bytes.
+    pub backend: DiskBackend,
+    /// Operations in flight.
+    pub queue_depth: u32,
+    /// Leave the files in place at shutdown.
+    pub keep: bool,
+}
+
+impl Default for DiskSettings {
+    fn default() -> Self {
+        Self {
+            capacity: None,
+            dirs: vec![PathBuf::from("/tmp")],
+            o_direct: true,
+            zerofill_fallback: true,
+            backend: DiskBackend::Auto,
+            queue_depth: 32,
+            keep: false,
+        }
+    }
+}
+
+/// What moves blocks between host and disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DiskBackend {
+    /// `io_uring` where the kernel allows it, else threads.
+    #[default]
+    Auto,
+    /// `io_uring`; an error where it is refused.
+    Uring,
+    /// A pool of threads with `pread` and `pwrite`.
+    Threads,
+}
+
+/// The object tier.
+#[derive(Clone, PartialEq, Serialize)]
+pub struct ObjectSettings {
+    /// `file:///dir`, `s3://bucket/prefix` or `memory:///`; `None`: no object tier.
+    pub url: Option<String>,
+    /// Blocks that it may hold; `None`: as many as the slot numbers allow.
+    pub capacity: Option<Capacity>,
+    /// S3 endpoint, when it is not AWS.
+    pub endpoint: Option<String>,
+    /// S3 region.
+    pub region: Option<String>,
+    /// S3 access key.
+    pub access_key: Option<String>,
+    /// S3 secret key. Never logged, never serialised.
+    #[serde(skip)]
+    pub secret_key: Option<String>,
+    /// Largest segment object, in bytes.
+    pub segment_bytes: u64,
+    /// Requests in flight.
+    pub concurrency: u32,
+    /// Leave the objects in place at shutdown.
+    pub keep: bool,
+}
+
+impl Default for ObjectSettings {
+    fn default() -> Self {
+        Self {
+            url: None,
+            capacity: None,
+            endpoint: None,
+            region: None,
+            access_key: None,
+            secret_key: None,
+            segment_bytes: 32 << 20,
+            concurrency: 8,
+            keep: false,
+        }
+    }
+}
+
+impl std::fmt::Debug for ObjectSettings {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ObjectSettings").field("url", &self.url).finish_non_exhaustive()
+    }
+}
+
+/// How blocks move.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct TransferSettings {
+    /// Batches in flight per route.
+    pub max_concurrent: u32,
+    /// Blocks in one batch.
+    pub max_batch: u32,
+    /// After so many milliseconds a transfer counts as failed and its slot as lost.
+    pub timeout_ms: u64,
+    /// Blocks that may wait per route; beyond it a save is refused as `Full`.
+    pub queue_blocks: u32,
+    /// Threads that copy between memory tiers.
+    pub copy_threads: u32,
+}
+
+impl Default for TransferSettings {
+    fn default() -> Self {
+        Self { max_concurrent: 4, max_batch: 16, timeout_ms: 30_000, queue_blocks: 16_384, copy_threads: 2 }
+    }
+}
+
+/// When blocks are copied to the tier below.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct FlushSettings {
+    /// A block is copied down at the latest so long after it became resident.
+    pub interval_ms: u64,
+    /// Share of a tier (0–1) that may wait to be flushed before flushing starts at once.
+    pub dirty_watermark: f64,
+}
+
+impl Default for FlushSettings {
+    fn default() -> Self {
+        Self { interval_ms: 1_000, dirty_watermark: 0.1 }
+    }
+}
+
+/// Which block leaves a full tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EvictionPolicy {
+    /// The leaf used least recently.
+    #[default]
+    Lru,
+    /// The leaf that came first.
+    Fifo,
+}
+
+/// What is exported.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct MetricsSettings {
+    /// Serve `/metrics`.
+    pub enabled: bool,
+    /// Address to bind.
+    pub host: IpAddr,
+    /// Port to bind.
+    pub port: u16,
+}
+
+impl Default for MetricsSettings {
+    fn default() -> Self {
+        Self { enabled: false, host: IpAddr::V4(Ipv4Addr::LOCALHOST), port: 6880 }
+    }
+}

@@ -1,0 +1,193 @@
+//! The vocabulary of data movement: tiers, slots, copy orders and the trait that executes them.
+
+use std::fmt;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+/// A level of the memory hierarchy, fastest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[repr(u8)]
+pub enum Tier {
+    /// G1: GPU memory, or the emulated device.
+    Device,
+    /// G2: DRAM.
+    Host,
+    /// G3: local NVMe.
+    Disk,
+    /// G4: an object store.
+    Object,
+}
+
+impl Tier {
+    /// How many tiers there are.
+    pub const COUNT: usize = 4;
+    /// All tiers, fastest first.
+    pub const ALL: [Self; Self::COUNT] = [Self::Device, Self::Host, Self::Disk, Self::Object];
+
+    /// Position in [`Self::ALL`].
+    pub const fn index(self) -> usize {
+        self as usize
+    }
+
+    /// The name used in metrics, settings and reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Device => "device",
+            Self::Host => "host",
+            Self::Disk => "disk",
+            Self::Object => "object",
+        }
+    }
+}
+
+impl fmt::Display for Tier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Number of a slot in its tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct SlotId(pub u32);
+
+/// A slot of a tier in one of its lives: the generation changes each time that the slot changes hands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct SlotRef {
+    /// The tier.
+    pub tier: Tier,
+    /// The slot in it.
+    pub slot: SlotId,
+    /// Which of the slot's lives.
+    pub generation: u32,
+}
+
+impl fmt::Display for SlotRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} slot {} (generation {})", self.tier, self.slot.0, self.generation)
+    }
+}
+
+/// The name of a block's content: its cache group and the chained hash that commits to all tokens up to its
+/// end. Opaque here; stores that describe themselves (objects) write it down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct BlockKey {
+    /// Chained hash.
+    pub hash: u128,
+    /// Cache group (layers of one geometry).
+    pub group: u8,
+}
+
+/// From which tier to which.
+pub type Route = (Tier, Tier);
+
+/// Copy one block from one slot to another. Plain data: it can be sent to an executor in another process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CopyOp {
+    /// What is copied.
+    pub block: BlockKey,
+    /// Source slot.
+    pub from: SlotRef,
+    /// Destination slot.
+    pub to: SlotRef,
+}
+
+impl CopyOp {
+    /// The tiers between which it moves.
+    pub const fn route(&self) -> Route {
+        (self.from.tier, self.to.tier)
+    }
+}
+
+/// What a caller can do about a failed copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum CopyErrorKind {
+    /// The medium failed or returned fewer bytes than a block. Treat as a miss.
+    Io,
+    /// The bytes read are not those written. Quarantine the source.
+    Corrupt,
+    /// The medium is full. Stop writing for a while.
+    NoSpace,
+    /// The service behind the tier does not answer. Try later.
+    Unavailable,
+    /// It did not end in time; the slots may still be written to.
+    TimedOut,
+    /// The backend is shutting down or does not serve this route.
+    Refused,
+}
+
+/// A copy that did not happen. The destination's content is undefined.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct CopyError {
+    kind: CopyErrorKind,
+    message: String,
+    #[source]
+    source: Option<Arc<dyn std::error::Error + Send + Sync>>,
+}
+
+impl CopyError {
+    /// An error without a cause below it. `message` says what, where and, if known, what to do.
+    pub fn new(kind: CopyErrorKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), source: None }
+    }
+
+    /// An error caused by `source`.
+    pub fn caused(
+        kind: CopyErrorKind,
+        message: impl Into<String>,
+        source: impl std::error::Error + Send + Sync + 'static,
+    ) -> Self {
+        Self { kind, message: message.into(), source: Some(Arc::new(source)) }
+    }
+
+    /// What can be done about it.
+    pub const fn kind(&self) -> CopyErrorKind {
+        self.kind
+    }
+}
+
+/// Where a backend reports the end of each operation of a batch. Cheap to clone; called from any thread.
+#[derive(Clone)]
+pub struct Done(Arc<dyn Fn(usize, Result<(), CopyError>) + Send + Sync>);
+
+impl Done {
+    /// `report(i, result)` is called once for the `i`-th operation of the batch. It must not block.
+    pub fn new(report: impl Fn(usize, Result<(), CopyError>) + Send + Sync + 'static) -> Self {
+        Self(Arc::new(report))
+    }
+
+    /// The `op`-th operation of the batch ended and nothing touches its slots any more.
+    pub fn complete(&self, op: usize, result: Result<(), CopyError>) {
+        (self.0)(op, result);
+    }
+}
+
+impl fmt::Debug for Done {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Done")
+    }
+}
+
+/// Moves blocks between regions.
+///
+/// # Safety
+/// An implementation completes each operation of a batch exactly once, and only when neither it nor the
+/// hardware behind it can touch the operation's slots any more. It keeps the regions alive until then. It
+/// never writes outside the destination slots, and `Ok` means that all bytes of the block arrived.
+///
+/// Callers promise in turn that a slot named by a submitted operation is written by nobody else, and a
+/// destination read by nobody, until its completion.
+pub unsafe trait Backend: Send + Sync + fmt::Debug {
+    /// Short name for reports: `memcpy`, `io_uring`, `threads` …
+    fn name(&self) -> &'static str;
+
+    /// The routes that it serves.
+    fn routes(&self) -> &[Route];
+
+    /// Starts the copies. Must return quickly; reports through `done`, possibly before it returns.
+    fn submit(&self, batch: Vec<CopyOp>, done: Done);
+}

@@ -1,0 +1,14 @@
+//! Where KV blocks live and how they move: the physical half of the KV block manager.
+//!
+//! A *region* is a tier's storage, cut into slots of one block each. A [`Backend`] moves blocks between
+//! slots of two regions. Nothing here knows what a block means: which block lies in which slot, who may
+//! evict it and when it is visible is the business of the `kvbm` crate, which holds the titles to the slots
+//! of a [`CopyOp`] from its submission until its completion.
+//!
+//! This is the only crate of the workspace with `unsafe` code.
+
+#![deny(unsafe_op_in_unsafe_fn)]
+
+pub mod copy;
+
+pub use copy::{Backend, BlockKey, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
