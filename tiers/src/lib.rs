@@ -10,5 +10,12 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 pub mod copy;
+pub mod error;
+pub mod geometry;
+pub mod memory;
+pub mod object;
 
 pub use copy::{Backend, BlockKey, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
+pub use error::{SetupError, SetupErrorKind};
+pub use geometry::Geometry;
+pub use memory::Memory;
