@@ -1,0 +1,1 @@
+//! The object tier: segments of blocks in an object store.
