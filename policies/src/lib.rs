@@ -7,9 +7,15 @@
 //! | module | holds |
 //! |---|---|
 //! | [`eviction`] | the [`Eviction`] trait and one file for each policy |
-//! | [`simulate`](mod@simulate) | one tier, one trace, one policy: the token hit rate |
+//! | [`workload`] | the requests of a trace, as paths through one forest of blocks |
+//! | [`simulate`](mod@simulate) | one tier, one workload, one policy: the token hit rate |
+
+#![forbid(unsafe_code)]
 
 pub mod eviction;
 pub mod simulate;
+pub mod workload;
 
-pub use eviction::{Access, BlockId, Eviction, Forest, Standing};
+pub use eviction::{Access, BlockId, Eviction, EvictionKind, Forest, Standing, UnknownEviction};
+pub use simulate::{Outcome, Policy, simulate};
+pub use workload::{BLOCK_TOKENS, Request, Workload};

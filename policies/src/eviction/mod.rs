@@ -3,8 +3,28 @@
 //! A tier is *prefix-closed*: a block is resident only where its parent is. So the blocks of a tier form a
 //! forest, and the only legal victims are its leaves. A policy ranks; the tier's owner keeps the structure
 //! and answers questions about it through [`Forest`].
+//!
+//! | module | policy | victim |
+//! |---|---|---|
+//! | [`lru`] | `lru` | the leaf used least recently |
+//! | [`fifo`] | `fifo` | the leaf that came first |
+//! | [`belady`] | `belady` | the leaf used again last; needs the future, so it only serves as a bound |
+
+pub mod belady;
+pub mod fifo;
+mod leaf_queue;
+pub mod lru;
+#[cfg(test)]
+mod model;
 
 use std::fmt;
+use std::str::FromStr;
+
+use thiserror::Error;
+
+pub use belady::Belady;
+pub use fifo::Fifo;
+pub use lru::Lru;
 
 /// One block in one tier. Dense (the tier's slot number), so that a policy may keep its state in a `Vec`.
 /// An id is reused after [`Eviction::remove`].
@@ -60,4 +80,86 @@ pub trait Eviction: Send + fmt::Debug {
 
     /// `block` is a leaf and no longer busy; `victim` may have passed it over while it was.
     fn release(&mut self, block: BlockId);
+}
+
+/// The policies that a live tier may use, by name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum EvictionKind {
+    /// [`Lru`].
+    #[default]
+    Lru,
+    /// [`Fifo`].
+    Fifo,
+}
+
+impl EvictionKind {
+    /// Every policy, the default first.
+    pub const ALL: [Self; 2] = [Self::Lru, Self::Fifo];
+
+    /// The name used in settings and reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Lru => "lru",
+            Self::Fifo => "fifo",
+        }
+    }
+
+    /// A fresh policy for a tier of `capacity` blocks. Block ids beyond the capacity work too; they make the
+    /// policy's arrays grow while it is used.
+    pub fn build(self, capacity: u32) -> Box<dyn Eviction> {
+        match self {
+            Self::Lru => Box::new(Lru::with_capacity(capacity)),
+            Self::Fifo => Box::new(Fifo::with_capacity(capacity)),
+        }
+    }
+}
+
+impl fmt::Display for EvictionKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for EvictionKind {
+    type Err = UnknownEviction;
+
+    fn from_str(name: &str) -> Result<Self, UnknownEviction> {
+        Self::ALL
+            .into_iter()
+            .find(|kind| kind.name() == name)
+            .ok_or_else(|| UnknownEviction::new(name, Self::ALL.map(Self::name)))
+    }
+}
+
+/// A policy name that does not exist; says which do.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("unknown eviction policy `{name}`; valid: {valid}")]
+pub struct UnknownEviction {
+    name: String,
+    valid: String,
+}
+
+impl UnknownEviction {
+    pub(crate) fn new(name: &str, valid: impl IntoIterator<Item = &'static str>) -> Self {
+        let valid = valid.into_iter().collect::<Vec<_>>().join(", ");
+        Self { name: name.to_owned(), valid }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_is_found_by_its_name() {
+        for kind in EvictionKind::ALL {
+            assert_eq!(kind.name().parse(), Ok(kind));
+        }
+    }
+
+    #[test]
+    fn an_unknown_name_lists_the_valid_ones() {
+        let error = "mru".parse::<EvictionKind>().unwrap_err();
+        assert_eq!(error.to_string(), "unknown eviction policy `mru`; valid: lru, fifo");
+    }
 }
