@@ -1,0 +1,108 @@
+//! The memory side of one operation: whose bytes they are, until when, and to whom the end is reported.
+
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crossbeam_channel::Sender;
+
+use super::executor::Ticket;
+use crate::copy::{BlockKey, CopyError, CopyErrorKind, Done, SlotId};
+use crate::memory::Memory;
+
+/// An operation that was accepted and not reported yet. Dropping it reports it, as refused unless it was
+/// finished: however a task ends, its operations are completed exactly once.
+pub(super) struct Pending {
+    index: usize,
+    done: Done,
+    result: Result<(), CopyError>,
+    start: NonNull<u8>,
+    bytes: usize,
+    /// Keeps `start` mapped.
+    _region: Arc<dyn Memory>,
+    /// Keeps the backend from closing.
+    ticket: Sender<Ticket>,
+    /// What is copied.
+    pub(super) block: BlockKey,
+    /// Its slot in the object tier.
+    pub(super) object: SlotId,
+}
+
+// SAFETY: `start` points into a region that is itself `Send` and `Sync` and is kept alive by `_region`; the
+// callers of `Backend::submit` promise that nobody else uses the slot until the operation is completed.
+unsafe impl Send for Pending {}
+// SAFETY: as above; through `&Pending` the bytes are only read.
+unsafe impl Sync for Pending {}
+
+impl Pending {
+    /// `None`: the region has no slot `memory`.
+    pub(super) fn new(
+        (index, done): (usize, Done),
+        (region, memory): (&Arc<dyn Memory>, SlotId),
+        (block, object): (BlockKey, SlotId),
+        ticket: Sender<Ticket>,
+    ) -> Option<Self> {
+        let refused = CopyError::new(CopyErrorKind::Refused, "the object tier is shutting down");
+        Some(Self {
+            start: region.slot(memory)?.cast(),
+            bytes: region.block_bytes(),
+            _region: Arc::clone(region),
+            ticket,
+            result: Err(refused),
+            index,
+            done,
+            block,
+            object,
+        })
+    }
+
+    /// Reports the end. Nothing touches the slot after this.
+    pub(super) fn finish(mut self, result: Result<(), CopyError>) {
+        self.result = result;
+    }
+
+    /// Bytes of the block.
+    pub(super) const fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// To hold while there is work left after the end was reported.
+    pub(super) fn ticket(&self) -> Sender<Ticket> {
+        self.ticket.clone()
+    }
+
+    /// The block's bytes, as the source of a write.
+    pub(super) fn source(&self) -> &[u8] {
+        // SAFETY: the slot holds at least `bytes` bytes, stays mapped as long as `self`, and is written by
+        // nobody until the operation is completed, which takes `self`.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
+    }
+
+    /// The block's bytes, as the destination of a read.
+    pub(super) fn destination(&mut self) -> &mut [u8] {
+        // SAFETY: as for `source`; the destination is read by nobody either, and `&mut self` is unique.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        self.done.complete(self.index, std::mem::replace(&mut self.result, Ok(())));
+    }
+}
+
+impl fmt::Debug for Pending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pending")
+            .field("index", &self.index)
+            .field("object", &self.object)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Reports the same end for all.
+pub(super) fn finish_all(blocks: impl IntoIterator<Item = Pending>, result: &Result<(), CopyError>) {
+    for block in blocks {
+        block.finish(result.clone());
+    }
+}

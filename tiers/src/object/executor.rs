@@ -1,0 +1,80 @@
+//! The threads on which the store's client runs, so that callers need no asynchronous runtime.
+
+use std::future::Future;
+use std::time::Duration;
+
+use crossbeam_channel::{RecvTimeoutError, bounded};
+use tokio::runtime::{Builder, Handle, Runtime};
+
+use crate::error::{SetupError, SetupErrorKind};
+
+/// Enough to keep a fast link and one decryption going: the copies to files run on threads of their own.
+const WORKERS: usize = 2;
+
+/// A small tokio runtime that may be used and dropped from any thread, also from one of another runtime.
+#[derive(Debug)]
+pub(super) struct Executor {
+    /// `None` only while dropping.
+    runtime: Option<Runtime>,
+    handle: Handle,
+}
+
+impl Executor {
+    pub(super) fn start() -> Result<Self, SetupError> {
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(WORKERS)
+            .thread_name("kvbm-object")
+            .enable_all()
+            .build()
+            .map_err(|e| {
+                let message = "cannot start the threads of the object tier: raise the limit on processes";
+                SetupError::caused(SetupErrorKind::Unavailable, message, e)
+            })?;
+        Ok(Self { handle: runtime.handle().clone(), runtime: Some(runtime) })
+    }
+
+    /// Runs `task` in the background.
+    pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.handle.spawn(task);
+    }
+
+    /// Runs `task` and waits for it on the calling thread; `None`: it did not end within `limit`.
+    ///
+    /// Not `block_on`, which panics on a thread that belongs to a runtime.
+    pub(super) fn wait<T: Send + 'static>(
+        &self,
+        limit: Duration,
+        task: impl Future<Output = T> + Send + 'static,
+    ) -> Option<T> {
+        let (send, receive) = bounded(1);
+        self.spawn(async move {
+            if let Ok(output) = tokio::time::timeout(limit, task).await {
+                let _ = send.send(output);
+            }
+        });
+        // The task's own time limit wakes this one: the sender goes with the task.
+        receive.recv().ok()
+    }
+}
+
+impl Drop for Executor {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// Waits until every clone of `ticket` has been dropped, at most for `limit`. Returns whether they were.
+pub(super) fn drained(
+    ticket: crossbeam_channel::Sender<Ticket>,
+    last: &crossbeam_channel::Receiver<Ticket>,
+    limit: Duration,
+) -> bool {
+    drop(ticket);
+    matches!(last.recv_timeout(limit), Err(RecvTimeoutError::Disconnected))
+}
+
+/// Never sent: holding a sender of it means to be at work.
+#[derive(Debug)]
+pub(super) enum Ticket {}

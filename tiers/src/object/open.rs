@@ -1,0 +1,302 @@
+//! Opening the store that a URL names.
+
+use std::fmt;
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path as FilePath, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use object_store::local::LocalFileSystem;
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt, PutMode};
+use url::Url;
+
+use super::error::Secrets;
+use super::executor::Executor;
+use super::s3::open_s3;
+use super::segment::SegmentNames;
+use crate::error::{SetupError, SetupErrorKind};
+
+/// Everything that one operation may take, retries included. Shorter than the scheduler's own limit (30 s by
+/// default), after which a slot counts as lost.
+pub(super) const OPERATION_LIMIT: Duration = Duration::from_secs(20);
+/// At start-up somebody is waiting for the answer.
+const PROBE_LIMIT: Duration = Duration::from_secs(8);
+
+pub(super) const URL: &str = "object.url (DYN_KVBM_OBJECT_URL)";
+pub(super) const ENDPOINT: &str = "object.endpoint (DYN_KVBM_OBJECT_ENDPOINT)";
+pub(super) const KEYS: &str =
+    "object.access_key and object.secret_key (DYN_KVBM_OBJECT_ACCESS_KEY, DYN_KVBM_OBJECT_SECRET_KEY)";
+const FORMS: &str = "use file:///directory, s3://bucket/prefix or memory:///";
+
+/// How an S3-compatible store is reached. Without keys, keys and everything else that is `None` come from the
+/// `AWS_*` variables, else from the instance that this runs on.
+#[derive(Clone, Default)]
+pub struct StoreOptions {
+    /// `http://…` or `https://…`; `None`: AWS.
+    pub endpoint: Option<String>,
+    /// Region; `None`: `us-east-1`.
+    pub region: Option<String>,
+    /// Access key.
+    pub access_key: Option<String>,
+    /// Secret key.
+    pub secret_key: Option<String>,
+}
+
+impl fmt::Debug for StoreOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StoreOptions").field("region", &self.region).finish_non_exhaustive()
+    }
+}
+
+/// An object store that answered and lets us write, and the threads that talk to it.
+pub struct Store {
+    pub(super) client: Arc<dyn ObjectStore>,
+    /// Where in the store our objects live.
+    pub(super) root: Path,
+    pub(super) executor: Executor,
+    pub(super) secrets: Secrets,
+    place: Where,
+    /// As the user wrote it. It holds no credentials: such URLs are refused.
+    url: String,
+}
+
+enum Where {
+    Memory,
+    /// The directory, and whether it is ours to remove.
+    Directory {
+        path: PathBuf,
+        created: bool,
+    },
+    Service,
+}
+
+impl Store {
+    /// Opens the store at `url` and writes, then deletes, a small object to see that it works.
+    ///
+    /// `file:///directory` (created with mode 0700 if missing), `s3://bucket/prefix` or `memory:///`.
+    ///
+    /// # Errors
+    /// `Invalid`: the URL or an option is malformed. `NotWritable`: the directory cannot be created or written.
+    /// `Unavailable`: the store does not answer or refuses us. The message names the setting to change.
+    pub fn open(url: &str, options: &StoreOptions) -> Result<Self, SetupError> {
+        let parsed = parse(url, URL)?;
+        let executor = Executor::start()?;
+        let (client, root, place): (Arc<dyn ObjectStore>, _, _) = match (parsed.scheme(), parsed.host()) {
+            ("file", None) => {
+                let (files, place) = open_directory(&parsed)?;
+                (Arc::new(files), Path::default(), place)
+            }
+            ("memory", None) => (Arc::new(InMemory::new()), path_of(&parsed)?, Where::Memory),
+            ("s3", Some(_)) => (Arc::new(open_s3(&parsed, options)?), path_of(&parsed)?, Where::Service),
+            _ => return Err(invalid(format!("{URL} is '{url}', which names no object store: {FORMS}"))),
+        };
+        let store = Self { client, root, executor, secrets: secrets(options), place, url: url.to_owned() };
+        store.probe()?;
+        Ok(store)
+    }
+
+    /// A store of somebody else's making, for tests.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn with_client(client: Arc<dyn ObjectStore>) -> Result<Self, SetupError> {
+        Ok(Self {
+            client,
+            root: Path::default(),
+            executor: Executor::start()?,
+            secrets: Secrets::default(),
+            place: Where::Memory,
+            url: "test:///".to_owned(),
+        })
+    }
+
+    /// Whether a network lies between.
+    pub(super) const fn is_remote(&self) -> bool {
+        matches!(self.place, Where::Service)
+    }
+
+    /// Removes the directory that [`open`](Self::open) made, if nothing is left in it.
+    pub(super) fn remove_directory(&self) {
+        if let Where::Directory { path, created: true } = &self.place {
+            let _ = std::fs::remove_dir(path);
+        }
+    }
+
+    fn probe(&self) -> Result<(), SetupError> {
+        let path = self.root.clone().join(format!(".probe-{}", SegmentNames::new().next()));
+        let client = Arc::clone(&self.client);
+        let write_and_delete = async move {
+            client.put_opts(&path, "kvbm".into(), PutMode::Create.into()).await?;
+            client.delete(&path).await
+        };
+        match self.executor.wait(PROBE_LIMIT, write_and_delete) {
+            Some(Ok(())) => Ok(()),
+            Some(Err(e)) => {
+                let kind = match self.place {
+                    Where::Directory { .. } => SetupErrorKind::NotWritable,
+                    Where::Memory | Where::Service => SetupErrorKind::Unavailable,
+                };
+                Err(SetupError::caused(kind, self.unusable("refused a test object"), self.secrets.scrub(&e)))
+            }
+            None => {
+                let what = format!("did not answer within {} s", PROBE_LIMIT.as_secs());
+                Err(SetupError::new(SetupErrorKind::Unavailable, self.unusable(&what)))
+            }
+        }
+    }
+
+    fn unusable(&self, what: &str) -> String {
+        let more = if self.is_remote() { format!(", {ENDPOINT} and the keys") } else { String::new() };
+        format!("the object store '{}' {what}: check {URL}{more}", self.url)
+    }
+}
+
+impl fmt::Display for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.url)
+    }
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Store").field(&self.url).finish()
+    }
+}
+
+/// The text is not quoted until it is known that it holds no credentials.
+pub(super) fn parse(text: &str, setting: &str) -> Result<Url, SetupError> {
+    let url = Url::parse(text).map_err(|e| {
+        SetupError::caused(SetupErrorKind::Invalid, format!("{setting} is not a URL: {FORMS}"), e)
+    })?;
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err(invalid(format!("{setting} contains credentials: move them to {KEYS}")));
+    }
+    if url.query().is_some() || url.fragment().is_some() {
+        return Err(invalid(format!("{setting} has a part after '?' or '#': remove it")));
+    }
+    Ok(url)
+}
+
+fn path_of(url: &Url) -> Result<Path, SetupError> {
+    Path::from_url_path(url.path()).map_err(|e| {
+        let message = format!("{URL} is '{url}', whose path cannot be part of an object's name");
+        SetupError::caused(SetupErrorKind::Invalid, message, e)
+    })
+}
+
+fn open_directory(url: &Url) -> Result<(LocalFileSystem, Where), SetupError> {
+    let path = url
+        .to_file_path()
+        .map_err(|()| invalid(format!("{URL} is '{url}', which is not an absolute path: {FORMS}")))?;
+    let created = !path.exists();
+    let fail = |e: Box<dyn std::error::Error + Send + Sync>| {
+        let message = format!("cannot create the directory {}: check {URL}", path.display());
+        SetupError::caused(SetupErrorKind::NotWritable, message, std::io::Error::other(e))
+    };
+    // Prompts can be guessed from KV blocks: nobody else may read them.
+    let make = |path: &FilePath| DirBuilder::new().recursive(true).mode(0o700).create(path);
+    make(&path).map_err(|e| fail(e.into()))?;
+    let files = LocalFileSystem::new_with_prefix(&path).map_err(|e| fail(e.into()))?;
+    Ok((files.with_automatic_cleanup(true), Where::Directory { path, created }))
+}
+
+pub(super) fn secrets(options: &StoreOptions) -> Secrets {
+    let variables = ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"];
+    let from_environment = variables.iter().filter_map(|name| std::env::var(name).ok());
+    let given = [&options.access_key, &options.secret_key];
+    Secrets::new(given.into_iter().flatten().cloned().chain(from_environment))
+}
+
+pub(super) fn invalid(message: String) -> SetupError {
+    SetupError::new(SetupErrorKind::Invalid, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn open_error(url: &str, options: &StoreOptions) -> SetupError {
+        Store::open(url, options).expect_err(url)
+    }
+
+    fn texts(error: &SetupError) -> String {
+        let cause = std::error::Error::source(error).map(ToString::to_string).unwrap_or_default();
+        format!("{error} {cause} {error:?}")
+    }
+
+    #[test]
+    fn urls_that_name_no_store_are_refused() {
+        let urls =
+            ["", "/tmp/x", "ftp://host/x", "file://host/x", "s3:///prefix", "memory://host/", "s3://b/x?y=z"];
+        for url in urls {
+            let error = open_error(url, &StoreOptions::default());
+            assert_eq!(error.kind(), SetupErrorKind::Invalid, "{url}");
+            assert!(error.to_string().contains("DYN_KVBM_OBJECT_URL"), "{error}");
+        }
+    }
+
+    #[test]
+    fn credentials_never_show() {
+        let options = StoreOptions {
+            endpoint: Some("http://127.0.0.1:9".into()),
+            access_key: Some("AKIAEXAMPLE".into()),
+            secret_key: Some("s3cr3t".into()),
+            ..StoreOptions::default()
+        };
+        let endpoint = Some("http://AKIAEXAMPLE:s3cr3t@127.0.0.1".into());
+        let lone = StoreOptions { secret_key: None, ..options.clone() };
+        let shown = [
+            format!("{options:?}"),
+            texts(&open_error("s3://bucket/prefix", &options)),
+            texts(&open_error("s3://bucket", &lone)),
+            texts(&open_error("s3://bucket", &StoreOptions { endpoint, ..options })),
+            texts(&open_error("s3://AKIAEXAMPLE:s3cr3t@bucket", &lone)),
+            texts(&open_error("://AKIAEXAMPLE:s3cr3t@bucket", &lone)),
+        ];
+        for text in shown {
+            assert!(!text.contains("AKIAEXAMPLE") && !text.contains("s3cr3t"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_store_that_is_down_is_reported_soon() {
+        let options = StoreOptions {
+            endpoint: Some("http://127.0.0.1:9".into()),
+            access_key: Some("key".into()),
+            secret_key: Some("secret".into()),
+            ..StoreOptions::default()
+        };
+        let error = open_error("s3://bucket/prefix", &options);
+        assert_eq!(error.kind(), SetupErrorKind::Unavailable);
+        assert!(error.to_string().contains("DYN_KVBM_OBJECT_ENDPOINT"), "{error}");
+    }
+
+    #[test]
+    fn a_directory_is_made_for_the_owner_alone() {
+        let parent = tempfile::tempdir().unwrap();
+        let dir = parent.path().join("a dir/objects");
+        let url = Url::from_file_path(&dir).unwrap();
+        let store = Store::open(url.as_str(), &StoreOptions::default()).unwrap();
+        assert_eq!(std::fs::metadata(&dir).unwrap().permissions().mode() & 0o777, 0o700);
+        assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0, "the probe is gone");
+        store.remove_directory();
+        assert!(!dir.exists());
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_made_names_the_setting() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let url = Url::from_file_path(file.path().join("below")).unwrap();
+        let error = open_error(url.as_str(), &StoreOptions::default());
+        assert_eq!(error.kind(), SetupErrorKind::NotWritable);
+        assert!(error.to_string().contains("DYN_KVBM_OBJECT_URL"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn stores_open_and_close_inside_another_runtime() {
+        drop(Store::open("memory:///some/prefix", &StoreOptions::default()).unwrap());
+    }
+}

@@ -1,0 +1,471 @@
+//! Behaviour of the backend over real and failing stores.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::fmt;
+use std::path::{Path as FilePath, PathBuf};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::time::Duration;
+
+use futures::FutureExt;
+use futures::stream::{BoxStream, StreamExt};
+use object_store::chunked::ChunkedStore;
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{
+    CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt,
+    PutMultipartOptions, PutOptions, PutPayload, PutResult,
+};
+use parking_lot::Mutex;
+use url::Url;
+
+use super::segment::{crc32c, decode_footer};
+use super::{ObjectBackend, ObjectOptions, Store, StoreOptions};
+use crate::copy::{Backend, BlockKey, CopyError, CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
+use crate::geometry::{ALIGNMENT, Geometry};
+use crate::memory::Memory;
+
+/// Not a multiple of the alignment: the bytes between slots must not travel.
+const BLOCK: usize = 5000;
+const SLOTS: u32 = 64;
+
+/// A host tier of plain memory.
+#[derive(Debug)]
+struct Heap {
+    base: NonNull<u8>,
+    geometry: Geometry,
+}
+
+impl Heap {
+    fn new() -> Arc<Self> {
+        let geometry = Geometry::new(SLOTS, BLOCK).unwrap();
+        // SAFETY: the geometry's size is not zero.
+        let base = NonNull::new(unsafe { alloc_zeroed(Self::layout(geometry)) }).unwrap();
+        Arc::new(Self { base, geometry })
+    }
+
+    fn layout(geometry: Geometry) -> Layout {
+        Layout::from_size_align(geometry.bytes(), ALIGNMENT).unwrap()
+    }
+
+    fn fill(&self, slot: u32, seed: u32) {
+        let mut bytes = self.slot(SlotId(slot)).unwrap();
+        // SAFETY: the slot is ours between two batches.
+        let bytes = unsafe { bytes.as_mut() };
+        bytes[..BLOCK].copy_from_slice(&pattern(seed));
+    }
+
+    fn holds(&self, slot: u32, seed: u32) -> bool {
+        let bytes = self.slot(SlotId(slot)).unwrap();
+        // SAFETY: the slot is ours between two batches.
+        let bytes = unsafe { bytes.as_ref() };
+        bytes[..BLOCK] == pattern(seed)
+    }
+}
+
+impl Drop for Heap {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` with the same layout.
+        unsafe { dealloc(self.base.as_ptr(), Self::layout(self.geometry)) }
+    }
+}
+
+// SAFETY: plain memory without an owning thread.
+unsafe impl Send for Heap {}
+// SAFETY: as above.
+unsafe impl Sync for Heap {}
+
+// SAFETY: one allocation of the geometry's size and alignment, freed on drop.
+unsafe impl Memory for Heap {
+    fn tier(&self) -> Tier {
+        Tier::Host
+    }
+
+    fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+}
+
+fn pattern(seed: u32) -> Vec<u8> {
+    (0..BLOCK as u32)
+        .map(|i| (i.wrapping_mul(31) ^ seed.wrapping_mul(0x9e37_79b9)).to_le_bytes()[1])
+        .collect()
+}
+
+fn key(seed: u32) -> BlockKey {
+    BlockKey { hash: u128::from(seed) << 64 | 7, group: 3 }
+}
+
+fn op(from: (Tier, u32), to: (Tier, u32), seed: u32) -> CopyOp {
+    let slot = |(tier, slot)| SlotRef { tier, slot: SlotId(slot), generation: 1 };
+    CopyOp { block: key(seed), from: slot(from), to: slot(to) }
+}
+
+type Results = Vec<Result<(), CopyError>>;
+
+fn run(backend: &ObjectBackend, batch: Vec<CopyOp>) -> Results {
+    let count = batch.len();
+    let (send, receive) = std::sync::mpsc::channel();
+    backend.submit(batch, Done::new(move |op, result| send.send((op, result)).unwrap()));
+    // The channel closes when the backend has dropped the last clone of `Done`: no report is missed or doubled.
+    let mut reports: Vec<_> = receive.iter().collect();
+    reports.sort_by_key(|(op, _)| *op);
+    assert!(reports.iter().map(|(op, _)| *op).eq(0..count), "each operation once");
+    reports.into_iter().map(|(_, result)| result).collect()
+}
+
+/// Writes blocks `seeds` from the first host slots to `slots` of the store.
+fn write(backend: &ObjectBackend, heap: &Heap, blocks: &[(u32, u32)]) -> Results {
+    let ops = blocks.iter().zip(0..).map(|(&(slot, seed), host)| {
+        heap.fill(host, seed);
+        op((Tier::Host, host), (Tier::Object, slot), seed)
+    });
+    run(backend, ops.collect())
+}
+
+/// Reads the slots into the first host slots and checks what arrived.
+fn read(backend: &ObjectBackend, heap: &Heap, blocks: &[(u32, u32)]) -> Results {
+    let ops = blocks.iter().zip(0..).map(|(&(slot, seed), host)| {
+        heap.fill(host, !seed);
+        op((Tier::Object, slot), (Tier::Host, host), seed)
+    });
+    let results = run(backend, ops.collect());
+    for ((&(_, seed), result), host) in blocks.iter().zip(&results).zip(0..) {
+        assert!(result.is_err() || heap.holds(host, seed), "block {seed} is not what was written");
+    }
+    results
+}
+
+fn all_ok(results: &Results) -> bool {
+    results.iter().all(Result::is_ok)
+}
+
+fn options(blocks_per_segment: usize) -> ObjectOptions {
+    let segment_bytes = (blocks_per_segment * BLOCK) as u64;
+    ObjectOptions { namespace: "model/tp0".into(), segment_bytes, concurrency: 3, keep: false }
+}
+
+fn backend(store: Store, heap: &Arc<Heap>, options: &ObjectOptions) -> ObjectBackend {
+    ObjectBackend::new(store, Arc::clone(heap) as Arc<dyn Memory>, options).unwrap()
+}
+
+fn open_directory(dir: &FilePath) -> Store {
+    Store::open(Url::from_file_path(dir).unwrap().as_str(), &StoreOptions::default()).unwrap()
+}
+
+fn segment_files(dir: &FilePath) -> Vec<PathBuf> {
+    let Ok(files) = std::fs::read_dir(dir.join("model/tp0/segments")) else { return Vec::new() };
+    files.map(|file| file.unwrap().path()).collect()
+}
+
+fn round_trips(store: Store) {
+    let heap = Heap::new();
+    let backend = backend(store, &heap, &options(7));
+    let blocks: Vec<_> = (0..SLOTS).map(|i| (i * 70_001, i + 1)).collect();
+    assert!(all_ok(&write(&backend, &heap, &blocks)));
+    assert_eq!(backend.stats().segments, u64::from(SLOTS.div_ceil(7)));
+
+    let mut scattered = blocks.clone();
+    scattered.reverse();
+    scattered.retain(|(slot, _)| slot % 3 != 0);
+    // The same block into two slots.
+    scattered.push(scattered[0]);
+    assert!(all_ok(&read(&backend, &heap, &scattered)));
+
+    let rewritten: Vec<_> = blocks.iter().map(|&(slot, seed)| (slot, seed + 1000)).collect();
+    assert!(all_ok(&write(&backend, &heap, &rewritten[..20])));
+    assert!(all_ok(&read(&backend, &heap, &rewritten[..20])));
+    assert!(all_ok(&read(&backend, &heap, &blocks[20..])));
+}
+
+#[test]
+fn blocks_come_back_from_memory() {
+    round_trips(Store::open("memory:///a/prefix", &StoreOptions::default()).unwrap());
+}
+
+#[test]
+fn blocks_come_back_from_files() {
+    let dir = tempfile::tempdir().unwrap();
+    round_trips(open_directory(dir.path()));
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "everything was removed");
+}
+
+#[test]
+fn blocks_come_back_in_small_pieces() {
+    let chunked = ChunkedStore::new(Arc::new(InMemory::new()), 777);
+    round_trips(Store::with_client(Arc::new(chunked)).unwrap());
+}
+
+#[test]
+fn segments_go_with_their_last_slot() {
+    let dir = tempfile::tempdir().unwrap();
+    let heap = Heap::new();
+    let backend = backend(open_directory(dir.path()), &heap, &options(4));
+    assert!(all_ok(&write(&backend, &heap, &[(0, 1), (1, 2), (2, 3), (3, 4)])));
+    let first = segment_files(dir.path());
+    assert!(all_ok(&write(&backend, &heap, &[(0, 5), (1, 6), (2, 7)])));
+    assert_eq!(segment_files(dir.path()).len(), 2, "slot 3 still lies in the first");
+    assert!(all_ok(&write(&backend, &heap, &[(3, 8)])));
+    assert_eq!(backend.stats().segments, 2);
+    let deadline = std::time::Instant::now() + Duration::from_secs(10);
+    while first[0].exists() {
+        assert!(std::time::Instant::now() < deadline, "the dead segment is still there");
+        std::thread::yield_now();
+    }
+    assert_eq!(backend.stats().failed_deletions, 0);
+}
+
+#[test]
+fn segments_describe_themselves() {
+    let dir = tempfile::tempdir().unwrap();
+    let heap = Heap::new();
+    let keep = ObjectOptions { keep: true, ..options(8) };
+    let backend = backend(open_directory(dir.path()), &heap, &keep);
+    assert!(all_ok(&write(&backend, &heap, &[(9, 1), (8, 2), (7, 3)])));
+    drop(backend);
+    let files = segment_files(dir.path());
+    let object = std::fs::read(&files[0]).unwrap();
+    let entries = decode_footer(&object, object.len() as u64).unwrap();
+    assert_eq!(entries.len(), 3);
+    for (entry, seed) in entries.iter().zip(1..) {
+        let bytes = &object[entry.offset as usize..(entry.offset + entry.length) as usize];
+        assert_eq!((entry.block, bytes), (key(seed), &pattern(seed)[..]));
+        assert_eq!(entry.crc32c, crc32c(bytes));
+    }
+}
+
+#[test]
+fn a_short_object_fails_only_the_blocks_that_it_lost() {
+    let dir = tempfile::tempdir().unwrap();
+    let heap = Heap::new();
+    let backend = backend(open_directory(dir.path()), &heap, &options(8));
+    let blocks = [(0, 1), (1, 2), (2, 3), (3, 4)];
+    assert!(all_ok(&write(&backend, &heap, &blocks)));
+    let file = std::fs::File::options().write(true).open(&segment_files(dir.path())[0]).unwrap();
+    file.set_len(3 * BLOCK as u64 - 1).unwrap();
+    let results = read(&backend, &heap, &blocks);
+    assert_eq!(kinds(&results), [None, None, Some(CopyErrorKind::Io), Some(CopyErrorKind::Io)]);
+    assert_eq!(kinds(&read(&backend, &heap, &[(3, 4)])), [Some(CopyErrorKind::Io)]);
+}
+
+#[test]
+fn a_lost_object_is_an_error_and_the_slot_can_be_written_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let heap = Heap::new();
+    let backend = backend(open_directory(dir.path()), &heap, &options(8));
+    assert!(all_ok(&write(&backend, &heap, &[(5, 1)])));
+    std::fs::remove_file(&segment_files(dir.path())[0]).unwrap();
+    assert_eq!(kinds(&read(&backend, &heap, &[(5, 1)])), [Some(CopyErrorKind::Io)]);
+    assert!(all_ok(&write(&backend, &heap, &[(5, 2)])));
+    assert!(all_ok(&read(&backend, &heap, &[(5, 2)])));
+    assert_eq!(backend.stats().failed_deletions, 0, "gone is what was wanted");
+}
+
+#[test]
+fn what_cannot_be_copied_is_refused() {
+    let heap = Heap::new();
+    let backend = backend(Store::with_client(Arc::new(InMemory::new())).unwrap(), &heap, &options(4));
+    let results = run(
+        &backend,
+        vec![
+            op((Tier::Host, SLOTS), (Tier::Object, 0), 1),
+            op((Tier::Disk, 0), (Tier::Host, 0), 1),
+            op((Tier::Object, 0), (Tier::Object, 1), 1),
+            op((Tier::Object, 77), (Tier::Host, 0), 1),
+        ],
+    );
+    let refused = Some(CopyErrorKind::Refused);
+    assert_eq!(kinds(&results), [refused, refused, refused, Some(CopyErrorKind::Io)]);
+    assert!(run(&backend, Vec::new()).is_empty());
+}
+
+#[test]
+fn a_failing_store_fails_operations_and_nothing_else() {
+    for budget in 0..20 {
+        let faulty = Faulty::new(Fault::AfterRequests(AtomicI64::new(budget)));
+        let heap = Heap::new();
+        let backend = backend(Store::with_client(faulty.clone()).unwrap(), &heap, &options(2));
+        let blocks: Vec<_> = (0..16).map(|i| (i, i + 1)).collect();
+        let written = write(&backend, &heap, &blocks);
+        faulty.heal();
+        for (block, result) in blocks.iter().zip(&written) {
+            let read = read(&backend, &heap, &[*block]);
+            assert_eq!(read[0].is_ok(), result.is_ok(), "what was not written cannot be read");
+        }
+        drop(backend);
+        assert_eq!(faulty.inner.list(None).collect::<Vec<_>>().now_or_never().unwrap().len(), 0);
+    }
+}
+
+#[test]
+fn reads_that_fail_are_reported() {
+    let faulty = Faulty::new(Fault::AfterRequests(AtomicI64::new(1)));
+    let heap = Heap::new();
+    let backend = backend(Store::with_client(faulty.clone()).unwrap(), &heap, &options(8));
+    assert!(all_ok(&write(&backend, &heap, &[(0, 1), (1, 2)])));
+    assert_eq!(kinds(&read(&backend, &heap, &[(0, 1), (1, 2)])), [Some(CopyErrorKind::Io); 2]);
+    faulty.heal();
+    assert!(all_ok(&read(&backend, &heap, &[(0, 1), (1, 2)])));
+}
+
+#[test]
+fn a_write_whose_answer_got_lost_is_a_success() {
+    let heap = Heap::new();
+    let store = Store::with_client(Faulty::new(Fault::LostAnswers)).unwrap();
+    let backend = backend(store, &heap, &options(8));
+    assert!(all_ok(&write(&backend, &heap, &[(0, 1), (1, 2)])));
+    assert!(all_ok(&read(&backend, &heap, &[(0, 1), (1, 2)])));
+}
+
+#[test]
+fn a_write_ends_when_the_client_lets_go_of_the_bytes() {
+    let faulty = Faulty::new(Fault::Hoards(Mutex::default()));
+    let heap = Heap::new();
+    let backend = backend(Store::with_client(faulty.clone()).unwrap(), &heap, &options(8));
+    heap.fill(0, 1);
+    let (send, receive) = std::sync::mpsc::channel();
+    let done = Done::new(move |_, result| send.send(result).unwrap());
+    backend.submit(vec![op((Tier::Host, 0), (Tier::Object, 0), 1)], done);
+    while backend.stats().segments == 0 {
+        std::thread::yield_now();
+    }
+    assert!(receive.recv_timeout(Duration::from_millis(50)).is_err(), "the client can still read the slot");
+    faulty.heal();
+    receive.recv().unwrap().unwrap();
+}
+
+#[test]
+fn a_short_answer_is_an_error() {
+    let heap = Heap::new();
+    let memory = Arc::new(InMemory::new());
+    let backend = backend(Store::with_client(memory.clone()).unwrap(), &heap, &options(8));
+    assert!(all_ok(&write(&backend, &heap, &[(0, 1), (1, 2)])));
+    let object = memory.list(None).next().now_or_never().unwrap().unwrap().unwrap().location;
+    let short = pattern(1).into_iter().chain([0; 10]).collect::<PutPayload>();
+    memory.put(&object, short).now_or_never().unwrap().unwrap();
+    assert_eq!(kinds(&read(&backend, &heap, &[(0, 1), (1, 2)])), [None, Some(CopyErrorKind::Io)]);
+}
+
+#[test]
+fn closing_ends_every_operation() {
+    let heap = Heap::new();
+    let store = Store::open("memory:///", &StoreOptions::default()).unwrap();
+    let backend = backend(store, &heap, &options(1));
+    let ops = (0..SLOTS).map(|i| op((Tier::Host, i), (Tier::Object, i), i)).collect();
+    let (send, receive) = std::sync::mpsc::channel();
+    backend.submit(ops, Done::new(move |_, result| send.send(result).unwrap()));
+    drop(backend);
+    let results: Results = receive.try_iter().collect();
+    assert_eq!(results.len(), SLOTS as usize);
+    assert!(kinds(&results).iter().flatten().all(|kind| *kind == CopyErrorKind::Refused));
+}
+
+fn kinds(results: &Results) -> Vec<Option<CopyErrorKind>> {
+    results.iter().map(|result| result.as_ref().err().map(CopyError::kind)).collect()
+}
+
+/// A store with a defect.
+#[derive(Debug)]
+struct Faulty {
+    inner: InMemory,
+    fault: Fault,
+    healed: AtomicBool,
+}
+
+#[derive(Debug)]
+enum Fault {
+    /// Every request after so many fails.
+    AfterRequests(AtomicI64),
+    /// Does what it is asked and says that it failed.
+    LostAnswers,
+    /// Keeps what it was sent until it is healed.
+    Hoards(Mutex<Vec<PutPayload>>),
+}
+
+impl Faulty {
+    fn new(fault: Fault) -> Arc<Self> {
+        Arc::new(Self { inner: InMemory::new(), fault, healed: AtomicBool::new(false) })
+    }
+
+    fn heal(&self) {
+        self.healed.store(true, Ordering::Relaxed);
+        if let Fault::Hoards(payloads) = &self.fault {
+            payloads.lock().clear();
+        }
+    }
+
+    fn request(&self) -> object_store::Result<()> {
+        match &self.fault {
+            Fault::AfterRequests(budget)
+                if budget.fetch_sub(1, Ordering::Relaxed) <= 0 && !self.healed.load(Ordering::Relaxed) =>
+            {
+                Err(failure())
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn failure() -> object_store::Error {
+    object_store::Error::Generic { store: "faulty", source: "as arranged".into() }
+}
+
+impl fmt::Display for Faulty {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Faulty")
+    }
+}
+
+#[async_trait::async_trait]
+impl ObjectStore for Faulty {
+    async fn put_opts(
+        &self,
+        location: &Path,
+        payload: PutPayload,
+        opts: PutOptions,
+    ) -> object_store::Result<PutResult> {
+        self.request()?;
+        if let Fault::Hoards(payloads) = &self.fault {
+            payloads.lock().push(payload.clone());
+        }
+        let result = self.inner.put_opts(location, payload, opts).await;
+        if matches!(self.fault, Fault::LostAnswers) { Err(failure()) } else { result }
+    }
+
+    async fn put_multipart_opts(
+        &self,
+        location: &Path,
+        opts: PutMultipartOptions,
+    ) -> object_store::Result<Box<dyn MultipartUpload>> {
+        self.inner.put_multipart_opts(location, opts).await
+    }
+
+    async fn get_opts(&self, location: &Path, options: GetOptions) -> object_store::Result<GetResult> {
+        self.request()?;
+        self.inner.get_opts(location, options).await
+    }
+
+    fn delete_stream(
+        &self,
+        locations: BoxStream<'static, object_store::Result<Path>>,
+    ) -> BoxStream<'static, object_store::Result<Path>> {
+        self.inner.delete_stream(locations)
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, object_store::Result<ObjectMeta>> {
+        self.inner.list(prefix)
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> object_store::Result<ListResult> {
+        self.inner.list_with_delimiter(prefix).await
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> object_store::Result<()> {
+        self.inner.copy_opts(from, to, options).await
+    }
+}
