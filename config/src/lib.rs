@@ -1,10 +1,43 @@
 //! Settings of the KV block manager: plain data with one default each, read from TOML and `DYN_KVBM_*`.
 //!
 //! [`Settings`] are data, components are objects: nothing here opens a file of the cache or knows a backend.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`settings`] | the data and their defaults |
+//! | [`value`] | how a size, a capacity or a toggle is written |
+//! | `field` | a typed accessor per setting: parse, show, limits |
+//! | `registry` | the one table of keys and variables, which everything below reads |
+//! | `file` | a TOML file as lines of `key = value` |
+//! | [`loader`] | defaults < file < environment < command line, and where each value came from |
+//! | `validate` | what must hold between settings |
+//! | [`mod@reference`] | the generated `docs/configuration.md` |
+//!
+//! ```
+//! use kvbm_settings::{Capacity, Loader};
+//!
+//! let variables = [("DYN_KVBM_CPU_CACHE_GB", "1.5"), ("DYN_KVBM_BLOCK_BYTES", "64KiB")];
+//! let loaded = Loader::new().environment(variables.map(|(name, value)| (name.into(), value.into()))).load()?;
+//! assert_eq!(loaded.settings.host.capacity, Some(Capacity::Bytes(1_500_000_000)));
+//! # Ok::<(), kvbm_settings::SettingsError>(())
+//! ```
+#![forbid(unsafe_code)]
 
+mod error;
+mod field;
+mod file;
+pub mod loader;
+pub mod reference;
+mod registry;
 pub mod settings;
+mod validate;
+pub mod value;
 
+pub use error::SettingsError;
+pub use loader::{Accepted, Loaded, Loader, Origin, Row};
+pub use reference::reference_markdown;
 pub use settings::{
-    Capacity, DeviceSettings, DiskBackend, DiskSettings, EvictionPolicy, FlushSettings, HostSettings, MetricsSettings,
-    ObjectSettings, Settings, TransferSettings,
+    Capacity, DeviceSettings, DiskBackend, DiskSettings, EvictionPolicy, FlushSettings, HostSettings,
+    MetricsSettings, NixlSettings, ObjectSettings, Settings, TransferSettings,
 };
+pub use value::{InvalidValue, format_size, parse_size};

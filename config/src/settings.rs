@@ -1,9 +1,11 @@
 //! The settings themselves, with their defaults.
 
+use std::collections::BTreeMap;
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 /// Everything that an operator can choose. `Settings::default()` is a manager with no tier at all.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -26,6 +28,8 @@ pub struct Settings {
     pub eviction: EvictionPolicy,
     /// What is exported.
     pub metrics: MetricsSettings,
+    /// The transfer library between machines.
+    pub nixl: NixlSettings,
 }
 
 /// How large a tier is.
@@ -118,20 +122,37 @@ pub enum DiskBackend {
     Threads,
 }
 
-/// The object tier.
+impl DiskBackend {
+    /// Every choice.
+    pub const ALL: &'static [Self] = &[Self::Auto, Self::Uring, Self::Threads];
+
+    /// How the choice is written.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Uring => "uring",
+            Self::Threads => "threads",
+        }
+    }
+}
+
+/// The object tier. Its keys are never logged and never serialised.
 #[derive(Clone, PartialEq, Serialize)]
 pub struct ObjectSettings {
     /// `file:///dir`, `s3://bucket/prefix` or `memory:///`; `None`: no object tier.
+    #[serde(serialize_with = "without_credentials")]
     pub url: Option<String>,
     /// Blocks that it may hold; `None`: as many as the slot numbers allow.
     pub capacity: Option<Capacity>,
     /// S3 endpoint, when it is not AWS.
+    #[serde(serialize_with = "without_credentials")]
     pub endpoint: Option<String>,
     /// S3 region.
     pub region: Option<String>,
     /// S3 access key.
+    #[serde(skip)]
     pub access_key: Option<String>,
-    /// S3 secret key. Never logged, never serialised.
+    /// S3 secret key.
     #[serde(skip)]
     pub secret_key: Option<String>,
     /// Largest segment object, in bytes.
@@ -158,10 +179,38 @@ impl Default for ObjectSettings {
     }
 }
 
-impl std::fmt::Debug for ObjectSettings {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ObjectSettings").field("url", &self.url).finish_non_exhaustive()
+impl fmt::Debug for ObjectSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ObjectSettings")
+            .field("url", &self.url.as_deref().map(shown_url))
+            .field("capacity", &self.capacity)
+            .field("endpoint", &self.endpoint.as_deref().map(shown_url))
+            .field("region", &self.region)
+            .field("access_key", &self.access_key.as_ref().map(|_| SECRET_SET))
+            .field("secret_key", &self.secret_key.as_ref().map(|_| SECRET_SET))
+            .field("segment_bytes", &self.segment_bytes)
+            .field("concurrency", &self.concurrency)
+            .field("keep", &self.keep)
+            .finish()
     }
+}
+
+/// What stands in for a secret wherever settings are shown.
+pub(crate) const SECRET_SET: &str = "(set)";
+
+/// Whether a URL may carry a user, a password or a signed query. Local paths can't.
+pub(crate) fn may_hold_credentials(url: &str) -> bool {
+    !url.starts_with("file:") && url.contains(['@', '?'])
+}
+
+/// The URL as it may be shown.
+pub(crate) fn shown_url(url: &str) -> &str {
+    if may_hold_credentials(url) { "(hidden: it may hold credentials)" } else { url }
+}
+
+#[expect(clippy::ref_option, reason = "the shape that serde asks for")]
+fn without_credentials<S: Serializer>(url: &Option<String>, serializer: S) -> Result<S::Ok, S::Error> {
+    url.as_deref().map(shown_url).serialize(serializer)
 }
 
 /// How blocks move.
@@ -211,6 +260,19 @@ pub enum EvictionPolicy {
     Fifo,
 }
 
+impl EvictionPolicy {
+    /// Every choice.
+    pub const ALL: &'static [Self] = &[Self::Lru, Self::Fifo];
+
+    /// How the choice is written.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Lru => "lru",
+            Self::Fifo => "fifo",
+        }
+    }
+}
+
 /// What is exported.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct MetricsSettings {
@@ -226,4 +288,11 @@ impl Default for MetricsSettings {
     fn default() -> Self {
         Self { enabled: false, host: IpAddr::V4(Ipv4Addr::LOCALHOST), port: 6880 }
     }
+}
+
+/// The transfer library between machines.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct NixlSettings {
+    /// Backends by name (upper case), on or off. None named: UCX alone; all named ones off: none.
+    pub backends: BTreeMap<String, bool>,
 }

@@ -1,0 +1,61 @@
+//! What can be wrong with the settings.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::loader::Origin;
+use crate::value::InvalidValue;
+
+/// Why the settings could not be had. Every message names the key, where it came from and what is valid; none
+/// ever holds a secret.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SettingsError {
+    /// A value that its setting does not take, alone or together with other settings: change the value.
+    #[error("{key} = \"{value}\" ({origin}): {problem}")]
+    Invalid {
+        /// The setting, by its TOML path or, where it has none, its variable.
+        key: String,
+        /// The value as it was given; `(set)` for a secret.
+        value: String,
+        /// Who gave it.
+        origin: Origin,
+        /// What is wrong, and what is valid.
+        #[source]
+        problem: InvalidValue,
+    },
+    /// A key or variable that does not exist: a slip of the pen, most often.
+    #[error("unknown setting {name} ({origin}); the nearest valid one is {nearest}")]
+    Unknown {
+        /// The name as it was given.
+        name: String,
+        /// Who gave it.
+        origin: Origin,
+        /// The most similar name of the same sort.
+        nearest: String,
+    },
+    /// A variable whose name or value is not UTF-8.
+    #[error("{name}: the variable is not valid UTF-8")]
+    NotUnicode {
+        /// The variable, as far as it can be read.
+        name: String,
+    },
+    /// The settings file cannot be read.
+    #[error("cannot read the settings file {path:?}: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// The settings file is not TOML.
+    #[error("{}:{line}: not valid TOML: {message}", path.display())]
+    Syntax {
+        /// The file.
+        path: PathBuf,
+        /// Line, from 1.
+        line: usize,
+        /// The parser's description; it quotes nothing of the file.
+        message: String,
+    },
+}

@@ -1,0 +1,357 @@
+//! A typed accessor per setting: one place that parses it, shows it and knows its limits.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::ops::RangeInclusive;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use crate::settings::{
+    Capacity, DiskBackend, EvictionPolicy, SECRET_SET, Settings, may_hold_credentials, shown_url,
+};
+use crate::value::{
+    BOOLEANS, CAPACITIES, DIRECTORIES, InvalidValue, SIZES, format_size, parse_boolean, parse_directories,
+    parse_share, parse_size, parse_text, parse_whole, split_directories, whole_numbers,
+};
+
+/// How an optional setting is written that is not set.
+pub(crate) const NONE: &str = "none";
+
+/// A value before it is parsed.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Raw {
+    /// A scalar.
+    One(String),
+    /// A TOML array.
+    Many(Vec<String>),
+    /// The value of one member of a family of toggles.
+    Member { name: String, value: String },
+}
+
+impl Raw {
+    /// The value as text. May hold a secret: show [`Field::shown`] instead.
+    fn text(&self) -> String {
+        match self {
+            Self::One(text) | Self::Member { value: text, .. } => text.clone(),
+            Self::Many(texts) => texts.join(", "),
+        }
+    }
+}
+
+/// Where a setting lives in [`Settings`]. One accessor serves reading and writing: reading goes through a copy.
+type At<T> = fn(&mut Settings) -> &mut T;
+
+/// A setting's place and type.
+pub(crate) enum Field {
+    Flag(At<bool>),
+    Count(At<u32>, RangeInclusive<u32>),
+    Millis(At<u64>, RangeInclusive<u64>),
+    Bytes(At<u64>, RangeInclusive<u64>),
+    BytesIfSet(At<Option<u64>>, RangeInclusive<u64>),
+    Capacity(At<Option<Capacity>>),
+    Share(At<f64>),
+    Port(At<u16>),
+    Address(At<IpAddr>),
+    /// A URL of one of these schemes.
+    Url(At<Option<String>>, &'static [&'static str]),
+    Text(At<Option<String>>),
+    Secret(At<Option<String>>),
+    Directories(At<Vec<PathBuf>>),
+    Choice(fn(&mut Settings) -> &mut dyn Choice),
+    /// A family: `path.NAME` is on or off.
+    Toggles(At<BTreeMap<String, bool>>),
+}
+
+impl Field {
+    /// Parses `raw` into its place.
+    pub(crate) fn assign(&self, settings: &mut Settings, raw: &Raw) -> Result<(), InvalidValue> {
+        match (self, raw) {
+            (Self::Toggles(at), Raw::Member { name, value }) => {
+                at(settings).insert(toggle_name(name)?, parse_boolean(value)?);
+                Ok(())
+            }
+            (Self::Directories(at), Raw::One(text)) => {
+                put(at(settings), parse_directories(&split_directories(text)))
+            }
+            (Self::Directories(at), Raw::Many(names)) => put(at(settings), parse_directories(names)),
+            (_, Raw::One(text)) => self.assign_text(settings, text),
+            _ => Err(InvalidValue::new("not a single value", self.valid())),
+        }
+    }
+
+    fn assign_text(&self, settings: &mut Settings, text: &str) -> Result<(), InvalidValue> {
+        match self {
+            Self::Flag(at) => put(at(settings), parse_boolean(text)),
+            Self::Count(at, range) => {
+                let range = u64::from(*range.start())..=u64::from(*range.end());
+                put(at(settings), parse_whole(text, &range).map(|count| count as u32))
+            }
+            Self::Millis(at, range) => put(at(settings), parse_whole(text, range)),
+            Self::Bytes(at, range) => put(at(settings), parse_size_in(text, range)),
+            Self::BytesIfSet(at, range) => put(at(settings), if_set(text, |text| parse_size_in(text, range))),
+            Self::Capacity(at) => put(at(settings), if_set(text, str::parse).map(some_room)),
+            Self::Share(at) => put(at(settings), parse_share(text)),
+            Self::Port(at) => put(at(settings), parse_whole(text, &(0..=65_535)).map(|port| port as u16)),
+            Self::Address(at) => {
+                let address = IpAddr::from_str(text.trim());
+                put(at(settings), address.map_err(|_| InvalidValue::new("not an IP address", self.valid())))
+            }
+            Self::Url(at, schemes) => put(at(settings), if_set(text, |text| parse_url(text, schemes))),
+            Self::Text(at) => put(at(settings), if_set(text, parse_text)),
+            Self::Secret(at) => put(at(settings), parse_text(text).map(Some)),
+            Self::Choice(at) => at(settings).choose(text.trim()),
+            Self::Directories(_) | Self::Toggles(_) => {
+                Err(InvalidValue::new("not a single value", self.valid()))
+            }
+        }
+    }
+
+    /// The value as [`Field::assign`] takes it: nothing when unset, one per member of a family.
+    pub(crate) fn values(&self, settings: &Settings) -> Vec<Raw> {
+        let settings = &mut settings.clone();
+        let text = match self {
+            Self::Flag(at) => Some(at(settings).to_string()),
+            Self::Count(at, _) => Some(at(settings).to_string()),
+            Self::Millis(at, _) => Some(at(settings).to_string()),
+            Self::Bytes(at, _) => Some(format_size(*at(settings))),
+            Self::BytesIfSet(at, _) => at(settings).map(format_size),
+            Self::Capacity(at) => at(settings).map(|capacity| capacity.to_string()),
+            Self::Share(at) => Some(at(settings).to_string()),
+            Self::Port(at) => Some(at(settings).to_string()),
+            Self::Address(at) => Some(at(settings).to_string()),
+            Self::Url(at, _) | Self::Text(at) | Self::Secret(at) => at(settings).clone(),
+            Self::Choice(at) => Some(at(settings).name().to_owned()),
+            Self::Directories(at) => {
+                return vec![Raw::Many(at(settings).iter().map(|path| path.display().to_string()).collect())];
+            }
+            Self::Toggles(at) => return at(settings).iter().map(member).collect(),
+        };
+        text.map(Raw::One).into_iter().collect()
+    }
+
+    /// `raw` as it may be shown.
+    pub(crate) fn shown(&self, raw: &Raw) -> String {
+        match self {
+            Self::Secret(_) => SECRET_SET.to_owned(),
+            Self::Url(..) => shown_url(&raw.text()).to_owned(),
+            _ => raw.text(),
+        }
+    }
+
+    /// What it takes, in words.
+    pub(crate) fn valid(&self) -> String {
+        match self {
+            Self::Flag(_) | Self::Toggles(_) => BOOLEANS.to_owned(),
+            Self::Count(_, range) => whole_numbers(&(u64::from(*range.start())..=u64::from(*range.end()))),
+            Self::Millis(_, range) => format!("{}, in milliseconds", whole_numbers(range)),
+            Self::Bytes(_, range) | Self::BytesIfSet(_, range) => sizes(range),
+            Self::Capacity(_) => CAPACITIES.to_owned(),
+            Self::Share(_) => "a number from 0 to 1".to_owned(),
+            Self::Port(_) => whole_numbers(&(0..=65_535)),
+            Self::Address(_) => "an IPv4 or IPv6 address".to_owned(),
+            Self::Url(_, schemes) => urls(schemes),
+            Self::Text(_) | Self::Secret(_) => "any text".to_owned(),
+            Self::Directories(_) => DIRECTORIES.to_owned(),
+            Self::Choice(at) => at(&mut Settings::default()).names().join(", "),
+        }
+    }
+}
+
+fn put<T>(place: &mut T, parsed: Result<T, InvalidValue>) -> Result<(), InvalidValue> {
+    *place = parsed?;
+    Ok(())
+}
+
+fn if_set<T>(
+    text: &str,
+    parse: impl FnOnce(&str) -> Result<T, InvalidValue>,
+) -> Result<Option<T>, InvalidValue> {
+    if text.trim().eq_ignore_ascii_case(NONE) { Ok(None) } else { parse(text).map(Some) }
+}
+
+/// A capacity of nothing is no tier.
+fn some_room(capacity: Option<Capacity>) -> Option<Capacity> {
+    capacity.filter(|capacity| !matches!(capacity, Capacity::Bytes(0) | Capacity::Blocks(0)))
+}
+
+fn member((name, on): (&String, &bool)) -> Raw {
+    Raw::Member { name: name.clone(), value: on.to_string() }
+}
+
+fn toggle_name(name: &str) -> Result<String, InvalidValue> {
+    let named = !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+    let invalid =
+        || InvalidValue::new("not the name of a backend", "letters, digits and `_`, such as UCX or GDS_MT");
+    named.then(|| name.to_ascii_uppercase()).ok_or_else(invalid)
+}
+
+fn parse_size_in(text: &str, range: &RangeInclusive<u64>) -> Result<u64, InvalidValue> {
+    let bytes = parse_size(text)?;
+    if range.contains(&bytes) { Ok(bytes) } else { Err(InvalidValue::new("out of range", sizes(range))) }
+}
+
+fn sizes(range: &RangeInclusive<u64>) -> String {
+    format!("{SIZES}, {}", size_range(range))
+}
+
+pub(crate) fn size_range(range: &RangeInclusive<u64>) -> String {
+    format!("from {} to {}", format_size(*range.start()), format_size(*range.end()))
+}
+
+fn parse_url(text: &str, schemes: &[&str]) -> Result<String, InvalidValue> {
+    let text = parse_text(text)?;
+    let invalid = |reason: &str| InvalidValue::new(reason, urls(schemes));
+    if may_hold_credentials(&text) {
+        return Err(invalid("a user, password or query has no place in the URL"));
+    }
+    let (scheme, rest) = text.split_once("://").ok_or_else(|| invalid("not a URL"))?;
+    match scheme {
+        _ if !schemes.contains(&scheme) => Err(invalid("not a scheme that is known here")),
+        "memory" if !rest.is_empty() && rest != "/" => Err(invalid("`memory:///` takes no path")),
+        "file" if !rest.starts_with('/') => Err(invalid("`file://` takes an absolute path")),
+        "s3" | "http" | "https" if rest.is_empty() || rest.starts_with('/') => {
+            Err(invalid("nothing after `://`"))
+        }
+        _ => Ok(text),
+    }
+}
+
+fn urls(schemes: &[&str]) -> String {
+    let example = |scheme: &&str| match *scheme {
+        "file" => "`file:///directory`".to_owned(),
+        "s3" => "`s3://bucket/prefix`".to_owned(),
+        "memory" => "`memory:///`".to_owned(),
+        web => format!("`{web}://host:port`"),
+    };
+    schemes.iter().map(example).collect::<Vec<_>>().join(", ")
+}
+
+/// A setting that is one of a few names.
+pub(crate) trait Choice {
+    fn names(&self) -> Vec<&'static str>;
+    fn name(&self) -> &'static str;
+    fn choose(&mut self, name: &str) -> Result<(), InvalidValue>;
+}
+
+macro_rules! choice {
+    ($($kind:ty),*) => {$(
+        impl Choice for $kind {
+            fn names(&self) -> Vec<&'static str> {
+                Self::ALL.iter().map(|choice| choice.name()).collect()
+            }
+
+            fn name(&self) -> &'static str {
+                (*self).name()
+            }
+
+            fn choose(&mut self, name: &str) -> Result<(), InvalidValue> {
+                put(self, name.parse())
+            }
+        }
+
+        impl FromStr for $kind {
+            type Err = InvalidValue;
+
+            /// By name, in any case.
+            fn from_str(name: &str) -> Result<Self, InvalidValue> {
+                let known = Self::ALL.iter().find(|choice| choice.name().eq_ignore_ascii_case(name));
+                let names = || Self::ALL.iter().map(|choice| choice.name()).collect::<Vec<_>>().join(", ");
+                known.copied().ok_or_else(|| InvalidValue::new("not a known name", names()))
+            }
+        }
+    )*};
+}
+
+choice!(DiskBackend, EvictionPolicy);
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::registry::KEYS;
+
+    proptest! {
+        #[test]
+        fn no_field_panics_on_arbitrary_text(text in any::<String>(), name in any::<String>()) {
+            for key in KEYS {
+                let mut settings = Settings::default();
+                let _ = key.field.assign(&mut settings, &Raw::One(text.clone()));
+                let _ = key.field.assign(&mut settings, &Raw::Many(vec![text.clone()]));
+                let _ = key.field.assign(&mut settings, &Raw::Member { name: name.clone(), value: text.clone() });
+            }
+        }
+    }
+
+    /// What a field shows, it takes back, so `kvbm config` can be pasted into a file.
+    #[test]
+    fn every_default_round_trips() {
+        for key in KEYS {
+            let mut settings = Settings::default();
+            for raw in key.field.values(&settings.clone()) {
+                key.field.assign(&mut settings, &raw).unwrap_or_else(|error| panic!("{}: {error}", key.path));
+            }
+            assert_eq!(settings, Settings::default(), "{}", key.path);
+        }
+    }
+
+    #[test]
+    fn zero_and_none_mean_no_tier() {
+        for text in ["0", "0GB", "0 blocks", "none", " None "] {
+            let field = Field::Capacity(|settings| &mut settings.host.capacity);
+            let mut settings = Settings::default();
+            settings.host.capacity = Some(Capacity::Blocks(1));
+            field.assign(&mut settings, &Raw::One(text.to_owned())).expect(text);
+            assert_eq!(settings.host.capacity, None, "{text}");
+        }
+    }
+
+    #[test]
+    fn urls_name_a_known_place() {
+        let schemes = ["file", "s3", "memory"];
+        for url in [
+            "file:///data/kv",
+            "file:///a@b?c",
+            "s3://bucket",
+            "s3://bucket/prefix",
+            "memory:///",
+            "memory://",
+        ] {
+            assert!(parse_url(url, &schemes).is_ok(), "{url}");
+        }
+        let bad = [
+            "",
+            "bucket",
+            "file://relative",
+            "s3://",
+            "s3:///prefix",
+            "memory:///x",
+            "gs://bucket",
+            "S3://b",
+        ];
+        for url in bad {
+            assert!(parse_url(url, &schemes).is_err(), "{url}");
+        }
+        for url in ["s3://key:secret@bucket", "s3://bucket?X-Signature=secret", "key:secret@bucket"] {
+            assert!(!parse_url(url, &schemes).unwrap_err().to_string().contains("secret"));
+            assert!(!shown_url(url).contains("secret"));
+        }
+    }
+
+    #[test]
+    fn choices_are_serialised_by_the_name_that_selects_them() {
+        #[derive(serde::Serialize)]
+        struct Table<T> {
+            value: T,
+        }
+        for &backend in DiskBackend::ALL {
+            let text = toml::to_string(&Table { value: backend }).expect("a name is a string");
+            assert_eq!(text, format!("value = \"{}\"\n", backend.name()));
+        }
+        for &eviction in EvictionPolicy::ALL {
+            let text = toml::to_string(&Table { value: eviction }).expect("a name is a string");
+            assert_eq!(text, format!("value = \"{}\"\n", eviction.name()));
+            assert_eq!(eviction.name().to_uppercase().parse(), Ok(eviction));
+        }
+    }
+}

@@ -1,0 +1,368 @@
+//! Settings from all their sources, each of which overrides the one before: defaults, file, environment, command line.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::{fmt, mem};
+
+use serde::{Serialize, Serializer};
+
+use crate::error::SettingsError;
+use crate::field::{NONE, Raw};
+use crate::file;
+use crate::registry::{self, CONFIG_VARIABLE, IGNORED, KEYS, Key, Meaning, PREFIX, Variable};
+use crate::settings::Settings;
+use crate::value::InvalidValue;
+
+/// Where a value came from.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Origin {
+    /// Nobody chose it.
+    #[default]
+    Default,
+    /// The program's own choice, see [`Loader::defaults`].
+    Program,
+    /// A line of the settings file.
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Line, from 1.
+        line: usize,
+    },
+    /// An environment variable.
+    Variable(String),
+    /// The command line.
+    CommandLine,
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Default => f.write_str("default"),
+            Self::Program => f.write_str("program"),
+            Self::File { path, line } => write!(f, "{}:{line}", path.display()),
+            Self::Variable(name) => f.write_str(name),
+            Self::CommandLine => f.write_str("command line"),
+        }
+    }
+}
+
+impl Serialize for Origin {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// One override of the command line.
+struct Override {
+    key: &'static str,
+    apply: Box<dyn FnOnce(&mut Settings)>,
+}
+
+/// Collects the sources, then [loads](Loader::load) them.
+#[derive(Default)]
+#[must_use]
+pub struct Loader {
+    defaults: Settings,
+    file: Option<PathBuf>,
+    environment: BTreeMap<String, String>,
+    overrides: Vec<Override>,
+}
+
+impl Loader {
+    /// Defaults alone.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Defaults and the variables of this process.
+    ///
+    /// # Errors
+    /// A `DYN_KVBM_*` variable that is not UTF-8.
+    pub fn from_process() -> Result<Self, SettingsError> {
+        let ours =
+            std::env::vars_os().filter(|(name, _)| name.as_encoded_bytes().starts_with(PREFIX.as_bytes()));
+        let texts = ours.map(|(name, value)| match (name.into_string(), value.into_string()) {
+            (Ok(name), Ok(value)) => Ok((name, value)),
+            (Ok(name), Err(_)) => Err(SettingsError::NotUnicode { name }),
+            (Err(name), _) => Err(SettingsError::NotUnicode { name: name.to_string_lossy().into_owned() }),
+        });
+        Ok(Self::new().environment(texts.collect::<Result<Vec<_>, _>>()?))
+    }
+
+    /// Starts from a program's own defaults instead of [`Settings::default`]: those of a command, or what an
+    /// embedding engine knows, such as its block size. Everything else overrides them.
+    pub fn defaults(mut self, defaults: Settings) -> Self {
+        self.defaults = defaults;
+        self
+    }
+
+    /// Reads this TOML file, whatever `DYN_KVBM_CONFIG` says.
+    pub fn file(mut self, path: impl Into<PathBuf>) -> Self {
+        self.file = Some(path.into());
+        self
+    }
+
+    /// Adds environment variables. Those that do not start with `DYN_KVBM_` are left alone.
+    pub fn environment(mut self, variables: impl IntoIterator<Item = (String, String)>) -> Self {
+        self.environment.extend(variables.into_iter().filter(|(name, _)| name.starts_with(PREFIX)));
+        self
+    }
+
+    /// Sets the setting with the TOML path `key` on behalf of the command line; the last call wins.
+    pub fn set(mut self, key: &'static str, apply: impl FnOnce(&mut Settings) + 'static) -> Self {
+        self.overrides.push(Override { key, apply: Box::new(apply) });
+        self
+    }
+
+    /// Reads every source and checks the result.
+    ///
+    /// # Errors
+    /// The first thing that is wrong: an unknown name, a value that is not valid, a file that cannot be read,
+    /// settings that contradict each other.
+    pub fn load(mut self) -> Result<Loaded, SettingsError> {
+        let mut loading = Loading::new(mem::take(&mut self.defaults));
+        reject_unknown_variables(&self.environment)?;
+        let named_by_variable = self.environment.get(CONFIG_VARIABLE).map(PathBuf::from);
+        if let Some(path) = self.file.take().or(named_by_variable) {
+            loading.add_file(&path)?;
+        }
+        loading.add_environment(&self.environment)?;
+        loading.add_overrides(self.overrides)?;
+        loading.finish()
+    }
+}
+
+impl fmt::Debug for Loader {
+    /// Names the sources; their values may be secrets.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Loader")
+            .field("file", &self.file)
+            .field("environment", &self.environment.keys())
+            .field("overrides", &self.overrides.iter().map(|chosen| chosen.key).collect::<Vec<_>>())
+            .finish_non_exhaustive()
+    }
+}
+
+fn reject_unknown_variables(environment: &BTreeMap<String, String>) -> Result<(), SettingsError> {
+    match environment.keys().find(|name| !registry::knows(name)) {
+        Some(name) => Err(SettingsError::Unknown {
+            name: name.clone(),
+            origin: Origin::Variable(name.clone()),
+            nearest: registry::nearest_variable(name).to_owned(),
+        }),
+        None => Ok(()),
+    }
+}
+
+/// The effective settings and where each came from.
+#[derive(Clone, Debug)]
+pub struct Loaded {
+    /// The settings.
+    pub settings: Settings,
+    /// By TOML path; what is not here is a default.
+    pub origins: BTreeMap<String, Origin>,
+    /// What was given, is valid, and changes nothing yet: worth telling the operator once.
+    pub accepted: Vec<Accepted>,
+}
+
+impl Loaded {
+    /// Every setting in the order of the reference. Secrets appear as `(set)`.
+    pub fn rows(&self) -> Vec<Row> {
+        KEYS.iter().flat_map(|key| self.rows_of(key)).collect()
+    }
+
+    fn rows_of(&self, key: &Key) -> Vec<Row> {
+        let row = |path: String, value: String| {
+            let origin = self.origins.get(&path).cloned().unwrap_or_default();
+            Row { key: path, value, origin }
+        };
+        let values = key.field.values(&self.settings);
+        if values.is_empty() {
+            return vec![row(key.path.to_owned(), NONE.to_owned())];
+        }
+        values.iter().map(|raw| row(full_path(key, raw), key.field.shown(raw))).collect()
+    }
+}
+
+/// One effective setting, for people.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Row {
+    /// TOML path.
+    pub key: String,
+    /// The value as it is written in TOML, without quotes; `none` when unset, `(set)` for a secret.
+    pub value: String,
+    /// Where it came from.
+    pub origin: Origin,
+}
+
+/// Something that was recognised and checked but has no effect yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Accepted {
+    /// The setting's TOML path or, where it has none, its variable.
+    pub name: String,
+    /// Its value.
+    pub value: String,
+    /// Who gave it.
+    pub origin: Origin,
+}
+
+impl fmt::Display for Accepted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} = \"{}\" ({}): accepted, no effect yet", self.name, self.value, self.origin)
+    }
+}
+
+/// The settings while sources are laid over each other.
+struct Loading {
+    loaded: Loaded,
+    /// Keys that a variable demands a value for, with that variable.
+    required: Vec<(&'static Key, &'static str)>,
+}
+
+impl Loading {
+    fn new(defaults: Settings) -> Self {
+        let chosen = |key: &&Key| key.field.values(&defaults) != key.field.values(&Settings::default());
+        let origins = KEYS.iter().filter(chosen).flat_map(|key| {
+            let values = key.field.values(&defaults);
+            values.iter().map(|raw| (full_path(key, raw), Origin::Program)).collect::<Vec<_>>()
+        });
+        let origins = origins.collect();
+        Self { loaded: Loaded { settings: defaults, origins, accepted: Vec::new() }, required: Vec::new() }
+    }
+
+    fn add_file(&mut self, path: &Path) -> Result<(), SettingsError> {
+        for entry in file::read(path)? {
+            let origin = Origin::File { path: path.to_owned(), line: entry.line };
+            let (key, member) = known_key(&entry.path, &origin)?;
+            self.assign(key, &as_member(member, entry.raw), origin)?;
+        }
+        Ok(())
+    }
+
+    fn add_environment(&mut self, environment: &BTreeMap<String, String>) -> Result<(), SettingsError> {
+        for key in KEYS {
+            for variable in key.variables {
+                if let Some(text) = environment.get(variable.name) {
+                    self.add_variable(key, variable, text)?;
+                }
+            }
+        }
+        for (name, text) in environment {
+            if let Some((key, member)) = registry::family_of(name) {
+                let raw = as_member(Some(member), Raw::One(text.clone()));
+                self.assign(key, &raw, Origin::Variable(name.clone()))?;
+            }
+        }
+        self.check_ignored(environment)
+    }
+
+    fn add_variable(
+        &mut self,
+        key: &'static Key,
+        variable: &Variable,
+        text: &str,
+    ) -> Result<(), SettingsError> {
+        let origin = Origin::Variable(variable.name.to_owned());
+        let given = Raw::One(text.to_owned());
+        let meaning =
+            variable.form.interpret(text).map_err(|problem| invalid(key, &given, &origin, problem))?;
+        match meaning {
+            Meaning::Value(value) => self.assign(key, &Raw::One(value), origin),
+            Meaning::Required => {
+                self.required.push((key, variable.name));
+                Ok(())
+            }
+            Meaning::Silent => Ok(()),
+        }
+    }
+
+    fn check_ignored(&mut self, environment: &BTreeMap<String, String>) -> Result<(), SettingsError> {
+        for ignored in IGNORED {
+            let Some(text) = environment.get(ignored.name) else { continue };
+            let (name, value) = (ignored.name.to_owned(), printable(text));
+            let origin = Origin::Variable(name.clone());
+            if let Err(problem) = ignored.check(text) {
+                return Err(SettingsError::Invalid { key: name, value, origin, problem });
+            }
+            self.loaded.accepted.push(Accepted { name, value, origin });
+        }
+        Ok(())
+    }
+
+    fn add_overrides(&mut self, overrides: Vec<Override>) -> Result<(), SettingsError> {
+        for Override { key, apply } in overrides {
+            known_key(key, &Origin::CommandLine)?;
+            apply(&mut self.loaded.settings);
+            self.loaded.origins.insert(key.to_owned(), Origin::CommandLine);
+        }
+        Ok(())
+    }
+
+    fn assign(&mut self, key: &'static Key, raw: &Raw, origin: Origin) -> Result<(), SettingsError> {
+        let assigned = key.field.assign(&mut self.loaded.settings, raw);
+        assigned.map_err(|problem| invalid(key, raw, &origin, problem))?;
+        self.loaded.origins.insert(full_path(key, raw), origin);
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<Loaded, SettingsError> {
+        self.check_required()?;
+        let Loaded { settings, origins, .. } = &self.loaded;
+        settings.check(|path| origins.get(path).cloned().unwrap_or_default())?;
+        let unused = KEYS.iter().filter(|key| !key.in_use).flat_map(|key| self.loaded.rows_of(key));
+        let given = unused.filter(|row| row.origin != Origin::Default);
+        let accepted: Vec<_> =
+            given.map(|Row { key, value, origin }| Accepted { name: key, value, origin }).collect();
+        self.loaded.accepted.extend(accepted);
+        Ok(self.loaded)
+    }
+
+    fn check_required(&self) -> Result<(), SettingsError> {
+        let missing = |(key, _): &&(&Key, &str)| key.field.values(&self.loaded.settings).is_empty();
+        let Some((key, variable)) = self.required.iter().find(missing) else { return Ok(()) };
+        let others = key.variables.iter().map(|other| other.name).filter(|other| other != variable);
+        let remedy =
+            format!("{}, or turn {variable} off", others.chain([key.path]).collect::<Vec<_>>().join(" or "));
+        Err(SettingsError::Invalid {
+            key: key.path.to_owned(),
+            value: NONE.to_owned(),
+            origin: Origin::Variable((*variable).to_owned()),
+            problem: InvalidValue::new("turned on, but nothing says where", remedy),
+        })
+    }
+}
+
+fn known_key<'p>(path: &'p str, origin: &Origin) -> Result<(&'static Key, Option<&'p str>), SettingsError> {
+    registry::by_path(path).ok_or_else(|| SettingsError::Unknown {
+        name: path.to_owned(),
+        origin: origin.clone(),
+        nearest: registry::nearest_path(path).to_owned(),
+    })
+}
+
+/// The value of a family's member carries the member's name.
+fn as_member(member: Option<&str>, raw: Raw) -> Raw {
+    match (member, raw) {
+        (Some(name), Raw::One(value)) => Raw::Member { name: name.to_owned(), value },
+        (_, raw) => raw,
+    }
+}
+
+/// The key's path, down to the member of a family. Members are upper case whoever wrote them.
+fn full_path(key: &Key, raw: &Raw) -> String {
+    match raw {
+        Raw::Member { name, .. } => format!("{}.{}", key.path, name.to_ascii_uppercase()),
+        Raw::One(_) | Raw::Many(_) => key.path.to_owned(),
+    }
+}
+
+fn invalid(key: &Key, raw: &Raw, origin: &Origin, problem: InvalidValue) -> SettingsError {
+    let value = printable(&key.field.shown(raw));
+    SettingsError::Invalid { key: full_path(key, raw), value, origin: origin.clone(), problem }
+}
+
+/// On one line, whatever was typed.
+fn printable(text: &str) -> String {
+    text.escape_debug().to_string()
+}

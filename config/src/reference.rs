@@ -1,0 +1,180 @@
+//! `docs/configuration.md`, written from the registry.
+
+use std::fmt::Write as _;
+
+use crate::field::{Field, NONE, size_range};
+use crate::registry::{IGNORED, KEYS, Key, Variable};
+use crate::settings::Settings;
+use crate::value::whole_numbers;
+
+/// The whole of `docs/configuration.md`.
+pub fn reference_markdown() -> String {
+    let mut page = INTRODUCTION.replace("{example}", EXAMPLE);
+    for (section, title, text) in SECTIONS {
+        let keys: Vec<_> = KEYS.iter().filter(|key| key.section() == *section).collect();
+        let _ = write!(page, "\n### {title}\n{text}\n\n{}", settings_table(&keys));
+    }
+    let _ = write!(page, "\n{MIGRATION}\n{}\n{NO_EFFECT}\n{}", differences_table(), ignored_table());
+    page
+}
+
+/// Sections of the file: TOML table, title, introduction.
+const SECTIONS: &[(&str, &str, &str)] = &[
+    ("", "Top of the file", "Keys that stand before the first `[section]`."),
+    (
+        "device",
+        "`[device]`: G1",
+        "Emulated in host memory unless a GPU backend is chosen. Capacity `none`: no device tier of our own.",
+    ),
+    ("host", "`[host]`: G2", "Capacity `none`: no host tier."),
+    ("disk", "`[disk]`: G3", "Capacity `none`: no disk tier."),
+    ("object", "`[object]`: G4", "URL `none`: no object tier, whatever the other keys say."),
+    ("transfer", "`[transfer]`", "How blocks move between tiers."),
+    ("flush", "`[flush]`", "When blocks are copied to the tier below."),
+    ("metrics", "`[metrics]`", "What is exported for Prometheus."),
+    ("nixl", "`[nixl]`", "Transfers between machines. Checked and shown, but without effect yet."),
+];
+
+/// A settings file, used in the introduction.
+const EXAMPLE: &str = r#"block_bytes = "1MiB"
+eviction = "lru"
+
+[host]
+capacity = "20GB"
+
+[disk]
+capacity = "5000 blocks"
+dirs = ["/mnt/nvme0/kv", "/mnt/nvme1/kv"]
+
+[object]
+url = "s3://kv-cache/team-a"
+region = "eu-central-1"
+
+[flush]
+interval_ms = 500
+
+[metrics]
+enabled = true
+"#;
+
+const INTRODUCTION: &str = "\
+# Configuration
+
+<!-- Generated from the registry of kvbm-settings. Do not edit: KVBM_BLESS=1 cargo test -p kvbm-settings -->
+
+Every setting has one default, one key in a TOML file and at least one environment variable. `kvbm config` prints the
+effective value of each and where it came from.
+
+## Where values come from
+Each source overrides the one above it:
+
+1. the defaults below (a command such as `kvbm replay` may bring its own);
+2. the TOML file named by `--config FILE` or, without that, by `DYN_KVBM_CONFIG`;
+3. the environment: `DYN_KVBM_*`;
+4. the command line.
+
+Nothing is guessed. A `DYN_KVBM_*` variable or TOML key that does not exist is an error that names the nearest one that
+does, and a value that is not valid is an error that names the key, the value, the variable or line it came from, and
+what is valid. Settings are also checked together: a tier needs `block_bytes`, a size must hold at least one block, the
+two S3 keys come as a pair.
+
+```toml
+{example}```
+
+## How values are written
+White space around a value never matters; an empty value is an error.
+
+| sort | how |
+|---|---|
+| toggle | `true`, `1`, `on`, `yes`, or `false`, `0`, `off`, `no`, in any case. `=false` always means off. |
+| size | `65536` (bytes), `64KiB`, `1.5GB`, `1.5 GiB`: decimal units are powers of 1000, binary ones of 1024 |
+| capacity | a size, rounded down to whole blocks, or `5000 blocks`; `0` or `none`: no tier |
+| `…_GB` | a plain number counts decimal gigabytes, 10⁹ bytes; a size with its unit is also taken |
+| `…_NUM_BLOCKS` | wins over the `…_GB` of the same tier in the environment; `0` is the same as not set |
+| duration | a whole number in the unit that the key's name ends with |
+| directories | separated by `:` or `,`; in TOML also an array, which a directory with such a name needs |
+| secret | never printed: `kvbm config` says `(set)` |
+
+What can be unset is unset by `none`.
+
+## Settings
+† marks variables of NVIDIA Dynamo's KVBM; see [below](#coming-from-nvidia-dynamo-kvbm) for what differs. Where a
+setting has several variables, a later one wins.
+";
+
+const MIGRATION: &str = "\
+## Coming from NVIDIA Dynamo KVBM
+The variables marked † keep their names and meaning, except:
+";
+
+const NO_EFFECT: &str = "\
+### Accepted, no effect yet
+These are checked and reported, so that a deployment which sets them starts; nothing follows them yet.
+";
+
+fn settings_table(keys: &[&Key]) -> String {
+    let mut table = String::from(
+        "| variable | TOML key | default | unit, valid values | meaning |\n|---|---|---|---|---|\n",
+    );
+    for key in keys {
+        let variables: Vec<_> = key.variables.iter().map(|variable| variable_name(key, variable)).collect();
+        let (variables, path, default) = (variables.join("<br>"), toml_path(key), default_of(key));
+        let _ =
+            writeln!(table, "| {variables} | `{path}` | {default} | {} | {} |", valid_values(key), key.doc);
+    }
+    table
+}
+
+fn variable_name(key: &Key, variable: &Variable) -> String {
+    let member = if key.is_family() { "<NAME>" } else { "" };
+    let mark = if variable.upstream.is_some() { " †" } else { "" };
+    format!("`{}{member}`{mark}", variable.name)
+}
+
+fn toml_path(key: &Key) -> String {
+    if key.is_family() { format!("{}.<NAME>", key.path) } else { key.path.to_owned() }
+}
+
+fn default_of(key: &Key) -> String {
+    let values = key.field.values(&Settings::default());
+    let shown: Vec<_> = values.iter().map(|raw| key.field.shown(raw)).collect();
+    if shown.is_empty() { NONE.to_owned() } else { format!("`{}`", shown.join(", ")) }
+}
+
+/// Short where the introduction explains the sort.
+fn valid_values(key: &Key) -> String {
+    match &key.field {
+        Field::Flag(_) | Field::Toggles(_) => "toggle".to_owned(),
+        Field::Capacity(_) => "capacity".to_owned(),
+        Field::Directories(_) => "directories".to_owned(),
+        Field::Secret(_) => "secret".to_owned(),
+        Field::Millis(_, range) => format!("ms; {}", whole_numbers(range)),
+        Field::Bytes(_, range) | Field::BytesIfSet(_, range) => format!("size {}", size_range(range)),
+        Field::Choice(_) => format!("`{}`", key.field.valid().replace(", ", "`, `")),
+        _ => key.field.valid(),
+    }
+}
+
+fn differences_table() -> String {
+    let mut table = String::from("| variable | here |\n|---|---|\n");
+    for key in KEYS {
+        for variable in key.variables {
+            if let Some(difference) = variable.upstream.filter(|difference| !difference.is_empty()) {
+                let _ = writeln!(
+                    table,
+                    "| {} | {difference} |",
+                    variable_name(key, variable).trim_end_matches(" †")
+                );
+            }
+        }
+    }
+    table
+}
+
+fn ignored_table() -> String {
+    let mut table = String::from("| variable | valid values | why |\n|---|---|---|\n");
+    for ignored in IGNORED {
+        let _ = writeln!(table, "| `{}` | {} | {} |", ignored.name, ignored.valid(), ignored.doc);
+    }
+    table
+}

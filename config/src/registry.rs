@@ -1,0 +1,614 @@
+//! The one table of settings: key, variables, type, limits, meaning. Parser, `kvbm config` and the reference read it.
+
+use std::ops::RangeInclusive;
+
+use crate::field::{Field, NONE};
+use crate::value::{InvalidValue, parse_boolean, parse_size, parse_text, parse_whole, whole_numbers};
+
+/// All variables start with this.
+pub(crate) const PREFIX: &str = "DYN_KVBM_";
+/// Names the settings file; it is no setting itself.
+pub(crate) const CONFIG_VARIABLE: &str = "DYN_KVBM_CONFIG";
+
+const KIB: u64 = 1 << 10;
+const GIB: u64 = 1 << 30;
+const DAY_MS: u64 = 86_400_000;
+
+/// One setting.
+pub(crate) struct Key {
+    /// Where it stands in TOML; the part before the last dot is its section.
+    pub(crate) path: &'static str,
+    pub(crate) field: Field,
+    /// In rising precedence: a later one wins.
+    pub(crate) variables: &'static [Variable],
+    pub(crate) doc: &'static str,
+    /// Whether anything in the system follows it yet.
+    pub(crate) in_use: bool,
+}
+
+impl Key {
+    /// The section, `""` for the top of the file.
+    pub(crate) fn section(&self) -> &'static str {
+        self.path.rsplit_once('.').map_or("", |(section, _)| section)
+    }
+
+    pub(crate) fn is_family(&self) -> bool {
+        matches!(self.field, Field::Toggles(_))
+    }
+}
+
+/// A variable that sets a key.
+pub(crate) struct Variable {
+    /// The name; of a family, what the names start with.
+    pub(crate) name: &'static str,
+    pub(crate) form: Form,
+    /// Of the system that users come from: what we do differently.
+    pub(crate) upstream: Option<&'static str>,
+}
+
+/// How a variable writes its key's value.
+#[derive(Clone, Copy)]
+pub(crate) enum Form {
+    /// As in TOML.
+    Plain,
+    /// A toggle with the opposite sense.
+    Negated,
+    /// A plain number counts decimal gigabytes.
+    Gigabytes,
+    /// Blocks; 0 leaves the size to the other variable.
+    Blocks,
+    /// The bucket of an `s3://` URL.
+    Bucket,
+    /// Off removes the value, on demands one.
+    Switch,
+}
+
+/// What a variable says of its key.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Meaning {
+    /// This is the value, written as in TOML.
+    Value(String),
+    /// Nothing.
+    Silent,
+    /// Some value is needed.
+    Required,
+}
+
+impl Form {
+    pub(crate) fn interpret(self, text: &str) -> Result<Meaning, InvalidValue> {
+        Ok(match self {
+            Self::Plain => Meaning::Value(text.to_owned()),
+            Self::Negated => Meaning::Value((!parse_boolean(text)?).to_string()),
+            Self::Gigabytes => Meaning::Value(gigabytes(text)?),
+            Self::Blocks => match parse_whole(text, &BLOCKS)? {
+                0 => Meaning::Silent,
+                blocks => Meaning::Value(format!("{blocks} blocks")),
+            },
+            Self::Bucket => Meaning::Value(format!("s3://{}", bucket(text)?)),
+            Self::Switch if parse_boolean(text)? => Meaning::Required,
+            Self::Switch => Meaning::Value(NONE.to_owned()),
+        })
+    }
+}
+
+const BLOCKS: RangeInclusive<u64> = 0..=u32::MAX as u64;
+const GIGABYTES: &str =
+    "decimal gigabytes such as 20 or 1.5, or a size with a unit such as 64GiB; 0: no tier";
+const BUCKETS: &str = "the name of a bucket: letters, digits, `.`, `-`, `_`";
+
+fn gigabytes(text: &str) -> Result<String, InvalidValue> {
+    let text = text.trim();
+    let plain = text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+    let size = if plain { format!("{text}GB") } else { text.to_owned() };
+    parse_size(&size).map(|_| size).map_err(|_| InvalidValue::new("not a size", GIGABYTES))
+}
+
+fn bucket(text: &str) -> Result<&str, InvalidValue> {
+    let name = text.trim();
+    if name.contains(['{', '}']) {
+        return Err(InvalidValue::new("a template: all workers share one bucket here", BUCKETS));
+    }
+    let is_name =
+        !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-_".contains(&byte));
+    if is_name { Ok(name) } else { Err(InvalidValue::new("not a bucket", BUCKETS)) }
+}
+
+/// A variable of our own.
+const fn own(name: &'static str, form: Form) -> Variable {
+    Variable { name, form, upstream: None }
+}
+
+/// A variable of the system that users come from, with what we do differently.
+const fn upstream(name: &'static str, form: Form, difference: &'static str) -> Variable {
+    Variable { name, form, upstream: Some(difference) }
+}
+
+const SAME: &str = "";
+const STRICT: &str = "A value that is no number is an error, not 0.";
+const FALSE_IS_FALSE: &str = "`false` means off; upstream reads any value as on.";
+
+/// Every setting, in the order in which it is shown.
+pub(crate) static KEYS: &[Key] = &[
+    Key {
+        path: "block_bytes",
+        field: Field::BytesIfSet(|s| &mut s.block_bytes, 1..=GIB),
+        variables: &[own("DYN_KVBM_BLOCK_BYTES", Form::Plain)],
+        doc: "Bytes of one KV block, all layers together. Needed by every tier; an engine states its own.",
+        in_use: true,
+    },
+    Key {
+        path: "eviction",
+        field: Field::Choice(|s| &mut s.eviction),
+        variables: &[own("DYN_KVBM_EVICTION", Form::Plain)],
+        doc: "Which block leaves a full tier: the leaf used least recently, or the leaf that came first.",
+        in_use: true,
+    },
+    Key {
+        path: "device.capacity",
+        field: Field::Capacity(|s| &mut s.device.capacity),
+        variables: &[
+            own("DYN_KVBM_DEVICE_CACHE_GB", Form::Gigabytes),
+            own("DYN_KVBM_DEVICE_CACHE_OVERRIDE_NUM_BLOCKS", Form::Blocks),
+        ],
+        doc: "Size of the device tier.",
+        in_use: true,
+    },
+    Key {
+        path: "host.capacity",
+        field: Field::Capacity(|s| &mut s.host.capacity),
+        variables: &[
+            upstream("DYN_KVBM_CPU_CACHE_GB", Form::Gigabytes, STRICT),
+            upstream("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", Form::Blocks, STRICT),
+        ],
+        doc: "Size of the host tier.",
+        in_use: true,
+    },
+    Key {
+        path: "host.huge_pages",
+        field: Field::Flag(|s| &mut s.host.huge_pages),
+        variables: &[own("DYN_KVBM_HOST_CACHE_HUGE_PAGES", Form::Plain)],
+        doc: "Back the host tier with huge pages where the system allows.",
+        in_use: true,
+    },
+    Key {
+        path: "host.staging_blocks",
+        field: Field::Count(|s| &mut s.host.staging_blocks, 1..=1 << 20),
+        variables: &[own("DYN_KVBM_HOST_CACHE_STAGING_BLOCKS", Form::Plain)],
+        doc: "Blocks of DRAM beside the tier, through which blocks pass that have no place in it.",
+        in_use: true,
+    },
+    Key {
+        path: "disk.capacity",
+        field: Field::Capacity(|s| &mut s.disk.capacity),
+        variables: &[
+            upstream("DYN_KVBM_DISK_CACHE_GB", Form::Gigabytes, STRICT),
+            upstream("DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", Form::Blocks, STRICT),
+        ],
+        doc: "Size of the disk tier, over all its directories.",
+        in_use: true,
+    },
+    Key {
+        path: "disk.dirs",
+        field: Field::Directories(|s| &mut s.disk.dirs),
+        variables: &[upstream("DYN_KVBM_DISK_CACHE_DIR", Form::Plain, "May name several directories.")],
+        doc: "Directories of the disk tier; blocks are striped over them.",
+        in_use: true,
+    },
+    Key {
+        path: "disk.o_direct",
+        field: Field::Flag(|s| &mut s.disk.o_direct),
+        variables: &[upstream("DYN_KVBM_DISK_DISABLE_O_DIRECT", Form::Negated, FALSE_IS_FALSE)],
+        doc: "Bypass the page cache. The variable has the opposite sense: on means buffered.",
+        in_use: true,
+    },
+    Key {
+        path: "disk.zerofill_fallback",
+        field: Field::Flag(|s| &mut s.disk.zerofill_fallback),
+        variables: &[upstream(
+            "DYN_KVBM_DISK_ZEROFILL_FALLBACK",
+            Form::Plain,
+            "On by default. `false` means off; upstream reads any value as on.",
+        )],
+        doc: "Write zeroes where the file system cannot reserve space.",
+        in_use: true,
+    },
+    Key {
+        path: "disk.backend",
+        field: Field::Choice(|s| &mut s.disk.backend),
+        variables: &[own("DYN_KVBM_DISK_BACKEND", Form::Plain)],
+        doc: "What moves the bytes: `io_uring`, a pool of threads, or the first of them that works here.",
+        in_use: true,
+    },
+    Key {
+        path: "disk.queue_depth",
+        field: Field::Count(|s| &mut s.disk.queue_depth, 1..=4096),
+        variables: &[own("DYN_KVBM_DISK_QUEUE_DEPTH", Form::Plain)],
+        doc: "Operations in flight.",
+        in_use: true,
+    },
+    Key {
+        path: "disk.keep",
+        field: Field::Flag(|s| &mut s.disk.keep),
+        variables: &[own("DYN_KVBM_DISK_KEEP", Form::Plain)],
+        doc: "Leave the files in place at shutdown.",
+        in_use: true,
+    },
+    Key {
+        path: "object.url",
+        field: Field::Url(|s| &mut s.object.url, &["file", "s3", "memory"]),
+        variables: &[
+            upstream(
+                "DYN_KVBM_OBJECT_BUCKET",
+                Form::Bucket,
+                "Short for `s3://BUCKET`; shared by all workers.",
+            ),
+            own("DYN_KVBM_OBJECT_URL", Form::Plain),
+            upstream(
+                "DYN_KVBM_OBJECT_ENABLED",
+                Form::Switch,
+                "Not needed: a bucket or URL is enough. Off removes the tier; on without a bucket or URL is an error.",
+            ),
+        ],
+        doc: "Where the object tier lives.",
+        in_use: true,
+    },
+    Key {
+        path: "object.capacity",
+        field: Field::Capacity(|s| &mut s.object.capacity),
+        variables: &[
+            own("DYN_KVBM_OBJECT_CACHE_GB", Form::Gigabytes),
+            upstream("DYN_KVBM_OBJECT_NUM_BLOCKS", Form::Blocks, STRICT),
+        ],
+        doc: "Size of the object tier; `none`: as much as can be numbered.",
+        in_use: true,
+    },
+    Key {
+        path: "object.endpoint",
+        field: Field::Url(|s| &mut s.object.endpoint, &["http", "https"]),
+        variables: &[upstream("DYN_KVBM_OBJECT_ENDPOINT", Form::Plain, SAME)],
+        doc: "S3 endpoint, when it is not AWS.",
+        in_use: true,
+    },
+    Key {
+        path: "object.region",
+        field: Field::Text(|s| &mut s.object.region),
+        variables: &[upstream("DYN_KVBM_OBJECT_REGION", Form::Plain, SAME)],
+        doc: "S3 region.",
+        in_use: true,
+    },
+    Key {
+        path: "object.access_key",
+        field: Field::Secret(|s| &mut s.object.access_key),
+        variables: &[upstream("DYN_KVBM_OBJECT_ACCESS_KEY", Form::Plain, SAME)],
+        doc: "S3 access key; goes with the secret key. Shown as `(set)` only.",
+        in_use: true,
+    },
+    Key {
+        path: "object.secret_key",
+        field: Field::Secret(|s| &mut s.object.secret_key),
+        variables: &[upstream("DYN_KVBM_OBJECT_SECRET_KEY", Form::Plain, SAME)],
+        doc: "S3 secret key. Shown as `(set)` only.",
+        in_use: true,
+    },
+    Key {
+        path: "object.segment_bytes",
+        field: Field::Bytes(|s| &mut s.object.segment_bytes, 4 * KIB..=4 * GIB),
+        variables: &[own("DYN_KVBM_OBJECT_SEGMENT_BYTES", Form::Plain)],
+        doc: "Largest segment object; blocks that are flushed together share one.",
+        in_use: true,
+    },
+    Key {
+        path: "object.concurrency",
+        field: Field::Count(|s| &mut s.object.concurrency, 1..=1024),
+        variables: &[own("DYN_KVBM_OBJECT_CONCURRENCY", Form::Plain)],
+        doc: "Requests in flight.",
+        in_use: true,
+    },
+    Key {
+        path: "object.keep",
+        field: Field::Flag(|s| &mut s.object.keep),
+        variables: &[own("DYN_KVBM_OBJECT_KEEP", Form::Plain)],
+        doc: "Leave the objects in place at shutdown.",
+        in_use: true,
+    },
+    Key {
+        path: "transfer.max_concurrent",
+        field: Field::Count(|s| &mut s.transfer.max_concurrent, 1..=1024),
+        variables: &[upstream("DYN_KVBM_MAX_CONCURRENT_TRANSFERS", Form::Plain, SAME)],
+        doc: "Batches in flight per route.",
+        in_use: true,
+    },
+    Key {
+        path: "transfer.max_batch",
+        field: Field::Count(|s| &mut s.transfer.max_batch, 1..=65_536),
+        variables: &[
+            upstream(
+                "DYN_KVBM_TRANSFER_BATCH_SIZE",
+                Form::Plain,
+                "Another name of `DYN_KVBM_MAX_TRANSFER_BATCH_SIZE`, which wins.",
+            ),
+            upstream("DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", Form::Plain, SAME),
+        ],
+        doc: "Blocks in one batch.",
+        in_use: true,
+    },
+    Key {
+        path: "transfer.timeout_ms",
+        field: Field::Millis(|s| &mut s.transfer.timeout_ms, 1..=DAY_MS),
+        variables: &[own("DYN_KVBM_TRANSFER_TIMEOUT_MS", Form::Plain)],
+        doc: "After so long a transfer counts as failed and its slot as lost.",
+        in_use: true,
+    },
+    Key {
+        path: "transfer.queue_blocks",
+        field: Field::Count(|s| &mut s.transfer.queue_blocks, 1..=u32::MAX),
+        variables: &[own("DYN_KVBM_TRANSFER_QUEUE_BLOCKS", Form::Plain)],
+        doc: "Blocks that may wait per route; beyond it a save is refused as full.",
+        in_use: true,
+    },
+    Key {
+        path: "transfer.copy_threads",
+        field: Field::Count(|s| &mut s.transfer.copy_threads, 1..=1024),
+        variables: &[own("DYN_KVBM_TRANSFER_COPY_THREADS", Form::Plain)],
+        doc: "Threads that copy between memory tiers.",
+        in_use: true,
+    },
+    Key {
+        path: "flush.interval_ms",
+        field: Field::Millis(|s| &mut s.flush.interval_ms, 1..=DAY_MS),
+        variables: &[own("DYN_KVBM_FLUSH_INTERVAL_MS", Form::Plain)],
+        doc: "A block is copied to the tier below at the latest so long after it became resident.",
+        in_use: true,
+    },
+    Key {
+        path: "flush.dirty_watermark",
+        field: Field::Share(|s| &mut s.flush.dirty_watermark),
+        variables: &[own("DYN_KVBM_FLUSH_DIRTY_WATERMARK", Form::Plain)],
+        doc: "Share of a tier that may wait to be flushed before flushing starts at once.",
+        in_use: true,
+    },
+    Key {
+        path: "metrics.enabled",
+        field: Field::Flag(|s| &mut s.metrics.enabled),
+        variables: &[upstream("DYN_KVBM_METRICS", Form::Plain, SAME)],
+        doc: "Serve `/metrics`.",
+        in_use: true,
+    },
+    Key {
+        path: "metrics.host",
+        field: Field::Address(|s| &mut s.metrics.host),
+        variables: &[own("DYN_KVBM_METRICS_HOST", Form::Plain)],
+        doc: "Address to bind. `0.0.0.0` opens it to the network, as upstream does.",
+        in_use: true,
+    },
+    Key {
+        path: "metrics.port",
+        field: Field::Port(|s| &mut s.metrics.port),
+        variables: &[upstream(
+            "DYN_KVBM_METRICS_PORT",
+            Form::Plain,
+            "Bound to this machine alone unless `DYN_KVBM_METRICS_HOST` says otherwise.",
+        )],
+        doc: "Port to bind; 0: any free one.",
+        in_use: true,
+    },
+    Key {
+        path: "nixl.backends",
+        field: Field::Toggles(|s| &mut s.nixl.backends),
+        variables: &[upstream(
+            "DYN_KVBM_NIXL_BACKEND_",
+            Form::Plain,
+            "Names may hold `_`, so GDS_MT can be set.",
+        )],
+        doc: "Backends of NIXL by name, on or off. None named: UCX alone; all of them off: none.",
+        in_use: false,
+    },
+];
+
+/// A variable of upstream's that is checked and otherwise ignored, so that nobody who comes from there is stopped.
+pub(crate) struct Ignored {
+    pub(crate) name: &'static str,
+    pub(crate) takes: Takes,
+    pub(crate) doc: &'static str,
+}
+
+/// What an ignored variable takes.
+pub(crate) enum Takes {
+    Flag,
+    Whole(RangeInclusive<u64>),
+    Text,
+}
+
+impl Ignored {
+    pub(crate) fn check(&self, text: &str) -> Result<(), InvalidValue> {
+        match &self.takes {
+            Takes::Flag => parse_boolean(text).map(drop),
+            Takes::Whole(range) => parse_whole(text, range).map(drop),
+            Takes::Text => parse_text(text).map(drop),
+        }
+    }
+
+    /// In the words of the reference.
+    pub(crate) fn valid(&self) -> String {
+        match &self.takes {
+            Takes::Flag => "toggle".to_owned(),
+            Takes::Whole(range) => whole_numbers(range),
+            Takes::Text => "any text".to_owned(),
+        }
+    }
+}
+
+/// Upstream's variables that nothing here follows yet.
+pub(crate) static IGNORED: &[Ignored] = &[
+    Ignored {
+        name: "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER",
+        takes: Takes::Flag,
+        doc: "Every block is admitted to disk already.",
+    },
+    Ignored {
+        name: "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
+        takes: Takes::Whole(0..=100),
+        doc: "Blocks carry no priority.",
+    },
+    Ignored {
+        name: "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS",
+        takes: Takes::Whole(0..=u64::MAX),
+        doc: "There are no workers to wait for.",
+    },
+    Ignored { name: "DYN_KVBM_LEADER_ZMQ_HOST", takes: Takes::Text, doc: "There are no workers to reach." },
+    Ignored {
+        name: "DYN_KVBM_LEADER_ZMQ_PUB_PORT",
+        takes: Takes::Whole(0..=65_535),
+        doc: "There are no workers to reach.",
+    },
+    Ignored {
+        name: "DYN_KVBM_LEADER_ZMQ_ACK_PORT",
+        takes: Takes::Whole(0..=65_535),
+        doc: "There are no workers to reach.",
+    },
+    Ignored {
+        name: "DYN_KVBM_CACHE_STATS_MAX_REQUESTS",
+        takes: Takes::Whole(0..=u64::MAX),
+        doc: "Hits are counted in metrics.",
+    },
+    Ignored {
+        name: "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS",
+        takes: Takes::Whole(0..=u64::MAX),
+        doc: "Hits are counted in metrics.",
+    },
+    Ignored {
+        name: "DYN_KVBM_OBJECT_WRITE_THROUGH",
+        takes: Takes::Flag,
+        doc: "Blocks reach the object tier by flushing.",
+    },
+    Ignored { name: "DYN_KVBM_ENABLE_RECORD", takes: Takes::Flag, doc: "Nothing is recorded." },
+];
+
+/// The key at `path`, or the family that it belongs to with the member's name.
+pub(crate) fn by_path(path: &str) -> Option<(&'static Key, Option<&str>)> {
+    if let Some(key) = KEYS.iter().find(|key| key.path == path && !key.is_family()) {
+        return Some((key, None));
+    }
+    let member = |key: &'static Key| Some((key, Some(path.strip_prefix(key.path)?.strip_prefix('.')?)));
+    KEYS.iter().filter(|key| key.is_family()).find_map(member)
+}
+
+/// The family that the variable belongs to, with the member's name.
+pub(crate) fn family_of(variable: &str) -> Option<(&'static Key, &str)> {
+    let families = KEYS.iter().filter(|key| key.is_family());
+    let member = |key: &'static Key| {
+        key.variables.iter().find_map(|prefix| Some((key, variable.strip_prefix(prefix.name)?)))
+    };
+    families.filter_map(member).find(|(_, name)| !name.is_empty())
+}
+
+/// Whether the variable is any that is known here. The name of a family alone is none: a member must follow.
+pub(crate) fn knows(variable: &str) -> bool {
+    let is_family =
+        KEYS.iter().any(|key| key.is_family() && key.variables.iter().any(|prefix| prefix.name == variable));
+    !is_family && (family_of(variable).is_some() || variable_names().any(|known| known == variable))
+}
+
+fn variable_names() -> impl Iterator<Item = &'static str> {
+    let of_keys = KEYS.iter().flat_map(|key| key.variables.iter().map(|variable| variable.name));
+    of_keys.chain(IGNORED.iter().map(|ignored| ignored.name)).chain([CONFIG_VARIABLE])
+}
+
+/// The known variable most like `name`.
+pub(crate) fn nearest_variable(name: &str) -> &'static str {
+    // All share the prefix: what follows it tells them apart.
+    let tail = |name: &str| name.strip_prefix(PREFIX).unwrap_or(name).to_owned();
+    nearest(variable_names(), |known| likeness(&tail(name), &tail(known)))
+}
+
+/// The known key most like `path`, or the first key of the section most like it.
+pub(crate) fn nearest_path(path: &str) -> &'static str {
+    let section = |known: &str| known.rsplit_once('.').map_or(0.0, |(section, _)| likeness(path, section));
+    nearest(KEYS.iter().map(|key| key.path), |known| likeness(path, known).max(section(known)))
+}
+
+fn likeness(name: &str, known: &str) -> f64 {
+    strsim::normalized_damerau_levenshtein(name, known)
+}
+
+/// The first of the likeliest.
+fn nearest(known: impl Iterator<Item = &'static str>, likeness: impl Fn(&str) -> f64) -> &'static str {
+    known.reduce(|best, next| if likeness(next) > likeness(best) { next } else { best }).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn no_variable_panics_on_arbitrary_text(text in any::<String>()) {
+            for variable in KEYS.iter().flat_map(|key| key.variables) {
+                let _ = variable.form.interpret(&text);
+            }
+            for ignored in IGNORED {
+                let _ = ignored.check(&text);
+            }
+        }
+    }
+
+    #[test]
+    fn names_are_unique_and_in_style() {
+        let variables: Vec<_> = variable_names().collect();
+        assert_eq!(variables.iter().collect::<BTreeSet<_>>().len(), variables.len());
+        assert!(variables.iter().all(|name| name.starts_with(PREFIX)));
+        assert_eq!(KEYS.iter().map(|key| key.path).collect::<BTreeSet<_>>().len(), KEYS.len());
+        assert!(KEYS.iter().all(|key| !key.variables.is_empty() && key.doc.ends_with('.')));
+    }
+
+    #[test]
+    fn families_have_members_and_no_value_of_their_own() {
+        assert_eq!(family_of("DYN_KVBM_NIXL_BACKEND_GDS_MT").map(|(_, name)| name), Some("GDS_MT"));
+        assert!(!knows("DYN_KVBM_NIXL_BACKEND_"));
+        assert!(by_path("nixl.backends").is_none());
+        assert_eq!(by_path("nixl.backends.UCX").and_then(|(_, member)| member), Some("UCX"));
+    }
+
+    #[test]
+    fn the_nearest_name_is_the_one_that_was_meant() {
+        let variables = [
+            ("DYN_KVBM_CPU_CACHE_BG", "DYN_KVBM_CPU_CACHE_GB"),
+            ("DYN_KVBM_EVICTON", "DYN_KVBM_EVICTION"),
+            ("DYN_KVBM_DISK_DIR", "DYN_KVBM_DISK_CACHE_DIR"),
+            ("DYN_KVBM_FLUSH_INTERVAL", "DYN_KVBM_FLUSH_INTERVAL_MS"),
+            ("DYN_KVBM_CONFG", "DYN_KVBM_CONFIG"),
+        ];
+        for (written, meant) in variables {
+            assert!(!knows(written));
+            assert_eq!(nearest_variable(written), meant);
+        }
+        for (written, meant) in
+            [("hots.capacity", "host.capacity"), ("disk.dir", "disk.dirs"), ("objct", "object.url")]
+        {
+            assert_eq!(nearest_path(written), meant);
+        }
+    }
+
+    #[test]
+    fn gigabytes_are_decimal_unless_a_unit_says_otherwise() {
+        let cases = [("20", "20GB"), (" 1.5 ", "1.5GB"), ("64GiB", "64GiB"), ("0", "0GB")];
+        for (text, size) in cases {
+            assert_eq!(Form::Gigabytes.interpret(text), Ok(Meaning::Value(size.to_owned())));
+        }
+        for text in ["", "abc", "-1", "1e3", "1.5.2", "20G"] {
+            assert!(Form::Gigabytes.interpret(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn buckets_have_plain_names() {
+        assert_eq!(Form::Bucket.interpret(" kv-cache "), Ok(Meaning::Value("s3://kv-cache".to_owned())));
+        for text in ["", "kv-{worker_id}", "a/b", "key:secret@bucket"] {
+            assert!(Form::Bucket.interpret(text).is_err(), "{text}");
+        }
+    }
+}

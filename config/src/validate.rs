@@ -1,0 +1,192 @@
+//! What must hold of the settings as a whole.
+
+use crate::error::SettingsError;
+use crate::loader::Origin;
+use crate::registry::KEYS;
+use crate::settings::{Capacity, Settings};
+use crate::value::{InvalidValue, format_size};
+
+/// Slots are numbered in 32 bits.
+const MAX_BLOCKS: u64 = u32::MAX as u64;
+
+impl Settings {
+    /// Checks every value and what holds between them. [`Loader::load`](crate::Loader::load) has done so already.
+    ///
+    /// # Errors
+    /// [`SettingsError::Invalid`] for the first value that is out of its range, for a tier without a block size, a
+    /// size that holds less than one block or more than 2³² of them, and one half of a pair of S3 keys.
+    pub fn validate(&self) -> Result<(), SettingsError> {
+        self.check(|_| Origin::Program)
+    }
+
+    /// [`Settings::validate`], naming the origin of what is wrong.
+    pub(crate) fn check(&self, origin: impl Fn(&str) -> Origin) -> Result<(), SettingsError> {
+        let violation =
+            self.check_values().and_then(|()| self.check_sizes()).and_then(|()| self.check_keys());
+        violation.map_err(|(path, problem)| SettingsError::Invalid {
+            key: path.to_owned(),
+            value: self.shown(path),
+            origin: origin(path),
+            problem,
+        })
+    }
+
+    /// Each value would be accepted if it were written down.
+    fn check_values(&self) -> Result<(), Violation> {
+        let scratch = &mut Settings::default();
+        for key in KEYS {
+            for raw in key.field.values(self) {
+                key.field.assign(scratch, &raw).map_err(|problem| (key.path, problem))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_sizes(&self) -> Result<(), Violation> {
+        let tiers = [
+            ("device.capacity", self.device.capacity),
+            ("host.capacity", self.host.capacity),
+            ("disk.capacity", self.disk.capacity),
+            ("object.capacity", self.object.capacity.filter(|_| self.object.url.is_some())),
+        ];
+        for (path, capacity) in tiers {
+            if let Some(capacity) = capacity {
+                self.check_capacity(capacity).map_err(|problem| (path, problem))?;
+            }
+        }
+        if self.object.url.is_some() { self.check_segments() } else { Ok(()) }
+    }
+
+    fn check_capacity(&self, capacity: Capacity) -> Result<(), InvalidValue> {
+        let block_bytes = self.block_bytes.ok_or_else(no_block_size)?;
+        let blocks = capacity.blocks(block_bytes);
+        let valid = format!("1 to {MAX_BLOCKS} blocks of {} (block_bytes)", format_size(block_bytes));
+        match blocks {
+            0 => Err(InvalidValue::new("holds less than one block", valid)),
+            1..=MAX_BLOCKS => Ok(()),
+            _ => Err(InvalidValue::new("more blocks than can be numbered", valid)),
+        }
+    }
+
+    fn check_segments(&self) -> Result<(), Violation> {
+        let block_bytes = self.block_bytes.ok_or_else(|| ("object.url", no_block_size()))?;
+        if self.object.segment_bytes >= block_bytes {
+            return Ok(());
+        }
+        let valid = format!("at least {} (block_bytes)", format_size(block_bytes));
+        Err(("object.segment_bytes", InvalidValue::new("holds less than one block", valid)))
+    }
+
+    fn check_keys(&self) -> Result<(), Violation> {
+        let alone =
+            || InvalidValue::new("one half of a pair", "object.access_key and object.secret_key, or neither");
+        match (&self.object.access_key, &self.object.secret_key) {
+            (Some(_), None) => Err(("object.access_key", alone())),
+            (None, Some(_)) => Err(("object.secret_key", alone())),
+            _ => Ok(()),
+        }
+    }
+
+    fn shown(&self, path: &str) -> String {
+        let Some(key) = KEYS.iter().find(|key| key.path == path) else { return String::new() };
+        key.field.values(self).iter().map(|raw| key.field.shown(raw)).collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// The key that is wrong, and how.
+type Violation = (&'static str, InvalidValue);
+
+fn no_block_size() -> InvalidValue {
+    InvalidValue::new(
+        "a tier needs to know how large a block is",
+        "set block_bytes (DYN_KVBM_BLOCK_BYTES) too",
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Change = fn(&mut Settings);
+
+    fn with(change: impl FnOnce(&mut Settings)) -> Result<(), SettingsError> {
+        let mut settings = Settings { block_bytes: Some(65_536), ..Settings::default() };
+        change(&mut settings);
+        settings.validate()
+    }
+
+    /// That `result` is an error which names `key` and says `reason`.
+    #[track_caller]
+    fn assert_refused(result: Result<(), SettingsError>, key: &str, reason: &str) {
+        let message = result.expect_err(key).to_string();
+        assert!(message.starts_with(&format!("{key} = ")) && message.contains(reason), "{message}");
+    }
+
+    #[test]
+    fn the_defaults_are_valid() {
+        Settings::default().validate().expect("no tier, nothing to be wrong");
+    }
+
+    #[test]
+    fn every_tier_needs_a_block_size() {
+        let tiers: [(&str, Change); 4] = [
+            ("device.capacity", |s| s.device.capacity = Some(Capacity::Blocks(1))),
+            ("host.capacity", |s| s.host.capacity = Some(Capacity::Bytes(1 << 30))),
+            ("disk.capacity", |s| s.disk.capacity = Some(Capacity::Blocks(1))),
+            ("object.url", |s| s.object.url = Some("memory:///".to_owned())),
+        ];
+        for (key, choose) in tiers {
+            with(choose).expect("sound with a block size");
+            let result = with(|settings| {
+                choose(settings);
+                settings.block_bytes = None;
+            });
+            assert_refused(result, key, "DYN_KVBM_BLOCK_BYTES");
+        }
+    }
+
+    #[test]
+    fn tiers_hold_at_least_a_block_and_no_more_than_can_be_numbered() {
+        let less = |capacity| with(|s| s.host.capacity = Some(capacity));
+        assert_refused(less(Capacity::Bytes(65_535)), "host.capacity", "less than one block");
+        assert_refused(less(Capacity::Blocks(0)), "host.capacity", "less than one block");
+        assert_refused(less(Capacity::Blocks(1 << 32)), "host.capacity", "more blocks");
+        assert_refused(less(Capacity::Bytes(u64::MAX)), "host.capacity", "more blocks");
+    }
+
+    #[test]
+    fn a_segment_holds_a_block() {
+        let result = with(|s| {
+            s.object.url = Some("memory:///".to_owned());
+            s.object.segment_bytes = 65_535;
+        });
+        assert_refused(result, "object.segment_bytes", "at least 64KiB");
+    }
+
+    #[test]
+    fn values_are_held_to_their_ranges_whoever_set_them() {
+        assert_refused(with(|s| s.flush.dirty_watermark = f64::NAN), "flush.dirty_watermark", "0 to 1");
+        assert_refused(with(|s| s.flush.dirty_watermark = 1.5), "flush.dirty_watermark", "0 to 1");
+        assert_refused(with(|s| s.disk.dirs.clear()), "disk.dirs", "without a name");
+        assert_refused(with(|s| s.disk.queue_depth = 0), "disk.queue_depth", "from 1");
+        assert_refused(with(|s| s.block_bytes = Some(0)), "block_bytes", "from 1");
+        assert_refused(with(|s| s.object.url = Some("gs://bucket".to_owned())), "object.url", "s3://");
+    }
+
+    #[test]
+    fn keys_come_in_pairs_and_stay_hidden() {
+        let alone = with(|s| s.object.secret_key = Some("hunter2".to_owned()));
+        assert!(!format!("{alone:?}").contains("hunter2"));
+        assert_refused(alone, "object.secret_key", "\"(set)\"");
+        assert_refused(
+            with(|s| s.object.access_key = Some("hunter2".to_owned())),
+            "object.access_key",
+            "pair",
+        );
+        with(|s| {
+            s.object.access_key = Some("id".to_owned());
+            s.object.secret_key = Some("hunter2".to_owned());
+        })
+        .expect("a pair");
+    }
+}

@@ -1,0 +1,309 @@
+//! How values are written: sizes, capacities, toggles, numbers.
+//!
+//! Surrounding white space never matters. No message repeats the value: it might be a secret, and the caller knows it.
+
+use std::ops::RangeInclusive;
+use std::str::FromStr;
+use std::{fmt, path::PathBuf};
+
+use crate::settings::Capacity;
+
+/// Why a text is not a value of its sort, and what would be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{reason}; valid: {valid}")]
+pub struct InvalidValue {
+    reason: Box<str>,
+    valid: Box<str>,
+}
+
+impl InvalidValue {
+    pub(crate) fn new(reason: impl Into<Box<str>>, valid: impl Into<Box<str>>) -> Self {
+        Self { reason: reason.into(), valid: valid.into() }
+    }
+}
+
+pub(crate) const BOOLEANS: &str = "true, 1, on, yes, false, 0, off, no";
+pub(crate) const SIZES: &str = "bytes as a whole number, or a number with a unit (B, kB, MB, GB, TB, KiB, MiB, GiB, \
+                                TiB) such as 64KiB or 1.5GB";
+pub(crate) const CAPACITIES: &str =
+    "a size such as 1.5GB, a number of blocks such as `5000 blocks`, or 0 for no tier";
+pub(crate) const DIRECTORIES: &str = "directories separated by `:` or `,`; in TOML also an array";
+
+/// Units of [`parse_size`], in bytes.
+const UNITS: [(&str, u64); 9] = [
+    ("B", 1),
+    ("kB", 1_000),
+    ("MB", 1_000_000),
+    ("GB", 1_000_000_000),
+    ("TB", 1_000_000_000_000),
+    ("KiB", 1 << 10),
+    ("MiB", 1 << 20),
+    ("GiB", 1 << 30),
+    ("TiB", 1 << 40),
+];
+
+/// Bytes of `64KiB`, `1.5GB`, `1.5 GiB` or a plain number of bytes. Units count in any case; a fraction of a unit is
+/// rounded down to whole bytes.
+///
+/// # Errors
+/// Anything else, a fraction of a byte, and what exceeds 64 bits.
+pub fn parse_size(text: &str) -> Result<u64, InvalidValue> {
+    let text = text.trim();
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let unit = unit_bytes(unit.trim()).ok_or_else(|| not_a_size("not a size"))?;
+    scale(number, unit)
+}
+
+fn unit_bytes(name: &str) -> Option<u64> {
+    if name.is_empty() {
+        return Some(1);
+    }
+    UNITS.iter().find(|(unit, _)| unit.eq_ignore_ascii_case(name)).map(|&(_, bytes)| bytes)
+}
+
+/// `number × unit`, exactly: decimal fractions are not what floats can hold.
+fn scale(number: &str, unit: u64) -> Result<u64, InvalidValue> {
+    let (whole, fraction) = match number.split_once('.') {
+        Some(_) if unit == 1 => return Err(not_a_size("a fraction of a byte")),
+        Some((whole, fraction)) => (whole, Some(fraction)),
+        None => (number, None),
+    };
+    let is_number = |digits: &str| !digits.is_empty() && digits.bytes().all(|digit| digit.is_ascii_digit());
+    if !is_number(whole) || !fraction.is_none_or(is_number) {
+        return Err(not_a_size("not a size"));
+    }
+    let whole: u64 = whole.parse().map_err(|_| not_a_size("too large"))?;
+    let bytes = u128::from(whole) * u128::from(unit) + part_of(fraction.unwrap_or_default(), unit);
+    u64::try_from(bytes).map_err(|_| not_a_size("too large"))
+}
+
+/// `0.fraction × unit`, rounded down. Digits beyond the 18th are below a byte of any unit.
+fn part_of(fraction: &str, unit: u64) -> u128 {
+    let (numerator, denominator) = fraction
+        .bytes()
+        .take(18)
+        .fold((0_u128, 1_u128), |(n, d), digit| (n * 10 + u128::from(digit - b'0'), d * 10));
+    numerator * u128::from(unit) / denominator
+}
+
+fn not_a_size(reason: &str) -> InvalidValue {
+    InvalidValue::new(reason, SIZES)
+}
+
+/// The shortest exact way to write so many bytes: [`parse_size`] gives them back.
+pub fn format_size(bytes: u64) -> String {
+    let divides = UNITS.iter().filter(|(_, unit)| *unit > 1 && bytes > 0 && bytes.is_multiple_of(*unit));
+    match divides.min_by_key(|(_, unit)| bytes / unit) {
+        Some((name, unit)) => format!("{}{name}", bytes / unit),
+        None => bytes.to_string(),
+    }
+}
+
+impl fmt::Display for Capacity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bytes(bytes) => f.write_str(&format_size(*bytes)),
+            Self::Blocks(blocks) => write!(f, "{blocks} blocks"),
+        }
+    }
+}
+
+impl FromStr for Capacity {
+    type Err = InvalidValue;
+
+    /// A size as in [`parse_size`], or `N blocks`.
+    fn from_str(text: &str) -> Result<Self, InvalidValue> {
+        let text = text.trim();
+        let blocks = text.strip_suffix("blocks").or_else(|| text.strip_suffix("block"));
+        let capacity = match blocks {
+            Some(count) => parse_whole(count, &(0..=u64::MAX)).map(Self::Blocks),
+            None => parse_size(text).map(Self::Bytes),
+        };
+        capacity.map_err(|invalid| InvalidValue::new(invalid.reason, CAPACITIES))
+    }
+}
+
+pub(crate) fn parse_boolean(text: &str) -> Result<bool, InvalidValue> {
+    match text.trim().to_ascii_lowercase().as_str() {
+        "true" | "1" | "on" | "yes" => Ok(true),
+        "false" | "0" | "off" | "no" => Ok(false),
+        "" => Err(InvalidValue::new("empty", BOOLEANS)),
+        _ => Err(InvalidValue::new("not a boolean", BOOLEANS)),
+    }
+}
+
+pub(crate) fn parse_whole(text: &str, range: &RangeInclusive<u64>) -> Result<u64, InvalidValue> {
+    let number: u64 =
+        text.trim().parse().map_err(|_| InvalidValue::new("not a whole number", whole_numbers(range)))?;
+    if range.contains(&number) {
+        Ok(number)
+    } else {
+        Err(InvalidValue::new("out of range", whole_numbers(range)))
+    }
+}
+
+pub(crate) fn whole_numbers(range: &RangeInclusive<u64>) -> String {
+    match (*range.start(), *range.end()) {
+        (0, u64::MAX) => "a whole number".to_owned(),
+        (start, u64::MAX) => format!("a whole number, at least {start}"),
+        (start, end) => format!("a whole number from {start} to {end}"),
+    }
+}
+
+pub(crate) fn parse_share(text: &str) -> Result<f64, InvalidValue> {
+    let valid = "a number from 0 to 1";
+    let share: f64 = text.trim().parse().map_err(|_| InvalidValue::new("not a number", valid))?;
+    // NaN is in no range.
+    if (0.0..=1.0).contains(&share) { Ok(share) } else { Err(InvalidValue::new("out of range", valid)) }
+}
+
+pub(crate) fn parse_text(text: &str) -> Result<String, InvalidValue> {
+    let text = text.trim();
+    if text.is_empty() { Err(InvalidValue::new("empty", "any text")) } else { Ok(text.to_owned()) }
+}
+
+/// Directories in one text: a variable has no arrays.
+pub(crate) fn split_directories(text: &str) -> Vec<String> {
+    text.split([':', ',']).map(|directory| directory.trim().to_owned()).collect()
+}
+
+pub(crate) fn parse_directories(names: &[String]) -> Result<Vec<PathBuf>, InvalidValue> {
+    if names.is_empty() || names.iter().any(String::is_empty) {
+        return Err(InvalidValue::new("a directory without a name", DIRECTORIES));
+    }
+    let directories: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
+    let twice = directories.iter().enumerate().any(|(at, directory)| directories[..at].contains(directory));
+    if twice { Err(InvalidValue::new("a directory named twice", DIRECTORIES)) } else { Ok(directories) }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn arbitrary_text_never_panics(text in any::<String>()) {
+            let _ = parse_size(&text);
+            let _ = text.parse::<Capacity>();
+            let _ = parse_boolean(&text);
+            let _ = parse_whole(&text, &(1..=9));
+            let _ = parse_share(&text);
+            let _ = parse_directories(&split_directories(&text));
+        }
+
+        #[test]
+        fn numbers_with_any_unit_never_panic(number in "[0-9]{0,40}[.]?[0-9]{0,40}", unit in "[kMGTmgt]?i?[Bb]?") {
+            let _ = parse_size(&format!("{number}{unit}"));
+        }
+
+        #[test]
+        fn sizes_round_trip(bytes in any::<u64>(), shift in 0_u32..50) {
+            let bytes = bytes >> shift << shift;
+            prop_assert_eq!(parse_size(&format_size(bytes)), Ok(bytes));
+            prop_assert_eq!(parse_size(&bytes.to_string()), Ok(bytes));
+        }
+
+        #[test]
+        fn decimal_sizes_round_trip(count in 0_u64..1_000_000, power in 0_u32..13) {
+            let bytes = count * 10_u64.pow(power);
+            prop_assert_eq!(parse_size(&format_size(bytes)), Ok(bytes));
+        }
+
+        #[test]
+        fn fractions_are_exact(thousandths in 0_u64..10_000_000) {
+            let text = format!("{}.{:03} GB", thousandths / 1000, thousandths % 1000);
+            prop_assert_eq!(parse_size(&text), Ok(thousandths * 1_000_000));
+        }
+
+        #[test]
+        fn capacities_round_trip(amount in any::<u64>(), in_blocks in any::<bool>()) {
+            let capacity = if in_blocks { Capacity::Blocks(amount) } else { Capacity::Bytes(amount) };
+            prop_assert_eq!(capacity.to_string().parse(), Ok(capacity));
+        }
+
+        #[test]
+        fn booleans_in_any_case_with_any_space(
+            value in any::<bool>(), word in 0_usize..4, upper in any::<u8>(), space in "[ \t]{0,3}"
+        ) {
+            let words = if value { ["true", "1", "on", "yes"] } else { ["false", "0", "off", "no"] };
+            let cased: String = words[word].chars().enumerate()
+                .map(|(at, c)| if upper >> at & 1 == 1 { c.to_ascii_uppercase() } else { c })
+                .collect();
+            prop_assert_eq!(parse_boolean(&format!("{space}{cased}{space}")), Ok(value));
+        }
+    }
+
+    #[test]
+    fn sizes_as_people_write_them() {
+        let sizes = [
+            ("64KiB", 65_536),
+            ("1.5GB", 1_500_000_000),
+            ("1.5 GiB", 1_610_612_736),
+            ("1.1GB", 1_100_000_000),
+            ("4096", 4096),
+            (" 2 mb ", 2_000_000),
+            ("0.3KiB", 307),
+            ("18446744073709551615", u64::MAX),
+        ];
+        for (text, bytes) in sizes {
+            assert_eq!(parse_size(text), Ok(bytes), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_size() {
+        let texts =
+            ["", " ", "-1", "+1", "0.5", "1.", ".5GB", "1.2.3GB", "1G", "1Gb/s", "1e9", "GB", "1 G B", "NaN"];
+        for text in texts {
+            assert!(parse_size(text).is_err(), "{text}");
+        }
+        for text in
+            ["18446744073709551616", "99999999999 TiB", "999999999999999999999999999999999999999999 kB"]
+        {
+            assert!(parse_size(text).unwrap_err().to_string().starts_with("too large"), "{text}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_shown_in_their_shortest_form() {
+        let sizes =
+            [(0, "0"), (1, "1"), (65_536, "64KiB"), (1_500_000_000, "1500MB"), (10_u64.pow(12), "1TB")];
+        for (bytes, text) in sizes {
+            assert_eq!(format_size(bytes), text);
+        }
+    }
+
+    #[test]
+    fn what_is_no_boolean() {
+        for text in ["", " ", "2", "y", "enable", "tru e", "-1", "None"] {
+            assert!(parse_boolean(text).unwrap_err().to_string().ends_with(BOOLEANS), "{text}");
+        }
+    }
+
+    #[test]
+    fn whole_means_whole() {
+        for text in ["0.5", "1.0", "1e3", "", "-1", "0x10"] {
+            assert!(parse_whole(text, &(0..=10)).is_err(), "{text}");
+        }
+        assert!(parse_whole("11", &(0..=10)).unwrap_err().to_string().ends_with("from 0 to 10"));
+    }
+
+    #[test]
+    fn shares_lie_between_none_and_all() {
+        for text in ["-0.1", "1.1", "NaN", "inf", "10%"] {
+            assert!(parse_share(text).is_err(), "{text}");
+        }
+        assert_eq!(parse_share(" 1 "), Ok(1.0));
+    }
+
+    #[test]
+    fn directories_are_split_and_distinct() {
+        assert_eq!(split_directories("/a:/b, /c"), ["/a", "/b", "/c"]);
+        for text in ["", "/a::/b", "/a,", "/a:/a"] {
+            assert!(parse_directories(&split_directories(text)).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! Settings as an operator meets them: from files and variables, to settings or a message.
+
+use std::io::Write as _;
+use std::path::PathBuf;
+
+use kvbm_settings::{Capacity, EvictionPolicy, Loaded, Loader, Origin, Settings, SettingsError};
+use proptest::prelude::*;
+use tempfile::NamedTempFile;
+
+fn environment(variables: &[(&str, &str)]) -> Loader {
+    Loader::new().environment(variables.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())))
+}
+
+fn load(variables: &[(&str, &str)]) -> Result<Loaded, SettingsError> {
+    environment(variables).load()
+}
+
+fn settings(variables: &[(&str, &str)]) -> Settings {
+    load(variables).expect("valid variables").settings
+}
+
+fn file(text: &str) -> NamedTempFile {
+    let mut file = NamedTempFile::new().expect("a temporary file");
+    file.write_all(text.as_bytes()).expect("it is written");
+    file
+}
+
+/// What loading the file says, with the file called FILE.
+fn file_error(text: &str) -> String {
+    let file = file(text);
+    let error = Loader::new().file(file.path()).load().expect_err(text);
+    error.to_string().replace(&file.path().display().to_string(), "FILE")
+}
+
+fn row(loaded: &Loaded, key: &str) -> (String, String) {
+    let row = loaded.rows().into_iter().find(|row| row.key == key).expect(key);
+    (row.value, row.origin.to_string())
+}
+
+const BLOCK: (&str, &str) = ("DYN_KVBM_BLOCK_BYTES", "64KiB");
+
+proptest! {
+    #[test]
+    fn no_variable_and_no_file_panics(name in "DYN_KVBM_[A-Z_]{0,20}", value in any::<String>(), text in any::<String>()) {
+        let _ = load(&[(&name, &value)]);
+        let _ = Loader::new().file(file(&text).path()).load();
+    }
+
+    #[test]
+    fn each_source_overrides_the_one_before(
+        file_ms in proptest::option::of(1_u64..1000), env_ms in proptest::option::of(1_u64..1000),
+        cli_ms in proptest::option::of(1_u64..1000),
+    ) {
+        let file = file(&file_ms.map_or_else(String::new, |ms| format!("flush.interval_ms = {ms}")));
+        let variables = env_ms.map(|ms| ("DYN_KVBM_FLUSH_INTERVAL_MS".to_owned(), ms.to_string()));
+        let mut loader = Loader::new().file(file.path()).environment(variables);
+        if let Some(ms) = cli_ms {
+            loader = loader.set("flush.interval_ms", move |settings| settings.flush.interval_ms = ms);
+        }
+        let loaded = loader.load().expect("all are valid");
+        let expected = cli_ms.or(env_ms).or(file_ms).unwrap_or(Settings::default().flush.interval_ms);
+        prop_assert_eq!(loaded.settings.flush.interval_ms, expected);
+        let origin = match (cli_ms, env_ms, file_ms) {
+            (Some(_), _, _) => Origin::CommandLine,
+            (_, Some(_), _) => Origin::Variable("DYN_KVBM_FLUSH_INTERVAL_MS".to_owned()),
+            (_, _, Some(_)) => Origin::File { path: file.path().to_owned(), line: 1 },
+            _ => Origin::Default,
+        };
+        prop_assert_eq!(row(&loaded, "flush.interval_ms").1, origin.to_string());
+    }
+}
+
+#[test]
+fn nothing_set_is_the_defaults() {
+    let loaded = load(&[("PATH", "/bin"), ("DYN_LOG", "debug")]).expect("others' variables are left alone");
+    assert_eq!(loaded.settings, Settings::default());
+    assert!(loaded.rows().iter().all(|row| row.origin == Origin::Default));
+    assert!(loaded.accepted.is_empty());
+}
+
+type Read = fn(&Settings) -> bool;
+
+#[test]
+fn every_toggle_means_what_it_says() {
+    let toggles: [(&str, Read); 8] = [
+        ("DYN_KVBM_HOST_CACHE_HUGE_PAGES", |s| s.host.huge_pages),
+        ("DYN_KVBM_DISK_DISABLE_O_DIRECT", |s| !s.disk.o_direct),
+        ("DYN_KVBM_DISK_ZEROFILL_FALLBACK", |s| s.disk.zerofill_fallback),
+        ("DYN_KVBM_DISK_KEEP", |s| s.disk.keep),
+        ("DYN_KVBM_OBJECT_KEEP", |s| s.object.keep),
+        ("DYN_KVBM_METRICS", |s| s.metrics.enabled),
+        ("DYN_KVBM_NIXL_BACKEND_GDS_MT", |s| s.nixl.backends["GDS_MT"]),
+        ("DYN_KVBM_NIXL_BACKEND_ucx", |s| s.nixl.backends["UCX"]),
+    ];
+    for (variable, read) in toggles {
+        for on in ["true", "1", "on", "yes", " TRUE ", "On"] {
+            assert!(read(&settings(&[(variable, on)])), "{variable}={on}");
+        }
+        for off in ["false", "0", "off", "no", " FALSE ", "Off"] {
+            assert!(!read(&settings(&[(variable, off)])), "{variable}={off}");
+        }
+        for neither in ["", " ", "2", "maybe", "truefalse"] {
+            let message = load(&[(variable, neither)]).expect_err(variable).to_string();
+            assert!(
+                message.contains(variable) && message.contains("true, 1, on, yes, false, 0, off, no"),
+                "{message}"
+            );
+        }
+    }
+}
+
+#[test]
+fn upstream_sizes_are_decimal_and_blocks_win() {
+    let gigabytes = ("DYN_KVBM_CPU_CACHE_GB", "1.5");
+    assert_eq!(settings(&[BLOCK, gigabytes]).host.capacity, Some(Capacity::Bytes(1_500_000_000)));
+    let blocks = ("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "1000");
+    assert_eq!(settings(&[BLOCK, blocks, gigabytes]).host.capacity, Some(Capacity::Blocks(1000)));
+    let unset = ("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "0");
+    assert_eq!(settings(&[BLOCK, unset, gigabytes]).host.capacity, Some(Capacity::Bytes(1_500_000_000)));
+    assert_eq!(settings(&[("DYN_KVBM_DISK_CACHE_GB", "0")]).disk.capacity, None);
+}
+
+#[test]
+fn the_environment_beats_the_file_whichever_way_it_states_a_size() {
+    let file = file("block_bytes = 4096\nhost.capacity = \"5000 blocks\"\n");
+    let loaded = environment(&[("DYN_KVBM_CPU_CACHE_GB", "1")]).file(file.path()).load().expect("valid");
+    assert_eq!(loaded.settings.host.capacity, Some(Capacity::Bytes(1_000_000_000)));
+    assert_eq!(row(&loaded, "host.capacity"), ("1GB".to_owned(), "DYN_KVBM_CPU_CACHE_GB".to_owned()));
+    let off = environment(&[("DYN_KVBM_CPU_CACHE_GB", "0")]).file(file.path()).load().expect("valid");
+    assert_eq!(row(&off, "host.capacity"), ("none".to_owned(), "DYN_KVBM_CPU_CACHE_GB".to_owned()));
+}
+
+#[test]
+fn the_object_tier_is_a_bucket_or_a_url_unless_turned_off() {
+    let bucket = ("DYN_KVBM_OBJECT_BUCKET", "kv-cache");
+    let url = |variables: &[(&str, &str)]| settings(variables).object.url;
+    assert_eq!(url(&[BLOCK, bucket]).as_deref(), Some("s3://kv-cache"));
+    assert_eq!(url(&[BLOCK, bucket, ("DYN_KVBM_OBJECT_ENABLED", "1")]).as_deref(), Some("s3://kv-cache"));
+    assert_eq!(url(&[BLOCK, bucket, ("DYN_KVBM_OBJECT_ENABLED", "false")]), None);
+    let both = [BLOCK, bucket, ("DYN_KVBM_OBJECT_URL", "file:///data/kv")];
+    assert_eq!(url(&both).as_deref(), Some("file:///data/kv"));
+
+    let message = load(&[("DYN_KVBM_OBJECT_ENABLED", "1")]).expect_err("nowhere").to_string();
+    assert!(message.contains("DYN_KVBM_OBJECT_BUCKET or DYN_KVBM_OBJECT_URL or object.url"), "{message}");
+    let on = environment(&[BLOCK, ("DYN_KVBM_OBJECT_ENABLED", "1")]);
+    on.set("object.url", |s| s.object.url = Some("memory:///".to_owned()))
+        .load()
+        .expect("the command line says where");
+}
+
+#[test]
+fn the_parameter_names_the_file_before_the_variable_does() {
+    let (first, second) = (file("eviction = 'fifo'\n"), file("eviction = 'lru'\n"));
+    let variable = [("DYN_KVBM_CONFIG", first.path().to_str().expect("UTF-8"))];
+    assert_eq!(settings(&variable).eviction, EvictionPolicy::Fifo);
+    let loaded = environment(&variable).file(second.path()).load().expect("valid");
+    assert_eq!(loaded.settings.eviction, EvictionPolicy::Lru);
+}
+
+#[test]
+fn a_program_brings_its_own_defaults() {
+    let own = Settings { block_bytes: Some(4096), ..Settings::default() };
+    let loaded = Loader::new().defaults(own.clone()).load().expect("valid");
+    assert_eq!(row(&loaded, "block_bytes"), ("4KiB".to_owned(), "program".to_owned()));
+    let overridden = environment(&[BLOCK]).defaults(own).load().expect("valid");
+    assert_eq!(overridden.settings.block_bytes, Some(65_536));
+}
+
+#[test]
+fn a_file_may_set_everything() {
+    let text = "
+        block_bytes = 65536
+        eviction = 'FIFO'
+        [host]
+        capacity = '1.5 GiB'
+        huge_pages = false
+        [disk]
+        capacity = '5000 blocks'
+        dirs = ['/a:b', '/c']
+        o_direct = 'no'
+        [flush]
+        dirty_watermark = 5e-1
+        [metrics]
+        host = '::1'
+        port = 0
+        [nixl.backends]
+        ucx = true
+        POSIX = 'off'
+    ";
+    let file = file(text);
+    let settings = Loader::new().file(file.path()).load().expect("valid").settings;
+    assert_eq!(settings.host.capacity, Some(Capacity::Bytes(3 << 29)));
+    assert_eq!(settings.disk.capacity, Some(Capacity::Blocks(5000)));
+    assert_eq!(settings.disk.dirs, [PathBuf::from("/a:b"), PathBuf::from("/c")]);
+    assert_eq!(settings.eviction, EvictionPolicy::Fifo);
+    assert!(!settings.host.huge_pages && !settings.disk.o_direct);
+    assert!((settings.flush.dirty_watermark - 0.5).abs() < f64::EPSILON);
+    assert!(settings.metrics.host.is_ipv6());
+    assert!(settings.nixl.backends["UCX"] && !settings.nixl.backends["POSIX"]);
+}
+
+#[test]
+fn errors_name_the_line_the_value_and_what_is_valid() {
+    let message = file_error("\n[disk]\nqueue_depth = 0.5\n");
+    assert_eq!(
+        message,
+        "disk.queue_depth = \"0.5\" (FILE:3): not a whole number; valid: a whole number from 1 to 4096"
+    );
+    let message = file_error("[hots]\ncapacity = 1\n");
+    assert_eq!(message, "unknown setting hots.capacity (FILE:2); the nearest valid one is host.capacity");
+    let message = file_error("[host]\ncapacty = 1\n");
+    assert_eq!(message, "unknown setting host.capacty (FILE:2); the nearest valid one is host.capacity");
+    assert!(file_error("a = 1\na = 2\n").starts_with("FILE:2: not valid TOML: "));
+    assert!(
+        file_error("host.capacity = '1GB'\n").starts_with("host.capacity = \"1GB\" (FILE:1): a tier needs")
+    );
+    for text in ["host = 5", "disk.dirs = [['/a']]", "disk.dirs = []", "flush.interval_ms = [1]", "[hots]"] {
+        file_error(text);
+    }
+}
+
+#[test]
+fn errors_name_the_variable_and_the_nearest_one() {
+    let message = load(&[("DYN_KVBM_CPU_CACHE_GBS", "1")]).expect_err("unknown").to_string();
+    assert!(message.ends_with("the nearest valid one is DYN_KVBM_CPU_CACHE_GB"), "{message}");
+    let message = load(&[("DYN_KVBM_DISK_CACHE_GB", "lots\n")]).expect_err("no number").to_string();
+    assert!(
+        message.starts_with("disk.capacity = \"lots\\n\" (DYN_KVBM_DISK_CACHE_GB): not a size; valid: "),
+        "{message}"
+    );
+    let message = load(&[("DYN_KVBM_EVICTION", "clock")]).expect_err("unknown").to_string();
+    assert!(message.ends_with("valid: lru, fifo"), "{message}");
+    let missing = Loader::new().file("/nonexistent/kvbm.toml").load().expect_err("no such file");
+    assert!(matches!(missing, SettingsError::Read { .. }));
+    let mistyped = Loader::new().set("host.size", |_| ()).load().expect_err("no such key");
+    assert!(matches!(mistyped, SettingsError::Unknown { .. }));
+}
+
+#[test]
+fn secrets_are_in_no_output() {
+    const SECRET: &str = "hunter2";
+    let keys = [("DYN_KVBM_OBJECT_ACCESS_KEY", SECRET), ("DYN_KVBM_OBJECT_SECRET_KEY", SECRET)];
+    assert!(!format!("{:?}", environment(&keys)).contains(SECRET));
+    let loaded = load(&keys).expect("a pair");
+    assert_eq!(loaded.settings.object.secret_key.as_deref(), Some(SECRET));
+    assert_eq!(row(&loaded, "object.secret_key").0, "(set)");
+    let rows: String =
+        loaded.rows().iter().map(|row| toml::to_string(row).expect("rows serialise")).collect();
+    let settings = toml::to_string(&loaded.settings).expect("settings serialise");
+    for output in [format!("{loaded:?}"), rows, settings] {
+        assert!(!output.contains(SECRET), "{output}");
+    }
+
+    let refused = [
+        load(&keys[1..]),
+        load(&[("DYN_KVBM_OBJECT_SECRET_KEYS", SECRET)]),
+        load(&[("DYN_KVBM_OBJECT_URL", "s3://id:hunter2@bucket")]),
+        load(&[("DYN_KVBM_OBJECT_BUCKET", "id:hunter2@bucket")]),
+        load(&[("DYN_KVBM_OBJECT_ENDPOINT", "http://id:hunter2@minio:9000")]),
+    ];
+    for result in refused {
+        let error = result.expect_err("refused");
+        assert!(!format!("{error} {error:?}").contains(SECRET), "{error}");
+    }
+    let files =
+        ["object.secret_key = \"hunter2", "object.secret_key = ['hunter2']", "object.secret_key = hunter2"];
+    for text in files {
+        assert!(!file_error(text).contains(SECRET), "{}", file_error(text));
+    }
+}
+
+#[test]
+fn upstream_variables_without_effect_are_checked_and_reported() {
+    let variables = [
+        ("DYN_KVBM_LEADER_ZMQ_HOST", "10.0.0.1"),
+        ("DYN_KVBM_LEADER_ZMQ_PUB_PORT", "56001"),
+        ("DYN_KVBM_NIXL_BACKEND_UCX", "on"),
+    ];
+    let loaded = load(&variables).expect("all accepted");
+    let told: Vec<_> = loaded.accepted.iter().map(ToString::to_string).collect();
+    assert_eq!(told.len(), 3);
+    assert_eq!(
+        told[0],
+        "DYN_KVBM_LEADER_ZMQ_HOST = \"10.0.0.1\" (DYN_KVBM_LEADER_ZMQ_HOST): accepted, no effect yet"
+    );
+    assert!(told[2].starts_with("nixl.backends.UCX = \"true\" (DYN_KVBM_NIXL_BACKEND_UCX)"));
+
+    let wrong = [
+        ("DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY", "101"),
+        ("DYN_KVBM_LEADER_ZMQ_ACK_PORT", "70000"),
+        ("DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER", "maybe"),
+        ("DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS", "0.5"),
+        ("DYN_KVBM_NIXL_BACKEND_", "1"),
+        ("DYN_KVBM_NIXL_BACKEND_A-B", "1"),
+    ];
+    for (variable, value) in wrong {
+        load(&[(variable, value)]).expect_err(variable);
+    }
+}
