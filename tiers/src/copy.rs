@@ -191,3 +191,18 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// Starts the copies. Must return quickly; reports through `done`, possibly before it returns.
     fn submit(&self, batch: Vec<CopyOp>, done: Done);
 }
+
+// SAFETY: everything is the inner backend's doing.
+unsafe impl<B: Backend + ?Sized> Backend for Arc<B> {
+    fn name(&self) -> &'static str {
+        (**self).name()
+    }
+
+    fn routes(&self) -> &[Route] {
+        (**self).routes()
+    }
+
+    fn submit(&self, batch: Vec<CopyOp>, done: Done) {
+        (**self).submit(batch, done);
+    }
+}

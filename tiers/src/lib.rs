@@ -9,13 +9,20 @@
 
 #![deny(unsafe_op_in_unsafe_fn)]
 
+mod batch;
 pub mod copy;
+pub mod dram;
 pub mod error;
+pub mod frame;
 pub mod geometry;
+pub mod memcpy;
 pub mod memory;
 pub mod object;
 
 pub use copy::{Backend, BlockKey, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
+pub use dram::{DramOptions, DramRegion};
 pub use error::{SetupError, SetupErrorKind};
+pub use frame::{Frame, FramePool, Loan};
 pub use geometry::Geometry;
+pub use memcpy::MemcpyBackend;
 pub use memory::Memory;

@@ -2,8 +2,10 @@
 
 use std::fmt;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
-use crate::copy::{SlotId, Tier};
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
+use crate::error::{SetupError, SetupErrorKind};
 use crate::geometry::Geometry;
 
 /// A region of memory that the CPU reads and writes directly, cut into slots that lie one after another.
@@ -46,4 +48,64 @@ pub unsafe trait Memory: Send + Sync + fmt::Debug {
         let start = unsafe { self.base().add(offset) };
         Some(NonNull::slice_from_raw_parts(start, self.stride()))
     }
+}
+
+/// The memory regions that a backend copies between, at most one per tier and all with blocks of one size.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Memories([Option<Arc<dyn Memory>>; Tier::COUNT]);
+
+impl Memories {
+    pub(crate) fn new(regions: Vec<Arc<dyn Memory>>) -> Result<Self, SetupError> {
+        let mut memories = Self::default();
+        let mut block_bytes = None;
+        for region in regions {
+            let tier = region.tier();
+            if *block_bytes.get_or_insert(region.block_bytes()) != region.block_bytes() {
+                let message =
+                    format!("the {tier} tier has blocks of {} bytes, unlike others", region.block_bytes());
+                return Err(SetupError::new(SetupErrorKind::Invalid, message));
+            }
+            if memories.0[tier.index()].replace(region).is_some() {
+                return Err(SetupError::new(
+                    SetupErrorKind::Invalid,
+                    format!("two regions for the {tier} tier"),
+                ));
+            }
+        }
+        Ok(memories)
+    }
+
+    /// All ordered pairs of the tiers, each with itself too.
+    pub(crate) fn routes(&self) -> Vec<Route> {
+        let tiers = self.0.iter().flatten().map(|region| region.tier());
+        tiers.clone().flat_map(|from| tiers.clone().map(move |to| (from, to))).collect()
+    }
+
+    /// The block of a slot; `None`: its tier is not memory of ours, or has no such slot.
+    pub(crate) fn block(&self, slot: SlotRef) -> Option<NonNull<[u8]>> {
+        let region = self.0[slot.tier.index()].as_ref()?;
+        let start = region.slot(slot.slot)?.cast();
+        Some(NonNull::slice_from_raw_parts(start, region.block_bytes()))
+    }
+
+    /// Copies a block from memory to memory.
+    ///
+    /// # Safety
+    /// The caller answers for what [`Backend::submit`](crate::Backend::submit) asks of its callers.
+    pub(crate) unsafe fn copy(&self, op: &CopyOp) -> Result<(), CopyError> {
+        let from = self.block(op.from).ok_or_else(|| no_such_slot(op.from))?;
+        let to = self.block(op.to).ok_or_else(|| no_such_slot(op.to))?;
+        if std::ptr::eq(from.as_ptr(), to.as_ptr()) {
+            let message = format!("{} cannot be copied onto itself", op.from);
+            return Err(CopyError::new(CopyErrorKind::Refused, message));
+        }
+        // SAFETY: both are blocks of slots that exist, of one size, and distinct, hence disjoint; nobody else
+        // writes the source or touches the destination, as the caller promises.
+        unsafe { from.cast::<u8>().copy_to_nonoverlapping(to.cast(), to.len()) };
+        Ok(())
+    }
+}
+
+pub(crate) fn no_such_slot(slot: SlotRef) -> CopyError {
+    CopyError::new(CopyErrorKind::Refused, format!("{slot} is not in a region of this backend"))
 }

@@ -1,0 +1,400 @@
+//! Titles to slots: who may touch a slot, said by the type system.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::copy::{SlotId, SlotRef, Tier};
+use crate::geometry::MAX_SLOTS;
+
+/// The sole title to one slot of one tier, for one of the slot's lives. It cannot be copied: whoever has it
+/// may write the slot, and nobody else may.
+///
+/// It ends in [`FramePool::give_back`], [`FramePool::deposit`] or [`FramePool::lose`]. One that is dropped
+/// instead leaves its slot [`out`](FramePool::out) for ever.
+#[derive(Debug)]
+#[must_use = "a dropped frame leaves its slot unusable"]
+pub struct Frame {
+    pool: PoolId,
+    slot: SlotRef,
+}
+
+impl Frame {
+    /// The tier that the slot belongs to.
+    pub const fn tier(&self) -> Tier {
+        self.slot.tier
+    }
+
+    /// The slot's number.
+    pub const fn slot(&self) -> SlotId {
+        self.slot.slot
+    }
+
+    /// Which of the slot's lives.
+    pub const fn generation(&self) -> u32 {
+        self.slot.generation
+    }
+
+    /// All of that, as copy orders name it.
+    pub const fn slot_ref(&self) -> SlotRef {
+        self.slot
+    }
+
+    pub(crate) const fn pool(&self) -> PoolId {
+        self.pool
+    }
+}
+
+/// Which pool a frame came from. Never used twice in a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PoolId(u64);
+
+impl PoolId {
+    pub(crate) fn fresh() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// The ledger of a tier's slots: it mints each slot's [`Frame`] and never two at a time.
+///
+/// A slot is *free*; or *out*, its frame in somebody's hands; or *resident*, its title kept here for a block
+/// table that remembers no more than the slot's number; or *lost*, because hardware may still write to it.
+/// `take`: free → out; `deposit`: out → resident; `withdraw`: resident → out; `give_back`: out → free;
+/// `lose`: out → lost.
+///
+/// Four bytes per slot that was ever used, so that a nominally huge tier costs nothing until it fills. Not
+/// synchronised: the lock of the table that owns it guards it.
+#[derive(Debug)]
+pub struct FramePool {
+    id: PoolId,
+    tier: Tier,
+    slots: u32,
+    ledger: Vec<Entry>,
+    free_head: u32,
+    /// Counts lives of slots, whichever: a slot's generation is the life's number.
+    lives: u32,
+    /// Slots lent for reading, each as often as it is. Few at any time.
+    loans: Vec<SlotId>,
+    out: u32,
+    resident: u32,
+    lost: u32,
+}
+
+/// A slot's state in the upper two bits; below them the next free slot of a free one, else the generation.
+#[derive(Clone, Copy, Debug)]
+struct Entry(u32);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+enum State {
+    Free = 0,
+    Out = 1 << PAYLOAD_BITS,
+    Resident = 2 << PAYLOAD_BITS,
+    Lost = 3 << PAYLOAD_BITS,
+}
+
+const PAYLOAD_BITS: u32 = 30;
+const PAYLOAD: u32 = (1 << PAYLOAD_BITS) - 1;
+/// Ends the chain of free slots.
+const LAST: u32 = PAYLOAD;
+const _: () = assert!(MAX_SLOTS < LAST, "slot numbers must not collide with the end mark");
+
+impl Entry {
+    const fn new(state: State, payload: u32) -> Self {
+        Self(state as u32 | payload)
+    }
+
+    const fn payload(self) -> u32 {
+        self.0 & PAYLOAD
+    }
+
+    fn is(self, state: State) -> bool {
+        self.0 & !PAYLOAD == state as u32
+    }
+}
+
+/// The right to read one resident slot. While it is out, the slot's title cannot be withdrawn.
+#[derive(Debug)]
+#[must_use = "a loan that is not settled keeps its slot from being evicted"]
+pub struct Loan {
+    pool: PoolId,
+    slot: SlotId,
+}
+
+impl Loan {
+    /// The slot's number.
+    pub const fn slot(&self) -> SlotId {
+        self.slot
+    }
+
+    pub(crate) const fn pool(&self) -> PoolId {
+        self.pool
+    }
+}
+
+impl FramePool {
+    /// The ledger of a tier of `slots` slots (at most [`MAX_SLOTS`]; more are not used), all free.
+    ///
+    /// The frames of a pool made here open no [`Memory`](crate::Memory): those come from
+    /// [`DramRegion::frames`](crate::DramRegion::frames).
+    pub fn new(tier: Tier, slots: u32) -> Self {
+        Self::with_id(PoolId::fresh(), tier, slots)
+    }
+
+    pub(crate) fn with_id(id: PoolId, tier: Tier, slots: u32) -> Self {
+        let slots = slots.min(MAX_SLOTS);
+        Self {
+            id,
+            tier,
+            slots,
+            ledger: Vec::new(),
+            free_head: LAST,
+            lives: 0,
+            loans: Vec::new(),
+            out: 0,
+            resident: 0,
+            lost: 0,
+        }
+    }
+
+    /// Takes a free slot, in a new life; `None`: none is free.
+    pub fn take(&mut self) -> Option<Frame> {
+        let slot = self.pop_free().or_else(|| self.first_use())?;
+        self.lives = (self.lives + 1) & PAYLOAD;
+        self.ledger[slot as usize] = Entry::new(State::Out, self.lives);
+        self.out += 1;
+        Some(self.frame(slot))
+    }
+
+    /// The slot is free again.
+    ///
+    /// # Panics
+    /// If the frame is another pool's.
+    pub fn give_back(&mut self, frame: Frame) {
+        let slot = self.redeem(frame);
+        self.ledger[slot.0 as usize] = Entry::new(State::Free, self.free_head);
+        self.free_head = slot.0;
+    }
+
+    /// The slot is not to be used again: something may still write to it.
+    ///
+    /// # Panics
+    /// If the frame is another pool's.
+    pub fn lose(&mut self, frame: Frame) {
+        let slot = self.redeem(frame);
+        self.mark(slot, State::Lost);
+        self.lost += 1;
+    }
+
+    /// Keeps the title for a table that remembers the slot's number only.
+    ///
+    /// # Panics
+    /// If the frame is another pool's.
+    pub fn deposit(&mut self, frame: Frame) -> SlotId {
+        let slot = self.redeem(frame);
+        self.mark(slot, State::Resident);
+        self.resident += 1;
+        slot
+    }
+
+    /// Gives out the title of a slot deposited before; `None`: there is no deposit for it, or it is lent.
+    pub fn withdraw(&mut self, slot: SlotId) -> Option<Frame> {
+        self.resident_ref(slot).filter(|_| !self.loans.contains(&slot))?;
+        self.mark(slot, State::Out);
+        self.resident -= 1;
+        self.out += 1;
+        Some(self.frame(slot.0))
+    }
+
+    /// The name of a resident slot, as a copy order's source needs it; `None`: it is not resident.
+    pub fn resident_ref(&self, slot: SlotId) -> Option<SlotRef> {
+        let entry = self.ledger.get(slot.0 as usize).filter(|entry| entry.is(State::Resident))?;
+        Some(SlotRef { tier: self.tier, slot, generation: entry.payload() })
+    }
+
+    /// Lends a resident slot for reading; `None`: it is not resident. End it with [`settle`](Self::settle).
+    pub fn lend(&mut self, slot: SlotId) -> Option<Loan> {
+        self.resident_ref(slot)?;
+        self.loans.push(slot);
+        Some(Loan { pool: self.id, slot })
+    }
+
+    /// Ends a loan.
+    ///
+    /// # Panics
+    /// If the loan is another pool's.
+    #[expect(clippy::needless_pass_by_value, reason = "the loan ends here")]
+    pub fn settle(&mut self, loan: Loan) {
+        assert_eq!(loan.pool, self.id, "slot {} was lent by another pool", loan.slot.0);
+        if let Some(place) = self.loans.iter().position(|&lent| lent == loan.slot) {
+            self.loans.swap_remove(place);
+        }
+    }
+
+    /// The tier whose slots these are.
+    pub const fn tier(&self) -> Tier {
+        self.tier
+    }
+
+    /// All slots.
+    pub const fn total(&self) -> u32 {
+        self.slots
+    }
+
+    /// Slots that [`take`](Self::take) can still give out.
+    pub const fn free(&self) -> u32 {
+        self.slots - self.out - self.resident - self.lost
+    }
+
+    /// Slots whose frame is in somebody's hands.
+    pub const fn out(&self) -> u32 {
+        self.out
+    }
+
+    /// Slots whose title is deposited.
+    pub const fn resident(&self) -> u32 {
+        self.resident
+    }
+
+    /// Slots given up.
+    pub const fn lost(&self) -> u32 {
+        self.lost
+    }
+
+    fn pop_free(&mut self) -> Option<u32> {
+        let slot = self.free_head;
+        let entry = self.ledger.get(slot as usize)?;
+        debug_assert!(entry.is(State::Free), "slot {slot} handed out twice");
+        self.free_head = entry.payload();
+        Some(slot)
+    }
+
+    /// Slots are numbered in order of first use, so that the ledger grows with what is used.
+    fn first_use(&mut self) -> Option<u32> {
+        let used = self.ledger.len();
+        if used == self.slots as usize {
+            return None;
+        }
+        if used == self.ledger.capacity() {
+            let ahead = used.max(1024).min(self.slots as usize - used);
+            self.ledger.reserve_exact(ahead);
+        }
+        self.ledger.push(Entry::new(State::Free, LAST));
+        Some(used as u32)
+    }
+
+    /// Consumes a title; the caller says what becomes of its slot.
+    #[expect(clippy::needless_pass_by_value, reason = "the title ends here")]
+    fn redeem(&mut self, frame: Frame) -> SlotId {
+        assert_eq!(frame.pool, self.id, "{} belongs to another pool", frame.slot);
+        let entry = self.ledger[frame.slot().0 as usize];
+        debug_assert!(entry.is(State::Out), "{} has a second title", frame.slot);
+        debug_assert_eq!(entry.payload(), frame.generation(), "{} outlived its slot", frame.slot);
+        self.out -= 1;
+        frame.slot()
+    }
+
+    fn mark(&mut self, slot: SlotId, state: State) {
+        let entry = &mut self.ledger[slot.0 as usize];
+        *entry = Entry::new(state, entry.payload());
+    }
+
+    fn frame(&self, slot: u32) -> Frame {
+        let generation = self.ledger[slot as usize].payload();
+        Frame { pool: self.id, slot: SlotRef { tier: self.tier, slot: SlotId(slot), generation } }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Whatever the order of events, no slot has two titles and the counts add up.
+        #[test]
+        fn every_slot_has_one_title(slots in 1..40u32, events in prop::collection::vec((0..5u8, any::<usize>()), 0..400)) {
+            let mut pool = FramePool::new(Tier::Host, slots);
+            let mut out: Vec<Frame> = Vec::new();
+            let mut resident: Vec<SlotId> = Vec::new();
+            let mut lost = 0;
+            for (event, pick) in events {
+                match event {
+                    0 | 1 => match pool.take() {
+                        Some(frame) => out.push(frame),
+                        None => prop_assert_eq!(out.len() + resident.len() + lost, slots as usize),
+                    },
+                    2 if !out.is_empty() => pool.give_back(out.swap_remove(pick % out.len())),
+                    3 if !out.is_empty() => resident.push(pool.deposit(out.swap_remove(pick % out.len()))),
+                    4 if !resident.is_empty() => {
+                        let slot = resident.swap_remove(pick % resident.len());
+                        out.push(pool.withdraw(slot).unwrap());
+                        prop_assert!(pool.withdraw(slot).is_none());
+                    }
+                    4 if !out.is_empty() => {
+                        pool.lose(out.swap_remove(pick % out.len()));
+                        lost += 1;
+                    }
+                    _ => {}
+                }
+                let titles: HashSet<_> = out.iter().map(Frame::slot).chain(resident.iter().copied()).collect();
+                prop_assert_eq!(titles.len(), out.len() + resident.len());
+                prop_assert_eq!(pool.out() as usize, out.len());
+                prop_assert_eq!(pool.resident() as usize, resident.len());
+                prop_assert_eq!(pool.lost() as usize, lost);
+                prop_assert_eq!(pool.free() as usize, slots as usize - titles.len() - lost);
+            }
+        }
+    }
+
+    #[test]
+    fn each_life_has_its_own_generation() {
+        let mut pool = FramePool::new(Tier::Disk, 1);
+        let first = pool.take().unwrap();
+        let before = first.slot_ref();
+        pool.give_back(first);
+        let second = pool.take().unwrap();
+        assert_eq!(second.slot(), before.slot);
+        assert_ne!(second.slot_ref(), before);
+        let kept = second.slot_ref();
+        let slot = pool.deposit(second);
+        assert_eq!(pool.resident_ref(slot), Some(kept));
+        assert_eq!(pool.withdraw(slot).unwrap().slot_ref(), kept);
+    }
+
+    #[test]
+    fn a_huge_tier_costs_only_what_is_used() {
+        let mut pool = FramePool::new(Tier::Object, MAX_SLOTS);
+        let frame = pool.take().unwrap();
+        assert!(pool.ledger.capacity() <= 1024);
+        assert_eq!(pool.free(), MAX_SLOTS - 1);
+        pool.give_back(frame);
+    }
+
+    #[test]
+    fn an_entry_is_four_bytes() {
+        assert_eq!(size_of::<Entry>(), 4);
+    }
+
+    #[test]
+    fn a_lent_slot_keeps_its_title() {
+        let mut pool = FramePool::new(Tier::Device, 1);
+        let frame = pool.take().unwrap();
+        assert!(pool.lend(frame.slot()).is_none());
+        let slot = pool.deposit(frame);
+        let (one, two) = (pool.lend(slot).unwrap(), pool.lend(slot).unwrap());
+        pool.settle(one);
+        assert!(pool.withdraw(slot).is_none());
+        pool.settle(two);
+        pool.give_back(pool.withdraw(slot).unwrap());
+    }
+
+    #[test]
+    #[should_panic(expected = "another pool")]
+    fn a_frame_of_another_pool_is_refused() {
+        let frame = FramePool::new(Tier::Host, 1).take().unwrap();
+        FramePool::new(Tier::Host, 1).give_back(frame);
+    }
+}
