@@ -42,12 +42,12 @@ impl Eviction for Fifo {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::model::{Tree, ops, ops_without_busy};
+    use super::super::model::{Tree, ops, ops_in_turn};
     use super::*;
 
     proptest! {
         #[test]
-        fn victims_are_the_leaves_that_came_first(ops in ops_without_busy()) {
+        fn victims_are_the_leaves_that_came_first(ops in ops_in_turn()) {
             let mut fifo = Fifo::default();
             let mut tree = Tree::default();
             for op in ops {

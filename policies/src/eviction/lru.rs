@@ -42,17 +42,17 @@ impl Eviction for Lru {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::model::{Op, Tree, ops, ops_without_busy};
+    use super::super::model::{Op, Tree, ops, ops_in_turn};
     use super::*;
 
     proptest! {
         #[test]
-        fn victims_are_those_of_lru_with_stamps_on_every_block(ops in ops_without_busy()) {
+        fn victims_are_those_of_lru_with_stamps_on_every_block(ops in ops_in_turn()) {
             check_order(ops)?;
         }
 
         #[test]
-        fn only_blocks_that_were_passed_over_leave_early(ops in ops()) {
+        fn only_blocks_out_of_turn_leave_early(ops in ops()) {
             check_order(ops)?;
         }
     }
@@ -62,7 +62,7 @@ mod tests {
         let mut tree = Tree::default();
         for op in ops {
             if let Some(victim) = tree.apply(op, &mut lru) {
-                prop_assert!(victim.passed_over || victim.last_use == victim.oldest_use);
+                prop_assert!(victim.out_of_turn || victim.last_use == victim.oldest_use);
             }
         }
         Ok(())

@@ -12,6 +12,8 @@ pub(super) enum Op {
     Request { known: usize, grown: usize },
     /// Evict one block.
     Evict,
+    /// Remove a leaf that the policy did not name, busy or not: a corrupt block, say.
+    Drop(usize),
     /// Make a leaf busy.
     Hold(usize),
     /// Make a busy block idle.
@@ -23,14 +25,15 @@ pub(super) fn ops() -> impl Strategy<Value = Vec<Op>> {
     let op = prop_oneof![
         4 => request(),
         4 => Just(Op::Evict),
+        1 => any::<usize>().prop_map(Op::Drop),
         2 => any::<usize>().prop_map(Op::Hold),
         2 => any::<usize>().prop_map(Op::Release),
     ];
     prop::collection::vec(op, 0..200)
 }
 
-/// A history in which no block is ever busy.
-pub(super) fn ops_without_busy() -> impl Strategy<Value = Vec<Op>> {
+/// A history in which no block is ever busy and only victims leave.
+pub(super) fn ops_in_turn() -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(prop_oneof![request(), Just(Op::Evict)], 0..200)
 }
 
@@ -44,8 +47,9 @@ pub(super) struct Victim {
     pub(super) oldest_use: u64,
     pub(super) arrival: u64,
     pub(super) oldest_arrival: u64,
-    /// A search met this block or one below it while it was busy, and no request has used it since.
-    pub(super) passed_over: bool,
+    /// A search met this block or one below it while it was busy, or one below it was dropped, and no request
+    /// has used this block since.
+    pub(super) out_of_turn: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -55,7 +59,7 @@ struct Block {
     busy: bool,
     arrival: u64,
     last_use: u64,
-    passed_over: bool,
+    out_of_turn: bool,
 }
 
 /// A tier and its requests' time, which is their number.
@@ -73,6 +77,12 @@ impl Tree {
         match op {
             Op::Request { known, grown } => self.request(known, grown, policy),
             Op::Evict => return self.evict(policy),
+            Op::Drop(choice) => {
+                if let Some(leaf) = self.choose(choice, |block| block.children == 0) {
+                    self.block_mut(leaf).out_of_turn = true;
+                    self.remove(leaf, policy);
+                }
+            }
             Op::Hold(choice) => {
                 if let Some(leaf) = self.choose(choice, |block| block.children == 0) {
                     self.block_mut(leaf).busy = true;
@@ -94,7 +104,7 @@ impl Tree {
         let path: Vec<_> = std::iter::successors(Some(deepest), |&block| self.parent(block)).collect();
         for &block in &path {
             self.block_mut(block).last_use = self.now;
-            self.block_mut(block).passed_over = false;
+            self.block_mut(block).out_of_turn = false;
         }
         let access = Access { now_ms: self.now, deepest, depth: path.len() as u32, inserted: grown as u32 };
         policy.touch(&access, self);
@@ -107,7 +117,7 @@ impl Tree {
             busy: false,
             arrival: self.now,
             last_use: self.now,
-            passed_over: false,
+            out_of_turn: false,
         };
         if let Some(parent) = parent {
             self.block_mut(parent).children += 1;
@@ -125,22 +135,22 @@ impl Tree {
         let candidates = self.ids(|block| block.children == 0 && !block.busy);
         assert_eq!(choice.is_some(), !candidates.is_empty(), "{choice:?} of {candidates:?}");
         for leaf in self.ids(|block| block.children == 0 && block.busy) {
-            self.block_mut(leaf).passed_over = true;
+            self.block_mut(leaf).out_of_turn = true;
         }
         let choice = choice.inspect(|choice| assert!(candidates.contains(choice)))?;
         let oldest = |age: fn(&Block) -> u64| candidates.iter().map(|&id| age(self.block(id))).min();
         let (oldest_use, oldest_arrival) = (oldest(|block| block.last_use)?, oldest(|block| block.arrival)?);
-        let Block { last_use, arrival, passed_over, .. } = *self.block(choice);
+        let Block { last_use, arrival, out_of_turn, .. } = *self.block(choice);
         self.remove(choice, policy);
-        Some(Victim { last_use, oldest_use, arrival, oldest_arrival, passed_over })
+        Some(Victim { last_use, oldest_use, arrival, oldest_arrival, out_of_turn })
     }
 
     fn remove(&mut self, id: BlockId, policy: &mut dyn Eviction) {
-        let block = self.blocks[id.0 as usize].take().expect("a victim is resident");
+        let block = self.blocks[id.0 as usize].take().expect("only resident blocks leave");
         let exposed = block.parent.filter(|&parent| {
             let parent = self.block_mut(parent);
             parent.children -= 1;
-            parent.passed_over |= block.passed_over;
+            parent.out_of_turn |= block.out_of_turn;
             parent.children == 0
         });
         policy.remove(id, exposed);
