@@ -1,1 +1,34 @@
-//! placeholder
+//! A KV block manager for LLM inference: it keeps the KV cache of past prompts in a hierarchy of tiers and
+//! gives it back instead of recomputing it.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `hash` | names of blocks: chained hashes |
+//! | [`table`] | which block lies in which slot of which tier; leases; flushing and eviction. Pure bookkeeping |
+//! | [`scheduler`] | moves blocks: orders, lanes, flows, time-outs, flushing |
+//! | `lease`, `ticket` | what callers hold: the right to read a chain, the answer to come |
+//! | `manager` | what an engine talks to |
+//! | `assemble` | the only place that names concrete backends and policies |
+//! | `metrics`, `clock`, `sync` | counting, time, locks and threads, each from one place |
+//!
+//! Data flows one way: engine → manager (lease, load, save) → table ⇄ policies → scheduler → executor →
+//! `kvbm_tiers` backends → completion → table.
+#![forbid(unsafe_code)]
+
+mod clock;
+mod error;
+mod hash;
+mod lease;
+mod metrics;
+pub mod scheduler;
+mod sync;
+pub mod table;
+mod ticket;
+
+pub use clock::{Clock, ManualClock, SystemClock};
+pub use error::{Error, ErrorKind, Result};
+pub use hash::{BlockHash, Chain, ChainHasher};
+pub use kvbm_tiers::{BlockKey, Tier};
+pub use lease::Lease;
+pub use metrics::Metrics;
+pub use ticket::Ticket;

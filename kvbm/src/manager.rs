@@ -1,0 +1,315 @@
+//! The manager: what an engine talks to.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::Duration;
+
+use kvbm_settings::Settings;
+use kvbm_tiers::{BlockKey, DramRegion, Frame, Tier};
+use prometheus::Registry;
+
+use crate::assemble;
+use crate::clock::{Clock, SystemClock};
+use crate::error::{Error, ErrorKind, Result};
+use crate::hash::Chain;
+use crate::lease::Lease;
+use crate::scheduler::{Brought, Class, Core};
+use crate::sync::{JoinHandle, Mutex, spawn};
+use crate::table::{Drift, Match, RunId, SlotCounts, TierStats};
+use crate::ticket::Ticket;
+
+/// What a manager is opened with besides its settings.
+#[derive(Debug)]
+pub struct Options {
+    /// Where its metrics are registered.
+    pub registry: Registry,
+    /// Time for policies and flushing.
+    pub clock: Arc<dyn Clock>,
+    /// Tokens in a block, for metrics.
+    pub block_tokens: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { registry: Registry::new(), clock: Arc::new(SystemClock::default()), block_tokens: 16 }
+    }
+}
+
+/// Keeps KV blocks in a hierarchy of tiers and gives them back.
+///
+/// A request goes: [`lease`](Self::lease) its chain; [`load`](Self::load) what is held somewhere onto the
+/// device; [`allocate`](Self::allocate) device slots for the rest, compute, [`publish`](Allocation::publish);
+/// [`save`](Self::save). Flushing to disk and objects happens by itself.
+pub struct Manager {
+    core: Arc<Core>,
+    device: Option<Arc<DramRegion>>,
+    routes: Vec<RouteReport>,
+    background: Mutex<Option<Background>>,
+}
+
+/// A row of the routing table.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct RouteReport {
+    /// Source tier.
+    pub from: Tier,
+    /// Destination tier.
+    pub to: Tier,
+    /// The backend's name, or `via host`.
+    pub backend: String,
+}
+
+impl fmt::Debug for Manager {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Manager").field("routes", &self.routes).finish_non_exhaustive()
+    }
+}
+
+impl Manager {
+    /// Opens all tiers that the settings name: takes their memory, creates their files, probes their stores.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`]: a setting is wrong or does not fit. [`ErrorKind::Unavailable`]: memory, a
+    /// directory or a store cannot be had. The message names the setting to change.
+    pub async fn open(settings: Settings, options: Options) -> Result<Self> {
+        let assembled = assemble::open(settings, &options).await?;
+        assemble::export(&options.registry, &assembled.core)?;
+        let background = Background::start(&assembled.core)?;
+        Ok(Self {
+            core: assembled.core,
+            device: assembled.device,
+            routes: assembled.routes,
+            background: Mutex::new(Some(background)),
+        })
+    }
+
+    /// How many leading blocks of `chain` each tier holds. No side effect.
+    pub fn matches<'a>(&self, chain: impl Into<Chain<'a>>) -> Match {
+        self.core.table().matches(chain.into())
+    }
+
+    /// Pins the leading blocks of `chain` in every tier that holds any, and counts as their use.
+    pub fn lease<'a>(&self, chain: impl Into<Chain<'a>>) -> Lease {
+        let chain = chain.into();
+        let grip = self.core.table().lease(chain);
+        self.core.metrics().requested(chain.len(), grip.held());
+        Lease::new(Arc::clone(&self.core), grip)
+    }
+
+    /// Brings what the lease holds in any tier onto the device. The answer's lease holds it there.
+    pub fn load(&self, lease: Lease) -> Ticket<Brought> {
+        self.core.bring(Class::Load, Tier::Device, lease)
+    }
+
+    /// Copies what the lease holds to the uppermost tier below the device.
+    pub fn save(&self, lease: Lease) -> Ticket<Brought> {
+        let below = [Tier::Host, Tier::Disk, Tier::Object].into_iter().find(|&tier| self.core.table().has(tier));
+        self.core.bring(Class::Save, below.unwrap_or(Tier::Device), lease)
+    }
+
+    /// Brings what the lease holds further down up to `to`, when nothing more urgent is to be done.
+    pub fn prefetch(&self, lease: Lease, to: Tier) -> Ticket<Brought> {
+        self.core.bring(Class::Prefetch, to, lease)
+    }
+
+    /// Takes device slots for the blocks of `chain` that the device lacks, to be filled by the engine.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Full`] if not one of them finds room: every leaf of the device is in use.
+    pub fn allocate<'a>(&self, chain: impl Into<Chain<'a>>, lease: Lease) -> Result<Allocation> {
+        let chain = chain.into();
+        if self.device.is_none() {
+            return Err(Error::new(ErrorKind::Invalid, "there is no device tier: set device.capacity"));
+        }
+        let reserved = self.core.table().reserve(Tier::Device, chain);
+        let before = reserved.resident + reserved.in_flight;
+        if reserved.run.is_none() && reserved.refused > 0 {
+            return Err(Error::new(ErrorKind::Full, "every block of the device tier is in use"));
+        }
+        Ok(Allocation {
+            core: Arc::clone(&self.core),
+            device: self.device.clone(),
+            before,
+            behind: reserved.behind,
+            in_flight: reserved.in_flight,
+            refused: reserved.refused,
+            run: reserved.run,
+            lease: Some(lease),
+        })
+    }
+
+    /// Lends the bytes of a block on the (emulated) device: block `position` of `chain`, which `lease`
+    /// holds there. `None` if it does not.
+    pub fn read_device<'a, R>(
+        &self,
+        lease: &Lease,
+        chain: impl Into<Chain<'a>>,
+        position: usize,
+        read: impl FnOnce(&[u8]) -> R,
+    ) -> Option<R> {
+        let device = self.device.as_ref().filter(|_| position < lease.blocks(Tier::Device))?;
+        let loan = self.core.table().lend(Tier::Device, chain.into().key(position))?;
+        let answer = device.read_loan(&loan).map(read);
+        self.core.table().settle_loan(Tier::Device, loan);
+        answer
+    }
+
+    /// Sets the flushing clock's consequences in motion: call it after a manual clock was moved.
+    pub fn tick(&self) {
+        self.core.wake();
+    }
+
+    /// Flushes everything dirty and waits until nothing is in flight, at most for `limit`. False if it did
+    /// not get there.
+    pub fn drain(&self, limit: Duration) -> bool {
+        self.core.drain(limit)
+    }
+
+    /// Occupancy of a tier.
+    pub fn counts(&self, tier: Tier) -> SlotCounts {
+        self.core.table().counts(tier)
+    }
+
+    /// Counts of a tier since the start.
+    pub fn stats(&self, tier: Tier) -> TierStats {
+        self.core.table().stats(tier)
+    }
+
+    /// Bytes copied on each route so far, where any were.
+    pub fn bytes(&self) -> Vec<(Tier, Tier, u64)> {
+        let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
+        let bytes = routes.map(|(from, to)| (from, to, self.core.metrics().bytes((from, to))));
+        bytes.filter(|&(.., bytes)| bytes > 0).collect()
+    }
+
+    /// Copies that failed so far.
+    pub fn failures(&self) -> u64 {
+        let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
+        routes.map(|route| self.core.metrics().failures(route)).sum()
+    }
+
+    /// The routing table: which backend moves blocks from where to where.
+    pub fn routes(&self) -> &[RouteReport] {
+        &self.routes
+    }
+
+    /// Every invariant of the table that does not hold. Linear in the number of blocks.
+    pub fn audit(&self) -> Vec<Drift> {
+        self.core.table().audit()
+    }
+
+    /// Stops the background work. Copies in flight end by themselves and keep their memory until then.
+    pub fn close(&self) {
+        drop(self.background.lock().take());
+    }
+}
+
+impl Drop for Manager {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// Device slots that an engine fills, block by block, before it publishes them.
+#[must_use = "dropping an allocation gives its slots back"]
+pub struct Allocation {
+    core: Arc<Core>,
+    device: Option<Arc<DramRegion>>,
+    before: usize,
+    behind: Option<BlockKey>,
+    in_flight: usize,
+    refused: usize,
+    run: Option<(RunId, Vec<Frame>)>,
+    lease: Option<Lease>,
+}
+
+impl fmt::Debug for Allocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Allocation").field("blocks", &self.blocks()).finish_non_exhaustive()
+    }
+}
+
+impl Allocation {
+    /// Positions in the chain of the blocks to fill.
+    pub fn blocks(&self) -> Range<usize> {
+        let placed = self.run.as_ref().map_or(0, |(_, frames)| frames.len());
+        self.before..self.before + placed
+    }
+
+    /// Blocks before these that another request is filling or loading.
+    pub const fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    /// Blocks at the end of the chain that found no room.
+    pub const fn refused(&self) -> usize {
+        self.refused
+    }
+
+    /// The slot of block `position`, to be written. `None`: it is not among [`blocks`](Self::blocks).
+    pub fn slot(&mut self, position: usize) -> Option<&mut [u8]> {
+        let (_, frames) = self.run.as_mut()?;
+        let frame = frames.get_mut(position.checked_sub(self.before)?)?;
+        self.device.as_ref()?.write(frame)
+    }
+
+    /// Makes the filled blocks resident. The answer's lease holds the chain on the device.
+    ///
+    /// # Errors
+    /// Never for an allocation of [`Manager::allocate`]; the type keeps the door shut on using one twice.
+    pub fn publish(mut self) -> Result<Ticket<Brought>> {
+        let lease = self.lease.take();
+        let lease = lease.ok_or_else(|| Error::new(ErrorKind::Invalid, "this allocation was published before"))?;
+        Ok(self.core.publish(Tier::Device, self.run.take(), (self.before, self.behind), lease))
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        let Some((run, frames)) = self.run.take() else { return };
+        let mut table = self.core.table();
+        frames.into_iter().enumerate().for_each(|(entry, frame)| table.failed(run, entry, frame));
+        table.close(run, None);
+    }
+}
+
+/// The thread that flushes and writes off.
+struct Background {
+    stop: Option<SyncSender<()>>,
+    thread: Option<JoinHandle>,
+    core: Arc<Core>,
+}
+
+impl Background {
+    /// How often it looks, when nobody wakes it.
+    const PERIOD: Duration = Duration::from_millis(20);
+
+    fn start(core: &Arc<Core>) -> Result<Self> {
+        let (wake, woken) = sync_channel(1);
+        core.set_waker(Some(wake.clone()));
+        let worker = Arc::clone(core);
+        let thread = spawn("kvbm-background", move || run(&worker, &woken))
+            .map_err(|error| Error::caused(ErrorKind::Unavailable, "cannot start a thread", error))?;
+        Ok(Self { stop: Some(wake), thread: Some(thread), core: Arc::clone(core) })
+    }
+}
+
+fn run(core: &Arc<Core>, woken: &Receiver<()>) {
+    loop {
+        match woken.recv_timeout(Background::PERIOD) {
+            Ok(()) | Err(RecvTimeoutError::Timeout) => core.tick(),
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
+    }
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        self.core.set_waker(None);
+        self.stop = None;
+        if let Some(thread) = self.thread.take() {
+            drop(thread.join());
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! What the manager counts, built from a registry that the caller injects.
+//!
+//! Counters move when a copy has ended, never when it starts. Labels come from closed sets: tiers, routes,
+//! kinds of error. docs/metrics.md describes each metric; a test compares.
+
+use std::fmt;
+use std::time::Duration;
+
+use kvbm_tiers::{CopyError, CopyErrorKind, Route, Tier};
+use prometheus::core::Collector;
+use prometheus::{
+    GaugeVec, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry,
+};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::table::{Match, SlotCounts, TierStats};
+
+/// Handles to all metrics.
+#[derive(Clone)]
+pub struct Metrics {
+    block_bytes: u64,
+    block_tokens: u64,
+    transfer_blocks: IntCounterVec,
+    transfer_bytes: IntCounterVec,
+    transfer_failures: IntCounterVec,
+    transfer_seconds: HistogramVec,
+    checksum_failures: IntCounterVec,
+    lost_copies: IntCounterVec,
+    flushes_waived: IntCounterVec,
+    queue_blocks: IntGaugeVec,
+    batches_in_flight: IntGaugeVec,
+    slots: IntGaugeVec,
+    dirty_blocks: IntGaugeVec,
+    published_blocks: IntGaugeVec,
+    evicted_blocks: IntGaugeVec,
+    quarantined_blocks: IntGaugeVec,
+    full: IntGaugeVec,
+    requests: IntCounter,
+    requested_tokens: IntCounter,
+    hit_tokens: IntCounterVec,
+    upstream: Upstream,
+}
+
+/// Names that dashboards of NVIDIA's KVBM use.
+#[derive(Clone)]
+struct Upstream {
+    offload_blocks: [(Route, IntCounter); 4],
+    onboard_blocks: [(Route, IntCounter); 3],
+    matched_tokens: IntCounter,
+    object_read_failures: IntCounter,
+    object_write_failures: IntCounter,
+    hit_rates: [(Tier, GaugeVec); 3],
+}
+
+impl fmt::Debug for Metrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Metrics").finish_non_exhaustive()
+    }
+}
+
+/// Bounds of the transfer histogram, in seconds: 16 µs to 2 s.
+const TRANSFER_BOUNDS: [f64; 18] = [
+    0.000_016, 0.000_032, 0.000_064, 0.000_128, 0.000_256, 0.000_512, 0.001, 0.002, 0.004, 0.008, 0.016,
+    0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0,
+];
+
+struct Builder<'a>(&'a Registry);
+
+impl Builder<'_> {
+    fn register<C: Collector + Clone + 'static>(&self, made: prometheus::Result<C>) -> Result<C> {
+        let fail = |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);
+        let collector = made.map_err(fail)?;
+        self.0.register(Box::new(collector.clone())).map_err(fail)?;
+        Ok(collector)
+    }
+
+    fn counter(&self, name: &str, help: &str) -> Result<IntCounter> {
+        self.register(IntCounter::new(name, help))
+    }
+
+    fn counters(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec> {
+        self.register(IntCounterVec::new(Opts::new(name, help), labels))
+    }
+
+    fn gauges(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntGaugeVec> {
+        self.register(IntGaugeVec::new(Opts::new(name, help), labels))
+    }
+
+    fn upstream(&self) -> Result<Upstream> {
+        use Tier::{Device, Disk, Host, Object};
+        let blocks = |route, name: &str| {
+            Ok((route, self.counter(name, "Blocks copied (name used by NVIDIA's KVBM).")?))
+        };
+        let rate = |tier, name: &str| {
+            let help = "Share of requested blocks that the tier held (name used by NVIDIA's KVBM).";
+            Ok((tier, self.register(GaugeVec::new(Opts::new(name, help), &[]))?))
+        };
+        Ok(Upstream {
+            offload_blocks: [
+                blocks((Device, Host), "kvbm_offload_blocks_d2h")?,
+                blocks((Host, Disk), "kvbm_offload_blocks_h2d")?,
+                blocks((Device, Disk), "kvbm_offload_blocks_d2d")?,
+                blocks((Device, Object), "kvbm_offload_blocks_d2o")?,
+            ],
+            onboard_blocks: [
+                blocks((Host, Device), "kvbm_onboard_blocks_h2d")?,
+                blocks((Disk, Device), "kvbm_onboard_blocks_d2d")?,
+                blocks((Object, Device), "kvbm_onboard_blocks_o2d")?,
+            ],
+            matched_tokens: self.counter("kvbm_matched_tokens", "Tokens found below the device.")?,
+            object_read_failures: self
+                .counter("kvbm_object_read_failures", "Blocks that an object store failed to give.")?,
+            object_write_failures: self
+                .counter("kvbm_object_write_failures", "Blocks that an object store failed to take.")?,
+            hit_rates: [
+                rate(Host, "kvbm_host_cache_hit_rate")?,
+                rate(Disk, "kvbm_disk_cache_hit_rate")?,
+                rate(Object, "kvbm_object_cache_hit_rate")?,
+            ],
+        })
+    }
+}
+
+impl Metrics {
+    /// Registers all metrics. `block_bytes` and `block_tokens` turn blocks into bytes and tokens.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] if the registry has one of the names already.
+    pub fn new(registry: &Registry, block_bytes: u64, block_tokens: u64) -> Result<Self> {
+        let route = ["from", "to"];
+        let b = Builder(registry);
+        let histogram =
+            HistogramOpts::new("kvbm_transfer_seconds", "Time from a batch's start to a block's arrival.")
+                .buckets(TRANSFER_BOUNDS.to_vec());
+        Ok(Self {
+            block_bytes,
+            block_tokens,
+            transfer_blocks: b.counters("kvbm_transfer_blocks_total", "Blocks copied.", &route)?,
+            transfer_bytes: b.counters("kvbm_transfer_bytes_total", "Bytes copied.", &route)?,
+            transfer_failures: b.counters(
+                "kvbm_transfer_failures_total",
+                "Copies that failed.",
+                &["from", "to", "kind"],
+            )?,
+            transfer_seconds: b.register(HistogramVec::new(histogram, &route))?,
+            checksum_failures: b.counters(
+                "kvbm_checksum_failures_total",
+                "Blocks whose bytes had changed.",
+                &["tier"],
+            )?,
+            lost_copies: b.counters("kvbm_lost_copies_total", "Copies that never ended.", &route)?,
+            flushes_waived: b.counters(
+                "kvbm_flushes_waived_total",
+                "Blocks not flushed: the tier below was away.",
+                &["tier"],
+            )?,
+            queue_blocks: b.gauges("kvbm_queue_blocks", "Blocks that wait to be copied.", &route)?,
+            batches_in_flight: b.gauges("kvbm_batches_in_flight", "Batches being copied.", &route)?,
+            slots: b.gauges("kvbm_slots", "Slots by state.", &["tier", "state"])?,
+            dirty_blocks: b.gauges("kvbm_dirty_blocks", "Blocks that the tier below lacks.", &["tier"])?,
+            published_blocks: b.gauges(
+                "kvbm_published_blocks",
+                "Blocks that became resident since the start.",
+                &["tier"],
+            )?,
+            evicted_blocks: b.gauges("kvbm_evicted_blocks", "Blocks evicted since the start.", &["tier"])?,
+            quarantined_blocks: b.gauges(
+                "kvbm_quarantined_blocks",
+                "Blocks dropped as corrupt since the start.",
+                &["tier"],
+            )?,
+            full: b.gauges(
+                "kvbm_full_reservations",
+                "Reservations without room since the start.",
+                &["tier"],
+            )?,
+            requests: b.counter("kvbm_requests_total", "Chains leased.")?,
+            requested_tokens: b.counter("kvbm_requested_tokens_total", "Tokens of leased chains.")?,
+            hit_tokens: b.counters(
+                "kvbm_hit_tokens_total",
+                "Tokens found, by the fastest tier that had them.",
+                &["tier"],
+            )?,
+            upstream: b.upstream()?,
+        })
+    }
+
+    /// A copy ended after `took`.
+    pub(crate) fn copied(&self, route: Route, took: Duration, result: &std::result::Result<(), CopyError>) {
+        let labels = [route.0.name(), route.1.name()];
+        match result {
+            Ok(()) => {
+                self.transfer_blocks.with_label_values(&labels).inc();
+                self.transfer_bytes.with_label_values(&labels).inc_by(self.block_bytes);
+                self.transfer_seconds.with_label_values(&labels).observe(took.as_secs_f64());
+                self.upstream.copied(route);
+            }
+            Err(error) => self.failed(route, error.kind()),
+        }
+    }
+
+    fn failed(&self, route: Route, kind: CopyErrorKind) {
+        let name = match kind {
+            CopyErrorKind::Io => "io",
+            CopyErrorKind::Corrupt => "corrupt",
+            CopyErrorKind::NoSpace => "no_space",
+            CopyErrorKind::Unavailable => "unavailable",
+            CopyErrorKind::TimedOut => "timed_out",
+            _ => "refused",
+        };
+        self.transfer_failures.with_label_values(&[route.0.name(), route.1.name(), name]).inc();
+        if kind == CopyErrorKind::Corrupt {
+            self.checksum_failures.with_label_values(&[route.0.name()]).inc();
+        }
+        self.upstream.failed(route);
+    }
+
+    pub(crate) fn lost(&self, route: Route) {
+        self.lost_copies.with_label_values(&[route.0.name(), route.1.name()]).inc();
+    }
+
+    pub(crate) fn flushes_waived(&self, tier: Tier, blocks: usize) {
+        self.flushes_waived.with_label_values(&[tier.name()]).inc_by(blocks as u64);
+    }
+
+    /// A chain of `blocks` blocks was leased.
+    pub(crate) fn requested(&self, blocks: usize, held: &Match) {
+        self.requests.inc();
+        self.requested_tokens.inc_by(blocks as u64 * self.block_tokens);
+        for (tier, range) in held.plan() {
+            let tokens = range.len() as u64 * self.block_tokens;
+            self.hit_tokens.with_label_values(&[tier.name()]).inc_by(tokens);
+            if tier > Tier::Device {
+                self.upstream.matched_tokens.inc_by(tokens);
+            }
+        }
+        self.upstream.rates(self.requested_tokens.get(), &self.hit_tokens);
+    }
+
+    /// Sets the gauges of a tier.
+    pub(crate) fn show_tier(&self, tier: Tier, counts: SlotCounts, stats: TierStats, dirty: usize) {
+        let name = tier.name();
+        let states = [
+            ("free", counts.free),
+            ("filling", counts.filling),
+            ("resident", counts.resident),
+            ("lost", counts.lost),
+        ];
+        for (state, slots) in states {
+            self.slots.with_label_values(&[name, state]).set(i64::from(slots));
+        }
+        self.dirty_blocks.with_label_values(&[name]).set(dirty as i64);
+        let totals = [
+            (&self.published_blocks, stats.published),
+            (&self.evicted_blocks, stats.evicted),
+            (&self.quarantined_blocks, stats.quarantined),
+            (&self.full, stats.full),
+        ];
+        totals.into_iter().for_each(|(gauge, total)| gauge.with_label_values(&[name]).set(total as i64));
+    }
+
+    /// Sets the gauges of a route.
+    pub(crate) fn show_route(&self, route: Route, waiting: usize, in_flight: usize) {
+        let labels = [route.0.name(), route.1.name()];
+        self.queue_blocks.with_label_values(&labels).set(waiting as i64);
+        self.batches_in_flight.with_label_values(&labels).set(in_flight as i64);
+    }
+
+    /// Bytes copied on a route so far.
+    pub fn bytes(&self, route: Route) -> u64 {
+        self.transfer_bytes.with_label_values(&[route.0.name(), route.1.name()]).get()
+    }
+
+    /// Copies that failed on a route so far, for any reason.
+    pub fn failures(&self, route: Route) -> u64 {
+        let kinds = ["io", "corrupt", "no_space", "unavailable", "timed_out", "refused"];
+        let of =
+            |kind| self.transfer_failures.with_label_values(&[route.0.name(), route.1.name(), kind]).get();
+        kinds.into_iter().map(of).sum()
+    }
+}
+
+impl Upstream {
+    fn copied(&self, route: Route) {
+        let counters = self.offload_blocks.iter().chain(&self.onboard_blocks);
+        counters.filter(|(of, _)| *of == route).for_each(|(_, counter)| counter.inc());
+    }
+
+    fn failed(&self, (from, to): Route) {
+        if from == Tier::Object {
+            self.object_read_failures.inc();
+        } else if to == Tier::Object {
+            self.object_write_failures.inc();
+        }
+    }
+
+    fn rates(&self, requested: u64, hits: &IntCounterVec) {
+        for (tier, rate) in &self.hit_rates {
+            let hits = hits.with_label_values(&[tier.name()]).get();
+            rate.with_label_values(&[] as &[&str]).set(hits as f64 / requested.max(1) as f64);
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! What nobody asks for but must happen: flushing dirty blocks, and writing off copies that never end.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use kvbm_tiers::{BlockKey, CopyError, CopyErrorKind, Route, Tier};
+
+use super::Core;
+use crate::sync::Mutex;
+use crate::table::Table;
+
+/// State of flushing.
+#[derive(Debug, Default)]
+pub(super) struct Flushing {
+    /// Per destination: blocks on their way.
+    in_flight: [AtomicUsize; Tier::COUNT],
+    /// Per source: dirty blocks still to be flushed since flushing was last due.
+    goals: Mutex<[usize; Tier::COUNT]>,
+    /// Wakes whoever runs [`Core::tick`].
+    waker: Mutex<Option<std::sync::mpsc::SyncSender<()>>>,
+}
+
+impl Flushing {
+    /// A flush into `dest` failed: the tiers above may evict the block all the same.
+    pub(super) fn waived(&self, table: &mut Table, dest: Tier, key: BlockKey) {
+        for above in Tier::ALL {
+            if table.flushes_to(above) == Some(dest) {
+                table.waive_flush(above, key);
+            }
+        }
+    }
+
+    pub(super) fn ended(&self, dest: Tier, blocks: usize) {
+        self.in_flight[dest.index()].fetch_sub(blocks, Ordering::AcqRel);
+        self.wake();
+    }
+
+    pub(super) fn wake(&self) {
+        if let Some(waker) = &*self.waker.lock() {
+            // A full channel means that a wake-up is under way already.
+            drop(waker.try_send(()));
+        }
+    }
+}
+
+/// One circuit breaker per tier: a store that is down or full is left alone for a while, so that requests
+/// do not queue up behind its time-outs.
+#[derive(Debug)]
+pub(super) struct Breakers {
+    origin: Instant,
+    /// Milliseconds since `origin` until which the tier is left alone, and how often in a row it failed.
+    tiers: [(AtomicU64, AtomicU64); Tier::COUNT],
+}
+
+impl Default for Breakers {
+    fn default() -> Self {
+        Self { origin: Instant::now(), tiers: Default::default() }
+    }
+}
+
+impl Breakers {
+    const FIRST_PAUSE_MS: u64 = 500;
+    const LONGEST_DOUBLING: u64 = 6;
+
+    fn now_ms(&self) -> u64 {
+        self.origin.elapsed().as_millis() as u64
+    }
+
+    /// Whether the tier is to be left alone.
+    pub(super) fn is_open(&self, tier: Tier) -> bool {
+        self.tiers[tier.index()].0.load(Ordering::Relaxed) > self.now_ms()
+    }
+
+    /// Learns from a copy that ended. The lower tier of its route is the one that may be down.
+    pub(super) fn learn(&self, route: Route, result: &Result<(), CopyError>) {
+        let (until, failures) = &self.tiers[route.0.max(route.1).index()];
+        match result {
+            Err(error) if matches!(error.kind(), CopyErrorKind::Unavailable | CopyErrorKind::NoSpace) => {
+                if until.load(Ordering::Relaxed) <= self.now_ms() {
+                    let doublings = failures.fetch_add(1, Ordering::Relaxed).min(Self::LONGEST_DOUBLING);
+                    until.store(self.now_ms() + (Self::FIRST_PAUSE_MS << doublings), Ordering::Relaxed);
+                }
+            }
+            Err(_) => {}
+            Ok(()) => failures.store(0, Ordering::Relaxed),
+        }
+    }
+}
+
+impl Core {
+    /// Most blocks that one flush may have in flight: enough to keep the route busy, few enough that loads
+    /// soon get through.
+    fn flush_window(&self, to: Tier) -> usize {
+        let batch = if to == Tier::Object { self.tuning.segment_blocks } else { self.tuning.max_batch };
+        batch * self.tuning.max_concurrent
+    }
+
+    /// One round of background work.
+    pub fn tick(self: &Arc<Self>) {
+        self.write_off_overdue();
+        for from in Tier::ALL {
+            self.flush(from, false);
+        }
+    }
+
+    /// Sets who is woken when background work is due before the next regular [`tick`](Self::tick).
+    pub(crate) fn set_waker(&self, waker: Option<std::sync::mpsc::SyncSender<()>>) {
+        *self.flushing.waker.lock() = waker;
+    }
+
+    /// Starts to flush `from` if that is due, or in any case if `all`.
+    fn flush(self: &Arc<Self>, from: Tier, all: bool) {
+        let Some(to) = self.table().flushes_to(from) else { return };
+        if self.breakers.is_open(to) {
+            let waived = self.table().waive_all(from);
+            return self.metrics.flushes_waived(from, waived);
+        }
+        self.set_goal(from, all);
+        while self.flush_some(from, to) {}
+    }
+
+    fn set_goal(&self, from: Tier, all: bool) {
+        let table = self.table();
+        let dirty = table.dirty(from);
+        let is_due = all || self.flush_is_due(&table, from);
+        drop(table);
+        let mut goals = self.flushing.goals.lock();
+        let goal = &mut goals[from.index()];
+        *goal = if is_due { dirty } else { (*goal).min(dirty) };
+    }
+
+    /// Starts one window's worth; false when the goal is reached or there is no room.
+    fn flush_some(self: &Arc<Self>, from: Tier, to: Tier) -> bool {
+        let in_flight = &self.flushing.in_flight[to.index()];
+        let room = self.flush_window(to).saturating_sub(in_flight.load(Ordering::Acquire));
+        let goal = self.flushing.goals.lock()[from.index()];
+        let before = self.table().dirty(from);
+        let runs = self.table().take_flush(from, room.min(goal));
+        let after = self.table().dirty(from);
+        {
+            let mut goals = self.flushing.goals.lock();
+            goals[from.index()] = goals[from.index()].saturating_sub(before.saturating_sub(after));
+        }
+        let started = !runs.is_empty();
+        let blocks = runs.iter().map(|run| run.copies.len()).sum();
+        in_flight.fetch_add(blocks, Ordering::AcqRel);
+        runs.into_iter().for_each(|run| self.flush_run(to, run));
+        started
+    }
+
+    pub(super) fn flush_is_due(&self, table: &Table, from: Tier) -> bool {
+        let watermark = (f64::from(table.counts(from).total) * self.tuning.dirty_watermark) as usize;
+        table.flush_is_due(from, self.tuning.flush_interval_ms, watermark)
+    }
+
+    /// Copies everything dirty down and waits until nothing is in flight, at most for `limit`. True if it
+    /// got there.
+    pub fn drain(self: &Arc<Self>, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        loop {
+            Tier::ALL.into_iter().for_each(|tier| self.flush(tier, true));
+            let is_dirty =
+                |tier: &Tier| self.table().flushes_to(*tier).is_some() && self.table().dirty(*tier) > 0;
+            if self.batches.is_empty() && !Tier::ALL.iter().any(is_dirty) {
+                return true;
+            }
+            if Instant::now() > deadline {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    fn write_off_overdue(self: &Arc<Self>) {
+        for batch in self.batches.overdue(self.tuning.timeout) {
+            let orders = batch.write_off(|order| self.table().hold_source(order.op().from));
+            for order in orders {
+                self.metrics.lost(batch.route);
+                self.write_off(order);
+                self.order_left(&batch);
+            }
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! The routing table: which backend moves blocks from one tier to another.
+
+use std::sync::Arc;
+
+use kvbm_tiers::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
+
+/// At most one backend per route, fixed at start-up.
+#[derive(Clone, Debug, Default)]
+pub struct Executor {
+    routes: [[Option<Arc<dyn Backend>>; Tier::COUNT]; Tier::COUNT],
+}
+
+impl Executor {
+    /// Lets `backend` serve those of its routes that nobody serves yet.
+    pub fn add(&mut self, backend: &Arc<dyn Backend>) {
+        for &(from, to) in backend.routes() {
+            self.routes[from.index()][to.index()].get_or_insert_with(|| Arc::clone(backend));
+        }
+    }
+
+    /// The backend of a route.
+    pub fn backend(&self, (from, to): Route) -> Option<&Arc<dyn Backend>> {
+        self.routes[from.index()][to.index()].as_ref()
+    }
+
+    /// Whether blocks can go this way without a bounce.
+    pub fn connects(&self, route: Route) -> bool {
+        self.backend(route).is_some()
+    }
+
+    /// Starts a batch whose operations share `route`.
+    pub(super) fn submit(&self, route: Route, batch: Vec<CopyOp>, done: &Done) {
+        if let Some(backend) = self.backend(route) {
+            return backend.submit(batch, done.clone());
+        }
+        let error =
+            CopyError::new(CopyErrorKind::Refused, format!("no backend copies {} to {}", route.0, route.1));
+        (0..batch.len()).for_each(|op| done.complete(op, Err(error.clone())));
+    }
+}

@@ -1,0 +1,356 @@
+//! The transfer scheduler: it plans how blocks get into a tier, and owns every title on the way.
+//!
+//! There is one kind of work, [`Core::bring`]: make the leading blocks of a leased chain resident in a tier.
+//! Loading brings them to the device, saving to the tier below it, flushing to the tier below that,
+//! prefetching to the host. What differs is where the blocks come from, and the [`Class`] that decides who
+//! goes first.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `order` | one block on its way, with its titles |
+//! | `lane` | queues per route and class; what goes next |
+//! | `batch` | what the hardware works on; time-outs |
+//! | `flow` | the orders of one request; its ticket |
+//! | `executor` | which backend serves which route |
+//! | `complete` | what happens when a copy ends |
+//! | `background` | flushing and time-outs |
+//!
+//! Locks: the table's, the lanes' and a batch's are never held together, but for the table's inside the
+//! time-out of a batch. Callbacks of backends take them for microseconds and never wait for I/O.
+
+mod background;
+mod batch;
+mod complete;
+mod executor;
+mod flow;
+mod lane;
+mod order;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use dashmap::DashMap;
+use kvbm_tiers::{BlockKey, Done, Frame, SlotRef, Tier};
+
+use self::background::{Breakers, Flushing};
+use self::batch::Batches;
+use self::flow::{Flow, Outline};
+use self::lane::{Lanes, Limits};
+use self::order::{Bounce, Order};
+use crate::clock::Clock;
+use crate::lease::Lease;
+use crate::metrics::Metrics;
+use crate::sync::{Mutex, MutexGuard};
+use crate::table::{FlushRun, Missing, Reserved, RunId, Table};
+use crate::ticket::Ticket;
+
+pub use self::executor::Executor;
+pub use self::flow::Brought;
+pub use self::order::Class;
+
+/// Limits and times of the scheduler.
+#[derive(Clone, Debug)]
+pub struct Tuning {
+    /// Batches in flight per route.
+    pub max_concurrent: usize,
+    /// Blocks in a batch.
+    pub max_batch: usize,
+    /// Blocks in a batch to the object tier.
+    pub segment_blocks: usize,
+    /// Blocks that may wait per route before more of the same are refused.
+    pub queue_blocks: usize,
+    /// When a copy counts as lost.
+    pub timeout: Duration,
+    /// A block is flushed at the latest so long after it became resident, in milliseconds of the clock.
+    pub flush_interval_ms: u64,
+    /// Share of a tier that may be dirty before flushing starts at once.
+    pub dirty_watermark: f64,
+}
+
+/// Everything that moves blocks. Shared by the manager, its leases and the callbacks of its backends.
+pub struct Core {
+    table: Mutex<Table>,
+    lanes: Mutex<Lanes>,
+    executor: Executor,
+    batches: Batches,
+    staging: Mutex<Vec<Frame>>,
+    /// Who waits for a block that another flow brings.
+    flights: DashMap<(Tier, BlockKey), Vec<Arc<Flow>>>,
+    flushing: Flushing,
+    breakers: Breakers,
+    clock: Arc<dyn Clock>,
+    metrics: Metrics,
+    tuning: Tuning,
+    /// Calls of [`Core::pump`] that somebody has to act on.
+    pumps: AtomicUsize,
+}
+
+impl fmt::Debug for Core {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Core").field("tuning", &self.tuning).finish_non_exhaustive()
+    }
+}
+
+/// What a [`Core`] is made of.
+#[derive(Debug)]
+pub struct Parts {
+    /// The block table.
+    pub table: Table,
+    /// The backends by route.
+    pub executor: Executor,
+    /// Titles to DRAM slots through which blocks bounce.
+    pub staging: Vec<Frame>,
+    /// Time for policies and flushing.
+    pub clock: Arc<dyn Clock>,
+    /// Where it counts.
+    pub metrics: Metrics,
+    /// Limits.
+    pub tuning: Tuning,
+}
+
+impl Core {
+    /// Puts the parts together. Nothing moves until somebody asks.
+    pub fn new(parts: Parts) -> Arc<Self> {
+        let Parts { table, executor, staging, clock, metrics, tuning } = parts;
+        let limits = Limits {
+            batches: tuning.max_concurrent,
+            batch_blocks: tuning.max_batch,
+            segment_blocks: tuning.segment_blocks,
+        };
+        Arc::new(Self {
+            table: Mutex::new(table),
+            lanes: Mutex::new(Lanes::new(limits)),
+            executor,
+            batches: Batches::default(),
+            staging: Mutex::new(staging),
+            flights: DashMap::new(),
+            flushing: Flushing::default(),
+            breakers: Breakers::default(),
+            clock,
+            metrics,
+            tuning,
+            pumps: AtomicUsize::new(0),
+        })
+    }
+
+    /// The table, its clock set.
+    pub fn table(&self) -> MutexGuard<'_, Table> {
+        let mut table = self.table.lock();
+        table.advance_clock(self.clock.now_ms());
+        table
+    }
+
+    /// Has background work looked at soon.
+    pub(crate) fn wake(&self) {
+        self.flushing.wake();
+    }
+
+    /// The counters.
+    pub const fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
+    /// Blocks that wait on a route, and batches in flight there.
+    pub(crate) fn traffic(&self, route: kvbm_tiers::Route) -> (usize, usize) {
+        let lanes = self.lanes.lock();
+        (lanes.waiting(route), lanes.in_flight(route))
+    }
+
+    /// Makes the leading blocks of a leased chain resident in `to`: as many as the lease holds anywhere, as
+    /// far as there is room.
+    pub fn bring(self: &Arc<Self>, class: Class, to: Tier, lease: Lease) -> Ticket<Brought> {
+        let (flow, ticket, orders) = self.plan(class, to, lease);
+        self.launch(&flow, orders);
+        ticket
+    }
+
+    fn plan(
+        self: &Arc<Self>,
+        class: Class,
+        to: Tier,
+        lease: Lease,
+    ) -> (Arc<Flow>, Ticket<Brought>, Vec<Order>) {
+        let mut table = self.table();
+        let mut missing = table.missing(lease.grip(), to);
+        let refused = self.shorten(class, to, &mut missing);
+        let keys: Vec<BlockKey> = missing.blocks.iter().map(|&(key, _)| key).collect();
+        let Reserved { resident, in_flight, behind, run, refused: no_room } =
+            table.reserve_after(to, missing.behind, &keys);
+        let known = resident + in_flight;
+        let (run, frames) = run.map_or((None, Vec::new()), |(run, frames)| (Some(run), frames));
+        let way = &missing.blocks[known..known + frames.len()];
+        let (promotion, bounces) = self.bounces(&mut table, class, to, way, behind);
+        drop(table);
+        let outline = Outline {
+            class,
+            dest: to,
+            run,
+            promotion,
+            before: missing.before + known,
+            orders: frames.len(),
+            refused: refused + no_room,
+            behind,
+            keys: Vec::new(),
+        };
+        let (flow, ticket) = Flow::start(outline, lease);
+        let orders = way.iter().zip(frames).zip(bounces).enumerate();
+        let orders = orders.map(|(entry, ((&(block, from), to), bounce))| Order {
+            block,
+            from,
+            to,
+            entry,
+            bounce,
+            halfway: false,
+            flow: Arc::clone(&flow),
+        });
+        let orders = orders.collect();
+        (flow, ticket, orders)
+    }
+
+    /// Cuts off what cannot be read now, and what the queue has no room for; answers how many blocks.
+    fn shorten(&self, class: Class, to: Tier, missing: &mut Missing) -> usize {
+        let all = missing.blocks.len();
+        let readable =
+            missing.blocks.iter().take_while(|(_, from)| !self.breakers.is_open(from.tier)).count();
+        missing.blocks.truncate(readable);
+        if class != Class::Load {
+            let lanes = self.lanes.lock();
+            let room = |from: Tier| self.tuning.queue_blocks.saturating_sub(lanes.waiting((from, to)));
+            let room = missing.blocks.first().map_or(0, |&(_, from)| room(from.tier));
+            missing.blocks.truncate(room);
+        }
+        all - missing.blocks.len()
+    }
+
+    /// How each block of `way` gets across: directly, or through DRAM. Blocks on their way up to the device
+    /// stay in the host tier when they pass it, if it has room and their ancestors.
+    fn bounces(
+        &self,
+        table: &mut Table,
+        class: Class,
+        to: Tier,
+        way: &[(BlockKey, SlotRef)],
+        behind: Option<BlockKey>,
+    ) -> (Option<RunId>, Vec<Bounce>) {
+        let is_direct = |from: &SlotRef| self.executor.connects((from.tier, to));
+        let plain =
+            |(_, from): &(_, SlotRef)| if is_direct(from) { Bounce::NotNeeded } else { Bounce::Wanted };
+        let mut bounces: Vec<Bounce> = way.iter().map(plain).collect();
+        let first = way.iter().position(|(_, from)| !is_direct(from) && from.tier > Tier::Host);
+        let Some(first) = first.filter(|_| class == Class::Load && table.has(Tier::Host)) else {
+            return (None, bounces);
+        };
+        let behind = if first == 0 { behind } else { Some(way[first - 1].0) };
+        let keys: Vec<BlockKey> = way[first..].iter().map(|&(key, _)| key).collect();
+        let Reserved { resident, in_flight, run, .. } = table.reserve_after(Tier::Host, behind, &keys);
+        let Some((run, frames)) = run else { return (None, bounces) };
+        let places = bounces[first + resident + in_flight..].iter_mut();
+        for (entry, (place, frame)) in places.zip(frames).enumerate() {
+            *place = Bounce::Held { frame, promotes: Some((run, entry)) };
+        }
+        (Some(run), bounces)
+    }
+
+    /// Copies dirty blocks down.
+    fn flush_run(self: &Arc<Self>, to: Tier, run: FlushRun) {
+        let FlushRun { run, behind, grip, copies } = run;
+        let outline = Outline {
+            class: Class::Flush,
+            dest: to,
+            run: Some(run),
+            promotion: None,
+            before: 0,
+            orders: copies.len(),
+            refused: 0,
+            behind,
+            keys: copies.iter().map(|&(key, ..)| key).collect(),
+        };
+        let (flow, ticket) = Flow::start(outline, Lease::new(Arc::clone(self), grip));
+        drop(ticket);
+        let order = |(entry, (block, from, to)): (usize, (BlockKey, SlotRef, Frame))| {
+            let is_direct = self.executor.connects((from.tier, to.tier()));
+            let bounce = if is_direct { Bounce::NotNeeded } else { Bounce::Wanted };
+            Order { block, from, to, entry, bounce, halfway: false, flow: Arc::clone(&flow) }
+        };
+        let orders = copies.into_iter().enumerate().map(order).collect();
+        self.launch(&flow, orders);
+    }
+
+    /// Publishes blocks that were written in place, as the last part of their chain in `to`.
+    pub(crate) fn publish(
+        self: &Arc<Self>,
+        to: Tier,
+        run: Option<(RunId, Vec<Frame>)>,
+        (before, behind): (usize, Option<BlockKey>),
+        lease: Lease,
+    ) -> Ticket<Brought> {
+        let outline = Outline {
+            class: Class::Save,
+            dest: to,
+            run: run.as_ref().map(|&(run, _)| run),
+            promotion: None,
+            before,
+            orders: run.as_ref().map_or(0, |(_, frames)| frames.len()),
+            refused: 0,
+            behind,
+            keys: Vec::new(),
+        };
+        let (flow, ticket) = Flow::start(outline, lease);
+        let mut table = self.table();
+        if let Some((run, frames)) = run {
+            frames.into_iter().enumerate().for_each(|(entry, frame)| table.filled(run, entry, frame));
+        }
+        let settled = table.take_settled();
+        drop(table);
+        self.announce(settled);
+        self.finish_flow(&flow);
+        ticket
+    }
+
+    fn launch(self: &Arc<Self>, flow: &Arc<Flow>, orders: Vec<Order>) {
+        if orders.is_empty() {
+            return self.finish_flow(flow);
+        }
+        let mut lanes = self.lanes.lock();
+        orders.into_iter().for_each(|order| lanes.push(flow.class, order));
+        drop(lanes);
+        self.pump();
+    }
+
+    /// Hands waiting orders to the backends. A backend may complete a batch, and so come back here, before
+    /// its `submit` returns: then the outer call goes on with the work, and the stack stays flat.
+    fn pump(self: &Arc<Self>) {
+        if self.pumps.fetch_add(1, Ordering::AcqRel) > 0 {
+            return;
+        }
+        loop {
+            let asked = self.pumps.load(Ordering::Acquire);
+            while self.start_batch() {}
+            if self.pumps.fetch_sub(asked, Ordering::AcqRel) == asked {
+                return;
+            }
+        }
+    }
+
+    fn start_batch(self: &Arc<Self>) -> bool {
+        let next = self.lanes.lock().next_batch(|order| self.admit(order));
+        let Some((route, class, orders)) = next else { return false };
+        let ops = orders.iter().map(Order::op).collect();
+        let batch = self.batches.start(route, class, orders);
+        let core = Arc::clone(self);
+        let done = Done::new(move |op, result| core.copy_ended(&batch, op, result));
+        self.executor.submit(route, ops, &done);
+        true
+    }
+
+    /// Gives an order the staging slot that it needs; false if there is none.
+    fn admit(&self, order: &mut Order) -> bool {
+        if matches!(order.bounce, Bounce::Wanted) {
+            let Some(frame) = self.staging.lock().pop() else { return false };
+            order.bounce = Bounce::Held { frame, promotes: None };
+        }
+        true
+    }
+}

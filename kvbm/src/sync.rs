@@ -1,0 +1,42 @@
+//! Locks and threads, from one place, so that the interleaving checker can take their place.
+//!
+//! With the feature `shuttle` every lock, wait and spawn is a scheduling point of a `shuttle` test.
+
+#[cfg(not(feature = "shuttle"))]
+mod real {
+    pub(crate) use parking_lot::{Mutex, MutexGuard};
+
+    /// Starts a named thread.
+    pub(crate) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle> {
+        std::thread::Builder::new().name(name.into()).spawn(work)
+    }
+
+    pub(crate) type JoinHandle = std::thread::JoinHandle<()>;
+}
+
+#[cfg(feature = "shuttle")]
+mod real {
+    pub(crate) use shuttle::sync::MutexGuard;
+
+    /// `shuttle`'s mutex with the interface of `parking_lot`'s.
+    #[derive(Debug, Default)]
+    pub(crate) struct Mutex<T>(shuttle::sync::Mutex<T>);
+
+    impl<T> Mutex<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Self(shuttle::sync::Mutex::new(value))
+        }
+
+        pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+            self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        }
+    }
+
+    pub(crate) fn spawn(_name: &str, work: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle> {
+        Ok(shuttle::thread::spawn(work))
+    }
+
+    pub(crate) type JoinHandle = shuttle::thread::JoinHandle<()>;
+}
+
+pub(crate) use real::*;

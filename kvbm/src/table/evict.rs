@@ -1,0 +1,159 @@
+//! How blocks leave a tier: evicted to make room, leaf by leaf, or quarantined with all their descendants.
+
+use kvbm_policies::BlockId;
+use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
+
+use super::Table;
+use super::index::RecordId;
+use super::run::{Anchor, RunId};
+use super::tier::{Slot, Ward};
+
+impl Table {
+    /// A title to a slot of `tier`, evicting a leaf if none is free. `None`: every leaf is busy.
+    pub(super) fn claim(&mut self, tier: Tier) -> Option<Frame> {
+        let (held, records) = self.tier_and_records(tier);
+        if let Some(frame) = held.pool.take() {
+            return Some(frame);
+        }
+        let Some(victim) = held.victim(records) else {
+            held.pressed = true;
+            return None;
+        };
+        held.stats.evicted += 1;
+        let frame = self.detach(tier, victim);
+        let pool = &mut self.tier_mut(tier).pool;
+        pool.give_back(frame);
+        pool.take()
+    }
+
+    /// Evicts up to `blocks` leaves of `tier`; answers how many it could.
+    pub fn evict(&mut self, tier: Tier, blocks: usize) -> usize {
+        for done in 0..blocks {
+            let (held, records) = self.tier_and_records(tier);
+            let Some(victim) = held.victim(records) else { return done };
+            held.stats.evicted += 1;
+            let frame = self.detach(tier, victim);
+            self.tier_mut(tier).pool.give_back(frame);
+        }
+        blocks
+    }
+
+    /// Takes a leaf out of a tier and its title out of the table.
+    fn detach(&mut self, tier: Tier, slot: SlotId) -> Frame {
+        let record = self.tier(tier).at(slot).record;
+        self.uproot(tier, slot, record);
+        let frame =
+            self.tier_mut(tier).pool.withdraw(slot).expect("a resident block's title lies in the pool");
+        self.forget_if_nowhere(record);
+        frame
+    }
+
+    /// Ends a leaf's residency; its slot stays taken.
+    fn uproot(&mut self, tier: Tier, slot: SlotId, record: RecordId) {
+        self.records.at_mut(record).leave(tier);
+        let exposed = self.lose_child(tier, self.records.at(record).parent());
+        let held = self.tier_mut(tier);
+        held.policy.remove(BlockId(slot.0), exposed);
+        held.resident -= 1;
+        self.waive_above(tier, record);
+    }
+
+    /// The parent, if it is a leaf now.
+    fn lose_child(&mut self, tier: Tier, parent: Option<RecordId>) -> Option<BlockId> {
+        let slot = self.records.at(parent?).slot(tier);
+        let held = self.tier_mut(tier).at_mut(slot);
+        held.children -= 1;
+        (held.children == 0).then_some(BlockId(slot.0))
+    }
+
+    /// A block that left `tier` need not go there again before the tier above may evict it.
+    fn waive_above(&mut self, tier: Tier, record: RecordId) {
+        let known = *self.records.at(record);
+        for above in self.tiers.iter_mut().flatten().filter(|above| above.flush_to == Some(tier)) {
+            if known.resident().has(above.tier) {
+                let slot = known.slot(above.tier);
+                above.at_mut(slot).waive();
+                above.reconsider(slot);
+            }
+        }
+    }
+
+    /// Drops a block whose bytes in `tier` are bad, with its descendants there. Slots that are being read
+    /// are freed when the readers leave. Answers how many blocks went.
+    ///
+    /// Looks at every slot of the tier: corruption is rare, and child lists would cost every block.
+    pub fn quarantine(&mut self, tier: Tier, key: BlockKey) -> usize {
+        let Some(bad) = self.find(key).filter(|&r| self.records.at(r).resident().has(tier)) else { return 0 };
+        let mut doomed = self.descendants(tier, bad);
+        doomed.sort_by_key(|&(_, record)| std::cmp::Reverse(self.records.at(record).depth()));
+        self.tier_mut(tier).stats.quarantined += doomed.len() as u64;
+        self.abort_runs_on(tier, &doomed);
+        for &(slot, record) in &doomed {
+            self.uproot(tier, slot, record);
+            self.tier_mut(tier).at_mut(slot).condemn();
+            self.forget_if_nowhere(record);
+        }
+        let slots = doomed.iter().map(|&(slot, _)| slot).collect();
+        self.admit_to_ward(tier, slots);
+        doomed.len()
+    }
+
+    /// `bad` and every resident block below it.
+    fn descendants(&self, tier: Tier, bad: RecordId) -> Vec<(SlotId, RecordId)> {
+        let mut doomed = std::collections::HashMap::from([(bad, true)]);
+        let mut path = Vec::new();
+        for (record, _) in self.records.live().filter(|(_, known)| known.resident().has(tier)) {
+            let mut at = Some(record);
+            let verdict = loop {
+                let Some(above) = at else { break false };
+                if let Some(&verdict) = doomed.get(&above) {
+                    break verdict;
+                }
+                path.push(above);
+                at = self.records.at(above).parent();
+            };
+            doomed.extend(path.drain(..).map(|above| (above, verdict)));
+        }
+        let doomed = doomed.into_iter().filter(|&(_, is_doomed)| is_doomed);
+        doomed.map(|(record, _)| (self.records.at(record).slot(tier), record)).collect()
+    }
+
+    /// Runs that hang on a doomed block will never be published.
+    fn abort_runs_on(&mut self, tier: Tier, doomed: &[(SlotId, RecordId)]) {
+        let slots: std::collections::HashSet<_> = doomed.iter().map(|&(slot, _)| slot).collect();
+        let hangs = |anchor| matches!(anchor, Anchor::Resident(slot) if slots.contains(&slot));
+        let runs = self.runs.iter().filter(|(_, run)| run.tier == tier && hangs(run.anchor));
+        let runs: Vec<(RunId, usize)> = runs.map(|(id, run)| (id, run.published)).collect();
+        runs.into_iter().for_each(|(id, from)| self.abort(id, from));
+    }
+
+    fn admit_to_ward(&mut self, tier: Tier, slots: Vec<SlotId>) {
+        let held = self.tier_mut(tier);
+        let pins = slots.iter().map(|&slot| held.at(slot).pins()).sum();
+        held.wards.push(Ward { slots, pins });
+        if pins == 0 {
+            self.empty_ward(tier, self.tier(tier).wards.len() - 1);
+        }
+    }
+
+    /// A reader of a condemned slot left.
+    pub(super) fn discharge(&mut self, tier: Tier, slot: SlotId) {
+        let held = self.tier_mut(tier);
+        let ward = held.wards.iter().position(|ward| ward.slots.contains(&slot));
+        let ward = ward.expect("a condemned slot lies in a ward");
+        held.wards[ward].pins -= 1;
+        if held.wards[ward].pins == 0 {
+            self.empty_ward(tier, ward);
+        }
+    }
+
+    fn empty_ward(&mut self, tier: Tier, ward: usize) {
+        let held = self.tier_mut(tier);
+        for slot in held.wards.swap_remove(ward).slots {
+            *held.at_mut(slot) = Slot::EMPTY;
+            if let Some(frame) = held.pool.withdraw(slot) {
+                held.pool.give_back(frame);
+            }
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! Which dirty blocks to copy to the tier below next.
+//!
+//! Blocks queue in the order of their publication, which is root-first along every chain. A block whose
+//! ancestors the lower tier has lost takes them along, so that nothing is ever written as an orphan.
+
+use kvbm_tiers::{BlockKey, Frame, SlotId, SlotRef, Tier};
+
+use super::index::RecordId;
+use super::run::RunId;
+use super::tier::Dirty;
+use super::{Grip, Table};
+
+/// A run of blocks to copy down, its sources pinned and its destinations reserved.
+#[derive(Debug)]
+pub struct FlushRun {
+    /// The run in the lower tier.
+    pub run: RunId,
+    /// The block before it; it may be on the way in another run.
+    pub behind: Option<BlockKey>,
+    /// Holds the sources.
+    pub grip: Grip,
+    /// What to copy, root first, and the titles to the destinations.
+    pub copies: Vec<(BlockKey, SlotRef, Frame)>,
+}
+
+impl Table {
+    /// Blocks of `tier` that wait to be flushed (an upper bound: some may have left meanwhile).
+    pub fn dirty(&self, tier: Tier) -> usize {
+        self.tiers[tier.index()].as_ref().map_or(0, |held| held.dirty.len())
+    }
+
+    /// Whether the blocks that wait in `tier` should be flushed now: one waits longer than `interval_ms`,
+    /// they are more than `watermark` blocks, or somebody found no room because of them.
+    pub fn flush_is_due(&self, tier: Tier, interval_ms: u64, watermark: usize) -> bool {
+        let Some(held) = &self.tiers[tier.index()] else { return false };
+        let Some(oldest) = held.dirty.front() else { return false };
+        held.pressed || held.dirty.len() > watermark || oldest.since_ms + interval_ms <= self.now_ms
+    }
+
+    /// Reserves the way down for the next `blocks` dirty blocks of `tier`, ancestors included.
+    pub fn take_flush(&mut self, tier: Tier, blocks: usize) -> Vec<FlushRun> {
+        let Some(to) = self.tiers[tier.index()].as_ref().and_then(|held| held.flush_to) else {
+            return Vec::new();
+        };
+        let mut runs = Vec::new();
+        let mut group: Vec<RecordId> = Vec::new();
+        let mut taken = 0;
+        while taken < blocks {
+            let Some(next) = self.tier_mut(tier).dirty.pop_front() else { break };
+            if !self.awaits_flush(tier, to, next) {
+                continue;
+            }
+            taken += 1;
+            if group.is_empty() || group.last().copied() != self.records.at(next.record).parent() {
+                if !self.launch(tier, to, &mut group, &mut runs) {
+                    self.tier_mut(tier).dirty.push_front(next);
+                    return runs;
+                }
+                group = self.missing_path(to, next.record);
+            } else {
+                group.push(next.record);
+            }
+        }
+        if self.launch(tier, to, &mut group, &mut runs) && self.tier(tier).dirty.is_empty() {
+            self.tier_mut(tier).pressed = false;
+        }
+        runs
+    }
+
+    /// Whether a queue entry still stands for a block that the lower tier lacks and does not await.
+    fn awaits_flush(&self, tier: Tier, to: Tier, entry: Dirty) -> bool {
+        let held = self.tier(tier).at(entry.slot);
+        let known = self.records.at(entry.record);
+        held.record == entry.record
+            && known.resident().has(tier)
+            && known.slot(tier) == entry.slot
+            && !held.is_waived()
+            && !known.resident().has(to)
+            && !known.filling().has(to)
+    }
+
+    /// `record` and those of its ancestors that `to` neither has nor awaits, root first.
+    fn missing_path(&self, to: Tier, record: RecordId) -> Vec<RecordId> {
+        let is_missing = |r: &RecordId| {
+            let known = self.records.at(*r);
+            !known.resident().has(to) && !known.filling().has(to)
+        };
+        let ancestors = std::iter::successors(Some(record), |&r| self.records.at(r).parent());
+        let mut path: Vec<_> = ancestors.take_while(is_missing).collect();
+        path.reverse();
+        path
+    }
+
+    /// Turns a group of successive blocks into a run. What finds no room goes back to the queue's head:
+    /// false.
+    fn launch(&mut self, tier: Tier, to: Tier, group: &mut Vec<RecordId>, runs: &mut Vec<FlushRun>) -> bool {
+        let group = std::mem::take(group);
+        let Some(&first) = group.first() else { return true };
+        // The deepest source is pinned first: claiming slots below must not make room out of it above.
+        let (source, deepest) = self.source_of(tier, group[group.len() - 1]);
+        if !self.tier_mut(source).at_mut(deepest).pin() {
+            return true;
+        }
+        let mut grip = Grip::of_nothing();
+        grip.hold(source, deepest, 0);
+        let keys: Vec<_> = group.iter().map(|&record| self.records.at(record).key()).collect();
+        let parent = self.records.at(first).parent();
+        let reserved = self.reserve_run(to, parent, keys.iter().copied());
+        let placed = reserved.as_ref().map_or(0, |(_, frames)| frames.len());
+        self.requeue(tier, &group[placed..]);
+        match reserved {
+            Some((run, frames)) => {
+                let sources = group.iter().map(|&r| self.slot_ref(source, self.records.at(r).slot(source)));
+                let sources: Vec<_> = sources.collect();
+                let copies = keys.into_iter().zip(sources).zip(frames);
+                let copies = copies.map(|((key, from), to)| (key, from, to)).collect();
+                let behind = parent.map(|parent| self.records.at(parent).key());
+                runs.push(FlushRun { run, behind, grip, copies });
+            }
+            None => self.release(grip),
+        }
+        placed == group.len()
+    }
+
+    /// The fastest tier below the device from which all blocks down to `deepest` can be read.
+    fn source_of(&self, tier: Tier, deepest: RecordId) -> (Tier, SlotId) {
+        let known = self.records.at(deepest);
+        let source = if known.resident().has(Tier::Host) { Tier::Host } else { tier };
+        (source, known.slot(source))
+    }
+
+    fn requeue(&mut self, tier: Tier, records: &[RecordId]) {
+        let since_ms = self.now_ms;
+        for &record in records.iter().rev() {
+            let slot = self.records.at(record).slot(tier);
+            self.tier_mut(tier).dirty.push_front(Dirty { slot, record, since_ms });
+        }
+    }
+
+    /// Lets `tier` evict a block although the tier below lacks it: the flush failed or was not admitted.
+    pub fn waive_flush(&mut self, tier: Tier, key: BlockKey) {
+        let Some(record) = self.find(key).filter(|&r| self.records.at(r).resident().has(tier)) else {
+            return;
+        };
+        let slot = self.records.at(record).slot(tier);
+        let held = self.tier_mut(tier);
+        held.at_mut(slot).waive();
+        held.reconsider(slot);
+    }
+
+    /// Waives all waiting flushes of `tier`; answers how many blocks that were.
+    pub fn waive_all(&mut self, tier: Tier) -> usize {
+        let Some(to) = self.tiers[tier.index()].as_ref().and_then(|held| held.flush_to) else { return 0 };
+        let queue = std::mem::take(&mut self.tier_mut(tier).dirty);
+        let mut waived = 0;
+        for entry in queue {
+            if self.awaits_flush(tier, to, entry) {
+                let held = self.tier_mut(tier);
+                held.at_mut(entry.slot).waive();
+                held.reconsider(entry.slot);
+                waived += 1;
+            }
+        }
+        waived
+    }
+}

@@ -1,0 +1,372 @@
+//! The block table: which block lies in which slot of which tier, who reads it, and what may leave.
+//!
+//! Pure bookkeeping behind one mutex: no I/O, no clock, no threads. Its invariant, checked by
+//! [`Table::audit`]: **a block is resident in a tier only if its parent is** (design: fill root-first, drain
+//! leaf-first). Everything else follows from it:
+//!
+//! | module | holds |
+//! |---|---|
+//! | `index` | key → record number, one cache miss |
+//! | `record` | a block: key, parent, slots, where it is resident or filling |
+//! | `tier` | a tier's slots: children, pins, flags; its policy and its queue of dirty blocks |
+//! | `prefix` | the match: leading blocks per tier, found by galloping |
+//! | `run` | blocks on their way into a tier, published in chain order |
+//! | `evict` | eviction and quarantine |
+//! | `flush` | which dirty blocks to copy down next, root-first |
+//! | `audit` | the invariants, checked one by one |
+
+mod audit;
+mod evict;
+mod flush;
+mod index;
+mod prefix;
+mod record;
+mod run;
+mod tier;
+
+use std::collections::HashSet;
+
+use kvbm_policies::{Access, BlockId};
+use kvbm_tiers::{BlockKey, Frame, Loan, SlotId, SlotRef, Tier};
+
+pub use self::audit::Drift;
+pub use self::flush::FlushRun;
+pub use self::index::RecordId;
+pub use self::prefix::Match;
+pub use self::record::TierSet;
+pub use self::run::RunId;
+pub use self::tier::{TierSpec, TierStats};
+
+use self::index::{Index, Tag};
+use self::record::{Record, Records};
+use self::run::Runs;
+use self::tier::TierTable;
+use crate::hash::Chain;
+
+/// Occupancy of a tier, in slots.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct SlotCounts {
+    /// All.
+    pub total: u32,
+    /// On the free list.
+    pub free: u32,
+    /// Being written.
+    pub filling: u32,
+    /// Readable.
+    pub resident: u32,
+    /// Held for ever by a copy that never ended.
+    pub lost: u32,
+}
+
+/// A lease in the table's own terms: one pin per tier, on the deepest block of the chain that it holds.
+/// Give it back with [`Table::release`]; [`Lease`](crate::Lease) does so by itself.
+#[derive(Debug)]
+#[must_use = "a grip that is not released pins its blocks for ever"]
+pub struct Grip {
+    held: Match,
+    deepest: [Option<SlotId>; Tier::COUNT],
+}
+
+impl Grip {
+    const fn of_nothing() -> Self {
+        Self { held: Match::new([0; Tier::COUNT]), deepest: [None; Tier::COUNT] }
+    }
+
+    const fn hold(&mut self, tier: Tier, deepest: SlotId, blocks: usize) {
+        self.held.set(tier, blocks as u32);
+        self.deepest[tier.index()] = Some(deepest);
+    }
+
+    /// How many leading blocks of the chain each tier holds.
+    pub const fn held(&self) -> &Match {
+        &self.held
+    }
+}
+
+/// The blocks of a leased chain that a tier lacks.
+#[derive(Debug)]
+pub struct Missing {
+    /// Leading blocks that the tier has.
+    pub before: usize,
+    /// The last of these; `None` if there is none.
+    pub behind: Option<BlockKey>,
+    /// Each block that it lacks, with the slot to read it from, root first.
+    pub blocks: Vec<(BlockKey, SlotRef)>,
+}
+
+/// Slots reserved for blocks of one chain in one tier.
+#[derive(Debug)]
+pub struct Reserved {
+    /// Leading blocks that the tier had already.
+    pub resident: usize,
+    /// Blocks after these that are on the way in other runs.
+    pub in_flight: usize,
+    /// The last of all these; `None` if there is none.
+    pub behind: Option<BlockKey>,
+    /// The run of the blocks behind it, with the titles to their slots; `None` when there are none.
+    pub run: Option<(RunId, Vec<Frame>)>,
+    /// Blocks at the end that found no room.
+    pub refused: usize,
+}
+
+/// The block table.
+#[derive(Debug)]
+pub struct Table {
+    index: Index,
+    records: Records,
+    tiers: [Option<TierTable>; Tier::COUNT],
+    runs: Runs,
+    watched: HashSet<(Tier, RecordId)>,
+    settled: Vec<(Tier, BlockKey)>,
+    now_ms: u64,
+}
+
+impl Table {
+    /// An empty table of these tiers, at most one of each kind.
+    pub fn new(specs: impl IntoIterator<Item = TierSpec>) -> Self {
+        let mut tiers = [const { None }; Tier::COUNT];
+        let mut largest = 0;
+        for spec in specs {
+            let held = TierTable::new(spec);
+            largest = largest.max(held.total.min(Self::RESERVED_RECORDS));
+            let tier = held.tier;
+            tiers[tier.index()] = Some(held);
+        }
+        Self {
+            index: Index::with_room_for(largest as usize),
+            records: Records::with_room_for(largest as usize),
+            tiers,
+            runs: Runs::default(),
+            watched: HashSet::new(),
+            settled: Vec::new(),
+            now_ms: 0,
+        }
+    }
+
+    /// No more than so many records are set aside at the start, whatever a tier's nominal size.
+    const RESERVED_RECORDS: u32 = 1 << 20;
+
+    /// Time for policies and flush ages, in milliseconds since any origin. Earlier times are ignored.
+    pub fn advance_clock(&mut self, now_ms: u64) {
+        self.now_ms = self.now_ms.max(now_ms);
+    }
+
+    /// Whether the table has this tier.
+    pub const fn has(&self, tier: Tier) -> bool {
+        self.tiers[tier.index()].is_some()
+    }
+
+    fn tier(&self, tier: Tier) -> &TierTable {
+        self.tiers[tier.index()].as_ref().expect("callers name configured tiers")
+    }
+
+    fn tier_mut(&mut self, tier: Tier) -> &mut TierTable {
+        self.tiers[tier.index()].as_mut().expect("callers name configured tiers")
+    }
+
+    /// A tier together with the records, which its policy may look at.
+    fn tier_and_records(&mut self, tier: Tier) -> (&mut TierTable, &Records) {
+        let tier = self.tiers[tier.index()].as_mut().expect("callers name configured tiers");
+        (tier, &self.records)
+    }
+
+    /// Leases a chain: pins and touches the deepest block that each tier holds of it.
+    pub fn lease(&mut self, chain: Chain<'_>) -> Grip {
+        let mut grip = Grip { held: self.matches(chain), ..Grip::of_nothing() };
+        for tier in Tier::ALL {
+            let blocks = grip.held.blocks(tier);
+            if blocks > 0 {
+                self.grasp(&mut grip, tier, chain.key(blocks - 1), blocks as u32);
+            }
+        }
+        grip
+    }
+
+    fn grasp(&mut self, grip: &mut Grip, tier: Tier, deepest: BlockKey, depth: u32) {
+        let record = self.find(deepest).expect("the match has just found it");
+        let slot = self.records.at(record).slot(tier);
+        let now_ms = self.now_ms;
+        let (held, records) = self.tier_and_records(tier);
+        if !held.at_mut(slot).pin() {
+            grip.held.set(tier, 0);
+            return;
+        }
+        grip.deepest[tier.index()] = Some(slot);
+        held.touch(&Access { now_ms, deepest: BlockId(slot.0), depth, inserted: 0 }, records);
+    }
+
+    /// Ends a lease.
+    pub fn release(&mut self, grip: Grip) {
+        for tier in Tier::ALL {
+            if let Some(slot) = grip.deepest[tier.index()] {
+                self.unpin(tier, slot);
+            }
+        }
+    }
+
+    /// Extends a lease to the `blocks` leading blocks that end with `deepest`, if `tier` has that.
+    pub fn hold_if_resident(&mut self, grip: &mut Grip, tier: Tier, deepest: BlockKey, blocks: usize) {
+        let Some(record) = self.find(deepest).filter(|&r| self.records.at(r).resident().has(tier)) else {
+            return;
+        };
+        let slot = self.records.at(record).slot(tier);
+        if self.tier_mut(tier).at_mut(slot).pin() {
+            self.release_tier(grip, tier);
+            grip.hold(tier, slot, blocks);
+        }
+    }
+
+    /// Pins one slot that a copy reads from, so that it stays although the lease ends. A slot that is not
+    /// resident (a bounce slot) needs no pin: its title is somewhere else.
+    pub fn hold_source(&mut self, slot: SlotRef) -> Grip {
+        let mut grip = Grip::of_nothing();
+        if let Some(held) = &mut self.tiers[slot.tier.index()] {
+            if held.pool.resident_ref(slot.slot) == Some(slot) && held.at_mut(slot.slot).pin() {
+                grip.hold(slot.tier, slot.slot, 0);
+            }
+        }
+        grip
+    }
+
+    /// Ends the lease in one tier only.
+    pub fn release_tier(&mut self, grip: &mut Grip, tier: Tier) {
+        grip.held.set(tier, 0);
+        if let Some(slot) = grip.deepest[tier.index()].take() {
+            self.unpin(tier, slot);
+        }
+    }
+
+    fn unpin(&mut self, tier: Tier, slot: SlotId) {
+        let held = self.tier_mut(tier);
+        let last = held.at_mut(slot).unpin();
+        if held.at(slot).is_condemned() {
+            self.discharge(tier, slot);
+        } else if last {
+            held.reconsider(slot);
+        }
+    }
+
+    fn find(&self, key: BlockKey) -> Option<RecordId> {
+        let tag = Tag::of(key);
+        self.index.find(tag, self.index.first(tag), |record| self.records.at(record).is(key))
+    }
+
+    /// The record of a block, made if no tier knows it.
+    fn intern(&mut self, key: BlockKey, parent: Option<RecordId>) -> RecordId {
+        self.find(key).unwrap_or_else(|| {
+            let record = self.records.add(key, parent);
+            self.index.insert(Tag::of(key), record);
+            record
+        })
+    }
+
+    fn forget_if_nowhere(&mut self, record: RecordId) {
+        if self.records.at(record).is_nowhere() {
+            self.index.remove(Tag::of(self.records.at(record).key()), record);
+            self.records.remove(record);
+        }
+    }
+
+    /// What `to` lacks of a leased chain, each block with its slot in the fastest other tier that the lease
+    /// holds it in.
+    pub fn missing(&self, grip: &Grip, to: Tier) -> Missing {
+        let held = |tier: Tier| if tier == to { 0 } else { grip.held.blocks(tier) };
+        let longest = Tier::ALL.into_iter().rev().max_by_key(|&tier| held(tier)).unwrap_or(to);
+        let mut before = held(longest);
+        let deepest = grip.deepest[longest.index()].filter(|_| before > 0);
+        let mut at = deepest.map(|slot| self.tier(longest).at(slot).record);
+        let mut blocks = Vec::new();
+        while let Some(record) = at.map(|id| self.records.at(id)).filter(|record| !record.resident().has(to))
+        {
+            before -= 1;
+            let fastest = Tier::ALL.into_iter().find(|&tier| held(tier) > before).unwrap_or(longest);
+            blocks.push((record.key(), self.slot_ref(fastest, record.slot(fastest))));
+            at = record.parent();
+        }
+        blocks.reverse();
+        Missing { before, behind: at.map(|id| self.records.at(id).key()), blocks }
+    }
+
+    fn slot_ref(&self, tier: Tier, slot: SlotId) -> SlotRef {
+        self.tier(tier).pool.resident_ref(slot).expect("the table names resident slots only")
+    }
+
+    /// Reserves slots in `tier` for the blocks of `chain` that it lacks, evicting where it must.
+    pub fn reserve(&mut self, tier: Tier, chain: Chain<'_>) -> Reserved {
+        let resident = self.matches(chain).blocks(tier);
+        let parent = resident.checked_sub(1).map(|last| chain.key(last));
+        let keys: Vec<_> = (resident..chain.len()).map(|i| chain.key(i)).collect();
+        Reserved { resident, ..self.reserve_after(tier, parent, &keys) }
+    }
+
+    /// Reserves slots in `tier` for successive blocks behind `parent`, which the tier has. Blocks that it
+    /// has or awaits already are passed over.
+    pub fn reserve_after(&mut self, tier: Tier, parent: Option<BlockKey>, keys: &[BlockKey]) -> Reserved {
+        let is = |key: &BlockKey, state: fn(&Record) -> TierSet| {
+            self.find(*key).is_some_and(|record| state(self.records.at(record)).has(tier))
+        };
+        let resident = keys.iter().take_while(|key| is(key, |r| r.resident())).count();
+        let in_flight = keys[resident..].iter().take_while(|key| is(key, |r| r.filling())).count();
+        let (known, new) = keys.split_at(resident + in_flight);
+        let behind = known.last().copied().or(parent);
+        let parent = behind.and_then(|key| self.find(key));
+        let has = |record: RecordId| {
+            let known = self.records.at(record);
+            known.resident().has(tier) || known.filling().has(tier)
+        };
+        if behind.is_some() && !parent.is_some_and(has) {
+            return Reserved { resident, in_flight, behind, run: None, refused: new.len() };
+        }
+        let run = self.reserve_run(tier, parent, new.iter().copied());
+        let placed = run.as_ref().map_or(0, |(_, frames)| frames.len());
+        Reserved { resident, in_flight, behind, run, refused: new.len() - placed }
+    }
+
+    /// Lends the slot of a block that a lease holds in `tier`. `None`: it is not resident there.
+    pub fn lend(&mut self, tier: Tier, key: BlockKey) -> Option<Loan> {
+        let record = self.find(key).filter(|&r| self.records.at(r).resident().has(tier))?;
+        let slot = self.records.at(record).slot(tier);
+        self.tier_mut(tier).pool.lend(slot)
+    }
+
+    /// Ends a loan of a slot of `tier`.
+    pub fn settle_loan(&mut self, tier: Tier, loan: Loan) {
+        self.tier_mut(tier).pool.settle(loan);
+    }
+
+    /// Takes back a title whose slot something may still write to.
+    pub fn lose(&mut self, frame: Frame) {
+        if let Some(held) = &mut self.tiers[frame.tier().index()] {
+            held.pool.lose(frame);
+        }
+    }
+
+    /// The tier into which the blocks of `tier` are flushed.
+    pub fn flushes_to(&self, tier: Tier) -> Option<Tier> {
+        self.tiers[tier.index()].as_ref().and_then(|held| held.flush_to)
+    }
+
+    /// Occupancy of `tier`; zeroes if there is none.
+    pub fn counts(&self, tier: Tier) -> SlotCounts {
+        let Some(held) = &self.tiers[tier.index()] else { return SlotCounts::default() };
+        let (total, free, lost) = (held.total, held.pool.free(), held.pool.lost());
+        let resident = held.resident;
+        let idle = free + resident + lost;
+        SlotCounts { total, free, resident, lost, filling: total.saturating_sub(idle) }
+    }
+
+    /// Counts of `tier` since the start.
+    pub fn stats(&self, tier: Tier) -> TierStats {
+        self.tiers[tier.index()].as_ref().map(|held| held.stats).unwrap_or_default()
+    }
+
+    /// Blocks known to any tier.
+    pub const fn len(&self) -> usize {
+        self.records.len()
+    }
+
+    /// Whether no tier holds anything.
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}

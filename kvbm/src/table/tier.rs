@@ -1,0 +1,222 @@
+//! One tier of the table: its slots, who sits in them, and the policy that ranks them.
+
+use std::collections::VecDeque;
+
+use kvbm_policies::{BlockId, Eviction, Forest, Standing};
+use kvbm_tiers::{FramePool, SlotId, Tier};
+
+use super::index::RecordId;
+use super::record::Records;
+
+/// What the table is told about a tier.
+#[derive(Debug)]
+pub struct TierSpec {
+    /// The titles to its slots. Those already taken are not the table's.
+    pub pool: FramePool,
+    /// Ranks its leaves for eviction.
+    pub policy: Box<dyn Eviction>,
+    /// The tier into which its blocks are flushed before they may be evicted.
+    pub flush_to: Option<Tier>,
+}
+
+/// Counts since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TierStats {
+    /// Blocks that became resident.
+    pub published: u64,
+    /// Blocks evicted to make room.
+    pub evicted: u64,
+    /// Reservations that found no room.
+    pub full: u64,
+    /// Blocks dropped because their bytes were found corrupt, descendants included.
+    pub quarantined: u64,
+}
+
+/// A resident block's place. 12 bytes; without meaning while the slot is free or filling.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Slot {
+    pub(super) record: RecordId,
+    pub(super) children: u32,
+    /// Pins in the upper 24 bits, flags below.
+    state: u32,
+}
+
+const CONDEMNED: u32 = 1;
+const WAIVED: u32 = 2;
+const ONE_PIN: u32 = 1 << 8;
+
+impl Slot {
+    pub(super) const EMPTY: Self = Self { record: RecordId(u32::MAX), children: 0, state: 0 };
+
+    pub(super) const fn holding(record: RecordId) -> Self {
+        Self { record, children: 0, state: 0 }
+    }
+
+    pub(super) const fn pins(self) -> u32 {
+        self.state / ONE_PIN
+    }
+
+    /// False when the count is at its limit (16 million leases of one block).
+    pub(super) const fn pin(&mut self) -> bool {
+        let (state, overflow) = self.state.overflowing_add(ONE_PIN);
+        if !overflow {
+            self.state = state;
+        }
+        !overflow
+    }
+
+    /// Whether this was the last pin.
+    pub(super) const fn unpin(&mut self) -> bool {
+        debug_assert!(self.pins() > 0, "a lease was released twice");
+        self.state -= ONE_PIN;
+        self.pins() == 0
+    }
+
+    /// Its bytes are bad: nobody new may find it, its readers may finish.
+    pub(super) const fn is_condemned(self) -> bool {
+        self.state & CONDEMNED != 0
+    }
+
+    pub(super) const fn condemn(&mut self) {
+        self.state |= CONDEMNED;
+    }
+
+    /// It may be evicted although the tier below lacks it.
+    pub(super) const fn is_waived(self) -> bool {
+        self.state & WAIVED != 0
+    }
+
+    pub(super) const fn waive(&mut self) {
+        self.state |= WAIVED;
+    }
+}
+
+/// A block that waits for its flush. Stale entries are recognised by the slot's occupant.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Dirty {
+    pub(super) slot: SlotId,
+    pub(super) record: RecordId,
+    pub(super) since_ms: u64,
+}
+
+/// Slots of quarantined blocks that still have readers; they are freed together when the last one leaves.
+#[derive(Debug)]
+pub(super) struct Ward {
+    pub(super) slots: Vec<SlotId>,
+    pub(super) pins: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct TierTable {
+    pub(super) tier: Tier,
+    pub(super) total: u32,
+    pub(super) pool: FramePool,
+    pub(super) slots: Vec<Slot>,
+    pub(super) policy: Box<dyn Eviction>,
+    pub(super) flush_to: Option<Tier>,
+    pub(super) dirty: VecDeque<Dirty>,
+    pub(super) wards: Vec<Ward>,
+    pub(super) resident: u32,
+    /// Somebody found no room although blocks only wait to be flushed.
+    pub(super) pressed: bool,
+    pub(super) stats: TierStats,
+}
+
+impl TierTable {
+    pub(super) fn new(spec: TierSpec) -> Self {
+        Self {
+            tier: spec.pool.tier(),
+            total: spec.pool.total() - spec.pool.out(),
+            pool: spec.pool,
+            slots: Vec::new(),
+            policy: spec.policy,
+            flush_to: spec.flush_to,
+            dirty: VecDeque::new(),
+            wards: Vec::new(),
+            resident: 0,
+            pressed: false,
+            stats: TierStats::default(),
+        }
+    }
+
+    pub(super) fn at(&self, slot: SlotId) -> &Slot {
+        &self.slots[slot.0 as usize]
+    }
+
+    pub(super) fn at_mut(&mut self, slot: SlotId) -> &mut Slot {
+        &mut self.slots[slot.0 as usize]
+    }
+
+    /// Puts `record` into `slot`, growing the array as far as the tier has been used so far.
+    pub(super) fn settle(&mut self, slot: SlotId, record: RecordId) {
+        let index = slot.0 as usize;
+        if index >= self.slots.len() {
+            self.make_room_for(index + 1);
+        }
+        self.slots[index] = Slot::holding(record);
+        self.resident += 1;
+        self.stats.published += 1;
+    }
+
+    fn make_room_for(&mut self, slots: usize) {
+        if slots > self.slots.capacity() {
+            let more = (slots + slots / 8 + 1024).min(self.pool.total() as usize);
+            self.slots.reserve_exact(more.max(slots) - self.slots.len());
+        }
+        self.slots.resize(slots, Slot::EMPTY);
+    }
+
+    /// Whether a block must reach the tier below before it may leave this one.
+    pub(super) fn is_dirty(&self, slot: SlotId, records: &Records) -> bool {
+        let held = self.at(slot);
+        self.flush_to.is_some_and(|below| !held.is_waived() && !records.at(held.record).resident().has(below))
+    }
+
+    /// The policy's next victim.
+    pub(super) fn victim(&mut self, records: &Records) -> Option<SlotId> {
+        let structure = Structure { tier: self.tier, slots: &self.slots, flush_to: self.flush_to, records };
+        self.policy.victim(&structure).map(|block| SlotId(block.0))
+    }
+
+    /// Reports a use to the policy.
+    pub(super) fn touch(&mut self, access: &kvbm_policies::Access, records: &Records) {
+        let structure = Structure { tier: self.tier, slots: &self.slots, flush_to: self.flush_to, records };
+        self.policy.touch(access, &structure);
+    }
+
+    /// Tells the policy about a leaf that may have become evictable.
+    pub(super) fn reconsider(&mut self, slot: SlotId) {
+        let held = self.at(slot);
+        if held.children == 0 && held.pins() == 0 && !held.is_condemned() {
+            self.policy.release(BlockId(slot.0));
+        }
+    }
+}
+
+/// The tier as its policy may see it.
+struct Structure<'a> {
+    tier: Tier,
+    slots: &'a [Slot],
+    flush_to: Option<Tier>,
+    records: &'a Records,
+}
+
+impl Forest for Structure<'_> {
+    fn standing(&self, block: BlockId) -> Standing {
+        let held = self.slots[block.0 as usize];
+        let is_clean = || {
+            let below = self.flush_to.filter(|_| !held.is_waived());
+            below.is_none_or(|below| self.records.at(held.record).resident().has(below))
+        };
+        match held {
+            Slot { children: 1.., .. } => Standing::Interior,
+            held if held.pins() == 0 && is_clean() => Standing::Evictable,
+            _ => Standing::Busy,
+        }
+    }
+
+    fn parent(&self, block: BlockId) -> Option<BlockId> {
+        let parent = self.records.at(self.slots[block.0 as usize].record).parent()?;
+        Some(BlockId(self.records.at(parent).slot(self.tier).0))
+    }
+}
