@@ -30,12 +30,17 @@ struct Batch {
 
 impl CopyThreads {
     /// `grain`: how many operations a thread takes at a time.
-    pub(crate) fn start(name: &str, threads: usize, grain: usize, execute: Arc<Execute>) -> io::Result<Self> {
+    pub(crate) fn start(
+        name: &str,
+        threads: usize,
+        grain: usize,
+        execute: &Arc<Execute>,
+    ) -> io::Result<Self> {
         let (queue, batches) = crossbeam_channel::unbounded();
         let grain = grain.max(1);
         let mut pool = Self { queue: Some(queue), threads: Vec::new(), grain };
         for number in 0..threads.max(1) {
-            let (batches, execute) = (batches.clone(), Arc::clone(&execute));
+            let (batches, execute) = (batches.clone(), Arc::clone(execute));
             let thread = thread::Builder::new().name(format!("{name}-{number}"));
             pool.threads.push(thread.spawn(move || work(&batches, grain, &*execute))?);
         }

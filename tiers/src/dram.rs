@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use memmap2::{Advice, MmapMut, MmapRaw};
 
-use crate::copy::Tier;
+use crate::copy::{SlotId, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::frame::{Frame, FramePool, Loan, PoolId};
 use crate::geometry::{ALIGNMENT, Geometry};

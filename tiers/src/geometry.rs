@@ -6,8 +6,8 @@ use crate::error::{SetupError, SetupErrorKind};
 /// Slots start at multiples of this many bytes, in memory and on disk: a page, and enough for `O_DIRECT`.
 pub const ALIGNMENT: usize = 4096;
 
-/// The most slots a region can have: the numbers above serve as marks.
-pub const MAX_SLOTS: u32 = u32::MAX - 8;
+/// The most slots a region can have: a slot's number fits into 30 bits.
+pub const MAX_SLOTS: u32 = (1 << 30) - 8;
 
 /// Equal slots, `stride` bytes apart: `block_bytes` rounded up to [`ALIGNMENT`]. The bytes between belong to
 /// the slot before them and mean nothing.

@@ -11,6 +11,7 @@
 
 mod batch;
 pub mod copy;
+pub mod disk;
 pub mod dram;
 pub mod error;
 pub mod frame;
@@ -18,11 +19,14 @@ pub mod geometry;
 pub mod memcpy;
 pub mod memory;
 pub mod object;
+pub mod verify;
 
 pub use copy::{Backend, BlockKey, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
+pub use disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
 pub use dram::{DramOptions, DramRegion};
 pub use error::{SetupError, SetupErrorKind};
 pub use frame::{Frame, FramePool, Loan};
 pub use geometry::Geometry;
 pub use memcpy::MemcpyBackend;
 pub use memory::Memory;
+pub use verify::{Checksums, Verified};

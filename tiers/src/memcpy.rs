@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::batch::CopyThreads;
+use crate::batch::{CopyThreads, Execute};
 use crate::copy::{Backend, CopyOp, Done, Route};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::{Memories, Memory};
@@ -27,8 +27,8 @@ impl MemcpyBackend {
         let memories = Memories::new(regions)?;
         let routes = memories.routes();
         // SAFETY: executes submitted operations only, whose submitter answers for their slots.
-        let copy = Arc::new(move |op: &CopyOp| unsafe { memories.copy(op) });
-        let threads = CopyThreads::start("kvbm-copy", threads, grain, copy).map_err(|error| {
+        let copy: Arc<Execute> = Arc::new(move |op: &CopyOp| unsafe { memories.copy(op) });
+        let threads = CopyThreads::start("kvbm-copy", threads, grain, &copy).map_err(|error| {
             let message =
                 "cannot start copy threads; lower transfer.copy_threads (DYN_KVBM_TRANSFER_COPY_THREADS)";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)

@@ -1,0 +1,112 @@
+//! The disk tier: slot files on local drives.
+//!
+//! # Format
+//! A region is striped over `n` files of equal size, one in each directory. With stride `s` (the block's
+//! bytes rounded up to 4096), slot `i` is the bytes `[i / n * s, i / n * s + s)` of file `i % n`; the
+//! block comes first, the rest of the stride means nothing. Files hold slots and nothing else, no header: what
+//! lies in a slot, and its checksum, is known to the manager's index.
+//!
+//! A kept file is called `kvbm-<namespace>-<f>of<n>.blocks`, where the namespace is the caller's (it commits to
+//! everything that the bytes depend on) and `f` counts from 0, so that directories given in another order
+//! are not mistaken for these. A file that is not kept is called `kvbm-<pid>-<k>-<f>of<n>.blocks` and loses
+//! its name as soon as it is open: its space returns to the file system with the process, however that ends.
+//!
+//! Files are readable by their owner only (mode 0600) and locked as long as they are open.
+
+mod files;
+mod ring;
+mod threads;
+mod transfer;
+mod uring;
+
+use std::fs::File;
+use std::path::PathBuf;
+
+use crate::copy::SlotId;
+use crate::error::{SetupError, SetupErrorKind};
+use crate::geometry::Geometry;
+
+use files::{SlotFile, SlotFileOptions};
+pub use threads::ThreadsBackend;
+pub use uring::UringBackend;
+
+/// Slots in preallocated files, one per directory.
+#[derive(Debug)]
+pub struct DiskRegion {
+    geometry: Geometry,
+    files: Vec<SlotFile>,
+    direct: bool,
+}
+
+/// Where and how slot files are made.
+#[derive(Clone, Debug)]
+pub struct DiskOptions {
+    /// Size and number of the slots, all files together.
+    pub geometry: Geometry,
+    /// One file in each; the last component is created if it is missing.
+    pub dirs: Vec<PathBuf>,
+    /// Bypass the page cache where the file system can.
+    pub o_direct: bool,
+    /// Write zeroes where the file system cannot `fallocate`.
+    pub zerofill_fallback: bool,
+    /// `Some(namespace)`: leave the files in place, and use those that an earlier process left.
+    pub keep: Option<String>,
+}
+
+impl DiskRegion {
+    /// Makes or reopens the files.
+    ///
+    /// # Errors
+    /// `NotWritable`: a directory. `NoSpace`: the file system lacks the space. `InUse`: another process has
+    /// a kept file open. `Invalid`: no directory, a namespace that is no file name, or a kept file of another
+    /// size. `Unavailable`: no `fallocate`, and writing zeroes was not allowed. `Io`: the medium failed.
+    pub fn open(options: &DiskOptions) -> Result<Self, SetupError> {
+        if options.dirs.is_empty() {
+            let message = "no directory for the disk tier; set disk.dirs (DYN_KVBM_DISK_CACHE_DIR)";
+            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+        }
+        let geometry = options.geometry;
+        let slots_per_file = (geometry.slots() as usize).div_ceil(options.dirs.len());
+        let names = files::names(options.keep.as_deref(), options.dirs.len())?;
+        let shape = SlotFileOptions {
+            bytes: (slots_per_file * geometry.stride()) as u64,
+            o_direct: options.o_direct,
+            zerofill_fallback: options.zerofill_fallback,
+            keep: options.keep.is_some(),
+        };
+        let open = |(dir, name): (&PathBuf, String)| SlotFile::open(dir, &name, shape);
+        let files: Vec<_> = options.dirs.iter().zip(names).map(open).collect::<Result<_, _>>()?;
+        let direct = files.iter().all(SlotFile::is_direct);
+        if options.o_direct && !direct {
+            tracing::warn!(dirs = ?options.dirs, "no O_DIRECT here: the disk tier goes through the page cache");
+        }
+        Ok(Self { geometry, files, direct })
+    }
+
+    /// How it is cut.
+    pub const fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// Whether every file bypasses the page cache.
+    pub const fn is_direct(&self) -> bool {
+        self.direct
+    }
+
+    /// The slot files, in striping order.
+    pub fn files(&self) -> impl ExactSizeIterator<Item = &File> {
+        self.files.iter().map(SlotFile::file)
+    }
+
+    pub(crate) fn file(&self, index: usize) -> &File {
+        self.files[index].file()
+    }
+
+    /// Where a slot is: index of its file and offset in bytes there; `None`: there is no such slot.
+    pub fn place(&self, slot: SlotId) -> Option<(usize, u64)> {
+        self.geometry.offset(slot)?;
+        let (row, file) = (slot.0 as usize / self.files.len(), slot.0 as usize % self.files.len());
+        Some((file, (row * self.geometry.stride()) as u64))
+    }
+}
+

@@ -1,0 +1,256 @@
+//! The thread behind [`UringBackend`](super::UringBackend).
+
+use std::collections::VecDeque;
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, TryRecvError};
+use io_uring::types::{Fd, Fixed};
+use io_uring::{IoUring, cqueue, opcode, squeue};
+
+use crate::copy::{CopyError, CopyOp, Done};
+use crate::disk::DiskRegion;
+use crate::disk::transfer::{Direction, Transfer};
+use crate::memory::Memory;
+
+/// The most that the kernel registers as one buffer.
+pub(super) const MAX_BUFFER: usize = 1 << 30;
+const MAX_DEPTH: u32 = 4096;
+/// Marks the completion of the poll of the wake-up event.
+const WAKE: u64 = u64::MAX;
+
+/// Operations submitted together.
+pub(super) struct Batch {
+    pub(super) ops: Vec<CopyOp>,
+    pub(super) done: Done,
+}
+
+/// A ring, what it is registered with, and the operations that it has not completed.
+pub(super) struct Ring {
+    uring: IoUring,
+    memory: Arc<dyn Memory>,
+    disk: Arc<DiskRegion>,
+    /// Slots per registered buffer; `None`: buffers are not registered.
+    slots_per_buffer: Option<u32>,
+    wake: Arc<OwnedFd>,
+    wake_armed: bool,
+    waiting: VecDeque<Order>,
+    /// Operations that the kernel has, by the number that it returns.
+    flights: Vec<Option<Flight>>,
+    grounded: Vec<u32>,
+    /// Ended, not yet reported.
+    landed: Vec<(Report, Result<(), CopyError>)>,
+}
+
+struct Order {
+    op: CopyOp,
+    report: Report,
+}
+
+struct Flight {
+    transfer: Transfer,
+    report: Report,
+}
+
+struct Report {
+    index: usize,
+    done: Done,
+}
+
+/// Whether a ring can be made and answers.
+pub(super) fn probe() -> io::Result<()> {
+    let mut ring = build(1)?;
+    // SAFETY: a no-op has no buffers.
+    unsafe { ring.submission().push(&opcode::Nop::new().build()) }.map_err(io::Error::other)?;
+    ring.submit_and_wait(1)?;
+    match ring.completion().next().map(|event| event.result()) {
+        Some(result) if result < 0 => Err(io::Error::from_raw_os_error(-result)),
+        _ => Ok(()),
+    }
+}
+
+/// Kernels before 6.1 refuse the flags that spare interrupts of the ring's thread.
+fn build(entries: u32) -> io::Result<IoUring> {
+    match IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries) {
+        Err(error) if error.kind() == ErrorKind::InvalidInput => IoUring::new(entries),
+        result => result,
+    }
+}
+
+impl Ring {
+    pub(super) fn open(
+        memory: Arc<dyn Memory>,
+        disk: Arc<DiskRegion>,
+        depth: u32,
+        wake: Arc<OwnedFd>,
+    ) -> io::Result<Self> {
+        let depth = depth.clamp(1, MAX_DEPTH);
+        let uring = build(depth + 1)?;
+        let files: Vec<_> = disk.files().map(AsRawFd::as_raw_fd).collect();
+        uring.submitter().register_files(&files)?;
+        let slots_per_buffer = register_memory(&uring, &*memory);
+        Ok(Self {
+            uring,
+            memory,
+            disk,
+            slots_per_buffer,
+            wake,
+            wake_armed: false,
+            waiting: VecDeque::new(),
+            flights: std::iter::repeat_with(|| None).take(depth as usize).collect(),
+            grounded: (0..depth).rev().collect(),
+            landed: Vec::new(),
+        })
+    }
+
+    /// Works until the senders of batches are gone and everything they sent has ended.
+    pub(super) fn serve(mut self, batches: &Receiver<Batch>) {
+        let mut open = true;
+        while open || self.is_busy() {
+            open = open && self.receive(batches);
+            self.arm_wake();
+            self.launch();
+            if self.landed.is_empty() {
+                if open || self.is_busy() {
+                    self.enter(1);
+                }
+            } else {
+                // The kernel works on while completions are reported: verifying a block takes time.
+                self.enter(0);
+                self.report();
+            }
+            self.reap();
+        }
+    }
+
+    fn is_busy(&self) -> bool {
+        !self.waiting.is_empty() || !self.landed.is_empty() || self.grounded.len() < self.flights.len()
+    }
+
+    /// Queues what has been submitted. False: nothing will come any more.
+    fn receive(&mut self, batches: &Receiver<Batch>) -> bool {
+        loop {
+            match batches.try_recv() {
+                Ok(Batch { ops, done }) => {
+                    let order = |(index, op)| Order { op, report: Report { index, done: done.clone() } };
+                    self.waiting.extend(ops.into_iter().enumerate().map(order));
+                }
+                Err(TryRecvError::Empty) => return true,
+                Err(TryRecvError::Disconnected) => return false,
+            }
+        }
+    }
+
+    /// A multishot poll reports each write to the event, so the event itself is never read.
+    fn arm_wake(&mut self) {
+        if !self.wake_armed {
+            let poll = opcode::PollAdd::new(Fd(self.wake.as_raw_fd()), libc::POLLIN as u32).multi(true);
+            self.push(&poll.build().user_data(WAKE));
+            self.wake_armed = true;
+        }
+    }
+
+    /// Hands waiting operations to the kernel, up to the depth.
+    fn launch(&mut self) {
+        while !self.grounded.is_empty()
+            && let Some(Order { op, report }) = self.waiting.pop_front()
+        {
+            match Transfer::of(&op, &*self.memory, &self.disk) {
+                Ok(transfer) => self.launch_one(Flight { transfer, report }),
+                Err(error) => self.landed.push((report, Err(error))),
+            }
+        }
+    }
+
+    fn launch_one(&mut self, flight: Flight) {
+        let Some(number) = self.grounded.pop() else { unreachable!("checked by launch") };
+        let entry = self.entry(&flight.transfer).user_data(u64::from(number));
+        self.push(&entry);
+        self.flights[number as usize] = Some(flight);
+    }
+
+    fn entry(&self, transfer: &Transfer) -> squeue::Entry {
+        let file = Fixed(transfer.file as u32);
+        let (start, len) = (transfer.memory.cast::<u8>().as_ptr(), transfer.memory.len() as u32);
+        match (transfer.direction, self.buffer_of(transfer)) {
+            (Direction::Read, Some(buffer)) => {
+                opcode::ReadFixed::new(file, start, len, buffer).offset(transfer.offset).build()
+            }
+            (Direction::Read, None) => opcode::Read::new(file, start, len).offset(transfer.offset).build(),
+            (Direction::Write, Some(buffer)) => {
+                opcode::WriteFixed::new(file, start, len, buffer).offset(transfer.offset).build()
+            }
+            (Direction::Write, None) => opcode::Write::new(file, start, len).offset(transfer.offset).build(),
+        }
+    }
+
+    /// The registered buffer that the memory of a transfer lies in.
+    fn buffer_of(&self, transfer: &Transfer) -> Option<u16> {
+        let slots_per_buffer = self.slots_per_buffer? as usize;
+        let offset = transfer.memory.addr().get() - self.memory.base().addr().get();
+        Some((offset / self.memory.stride() / slots_per_buffer) as u16)
+    }
+
+    fn push(&mut self, entry: &squeue::Entry) {
+        // SAFETY: memory and files outlive the ring, whose thread leaves `serve` only when nothing is in
+        // flight; the submitter promises that nobody else uses the slots until then.
+        let pushed = unsafe { self.uring.submission().push(entry) };
+        assert!(pushed.is_ok(), "the queue has room for all flights and the wake-up poll");
+    }
+
+    /// Submits what was pushed and waits for `want` completions.
+    fn enter(&self, want: usize) {
+        if let Err(error) = self.uring.submit_and_wait(want)
+            && error.kind() != ErrorKind::Interrupted
+        {
+            // Out of kernel memory or completion space. Operations in flight must be waited for all the same.
+            tracing::warn!(%error, "the ring refused a submission; trying again");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn reap(&mut self) {
+        for event in self.uring.completion() {
+            if event.user_data() == WAKE {
+                self.wake_armed = cqueue::more(event.flags());
+                continue;
+            }
+            let number = event.user_data() as u32;
+            let Some(flight) = self.flights.get_mut(number as usize).and_then(Option::take) else {
+                tracing::error!(number, "the ring completed an operation that it was not given");
+                continue;
+            };
+            self.grounded.push(number);
+            let moved = usize::try_from(event.result())
+                .map_err(|_| io::Error::from_raw_os_error(event.result().saturating_neg()));
+            self.landed.push((flight.report, flight.transfer.outcome(moved)));
+        }
+    }
+
+    fn report(&mut self) {
+        for (Report { index, done }, result) in self.landed.drain(..) {
+            done.complete(index, result);
+        }
+    }
+}
+
+/// Registers all slots, in buffers as large as the kernel allows that end between slots.
+fn register_memory(uring: &IoUring, memory: &dyn Memory) -> Option<u32> {
+    let slots_per_buffer = MAX_BUFFER / memory.stride();
+    let (bytes, buffer) = (memory.geometry().bytes(), slots_per_buffer * memory.stride());
+    let part = |from: usize| libc::iovec {
+        iov_base: memory.base().as_ptr().wrapping_add(from).cast(),
+        iov_len: buffer.min(bytes - from),
+    };
+    let parts: Vec<_> = (0..bytes).step_by(buffer).map(part).collect();
+    // SAFETY: the parts lie within the region, which the ring's owner keeps alive longer than the ring.
+    match unsafe { uring.submitter().register_buffers(&parts) } {
+        Ok(()) => Some(slots_per_buffer as u32),
+        Err(error) => {
+            tracing::warn!(%error, "memory is not registered with io_uring (is the memlock limit too low?)");
+            None
+        }
+    }
+}

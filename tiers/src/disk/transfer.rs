@@ -1,0 +1,77 @@
+//! What a copy between memory and disk comes down to, and what its result means.
+
+use std::io::{self, ErrorKind};
+use std::ptr::NonNull;
+
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Route, SlotRef, Tier};
+use crate::disk::DiskRegion;
+use crate::error::{SetupError, SetupErrorKind};
+use crate::memory::{Memory, no_such_slot};
+
+/// One read or write of a whole slot.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Transfer {
+    pub(super) direction: Direction,
+    /// The slot in memory, its whole stride.
+    pub(super) memory: NonNull<[u8]>,
+    pub(super) file: usize,
+    pub(super) offset: u64,
+    /// The slot on disk, for messages.
+    pub(super) slot: SlotRef,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Direction {
+    Read,
+    Write,
+}
+
+/// The routes between a memory tier and the disk.
+pub(super) const fn routes(memory: Tier) -> [Route; 2] {
+    [(memory, Tier::Disk), (Tier::Disk, memory)]
+}
+
+/// Whether blocks can move between the two regions at all.
+pub(super) fn check_fit(memory: &dyn Memory, disk: &DiskRegion) -> Result<(), SetupError> {
+    let (ours, theirs) = (memory.block_bytes(), disk.geometry().block_bytes());
+    if memory.tier() == Tier::Disk || ours != theirs {
+        let message = format!("{} blocks of {ours} bytes do not fit disk blocks of {theirs}", memory.tier());
+        return Err(SetupError::new(SetupErrorKind::Invalid, message));
+    }
+    Ok(())
+}
+
+impl Transfer {
+    pub(super) fn of(op: &CopyOp, memory: &dyn Memory, disk: &DiskRegion) -> Result<Self, CopyError> {
+        let (direction, ram, slot) = match op.route() {
+            (from, Tier::Disk) if from == memory.tier() => (Direction::Write, op.from, op.to),
+            (Tier::Disk, to) if to == memory.tier() => (Direction::Read, op.to, op.from),
+            _ => return Err(no_such_slot(op.from)),
+        };
+        let (file, offset) = disk.place(slot.slot).ok_or_else(|| no_such_slot(slot))?;
+        let memory = memory.slot(ram.slot).ok_or_else(|| no_such_slot(ram))?;
+        Ok(Self { direction, memory, file, offset, slot })
+    }
+
+    /// Only as many bytes as a slot has are a success.
+    pub(super) fn outcome(&self, moved: io::Result<usize>) -> Result<(), CopyError> {
+        let verb = match self.direction {
+            Direction::Read => "read",
+            Direction::Write => "write",
+        };
+        match moved {
+            Ok(bytes) if bytes == self.memory.len() => Ok(()),
+            Ok(bytes) => {
+                let message = format!("{}: {verb} {bytes} of {} bytes", self.slot, self.memory.len());
+                Err(CopyError::new(CopyErrorKind::Io, message))
+            }
+            Err(error) => {
+                let kind = match error.kind() {
+                    ErrorKind::StorageFull | ErrorKind::QuotaExceeded => CopyErrorKind::NoSpace,
+                    _ => CopyErrorKind::Io,
+                };
+                Err(CopyError::caused(kind, format!("{}: {verb} failed: {error}", self.slot), error))
+            }
+        }
+    }
+}

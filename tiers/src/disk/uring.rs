@@ -1,0 +1,130 @@
+//! Disk transfers through a ring of the kernel's.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+use crossbeam_channel::Sender;
+use rustix::event::EventfdFlags;
+
+use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route};
+use crate::disk::ring::{self, Batch, Ring};
+use crate::disk::{DiskRegion, transfer};
+use crate::error::{SetupError, SetupErrorKind};
+use crate::memory::Memory;
+
+/// `io_uring`, served by a thread of its own: files and memory are registered once, and the only system call
+/// in the steady state submits and waits at the same time.
+#[derive(Debug)]
+pub struct UringBackend {
+    routes: [Route; 2],
+    /// `None` once the backend is shutting down.
+    batches: Option<Sender<Batch>>,
+    wake: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl UringBackend {
+    /// Moves blocks between `memory` and `disk`, at most `depth` (1–4096) at a time; more wait inside.
+    ///
+    /// # Errors
+    /// `Invalid`: the regions' blocks differ in size or exceed 1 GiB. `Unavailable`: see [`Self::probe`].
+    pub fn new(memory: Arc<dyn Memory>, disk: Arc<DiskRegion>, depth: u32) -> Result<Self, SetupError> {
+        transfer::check_fit(&*memory, &disk)?;
+        if memory.stride() > ring::MAX_BUFFER {
+            let message =
+                format!("blocks of {} bytes: io_uring moves at most 1 GiB at once", memory.block_bytes());
+            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+        }
+        let wake = Arc::new(
+            rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(refused)?,
+        );
+        let routes = transfer::routes(memory.tier());
+        let (batches, incoming) = crossbeam_channel::unbounded();
+        let (ready, opened) = crossbeam_channel::bounded(1);
+        let ring_wake = Arc::clone(&wake);
+        // The kernel wants the ring to be made by the thread that uses it.
+        let serve = move || match Ring::open(memory, disk, depth, ring_wake) {
+            Ok(ring) => {
+                let _ = ready.send(Ok(()));
+                ring.serve(&incoming);
+            }
+            Err(error) => {
+                let _ = ready.send(Err(error));
+            }
+        };
+        let thread = thread::Builder::new().name("kvbm-ring".into()).spawn(serve).map_err(refused)?;
+        let backend = Self { routes, batches: Some(batches), wake, thread: Some(thread) };
+        match opened.recv() {
+            Ok(Ok(())) => Ok(backend),
+            Ok(Err(error)) => Err(refused(error)),
+            Err(_) => Err(SetupError::new(SetupErrorKind::Unavailable, "the ring thread died at start-up")),
+        }
+    }
+
+    /// Whether this process may use `io_uring`.
+    ///
+    /// # Errors
+    /// `Unavailable`, with the reason: an old kernel, a container's seccomp filter, `kernel.io_uring_disabled`.
+    pub fn probe() -> Result<(), SetupError> {
+        ring::probe().map_err(refused)
+    }
+
+    fn wake(&self) {
+        if let Err(error) = rustix::io::write(&self.wake, &1_u64.to_ne_bytes()) {
+            tracing::error!(%error, "cannot wake the ring thread");
+        }
+    }
+}
+
+// SAFETY: the ring thread completes an operation when the kernel has reported its end, and ends itself only
+// when all have; it keeps the regions alive and moves whole slots that exist.
+unsafe impl Backend for UringBackend {
+    fn name(&self) -> &'static str {
+        "io_uring"
+    }
+
+    fn routes(&self) -> &[Route] {
+        &self.routes
+    }
+
+    fn submit(&self, ops: Vec<CopyOp>, done: Done) {
+        let batch = Batch { ops, done };
+        let Some(batches) = &self.batches else { unreachable!("taken in drop only") };
+        match batches.send(batch) {
+            Ok(()) => self.wake(),
+            Err(unsent) => unsent.0.refuse(),
+        }
+    }
+}
+
+/// Finishes what was submitted.
+impl Drop for UringBackend {
+    fn drop(&mut self) {
+        self.batches = None;
+        self.wake();
+        let Some(thread) = self.thread.take() else { return };
+        // A completion may have dropped the last handle of the backend: a thread cannot wait for itself.
+        if thread.thread().id() != thread::current().id() && thread.join().is_err() {
+            tracing::error!("the ring thread died of a panic");
+        }
+    }
+}
+
+impl Batch {
+    /// The ring thread died of a panic in a completion.
+    fn refuse(self) {
+        for op in 0..self.ops.len() {
+            self.done.complete(op, Err(CopyError::new(CopyErrorKind::Refused, "the ring thread died")));
+        }
+    }
+}
+
+fn refused(error: impl Into<std::io::Error>) -> SetupError {
+    let error = error.into();
+    let message = format!(
+        "io_uring is not available ({error}); \
+         set disk.backend (DYN_KVBM_DISK_BACKEND) to auto or threads, or allow it (kernel.io_uring_disabled, seccomp)"
+    );
+    SetupError::caused(SetupErrorKind::Unavailable, message, error)
+}
