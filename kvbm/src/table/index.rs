@@ -26,7 +26,7 @@ pub(super) struct Tag(u32);
 impl Tag {
     pub(super) fn of(key: BlockKey) -> Self {
         let folded = (key.hash as u64) ^ (key.hash >> 64) as u64 ^ (u64::from(key.group) << 56);
-        let mixed = u128::from(folded ^ 0x2545_F491_4F6C_DD1D) * 0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835;
+        let mixed = u128::from(folded ^ 0x2545_F491_4F6C_DD1D) * 0x9E37_79B9_7F4A_7C15;
         Self(((mixed >> 64) as u64 ^ mixed as u64) as u32)
     }
 }

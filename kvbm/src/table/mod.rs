@@ -22,6 +22,8 @@ mod index;
 mod prefix;
 mod record;
 mod run;
+#[cfg(test)]
+mod tests;
 mod tier;
 
 use std::collections::HashSet;

@@ -1,0 +1,212 @@
+//! Random histories of a small table, with every invariant checked after every step.
+
+use kvbm_policies::eviction::EvictionKind;
+use kvbm_tiers::{BlockKey, Frame, FramePool, Tier};
+use proptest::prelude::*;
+
+use super::{FlushRun, Grip, Match, RunId, Table, TierSpec};
+use crate::hash::{BlockHash, Chain};
+
+const SLOTS: [(Tier, u32, Option<Tier>); 4] = [
+    (Tier::Device, 12, None),
+    (Tier::Host, 16, Some(Tier::Disk)),
+    (Tier::Disk, 24, Some(Tier::Object)),
+    (Tier::Object, 64, None),
+];
+
+fn small_table() -> Table {
+    Table::new(SLOTS.map(|(tier, slots, flush_to)| TierSpec {
+        pool: FramePool::new(tier, slots),
+        policy: EvictionKind::Lru.build(slots),
+        flush_to,
+    }))
+}
+
+/// Chain number `n`: four families that share their first three blocks, in members of different length.
+fn chain(n: u8) -> Vec<BlockHash> {
+    let (family, member) = (u128::from(n % 4), u128::from(n / 4 % 3));
+    let shared = (0..3).map(|i| 1000 * family + i + 1);
+    let own = (0..4 + member).map(|i| 1000 * family + 100 * (member + 1) + i);
+    shared.chain(own).map(|h| BlockHash::from_u128(h * 0x1_0000_0001_0000_0001)).collect()
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Reserve { tier: usize, chain: u8 },
+    Finish { which: usize, entry: usize, outcome: u8 },
+    Lease(u8),
+    Release(usize),
+    Quarantine { tier: usize, chain: u8, depth: usize },
+    Flush { tier: usize, blocks: usize },
+    Evict { tier: usize, blocks: usize },
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let finish = (0..64usize, 0..16usize, 0..12u8);
+    prop_oneof![
+        4 => (0..2usize, 0..12u8).prop_map(|(tier, chain)| Step::Reserve { tier, chain }),
+        12 => finish.prop_map(|(which, entry, outcome)| Step::Finish { which, entry, outcome }),
+        3 => (0..12u8).prop_map(Step::Lease),
+        3 => (0..16usize).prop_map(Step::Release),
+        1 => (0..4usize, 0..12u8, 0..9usize)
+            .prop_map(|(tier, chain, depth)| Step::Quarantine { tier, chain, depth }),
+        4 => (1..3usize, 1..9usize).prop_map(|(tier, blocks)| Step::Flush { tier, blocks }),
+        1 => (0..4usize, 1..5usize).prop_map(|(tier, blocks)| Step::Evict { tier, blocks }),
+    ]
+}
+
+/// Titles that are out, as a scheduler would hold them.
+struct Work {
+    run: RunId,
+    frames: Vec<(usize, Frame)>,
+    grip: Option<Grip>,
+    /// For a flush: where from, and which blocks.
+    flushed: Vec<(Tier, BlockKey)>,
+}
+
+struct History {
+    table: Table,
+    works: Vec<Work>,
+    grips: Vec<(Grip, Vec<BlockHash>)>,
+    lost: u32,
+}
+
+impl History {
+    fn take(&mut self, step: &Step) {
+        match *step {
+            Step::Reserve { tier, chain: n } => self.reserve(Tier::ALL[tier], n),
+            Step::Finish { which, entry, outcome } => self.finish(which, entry, outcome),
+            Step::Lease(n) => {
+                let hashes = chain(n);
+                let grip = self.table.lease(Chain::from(&hashes));
+                self.grips.push((grip, hashes));
+            }
+            Step::Release(which) if !self.grips.is_empty() => {
+                let (grip, _) = self.grips.swap_remove(which % self.grips.len());
+                self.table.release(grip);
+            }
+            Step::Quarantine { tier, chain: n, depth } => {
+                let hashes = chain(n);
+                let key = Chain::from(&hashes).key(depth.min(hashes.len() - 1));
+                self.table.quarantine(Tier::ALL[tier], key);
+            }
+            Step::Flush { tier, blocks } => self.flush(Tier::ALL[tier], blocks),
+            Step::Evict { tier, blocks } => drop(self.table.evict(Tier::ALL[tier], blocks)),
+            Step::Release(_) => {}
+        }
+    }
+
+    fn reserve(&mut self, tier: Tier, n: u8) {
+        let hashes = chain(n);
+        if let Some((run, frames)) = self.table.reserve(tier, Chain::from(&hashes)).run {
+            self.works.push(Work { run, frames: frames.into_iter().enumerate().collect(), grip: None, flushed: Vec::new() });
+        }
+    }
+
+    fn flush(&mut self, tier: Tier, blocks: usize) {
+        for FlushRun { run, grip, copies, .. } in self.table.take_flush(tier, blocks) {
+            let flushed = copies.iter().map(|&(key, ..)| (tier, key)).collect();
+            let frames = copies.into_iter().map(|(_, _, frame)| frame).enumerate().collect();
+            self.works.push(Work { run, frames, grip: Some(grip), flushed });
+        }
+    }
+
+    fn finish(&mut self, which: usize, entry: usize, outcome: u8) {
+        if self.works.is_empty() {
+            return;
+        }
+        let which = which % self.works.len();
+        let work = &mut self.works[which];
+        let (entry, frame) = work.frames.swap_remove(entry % work.frames.len());
+        match outcome {
+            0 => self.table.failed(work.run, entry, frame),
+            1 if self.lost < 4 => {
+                self.lost += 1;
+                self.table.lost(work.run, entry, frame);
+            }
+            _ => self.table.filled(work.run, entry, frame),
+        }
+        if self.works[which].frames.is_empty() {
+            let work = self.works.swap_remove(which);
+            let published = self.table.close(work.run, None);
+            for (tier, key) in work.flushed.into_iter().skip(published) {
+                self.table.waive_flush(tier, key);
+            }
+            work.grip.into_iter().for_each(|grip| self.table.release(grip));
+        }
+    }
+
+    fn check(&self) {
+        assert_eq!(self.table.audit(), []);
+        for n in 0..12 {
+            let hashes = chain(n);
+            assert_eq!(self.table.matches(Chain::from(&hashes)), self.linear_match(Chain::from(&hashes)));
+        }
+    }
+
+    /// The match by asking for every block.
+    fn linear_match(&self, chain: Chain<'_>) -> Match {
+        let held = |tier: Tier, i: usize| {
+            let record = self.table.find(chain.key(i));
+            record.is_some_and(|record| self.table.records.at(record).resident().has(tier))
+        };
+        let blocks = |tier| (0..chain.len()).take_while(|&i| held(tier, i)).count() as u32;
+        Match::new(Tier::ALL.map(blocks))
+    }
+
+    /// Lets everything end; then every slot that was not lost can be emptied again.
+    fn end(mut self) {
+        while !self.works.is_empty() {
+            self.finish(0, 0, 9);
+        }
+        for (grip, _) in std::mem::take(&mut self.grips) {
+            self.table.release(grip);
+        }
+        self.check();
+        Tier::ALL.into_iter().for_each(|tier| drop(self.table.waive_all(tier)));
+        for (tier, slots, _) in SLOTS {
+            self.table.evict(tier, slots as usize);
+            let counts = self.table.counts(tier);
+            assert_eq!((counts.resident, counts.filling), (0, 0), "{tier} cannot be emptied: {counts:?}");
+            assert_eq!(counts.free + counts.lost, counts.total);
+        }
+        assert!(self.table.is_empty());
+        assert_eq!(self.table.audit(), []);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_history_keeps_every_invariant(steps in prop::collection::vec(step(), 1..120)) {
+        let mut history = History { table: small_table(), works: Vec::new(), grips: Vec::new(), lost: 0 };
+        for step in &steps {
+            history.take(step);
+            history.check();
+        }
+        history.end();
+    }
+}
+
+#[test]
+fn a_leased_chain_survives_pressure() {
+    let mut table = small_table();
+    let fill = |table: &mut Table, tier, hashes: &Vec<BlockHash>| {
+        let reserved = table.reserve(tier, Chain::from(hashes));
+        if let Some((run, frames)) = reserved.run {
+            (0..).zip(frames).for_each(|(entry, frame)| table.filled(run, entry, frame));
+            table.close(run, None);
+        }
+        reserved.refused
+    };
+    let held = chain(8);
+    fill(&mut table, Tier::Device, &held);
+    let grip = table.lease(Chain::from(&held));
+    for n in [1, 5, 9, 2, 6, 10] {
+        fill(&mut table, Tier::Device, &chain(n));
+    }
+    assert_eq!(table.matches(Chain::from(&held)).blocks(Tier::Device), held.len());
+    table.release(grip);
+    assert_eq!(fill(&mut table, Tier::Device, &chain(11)), 0);
+}
