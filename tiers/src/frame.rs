@@ -322,9 +322,10 @@ mod tests {
             let mut lost = 0;
             for (event, pick) in events {
                 match event {
-                    0 | 1 => match pool.take() {
-                        Some(frame) => out.push(frame),
-                        None => prop_assert_eq!(out.len() + resident.len() + lost, slots as usize),
+                    0 | 1 => if let Some(frame) = pool.take() {
+                        out.push(frame);
+                    } else {
+                        prop_assert_eq!(out.len() + resident.len() + lost, slots as usize);
                     },
                     2 if !out.is_empty() => pool.give_back(out.swap_remove(pick % out.len())),
                     3 if !out.is_empty() => resident.push(pool.deposit(out.swap_remove(pick % out.len()))),
@@ -388,7 +389,8 @@ mod tests {
         pool.settle(one);
         assert!(pool.withdraw(slot).is_none());
         pool.settle(two);
-        pool.give_back(pool.withdraw(slot).unwrap());
+        let frame = pool.withdraw(slot).unwrap();
+        pool.give_back(frame);
     }
 
     #[test]

@@ -19,6 +19,8 @@ pub mod geometry;
 pub mod memcpy;
 pub mod memory;
 pub mod object;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 pub mod verify;
 
 pub use copy::{Backend, BlockKey, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};

@@ -52,3 +52,47 @@ unsafe impl Backend for MemcpyBackend {
         self.threads.submit(batch, done);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::copy::{CopyErrorKind, Tier};
+    use crate::dram::{DramOptions, DramRegion};
+    use crate::geometry::Geometry;
+    use crate::testing::conformance::{self, Pair};
+    use crate::testing::{host, order, run};
+
+    #[test]
+    fn conforms_between_host_and_emulated_device() {
+        conformance::check(|slots, block_bytes| {
+            let geometry = Geometry::new(slots, block_bytes).unwrap();
+            let options = DramOptions { geometry, huge_pages: false, fault_threads: 1 };
+            let device = Arc::new(DramRegion::emulated_device(options).unwrap());
+            let memory = Arc::new(host(slots, block_bytes));
+            let regions = vec![device as Arc<dyn Memory>, Arc::clone(&memory) as _];
+            Pair { memory, other: Tier::Device, backend: Arc::new(MemcpyBackend::new(regions, 2).unwrap()) }
+        });
+    }
+
+    #[test]
+    fn copies_within_a_tier_but_not_onto_itself() {
+        let memory = Arc::new(host(2, 4096));
+        let mut frames = memory.frames().unwrap();
+        let (mut a, b) = (frames.take().unwrap(), frames.take().unwrap());
+        memory.write(&mut a).unwrap().fill(7);
+        let backend = MemcpyBackend::new(vec![Arc::clone(&memory) as _], 1).unwrap();
+        let batch = vec![order(0, a.slot_ref(), b.slot_ref()), order(1, a.slot_ref(), a.slot_ref())];
+        let results = run(&backend, batch);
+        assert!(results[0].is_ok());
+        assert_eq!(results[1].as_ref().unwrap_err().kind(), CopyErrorKind::Refused);
+        assert!(memory.read(&b).unwrap().iter().all(|&byte| byte == 7));
+    }
+
+    #[test]
+    fn regions_of_one_tier_or_of_other_blocks_are_refused() {
+        for other in [host(1, 4096), host(1, 8192)] {
+            let regions: Vec<Arc<dyn Memory>> = vec![Arc::new(host(1, 4096)), Arc::new(other)];
+            assert_eq!(MemcpyBackend::new(regions, 1).unwrap_err().kind(), SetupErrorKind::Invalid);
+        }
+    }
+}

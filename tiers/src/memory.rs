@@ -81,6 +81,12 @@ impl Memories {
         tiers.clone().flat_map(|from| tiers.clone().map(move |to| (from, to))).collect()
     }
 
+    /// Whether both ends of a route are here.
+    #[cfg(any(test, feature = "testing"))]
+    pub(crate) fn serves(&self, (from, to): Route) -> bool {
+        self.0[from.index()].is_some() && self.0[to.index()].is_some()
+    }
+
     /// The block of a slot; `None`: its tier is not memory of ours, or has no such slot.
     pub(crate) fn block(&self, slot: SlotRef) -> Option<NonNull<[u8]>> {
         let region = self.0[slot.tier.index()].as_ref()?;

@@ -143,3 +143,152 @@ fn corrupt(slot: SlotRef, expected: Option<u32>, actual: u32) -> CopyError {
     let message = format!("{slot}: checksum {actual:08x} where {expected} was expected");
     CopyError::new(CopyErrorKind::Corrupt, message)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::dram::DramRegion;
+    use crate::frame::Frame;
+    use crate::testing::conformance::{self, Pair};
+    use crate::testing::{Fault, FaultBackend, MemoryStore, fill_pattern, host, order, run, start};
+
+    const OUT: Route = (Tier::Host, Tier::Disk);
+    const IN: Route = (Tier::Disk, Tier::Host);
+    const BLOCK: usize = 5000;
+
+    /// Verified around faults around a store, one block stored in it.
+    struct Fixture {
+        memory: Arc<DramRegion>,
+        store: Arc<MemoryStore>,
+        faults: Arc<FaultBackend<Arc<MemoryStore>>>,
+        verified: Verified<Arc<FaultBackend<Arc<MemoryStore>>>>,
+        here: Vec<Frame>,
+        there: Vec<Frame>,
+    }
+
+    impl Fixture {
+        fn new() -> Self {
+            let memory = Arc::new(host(4, BLOCK));
+            let store = Arc::new(MemoryStore::new(Arc::clone(&memory) as _, Tier::Disk, 4).unwrap());
+            let regions = vec![Arc::clone(&memory) as _, Arc::clone(store.region()) as Arc<dyn Memory>];
+            let faults = Arc::new(FaultBackend::new(Arc::clone(&store), regions).unwrap());
+            let checksums = Arc::new(Checksums::new());
+            let verified = Verified::new(Arc::clone(&faults), Arc::clone(&memory) as _, checksums).unwrap();
+            let mut frames = memory.frames().unwrap();
+            let mut here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
+            let mut frames = store.region().frames().unwrap();
+            let there = std::iter::from_fn(|| frames.take()).collect();
+            fill_pattern(1, memory.write(&mut here[0]).unwrap());
+            Self { memory, store, faults, verified, here, there }
+        }
+
+        fn store(&self) -> Result<(), CopyError> {
+            let op = order(1, self.here[0].slot_ref(), self.there[0].slot_ref());
+            run(&self.verified, vec![op]).remove(0)
+        }
+
+        fn load(&self) -> Result<(), CopyError> {
+            let op = order(1, self.there[0].slot_ref(), self.here[1].slot_ref());
+            run(&self.verified, vec![op]).remove(0)
+        }
+    }
+
+    #[track_caller]
+    fn assert_fails(result: Result<(), CopyError>, kind: CopyErrorKind) {
+        assert_eq!(result.unwrap_err().kind(), kind);
+    }
+
+    #[test]
+    fn conforms() {
+        conformance::check(|slots, block_bytes| {
+            let memory = Arc::new(host(slots, block_bytes));
+            let store = MemoryStore::new(Arc::clone(&memory) as _, Tier::Disk, slots).unwrap();
+            let backend = Verified::new(store, Arc::clone(&memory) as _, Arc::default()).unwrap();
+            Pair { memory, other: Tier::Disk, backend: Arc::new(backend) }
+        });
+    }
+
+    #[test]
+    fn a_healthy_block_passes() {
+        let fixture = Fixture::new();
+        fixture.store().unwrap();
+        fixture.load().unwrap();
+        let ours = &fixture.memory;
+        assert_eq!(ours.read(&fixture.here[0]), ours.read(&fixture.here[1]));
+    }
+
+    #[test]
+    fn every_flipped_bit_is_caught_wherever_it_lies() {
+        let fixture = Fixture::new();
+        fixture.store().unwrap();
+        for byte in [0, 1, 4095, 4096, BLOCK - 1] {
+            fixture.store.flip_bit(fixture.there[0].slot(), byte);
+            assert_fails(fixture.load(), CopyErrorKind::Corrupt);
+            fixture.store.flip_bit(fixture.there[0].slot(), byte);
+            fixture.load().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_backend_that_lies_is_caught_in_either_direction() {
+        for (fault, route) in
+            [(Fault::LyingShort, OUT), (Fault::LyingShort, IN), (Fault::BitFlip, OUT), (Fault::BitFlip, IN)]
+        {
+            let fixture = Fixture::new();
+            if route == IN {
+                fixture.store().unwrap();
+            }
+            fixture.faults.inject(fault, &[route]);
+            if route == OUT {
+                fixture.store().unwrap();
+            }
+            assert_fails(fixture.load(), CopyErrorKind::Corrupt);
+        }
+    }
+
+    #[test]
+    fn reported_failures_pass_through() {
+        let fixture = Fixture::new();
+        fixture.faults.inject(Fault::FailAfter(1, CopyErrorKind::NoSpace), &[OUT]);
+        fixture.store().unwrap();
+        assert_fails(fixture.store(), CopyErrorKind::NoSpace);
+        fixture.faults.inject(Fault::Short, &[IN]);
+        assert_fails(fixture.load(), CopyErrorKind::Io);
+        fixture.faults.heal();
+        fixture.load().unwrap();
+    }
+
+    #[test]
+    fn what_was_never_stored_is_corrupt() {
+        assert_fails(Fixture::new().load(), CopyErrorKind::Corrupt);
+    }
+
+    #[test]
+    fn slow_and_silent_backends_are_so() {
+        let fixture = Fixture::new();
+        fixture.faults.inject(Fault::Slow(Duration::from_millis(20)), &[OUT]);
+        let before = Instant::now();
+        fixture.store().unwrap();
+        assert!(before.elapsed() >= Duration::from_millis(20));
+        fixture.faults.inject(Fault::NeverCompletes, &[OUT]);
+        let op = order(1, fixture.here[0].slot_ref(), fixture.there[0].slot_ref());
+        assert!(start(&fixture.verified, vec![op]).recv_timeout(Duration::from_millis(20)).is_err());
+    }
+
+    #[test]
+    fn a_backend_without_an_end_in_memory_is_refused() {
+        let memory = Arc::new(host(1, BLOCK));
+        let store = MemoryStore::new(memory, Tier::Disk, 1).unwrap();
+        let elsewhere = MemoryStore::new(Arc::new(host(1, BLOCK)), Tier::Object, 1).unwrap();
+        let error = Verified::new(store, Arc::clone(elsewhere.region()) as _, Arc::default()).unwrap_err();
+        assert_eq!(error.kind(), SetupErrorKind::Invalid);
+    }
+
+    #[test]
+    fn the_checksum_is_castagnoli() {
+        // The check value of CRC-32/ISCSI in Greg Cook's catalogue.
+        assert_eq!(checksum(b"123456789"), 0xe306_9283);
+    }
+}

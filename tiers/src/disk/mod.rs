@@ -110,3 +110,6 @@ impl DiskRegion {
     }
 }
 
+
+#[cfg(test)]
+mod tests;

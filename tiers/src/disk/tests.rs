@@ -1,0 +1,217 @@
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
+use crate::copy::{Backend, CopyErrorKind, SlotId, Tier};
+use crate::dram::DramRegion;
+use crate::error::{SetupError, SetupErrorKind};
+use crate::frame::Frame;
+use crate::geometry::Geometry;
+use crate::memory::Memory;
+use crate::testing::conformance::{self, Pair};
+use crate::testing::{fill_pattern, has_pattern, host, order, run, skip};
+use crate::verify::Verified;
+
+/// How a test's backend is made.
+type Make = fn(Arc<dyn Memory>, Arc<DiskRegion>, u32) -> Result<Arc<dyn Backend>, SetupError>;
+
+fn threads(
+    memory: Arc<dyn Memory>,
+    disk: Arc<DiskRegion>,
+    depth: u32,
+) -> Result<Arc<dyn Backend>, SetupError> {
+    Ok(Arc::new(ThreadsBackend::new(memory, disk, depth)?))
+}
+
+fn uring(memory: Arc<dyn Memory>, disk: Arc<DiskRegion>, depth: u32) -> Result<Arc<dyn Backend>, SetupError> {
+    Ok(Arc::new(UringBackend::new(memory, disk, depth)?))
+}
+
+/// The backends that this system allows.
+fn backends() -> Vec<Make> {
+    match UringBackend::probe() {
+        Ok(()) => vec![threads, uring],
+        Err(error) => {
+            skip("uring", &error);
+            vec![threads]
+        }
+    }
+}
+
+fn options(dirs: &[&Path], slots: u32, block_bytes: usize) -> DiskOptions {
+    DiskOptions {
+        geometry: Geometry::new(slots, block_bytes).unwrap(),
+        dirs: dirs.iter().copied().map(Path::to_owned).collect(),
+        o_direct: true,
+        zerofill_fallback: true,
+        keep: None,
+    }
+}
+
+fn kept(dir: &Path, slots: u32, block_bytes: usize) -> DiskOptions {
+    DiskOptions { keep: Some("test".into()), ..options(&[dir], slots, block_bytes) }
+}
+
+fn kept_file(dir: &Path) -> PathBuf {
+    dir.join("kvbm-test-0of1.blocks")
+}
+
+fn conforms(o_direct: bool, dirs: usize, depth: u32) {
+    for make in backends() {
+        conformance::check(|slots, block_bytes| {
+            let homes: Vec<_> = (0..dirs).map(|_| tempfile::tempdir().unwrap()).collect();
+            let homes: Vec<_> = homes.iter().map(tempfile::TempDir::path).collect();
+            let options = DiskOptions { o_direct, ..options(&homes, slots, block_bytes) };
+            let disk = Arc::new(DiskRegion::open(&options).unwrap());
+            let memory = Arc::new(host(slots, block_bytes));
+            let backend = make(Arc::clone(&memory) as _, disk, depth).unwrap();
+            let backend = Verified::new(backend, Arc::clone(&memory) as _, Arc::default()).unwrap();
+            Pair { memory, other: Tier::Disk, backend: Arc::new(backend) }
+        });
+    }
+}
+
+#[test]
+fn conforms_with_direct_io() {
+    conforms(true, 1, 16);
+}
+
+#[test]
+fn conforms_with_buffered_io_on_stripes() {
+    conforms(false, 3, 4);
+}
+
+/// Two titled host slots, the first with the pattern 1, and a disk of eight slots.
+struct Fixture {
+    memory: Arc<DramRegion>,
+    disk: Arc<DiskRegion>,
+    here: Vec<Frame>,
+}
+
+impl Fixture {
+    fn new(options: &DiskOptions) -> Self {
+        let memory = Arc::new(host(2, options.geometry.block_bytes()));
+        let mut frames = memory.frames().unwrap();
+        let mut here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
+        fill_pattern(1, memory.write(&mut here[0]).unwrap());
+        Self { memory, disk: Arc::new(DiskRegion::open(options).unwrap()), here }
+    }
+
+    fn backend(&self, make: Make) -> Arc<dyn Backend> {
+        make(Arc::clone(&self.memory) as _, Arc::clone(&self.disk), 4).unwrap()
+    }
+
+    fn stored(slot: u32) -> crate::SlotRef {
+        crate::SlotRef { tier: Tier::Disk, slot: SlotId(slot), generation: 1 }
+    }
+
+    fn write(&self, backend: &dyn Backend, slot: u32) -> Result<(), crate::CopyError> {
+        run(backend, vec![order(1, self.here[0].slot_ref(), Self::stored(slot))]).remove(0)
+    }
+
+    fn read(&self, backend: &dyn Backend, slot: u32) -> Result<(), crate::CopyError> {
+        run(backend, vec![order(1, Self::stored(slot), self.here[1].slot_ref())]).remove(0)
+    }
+}
+
+#[test]
+fn a_truncated_file_is_a_short_read() {
+    for make in backends() {
+        let home = tempfile::tempdir().unwrap();
+        let fixture = Fixture::new(&kept(home.path(), 8, 64 << 10));
+        let backend = fixture.backend(make);
+        fixture.write(&*backend, 7).unwrap();
+        let file = OpenOptions::new().write(true).open(kept_file(home.path())).unwrap();
+        file.set_len(8 * 65536 - 4096).unwrap();
+        let error = fixture.read(&*backend, 7).unwrap_err();
+        assert_eq!(error.kind(), CopyErrorKind::Io);
+        assert!(error.to_string().contains("61440 of 65536"), "{error}");
+    }
+}
+
+#[test]
+fn slots_lie_where_the_format_says() {
+    for make in backends() {
+        let home = tempfile::tempdir().unwrap();
+        let fixture = Fixture::new(&kept(home.path(), 8, 5000));
+        fixture.write(&*fixture.backend(make), 3).unwrap();
+        let mut block = vec![0; 5000];
+        File::open(kept_file(home.path())).unwrap().read_exact_at(&mut block, 3 * 8192).unwrap();
+        assert!(has_pattern(1, &block));
+    }
+}
+
+#[test]
+fn kept_blocks_are_there_after_reopening() {
+    let home = tempfile::tempdir().unwrap();
+    let first = Fixture::new(&kept(home.path(), 8, 4096));
+    first.write(&*first.backend(threads), 5).unwrap();
+    drop(first);
+    let second = Fixture::new(&kept(home.path(), 8, 4096));
+    second.read(&*second.backend(threads), 5).unwrap();
+    assert!(has_pattern(1, second.memory.read(&second.here[1]).unwrap()));
+}
+
+#[test]
+fn a_kept_file_of_another_size_is_refused_and_left_alone() {
+    let home = tempfile::tempdir().unwrap();
+    drop(DiskRegion::open(&kept(home.path(), 8, 4096)).unwrap());
+    let error = DiskRegion::open(&kept(home.path(), 9, 4096)).unwrap_err();
+    assert_eq!(error.kind(), SetupErrorKind::Invalid);
+    assert_eq!(fs::metadata(kept_file(home.path())).unwrap().len(), 8 * 4096);
+}
+
+#[test]
+fn a_kept_file_has_one_user_and_one_owner() {
+    let home = tempfile::tempdir().unwrap();
+    let open = DiskRegion::open(&kept(home.path(), 8, 4096)).unwrap();
+    assert_eq!(fs::metadata(kept_file(home.path())).unwrap().mode() & 0o777, 0o600);
+    assert_eq!(DiskRegion::open(&kept(home.path(), 8, 4096)).unwrap_err().kind(), SetupErrorKind::InUse);
+    drop(open);
+    DiskRegion::open(&kept(home.path(), 8, 4096)).unwrap();
+}
+
+#[test]
+fn nothing_is_left_behind_of_what_is_not_kept() {
+    let home = tempfile::tempdir().unwrap();
+    let made = home.path().join("made");
+    let disk = DiskRegion::open(&options(&[&made, home.path()], 8, 4096)).unwrap();
+    assert_eq!(fs::read_dir(&made).unwrap().count(), 0, "a killed process would leave a file");
+    assert_eq!(disk.files().map(|file| file.metadata().unwrap().len()).collect::<Vec<_>>(), [4 * 4096; 2]);
+    drop(disk);
+    assert_eq!(fs::read_dir(home.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn what_cannot_be_opened_names_the_setting() {
+    let home = tempfile::tempdir().unwrap();
+    let file = home.path().join("file");
+    File::create(&file).unwrap();
+    for dir in [file.as_path(), &file.join("below"), &home.path().join("no/such")] {
+        let error = DiskRegion::open(&options(&[dir], 8, 4096)).unwrap_err();
+        assert_eq!(error.kind(), SetupErrorKind::NotWritable, "{error}");
+        assert!(error.to_string().contains("DYN_KVBM_DISK_CACHE_DIR"), "{error}");
+    }
+    let error = DiskRegion::open(&options(&[home.path()], 1 << 20, 1 << 30)).unwrap_err();
+    assert_eq!(error.kind(), SetupErrorKind::NoSpace, "{error}");
+    let error = DiskRegion::open(&kept(home.path(), 1 << 20, 1 << 30)).unwrap_err();
+    assert_eq!(error.kind(), SetupErrorKind::NoSpace, "{error}");
+    assert_eq!(fs::read_dir(home.path()).unwrap().count(), 1, "failed attempts left files");
+    for wrong in
+        [options(&[], 8, 4096), DiskOptions { keep: Some("../x".into()), ..options(&[home.path()], 8, 4096) }]
+    {
+        assert_eq!(DiskRegion::open(&wrong).unwrap_err().kind(), SetupErrorKind::Invalid);
+    }
+}
+
+#[test]
+fn blocks_that_do_not_fit_are_refused() {
+    let home = tempfile::tempdir().unwrap();
+    let disk = Arc::new(DiskRegion::open(&options(&[home.path()], 2, 8192)).unwrap());
+    for make in backends() {
+        let error = make(Arc::new(host(2, 4096)), Arc::clone(&disk), 4).unwrap_err();
+        assert_eq!(error.kind(), SetupErrorKind::Invalid);
+    }
+}

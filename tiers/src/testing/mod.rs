@@ -1,0 +1,100 @@
+//! Test doubles, and the suite that every backend passes. Behind the `testing` feature.
+//!
+//! The doubles are backends themselves, so that they stand where the real ones do: [`MemoryStore`] plays a disk
+//! or an object store, [`FaultBackend`] fails in chosen ways, [`ParkedBackend`] lets a test decide when and
+//! in which order copies end.
+
+pub mod conformance;
+mod fault;
+mod parked;
+mod store;
+
+pub use fault::{Fault, FaultBackend};
+pub use parked::{ParkedBackend, Pending};
+pub use store::MemoryStore;
+
+use std::sync::mpsc;
+use std::time::Duration;
+
+use crate::copy::{Backend, BlockKey, CopyError, CopyOp, Done, SlotRef};
+use crate::dram::{DramOptions, DramRegion};
+use crate::geometry::Geometry;
+
+/// A host region for a test, small pages and one thread.
+///
+/// # Panics
+/// If there is not that much memory.
+pub fn host(slots: u32, block_bytes: usize) -> DramRegion {
+    DramRegion::host(options(slots, block_bytes)).expect("memory for a test")
+}
+
+fn options(slots: u32, block_bytes: usize) -> DramOptions {
+    let geometry = Geometry::new(slots, block_bytes).expect("a test's geometry is valid");
+    DramOptions { geometry, huge_pages: false, fault_threads: 1 }
+}
+
+/// A copy order for the `number`-th block of a test.
+pub fn order(number: usize, from: SlotRef, to: SlotRef) -> CopyOp {
+    CopyOp { block: BlockKey { hash: number as u128, group: 0 }, from, to }
+}
+
+/// Fills a block with bytes that no other `number` has.
+pub fn fill_pattern(number: usize, block: &mut [u8]) {
+    for (word, bytes) in block.chunks_mut(8).enumerate() {
+        bytes.copy_from_slice(&pattern_word(number, word).to_le_bytes()[..bytes.len()]);
+    }
+}
+
+/// Whether a block is as [`fill_pattern`] left it.
+pub fn has_pattern(number: usize, block: &[u8]) -> bool {
+    block
+        .chunks(8)
+        .enumerate()
+        .all(|(word, bytes)| *bytes == pattern_word(number, word).to_le_bytes()[..bytes.len()])
+}
+
+/// `SplitMix64` of block and position.
+fn pattern_word(number: usize, word: usize) -> u64 {
+    let mut mixed = ((number as u64) << 32 | word as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
+}
+
+/// Submits a batch and waits until all of it has ended.
+///
+/// # Panics
+/// If an operation ends twice, does not exist, or does not end in a minute.
+pub fn run(backend: &dyn Backend, batch: Vec<CopyOp>) -> Vec<Result<(), CopyError>> {
+    let mut results: Vec<Option<_>> = vec![None; batch.len()];
+    let reports = start(backend, batch);
+    for _ in 0..results.len() {
+        let (index, result) = reports.recv_timeout(Duration::from_mins(1)).expect("an operation did not end");
+        assert!(results[index].replace(result).is_none(), "operation {index} ended twice");
+    }
+    // All reporters are gone once the backend let go of the batch: it has nothing more to say.
+    let extra = reports.recv_timeout(Duration::from_mins(1));
+    assert_eq!(extra.err(), Some(mpsc::RecvTimeoutError::Disconnected), "an operation ended twice");
+    results.into_iter().flatten().collect()
+}
+
+/// Submits a batch; its reports arrive in the channel.
+pub fn start(backend: &dyn Backend, batch: Vec<CopyOp>) -> mpsc::Receiver<(usize, Result<(), CopyError>)> {
+    let (report, reports) = mpsc::channel();
+    let done = Done::new(move |index, result| {
+        // A test that stopped listening has failed already.
+        let _ = report.send((index, result));
+    });
+    backend.submit(batch, done);
+    reports
+}
+
+/// Says that a test is skipped, or fails it if `KVBM_REQUIRE` (a list such as `uring,cuda`) names `what`.
+///
+/// # Panics
+/// If `what` is required.
+pub fn skip(what: &str, why: &dyn std::fmt::Display) {
+    let required = std::env::var("KVBM_REQUIRE").unwrap_or_default();
+    assert!(!required.split(',').any(|name| name.trim() == what), "{what} is required: {why}");
+    eprintln!("SKIPPED: no {what} here: {why}");
+}
