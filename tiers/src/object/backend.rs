@@ -21,6 +21,7 @@ use super::{read, write};
 use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::Memory;
+use crate::verify::Checksums;
 
 /// How long closing waits for requests that have begun: their own limit, and a little to report it.
 const CLOSE_LIMIT: Duration = Duration::from_secs(OPERATION_LIMIT.as_secs() + 2);
@@ -65,6 +66,8 @@ pub struct ObjectBackend {
 pub(super) struct Shared {
     pub(super) store: Store,
     pub(super) block_bytes: usize,
+    /// Of the blocks that are being written.
+    pub(super) checksums: Option<Arc<Checksums>>,
     pub(super) names: SegmentNames,
     pub(super) locations: Mutex<Locations>,
     /// One for each request in flight. Closed at the end.
@@ -79,9 +82,17 @@ pub(super) struct Shared {
 impl ObjectBackend {
     /// Between `memory` and segments in `store`.
     ///
+    /// `checksums`: those that a [`Verified`](crate::verify::Verified) around this backend records; `None`:
+    /// they are computed here.
+    ///
     /// # Errors
     /// `Invalid`: no request may be in flight.
-    pub fn new(store: Store, memory: Arc<dyn Memory>, options: &ObjectOptions) -> Result<Self, SetupError> {
+    pub fn new(
+        store: Store,
+        memory: Arc<dyn Memory>,
+        checksums: Option<Arc<Checksums>>,
+        options: &ObjectOptions,
+    ) -> Result<Self, SetupError> {
         let concurrency = options.concurrency as usize;
         if !(1..=Semaphore::MAX_PERMITS).contains(&concurrency) {
             let message = "object.concurrency (DYN_KVBM_OBJECT_CONCURRENCY) is 0: allow at least one request";
@@ -95,6 +106,7 @@ impl ObjectBackend {
         let shared = Shared {
             store,
             block_bytes,
+            checksums,
             directory,
             names: SegmentNames::new(),
             locations: Mutex::default(),

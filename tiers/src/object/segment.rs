@@ -27,6 +27,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use bytes::{BufMut, Bytes, BytesMut};
 
 use crate::copy::BlockKey;
+use crate::verify::checksum;
 
 /// The last bytes of every segment.
 pub const MAGIC: [u8; 8] = *b"KVBMSEG1";
@@ -91,7 +92,7 @@ pub fn encode_footer(entries: &[Entry]) -> Bytes {
     }
     out.put_u64_le(footer_bytes as u64);
     out.put_u32_le(VERSION);
-    out.put_u32_le(crc32c(&out));
+    out.put_u32_le(checksum(&out));
     out.put_slice(&MAGIC);
     out.freeze()
 }
@@ -116,7 +117,7 @@ pub fn decode_footer(tail: &[u8], object_bytes: u64) -> Result<Vec<Entry>, Forma
     }
     let footer = &tail[tail.len() - footer_bytes as usize..];
     let checked = footer.len().checked_sub(UNCHECKED_BYTES).ok_or(FormatError::Corrupt)?;
-    if crc32c(&footer[..checked]) != u32_at(trailer, 12) {
+    if checksum(&footer[..checked]) != u32_at(trailer, 12) {
         return Err(FormatError::Corrupt);
     }
     let entries = footer.len().checked_sub(TRAILER_BYTES).ok_or(FormatError::Corrupt)?;
@@ -135,11 +136,6 @@ fn decode_entry(bytes: &[u8; ENTRY_BYTES], payload_bytes: u64) -> Result<Entry, 
     }
     let block = BlockKey { hash, group: bytes[36] };
     Ok(Entry { block, offset, length, crc32c: u32_at(bytes, 32) })
-}
-
-/// Checksum of blocks and footers.
-pub(super) fn crc32c(bytes: &[u8]) -> u32 {
-    crc_fast::crc32_iscsi(bytes)
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
@@ -236,7 +232,7 @@ mod tests {
         fn no_entry_reaches_outside(mut tail: Vec<u8>, object_bytes in 0u64..1 << 12) {
             tail.extend((tail.len() as u64 + TRAILER_BYTES as u64).to_le_bytes());
             tail.extend(VERSION.to_le_bytes());
-            tail.extend(crc32c(&tail).to_le_bytes());
+            tail.extend(checksum(&tail).to_le_bytes());
             tail.extend(MAGIC);
             for entry in decode_footer(&tail, object_bytes).unwrap_or_default() {
                 prop_assert!(entry.offset + entry.length <= object_bytes - tail.len() as u64);

@@ -20,11 +20,12 @@ use object_store::{
 use parking_lot::Mutex;
 use url::Url;
 
-use super::segment::{crc32c, decode_footer};
+use super::segment::decode_footer;
 use super::{ObjectBackend, ObjectOptions, Store, StoreOptions};
 use crate::copy::{Backend, BlockKey, CopyError, CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
 use crate::geometry::{ALIGNMENT, Geometry};
 use crate::memory::Memory;
+use crate::verify::{Checksums, Verified, checksum};
 
 /// Not a multiple of the alignment: the bytes between slots must not travel.
 const BLOCK: usize = 5000;
@@ -108,7 +109,7 @@ fn op(from: (Tier, u32), to: (Tier, u32), seed: u32) -> CopyOp {
 
 type Results = Vec<Result<(), CopyError>>;
 
-fn run(backend: &ObjectBackend, batch: Vec<CopyOp>) -> Results {
+fn run(backend: &dyn Backend, batch: Vec<CopyOp>) -> Results {
     let count = batch.len();
     let (send, receive) = std::sync::mpsc::channel();
     backend.submit(batch, Done::new(move |op, result| send.send((op, result)).unwrap()));
@@ -120,7 +121,7 @@ fn run(backend: &ObjectBackend, batch: Vec<CopyOp>) -> Results {
 }
 
 /// Writes blocks `seeds` from the first host slots to `slots` of the store.
-fn write(backend: &ObjectBackend, heap: &Heap, blocks: &[(u32, u32)]) -> Results {
+fn write(backend: &dyn Backend, heap: &Heap, blocks: &[(u32, u32)]) -> Results {
     let ops = blocks.iter().zip(0..).map(|(&(slot, seed), host)| {
         heap.fill(host, seed);
         op((Tier::Host, host), (Tier::Object, slot), seed)
@@ -129,7 +130,7 @@ fn write(backend: &ObjectBackend, heap: &Heap, blocks: &[(u32, u32)]) -> Results
 }
 
 /// Reads the slots into the first host slots and checks what arrived.
-fn read(backend: &ObjectBackend, heap: &Heap, blocks: &[(u32, u32)]) -> Results {
+fn read(backend: &dyn Backend, heap: &Heap, blocks: &[(u32, u32)]) -> Results {
     let ops = blocks.iter().zip(0..).map(|(&(slot, seed), host)| {
         heap.fill(host, !seed);
         op((Tier::Object, slot), (Tier::Host, host), seed)
@@ -151,7 +152,7 @@ fn options(blocks_per_segment: usize) -> ObjectOptions {
 }
 
 fn backend(store: Store, heap: &Arc<Heap>, options: &ObjectOptions) -> ObjectBackend {
-    ObjectBackend::new(store, Arc::clone(heap) as Arc<dyn Memory>, options).unwrap()
+    ObjectBackend::new(store, Arc::clone(heap) as Arc<dyn Memory>, None, options).unwrap()
 }
 
 fn open_directory(dir: &FilePath) -> Store {
@@ -235,8 +236,26 @@ fn segments_describe_themselves() {
     for (entry, seed) in entries.iter().zip(1..) {
         let bytes = &object[entry.offset as usize..(entry.offset + entry.length) as usize];
         assert_eq!((entry.block, bytes), (key(seed), &pattern(seed)[..]));
-        assert_eq!(entry.crc32c, crc32c(bytes));
+        assert_eq!(entry.crc32c, checksum(bytes));
     }
+}
+
+#[test]
+fn recorded_checksums_are_written_down() {
+    let dir = tempfile::tempdir().unwrap();
+    let heap = Heap::new();
+    let (memory, checksums) = (Arc::clone(&heap) as Arc<dyn Memory>, Arc::new(Checksums::new()));
+    let keep = ObjectOptions { keep: true, ..options(8) };
+    let recorded = Some(Arc::clone(&checksums));
+    let backend =
+        ObjectBackend::new(open_directory(dir.path()), Arc::clone(&memory), recorded, &keep).unwrap();
+    let backend = Verified::new(backend, memory, checksums).unwrap();
+    assert!(all_ok(&write(&backend, &heap, &[(9, 1), (8, 2), (7, 3)])));
+    assert!(all_ok(&read(&backend, &heap, &[(9, 1), (8, 2), (7, 3)])));
+    drop(backend);
+    let object = std::fs::read(&segment_files(dir.path())[0]).unwrap();
+    let entries = decode_footer(&object, object.len() as u64).unwrap();
+    assert!(entries.iter().map(|entry| entry.crc32c).eq((1..=3).map(|seed| checksum(&pattern(seed)))));
 }
 
 #[test]

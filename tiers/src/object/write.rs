@@ -8,8 +8,9 @@ use object_store::{Error, ObjectStoreExt, PutMode, PutPayload};
 use super::backend::Shared;
 use super::block::{Pending, finish_all};
 use super::open::OPERATION_LIMIT;
-use super::segment::{Entry, SegmentName, crc32c, encode_footer};
+use super::segment::{Entry, SegmentName, encode_footer};
 use crate::copy::{CopyError, CopyErrorKind};
+use crate::verify::{Checksums, checksum};
 
 /// Writes one segment and reports its blocks.
 pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>) {
@@ -47,11 +48,13 @@ impl Upload {
         (0..self.blocks.len()).map(source).chain([footer]).collect()
     }
 
-    fn footer(&self) -> Bytes {
+    fn footer(&self, recorded: Option<&Checksums>) -> Bytes {
         let entry = |(index, block): (usize, &Pending)| {
             let bytes = block.source();
             let length = bytes.len() as u64;
-            Entry { block: block.block, offset: index as u64 * length, length, crc32c: crc32c(bytes) }
+            let recorded = recorded.and_then(|checksums| checksums.get(block.object));
+            let crc32c = recorded.unwrap_or_else(|| checksum(bytes));
+            Entry { block: block.block, offset: index as u64 * length, length, crc32c }
         };
         encode_footer(&self.blocks.iter().enumerate().map(entry).collect::<Vec<_>>())
     }
@@ -78,7 +81,7 @@ impl AsRef<[u8]> for Source {
 }
 
 async fn put(shared: &Shared, name: SegmentName, upload: &Arc<Upload>) -> Result<(), CopyError> {
-    let footer = upload.footer();
+    let footer = footer(shared, upload).await?;
     let path = shared.path(name);
     let attempt = async {
         let put = shared.store.client.put_opts(&path, upload.payload(footer.clone()), PutMode::Create.into());
@@ -93,6 +96,15 @@ async fn put(shared: &Shared, name: SegmentName, upload: &Arc<Upload>) -> Result
         let message = format!("{} did not take {path} within {limit} s", shared.store);
         Err(CopyError::new(CopyErrorKind::Unavailable, message))
     })
+}
+
+/// On a thread of its own where it has to read the blocks: that takes milliseconds.
+async fn footer(shared: &Shared, upload: &Arc<Upload>) -> Result<Bytes, CopyError> {
+    let (checksums, upload) = (shared.checksums.clone(), Arc::clone(upload));
+    let encode = move || upload.footer(checksums.as_deref());
+    tokio::task::spawn_blocking(encode)
+        .await
+        .map_err(|e| CopyError::caused(CopyErrorKind::Refused, "the checksums were not computed", e))
 }
 
 /// Whether the segment is in the store although the client reports `error`: the answer to its first attempt
