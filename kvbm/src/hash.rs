@@ -63,7 +63,7 @@ pub struct Chain<'a> {
     pub hashes: &'a [BlockHash],
 }
 
-impl<'a> Chain<'a> {
+impl Chain<'_> {
     /// Number of blocks.
     pub const fn len(&self) -> usize {
         self.hashes.len()

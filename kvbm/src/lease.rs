@@ -30,10 +30,6 @@ impl Lease {
         self.held().blocks(tier)
     }
 
-    pub(crate) const fn core(&self) -> &Arc<Core> {
-        &self.core
-    }
-
     /// The grip; there until the drop.
     pub(crate) fn grip(&self) -> &Grip {
         self.grip.as_ref().expect("a lease has its grip until it is dropped")

@@ -15,10 +15,12 @@
 //! `kvbm_tiers` backends → completion → table.
 #![forbid(unsafe_code)]
 
+mod assemble;
 mod clock;
 mod error;
 mod hash;
 mod lease;
+mod manager;
 mod metrics;
 pub mod scheduler;
 mod sync;
@@ -30,5 +32,7 @@ pub use error::{Error, ErrorKind, Result};
 pub use hash::{BlockHash, Chain, ChainHasher};
 pub use kvbm_tiers::{BlockKey, Tier};
 pub use lease::Lease;
+pub use manager::{Allocation, Manager, Options, RouteReport};
 pub use metrics::Metrics;
+pub use scheduler::Brought;
 pub use ticket::Ticket;

@@ -104,7 +104,8 @@ impl Manager {
 
     /// Copies what the lease holds to the uppermost tier below the device.
     pub fn save(&self, lease: Lease) -> Ticket<Brought> {
-        let below = [Tier::Host, Tier::Disk, Tier::Object].into_iter().find(|&tier| self.core.table().has(tier));
+        let below =
+            [Tier::Host, Tier::Disk, Tier::Object].into_iter().find(|&tier| self.core.table().has(tier));
         self.core.bring(Class::Save, below.unwrap_or(Tier::Device), lease)
     }
 
@@ -260,7 +261,8 @@ impl Allocation {
     /// Never for an allocation of [`Manager::allocate`]; the type keeps the door shut on using one twice.
     pub fn publish(mut self) -> Result<Ticket<Brought>> {
         let lease = self.lease.take();
-        let lease = lease.ok_or_else(|| Error::new(ErrorKind::Invalid, "this allocation was published before"))?;
+        let lease =
+            lease.ok_or_else(|| Error::new(ErrorKind::Invalid, "this allocation was published before"))?;
         Ok(self.core.publish(Tier::Device, self.run.take(), (self.before, self.behind), lease))
     }
 }

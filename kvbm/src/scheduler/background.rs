@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use kvbm_tiers::{BlockKey, CopyError, CopyErrorKind, Route, Tier};
+use kvbm_tiers::{CopyError, CopyErrorKind, Route, Tier};
 
 use super::Core;
 use crate::sync::Mutex;
@@ -22,15 +22,6 @@ pub(super) struct Flushing {
 }
 
 impl Flushing {
-    /// A flush into `dest` failed: the tiers above may evict the block all the same.
-    pub(super) fn waived(&self, table: &mut Table, dest: Tier, key: BlockKey) {
-        for above in Tier::ALL {
-            if table.flushes_to(above) == Some(dest) {
-                table.waive_flush(above, key);
-            }
-        }
-    }
-
     pub(super) fn ended(&self, dest: Tier, blocks: usize) {
         self.in_flight[dest.index()].fetch_sub(blocks, Ordering::AcqRel);
         self.wake();
@@ -39,7 +30,7 @@ impl Flushing {
     pub(super) fn wake(&self) {
         if let Some(waker) = &*self.waker.lock() {
             // A full channel means that a wake-up is under way already.
-            drop(waker.try_send(()));
+            let _ = waker.try_send(());
         }
     }
 }

@@ -127,29 +127,11 @@ impl Core {
             return;
         }
         let Some(mut end) = flow.take_end() else { return };
-        let copied = self.close_runs(&mut table, flow, &mut end.lease);
+        let copied = close_runs(&mut table, flow, &mut end.lease);
         let settled = table.take_settled();
         drop(table);
         self.announce(settled);
         self.report(flow, end, copied);
-    }
-
-    fn close_runs(&self, table: &mut Table, flow: &Flow, lease: &mut Lease) -> usize {
-        if let Some(promotion) = flow.promotion {
-            table.close(promotion, None);
-        }
-        let grip = (flow.class != Class::Flush).then(|| (lease.grip_mut(), flow.before));
-        let copied = flow.run.map_or(0, |run| table.close(run, grip));
-        match flow.behind {
-            Some(behind) if copied == 0 && flow.class != Class::Flush => {
-                table.hold_if_resident(lease.grip_mut(), flow.dest, behind, flow.before);
-            }
-            _ => {}
-        }
-        for &key in flow.keys.iter().skip(copied) {
-            self.flushing.waived(table, flow.dest, key);
-        }
-        copied
     }
 
     fn report(&self, flow: &Flow, end: End, copied: usize) {
@@ -164,4 +146,22 @@ impl Core {
             lease,
         });
     }
+}
+
+fn close_runs(table: &mut Table, flow: &Flow, lease: &mut Lease) -> usize {
+    if let Some(promotion) = flow.promotion {
+        table.close(promotion, None);
+    }
+    let grip = (flow.class != Class::Flush).then(|| (lease.grip_mut(), flow.before));
+    let copied = flow.run.map_or(0, |run| table.close(run, grip));
+    match flow.behind {
+        Some(behind) if copied == 0 && flow.class != Class::Flush => {
+            table.hold_if_resident(lease.grip_mut(), flow.dest, behind, flow.before);
+        }
+        _ => {}
+    }
+    for &key in flow.keys.iter().skip(copied) {
+        table.waive_flush_into(flow.dest, key);
+    }
+    copied
 }

@@ -22,43 +22,29 @@ impl Table {
             }
         }
         Tier::ALL.iter().for_each(|&tier| self.audit_tier(tier, &mut drift));
-        self.expect(
-            self.records.len() == self.index.len(),
-            || "the index and the records disagree",
-            &mut drift,
-        );
+        expect(self.records.len() == self.index.len(), || "the index and the records disagree", &mut drift);
         drift
-    }
-
-    fn expect<M: Into<String>>(&self, holds: bool, message: impl Fn() -> M, drift: &mut Vec<Drift>) {
-        if !holds {
-            drift.push(Drift(message().into()));
-        }
     }
 
     fn audit_identity(&self, id: RecordId, record: &Record, drift: &mut Vec<Drift>) {
         let tag = Tag::of(record.key());
         let found = self.index.find(tag, self.index.first(tag), |r| self.records.at(r).is(record.key()));
-        self.expect(found == Some(id), || format!("{id:?} is not found by its key"), drift);
+        expect(found == Some(id), || format!("{id:?} is not found by its key"), drift);
     }
 
     fn audit_residency(&self, id: RecordId, record: &Record, tier: Tier, drift: &mut Vec<Drift>) {
         let (resident, filling) = (record.resident().has(tier), record.filling().has(tier));
-        self.expect(!(resident && filling), || format!("{id:?} is resident and filling in {tier}"), drift);
+        expect(!(resident && filling), || format!("{id:?} is resident and filling in {tier}"), drift);
         let parent = record.parent().map(|parent| self.records.at(parent));
         if resident {
             let slot = self.tier(tier).at(record.slot(tier));
-            self.expect(slot.record == id, || format!("{id:?} and its slot in {tier} disagree"), drift);
+            expect(slot.record == id, || format!("{id:?} and its slot in {tier} disagree"), drift);
             let closed = parent.is_none_or(|parent| parent.resident().has(tier));
-            self.expect(closed, || format!("{id:?} is resident in {tier} without its parent"), drift);
+            expect(closed, || format!("{id:?} is resident in {tier} without its parent"), drift);
         }
         if filling {
             let has = |parent: &Record| parent.resident().has(tier) || parent.filling().has(tier);
-            self.expect(
-                parent.is_none_or(has),
-                || format!("{id:?} fills in {tier} without its parent"),
-                drift,
-            );
+            expect(parent.is_none_or(has), || format!("{id:?} fills in {tier} without its parent"), drift);
         }
     }
 
@@ -73,14 +59,20 @@ impl Table {
                 children[parent.slot(tier).0 as usize] += 1;
             }
         }
-        self.expect(resident == held.resident, || format!("{tier} miscounts its residents"), drift);
+        expect(resident == held.resident, || format!("{tier} miscounts its residents"), drift);
         for (_, record) in self.records.live().filter(|(_, record)| record.resident().has(tier)) {
             let slot = record.slot(tier);
             let agrees = held.at(slot).children == children[slot.0 as usize];
-            self.expect(agrees, || format!("{tier} slot {} miscounts its children", slot.0), drift);
+            expect(agrees, || format!("{tier} slot {} miscounts its children", slot.0), drift);
         }
         let counts = self.counts(tier);
         let used = counts.free + counts.resident + counts.lost;
-        self.expect(used <= counts.total, || format!("{tier} has more titles than slots"), drift);
+        expect(used <= counts.total, || format!("{tier} has more titles than slots"), drift);
+    }
+}
+
+fn expect<M: Into<String>>(holds: bool, message: impl Fn() -> M, drift: &mut Vec<Drift>) {
+    if !holds {
+        drift.push(Drift(message().into()));
     }
 }

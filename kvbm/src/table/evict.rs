@@ -17,6 +17,7 @@ impl Table {
         }
         let Some(victim) = held.victim(records) else {
             held.pressed = true;
+            held.stats.full += 1;
             return None;
         };
         held.stats.evicted += 1;
@@ -66,8 +67,8 @@ impl Table {
         (held.children == 0).then_some(BlockId(slot.0))
     }
 
-    /// A block that left `tier` need not go there again before the tier above may evict it.
-    fn waive_above(&mut self, tier: Tier, record: RecordId) {
+    /// A block that left or missed `tier` need not go there before the tier above may evict it.
+    pub(super) fn waive_above(&mut self, tier: Tier, record: RecordId) {
         let known = *self.records.at(record);
         for above in self.tiers.iter_mut().flatten().filter(|above| above.flush_to == Some(tier)) {
             if known.resident().has(above.tier) {

@@ -137,15 +137,11 @@ impl Table {
         }
     }
 
-    /// Lets `tier` evict a block although the tier below lacks it: the flush failed or was not admitted.
-    pub fn waive_flush(&mut self, tier: Tier, key: BlockKey) {
-        let Some(record) = self.find(key).filter(|&r| self.records.at(r).resident().has(tier)) else {
-            return;
-        };
-        let slot = self.records.at(record).slot(tier);
-        let held = self.tier_mut(tier);
-        held.at_mut(slot).waive();
-        held.reconsider(slot);
+    /// Lets the tiers above `to` evict a block although `to` lacks it: the flush failed or was not admitted.
+    pub fn waive_flush_into(&mut self, to: Tier, key: BlockKey) {
+        if let Some(record) = self.find(key) {
+            self.waive_above(to, record);
+        }
     }
 
     /// Waives all waiting flushes of `tier`; answers how many blocks that were.

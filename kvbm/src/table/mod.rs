@@ -198,6 +198,7 @@ impl Table {
     }
 
     /// Ends a lease.
+    #[expect(clippy::needless_pass_by_value, reason = "the grip ends here")]
     pub fn release(&mut self, grip: Grip) {
         for tier in Tier::ALL {
             if let Some(slot) = grip.deepest[tier.index()] {
@@ -222,10 +223,10 @@ impl Table {
     /// resident (a bounce slot) needs no pin: its title is somewhere else.
     pub fn hold_source(&mut self, slot: SlotRef) -> Grip {
         let mut grip = Grip::of_nothing();
-        if let Some(held) = &mut self.tiers[slot.tier.index()] {
-            if held.pool.resident_ref(slot.slot) == Some(slot) && held.at_mut(slot.slot).pin() {
-                grip.hold(slot.tier, slot.slot, 0);
-            }
+        let held = self.tiers[slot.tier.index()].as_mut();
+        let held = held.filter(|held| held.pool.resident_ref(slot.slot) == Some(slot));
+        if held.is_some_and(|held| held.at_mut(slot.slot).pin()) {
+            grip.hold(slot.tier, slot.slot, 0);
         }
         grip
     }
@@ -307,8 +308,8 @@ impl Table {
         let is = |key: &BlockKey, state: fn(&Record) -> TierSet| {
             self.find(*key).is_some_and(|record| state(self.records.at(record)).has(tier))
         };
-        let resident = keys.iter().take_while(|key| is(key, |r| r.resident())).count();
-        let in_flight = keys[resident..].iter().take_while(|key| is(key, |r| r.filling())).count();
+        let resident = keys.iter().take_while(|key| is(key, Record::resident)).count();
+        let in_flight = keys[resident..].iter().take_while(|key| is(key, Record::filling)).count();
         let (known, new) = keys.split_at(resident + in_flight);
         let behind = known.last().copied().or(parent);
         let parent = behind.and_then(|key| self.find(key));

@@ -117,14 +117,14 @@ impl Record {
 /// All records, in one array with the free ones chained through it.
 #[derive(Debug)]
 pub(super) struct Records {
-    records: Vec<Record>,
+    all: Vec<Record>,
     free: u32,
     live: usize,
 }
 
 impl Records {
     pub(super) fn with_room_for(records: usize) -> Self {
-        Self { records: Vec::with_capacity(records), free: NONE, live: 0 }
+        Self { all: Vec::with_capacity(records), free: NONE, live: 0 }
     }
 
     pub(super) const fn len(&self) -> usize {
@@ -137,33 +137,33 @@ impl Records {
         self.live += 1;
         if self.free != NONE {
             let id = self.free;
-            self.free = std::mem::replace(&mut self.records[id as usize], record).parent;
+            self.free = std::mem::replace(&mut self.all[id as usize], record).parent;
             return RecordId(id);
         }
-        if self.records.len() == self.records.capacity() {
-            self.records.reserve_exact(self.records.len() / 8 + 1024);
+        if self.all.len() == self.all.capacity() {
+            self.all.reserve_exact(self.all.len() / 8 + 1024);
         }
-        self.records.push(record);
-        RecordId(self.records.len() as u32 - 1)
+        self.all.push(record);
+        RecordId(self.all.len() as u32 - 1)
     }
 
     pub(super) fn remove(&mut self, id: RecordId) {
         debug_assert!(self.at(id).is_nowhere(), "a record left while a tier held it");
-        self.records[id.0 as usize].parent = self.free;
+        self.all[id.0 as usize].parent = self.free;
         self.free = id.0;
         self.live -= 1;
     }
 
     pub(super) fn at(&self, id: RecordId) -> &Record {
-        &self.records[id.0 as usize]
+        &self.all[id.0 as usize]
     }
 
     pub(super) fn at_mut(&mut self, id: RecordId) -> &mut Record {
-        &mut self.records[id.0 as usize]
+        &mut self.all[id.0 as usize]
     }
 
     /// All records that some tier has or awaits.
     pub(super) fn live(&self) -> impl Iterator<Item = (RecordId, &Record)> {
-        (0u32..).map(RecordId).zip(&self.records).filter(|(_, record)| !record.is_nowhere())
+        (0u32..).map(RecordId).zip(&self.all).filter(|(_, record)| !record.is_nowhere())
     }
 }

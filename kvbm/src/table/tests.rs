@@ -60,7 +60,7 @@ struct Work {
     run: RunId,
     frames: Vec<(usize, Frame)>,
     grip: Option<Grip>,
-    /// For a flush: where from, and which blocks.
+    /// For a flush: where to, and which blocks.
     flushed: Vec<(Tier, BlockKey)>,
 }
 
@@ -91,7 +91,9 @@ impl History {
                 self.table.quarantine(Tier::ALL[tier], key);
             }
             Step::Flush { tier, blocks } => self.flush(Tier::ALL[tier], blocks),
-            Step::Evict { tier, blocks } => drop(self.table.evict(Tier::ALL[tier], blocks)),
+            Step::Evict { tier, blocks } => {
+                self.table.evict(Tier::ALL[tier], blocks);
+            }
             Step::Release(_) => {}
         }
     }
@@ -99,13 +101,18 @@ impl History {
     fn reserve(&mut self, tier: Tier, n: u8) {
         let hashes = chain(n);
         if let Some((run, frames)) = self.table.reserve(tier, Chain::from(&hashes)).run {
-            self.works.push(Work { run, frames: frames.into_iter().enumerate().collect(), grip: None, flushed: Vec::new() });
+            self.works.push(Work {
+                run,
+                frames: frames.into_iter().enumerate().collect(),
+                grip: None,
+                flushed: Vec::new(),
+            });
         }
     }
 
     fn flush(&mut self, tier: Tier, blocks: usize) {
         for FlushRun { run, grip, copies, .. } in self.table.take_flush(tier, blocks) {
-            let flushed = copies.iter().map(|&(key, ..)| (tier, key)).collect();
+            let flushed = copies.iter().map(|(key, _, to)| (to.tier(), *key)).collect();
             let frames = copies.into_iter().map(|(_, _, frame)| frame).enumerate().collect();
             self.works.push(Work { run, frames, grip: Some(grip), flushed });
         }
@@ -129,8 +136,8 @@ impl History {
         if self.works[which].frames.is_empty() {
             let work = self.works.swap_remove(which);
             let published = self.table.close(work.run, None);
-            for (tier, key) in work.flushed.into_iter().skip(published) {
-                self.table.waive_flush(tier, key);
+            for (to, key) in work.flushed.into_iter().skip(published) {
+                self.table.waive_flush_into(to, key);
             }
             work.grip.into_iter().for_each(|grip| self.table.release(grip));
         }
@@ -163,7 +170,9 @@ impl History {
             self.table.release(grip);
         }
         self.check();
-        Tier::ALL.into_iter().for_each(|tier| drop(self.table.waive_all(tier)));
+        for tier in Tier::ALL {
+            self.table.waive_all(tier);
+        }
         for (tier, slots, _) in SLOTS {
             self.table.evict(tier, slots as usize);
             let counts = self.table.counts(tier);

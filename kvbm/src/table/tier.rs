@@ -166,12 +166,6 @@ impl TierTable {
         self.slots.resize(slots, Slot::EMPTY);
     }
 
-    /// Whether a block must reach the tier below before it may leave this one.
-    pub(super) fn is_dirty(&self, slot: SlotId, records: &Records) -> bool {
-        let held = self.at(slot);
-        self.flush_to.is_some_and(|below| !held.is_waived() && !records.at(held.record).resident().has(below))
-    }
-
     /// The policy's next victim.
     pub(super) fn victim(&mut self, records: &Records) -> Option<SlotId> {
         let structure = Structure { tier: self.tier, slots: &self.slots, flush_to: self.flush_to, records };

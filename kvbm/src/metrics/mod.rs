@@ -3,17 +3,22 @@
 //! Counters move when a copy has ended, never when it starts. Labels come from closed sets: tiers, routes,
 //! kinds of error. docs/metrics.md describes each metric; a test compares.
 
+mod gauges;
+mod upstream;
+
 use std::fmt;
 use std::time::Duration;
 
 use kvbm_tiers::{CopyError, CopyErrorKind, Route, Tier};
 use prometheus::core::Collector;
-use prometheus::{
-    GaugeVec, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry,
-};
+use prometheus::{HistogramOpts, HistogramVec, IntCounter, IntCounterVec, Opts, Registry};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::table::{Match, SlotCounts, TierStats};
+use crate::table::Match;
+
+use self::upstream::Upstream;
+
+pub(crate) use self::gauges::Gauges;
 
 /// Handles to all metrics.
 #[derive(Clone)]
@@ -27,29 +32,10 @@ pub struct Metrics {
     checksum_failures: IntCounterVec,
     lost_copies: IntCounterVec,
     flushes_waived: IntCounterVec,
-    queue_blocks: IntGaugeVec,
-    batches_in_flight: IntGaugeVec,
-    slots: IntGaugeVec,
-    dirty_blocks: IntGaugeVec,
-    published_blocks: IntGaugeVec,
-    evicted_blocks: IntGaugeVec,
-    quarantined_blocks: IntGaugeVec,
-    full: IntGaugeVec,
     requests: IntCounter,
     requested_tokens: IntCounter,
     hit_tokens: IntCounterVec,
     upstream: Upstream,
-}
-
-/// Names that dashboards of NVIDIA's KVBM use.
-#[derive(Clone)]
-struct Upstream {
-    offload_blocks: [(Route, IntCounter); 4],
-    onboard_blocks: [(Route, IntCounter); 3],
-    matched_tokens: IntCounter,
-    object_read_failures: IntCounter,
-    object_write_failures: IntCounter,
-    hit_rates: [(Tier, GaugeVec); 3],
 }
 
 impl fmt::Debug for Metrics {
@@ -80,44 +66,6 @@ impl Builder<'_> {
 
     fn counters(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec> {
         self.register(IntCounterVec::new(Opts::new(name, help), labels))
-    }
-
-    fn gauges(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntGaugeVec> {
-        self.register(IntGaugeVec::new(Opts::new(name, help), labels))
-    }
-
-    fn upstream(&self) -> Result<Upstream> {
-        use Tier::{Device, Disk, Host, Object};
-        let blocks = |route, name: &str| {
-            Ok((route, self.counter(name, "Blocks copied (name used by NVIDIA's KVBM).")?))
-        };
-        let rate = |tier, name: &str| {
-            let help = "Share of requested blocks that the tier held (name used by NVIDIA's KVBM).";
-            Ok((tier, self.register(GaugeVec::new(Opts::new(name, help), &[]))?))
-        };
-        Ok(Upstream {
-            offload_blocks: [
-                blocks((Device, Host), "kvbm_offload_blocks_d2h")?,
-                blocks((Host, Disk), "kvbm_offload_blocks_h2d")?,
-                blocks((Device, Disk), "kvbm_offload_blocks_d2d")?,
-                blocks((Device, Object), "kvbm_offload_blocks_d2o")?,
-            ],
-            onboard_blocks: [
-                blocks((Host, Device), "kvbm_onboard_blocks_h2d")?,
-                blocks((Disk, Device), "kvbm_onboard_blocks_d2d")?,
-                blocks((Object, Device), "kvbm_onboard_blocks_o2d")?,
-            ],
-            matched_tokens: self.counter("kvbm_matched_tokens", "Tokens found below the device.")?,
-            object_read_failures: self
-                .counter("kvbm_object_read_failures", "Blocks that an object store failed to give.")?,
-            object_write_failures: self
-                .counter("kvbm_object_write_failures", "Blocks that an object store failed to take.")?,
-            hit_rates: [
-                rate(Host, "kvbm_host_cache_hit_rate")?,
-                rate(Disk, "kvbm_disk_cache_hit_rate")?,
-                rate(Object, "kvbm_object_cache_hit_rate")?,
-            ],
-        })
     }
 }
 
@@ -154,26 +102,6 @@ impl Metrics {
                 "Blocks not flushed: the tier below was away.",
                 &["tier"],
             )?,
-            queue_blocks: b.gauges("kvbm_queue_blocks", "Blocks that wait to be copied.", &route)?,
-            batches_in_flight: b.gauges("kvbm_batches_in_flight", "Batches being copied.", &route)?,
-            slots: b.gauges("kvbm_slots", "Slots by state.", &["tier", "state"])?,
-            dirty_blocks: b.gauges("kvbm_dirty_blocks", "Blocks that the tier below lacks.", &["tier"])?,
-            published_blocks: b.gauges(
-                "kvbm_published_blocks",
-                "Blocks that became resident since the start.",
-                &["tier"],
-            )?,
-            evicted_blocks: b.gauges("kvbm_evicted_blocks", "Blocks evicted since the start.", &["tier"])?,
-            quarantined_blocks: b.gauges(
-                "kvbm_quarantined_blocks",
-                "Blocks dropped as corrupt since the start.",
-                &["tier"],
-            )?,
-            full: b.gauges(
-                "kvbm_full_reservations",
-                "Reservations without room since the start.",
-                &["tier"],
-            )?,
             requests: b.counter("kvbm_requests_total", "Chains leased.")?,
             requested_tokens: b.counter("kvbm_requested_tokens_total", "Tokens of leased chains.")?,
             hit_tokens: b.counters(
@@ -181,7 +109,7 @@ impl Metrics {
                 "Tokens found, by the fastest tier that had them.",
                 &["tier"],
             )?,
-            upstream: b.upstream()?,
+            upstream: Upstream::new(&b)?,
         })
     }
 
@@ -237,35 +165,6 @@ impl Metrics {
         self.upstream.rates(self.requested_tokens.get(), &self.hit_tokens);
     }
 
-    /// Sets the gauges of a tier.
-    pub(crate) fn show_tier(&self, tier: Tier, counts: SlotCounts, stats: TierStats, dirty: usize) {
-        let name = tier.name();
-        let states = [
-            ("free", counts.free),
-            ("filling", counts.filling),
-            ("resident", counts.resident),
-            ("lost", counts.lost),
-        ];
-        for (state, slots) in states {
-            self.slots.with_label_values(&[name, state]).set(i64::from(slots));
-        }
-        self.dirty_blocks.with_label_values(&[name]).set(dirty as i64);
-        let totals = [
-            (&self.published_blocks, stats.published),
-            (&self.evicted_blocks, stats.evicted),
-            (&self.quarantined_blocks, stats.quarantined),
-            (&self.full, stats.full),
-        ];
-        totals.into_iter().for_each(|(gauge, total)| gauge.with_label_values(&[name]).set(total as i64));
-    }
-
-    /// Sets the gauges of a route.
-    pub(crate) fn show_route(&self, route: Route, waiting: usize, in_flight: usize) {
-        let labels = [route.0.name(), route.1.name()];
-        self.queue_blocks.with_label_values(&labels).set(waiting as i64);
-        self.batches_in_flight.with_label_values(&labels).set(in_flight as i64);
-    }
-
     /// Bytes copied on a route so far.
     pub fn bytes(&self, route: Route) -> u64 {
         self.transfer_bytes.with_label_values(&[route.0.name(), route.1.name()]).get()
@@ -277,27 +176,5 @@ impl Metrics {
         let of =
             |kind| self.transfer_failures.with_label_values(&[route.0.name(), route.1.name(), kind]).get();
         kinds.into_iter().map(of).sum()
-    }
-}
-
-impl Upstream {
-    fn copied(&self, route: Route) {
-        let counters = self.offload_blocks.iter().chain(&self.onboard_blocks);
-        counters.filter(|(of, _)| *of == route).for_each(|(_, counter)| counter.inc());
-    }
-
-    fn failed(&self, (from, to): Route) {
-        if from == Tier::Object {
-            self.object_read_failures.inc();
-        } else if to == Tier::Object {
-            self.object_write_failures.inc();
-        }
-    }
-
-    fn rates(&self, requested: u64, hits: &IntCounterVec) {
-        for (tier, rate) in &self.hit_rates {
-            let hits = hits.with_label_values(&[tier.name()]).get();
-            rate.with_label_values(&[] as &[&str]).set(hits as f64 / requested.max(1) as f64);
-        }
     }
 }

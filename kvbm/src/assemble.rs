@@ -1,0 +1,292 @@
+//! Builds a manager's parts from its settings: the only place that names concrete backends and policies.
+
+use std::sync::Arc;
+use std::thread::available_parallelism;
+use std::time::Duration;
+
+use kvbm_policies::Eviction;
+use kvbm_policies::eviction::EvictionKind;
+use kvbm_settings::{Capacity, DiskBackend, DiskSettings, EvictionPolicy, ObjectSettings, Settings};
+use kvbm_tiers::geometry::MAX_SLOTS;
+use kvbm_tiers::object::{ObjectBackend, ObjectOptions, Store, StoreOptions};
+use kvbm_tiers::{
+    Backend, Checksums, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool, Geometry,
+    MemcpyBackend, Memory, SetupError, SetupErrorKind, ThreadsBackend, Tier, UringBackend, Verified,
+};
+use prometheus::Registry;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::manager::{Options, RouteReport};
+use crate::metrics::{Gauges, Metrics};
+use crate::scheduler::{Core, Executor, Parts, Tuning};
+use crate::table::{Table, TierSpec};
+
+/// A manager's parts.
+pub(crate) struct Assembled {
+    pub(crate) core: Arc<Core>,
+    pub(crate) device: Option<Arc<DramRegion>>,
+    pub(crate) routes: Vec<RouteReport>,
+}
+
+/// Opens all tiers. Takes memory, makes files and probes stores, so it works on a thread of its own.
+pub(crate) async fn open(settings: Settings, options: &Options) -> Result<Assembled> {
+    settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
+    let block_bytes = settings.block_bytes.unwrap_or_default();
+    let metrics = Metrics::new(&options.registry, block_bytes, options.block_tokens)?;
+    let clock = Arc::clone(&options.clock);
+    let build = move || -> Result<Assembled> {
+        let tiers = Tiers::open(&settings)?;
+        let tuning = tuning(&settings, block_bytes);
+        let routes = tiers.routes();
+        let Tiers { device, specs, staging, executor, .. } = tiers;
+        let parts = Parts { table: Table::new(specs), executor, staging, clock, metrics, tuning };
+        Ok(Assembled { core: Core::new(parts), device, routes })
+    };
+    tokio::task::spawn_blocking(build)
+        .await
+        .map_err(|error| Error::caused(ErrorKind::Unavailable, "opening the tiers was interrupted", error))?
+}
+
+fn tuning(settings: &Settings, block_bytes: u64) -> Tuning {
+    Tuning {
+        max_concurrent: settings.transfer.max_concurrent as usize,
+        max_batch: settings.transfer.max_batch as usize,
+        segment_blocks: (settings.object.segment_bytes / block_bytes.max(1)).max(1) as usize,
+        queue_blocks: settings.transfer.queue_blocks as usize,
+        timeout: Duration::from_millis(settings.transfer.timeout_ms),
+        flush_interval_ms: settings.flush.interval_ms,
+        dirty_watermark: settings.flush.dirty_watermark,
+    }
+}
+
+/// Tiers as they are opened, fastest first.
+#[derive(Default)]
+struct Tiers {
+    device: Option<Arc<DramRegion>>,
+    host: Option<Arc<DramRegion>>,
+    specs: Vec<TierSpec>,
+    staging: Vec<Frame>,
+    executor: Executor,
+}
+
+impl Tiers {
+    fn open(settings: &Settings) -> Result<Self> {
+        let mut tiers = Self::default();
+        tiers.open_device(settings)?;
+        tiers.open_host(settings)?;
+        tiers.connect_memory(settings)?;
+        tiers.open_disk(settings)?;
+        tiers.open_object(settings)?;
+        tiers.link_flushes();
+        Ok(tiers)
+    }
+
+    fn open_device(&mut self, settings: &Settings) -> Result<()> {
+        let Some(capacity) = settings.device.capacity else { return Ok(()) };
+        let slots = slots(capacity, settings)?;
+        let region = DramRegion::emulated_device(dram(slots, settings)?).map_err(setup)?;
+        self.add_tier(frames(&region)?, settings);
+        self.device = Some(Arc::new(region));
+        Ok(())
+    }
+
+    /// The host region also holds the staging slots, with or without a host tier.
+    fn open_host(&mut self, settings: &Settings) -> Result<()> {
+        let tier_slots = settings.host.capacity.map(|capacity| slots(capacity, settings)).transpose()?;
+        let has_lower = settings.disk.capacity.is_some() || settings.object.url.is_some();
+        if tier_slots.is_none() && !has_lower {
+            return Ok(());
+        }
+        let staging = if has_lower { settings.host.staging_blocks } else { 0 };
+        let region = DramRegion::host(dram(tier_slots.unwrap_or(0) + staging, settings)?).map_err(setup)?;
+        let mut pool = frames(&region)?;
+        self.staging.extend((0..staging).filter_map(|_| pool.take()));
+        if tier_slots.is_some() {
+            self.add_tier(pool, settings);
+        }
+        self.host = Some(Arc::new(region));
+        Ok(())
+    }
+
+    fn connect_memory(&mut self, settings: &Settings) -> Result<()> {
+        let regions = [&self.device, &self.host].into_iter().flatten();
+        let regions: Vec<Arc<dyn Memory>> = regions.map(|region| Arc::clone(region) as _).collect();
+        if regions.len() == 2 {
+            let threads = settings.transfer.copy_threads as usize;
+            self.connect(MemcpyBackend::new(regions, threads).map_err(setup)?);
+        }
+        Ok(())
+    }
+
+    fn open_disk(&mut self, settings: &Settings) -> Result<()> {
+        let Some(capacity) = settings.disk.capacity else { return Ok(()) };
+        let geometry = geometry(slots(capacity, settings)?, settings)?;
+        let region = DiskRegion::open(&DiskOptions {
+            geometry,
+            dirs: settings.disk.dirs.clone(),
+            o_direct: settings.disk.o_direct,
+            zerofill_fallback: settings.disk.zerofill_fallback,
+            keep: settings.disk.keep.then(|| namespace(settings)),
+        });
+        let region = Arc::new(region.map_err(setup)?);
+        self.connect_disk(&region, &settings.disk)?;
+        self.add_tier(FramePool::new(Tier::Disk, geometry.slots()), settings);
+        Ok(())
+    }
+
+    fn connect_disk(&mut self, region: &Arc<DiskRegion>, settings: &DiskSettings) -> Result<()> {
+        let (memory, region) = (self.memory()?, Arc::clone(region));
+        let depth = settings.queue_depth;
+        let may_fall_back = settings.backend == DiskBackend::Auto;
+        if settings.backend != DiskBackend::Threads {
+            match UringBackend::new(Arc::clone(&memory), Arc::clone(&region), depth) {
+                Ok(ring) => return self.connect_verified(ring, memory, Arc::new(Checksums::new())),
+                Err(error) if may_fall_back => {
+                    tracing::warn!(%error, "no io_uring: the disk tier uses threads");
+                }
+                Err(error) => return Err(setup(error)),
+            }
+        }
+        let threads = ThreadsBackend::new(Arc::clone(&memory), region, depth).map_err(setup)?;
+        self.connect_verified(threads, memory, Arc::new(Checksums::new()))
+    }
+
+    fn open_object(&mut self, settings: &Settings) -> Result<()> {
+        let object = &settings.object;
+        let Some(url) = &object.url else { return Ok(()) };
+        let store = Store::open(url, &store_options(object)).map_err(setup)?;
+        let options = ObjectOptions {
+            namespace: namespace(settings),
+            segment_bytes: object.segment_bytes,
+            concurrency: object.concurrency,
+            keep: object.keep,
+        };
+        let memory = self.memory()?;
+        let checksums = Arc::new(Checksums::new());
+        let known = Some(Arc::clone(&checksums));
+        let backend = ObjectBackend::new(store, Arc::clone(&memory), known, &options).map_err(setup)?;
+        self.connect_verified(backend, memory, checksums)?;
+        let slots = object.capacity.map_or(Ok(MAX_SLOTS), |capacity| slots(capacity, settings))?;
+        self.add_tier(FramePool::new(Tier::Object, slots), settings);
+        Ok(())
+    }
+
+    /// DRAM that the lower tiers read from and write to.
+    fn memory(&self) -> Result<Arc<dyn Memory>> {
+        let host = self.host.clone().ok_or_else(|| {
+            Error::new(
+                ErrorKind::Invalid,
+                "a disk or object tier needs DRAM: set host.staging_blocks above 0",
+            )
+        })?;
+        Ok(host)
+    }
+
+    fn connect_verified(
+        &mut self,
+        backend: impl Backend + 'static,
+        memory: Arc<dyn Memory>,
+        checksums: Arc<Checksums>,
+    ) -> Result<()> {
+        let verified = Verified::new(backend, memory, checksums).map_err(setup)?;
+        self.connect(verified);
+        Ok(())
+    }
+
+    fn connect(&mut self, backend: impl Backend + 'static) {
+        let backend: Arc<dyn Backend> = Arc::new(backend);
+        self.executor.add(&backend);
+    }
+
+    fn add_tier(&mut self, pool: FramePool, settings: &Settings) {
+        let policy = policy(settings.eviction, pool.total());
+        self.specs.push(TierSpec { pool, policy, flush_to: None });
+    }
+
+    /// Each tier below the device flushes to the next one.
+    fn link_flushes(&mut self) {
+        let below: Vec<Tier> =
+            self.specs.iter().map(|spec| spec.pool.tier()).filter(|&t| t > Tier::Device).collect();
+        for spec in &mut self.specs {
+            let own = below.iter().position(|&tier| tier == spec.pool.tier());
+            spec.flush_to = own.and_then(|own| below.get(own + 1).copied());
+        }
+    }
+
+    fn routes(&self) -> Vec<RouteReport> {
+        let tiers = || self.specs.iter().map(|spec| spec.pool.tier());
+        let pairs =
+            tiers().flat_map(|from| tiers().map(move |to| (from, to))).filter(|(from, to)| from != to);
+        let name = |route| self.executor.backend(route).map_or("via host", |backend| backend.name());
+        pairs
+            .map(|route| RouteReport { from: route.0, to: route.1, backend: name(route).to_owned() })
+            .collect()
+    }
+}
+
+fn frames(region: &DramRegion) -> Result<FramePool> {
+    region.frames().ok_or_else(|| Error::new(ErrorKind::Invalid, "a region has one ledger only"))
+}
+
+fn dram(slots: u32, settings: &Settings) -> Result<DramOptions> {
+    let fault_threads = available_parallelism().map_or(1, usize::from);
+    Ok(DramOptions {
+        geometry: geometry(slots, settings)?,
+        huge_pages: settings.host.huge_pages,
+        fault_threads,
+    })
+}
+
+fn geometry(slots: u32, settings: &Settings) -> Result<Geometry> {
+    let block_bytes = usize::try_from(settings.block_bytes.unwrap_or_default()).unwrap_or(usize::MAX);
+    Geometry::new(slots, block_bytes).map_err(setup)
+}
+
+fn slots(capacity: Capacity, settings: &Settings) -> Result<u32> {
+    let blocks = capacity.blocks(settings.block_bytes.unwrap_or_default());
+    u32::try_from(blocks).ok().filter(|&slots| slots <= MAX_SLOTS).ok_or_else(|| {
+        let message =
+            format!("a tier of {blocks} blocks is too large: choose at most {MAX_SLOTS}, or larger blocks");
+        Error::new(ErrorKind::Invalid, message)
+    })
+}
+
+fn policy(eviction: EvictionPolicy, slots: u32) -> Box<dyn Eviction> {
+    /// Policies grow as they are used; a tier of nominally unlimited size must not be paid for in advance.
+    const PREPARED: u32 = 1 << 20;
+    let kind = match eviction {
+        EvictionPolicy::Lru => EvictionKind::Lru,
+        EvictionPolicy::Fifo => EvictionKind::Fifo,
+    };
+    kind.build(if slots > PREPARED { 0 } else { slots })
+}
+
+/// What a persistent namespace is bound to. Bytes of another geometry are never reinterpreted.
+fn namespace(settings: &Settings) -> String {
+    format!("v1-block{}", settings.block_bytes.unwrap_or_default())
+}
+
+fn store_options(object: &ObjectSettings) -> StoreOptions {
+    StoreOptions {
+        endpoint: object.endpoint.clone(),
+        region: object.region.clone(),
+        access_key: object.access_key.clone(),
+        secret_key: object.secret_key.clone(),
+    }
+}
+
+fn setup(error: SetupError) -> Error {
+    let kind = match error.kind() {
+        SetupErrorKind::Invalid => ErrorKind::Invalid,
+        _ => ErrorKind::Unavailable,
+    };
+    let message = error.to_string();
+    Error::caused(kind, message, error)
+}
+
+/// Exports the state of the table and the queues.
+pub(crate) fn export(registry: &Registry, core: &Arc<Core>) -> Result<()> {
+    let refused = |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);
+    let gauges = Gauges::new(Arc::downgrade(core)).map_err(refused)?;
+    registry.register(Box::new(gauges)).map_err(refused)
+}

@@ -1,0 +1,118 @@
+//! Gauges of the table and the queues, read when the registry is.
+
+use std::sync::Weak;
+
+use kvbm_tiers::Tier;
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
+use prometheus::{IntGaugeVec, Opts};
+
+use crate::scheduler::Core;
+
+/// Asks a [`Core`] for its state at each scrape. Shows the last state after the core is gone.
+pub(crate) struct Gauges {
+    core: Weak<Core>,
+    slots: IntGaugeVec,
+    dirty_blocks: IntGaugeVec,
+    published_blocks: IntGaugeVec,
+    evicted_blocks: IntGaugeVec,
+    quarantined_blocks: IntGaugeVec,
+    full_reservations: IntGaugeVec,
+    queue_blocks: IntGaugeVec,
+    batches_in_flight: IntGaugeVec,
+}
+
+impl Gauges {
+    pub(crate) fn new(core: Weak<Core>) -> prometheus::Result<Self> {
+        let gauges =
+            |name: &str, help: &str, labels: &[&str]| IntGaugeVec::new(Opts::new(name, help), labels);
+        let (tier, route) = (["tier"], ["from", "to"]);
+        Ok(Self {
+            core,
+            slots: gauges("kvbm_slots", "Slots by state.", &["tier", "state"])?,
+            dirty_blocks: gauges("kvbm_dirty_blocks", "Blocks that the tier below lacks.", &tier)?,
+            published_blocks: gauges(
+                "kvbm_published_blocks",
+                "Blocks that became resident since the start.",
+                &tier,
+            )?,
+            evicted_blocks: gauges("kvbm_evicted_blocks", "Blocks evicted since the start.", &tier)?,
+            quarantined_blocks: gauges(
+                "kvbm_quarantined_blocks",
+                "Blocks dropped as corrupt since the start.",
+                &tier,
+            )?,
+            full_reservations: gauges(
+                "kvbm_full_reservations",
+                "Reservations without room since the start.",
+                &tier,
+            )?,
+            queue_blocks: gauges("kvbm_queue_blocks", "Blocks that wait to be copied.", &route)?,
+            batches_in_flight: gauges("kvbm_batches_in_flight", "Batches being copied.", &route)?,
+        })
+    }
+
+    fn all(&self) -> [&IntGaugeVec; 8] {
+        [
+            &self.slots,
+            &self.dirty_blocks,
+            &self.published_blocks,
+            &self.evicted_blocks,
+            &self.quarantined_blocks,
+            &self.full_reservations,
+            &self.queue_blocks,
+            &self.batches_in_flight,
+        ]
+    }
+
+    fn update(&self, core: &Core) {
+        let present: Vec<Tier> = Tier::ALL.into_iter().filter(|&tier| core.table().has(tier)).collect();
+        for &tier in &present {
+            self.update_tier(core, tier);
+            for &to in present.iter().filter(|&&to| to != tier) {
+                let (waiting, in_flight) = core.traffic((tier, to));
+                let labels = [tier.name(), to.name()];
+                self.queue_blocks.with_label_values(&labels).set(waiting as i64);
+                self.batches_in_flight.with_label_values(&labels).set(in_flight as i64);
+            }
+        }
+    }
+
+    fn update_tier(&self, core: &Core, tier: Tier) {
+        let table = core.table();
+        let (counts, stats, dirty) = (table.counts(tier), table.stats(tier), table.dirty(tier));
+        drop(table);
+        let by_state = [
+            ("free", counts.free),
+            ("filling", counts.filling),
+            ("resident", counts.resident),
+            ("lost", counts.lost),
+        ];
+        for (state, slots) in by_state {
+            self.slots.with_label_values(&[tier.name(), state]).set(i64::from(slots));
+        }
+        let totals = [
+            (&self.dirty_blocks, dirty as u64),
+            (&self.published_blocks, stats.published),
+            (&self.evicted_blocks, stats.evicted),
+            (&self.quarantined_blocks, stats.quarantined),
+            (&self.full_reservations, stats.full),
+        ];
+        totals
+            .into_iter()
+            .for_each(|(gauge, value)| gauge.with_label_values(&[tier.name()]).set(value as i64));
+    }
+}
+
+impl Collector for Gauges {
+    fn desc(&self) -> Vec<&Desc> {
+        self.all().into_iter().flat_map(Collector::desc).collect()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        if let Some(core) = self.core.upgrade() {
+            self.update(&core);
+        }
+        self.all().into_iter().flat_map(Collector::collect).collect()
+    }
+}
