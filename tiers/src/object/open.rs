@@ -137,7 +137,11 @@ impl Store {
                     Where::Directory { .. } => SetupErrorKind::NotWritable,
                     Where::Memory | Where::Service => SetupErrorKind::Unavailable,
                 };
-                Err(SetupError::caused(kind, self.unusable("did not take a test object"), self.secrets.scrub(&e)))
+                Err(SetupError::caused(
+                    kind,
+                    self.unusable("did not take a test object"),
+                    self.secrets.scrub(&e),
+                ))
             }
             None => {
                 let what = format!("did not answer within {} s", PROBE_LIMIT.as_secs());
