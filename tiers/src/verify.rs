@@ -8,10 +8,12 @@ use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::{Memory, no_such_slot};
 
-/// The crc32c (Castagnoli) of the block in each slot of one tier. Four bytes per slot up to the highest ever
-/// written.
+/// The crc32c (Castagnoli) of the block in each slot of one tier. Four bytes per slot, in chunks that come
+/// into being when a slot of theirs is first written.
 #[derive(Debug, Default)]
-pub struct Checksums(Mutex<Vec<u32>>);
+pub struct Checksums(Mutex<Vec<Option<Box<[u32]>>>>);
+
+const CHUNK: usize = 1 << 16;
 
 impl Checksums {
     /// None known yet.
@@ -24,18 +26,25 @@ impl Checksums {
     /// Zero stands for that. A block whose checksum really is zero, one in four billion, counts as corrupt
     /// when it is read: a miss, which is safe.
     pub fn get(&self, slot: SlotId) -> Option<u32> {
-        self.0.lock().get(slot.0 as usize).copied().filter(|&crc| crc != 0)
+        let (chunk, place) = position(slot);
+        let chunks = self.0.lock();
+        Some(chunks.get(chunk)?.as_ref()?[place]).filter(|&crc| crc != 0)
     }
 
     /// Notes the checksum of the block in `slot`.
     pub fn record(&self, slot: SlotId, crc: u32) {
-        let mut all = self.0.lock();
-        let index = slot.0 as usize;
-        if all.len() <= index {
-            all.resize(index + 1, 0);
+        let (chunk, place) = position(slot);
+        let mut chunks = self.0.lock();
+        if chunks.len() <= chunk {
+            chunks.resize(chunk + 1, None);
         }
-        all[index] = crc;
+        chunks[chunk].get_or_insert_with(|| vec![0; CHUNK].into())[place] = crc;
     }
+}
+
+/// Chunk, and place in it.
+const fn position(slot: SlotId) -> (usize, usize) {
+    (slot.0 as usize / CHUNK, slot.0 as usize % CHUNK)
 }
 
 /// The checksum of a block.
