@@ -5,6 +5,17 @@
 //! evict it and when it is visible is the business of the `kvbm` crate, which holds the titles to the slots
 //! of a [`CopyOp`] from its submission until its completion.
 //!
+//! | region | slots lie in | reached by |
+//! |---|---|---|
+//! | [`DramRegion`] | memory: the host tier, or an emulated device | [`MemcpyBackend`] |
+//! | [`DiskRegion`] | slot files, one per directory | [`UringBackend`], [`ThreadsBackend`] |
+//! | [`object`] | segments in an object store | its own backend |
+//!
+//! [`Verified`] around a backend checksums what leaves memory and verifies what returns. [`FramePool`] mints
+//! a [`Frame`], the sole title, for each slot; whoever has one may read and write the slot's memory.
+//! With the feature `testing`, the module of that name offers doubles of all this and the suite that a new
+//! backend must pass.
+//!
 //! This is the only crate of the workspace with `unsafe` code.
 
 #![deny(unsafe_op_in_unsafe_fn)]

@@ -18,6 +18,8 @@ use crate::memory::Memory;
 /// The most that the kernel registers as one buffer.
 pub(super) const MAX_BUFFER: usize = 1 << 30;
 const MAX_DEPTH: u32 = 4096;
+/// Blocks of so many bytes together are reported before the ring is looked after again.
+const REPORT_BYTES: usize = 256 << 10;
 /// Marks the completion of the poll of the wake-up event.
 const WAKE: u64 = u64::MAX;
 
@@ -41,7 +43,7 @@ pub(super) struct Ring {
     flights: Vec<Option<Flight>>,
     grounded: Vec<u32>,
     /// Ended, not yet reported.
-    landed: Vec<(Report, Result<(), CopyError>)>,
+    landed: VecDeque<(Report, Result<(), CopyError>)>,
 }
 
 struct Order {
@@ -73,7 +75,8 @@ pub(super) fn probe() -> io::Result<()> {
 
 /// Kernels before 6.1 refuse the flags that spare interrupts of the ring's thread.
 fn build(entries: u32) -> io::Result<IoUring> {
-    match IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries) {
+    let mut modern = IoUring::builder();
+    match modern.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().build(entries) {
         Err(error) if error.kind() == ErrorKind::InvalidInput => IoUring::new(entries),
         result => result,
     }
@@ -101,7 +104,7 @@ impl Ring {
             waiting: VecDeque::new(),
             flights: std::iter::repeat_with(|| None).take(depth as usize).collect(),
             grounded: (0..depth).rev().collect(),
-            landed: Vec::new(),
+            landed: VecDeque::new(),
         })
     }
 
@@ -117,7 +120,6 @@ impl Ring {
                     self.enter(1);
                 }
             } else {
-                // The kernel works on while completions are reported: verifying a block takes time.
                 self.enter(0);
                 self.report();
             }
@@ -159,7 +161,7 @@ impl Ring {
         {
             match Transfer::of(&op, &*self.memory, &self.disk) {
                 Ok(transfer) => self.launch_one(Flight { transfer, report }),
-                Err(error) => self.landed.push((report, Err(error))),
+                Err(error) => self.landed.push_back((report, Err(error))),
             }
         }
     }
@@ -225,12 +227,15 @@ impl Ring {
             self.grounded.push(number);
             let moved = usize::try_from(event.result())
                 .map_err(|_| io::Error::from_raw_os_error(event.result().saturating_neg()));
-            self.landed.push((flight.report, flight.transfer.outcome(moved)));
+            self.landed.push_back((flight.report, flight.transfer.outcome(moved)));
         }
     }
 
+    /// Reports a few completions. Whoever receives them may verify the block, which takes time: the kernel
+    /// must not run out of work meanwhile.
     fn report(&mut self) {
-        for (Report { index, done }, result) in self.landed.drain(..) {
+        let count = self.landed.len().min((REPORT_BYTES / self.memory.stride()).max(1));
+        for (Report { index, done }, result) in self.landed.drain(..count) {
             done.complete(index, result);
         }
     }
