@@ -91,10 +91,7 @@ impl Manager {
 
     /// Pins the leading blocks of `chain` in every tier that holds any, and counts as their use.
     pub fn lease<'a>(&self, chain: impl Into<Chain<'a>>) -> Lease {
-        let chain = chain.into();
-        let grip = self.core.table().lease(chain);
-        self.core.metrics().requested(chain.len(), grip.held());
-        Lease::new(Arc::clone(&self.core), grip)
+        self.core.lease(chain.into())
     }
 
     /// Brings what the lease holds in any tier onto the device. The answer's lease holds it there.
@@ -269,10 +266,9 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        let Some((run, frames)) = self.run.take() else { return };
-        let mut table = self.core.table();
-        frames.into_iter().enumerate().for_each(|(entry, frame)| table.failed(run, entry, frame));
-        table.close(run, None);
+        if let Some((run, frames)) = self.run.take() {
+            self.core.abandon(run, frames);
+        }
     }
 }
 

@@ -40,6 +40,7 @@ use self::flow::{Flow, Outline};
 use self::lane::{Lanes, Limits};
 use self::order::{Bounce, Order};
 use crate::clock::Clock;
+use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::metrics::Metrics;
 use crate::sync::{Mutex, MutexGuard};
@@ -152,10 +153,22 @@ impl Core {
         &self.metrics
     }
 
+    /// Staging slots that no copy uses.
+    pub fn idle_staging(&self) -> usize {
+        self.staging.lock().len()
+    }
+
     /// Blocks that wait on a route, and batches in flight there.
     pub(crate) fn traffic(&self, route: kvbm_tiers::Route) -> (usize, usize) {
         let lanes = self.lanes.lock();
         (lanes.waiting(route), lanes.in_flight(route))
+    }
+
+    /// Pins the leading blocks of `chain` in every tier that holds any, and counts as their use.
+    pub fn lease(self: &Arc<Self>, chain: Chain<'_>) -> Lease {
+        let grip = self.table().lease(chain);
+        self.metrics.requested(chain.len(), grip.held());
+        Lease::new(Arc::clone(self), grip)
     }
 
     /// Makes the leading blocks of a leased chain resident in `to`: as many as the lease holds anywhere, as
@@ -278,8 +291,9 @@ impl Core {
         self.launch(&flow, orders);
     }
 
-    /// Publishes blocks that were written in place, as the last part of their chain in `to`.
-    pub(crate) fn publish(
+    /// Publishes blocks that were written in place, as the last part of their chain in `to`: the run that the
+    /// table reserved behind `before` blocks, the last of which is `behind`.
+    pub fn publish(
         self: &Arc<Self>,
         to: Tier,
         run: Option<(RunId, Vec<Frame>)>,
@@ -307,6 +321,16 @@ impl Core {
         self.announce(settled);
         self.finish_flow(&flow);
         ticket
+    }
+
+    /// Gives back reserved slots that will not be filled, and tells those who wait for their blocks.
+    pub fn abandon(self: &Arc<Self>, run: RunId, frames: Vec<Frame>) {
+        let mut table = self.table();
+        frames.into_iter().enumerate().for_each(|(entry, frame)| table.failed(run, entry, frame));
+        table.close(run, None);
+        let settled = table.take_settled();
+        drop(table);
+        self.announce(settled);
     }
 
     fn launch(self: &Arc<Self>, flow: &Arc<Flow>, orders: Vec<Order>) {
