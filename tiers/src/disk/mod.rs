@@ -110,6 +110,5 @@ impl DiskRegion {
     }
 }
 
-
 #[cfg(test)]
 mod tests;
