@@ -153,6 +153,10 @@ impl Forest for Tier<'_> {
     fn parent(&self, block: BlockId) -> Option<BlockId> {
         self.workload.parent(block)
     }
+
+    fn key(&self, block: BlockId) -> u64 {
+        u64::from(block.0)
+    }
 }
 
 #[cfg(test)]

@@ -213,4 +213,9 @@ impl Forest for Structure<'_> {
         let parent = self.records.at(self.slots[block.0 as usize].record).parent()?;
         Some(BlockId(self.records.at(parent).slot(self.tier).0))
     }
+
+    fn key(&self, block: BlockId) -> u64 {
+        let key = self.records.at(self.slots[block.0 as usize].record).key();
+        key.hash as u64 ^ u64::from(key.group)
+    }
 }

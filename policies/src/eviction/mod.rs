@@ -61,6 +61,8 @@ pub trait Forest {
     fn standing(&self, block: BlockId) -> Standing;
     /// The block before `block` in its chain; `None` at a root.
     fn parent(&self, block: BlockId) -> Option<BlockId>;
+    /// Names the content of `block`: the same whenever the block returns, whatever its id is then.
+    fn key(&self, block: BlockId) -> u64;
 }
 
 /// An eviction policy of one tier. Victims are leaves, always.
