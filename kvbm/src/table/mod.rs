@@ -337,9 +337,11 @@ impl Table {
         self.tier_mut(tier).pool.settle(loan);
     }
 
-    /// Takes back a title whose slot something may still write to.
+    /// Takes in a title that was never the table's own and whose slot something may still write to: a lost
+    /// staging slot. It counts as a slot of its tier from now on.
     pub fn lose(&mut self, frame: Frame) {
         if let Some(held) = &mut self.tiers[frame.tier().index()] {
+            held.total += 1;
             held.pool.lose(frame);
         }
     }
