@@ -1,10 +1,10 @@
 //! What nobody asks for but must happen: flushing dirty blocks, and writing off copies that never end.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use kvbm_tiers::{CopyError, CopyErrorKind, Route, Tier};
+use kvbm_tiers::Tier;
 
 use super::Core;
 use crate::sync::Mutex;
@@ -35,50 +35,6 @@ impl Flushing {
     }
 }
 
-/// One circuit breaker per tier: a store that is down or full is left alone for a while, so that requests
-/// do not queue up behind its time-outs.
-#[derive(Debug)]
-pub(super) struct Breakers {
-    origin: Instant,
-    /// Milliseconds since `origin` until which the tier is left alone, and how often in a row it failed.
-    tiers: [(AtomicU64, AtomicU64); Tier::COUNT],
-}
-
-impl Default for Breakers {
-    fn default() -> Self {
-        Self { origin: Instant::now(), tiers: Default::default() }
-    }
-}
-
-impl Breakers {
-    const FIRST_PAUSE_MS: u64 = 500;
-    const LONGEST_DOUBLING: u64 = 6;
-
-    fn now_ms(&self) -> u64 {
-        self.origin.elapsed().as_millis() as u64
-    }
-
-    /// Whether the tier is to be left alone.
-    pub(super) fn is_open(&self, tier: Tier) -> bool {
-        self.tiers[tier.index()].0.load(Ordering::Relaxed) > self.now_ms()
-    }
-
-    /// Learns from a copy that ended. The lower tier of its route is the one that may be down.
-    pub(super) fn learn(&self, route: Route, result: &Result<(), CopyError>) {
-        let (until, failures) = &self.tiers[route.0.max(route.1).index()];
-        match result {
-            Err(error) if matches!(error.kind(), CopyErrorKind::Unavailable | CopyErrorKind::NoSpace) => {
-                if until.load(Ordering::Relaxed) <= self.now_ms() {
-                    let doublings = failures.fetch_add(1, Ordering::Relaxed).min(Self::LONGEST_DOUBLING);
-                    until.store(self.now_ms() + (Self::FIRST_PAUSE_MS << doublings), Ordering::Relaxed);
-                }
-            }
-            Err(_) => {}
-            Ok(()) => failures.store(0, Ordering::Relaxed),
-        }
-    }
-}
-
 impl Core {
     /// Most blocks that one flush may have in flight: enough to keep the route busy, few enough that loads
     /// soon get through.
@@ -103,7 +59,7 @@ impl Core {
     /// Starts to flush `from` if that is due, or in any case if `all`.
     fn flush(self: &Arc<Self>, from: Tier, all: bool) {
         let Some(to) = self.table().flushes_to(from) else { return };
-        if self.breakers.is_open(to) {
+        if !self.breakers.can_write(to) {
             let waived = self.table().waive_all(from);
             return self.metrics.flushes_waived(from, waived);
         }

@@ -160,8 +160,5 @@ fn close_runs(table: &mut Table, flow: &Flow, lease: &mut Lease) -> usize {
         }
         _ => {}
     }
-    for &key in flow.keys.iter().skip(copied) {
-        table.waive_flush_into(flow.dest, key);
-    }
     copied
 }

@@ -43,8 +43,6 @@ pub(super) struct Flow {
     pub(super) refused: usize,
     /// The last of these; it may be on the way in another flow.
     pub(super) behind: Option<BlockKey>,
-    /// The blocks, where somebody must be told of each that did not arrive.
-    pub(super) keys: Vec<BlockKey>,
     /// Orders that have not ended.
     left: AtomicUsize,
     /// What the end needs; taken by it.
@@ -74,16 +72,15 @@ pub(super) struct Outline {
     pub(super) orders: usize,
     pub(super) refused: usize,
     pub(super) behind: Option<BlockKey>,
-    pub(super) keys: Vec<BlockKey>,
 }
 
 impl Flow {
     pub(super) fn start(outline: Outline, lease: Lease) -> (Arc<Self>, Ticket<Brought>) {
         let (report, ticket) = oneshot::channel();
-        let Outline { class, dest, run, promotion, before, orders, refused, behind, keys } = outline;
+        let Outline { class, dest, run, promotion, before, orders, refused, behind } = outline;
         let left = AtomicUsize::new(orders);
         let end = Mutex::new(Some(End { lease, report }));
-        let flow = Self { class, dest, run, promotion, before, orders, refused, behind, keys, left, end };
+        let flow = Self { class, dest, run, promotion, before, orders, refused, behind, left, end };
         (Arc::new(flow), Ticket::new(ticket))
     }
 

@@ -10,6 +10,7 @@
 //! | `order` | one block on its way, with its titles |
 //! | `lane` | queues per route and class; what goes next |
 //! | `batch` | what the hardware works on; time-outs |
+//! | `breaker` | tiers that are down or full are left alone for a while |
 //! | `flow` | the orders of one request; its ticket |
 //! | `executor` | which backend serves which route |
 //! | `complete` | what happens when a copy ends |
@@ -20,6 +21,7 @@
 
 mod background;
 mod batch;
+mod breaker;
 mod complete;
 mod executor;
 mod flow;
@@ -34,8 +36,9 @@ use std::time::Duration;
 use dashmap::DashMap;
 use kvbm_tiers::{BlockKey, Done, Frame, SlotRef, Tier};
 
-use self::background::{Breakers, Flushing};
+use self::background::Flushing;
 use self::batch::Batches;
+use self::breaker::Breakers;
 use self::flow::{Flow, Outline};
 use self::lane::{Lanes, Limits};
 use self::order::{Bounce, Order};
@@ -205,7 +208,6 @@ impl Core {
             orders: frames.len(),
             refused: refused + no_room,
             behind,
-            keys: Vec::new(),
         };
         let (flow, ticket) = Flow::start(outline, lease);
         let orders = way.iter().zip(frames).zip(bounces).enumerate();
@@ -226,7 +228,7 @@ impl Core {
     fn shorten(&self, class: Class, to: Tier, missing: &mut Missing) -> usize {
         let all = missing.blocks.len();
         let readable =
-            missing.blocks.iter().take_while(|(_, from)| !self.breakers.is_open(from.tier)).count();
+            missing.blocks.iter().take_while(|(_, from)| self.breakers.can_read(from.tier)).count();
         missing.blocks.truncate(readable);
         if class != Class::Load {
             let lanes = self.lanes.lock();
@@ -278,7 +280,6 @@ impl Core {
             orders: copies.len(),
             refused: 0,
             behind,
-            keys: copies.iter().map(|&(key, ..)| key).collect(),
         };
         let (flow, ticket) = Flow::start(outline, Lease::new(Arc::clone(self), grip));
         drop(ticket);
@@ -309,7 +310,6 @@ impl Core {
             orders: run.as_ref().map_or(0, |(_, frames)| frames.len()),
             refused: 0,
             behind,
-            keys: Vec::new(),
         };
         let (flow, ticket) = Flow::start(outline, lease);
         let mut table = self.table();

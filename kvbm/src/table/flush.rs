@@ -137,13 +137,6 @@ impl Table {
         }
     }
 
-    /// Lets the tiers above `to` evict a block although `to` lacks it: the flush failed or was not admitted.
-    pub fn waive_flush_into(&mut self, to: Tier, key: BlockKey) {
-        if let Some(record) = self.find(key) {
-            self.waive_above(to, record);
-        }
-    }
-
     /// Waives all waiting flushes of `tier`; answers how many blocks that were.
     pub fn waive_all(&mut self, tier: Tier) -> usize {
         let Some(to) = self.tiers[tier.index()].as_ref().and_then(|held| held.flush_to) else { return 0 };

@@ -321,6 +321,7 @@ impl Table {
                 doomed.extend(self.cut_waiting(tier, record));
                 self.tell(tier, record);
                 self.records.at_mut(record).leave(tier);
+                self.waive_above(tier, record);
                 self.forget_if_nowhere(record);
             }
             self.close_if_detached(id);

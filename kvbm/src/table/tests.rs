@@ -1,7 +1,7 @@
 //! Random histories of a small table, with every invariant checked after every step.
 
 use kvbm_policies::eviction::EvictionKind;
-use kvbm_tiers::{BlockKey, Frame, FramePool, Tier};
+use kvbm_tiers::{Frame, FramePool, Tier};
 use proptest::prelude::*;
 
 use super::{FlushRun, Grip, Match, RunId, Table, TierSpec};
@@ -60,8 +60,6 @@ struct Work {
     run: RunId,
     frames: Vec<(usize, Frame)>,
     grip: Option<Grip>,
-    /// For a flush: where to, and which blocks.
-    flushed: Vec<(Tier, BlockKey)>,
 }
 
 struct History {
@@ -101,20 +99,14 @@ impl History {
     fn reserve(&mut self, tier: Tier, n: u8) {
         let hashes = chain(n);
         if let Some((run, frames)) = self.table.reserve(tier, Chain::from(&hashes)).run {
-            self.works.push(Work {
-                run,
-                frames: frames.into_iter().enumerate().collect(),
-                grip: None,
-                flushed: Vec::new(),
-            });
+            self.works.push(Work { run, frames: frames.into_iter().enumerate().collect(), grip: None });
         }
     }
 
     fn flush(&mut self, tier: Tier, blocks: usize) {
         for FlushRun { run, grip, copies, .. } in self.table.take_flush(tier, blocks) {
-            let flushed = copies.iter().map(|(key, _, to)| (to.tier(), *key)).collect();
             let frames = copies.into_iter().map(|(_, _, frame)| frame).enumerate().collect();
-            self.works.push(Work { run, frames, grip: Some(grip), flushed });
+            self.works.push(Work { run, frames, grip: Some(grip) });
         }
     }
 
@@ -135,10 +127,7 @@ impl History {
         }
         if self.works[which].frames.is_empty() {
             let work = self.works.swap_remove(which);
-            let published = self.table.close(work.run, None);
-            for (to, key) in work.flushed.into_iter().skip(published) {
-                self.table.waive_flush_into(to, key);
-            }
+            self.table.close(work.run, None);
             work.grip.into_iter().for_each(|grip| self.table.release(grip));
         }
     }
