@@ -1,2 +1,156 @@
 //! The `kvbm` command.
-fn main() {}
+//!
+//! | module | holds |
+//! |---|---|
+//! | `replay`, `demo`, `plan`, `config`, `doctor`, `bench` | the subcommands |
+//! | `engine` | serves requests through a manager; what replay and demo share |
+//! | `pattern` | contents of blocks, generated and checked |
+//! | `trace` | reads request traces |
+//! | `scratch` | directories and prefixes that last as long as a command |
+//! | `stop` | Ctrl-C |
+//! | `metrics` | the endpoint for Prometheus |
+//! | `progress`, `output`, `failure` | what users see: bars, tables and JSON, errors and exit codes |
+//!
+//! Results go to standard output, everything else to standard error. Exit codes: 0 done, 1 a result that must
+//! not be, 2 the input, the settings or the system need a change, 130 interrupted.
+#![forbid(unsafe_code)]
+
+mod bench;
+mod config;
+mod demo;
+mod doctor;
+mod engine;
+mod failure;
+mod metrics;
+mod output;
+mod pattern;
+mod plan;
+mod progress;
+mod replay;
+mod scratch;
+mod stop;
+mod trace;
+
+use std::io;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand};
+use kvbm_settings::{Loaded, Loader, SettingsError};
+use tracing_subscriber::EnvFilter;
+
+use crate::failure::Failure;
+
+/// A KV block manager for LLM inference: keeps the KV cache of past prompts in device, host, disk and object
+/// tiers.
+///
+/// Settings come from --config or `DYN_KVBM_CONFIG` (TOML), `DYN_KVBM_*` variables and options, each of which
+/// overrides the one before.
+#[derive(Debug, Parser)]
+#[command(name = "kvbm", version, max_term_width = 110)]
+struct Cli {
+    #[command(flatten)]
+    global: Global,
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// What every command takes.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Options of every command")]
+struct Global {
+    /// Settings file (TOML), instead of the one that `DYN_KVBM_CONFIG` names
+    #[arg(long, global = true, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Print the result as one JSON object
+    #[arg(long, global = true)]
+    json: bool,
+    /// Log what happens to standard error; twice for more
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    verbose: u8,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Show a generated chat moving through all four tiers: no arguments, no network, less than a minute
+    Demo,
+    /// Replay a request trace through real tiers and check every byte that comes back
+    Replay(Box<replay::ReplayArgs>),
+    /// Predict the hit rate of policies and capacities for a trace, without moving a byte
+    Plan(plan::PlanArgs),
+    /// Show the effective settings and where each came from
+    Config,
+    /// Check what this machine offers and what the settings would use
+    Doctor,
+    /// Measure
+    #[command(subcommand)]
+    Bench(bench::Bench),
+}
+
+impl Command {
+    fn run(self, global: &Global) -> Result<(), Failure> {
+        match self {
+            Self::Demo => demo::run(global),
+            Self::Replay(args) => replay::run(*args, global),
+            Self::Plan(args) => plan::run(&args, global),
+            Self::Config => config::run(global),
+            Self::Doctor => doctor::run(global),
+            Self::Bench(bench) => bench.run(global),
+        }
+    }
+}
+
+impl Global {
+    /// All sources of settings but the command's own options.
+    fn loader(&self) -> Result<Loader, SettingsError> {
+        let loader = Loader::from_process()?;
+        Ok(match &self.config {
+            Some(path) => loader.file(path),
+            None => loader,
+        })
+    }
+
+    /// The settings as `adapt` completes them. Says once what was given and has no effect yet.
+    fn load(&self, adapt: impl FnOnce(Loader) -> Loader) -> Result<Loaded, SettingsError> {
+        let loaded = adapt(self.loader()?).load()?;
+        loaded.accepted.iter().for_each(|accepted| tracing::warn!("{accepted}"));
+        Ok(loaded)
+    }
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    log_to_stderr(cli.global.verbose);
+    match cli.command.run(&cli.global) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("kvbm: {failure}");
+            failure.exit_code()
+        }
+    }
+}
+
+/// `RUST_LOG`, where it is set, has the last word on what is logged.
+fn log_to_stderr(verbose: u8) {
+    let level = ["warn", "info", "debug"][usize::from(verbose.min(2))];
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        .with_ansi(output::is_lively(&io::stderr()))
+        .without_time()
+        .with_target(verbose > 1)
+        .init();
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+}

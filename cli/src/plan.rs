@@ -1,11 +1,48 @@
 //! `kvbm plan`: the hit rate that a policy would reach at a capacity, by simulation alone.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use clap::Args;
 use kvbm_policies::{Policy, Workload};
 use serde::Serialize;
 
+use crate::Global;
+use crate::failure::Failure;
+use crate::output;
 use crate::trace::{TraceError, TraceReader};
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanArgs {
+    /// Trace in the Mooncake format: JSON lines, plain, gzip or zstd
+    trace: PathBuf,
+    /// Capacities to try, in blocks of 512 tokens
+    #[arg(long, value_name = "BLOCKS", value_delimiter = ',', default_value = "1000,5000,10000,30000")]
+    capacity: Vec<u32>,
+    /// Policies to try; belady knows the future and serves as a bound
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "lru,belady")]
+    eviction: Vec<String>,
+}
+
+pub(crate) fn run(args: &PlanArgs, global: &Global) -> Result<(), Failure> {
+    global.load(|loader| loader)?;
+    let policies = args.eviction.iter().map(|name| name.parse()).collect::<Result<Vec<Policy>, _>>()?;
+    let plan = plan(&args.trace, &args.capacity, &policies)?;
+    plan.notes.iter().for_each(|note| eprintln!("note: {note}"));
+    if global.json { output::print_json(&plan) } else { output::print(&table(&plan.rows, &args.capacity)) }
+}
+
+/// A line for each capacity, a column for each policy.
+fn table(rows: &[Row], capacities: &[u32]) -> String {
+    let policies: Vec<_> = rows.iter().step_by(capacities.len().max(1)).map(|row| row.eviction).collect();
+    let titles: Vec<_> = ["capacity (blocks)"].into_iter().chain(policies).collect();
+    let mut table = output::table(&titles, 0);
+    for (line, &capacity) in capacities.iter().enumerate() {
+        let rates = rows.iter().skip(line).step_by(capacities.len());
+        let rates = rates.map(|row| format!("{:.2} %", row.token_hit_rate * 100.0));
+        table.add_row([output::count(capacity.into())].into_iter().chain(rates).collect::<Vec<_>>());
+    }
+    format!("Token hit rate\n{}", table.trim_fmt())
+}
 
 /// What a plan found. Serialises to the command's JSON.
 #[derive(Debug, Serialize)]
@@ -73,8 +110,6 @@ fn notes(workload: &Workload, capacities: &[u32], out_of_order: u64) -> Vec<Stri
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
-
     use super::*;
 
     /// The published figures in per cent, by policy and capacity, of the two traces.

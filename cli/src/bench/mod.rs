@@ -1,0 +1,42 @@
+//! `kvbm bench`: what this machine does with the block table and the tiers.
+
+pub(crate) mod table;
+
+use clap::Subcommand;
+
+use crate::Global;
+use crate::failure::Failure;
+use crate::output;
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Bench {
+    /// Time the block table: match, cycle, memory
+    Table(table::TableArgs),
+}
+
+impl Bench {
+    pub(crate) fn run(&self, global: &Global) -> Result<(), Failure> {
+        global.load(|loader| loader)?;
+        match self {
+            Self::Table(args) => {
+                let report = table::run(args);
+                if global.json { output::print_json(&report) } else { output::print(&table_text(&report)) }
+            }
+        }
+    }
+}
+
+fn table_text(report: &table::TableReport) -> String {
+    let blocks = output::count(report.blocks.into());
+    let mut table = output::table(&[&format!("table of {blocks} blocks"), "median", "unit"], 1);
+    let rows = [
+        ("match of 8,192 blocks", report.match_8192_us, "µs"),
+        ("match of 288 blocks", report.match_288_us, "µs"),
+        ("evict, allocate, publish, release", report.cycle_ns_per_block, "ns per block"),
+        ("memory, resident in four tiers", report.bytes_per_block, "bytes per block"),
+    ];
+    for (what, median, unit) in rows {
+        table.add_row([what, &format!("{median:.1}"), unit]);
+    }
+    table.trim_fmt()
+}

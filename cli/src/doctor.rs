@@ -1,0 +1,263 @@
+//! `kvbm doctor`: what this machine offers, and what the settings would make of it.
+
+use std::fs;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::thread::available_parallelism;
+
+use kvbm::{Manager, Options, Tier};
+use kvbm_settings::{Capacity, Settings};
+use kvbm_tiers::UringBackend;
+use rustix::fs::OFlags;
+use rustix::process::{Resource, getrlimit, getuid};
+use serde::Serialize;
+use tokio::runtime::Runtime;
+
+use crate::Global;
+use crate::failure::{Failure, with_causes};
+use crate::output;
+use crate::scratch::Scratch;
+use crate::stop;
+
+/// Serialises to the command's JSON.
+#[derive(Debug, Serialize)]
+struct Examination {
+    machine: Vec<Check>,
+    tiers: Vec<Check>,
+    routes: Vec<Check>,
+}
+
+/// Something that is there, or why not.
+#[derive(Debug, Serialize)]
+struct Check {
+    name: String,
+    #[serde(flatten)]
+    state: State,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(tag = "state", rename_all = "lowercase")]
+enum State {
+    Ready {
+        detail: String,
+    },
+    Unavailable {
+        /// Why, and how to get it.
+        detail: String,
+    },
+}
+
+use State::{Ready, Unavailable};
+
+impl Check {
+    fn ready(name: impl Into<String>, detail: impl Into<String>) -> Self {
+        Self { name: name.into(), state: Ready { detail: detail.into() } }
+    }
+
+    fn unavailable(name: impl Into<String>, detail: impl Into<String>) -> Self {
+        Self { name: name.into(), state: Unavailable { detail: detail.into() } }
+    }
+}
+
+pub(crate) fn run(global: &Global) -> Result<(), Failure> {
+    let settings = global.load(|loader| loader)?.settings;
+    let runtime = stop::runtime()?;
+    let tiers: Vec<_> = configured(&settings).map(|tier| try_tier(&runtime, &settings, tier)).collect();
+    let ready = tiers.iter().filter(|(_, check)| matches!(check.state, Ready { .. })).map(|(tier, _)| *tier);
+    let routes = try_routes(&runtime, &settings, &ready.collect::<Vec<_>>());
+    let tiers = tiers.into_iter().map(|(_, check)| check).collect();
+    let examination = Examination { machine: machine(&settings), tiers, routes };
+    if global.json { output::print_json(&examination) } else { output::print(&examination.to_text()) }
+}
+
+impl Examination {
+    fn to_text(&self) -> String {
+        let none = "no tier is set up; give sizes such as DYN_KVBM_CPU_CACHE_GB and DYN_KVBM_BLOCK_BYTES";
+        let sections = [
+            ("Machine", &self.machine, ""),
+            ("Tiers of these settings, each tried with one block", &self.tiers, none),
+            ("Routes", &self.routes, "none"),
+        ];
+        let sections = sections.map(|(title, checks, otherwise)| section(title, checks, otherwise));
+        sections.join("\n\n")
+    }
+}
+
+fn section(title: &str, checks: &[Check], otherwise: &str) -> String {
+    if checks.is_empty() {
+        return format!("{title}: {otherwise}");
+    }
+    let mut table = output::table(&[title, "state"], usize::MAX);
+    for Check { name, state } in checks {
+        let state = match state {
+            Ready { detail } => format!("ready: {detail}"),
+            Unavailable { detail } => format!("unavailable: {detail}"),
+        };
+        table.add_row([name, &state]);
+    }
+    table.trim_fmt()
+}
+
+fn machine(settings: &Settings) -> Vec<Check> {
+    let uname = rustix::system::uname();
+    let kernel = format!("{} {}", uname.sysname().to_string_lossy(), uname.release().to_string_lossy());
+    let cpus = available_parallelism().map_or_else(|error| error.to_string(), |cpus| cpus.to_string());
+    let mut checks = vec![
+        Check::ready("kernel", kernel),
+        Check::ready("CPUs", cpus),
+        memory(settings),
+        huge_pages(),
+        locked_memory(settings),
+        io_uring(),
+    ];
+    checks.extend(settings.disk.dirs.iter().map(|dir| direct_io(dir)));
+    checks.push(Check::unavailable(
+        "GPU",
+        "this build has no GPU backend; the device tier is emulated in host memory",
+    ));
+    checks
+}
+
+/// Bytes that the tiers in memory will take.
+fn memory_wanted(settings: &Settings) -> u64 {
+    let block_bytes = settings.block_bytes.unwrap_or_default();
+    let tiers = [settings.device.capacity, settings.host.capacity].into_iter().flatten();
+    tiers.map(|capacity| capacity.blocks(block_bytes).saturating_mul(block_bytes)).sum()
+}
+
+fn memory(settings: &Settings) -> Check {
+    let wanted = memory_wanted(settings);
+    let Some(available) = available_memory() else {
+        return Check::unavailable("memory", "/proc/meminfo does not tell how much there is");
+    };
+    let detail =
+        format!("{} available, {} wanted by the settings", output::bytes(available), output::bytes(wanted));
+    if wanted <= available {
+        return Check::ready("memory", detail);
+    }
+    let remedy = "lower host.capacity (DYN_KVBM_CPU_CACHE_GB) or device.capacity (DYN_KVBM_DEVICE_CACHE_GB)";
+    Check::unavailable("memory", format!("{detail}; {remedy}"))
+}
+
+fn available_memory() -> Option<u64> {
+    let report = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = report.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib << 10)
+}
+
+fn huge_pages() -> Check {
+    const SWITCH: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
+    let remedy = format!("as root: echo madvise > {SWITCH}");
+    match fs::read_to_string(SWITCH) {
+        Ok(modes) if modes.contains("[never]") => {
+            Check::unavailable("huge pages", format!("switched off; {remedy}"))
+        }
+        Ok(modes) => Check::ready("huge pages", modes.trim()),
+        Err(error) => Check::unavailable("huge pages", format!("{SWITCH}: {error}; the kernel lacks them")),
+    }
+}
+
+fn locked_memory(settings: &Settings) -> Check {
+    let name = "locked memory";
+    let wanted = memory_wanted(settings);
+    match getrlimit(Resource::Memlock).current {
+        None => Check::ready(name, "unlimited"),
+        Some(limit) if getuid().is_root() => {
+            Check::ready(name, format!("{}, which does not bind root", output::bytes(limit)))
+        }
+        Some(limit) if limit >= wanted => Check::ready(name, output::bytes(limit)),
+        Some(limit) => {
+            let (limit, wanted) = (output::bytes(limit), output::bytes(wanted));
+            let remedy = "raise `ulimit -l`, or LimitMEMLOCK of the service";
+            Check::unavailable(
+                name,
+                format!("{limit}, less than the {wanted} of the tiers in memory; {remedy}"),
+            )
+        }
+    }
+}
+
+fn io_uring() -> Check {
+    match UringBackend::probe() {
+        Ok(()) => Check::ready("io_uring", "the kernel grants a ring"),
+        Err(error) => Check::unavailable("io_uring", with_causes(&error)),
+    }
+}
+
+fn direct_io(dir: &Path) -> Check {
+    let name = format!("O_DIRECT in {}", dir.display());
+    let file = match tempfile::Builder::new().prefix("kvbm-doctor-").tempfile_in(dir) {
+        Ok(file) => file,
+        Err(error) => return Check::unavailable(name, format!("{error}; choose another disk.dirs")),
+    };
+    let direct = OFlags::DIRECT.bits().cast_signed();
+    match fs::OpenOptions::new().read(true).custom_flags(direct).open(file.path()) {
+        Ok(_) => Check::ready(name, "the file system bypasses the page cache"),
+        Err(error) => {
+            let remedy = "I/O will be buffered; use ext4 or XFS on a local drive";
+            Check::unavailable(name, format!("{error}; {remedy}"))
+        }
+    }
+}
+
+fn configured(settings: &Settings) -> impl Iterator<Item = Tier> + use<> {
+    let is_present = [
+        settings.device.capacity.is_some(),
+        settings.host.capacity.is_some(),
+        settings.disk.capacity.is_some(),
+        settings.object.url.is_some(),
+    ];
+    Tier::ALL.into_iter().zip(is_present).filter_map(|(tier, is_present)| is_present.then_some(tier))
+}
+
+fn try_tier(runtime: &Runtime, settings: &Settings, tier: Tier) -> (Tier, Check) {
+    let opened = open(runtime, miniature(settings, &[tier]));
+    let check = match opened {
+        Ok(_) => Check::ready(tier.name(), place(settings, tier)),
+        Err(failure) => Check::unavailable(tier.name(), failure.to_string()),
+    };
+    (tier, check)
+}
+
+fn try_routes(runtime: &Runtime, settings: &Settings, tiers: &[Tier]) -> Vec<Check> {
+    match open(runtime, miniature(settings, tiers)) {
+        Ok(routes) => routes,
+        Err(failure) => vec![Check::unavailable("all", failure.to_string())],
+    }
+}
+
+/// Opens the tiers and lists their routes.
+fn open(runtime: &Runtime, mut settings: Settings) -> Result<Vec<Check>, Failure> {
+    let _scratch = Scratch::divert(&mut settings)?;
+    let manager = runtime.block_on(Manager::open(settings, Options::default()))?;
+    let routes = manager.routes().iter();
+    Ok(routes.map(|route| Check::ready(format!("{} → {}", route.from, route.to), &route.backend)).collect())
+}
+
+/// The settings with these tiers alone, each as small as it can be.
+fn miniature(settings: &Settings, tiers: &[Tier]) -> Settings {
+    let one = |tier| tiers.contains(&tier).then_some(Capacity::Blocks(1));
+    let mut small = settings.clone();
+    small.device.capacity = one(Tier::Device);
+    small.host.capacity = one(Tier::Host);
+    small.host.staging_blocks = 1;
+    small.disk.capacity = one(Tier::Disk).map(|_| Capacity::Blocks(settings.disk.dirs.len() as u64));
+    small.object.url = settings.object.url.clone().filter(|_| tiers.contains(&Tier::Object));
+    small.object.capacity = None;
+    small
+}
+
+fn place(settings: &Settings, tier: Tier) -> String {
+    let size =
+        |capacity: Option<Capacity>| capacity.map_or_else(|| "unlimited".to_owned(), |size| size.to_string());
+    match tier {
+        Tier::Device => format!("{}, emulated in host memory", size(settings.device.capacity)),
+        Tier::Host => size(settings.host.capacity),
+        Tier::Disk => {
+            let dirs: Vec<_> = settings.disk.dirs.iter().map(|dir| dir.display().to_string()).collect();
+            format!("{} in {}", size(settings.disk.capacity), dirs.join(", "))
+        }
+        Tier::Object => format!("{}, the store answers", size(settings.object.capacity)),
+    }
+}

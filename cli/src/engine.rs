@@ -1,0 +1,450 @@
+//! An engine in miniature: serves requests through a manager, with patterns in place of KV.
+//!
+//! Per request: lease the chain, load what is held, check every byte of it, fill the rest, save. It is what
+//! `replay` does with a trace and `demo` with a generated chat.
+
+use std::ops::{AddAssign, Range};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use kvbm::table::SlotCounts;
+use kvbm::{
+    Allocation, BlockHash, Brought, Chain, ChainHasher, ErrorKind, Lease, Manager, ManualClock, Options,
+    Ticket, Tier,
+};
+use kvbm_policies::{BLOCK_TOKENS, Request};
+use kvbm_settings::Settings;
+use prometheus::Registry;
+use serde::Serialize;
+use tokio::runtime::Runtime;
+
+use crate::failure::Failure;
+use crate::pattern::Pattern;
+use crate::stop::Stop;
+use crate::trace::TraceError;
+
+/// How long one request waits for room before it goes on without.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Between two looks whether there is room.
+const PAUSE: Duration = Duration::from_micros(200);
+
+/// Tokens by the tier that had them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct HitTokens {
+    pub(crate) device: u64,
+    pub(crate) host: u64,
+    pub(crate) disk: u64,
+    pub(crate) object: u64,
+}
+
+impl HitTokens {
+    pub(crate) const fn of(&self, tier: Tier) -> u64 {
+        match tier {
+            Tier::Device => self.device,
+            Tier::Host => self.host,
+            Tier::Disk => self.disk,
+            Tier::Object => self.object,
+        }
+    }
+
+    const fn of_mut(&mut self, tier: Tier) -> &mut u64 {
+        match tier {
+            Tier::Device => &mut self.device,
+            Tier::Host => &mut self.host,
+            Tier::Disk => &mut self.disk,
+            Tier::Object => &mut self.object,
+        }
+    }
+
+    pub(crate) const fn total(&self) -> u64 {
+        self.device + self.host + self.disk + self.object
+    }
+}
+
+/// What serving requests came to.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Tally {
+    pub(crate) requests: u64,
+    pub(crate) prompt_tokens: u64,
+    pub(crate) hit_tokens: HitTokens,
+    /// Blocks read back from the device and compared, byte by byte.
+    pub(crate) blocks_verified: u64,
+    /// Those of them with a wrong byte.
+    pub(crate) mismatches: u64,
+    /// Blocks that were held but did not arrive; they were computed again.
+    pub(crate) failed_loads: u64,
+    /// Blocks whose save failed.
+    pub(crate) failed_saves: u64,
+    /// Times that a request found no room and waited.
+    pub(crate) full_waits: u64,
+    /// Blocks that went without saving because no room came up.
+    pub(crate) unsaved_blocks: u64,
+    /// Time that requests waited for their loads.
+    pub(crate) load_time: Duration,
+}
+
+impl AddAssign for Tally {
+    fn add_assign(&mut self, other: Self) {
+        self.requests += other.requests;
+        self.prompt_tokens += other.prompt_tokens;
+        for tier in Tier::ALL {
+            *self.hit_tokens.of_mut(tier) += other.hit_tokens.of(tier);
+        }
+        self.blocks_verified += other.blocks_verified;
+        self.mismatches += other.mismatches;
+        self.failed_loads += other.failed_loads;
+        self.failed_saves += other.failed_saves;
+        self.full_waits += other.full_waits;
+        self.unsaved_blocks += other.unsaved_blocks;
+        self.load_time += other.load_time;
+    }
+}
+
+/// Serves requests. Close it to have its memory, files and objects gone.
+#[derive(Debug)]
+pub(crate) struct Engine {
+    manager: Manager,
+    clock: Arc<ManualClock>,
+    hasher: ChainHasher,
+    tiers: Vec<Tier>,
+    /// Blocks on the device.
+    device_blocks: usize,
+    /// Where saves go, if anywhere.
+    below: Option<Tier>,
+    room: Room,
+    runtime: Runtime,
+    stop: Stop,
+}
+
+impl Engine {
+    /// Opens the tiers that `settings` name, on a clock that follows the requests' timestamps.
+    pub(crate) fn open(
+        settings: Settings,
+        registry: Registry,
+        runtime: Runtime,
+        stop: Stop,
+    ) -> Result<Self, Failure> {
+        let tiers = present(&settings);
+        let clock = Arc::new(ManualClock::default());
+        let options =
+            Options { registry, clock: Arc::clone(&clock) as _, block_tokens: u64::from(BLOCK_TOKENS) };
+        let manager = runtime.block_on(stop.or(Manager::open(settings, options)))??;
+        stop.check()?;
+        let below = tiers.iter().copied().find(|&tier| tier > Tier::Device);
+        let blocks = |tier| manager.counts(tier).total as usize;
+        let device_blocks = blocks(Tier::Device);
+        let room = Room::new(below.map_or(device_blocks, |below| blocks(below).min(device_blocks)));
+        // The ids of a trace are chained already; chaining them again makes that sure, whatever the trace says.
+        let hasher = ChainHasher::new(TOKENS_PER_ID, b"replay")?;
+        Ok(Self { manager, clock, hasher, tiers, device_blocks, below, room, runtime, stop })
+    }
+
+    /// Serves all `requests`, up to `concurrency` at a time and begun in their order. `observe` sees the tally
+    /// after each.
+    pub(crate) fn run(
+        &self,
+        requests: impl Iterator<Item = Result<Request, TraceError>> + Send,
+        concurrency: usize,
+        observe: impl Fn(&Request, &Tally) + Sync,
+    ) -> Result<Tally, Failure> {
+        let (requests, total) = (Mutex::new(requests), Mutex::new(Tally::default()));
+        let failed = AtomicBool::new(false);
+        let work = || -> Result<(), Failure> {
+            while !failed.load(Ordering::Relaxed)
+                && let Some((request, hashes, room)) = self.next(&requests)?
+            {
+                let tally = self.serve(&request, Chain::from(&hashes))?;
+                drop(room);
+                let mut total = lock(&total);
+                *total += tally;
+                observe(&request, &total);
+            }
+            Ok(())
+        };
+        let work = || work().inspect_err(|_| failed.store(true, Ordering::Relaxed));
+        std::thread::scope(|scope| {
+            let others: Vec<_> = (1..concurrency).map(|_| scope.spawn(work)).collect();
+            let own = work();
+            others.into_iter().fold(own, |outcome, other| {
+                let died = || Err(Failure::unexpected("a worker thread died"));
+                outcome.and(other.join().unwrap_or_else(|_| died()))
+            })
+        })?;
+        Ok(total.into_inner().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The next request, its chain and its right to fill so many blocks. Time moves to its timestamp.
+    fn next<'e>(
+        &'e self,
+        requests: &Mutex<impl Iterator<Item = Result<Request, TraceError>>>,
+    ) -> Result<Option<(Request, Vec<BlockHash>, Admission<'e>)>, Failure> {
+        let mut requests = lock(requests);
+        self.stop.check()?;
+        let Some(request) = requests.next().transpose()? else { return Ok(None) };
+        let hashes = self.hashes(&request);
+        let admission = self.room.admit(hashes.len());
+        self.clock.advance_to(request.timestamp_ms);
+        self.manager.tick();
+        Ok(Some((request, hashes, admission)))
+    }
+
+    /// The request's blocks, as far as the device can hold them.
+    fn hashes(&self, request: &Request) -> Vec<BlockHash> {
+        let blocks = request.full_blocks();
+        let kept = &blocks[..blocks.len().min(self.device_blocks)];
+        let ids: Vec<u32> = kept.iter().flat_map(|&id| [id as u32, (id >> 32) as u32]).collect();
+        self.hasher.chain(&ids)
+    }
+
+    fn serve(&self, request: &Request, chain: Chain<'_>) -> Result<Tally, Failure> {
+        let mut tally =
+            Tally { requests: 1, prompt_tokens: u64::from(request.input_length), ..Tally::default() };
+        if chain.is_empty() {
+            return Ok(tally);
+        }
+        let lease = self.manager.lease(chain);
+        let plan: Vec<_> = lease.held().plan().collect();
+        let lease = self.load(lease, &mut tally)?;
+        tally.hit(&plan, lease.blocks(Tier::Device));
+        self.verify(chain, &lease, &mut tally);
+        let lease = self.fill(chain, lease, &mut tally)?;
+        self.save(lease, &mut tally)?;
+        Ok(tally)
+    }
+
+    fn load(&self, lease: Lease, tally: &mut Tally) -> Result<Lease, Failure> {
+        let started = Instant::now();
+        let mut lease = lease;
+        loop {
+            let full_before = self.manager.stats(Tier::Device).full;
+            let brought = self.wait(self.manager.load(lease))?;
+            tally.load_time = started.elapsed();
+            let is_full = brought.refused > 0 && self.manager.stats(Tier::Device).full > full_before;
+            if !is_full || started.elapsed() > PATIENCE {
+                return Ok(brought.lease);
+            }
+            lease = brought.lease;
+            self.wait_for_room(tally)?;
+        }
+    }
+
+    fn verify(&self, chain: Chain<'_>, lease: &Lease, tally: &mut Tally) {
+        let hits = (tally.hit_tokens.total() / u64::from(BLOCK_TOKENS)) as usize;
+        for (position, &hash) in chain.hashes.iter().enumerate().take(hits) {
+            let matches =
+                self.manager.read_device(lease, chain, position, |block| Pattern::of(hash).matches(block));
+            tally.blocks_verified += 1;
+            tally.mismatches += u64::from(matches != Some(true));
+        }
+    }
+
+    /// Computes what the device lacks.
+    fn fill(&self, chain: Chain<'_>, lease: Lease, tally: &mut Tally) -> Result<Lease, Failure> {
+        if lease.blocks(Tier::Device) == chain.len() {
+            return Ok(lease);
+        }
+        let Some(mut allocation) = self.allocate(chain, lease, tally)? else {
+            return Ok(self.manager.lease(chain));
+        };
+        for position in allocation.blocks() {
+            if let Some(slot) = allocation.slot(position) {
+                Pattern::of(chain.hashes[position]).fill(slot);
+            }
+        }
+        Ok(self.wait(allocation.publish()?)?.lease)
+    }
+
+    /// `None`: no room came up.
+    fn allocate(
+        &self,
+        chain: Chain<'_>,
+        lease: Lease,
+        tally: &mut Tally,
+    ) -> Result<Option<Allocation>, Failure> {
+        let started = Instant::now();
+        let mut lease = lease;
+        loop {
+            match self.manager.allocate(chain, lease) {
+                Ok(allocation) => return Ok(Some(allocation)),
+                Err(error) if error.kind() != ErrorKind::Full => return Err(error.into()),
+                Err(_) if started.elapsed() > PATIENCE => return Ok(None),
+                Err(_) => self.wait_for_room(tally)?,
+            }
+            lease = self.manager.lease(chain);
+        }
+    }
+
+    /// Saves what the device holds, as far as the tier below can take it.
+    fn save(&self, lease: Lease, tally: &mut Tally) -> Result<(), Failure> {
+        let Some(below) = self.below else { return Ok(()) };
+        let SlotCounts { total, lost, .. } = self.manager.counts(below);
+        let goal = lease.blocks(Tier::Device).min((total - lost) as usize);
+        let started = Instant::now();
+        let mut lease = lease;
+        loop {
+            let Brought { blocks, refused, failed, lease: held, .. } = self.wait(self.manager.save(lease))?;
+            tally.failed_saves += failed as u64;
+            if refused == 0 || failed > 0 || blocks >= goal {
+                return Ok(());
+            }
+            if started.elapsed() > PATIENCE {
+                tally.unsaved_blocks += (goal - blocks) as u64;
+                return Ok(());
+            }
+            lease = held;
+            self.wait_for_room(tally)?;
+        }
+    }
+
+    fn wait_for_room(&self, tally: &mut Tally) -> Result<(), Failure> {
+        tally.full_waits += 1;
+        self.manager.tick();
+        self.stop.pause(PAUSE)
+    }
+
+    fn wait(&self, ticket: Ticket<Brought>) -> Result<Brought, Failure> {
+        Ok(self.runtime.block_on(self.stop.or(ticket))??)
+    }
+
+    /// Flushes what is dirty, waits for all copies and checks the table's invariants.
+    pub(crate) fn settle(&self) -> Settled {
+        /// For the slowest of stores.
+        const LIMIT: Duration = Duration::from_mins(1);
+        let deadline = Instant::now() + LIMIT;
+        let mut drained = false;
+        while !drained && self.stop.check().is_ok() && Instant::now() < deadline {
+            drained = self.manager.drain(Duration::from_millis(200));
+        }
+        let drift = if drained { self.manager.audit() } else { Vec::new() };
+        Settled { drained, drift: drift.iter().map(|drift| format!("{drift:?}")).collect() }
+    }
+
+    /// Occupancy by tier, from the fastest.
+    pub(crate) fn slots(&self) -> Vec<(Tier, SlotCounts)> {
+        self.tiers.iter().map(|&tier| (tier, self.manager.counts(tier))).collect()
+    }
+
+    /// What moves blocks, and how many bytes.
+    pub(crate) const fn manager(&self) -> &Manager {
+        &self.manager
+    }
+
+    /// Fails once the user wants to stop.
+    pub(crate) fn check_stop(&self) -> Result<(), Failure> {
+        self.stop.check()
+    }
+}
+
+impl Drop for Engine {
+    /// Copies under way hold their tiers. They end first, so that nobody writes where others tidy up.
+    fn drop(&mut self) {
+        const LIMIT: Duration = Duration::from_secs(10);
+        self.manager.close();
+        let deadline = Instant::now() + LIMIT;
+        while self.slots().iter().any(|(_, counts)| counts.filling > 0) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// The state after the last request.
+#[derive(Debug)]
+pub(crate) struct Settled {
+    /// Whether everything dirty was flushed in time.
+    pub(crate) drained: bool,
+    /// Invariants of the table that do not hold.
+    pub(crate) drift: Vec<String>,
+}
+
+/// Ids of traces have 64 bits, tokens 32.
+const TOKENS_PER_ID: usize = 2;
+
+impl Tally {
+    /// Of what was planned, `arrived` leading blocks count as hits; the rest failed.
+    fn hit(&mut self, plan: &[(Tier, Range<usize>)], arrived: usize) {
+        for (tier, range) in plan {
+            let hits = range.end.min(arrived).saturating_sub(range.start);
+            *self.hit_tokens.of_mut(*tier) += hits as u64 * u64::from(BLOCK_TOKENS);
+            self.failed_loads += (range.len() - hits) as u64;
+        }
+    }
+}
+
+fn present(settings: &Settings) -> Vec<Tier> {
+    let is_present = |tier: &Tier| match tier {
+        Tier::Device => settings.device.capacity.is_some(),
+        Tier::Host => settings.host.capacity.is_some(),
+        Tier::Disk => settings.disk.capacity.is_some(),
+        Tier::Object => settings.object.url.is_some(),
+    };
+    Tier::ALL.into_iter().filter(is_present).collect()
+}
+
+/// Admits requests while all admitted ones fit into the smallest tier that they fill: else each could hold a
+/// part and wait for the others' for ever.
+#[derive(Debug)]
+struct Room {
+    blocks: usize,
+    free: Mutex<usize>,
+    freed: Condvar,
+}
+
+/// The right to fill so many blocks.
+#[derive(Debug)]
+struct Admission<'r> {
+    room: &'r Room,
+    blocks: usize,
+}
+
+impl Room {
+    const fn new(blocks: usize) -> Self {
+        Self { blocks, free: Mutex::new(blocks), freed: Condvar::new() }
+    }
+
+    fn admit(&self, blocks: usize) -> Admission<'_> {
+        let blocks = blocks.min(self.blocks);
+        let free = self.freed.wait_while(lock(&self.free), |free| *free < blocks);
+        *free.unwrap_or_else(PoisonError::into_inner) -= blocks;
+        Admission { room: self, blocks }
+    }
+}
+
+impl Drop for Admission<'_> {
+    fn drop(&mut self) {
+        *lock(&self.room.free) += self.blocks;
+        self.room.freed.notify_all();
+    }
+}
+
+/// What a panicking thread left behind is counters: good enough for the others to end on.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hits_count_as_far_as_blocks_arrived() {
+        let plan = [(Tier::Device, 0..2), (Tier::Host, 2..5), (Tier::Object, 5..9)];
+        let mut tally = Tally::default();
+        tally.hit(&plan, 4);
+        let blocks = Tier::ALL.map(|tier| tally.hit_tokens.of(tier) / u64::from(BLOCK_TOKENS));
+        assert_eq!((blocks, tally.failed_loads), ([2, 2, 0, 0], 5));
+    }
+
+    #[test]
+    fn requests_larger_than_the_room_come_in_alone() {
+        let room = Room::new(10);
+        let small = room.admit(4);
+        std::thread::scope(|scope| {
+            let large = scope.spawn(|| room.admit(1_000).blocks);
+            drop(small);
+            assert_eq!(large.join().unwrap(), 10);
+        });
+        assert_eq!(*lock(&room.free), 10);
+    }
+}

@@ -1,0 +1,91 @@
+//! What commands print: one JSON object, or tables that fit the terminal.
+
+use std::io::{self, IsTerminal, Write};
+
+use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, Table, presets};
+use serde::Serialize;
+
+use crate::failure::Failure;
+
+/// Prints `text` and a line feed. Nobody reading any more is no error.
+pub(crate) fn print(text: &str) -> Result<(), Failure> {
+    let mut stdout = io::stdout().lock();
+    match writeln!(stdout, "{text}").and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::unexpected(format!("cannot write to standard output: {error}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Prints `value` as one line of JSON.
+pub(crate) fn print_json(value: &impl Serialize) -> Result<(), Failure> {
+    let json = serde_json::to_string(value)
+        .map_err(|error| Failure::unexpected(format!("cannot write the result as JSON: {error}")))?;
+    print(&json)
+}
+
+/// Whether colours and moving progress are welcome on `stream`.
+pub(crate) fn is_lively(stream: &impl IsTerminal) -> bool {
+    stream.is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+}
+
+/// An empty table with these column titles. Columns from `numbers` on are aligned to the right.
+pub(crate) fn table(titles: &[&str], numbers: usize) -> Table {
+    let is_lively = is_lively(&io::stdout());
+    let title = |text: &&str| {
+        let cell = Cell::new(text);
+        if is_lively { cell.add_attribute(Attribute::Bold) } else { cell }
+    };
+    let mut table = Table::new();
+    table
+        .load_style(presets::UTF8_FULL_CONDENSED)
+        .set_content_arrangement(ContentArrangement::Dynamic)
+        .set_header(titles.iter().map(title).collect::<Vec<_>>());
+    table.column_iter_mut().skip(numbers).for_each(|column| column.set_cell_alignment(CellAlignment::Right));
+    table
+}
+
+/// `1,234,567`.
+pub(crate) fn count(number: u64) -> String {
+    let digits = number.to_string();
+    let groups = digits.as_bytes().rchunks(3).rev().map(|group| String::from_utf8_lossy(group));
+    groups.collect::<Vec<_>>().join(",")
+}
+
+/// `12.3 GiB`.
+pub(crate) fn bytes(number: u64) -> String {
+    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+    if number < 1 << 10 {
+        return format!("{number} B");
+    }
+    let power = (number.ilog2() / 10).min(UNITS.len() as u32);
+    let scaled = number as f64 / f64::from(1 << 10).powi(power.cast_signed());
+    format!("{scaled:.1} {}", UNITS[power as usize - 1])
+}
+
+/// `37.3 %`.
+pub(crate) fn percent(share: f64) -> String {
+    format!("{:.1} %", share * 100.0)
+}
+
+/// `part` of `whole`; 0 where there is nothing to have a part of.
+pub(crate) fn share(part: u64, whole: u64) -> f64 {
+    part as f64 / whole.max(1) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_as_people_read_them() {
+        assert_eq!([0, 999, 1_000, 1_234_567].map(count), ["0", "999", "1,000", "1,234,567"]);
+        assert_eq!(
+            [0, 1_023, 1_024, 1_536 << 20, u64::MAX].map(bytes),
+            ["0 B", "1023 B", "1.0 KiB", "1.5 GiB", "16384.0 PiB"]
+        );
+        assert_eq!(percent(share(1, 3)), "33.3 %");
+        assert_eq!(percent(share(0, 0)), "0.0 %");
+    }
+}

@@ -1,0 +1,182 @@
+//! `kvbm replay`: a trace through real tiers, every byte checked.
+
+mod report;
+
+use std::fs::File;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use clap::Args;
+use kvbm_policies::{EvictionKind, Request};
+use kvbm_settings::{Capacity, EvictionPolicy, Loader, Settings, parse_size};
+use prometheus::Registry;
+
+use self::report::Report;
+use crate::Global;
+use crate::engine::Engine;
+use crate::failure::Failure;
+use crate::metrics;
+use crate::output;
+use crate::progress::Progress;
+use crate::scratch::Scratch;
+use crate::stop::{self, Stop};
+use crate::trace::{TraceError, TraceReader};
+
+/// Each request takes the blocks that it finds in any tier back to the device, where every byte of them is
+/// compared with what its hash says; it computes and saves the rest. The device is emulated in host memory.
+/// A tier whose size is not given, here or in the settings, is absent.
+#[derive(Debug, Args)]
+pub(crate) struct ReplayArgs {
+    /// Trace in the Mooncake format: JSON lines, plain, gzip or zstd
+    trace: PathBuf,
+    /// Size of the emulated device; longer prompts keep their leading blocks [default: 1000]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    device_blocks: Option<u32>,
+    /// Size of the host tier; 0: none
+    #[arg(long, value_name = "N")]
+    host_blocks: Option<u32>,
+    /// Size of the disk tier; 0: none
+    #[arg(long, value_name = "N")]
+    disk_blocks: Option<u32>,
+    /// Directory of the disk tier; several to stripe over [default: that for temporary files]
+    #[arg(long, value_name = "DIR")]
+    disk_dir: Vec<PathBuf>,
+    /// Object store
+    #[arg(long, value_name = "URL", help = "Object store: file:///dir, s3://bucket/prefix or memory:///")]
+    object: Option<String>,
+    /// Bytes of a block, such as 64KiB or 1MiB [default: 64KiB]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    block_bytes: Option<u64>,
+    /// Eviction policy of all tiers: lru or fifo [default: lru]
+    #[arg(long, value_name = "NAME")]
+    eviction: Option<String>,
+    /// Stop after so many requests
+    #[arg(long, value_name = "N")]
+    requests: Option<u64>,
+    /// Requests served at a time
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    concurrency: u16,
+    /// Leave the disk directory and the objects in place, and use those of an earlier run
+    #[arg(long)]
+    keep: bool,
+    /// Serve /metrics at this address, or at this port of the loopback interface, while it runs
+    #[arg(long, value_name = "ADDR", value_parser = metrics::parse_address)]
+    metrics: Option<SocketAddr>,
+}
+
+pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
+    let eviction = args.eviction.as_deref().map(eviction).transpose()?;
+    let mut settings = global.load(|loader| args.apply(loader, eviction))?.settings;
+    let ReplayArgs { trace, requests, concurrency, keep, .. } = args;
+    let reader = TraceReader::open(&trace)?;
+    let expected = check(&trace, requests)?;
+    let runtime = stop::runtime()?;
+    let stop = Stop::on_signals(&runtime)?;
+    let registry = Registry::new();
+    if settings.metrics.enabled {
+        let address = SocketAddr::new(settings.metrics.host, settings.metrics.port);
+        metrics::serve(&runtime, address, registry.clone())?;
+    }
+    // Before the engine, so that it goes after it.
+    let _scratch = if keep { Scratch::default() } else { Scratch::divert(&mut settings)? };
+    let engine = Engine::open(settings, registry, runtime, stop)?;
+    let report = replay(&engine, &trace, limited(reader, requests), concurrency.into(), expected)?;
+    if global.json {
+        output::print_json(&report)?;
+    } else {
+        output::print(&report.to_text())?;
+    }
+    report.verdict()
+}
+
+fn replay(
+    engine: &Engine,
+    trace: &Path,
+    requests: impl Iterator<Item = Result<Request, TraceError>> + Send,
+    concurrency: usize,
+    expected: Option<u64>,
+) -> Result<Report, Failure> {
+    let progress = Progress::new(expected);
+    let started = Instant::now();
+    let tally = engine.run(requests, concurrency, |_, tally| progress.show(tally, engine.manager()))?;
+    let seconds = started.elapsed().as_secs_f64();
+    progress.finishing("flushing what is dirty");
+    let settled = engine.settle();
+    engine.check_stop()?;
+    Ok(Report::new(trace, &tally, settled, engine, seconds))
+}
+
+/// Reads a trace to its end before anything is made, so that a bad line spoils no half-done run. Answers how
+/// many requests there are; `None` for what can only be read once, such as a pipe.
+fn check(trace: &Path, requests: Option<u64>) -> Result<Option<u64>, TraceError> {
+    if !File::open(trace).and_then(|file| file.metadata()).is_ok_and(|metadata| metadata.is_file()) {
+        return Ok(requests);
+    }
+    let requests = limited(TraceReader::open(trace)?, requests);
+    requests.map(|request| request.map(|_| 1)).sum::<Result<u64, _>>().map(Some)
+}
+
+fn limited(reader: TraceReader, requests: Option<u64>) -> impl Iterator<Item = Result<Request, TraceError>> {
+    reader.take(requests.map_or(usize::MAX, |requests| usize::try_from(requests).unwrap_or(usize::MAX)))
+}
+
+fn eviction(name: &str) -> Result<EvictionPolicy, Failure> {
+    let kind: EvictionKind = name.parse()?;
+    let policy = EvictionPolicy::ALL.iter().find(|policy| policy.name() == kind.name());
+    policy
+        .copied()
+        .ok_or_else(|| Failure::unusable(format!("--eviction {name}: no setting names this policy")))
+}
+
+impl ReplayArgs {
+    /// The command's defaults below every other source, its options above them.
+    fn apply(&self, loader: Loader, eviction: Option<EvictionPolicy>) -> Loader {
+        let mut loader = loader.defaults(defaults());
+        let blocks = |count: u32| (count > 0).then_some(Capacity::Blocks(count.into()));
+        if let Some(bytes) = self.block_bytes {
+            loader = loader.set("block_bytes", move |s| s.block_bytes = Some(bytes));
+        }
+        if let Some(eviction) = eviction {
+            loader = loader.set("eviction", move |s| s.eviction = eviction);
+        }
+        if let Some(count) = self.device_blocks {
+            loader = loader.set("device.capacity", move |s| s.device.capacity = blocks(count));
+        }
+        if let Some(count) = self.host_blocks {
+            loader = loader.set("host.capacity", move |s| s.host.capacity = blocks(count));
+        }
+        if let Some(count) = self.disk_blocks {
+            loader = loader.set("disk.capacity", move |s| s.disk.capacity = blocks(count));
+        }
+        if !self.disk_dir.is_empty() {
+            let dirs = self.disk_dir.clone();
+            loader = loader.set("disk.dirs", move |s| s.disk.dirs = dirs);
+        }
+        if let Some(url) = self.object.clone() {
+            loader = loader.set("object.url", move |s| s.object.url = Some(url));
+        }
+        if self.keep {
+            loader =
+                loader.set("disk.keep", |s| s.disk.keep = true).set("object.keep", |s| s.object.keep = true);
+        }
+        match self.metrics {
+            Some(address) => serve_metrics_at(loader, address),
+            None => loader,
+        }
+    }
+}
+
+fn defaults() -> Settings {
+    let mut settings = Settings { block_bytes: Some(64 << 10), ..Settings::default() };
+    settings.device.capacity = Some(Capacity::Blocks(1_000));
+    settings.disk.dirs = vec![std::env::temp_dir()];
+    settings
+}
+
+fn serve_metrics_at(loader: Loader, address: SocketAddr) -> Loader {
+    loader
+        .set("metrics.enabled", |s| s.metrics.enabled = true)
+        .set("metrics.host", move |s| s.metrics.host = address.ip())
+        .set("metrics.port", move |s| s.metrics.port = address.port())
+}

@@ -1,0 +1,137 @@
+//! What a replay found.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::Path;
+
+use kvbm::Tier;
+use kvbm::table::SlotCounts;
+use serde::Serialize;
+
+use crate::engine::{Engine, HitTokens, Settled, Tally};
+use crate::failure::Failure;
+use crate::output;
+
+/// Serialises to the command's JSON.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    trace: String,
+    requests: u64,
+    prompt_tokens: u64,
+    hit_tokens: HitTokens,
+    /// Hit tokens over prompt tokens, to four decimals: 0 to 1.
+    token_hit_rate: f64,
+    blocks_verified: u64,
+    mismatches: u64,
+    failed_loads: u64,
+    failed_saves: u64,
+    full_waits: u64,
+    unsaved_blocks: u64,
+    /// By route, such as `host_disk`.
+    bytes: BTreeMap<String, u64>,
+    slots: BTreeMap<&'static str, SlotCounts>,
+    /// What the device tier is made of.
+    device: &'static str,
+    /// Whether everything was flushed at the end.
+    drained: bool,
+    /// Invariants of the block table that do not hold.
+    drift: Vec<String>,
+    /// From the first request to the end of the last one.
+    seconds: f64,
+}
+
+impl Report {
+    pub(super) fn new(trace: &Path, tally: &Tally, settled: Settled, engine: &Engine, seconds: f64) -> Self {
+        let rate = output::share(tally.hit_tokens.total(), tally.prompt_tokens);
+        let bytes = engine.manager().bytes().into_iter();
+        Self {
+            trace: trace.display().to_string(),
+            requests: tally.requests,
+            prompt_tokens: tally.prompt_tokens,
+            hit_tokens: tally.hit_tokens,
+            token_hit_rate: (rate * 1e4).round() / 1e4,
+            blocks_verified: tally.blocks_verified,
+            mismatches: tally.mismatches,
+            failed_loads: tally.failed_loads,
+            failed_saves: tally.failed_saves,
+            full_waits: tally.full_waits,
+            unsaved_blocks: tally.unsaved_blocks,
+            bytes: bytes.map(|(from, to, bytes)| (format!("{from}_{to}"), bytes)).collect(),
+            slots: engine.slots().into_iter().map(|(tier, counts)| (tier.name(), counts)).collect(),
+            device: "emulated",
+            drained: settled.drained,
+            drift: settled.drift,
+            seconds: (seconds * 1e3).round() / 1e3,
+        }
+    }
+
+    /// For people: tiers, routes, and a few lines.
+    pub(super) fn to_text(&self) -> String {
+        let mut text = format!("{}\n{}\n{}\n", self.tiers(), self.routes(), self.summary());
+        for drift in &self.drift {
+            let _ = write!(text, "\ndrift in the block table: {drift}");
+        }
+        text
+    }
+
+    fn tiers(&self) -> String {
+        let mut table =
+            output::table(&["tier", "hit tokens", "of prompt", "slots", "resident", "free", "lost"], 1);
+        for tier in Tier::ALL {
+            let Some(slots) = self.slots.get(tier.name()) else { continue };
+            let hits = self.hit_tokens.of(tier);
+            table.add_row([
+                if tier == Tier::Device { "device (emulated)".to_owned() } else { tier.to_string() },
+                output::count(hits),
+                output::percent(output::share(hits, self.prompt_tokens)),
+                output::count(slots.total.into()),
+                output::count(slots.resident.into()),
+                output::count(slots.free.into()),
+                output::count(slots.lost.into()),
+            ]);
+        }
+        table.trim_fmt()
+    }
+
+    fn routes(&self) -> String {
+        let mut table = output::table(&["route", "bytes", "per second"], 1);
+        for (route, &bytes) in &self.bytes {
+            let rate = bytes as f64 / self.seconds.max(1e-3);
+            let route = route.replace('_', " → ");
+            table.add_row([route, output::bytes(bytes), format!("{}/s", output::bytes(rate as u64))]);
+        }
+        table.trim_fmt()
+    }
+
+    fn summary(&self) -> String {
+        format!(
+            "{} requests in {:.1} s: {} of {} prompt tokens were cached ({}).\n\
+             {} blocks came back and were checked byte by byte: {} mismatches; {} loads and {} saves failed.\n\
+             {} waits for room; {} blocks went unsaved.",
+            output::count(self.requests),
+            self.seconds,
+            output::count(self.hit_tokens.total()),
+            output::count(self.prompt_tokens),
+            output::percent(self.token_hit_rate),
+            output::count(self.blocks_verified),
+            output::count(self.mismatches),
+            output::count(self.failed_loads),
+            output::count(self.failed_saves),
+            output::count(self.full_waits),
+            output::count(self.unsaved_blocks),
+        )
+    }
+
+    /// Fails if anything is wrong that never may be.
+    pub(super) fn verdict(&self) -> Result<(), Failure> {
+        if self.mismatches > 0 {
+            let message = format!("{} blocks came back with wrong bytes", self.mismatches);
+            return Err(Failure::unexpected(message));
+        }
+        if !self.drift.is_empty() {
+            let message = format!("{} invariants of the block table do not hold", self.drift.len());
+            return Err(Failure::unexpected(message));
+        }
+        Ok(())
+    }
+}
