@@ -63,6 +63,7 @@ impl End {
 }
 
 /// What a flow is made of.
+#[derive(Clone, Copy)]
 pub(super) struct Outline {
     pub(super) class: Class,
     pub(super) dest: Tier,

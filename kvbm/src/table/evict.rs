@@ -140,8 +140,7 @@ impl Table {
     /// A reader of a condemned slot left.
     pub(super) fn discharge(&mut self, tier: Tier, slot: SlotId) {
         let held = self.tier_mut(tier);
-        let ward = held.wards.iter().position(|ward| ward.slots.contains(&slot));
-        let ward = ward.expect("a condemned slot lies in a ward");
+        let ward = held.ward_of(slot);
         held.wards[ward].pins -= 1;
         if held.wards[ward].pins == 0 {
             self.empty_ward(tier, ward);

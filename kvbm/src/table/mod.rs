@@ -225,8 +225,14 @@ impl Table {
         let mut grip = Grip::of_nothing();
         let held = self.tiers[slot.tier.index()].as_mut();
         let held = held.filter(|held| held.pool.resident_ref(slot.slot) == Some(slot));
-        if held.is_some_and(|held| held.at_mut(slot.slot).pin()) {
+        if let Some(held) = held
+            && held.at_mut(slot.slot).pin()
+        {
             grip.hold(slot.tier, slot.slot, 0);
+            if held.at(slot.slot).is_condemned() {
+                let ward = held.ward_of(slot.slot);
+                held.wards[ward].pins += 1;
+            }
         }
         grip
     }

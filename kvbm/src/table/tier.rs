@@ -166,6 +166,12 @@ impl TierTable {
         self.slots.resize(slots, Slot::EMPTY);
     }
 
+    /// The ward in which a condemned slot lies.
+    pub(super) fn ward_of(&self, slot: SlotId) -> usize {
+        let ward = self.wards.iter().position(|ward| ward.slots.contains(&slot));
+        ward.expect("a condemned slot lies in a ward")
+    }
+
     /// The policy's next victim.
     pub(super) fn victim(&mut self, records: &Records) -> Option<SlotId> {
         let structure = Structure { tier: self.tier, slots: &self.slots, flush_to: self.flush_to, records };
