@@ -16,6 +16,8 @@ pub mod eviction;
 pub mod simulate;
 pub mod workload;
 
-pub use eviction::{Access, BlockId, Eviction, EvictionKind, Forest, Standing, UnknownEviction};
+pub use eviction::{
+    Access, BlockId, Eviction, EvictionKind, Forest, Hints, RequestId, Standing, UnknownEviction, Upkeep,
+};
 pub use simulate::{Outcome, Policy, simulate};
 pub use workload::{BLOCK_TOKENS, Request, Workload};

@@ -54,6 +54,7 @@ struct Block {
 pub(crate) struct Visit {
     pub(crate) timestamp_ms: u64,
     pub(crate) prompt_tokens: u32,
+    pub(crate) output_tokens: u32,
     /// `None` where the prompt fills no block.
     pub(crate) deepest: Option<BlockId>,
 }
@@ -65,6 +66,7 @@ impl Workload {
         self.visits.push(Visit {
             timestamp_ms: request.timestamp_ms,
             prompt_tokens: request.input_length,
+            output_tokens: request.output_length,
             deepest,
         });
     }

@@ -28,7 +28,7 @@ mod tier;
 
 use std::collections::HashSet;
 
-use kvbm_policies::{Access, BlockId};
+use kvbm_policies::{Access, BlockId, Hints};
 use kvbm_tiers::{BlockKey, Frame, Loan, SlotId, SlotRef, Tier};
 
 pub use self::audit::Drift;
@@ -194,7 +194,16 @@ impl Table {
             return;
         }
         grip.deepest[tier.index()] = Some(slot);
-        held.touch(&Access { now_ms, deepest: BlockId(slot.0), depth, inserted: 0 }, records);
+        let access = Access {
+            now_ms,
+            request: None,
+            deepest: BlockId(slot.0),
+            depth,
+            inserted: 0,
+            path: depth,
+            hints: Hints::default(),
+        };
+        held.touch(&access, records);
     }
 
     /// Ends a lease.
@@ -237,6 +246,15 @@ impl Table {
         grip
     }
 
+    /// Ends the lease in those tiers whose blocks were quarantined meanwhile: they are not there any more.
+    pub fn drop_condemned(&mut self, grip: &mut Grip) {
+        for tier in Tier::ALL {
+            if grip.deepest[tier.index()].is_some_and(|slot| self.tier(tier).at(slot).is_condemned()) {
+                self.release_tier(grip, tier);
+            }
+        }
+    }
+
     /// Ends the lease in one tier only.
     pub fn release_tier(&mut self, grip: &mut Grip, tier: Tier) {
         grip.held.set(tier, 0);
@@ -277,7 +295,7 @@ impl Table {
     }
 
     /// What `to` lacks of a leased chain, each block with its slot in the fastest other tier that the lease
-    /// holds it in.
+    /// holds it in. [`drop_condemned`](Self::drop_condemned) comes first.
     pub fn missing(&self, grip: &Grip, to: Tier) -> Missing {
         let held = |tier: Tier| if tier == to { 0 } else { grip.held.blocks(tier) };
         let longest = Tier::ALL.into_iter().rev().max_by_key(|&tier| held(tier)).unwrap_or(to);

@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 
-use kvbm_policies::{Access, BlockId};
+use kvbm_policies::{Access, BlockId, Hints};
 use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
 
 use super::index::RecordId;
@@ -299,7 +299,15 @@ impl Table {
         let (held, records) = self.tier_and_records(tier);
         let pinned = held.at_mut(slot).pin();
         debug_assert!(pinned, "a block that was just published has no pins yet");
-        let access = Access { now_ms, deepest: BlockId(slot.0), depth, inserted: inserted as u32 };
+        let access = Access {
+            now_ms,
+            request: None,
+            deepest: BlockId(slot.0),
+            depth,
+            inserted: inserted as u32,
+            path: depth,
+            hints: Hints::default(),
+        };
         held.touch(&access, records);
         self.weigh_anchor(tier, old);
     }

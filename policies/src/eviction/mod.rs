@@ -31,18 +31,42 @@ pub use lru::Lru;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockId(pub u32);
 
-/// One request's use of one tier, reported once per request and tier.
+/// Names a request for as long as it lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RequestId(pub u64);
+
+/// One request's use of one tier. It may come in parts, each with more of the path than the last.
 #[derive(Clone, Copy, Debug)]
 pub struct Access {
     /// Milliseconds since an arbitrary origin, never decreasing.
     pub now_ms: u64,
+    /// The request, which ties the parts of its use together. `None` where the engine does not say: then a
+    /// part that inserts blocks is taken for the same request as the last use of the block above them.
+    pub request: Option<RequestId>,
     /// The deepest block of the request's path that the tier holds. Its ancestors were used with it.
     pub deepest: BlockId,
     /// Blocks of the path that the tier holds, `deepest` included.
     pub depth: u32,
     /// How many of these entered the tier with this access (they are the last ones of the path).
     pub inserted: u32,
+    /// Blocks of the request's whole path, so far as they are known: at least `depth`.
+    pub path: u32,
+    /// What the engine says about the request.
+    pub hints: Hints,
 }
+
+/// What an engine may say about a request. Nothing need be said; policies use what they can.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Hints {
+    /// How many tokens it is expected to generate.
+    pub expected_output_tokens: Option<u32>,
+    /// Nobody will continue it: what it alone used is worthless from now on.
+    pub will_not_return: bool,
+}
+
+/// Work that a policy wants done off the request path. It holds what it needs and hands its result back to
+/// the policy by itself; dropping it undone is harmless.
+pub type Upkeep = Box<dyn FnOnce() + Send>;
 
 /// What may be done with a block right now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,6 +106,15 @@ pub trait Eviction: Send + fmt::Debug {
 
     /// `block` is a leaf and no longer busy; `victim` may have passed it over while it was.
     fn release(&mut self, block: BlockId);
+
+    /// `request` has ended and generated `output_tokens`.
+    fn finished(&mut self, _request: RequestId, _output_tokens: u32, _now_ms: u64) {}
+
+    /// Work to do on another thread, or right away where time does not matter. To be asked for after
+    /// accesses; it is seldom anything.
+    fn upkeep(&mut self) -> Option<Upkeep> {
+        None
+    }
 }
 
 /// The policies that a live tier may use, by name.

@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 
-use super::{Access, BlockId, Eviction, Forest, Standing};
+use super::{Access, BlockId, Eviction, Forest, Hints, RequestId, Standing};
 
 /// One step of a test. A number picks among the blocks that qualify, modulo their count.
 #[derive(Clone, Copy, Debug)]
@@ -106,7 +106,16 @@ impl Tree {
             self.block_mut(block).last_use = self.now;
             self.block_mut(block).out_of_turn = false;
         }
-        let access = Access { now_ms: self.now, deepest, depth: path.len() as u32, inserted: grown as u32 };
+        let depth = path.len() as u32;
+        let access = Access {
+            now_ms: self.now,
+            request: Some(RequestId(self.now)),
+            deepest,
+            depth,
+            inserted: grown as u32,
+            path: depth,
+            hints: Hints::default(),
+        };
         policy.touch(&access, self);
     }
 
