@@ -1,1 +1,13 @@
-//! Criterion benches live in the files beside this one.
+//! What the benches share, so that `kvbm bench table`, criterion and the peer comparison time the same work
+//! on the same chains.
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`chains`] | which chains of blocks exist, and how much of each is resident |
+//! | [`subject`] | the operations that are timed, on our block table behind its lock |
+//! | [`measure`] | cold caches, interleaved rounds, medians with their spread |
+#![forbid(unsafe_code)]
+
+pub mod chains;
+pub mod measure;
+pub mod subject;

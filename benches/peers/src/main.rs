@@ -1,0 +1,173 @@
+//! Our block table beside `kvbm-logical`: the same chains, the same order, in turns, in one process.
+//!
+//! `cd benches/peers && cargo run --release` prints one JSON object. A ratio above 1 says how many times
+//! faster ours is; those of cycles and bytes are ours over theirs.
+
+mod logical;
+
+use cap::Cap;
+use clap::Parser;
+use kvbm_bench::chains::{Prompt, Prompts, Random, SHORT, saves};
+use kvbm_bench::measure::{Arrival, CacheSweep, DEFAULT_SWEEP, FullTier, Picks, Spread, round_of_chains};
+use kvbm_bench::subject::{OurTable, Subject};
+use serde::Serialize;
+
+use logical::Logical;
+
+#[global_allocator]
+static ALLOCATED: Cap<std::alloc::System> = Cap::new(std::alloc::System, usize::MAX);
+
+/// Compares block tables.
+#[derive(Parser)]
+struct Args {
+    /// Blocks of the large tables.
+    #[arg(long, default_value_t = 1_000_000)]
+    blocks: usize,
+    /// Samples of each figure.
+    #[arg(long, default_value_t = 200)]
+    samples: usize,
+    /// Bytes of cache that are swept before each match.
+    #[arg(long, default_value_t = DEFAULT_SWEEP)]
+    sweep: usize,
+}
+
+#[derive(Serialize)]
+struct Report {
+    blocks: usize,
+    match_8192_us: Match,
+    match_288_us: Match,
+    cycle_ns_per_block: Vec<Cycle>,
+    bytes_per_block: Bytes,
+}
+
+/// `theirs_same` finds just the blocks that ours finds; `theirs_whole` the whole prompt, all resident.
+#[derive(Serialize)]
+struct Match {
+    ours: Spread,
+    theirs_same: Spread,
+    theirs_whole: Spread,
+    speedup_same: f64,
+    speedup_whole: f64,
+}
+
+#[derive(Serialize)]
+struct Cycle {
+    blocks: usize,
+    ours: Spread,
+    theirs: Spread,
+    ratio: f64,
+}
+
+/// Ours holds the blocks in four tiers, theirs in its one.
+#[derive(Serialize)]
+struct Bytes {
+    ours: f64,
+    theirs: f64,
+    ratio: f64,
+}
+
+fn main() {
+    let args = Args::parse();
+    let prompts = Prompts::new(args.blocks);
+    let (ours, theirs) = (OurTable::holding(&prompts), logical_holding(&prompts, args.blocks));
+    let mut duel = Duel { ours, theirs, cold: CacheSweep::new(args.sweep), samples: args.samples };
+    let match_8192_us = duel.matches(&prompts.long);
+    let match_288_us = duel.matches(&prompts.medium);
+    drop((duel, prompts));
+    let cycle = |blocks| cycles(blocks, args.samples);
+    let report = Report {
+        blocks: args.blocks,
+        match_8192_us,
+        match_288_us,
+        cycle_ns_per_block: vec![cycle(1 << 16), cycle(args.blocks)],
+        bytes_per_block: bytes(args.blocks),
+    };
+    println!("{}", serde_json::to_string_pretty(&report).expect("a report is plain data"));
+}
+
+/// The whole of each long and medium prompt, and as much filler as finds room, so that the table is full.
+fn logical_holding(prompts: &Prompts, blocks: usize) -> Logical {
+    let whole: Vec<_> = prompts.long.iter().chain(&prompts.medium).collect();
+    let held: usize = whole.iter().map(|prompt| prompt.hashes.len()).sum();
+    let filler = prompts.filler.iter().take(blocks.saturating_sub(held) / SHORT);
+    let all: Vec<_> = whole.iter().copied().chain(filler).collect();
+    let names: Vec<_> = all.iter().map(|prompt| Logical::names(&prompt.hashes)).collect();
+    let depths: Vec<_> = names.iter().map(Vec::len).collect();
+    let theirs = Logical::of(depths.iter().sum());
+    for (prompt, from, to) in saves(&depths) {
+        theirs.publish(&names[prompt][..to], from);
+    }
+    theirs
+}
+
+struct Duel {
+    ours: OurTable,
+    theirs: Logical,
+    cold: CacheSweep,
+    samples: usize,
+}
+
+impl Duel {
+    fn matches(&mut self, prompts: &[Prompt]) -> Match {
+        let (mut picks, mut our_arrival, mut their_arrival) =
+            (Picks::new(prompts.len()), Arrival::new(), Arrival::new());
+        let mut samples = [const { Vec::new() }; 3];
+        for _ in 0..self.samples {
+            let prompt = &prompts[picks.pick()];
+            let names = Logical::names(&prompt.hashes);
+            let (ours, found) = our_arrival.time_match(&self.ours, &prompt.hashes, &mut self.cold);
+            assert_eq!(found, prompt.disk, "ours must find what it holds");
+            samples[0].push(ours.as_secs_f64() * 1e6);
+            for (sample, depth) in [(1, prompt.disk), (2, names.len())] {
+                let (theirs, found) = their_arrival.time_match(&self.theirs, &names[..depth], &mut self.cold);
+                assert_eq!(found, depth, "theirs must find what it holds");
+                samples[sample].push(theirs.as_secs_f64() * 1e6);
+            }
+        }
+        let [ours, theirs_same, theirs_whole] = samples.map(Spread::of);
+        let speedup = |theirs: Spread| theirs.median / ours.median;
+        Match {
+            ours,
+            theirs_same,
+            theirs_whole,
+            speedup_same: speedup(theirs_same),
+            speedup_whole: speedup(theirs_whole),
+        }
+    }
+}
+
+fn cycles(blocks: usize, rounds: usize) -> Cycle {
+    let ours = FullTier::new(OurTable::of_one_tier(blocks), blocks);
+    let theirs = FullTier::new(Logical::of(blocks), blocks);
+    let mut random = Random::new(5);
+    let mut samples = [Vec::new(), Vec::new()];
+    for _ in 0..rounds {
+        let chains = round_of_chains(&mut random);
+        samples[0].push(ours.time_round(&chains));
+        samples[1].push(theirs.time_round(&chains));
+    }
+    let [ours, theirs] = samples.map(Spread::of);
+    Cycle { blocks, ours, theirs, ratio: ours.median / theirs.median }
+}
+
+fn bytes(blocks: usize) -> Bytes {
+    let mut random = Random::new(7);
+    let chains: Vec<_> = (0..blocks / SHORT).map(|_| random.chain(SHORT)).collect();
+    let slots = chains.len() * SHORT;
+    let ours = allocated_by(|| OurTable::of_four_tiers(slots, &chains)) / slots as f64;
+    let theirs = allocated_by(|| {
+        let theirs = Logical::of(slots);
+        for chain in &chains {
+            theirs.publish(&Logical::names(chain), 0);
+        }
+        theirs
+    });
+    let theirs = theirs / slots as f64;
+    Bytes { ours, theirs, ratio: ours / theirs }
+}
+
+fn allocated_by<T>(build: impl FnOnce() -> T) -> f64 {
+    let before = ALLOCATED.allocated();
+    let _kept = build();
+    (ALLOCATED.allocated() - before) as f64
+}
