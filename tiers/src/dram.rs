@@ -6,11 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use memmap2::{Advice, MmapMut, MmapRaw};
 
+use crate::checksum::Checksums;
 use crate::copy::{SlotId, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::frame::{Frame, FramePool, Loan, PoolId};
 use crate::geometry::{ALIGNMENT, Geometry};
-use crate::memory::Memory;
+use crate::memory::{Memory, forget_checksum};
 
 const HUGE_PAGE: usize = 2 << 20;
 
@@ -24,6 +25,8 @@ pub struct DramRegion {
     /// From the mapping's start to the first slot, which lies on a huge page boundary.
     base: usize,
     huge_bytes: usize,
+    /// The host tier's: what lies there may go on to a medium that forgets bits.
+    checksums: Option<Checksums>,
     pool: PoolId,
     pool_given: AtomicBool,
 }
@@ -73,7 +76,9 @@ impl DramRegion {
         let map = MmapRaw::from(map);
         let huge_bytes = huge_bytes(map.as_ptr() as usize, bytes).min(geometry.bytes());
         let pool = PoolId::fresh();
-        Ok(Self { tier, geometry, map, base, huge_bytes, pool, pool_given: AtomicBool::new(false) })
+        let checksums = (tier == Tier::Host).then(Checksums::new);
+        let pool_given = AtomicBool::new(false);
+        Ok(Self { tier, geometry, map, base, huge_bytes, checksums, pool, pool_given })
     }
 
     /// What it is, in reports: `host memory`, `emulated device`.
@@ -104,6 +109,7 @@ impl DramRegion {
     /// The block in the frame's slot, to be written; `None` as for [`read`](Self::read).
     pub fn write<'a>(&'a self, frame: &'a mut Frame) -> Option<&'a mut [u8]> {
         let slot = self.own_slot(frame.pool(), frame.slot())?;
+        forget_checksum(self, frame.slot());
         // SAFETY: the frame is the slot's only title, and it is borrowed mutably for as long as the slice lives.
         Some(unsafe { std::slice::from_raw_parts_mut(slot.as_ptr(), self.block_bytes()) })
     }
@@ -133,6 +139,10 @@ unsafe impl Memory for DramRegion {
 
     fn geometry(&self) -> Geometry {
         self.geometry
+    }
+
+    fn checksums(&self) -> Option<&Checksums> {
+        self.checksums.as_ref()
     }
 
     fn base(&self) -> NonNull<u8> {

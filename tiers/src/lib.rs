@@ -11,8 +11,11 @@
 //! | [`DiskRegion`] | slot files, one per directory | [`UringBackend`], [`ThreadsBackend`] |
 //! | [`object`] | segments in an object store | its own backend |
 //!
-//! [`Verified`] around a backend checksums what leaves memory and verifies what returns. [`FramePool`] mints
-//! a [`Frame`], the sole title, for each slot; whoever has one may read and write the slot's memory.
+//! [`Verified`] around a backend checksums what leaves memory and verifies what returns; the host tier
+//! remembers checksums from the moment that a block arrives. [`FramePool`] mints a [`Frame`], the sole title,
+//! for each slot; whoever has one may read and write the slot's memory. [`raw`] is what all this is measured
+//! against.
+//!
 //! With the feature `testing`, the module of that name offers doubles of all this and the suite that a new
 //! backend must pass.
 //!
@@ -21,6 +24,7 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 mod batch;
+pub mod checksum;
 pub mod copy;
 pub mod disk;
 pub mod dram;
@@ -30,10 +34,12 @@ pub mod geometry;
 pub mod memcpy;
 pub mod memory;
 pub mod object;
+pub mod raw;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod verify;
 
+pub use checksum::Checksums;
 pub use copy::{Backend, BlockKey, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
 pub use disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
 pub use dram::{DramOptions, DramRegion};
@@ -42,4 +48,4 @@ pub use frame::{Frame, FramePool, Loan};
 pub use geometry::Geometry;
 pub use memcpy::MemcpyBackend;
 pub use memory::Memory;
-pub use verify::{Checksums, Verified};
+pub use verify::Verified;

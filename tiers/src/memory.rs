@@ -4,6 +4,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use crate::checksum::{Checksums, copy_summed};
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::geometry::Geometry;
@@ -38,6 +39,12 @@ pub unsafe trait Memory: Send + Sync + fmt::Debug {
     /// Bytes from one slot to the next.
     fn stride(&self) -> usize {
         self.geometry().stride()
+    }
+
+    /// The checksums of the blocks in its slots, as far as they are known, if it remembers any. Whoever writes
+    /// to a slot records its block's checksum or forgets the old one.
+    fn checksums(&self) -> Option<&Checksums> {
+        None
     }
 
     /// The `stride()` bytes of a slot, of which the first `block_bytes()` are the block's: `O_DIRECT` needs
@@ -87,6 +94,10 @@ impl Memories {
         self.0[from.index()].is_some() && self.0[to.index()].is_some()
     }
 
+    fn checksums(&self, tier: Tier) -> Option<&Checksums> {
+        self.0[tier.index()].as_ref()?.checksums()
+    }
+
     /// The block of a slot; `None`: its tier is not memory of ours, or has no such slot.
     pub(crate) fn block(&self, slot: SlotRef) -> Option<NonNull<[u8]>> {
         let region = self.0[slot.tier.index()].as_ref()?;
@@ -94,7 +105,7 @@ impl Memories {
         Some(NonNull::slice_from_raw_parts(start, region.block_bytes()))
     }
 
-    /// Copies a block from memory to memory.
+    /// Copies a block from memory to memory, and sums it on the way where the destination remembers checksums.
     ///
     /// # Safety
     /// The caller answers for what [`Backend::submit`](crate::Backend::submit) asks of its callers.
@@ -107,8 +118,19 @@ impl Memories {
         }
         // SAFETY: both are blocks of slots that exist, of one size, and distinct, hence disjoint; nobody else
         // writes the source or touches the destination, as the caller promises.
-        unsafe { from.cast::<u8>().copy_to_nonoverlapping(to.cast(), to.len()) };
+        let (from, to) = unsafe { (from.as_ref(), &mut *to.as_ptr()) };
+        match self.checksums(op.to.tier) {
+            Some(checksums) => checksums.record(op.to.slot, copy_summed(from, to)),
+            None => to.copy_from_slice(from),
+        }
         Ok(())
+    }
+}
+
+/// The slot is about to be written by a way that does not sum what it writes.
+pub(crate) fn forget_checksum(memory: &dyn Memory, slot: SlotId) {
+    if let Some(checksums) = memory.checksums() {
+        checksums.forget(slot);
     }
 }
 

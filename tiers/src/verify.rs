@@ -2,61 +2,17 @@
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-
+use crate::checksum::{Checksums, checksum};
 use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
 use crate::error::{SetupError, SetupErrorKind};
-use crate::memory::{Memory, no_such_slot};
-
-/// The crc32c (Castagnoli) of the block in each slot of one tier. Four bytes per slot, in chunks that come
-/// into being when a slot of theirs is first written.
-#[derive(Debug, Default)]
-pub struct Checksums(Mutex<Vec<Option<Box<[u32]>>>>);
-
-const CHUNK: usize = 1 << 16;
-
-impl Checksums {
-    /// None known yet.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// The block that is, or is about to be, in `slot`; `None`: nothing was recorded.
-    ///
-    /// Zero stands for that. A block whose checksum really is zero, one in four billion, counts as corrupt
-    /// when it is read: a miss, which is safe.
-    pub fn get(&self, slot: SlotId) -> Option<u32> {
-        let (chunk, place) = position(slot);
-        let chunks = self.0.lock();
-        Some(chunks.get(chunk)?.as_ref()?[place]).filter(|&crc| crc != 0)
-    }
-
-    /// Notes the checksum of the block in `slot`.
-    pub fn record(&self, slot: SlotId, crc: u32) {
-        let (chunk, place) = position(slot);
-        let mut chunks = self.0.lock();
-        if chunks.len() <= chunk {
-            chunks.resize(chunk + 1, None);
-        }
-        chunks[chunk].get_or_insert_with(|| vec![0; CHUNK].into())[place] = crc;
-    }
-}
-
-/// Chunk, and place in it.
-const fn position(slot: SlotId) -> (usize, usize) {
-    (slot.0 as usize / CHUNK, slot.0 as usize % CHUNK)
-}
-
-/// The checksum of a block.
-pub fn checksum(block: &[u8]) -> u32 {
-    crc_fast::crc32_iscsi(block)
-}
+use crate::memory::{Memory, forget_checksum, no_such_slot};
 
 /// A backend whose blocks are checksummed when they leave memory and verified when they return. A block that
 /// comes back changed ends in [`CopyErrorKind::Corrupt`].
 ///
-/// Checksums of blocks on their way out are computed by the submitting thread, those of blocks on their way in
-/// by the thread that completes them.
+/// Where the memory remembers the checksum of a block from its arrival (see [`Memory::checksums`]), that one
+/// goes out with it: what happens to the bytes in memory is noticed too. Else the submitting thread computes
+/// it. Blocks on their way in are summed by the thread that completes them.
 #[derive(Debug)]
 pub struct Verified<B> {
     inner: B,
@@ -123,7 +79,8 @@ unsafe impl<B: Backend> Backend for Verified<B> {
 impl Guard {
     /// An operation on a slot that does not exist is left to the backend to refuse.
     fn record(&self, op: &CopyOp) {
-        if let Some(crc) = self.checksum(op.from.slot) {
+        let known = self.memory.checksums().and_then(|checksums| checksums.get(op.from.slot));
+        if let Some(crc) = known.or_else(|| self.checksum(op.from.slot)) {
             self.checksums.record(op.to.slot, crc);
         }
     }
@@ -134,8 +91,14 @@ impl Guard {
         }
         let actual = self.checksum(op.to.slot).ok_or_else(|| no_such_slot(op.to))?;
         match self.checksums.get(op.from.slot) {
-            Some(expected) if expected == actual => Ok(()),
-            expected => Err(corrupt(op.from, expected, actual)),
+            Some(expected) if expected == actual => {
+                self.memory.checksums().inspect(|checksums| checksums.record(op.to.slot, actual));
+                Ok(())
+            }
+            expected => {
+                forget_checksum(&*self.memory, op.to.slot);
+                Err(corrupt(op.from, expected, actual))
+            }
         }
     }
 
@@ -160,8 +123,11 @@ mod tests {
     use super::*;
     use crate::dram::DramRegion;
     use crate::frame::Frame;
+    use crate::memcpy::MemcpyBackend;
     use crate::testing::conformance::{self, Pair};
-    use crate::testing::{Fault, FaultBackend, MemoryStore, fill_pattern, host, order, run, start};
+    use crate::testing::{
+        Fault, FaultBackend, MemoryStore, fill_pattern, has_pattern, host, options, order, run, start,
+    };
 
     const OUT: Route = (Tier::Host, Tier::Disk);
     const IN: Route = (Tier::Disk, Tier::Host);
@@ -275,6 +241,53 @@ mod tests {
     }
 
     #[test]
+    fn a_bit_that_flips_in_memory_is_caught_when_the_block_comes_back() {
+        let Fixture { memory, verified, here, there, .. } = Fixture::new();
+        let device = DramRegion::open(Tier::Device, options(1, BLOCK)).unwrap();
+        let mut origin = device.frames().unwrap().take().unwrap();
+        fill_pattern(2, device.write(&mut origin).unwrap());
+        let regions = vec![Arc::new(device) as Arc<dyn Memory>, Arc::clone(&memory) as _];
+        let save = FaultBackend::new(MemcpyBackend::new(regions.clone(), 1).unwrap(), regions).unwrap();
+        let through = |fault: Option<Fault>| {
+            fault.into_iter().for_each(|fault| save.inject(fault, &[(Tier::Device, Tier::Host)]));
+            let orders = [
+                order(2, origin.slot_ref(), here[0].slot_ref()),
+                order(2, here[0].slot_ref(), there[0].slot_ref()),
+                order(2, there[0].slot_ref(), here[1].slot_ref()),
+            ];
+            run(&save, vec![orders[0]]).remove(0).unwrap();
+            run(&verified, vec![orders[1]]).remove(0).unwrap();
+            run(&verified, vec![orders[2]]).remove(0)
+        };
+        through(None).unwrap();
+        assert_fails(through(Some(Fault::BitFlip)), CopyErrorKind::Corrupt);
+    }
+
+    #[test]
+    fn a_slot_that_is_written_in_place_does_not_keep_its_old_checksum() {
+        let mut fixture = Fixture::new();
+        fixture.store().unwrap();
+        fixture.load().unwrap();
+        fixture.here.swap(0, 1);
+        fill_pattern(3, fixture.memory.write(&mut fixture.here[0]).unwrap());
+        fixture.store().unwrap();
+        fixture.load().unwrap();
+        assert!(has_pattern(3, fixture.memory.read(&fixture.here[1]).unwrap()));
+    }
+
+    #[test]
+    fn memory_remembers_what_was_verified_and_nothing_else() {
+        let fixture = Fixture::new();
+        let known = || fixture.memory.checksums().unwrap().get(fixture.here[1].slot());
+        fixture.store().unwrap();
+        fixture.load().unwrap();
+        assert_eq!(known(), Some(checksum(fixture.memory.read(&fixture.here[1]).unwrap())));
+        fixture.store.flip_bit(fixture.there[0].slot(), 0);
+        assert_fails(fixture.load(), CopyErrorKind::Corrupt);
+        assert_eq!(known(), None);
+    }
+
+    #[test]
     fn slow_and_silent_backends_are_so() {
         let fixture = Fixture::new();
         fixture.faults.inject(Fault::Slow(Duration::from_millis(20)), &[OUT]);
@@ -293,11 +306,5 @@ mod tests {
         let elsewhere = MemoryStore::new(Arc::new(host(1, BLOCK)), Tier::Object, 1).unwrap();
         let error = Verified::new(store, Arc::clone(elsewhere.region()) as _, Arc::default()).unwrap_err();
         assert_eq!(error.kind(), SetupErrorKind::Invalid);
-    }
-
-    #[test]
-    fn the_checksum_is_castagnoli() {
-        // The check value of CRC-32/ISCSI in Greg Cook's catalogue.
-        assert_eq!(checksum(b"123456789"), 0xe306_9283);
     }
 }

@@ -14,7 +14,7 @@
 //! Files are readable by their owner only (mode 0600) and locked as long as they are open.
 
 mod files;
-mod ring;
+pub(crate) mod ring;
 mod threads;
 mod transfer;
 mod uring;

@@ -74,7 +74,7 @@ pub(super) fn probe() -> io::Result<()> {
 }
 
 /// Kernels before 6.1 refuse the flags that spare interrupts of the ring's thread.
-fn build(entries: u32) -> io::Result<IoUring> {
+pub(crate) fn build(entries: u32) -> io::Result<IoUring> {
     let mut modern = IoUring::builder();
     match modern.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().build(entries) {
         Err(error) if error.kind() == ErrorKind::InvalidInput => IoUring::new(entries),
@@ -242,7 +242,7 @@ impl Ring {
 }
 
 /// Registers all slots, in buffers as large as the kernel allows that end between slots.
-fn register_memory(uring: &IoUring, memory: &dyn Memory) -> Option<u32> {
+pub(crate) fn register_memory(uring: &IoUring, memory: &dyn Memory) -> Option<u32> {
     let slots_per_buffer = MAX_BUFFER / memory.stride();
     let (bytes, buffer) = (memory.geometry().bytes(), slots_per_buffer * memory.stride());
     let part = |from: usize| libc::iovec {

@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Route, SlotRef, Tier};
 use crate::disk::DiskRegion;
 use crate::error::{SetupError, SetupErrorKind};
-use crate::memory::{Memory, no_such_slot};
+use crate::memory::{Memory, forget_checksum, no_such_slot};
 
 /// One read or write of a whole slot.
 #[derive(Clone, Copy, Debug)]
@@ -42,6 +42,7 @@ pub(super) fn check_fit(memory: &dyn Memory, disk: &DiskRegion) -> Result<(), Se
 }
 
 impl Transfer {
+    /// The copy is about to begin.
     pub(super) fn of(op: &CopyOp, memory: &dyn Memory, disk: &DiskRegion) -> Result<Self, CopyError> {
         let (direction, ram, slot) = match op.route() {
             (from, Tier::Disk) if from == memory.tier() => (Direction::Write, op.from, op.to),
@@ -49,6 +50,9 @@ impl Transfer {
             _ => return Err(no_such_slot(op.from)),
         };
         let (file, offset) = disk.place(slot.slot).ok_or_else(|| no_such_slot(slot))?;
+        if direction == Direction::Read {
+            forget_checksum(memory, ram.slot);
+        }
         let memory = memory.slot(ram.slot).ok_or_else(|| no_such_slot(ram))?;
         Ok(Self { direction, memory, file, offset, slot })
     }

@@ -18,10 +18,10 @@ use super::locations::Locations;
 use super::open::{OPERATION_LIMIT, Store};
 use super::segment::{SegmentName, SegmentNames};
 use super::{read, write};
+use crate::checksum::Checksums;
 use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
 use crate::error::{SetupError, SetupErrorKind};
-use crate::memory::Memory;
-use crate::verify::Checksums;
+use crate::memory::{Memory, forget_checksum};
 
 /// How long closing waits for requests that have begun: their own limit, and a little to report it.
 const CLOSE_LIMIT: Duration = Duration::from_secs(OPERATION_LIMIT.as_secs() + 2);
@@ -173,6 +173,7 @@ impl ObjectBackend {
     }
 
     fn read(&self, blocks: Vec<Pending>) {
+        blocks.iter().for_each(|block| forget_checksum(&*self.memory, block.memory));
         for run in read::plan(&self.shared, blocks) {
             self.shared.store.executor.spawn(read::fetch(Arc::clone(&self.shared), run));
         }

@@ -24,6 +24,8 @@ pub(super) struct Pending {
     ticket: Sender<Ticket>,
     /// What is copied.
     pub(super) block: BlockKey,
+    /// Its slot in memory.
+    pub(super) memory: SlotId,
     /// Its slot in the object tier.
     pub(super) object: SlotId,
 }
@@ -52,6 +54,7 @@ impl Pending {
             index,
             done,
             block,
+            memory,
             object,
         })
     }

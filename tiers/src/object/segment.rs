@@ -26,8 +26,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::{BufMut, Bytes, BytesMut};
 
+use crate::checksum::checksum;
 use crate::copy::BlockKey;
-use crate::verify::checksum;
 
 /// The last bytes of every segment.
 pub const MAGIC: [u8; 8] = *b"KVBMSEG1";

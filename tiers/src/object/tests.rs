@@ -22,10 +22,11 @@ use url::Url;
 
 use super::segment::decode_footer;
 use super::{ObjectBackend, ObjectOptions, Store, StoreOptions};
+use crate::checksum::{Checksums, checksum};
 use crate::copy::{Backend, BlockKey, CopyError, CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
 use crate::geometry::{ALIGNMENT, Geometry};
 use crate::memory::Memory;
-use crate::verify::{Checksums, Verified, checksum};
+use crate::verify::Verified;
 
 /// Not a multiple of the alignment: the bytes between slots must not travel.
 const BLOCK: usize = 5000;

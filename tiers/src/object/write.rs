@@ -9,8 +9,8 @@ use super::backend::Shared;
 use super::block::{Pending, finish_all};
 use super::open::OPERATION_LIMIT;
 use super::segment::{Entry, SegmentName, encode_footer};
+use crate::checksum::{Checksums, checksum};
 use crate::copy::{CopyError, CopyErrorKind};
-use crate::verify::{Checksums, checksum};
 
 /// Writes one segment and reports its blocks.
 pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>) {

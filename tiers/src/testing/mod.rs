@@ -28,7 +28,7 @@ pub fn host(slots: u32, block_bytes: usize) -> DramRegion {
     DramRegion::host(options(slots, block_bytes)).expect("memory for a test")
 }
 
-fn options(slots: u32, block_bytes: usize) -> DramOptions {
+pub(crate) fn options(slots: u32, block_bytes: usize) -> DramOptions {
     let geometry = Geometry::new(slots, block_bytes).expect("a test's geometry is valid");
     DramOptions { geometry, huge_pages: false, fault_threads: 1 }
 }

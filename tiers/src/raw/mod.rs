@@ -1,0 +1,10 @@
+//! Yardsticks: what the media do by themselves, without scheduler, table or checksums.
+//!
+//! They move every block of a working set once, over the same kinds of memory and files as the backends, and
+//! say how long that took. A manager cannot be faster for long; how close it gets is its efficiency.
+
+mod copy;
+mod ring;
+
+pub use copy::RawCopy;
+pub use ring::RawRing;
