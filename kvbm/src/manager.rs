@@ -164,6 +164,13 @@ impl Manager {
         self.core.drain(limit)
     }
 
+    /// Lets up to `blocks` blocks of `tier` go, in the order of its policy; answers how many could. What is
+    /// leased or still to be flushed stays.
+    pub fn evict(&self, tier: Tier, blocks: usize) -> usize {
+        let mut table = self.core.table();
+        if table.has(tier) { table.evict(tier, blocks) } else { 0 }
+    }
+
     /// Occupancy of a tier.
     pub fn counts(&self, tier: Tier) -> SlotCounts {
         self.core.table().counts(tier)

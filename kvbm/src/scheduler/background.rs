@@ -36,11 +36,15 @@ impl Flushing {
 }
 
 impl Core {
-    /// Most blocks that one flush may have in flight: enough to keep the route busy, few enough that loads
-    /// soon get through.
-    fn flush_window(&self, to: Tier) -> usize {
-        let batch = if to == Tier::Object { self.tuning.segment_blocks } else { self.tuning.max_batch };
-        batch * self.tuning.max_concurrent
+    /// Blocks of one batch into `to`.
+    const fn flush_batch(&self, to: Tier) -> usize {
+        if matches!(to, Tier::Object) { self.tuning.segment_blocks } else { self.tuning.max_batch }
+    }
+
+    /// Most blocks that may be on their way into `to` to be flushed: enough to keep the route busy, few enough
+    /// that loads soon get through.
+    const fn flush_window(&self, to: Tier) -> usize {
+        self.flush_batch(to) * self.tuning.max_concurrent
     }
 
     /// One round of background work.
@@ -77,13 +81,17 @@ impl Core {
         *goal = if is_due { dirty } else { (*goal).min(dirty) };
     }
 
-    /// Starts one window's worth; false when the goal is reached or there is no room.
+    /// Starts one batch's worth; false when the goal is reached or the window is full. The next batch goes out
+    /// when one of those before it has ended: the route never runs dry in between.
     fn flush_some(self: &Arc<Self>, from: Tier, to: Tier) -> bool {
         let in_flight = &self.flushing.in_flight[to.index()];
         let room = self.flush_window(to).saturating_sub(in_flight.load(Ordering::Acquire));
-        let goal = self.flushing.goals.lock()[from.index()];
+        let goal = self.flushing.goals.lock()[from.index()].min(self.flush_batch(to));
+        if room < goal {
+            return false;
+        }
         let before = self.table().dirty(from);
-        let runs = self.table().take_flush(from, room.min(goal));
+        let runs = self.table().take_flush(from, goal);
         let after = self.table().dirty(from);
         {
             let mut goals = self.flushing.goals.lock();
@@ -115,7 +123,7 @@ impl Core {
             if Instant::now() > deadline {
                 return false;
             }
-            std::thread::sleep(Duration::from_millis(2));
+            std::thread::sleep(Duration::from_micros(200));
         }
     }
 
