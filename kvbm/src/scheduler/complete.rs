@@ -160,5 +160,6 @@ fn close_runs(table: &mut Table, flow: &Flow, lease: &mut Lease) -> usize {
         }
         _ => {}
     }
+    table.drop_condemned(lease.grip_mut());
     copied
 }

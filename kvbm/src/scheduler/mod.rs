@@ -186,9 +186,10 @@ impl Core {
         self: &Arc<Self>,
         class: Class,
         to: Tier,
-        lease: Lease,
+        mut lease: Lease,
     ) -> (Arc<Flow>, Ticket<Brought>, Vec<Order>) {
         let mut table = self.table();
+        table.drop_condemned(lease.grip_mut());
         let mut missing = table.missing(lease.grip(), to);
         let refused = self.shorten(class, to, &mut missing);
         let keys: Vec<BlockKey> = missing.blocks.iter().map(|&(key, _)| key).collect();
