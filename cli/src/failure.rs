@@ -5,7 +5,6 @@ use std::fmt;
 use std::process::ExitCode;
 
 use kvbm::ErrorKind;
-use kvbm_policies::UnknownEviction;
 use kvbm_settings::SettingsError;
 
 use crate::trace::TraceError;
@@ -73,12 +72,6 @@ impl From<SettingsError> for Failure {
 impl From<TraceError> for Failure {
     fn from(error: TraceError) -> Self {
         Self::unusable(with_causes(&error))
-    }
-}
-
-impl From<UnknownEviction> for Failure {
-    fn from(error: UnknownEviction) -> Self {
-        Self::unusable(error.to_string())
     }
 }
 

@@ -124,7 +124,7 @@ fn main() -> ExitCode {
     match cli.command.run(&cli.global) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("kvbm: {failure}");
+            output::tell(&format!("kvbm: {failure}"));
             failure.exit_code()
         }
     }
@@ -138,6 +138,7 @@ fn log_to_stderr(verbose: u8) {
         .with_env_filter(filter)
         .with_writer(io::stderr)
         .with_ansi(output::is_lively(&io::stderr()))
+        .log_internal_errors(false)
         .without_time()
         .with_target(verbose > 1)
         .init();

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use kvbm_policies::{Policy, Workload};
 use serde::Serialize;
 
@@ -19,16 +20,19 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "BLOCKS", value_delimiter = ',', default_value = "1000,5000,10000,30000")]
     capacity: Vec<u32>,
     /// Policies to try; belady knows the future and serves as a bound
-    #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "lru,belady")]
-    eviction: Vec<String>,
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "lru,belady", value_parser = policies())]
+    eviction: Vec<Policy>,
 }
 
 pub(crate) fn run(args: &PlanArgs, global: &Global) -> Result<(), Failure> {
     global.load(|loader| loader)?;
-    let policies = args.eviction.iter().map(|name| name.parse()).collect::<Result<Vec<Policy>, _>>()?;
-    let plan = plan(&args.trace, &args.capacity, &policies)?;
-    plan.notes.iter().for_each(|note| eprintln!("note: {note}"));
+    let plan = plan(&args.trace, &args.capacity, &args.eviction)?;
+    plan.notes.iter().for_each(|note| output::tell(&format!("note: {note}")));
     if global.json { output::print_json(&plan) } else { output::print(&table(&plan.rows, &args.capacity)) }
+}
+
+fn policies() -> impl TypedValueParser<Value = Policy> {
+    PossibleValuesParser::new(Policy::all().map(Policy::name)).try_map(|name| name.parse::<Policy>())
 }
 
 /// A line for each capacity, a column for each policy.
@@ -187,7 +191,7 @@ mod tests {
     fn the_json_has_a_row_for_each_policy_and_capacity() {
         let line = r#"{"timestamp":0,"input_length":1500,"output_length":1,"hash_ids":[1,2,3]}"#;
         let mut plan = plan_of(&format!("{line}\n{line}\n"), &[1, 5]).unwrap();
-        plan.rows.retain(|row| row.eviction != "fifo");
+        plan.rows.retain(|row| ["lru", "belady"].contains(&row.eviction));
         plan.trace = "t".to_owned();
         assert_eq!(
             serde_json::to_string(&plan).unwrap(),

@@ -48,6 +48,7 @@ impl Scratch {
                 let dir = self.fresh_inside(&dir, "--object (object.url, DYN_KVBM_OBJECT_URL)")?;
                 file_url(&dir)?
             }
+            None if parsed.scheme() == "memory" => return Ok(()),
             None => format!("{}/{}", url.trim_end_matches('/'), fresh_name()),
         };
         Ok(())

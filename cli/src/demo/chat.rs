@@ -6,7 +6,7 @@ use crate::pattern::scramble;
 
 const SESSIONS: u64 = 700;
 /// Sessions begin within this time.
-const SPAN_MS: u64 = 4 * HOUR_MS;
+const SPAN_MS: u64 = HOUR_MS;
 const HOUR_MS: u64 = 3_600_000;
 /// Tokens of the system prompts; a session has one of them.
 const SYSTEM_TOKENS: [u32; 4] = [6 * BLOCK_TOKENS, 9 * BLOCK_TOKENS, 14 * BLOCK_TOKENS, 20 * BLOCK_TOKENS];
@@ -33,8 +33,8 @@ fn session(number: u64) -> impl Iterator<Item = Request> {
         let answer = dice.between(100, 1_800);
         let request = prompt(number, system, tokens + question as u32, answer as u32, now_ms);
         tokens = request.input_length + request.output_length;
-        // Now and then the user goes away for hours.
-        let pause = if dice.below(7) == 0 { dice.between(HOUR_MS / 2, 6 * HOUR_MS) } else { 0 };
+        // Now and then the user goes away for long.
+        let pause = if dice.below(7) == 0 { dice.between(HOUR_MS / 4, 2 * HOUR_MS) } else { 0 };
         now_ms += answer * 20 + dice.exponential(90_000.0) + pause;
         request
     });

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use clap::Args;
-use kvbm_policies::{EvictionKind, Request};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use kvbm_policies::Request;
 use kvbm_settings::{Capacity, EvictionPolicy, Loader, Settings, parse_size};
 use prometheus::Registry;
 
@@ -48,9 +49,9 @@ pub(crate) struct ReplayArgs {
     /// Bytes of a block, such as 64KiB or 1MiB [default: 64KiB]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     block_bytes: Option<u64>,
-    /// Eviction policy of all tiers: lru or fifo [default: lru]
-    #[arg(long, value_name = "NAME")]
-    eviction: Option<String>,
+    /// Eviction policy of all tiers [default: lru]
+    #[arg(long, value_name = "NAME", value_parser = eviction_policies())]
+    eviction: Option<EvictionPolicy>,
     /// Stop after so many requests
     #[arg(long, value_name = "N")]
     requests: Option<u64>,
@@ -66,8 +67,7 @@ pub(crate) struct ReplayArgs {
 }
 
 pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
-    let eviction = args.eviction.as_deref().map(eviction).transpose()?;
-    let mut settings = global.load(|loader| args.apply(loader, eviction))?.settings;
+    let mut settings = global.load(|loader| args.apply(loader))?.settings;
     let ReplayArgs { trace, requests, concurrency, keep, .. } = args;
     let reader = TraceReader::open(&trace)?;
     let expected = check(&trace, requests)?;
@@ -121,23 +121,21 @@ fn limited(reader: TraceReader, requests: Option<u64>) -> impl Iterator<Item = R
     reader.take(requests.map_or(usize::MAX, |requests| usize::try_from(requests).unwrap_or(usize::MAX)))
 }
 
-fn eviction(name: &str) -> Result<EvictionPolicy, Failure> {
-    let kind: EvictionKind = name.parse()?;
-    let policy = EvictionPolicy::ALL.iter().find(|policy| policy.name() == kind.name());
-    policy
-        .copied()
-        .ok_or_else(|| Failure::unusable(format!("--eviction {name}: no setting names this policy")))
+fn eviction_policies() -> impl TypedValueParser<Value = EvictionPolicy> {
+    let by_name = |name: String| EvictionPolicy::ALL.iter().copied().find(|policy| policy.name() == name);
+    PossibleValuesParser::new(EvictionPolicy::ALL.iter().map(|policy| policy.name()))
+        .try_map(move |name| by_name(name).ok_or("no such policy"))
 }
 
 impl ReplayArgs {
     /// The command's defaults below every other source, its options above them.
-    fn apply(&self, loader: Loader, eviction: Option<EvictionPolicy>) -> Loader {
+    fn apply(&self, loader: Loader) -> Loader {
         let mut loader = loader.defaults(defaults());
         let blocks = |count: u32| (count > 0).then_some(Capacity::Blocks(count.into()));
         if let Some(bytes) = self.block_bytes {
             loader = loader.set("block_bytes", move |s| s.block_bytes = Some(bytes));
         }
-        if let Some(eviction) = eviction {
+        if let Some(eviction) = self.eviction {
             loader = loader.set("eviction", move |s| s.eviction = eviction);
         }
         if let Some(count) = self.device_blocks {

@@ -1,0 +1,115 @@
+//! Input, settings and systems that are not as they should be: exit 2, and what to change.
+
+use std::fs;
+use std::net::TcpListener;
+
+use crate::{Place, assert_fails};
+
+const LINE: &str = r#"{"timestamp":0,"input_length":512,"output_length":1,"hash_ids":[7]}"#;
+
+#[test]
+fn a_malformed_line_is_named() {
+    let place = Place::new();
+    let trace = place.path("bad.jsonl");
+    fs::write(&trace, format!("{LINE}\n\n{{\"timestamp\":0}}\n")).expect("the trace is written");
+    let trace = trace.to_str().expect("UTF-8");
+    let object = place.url("objects");
+    for command in [vec!["plan", trace], vec!["replay", trace, "--disk-blocks", "5", "--object", &object]] {
+        assert_fails(&place.run(&command), 2, &["bad.jsonl:3: "]);
+    }
+    place.assert_clean(&["bad.jsonl"]);
+}
+
+#[test]
+fn a_trace_that_is_missing_or_empty() {
+    let place = Place::new();
+    fs::write(place.path("empty"), "").expect("the trace is written");
+    for command in ["plan", "replay"] {
+        assert_fails(&place.run(&[command, "nowhere.jsonl"]), 2, &["nowhere.jsonl"]);
+        assert_fails(&place.run(&[command, "empty"]), 2, &["empty: it holds no request"]);
+    }
+}
+
+#[test]
+fn an_unknown_policy_lists_the_valid_ones() {
+    let place = Place::new();
+    place.trace("trace.jsonl", 1, 1);
+    for (command, names) in [("replay", "mru"), ("replay", "belady"), ("plan", "lru,mru")] {
+        let output = place.run(&[command, "trace.jsonl", "--eviction", names]);
+        let stderr = crate::text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{stderr}");
+        assert!(stderr.contains("[possible values: lru, fifo"), "{stderr}");
+    }
+}
+
+#[test]
+fn a_directory_that_cannot_be_written_names_the_setting() {
+    let place = Place::new();
+    place.trace("trace.jsonl", 1, 1);
+    let disk = ["--disk-blocks", "9", "--disk-dir", "trace.jsonl/below"];
+    let output = place.run(&[&["replay", "trace.jsonl"], disk.as_slice()].concat());
+    assert_fails(&output, 2, &["trace.jsonl/below", "--disk-dir", "DYN_KVBM_DISK_CACHE_DIR"]);
+    let kept = place.run(&[&["replay", "trace.jsonl", "--keep"], disk.as_slice()].concat());
+    assert_fails(&kept, 2, &["DYN_KVBM_DISK_CACHE_DIR"]);
+    place.assert_clean(&["trace.jsonl"]);
+}
+
+#[test]
+fn a_store_that_is_not_there_names_the_setting() {
+    let place = Place::new();
+    place.trace("trace.jsonl", 1, 1);
+    let mut command = place.command(&["replay", "trace.jsonl", "--object", "s3://bucket/prefix"]);
+    command.env("DYN_KVBM_OBJECT_ENDPOINT", "http://127.0.0.1:9");
+    command.env("DYN_KVBM_OBJECT_ACCESS_KEY", "an-access-key").env("DYN_KVBM_OBJECT_SECRET_KEY", "hunter2");
+    let output = command.output().expect("the binary starts");
+    assert_fails(&output, 2, &["s3://bucket/prefix", "DYN_KVBM_OBJECT_URL", "DYN_KVBM_OBJECT_ENDPOINT"]);
+    let stderr = crate::text(&output.stderr);
+    assert!(!stderr.contains("hunter2") && !stderr.contains("an-access-key"), "{stderr}");
+    for url in ["nonsense", "ftp://host/x", "file://relative/x"] {
+        assert_fails(&place.run(&["replay", "trace.jsonl", "--object", url]), 2, &["object.url"]);
+    }
+    place.assert_clean(&["trace.jsonl"]);
+}
+
+#[test]
+fn sizes_that_do_not_fit() {
+    let place = Place::new();
+    place.trace("trace.jsonl", 1, 1);
+    let sizes = [("--host-blocks", "host.capacity"), ("--disk-blocks", "disk.")];
+    for (option, setting) in sizes {
+        assert_fails(&place.run(&["replay", "trace.jsonl", option, "1000000000"]), 2, &[setting]);
+    }
+    place.assert_clean(&["trace.jsonl"]);
+}
+
+#[test]
+fn every_command_refuses_settings_that_are_wrong() {
+    let place = Place::new();
+    place.trace("trace.jsonl", 1, 1);
+    fs::write(place.path("bad.toml"), "[host]\ncapacity = \"lots\"\n").expect("the file is written");
+    let commands: [&[&str]; 6] = [
+        &["demo"],
+        &["replay", "trace.jsonl"],
+        &["plan", "trace.jsonl"],
+        &["config"],
+        &["doctor"],
+        &["bench", "table", "--blocks", "1024"],
+    ];
+    for command in commands {
+        let output =
+            place.command(command).env("DYN_KVBM_CPU_CACHE", "1").output().expect("the binary starts");
+        assert_fails(&output, 2, &["DYN_KVBM_CPU_CACHE ", "DYN_KVBM_CPU_CACHE_GB"]);
+        let output = place.run(&[command, &["--config", "bad.toml"]].concat());
+        assert_fails(&output, 2, &["bad.toml:2", "host.capacity"]);
+    }
+    place.assert_clean(&["bad.toml", "trace.jsonl"]);
+}
+
+#[test]
+fn an_address_in_use() {
+    let place = Place::new();
+    place.trace("trace.jsonl", 1, 1);
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let address = taken.local_addr().expect("it is bound").to_string();
+    assert_fails(&place.run(&["replay", "trace.jsonl", "--metrics", &address]), 2, &[&address, "--metrics"]);
+}

@@ -1,0 +1,108 @@
+//! The other commands, and the help.
+
+use crate::{Place, json, text};
+
+#[test]
+fn every_command_helps() {
+    let place = Place::new();
+    for command in ["demo", "replay", "plan", "config", "doctor", "bench"] {
+        let help = place.run(&[command, "--help"]);
+        assert!(help.status.success() && text(&help.stdout).contains("Usage: kvbm"), "{command}");
+    }
+    let overview = text(&place.run(&["--help"]).stdout);
+    assert!(
+        ["demo", "replay", "doctor", "DYN_KVBM_"].iter().all(|part| overview.contains(part)),
+        "{overview}"
+    );
+    assert_eq!(place.run(&["--nonsense"]).status.code(), Some(2));
+}
+
+#[test]
+fn plans_as_table_and_as_json() {
+    let place = Place::new();
+    place.trace("trace.jsonl", 40, 4);
+    let args = ["plan", "trace.jsonl", "--capacity", "10,1000", "--eviction", "lru,belady"];
+    let plan = json(&place.run(&[&args, ["--json"].as_slice()].concat()));
+    let rows = plan["rows"].as_array().expect("rows");
+    let names: Vec<_> = rows.iter().map(|row| (row["eviction"].as_str(), row["capacity"].as_u64())).collect();
+    let expected = [("lru", 10), ("lru", 1000), ("belady", 10), ("belady", 1000)];
+    assert_eq!(names, expected.map(|(name, capacity)| (Some(name), Some(capacity))));
+    let table = text(&place.run(&args).stdout);
+    let rate = rows[3]["token_hit_rate"].as_f64().expect("a number") * 100.0;
+    assert!(table.contains("belady") && table.contains(&format!("{rate:.2} %")), "{table}");
+}
+
+#[test]
+fn settings_are_shown_with_their_origin_and_without_secrets() {
+    let place = Place::new();
+    std::fs::write(place.path("kvbm.toml"), "block_bytes = \"1MiB\"\n").expect("the file is written");
+    let run = |args: &[&str]| {
+        let mut command = place.command(&[&["config", "--config", "kvbm.toml"], args].concat());
+        command.env("DYN_KVBM_OBJECT_ACCESS_KEY", "abc").env("DYN_KVBM_OBJECT_SECRET_KEY", "hunter2");
+        command.env("DYN_KVBM_NIXL_BACKEND_UCX", "on").output().expect("the binary starts")
+    };
+    let shown = json(&run(&["--json"]));
+    let row = |key: &str| {
+        let rows = shown["settings"].as_array().expect("rows").iter();
+        rows.into_iter().find(|row| row["key"] == key).unwrap_or_else(|| panic!("{key} in {shown}"))
+    };
+    assert_eq!(
+        (&row("block_bytes")["value"], &row("block_bytes")["origin"]),
+        (&"1MiB".into(), &"kvbm.toml:1".into())
+    );
+    assert_eq!(row("object.secret_key")["value"], "(set)");
+    assert_eq!(row("eviction")["origin"], "default");
+    assert_eq!(shown["accepted"].as_array().map(Vec::len), Some(1), "{shown}");
+    let table = text(&run(&[]).stdout);
+    assert!(table.contains("kvbm.toml:1") && table.contains("accepted, no effect yet"), "{table}");
+    assert!(!table.contains("hunter2") && !shown.to_string().contains("hunter2"));
+}
+
+#[test]
+fn the_doctor_tries_each_tier_and_leaves_nothing() {
+    let place = Place::new();
+    let examine = |more: &[&str]| {
+        let mut command = place.command(&[&["doctor"], more].concat());
+        command.env("DYN_KVBM_BLOCK_BYTES", "64KiB").env("DYN_KVBM_CPU_CACHE_GB", "0.1");
+        command.env("DYN_KVBM_DISK_CACHE_GB", "0.1").env("DYN_KVBM_DISK_CACHE_DIR", place.path("tmp"));
+        command.env("DYN_KVBM_OBJECT_URL", "file:///proc/nowhere").output().expect("the binary starts")
+    };
+    let found = json(&examine(&["--json"]));
+    let state = |section: &str, name: &str| {
+        let checks = found[section].as_array().expect("checks").iter();
+        checks.into_iter().find(|check| check["name"] == name).map(|check| check["state"].clone())
+    };
+    assert_eq!(state("tiers", "host"), Some("ready".into()));
+    assert_eq!(state("tiers", "disk"), Some("ready".into()));
+    assert_eq!(state("tiers", "object"), Some("unavailable".into()));
+    assert_eq!(state("routes", "host → disk"), Some("ready".into()), "what works is routed: {found}");
+    assert_eq!(state("machine", "kernel"), Some("ready".into()));
+    let page = text(&examine(&[]).stdout);
+    assert!(page.contains("io_uring") && page.contains("unavailable: "), "{page}");
+    place.assert_clean(&[]);
+}
+
+#[test]
+fn the_demo_tells_its_story() {
+    let place = Place::new();
+    let output = place.run(&["demo"]);
+    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{stdout}{stderr}");
+    for part in
+        ["device", "host", "disk", "object", "8,000 prompt tokens/s", "0 mismatches", "kvbm-demo.html"]
+    {
+        assert!(stdout.contains(part), "{part} in {stdout}");
+    }
+    let page = std::fs::read_to_string(place.path("kvbm-demo.html")).expect("the report is there");
+    assert!(page.contains("</html>") && page.contains("<svg"));
+    place.assert_clean(&["kvbm-demo.html"]);
+}
+
+#[test]
+fn the_table_is_timed() {
+    let place = Place::new();
+    let report = json(&place.run(&["bench", "table", "--blocks", "20000", "--samples", "3", "--json"]));
+    for key in ["match_8192_us", "match_288_us", "cycle_ns_per_block", "bytes_per_block"] {
+        assert!(report[key].as_f64() > Some(0.0), "{key} in {report}");
+    }
+}
