@@ -118,6 +118,10 @@ impl SlotFile {
 
 impl Drop for SlotFile {
     fn drop(&mut self) {
+        // A ring that had the file registered lets go of it some time after its own end, and with it of the lock.
+        if let Err(error) = self.file.unlock() {
+            tracing::debug!(%error, "could not unlock a slot file");
+        }
         if let Some(dir) = &self.made_dir
             && let Err(error) = fs::remove_dir(dir)
         {
