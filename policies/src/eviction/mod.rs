@@ -8,10 +8,12 @@
 //! |---|---|---|
 //! | [`lru`] | `lru` | the leaf used least recently |
 //! | [`fifo`] | `fifo` | the leaf that came first |
+//! | [`hazard`] | `hazard` | the leaf least likely to return for the time it would be held |
 //! | [`belady`] | `belady` | the leaf used again last; needs the future, so it only serves as a bound |
 
 pub mod belady;
 pub mod fifo;
+pub mod hazard;
 mod leaf_queue;
 pub mod lru;
 #[cfg(test)]
@@ -24,6 +26,7 @@ use thiserror::Error;
 
 pub use belady::Belady;
 pub use fifo::Fifo;
+pub use hazard::Hazard;
 pub use lru::Lru;
 
 /// One block in one tier. Dense (the tier's slot number), so that a policy may keep its state in a `Vec`.

@@ -1,0 +1,226 @@
+//! Multiplicative return hazard, learned online.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `segments` | what was used together, when, how often; ghosts |
+//! | `factors` | what is known about a segment, in small numbers |
+//! | `fit` | the hazard model and how it is learned |
+//! | `rank` | the Gittins index |
+
+mod factors;
+mod fit;
+mod rank;
+mod segments;
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use self::fit::{Model, Record};
+use self::segments::{Segments, StrandId};
+use super::{Access, BlockId, Eviction, Forest, RequestId, Standing, Upkeep};
+
+/// Ended records that a fit looks at.
+const RECORDS: usize = 32_768;
+/// Ghosts that are remembered beyond twice the capacity.
+const GHOSTS: usize = 65_536;
+
+/// Evicts the leaf that is least worth its place: see `docs/policies.md`.
+pub struct Hazard {
+    segments: Segments,
+    model: Model,
+    /// Every strand whose tail may go, by rank, among entries that no longer hold.
+    queue: BinaryHeap<Reverse<(u32, StrandId, u32)>>,
+    /// By strand: which of its entries holds.
+    entries: Vec<Entry>,
+    rerank_every: u32,
+    inserted: u32,
+    records: Vec<Record>,
+    oldest_record: usize,
+    requests: u64,
+    next_fit: u64,
+    learning: Option<Arc<OnceLock<Model>>>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Entry {
+    number: u32,
+    queued: bool,
+}
+
+impl Hazard {
+    /// A policy for a tier of `capacity` blocks.
+    pub fn with_capacity(capacity: u32) -> Self {
+        Self {
+            segments: Segments::with_capacity(capacity, GHOSTS + 2 * capacity as usize),
+            model: Model::default(),
+            queue: BinaryHeap::new(),
+            entries: Vec::new(),
+            rerank_every: (capacity / 16).max(1),
+            inserted: 0,
+            records: Vec::new(),
+            oldest_record: 0,
+            requests: 0,
+            next_fit: fit_after(0),
+            learning: None,
+        }
+    }
+
+    /// Ranks the tail of `strand` and puts it into the queue.
+    fn enqueue(&mut self, strand: StrandId) {
+        let at = strand as usize;
+        if self.entries.len() <= at {
+            self.entries.resize(at + 1, Entry::default());
+        }
+        let Some(rank) = self.rank(strand) else { return };
+        self.entries[at].number = self.entries[at].number.wrapping_add(1);
+        self.entries[at].queued = true;
+        self.queue.push(Reverse((rank, strand, self.entries[at].number)));
+    }
+
+    /// Orders like the index, which is never negative.
+    fn rank(&self, strand: StrandId) -> Option<u32> {
+        let tail = self.segments.tail(strand)?;
+        if tail.will_not_return {
+            return Some(0);
+        }
+        Some(rank::gittins(&self.model, tail.profile, tail.age_ms).to_bits())
+    }
+
+    fn rerank(&mut self) {
+        self.inserted = 0;
+        self.queue.clear();
+        for strand in 0..self.entries.len() as u32 {
+            if std::mem::take(&mut self.entries[strand as usize].queued) {
+                self.enqueue(strand);
+            }
+        }
+    }
+
+    fn keep_records(&mut self) {
+        for record in self.segments.take_closed() {
+            if self.records.len() < RECORDS {
+                self.records.push(record);
+            } else {
+                self.records[self.oldest_record] = record;
+                self.oldest_record = (self.oldest_record + 1) % RECORDS;
+            }
+        }
+    }
+
+    /// Takes over what was learned elsewhere.
+    fn adopt(&mut self) {
+        if let Some(model) = self.learning.as_ref().and_then(|learning| learning.get()) {
+            self.model = model.clone();
+            self.learning = None;
+            self.inserted = self.rerank_every;
+        }
+    }
+}
+
+/// The number of the request after which to fit next.
+fn fit_after(requests: u64) -> u64 {
+    requests + (requests / 20).clamp(50, 500)
+}
+
+impl Eviction for Hazard {
+    fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+        self.adopt();
+        let Some(touched) = self.segments.touch(access, forest) else { return };
+        self.keep_records();
+        self.requests += u64::from(touched.is_new);
+        self.inserted = self.inserted.saturating_add(access.inserted);
+        let [left, end] = touched.strands;
+        self.enqueue(left);
+        if end != left {
+            self.enqueue(end);
+        }
+    }
+
+    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+        let removed = self.segments.remove(block);
+        let exposed = exposed.and_then(|parent| self.segments.strand(parent));
+        if let Some(strand) = exposed {
+            let is_same = removed == Some((strand, false));
+            if !is_same || !self.entries[strand as usize].queued {
+                self.enqueue(strand);
+            }
+        }
+    }
+
+    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+        if self.inserted >= self.rerank_every {
+            self.rerank();
+        }
+        while let Some(&Reverse((_, strand, number))) = self.queue.peek() {
+            let entry = &mut self.entries[strand as usize];
+            if entry.number == number {
+                let tail = self.segments.last_block(strand);
+                if let Some(block) = tail.filter(|&tail| forest.standing(tail) == Standing::Evictable) {
+                    return Some(block);
+                }
+                entry.queued = false;
+            }
+            self.queue.pop();
+        }
+        None
+    }
+
+    fn release(&mut self, block: BlockId) {
+        if let Some(strand) = self.segments.strand(block)
+            && !self.entries[strand as usize].queued
+        {
+            self.enqueue(strand);
+        }
+    }
+
+    fn finished(&mut self, request: RequestId, output_tokens: u32, _now_ms: u64) {
+        self.segments.finished(request, output_tokens);
+    }
+
+    fn upkeep(&mut self) -> Option<Upkeep> {
+        let is_abandoned = |learning: &Arc<_>| Arc::strong_count(learning) == 1;
+        if self.requests < self.next_fit
+            || self.learning.as_ref().is_some_and(|learning| !is_abandoned(learning))
+        {
+            return None;
+        }
+        self.next_fit = fit_after(self.requests);
+        let mut records = self.records.clone();
+        records.extend(self.segments.open_records());
+        let mut model = self.model.clone();
+        let learned = Arc::new(OnceLock::new());
+        self.learning = Some(Arc::clone(&learned));
+        Some(Box::new(move || {
+            model.fit(&records);
+            // Nobody else holds the lock's only writer.
+            let _ = learned.set(model);
+        }))
+    }
+}
+
+impl fmt::Debug for Hazard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Hazard").field("requests", &self.requests).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::model::{Tree, ops};
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn a_victim_is_found_wherever_there_is_one(ops in ops()) {
+            let mut hazard = Hazard::with_capacity(16);
+            let mut tree = Tree::default();
+            for op in ops {
+                tree.apply(op, &mut hazard);
+            }
+        }
+    }
+}

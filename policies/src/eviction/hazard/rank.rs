@@ -1,0 +1,29 @@
+//! What a block is worth: its Gittins index.
+
+use super::factors::Profile;
+use super::fit::{Age, BINS, GROUP, Model, edge};
+
+/// The most returns for each second that the block is held, over all times to hold it that are at least as
+/// long as the time since its last use: P(return while held) ÷ expected seconds until it returns or is let
+/// go. (J. C. Gittins, "Bandit processes and dynamic allocation indices", JRSS B 41(2), 1979.)
+pub(super) fn gittins(model: &Model, profile: Profile, age_ms: u64) -> f32 {
+    let effect = model.effect(profile);
+    let age = Age::from_ms(age_ms);
+    let age_s = age_ms as f32 / 1000.0;
+    let (mut absent, mut held_s, mut best) = (1.0_f32, 0.0_f32, 0.0_f32);
+    let mut from_s = age_s;
+    for bin in age.bin()..BINS {
+        let until_s = edge(bin);
+        let part = if bin == age.bin() { 1.0 - age.part() } else { 1.0 };
+        let returns = model.base[bin] * effect[bin / GROUP] * part;
+        let stays = (-returns).exp();
+        let share = if returns > 1e-4 { (1.0 - stays) / returns } else { 1.0 };
+        held_s += absent * (until_s - from_s).max(0.0) * share;
+        absent *= stays;
+        from_s = until_s;
+        if until_s >= 2.0 * age_s && held_s > 0.0 {
+            best = best.max((1.0 - absent) / held_s);
+        }
+    }
+    best
+}
