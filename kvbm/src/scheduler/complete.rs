@@ -81,7 +81,10 @@ impl Core {
         if let Bounce::Held { frame, promotes } = bounce {
             match promotes {
                 Some((run, entry)) => table.lost(run, entry, frame),
-                None => table.lose(frame),
+                None => {
+                    table.lose(frame);
+                    self.staging.lock().lose();
+                }
             }
         }
         self.leave(table, &flow);
@@ -93,7 +96,7 @@ impl Core {
         match promotes {
             Some((run, entry)) if reached => table.filled(run, entry, frame),
             Some((run, entry)) => table.failed(run, entry, frame),
-            None => self.staging.lock().push(frame),
+            None => self.staging.lock().give_back(frame),
         }
     }
 

@@ -41,7 +41,7 @@ use self::batch::Batches;
 use self::breaker::Breakers;
 use self::flow::{Flow, Outline};
 use self::lane::{Lanes, Limits};
-use self::order::{Bounce, Order};
+use self::order::{Bounce, Order, Staging};
 use crate::clock::Clock;
 use crate::hash::Chain;
 use crate::lease::Lease;
@@ -79,7 +79,7 @@ pub struct Core {
     lanes: Mutex<Lanes>,
     executor: Executor,
     batches: Batches,
-    staging: Mutex<Vec<Frame>>,
+    staging: Mutex<Staging>,
     /// Who waits for a block that another flow brings.
     flights: DashMap<(Tier, BlockKey), Vec<Arc<Flow>>>,
     flushing: Flushing,
@@ -128,7 +128,7 @@ impl Core {
             lanes: Mutex::new(Lanes::new(limits)),
             executor,
             batches: Batches::default(),
-            staging: Mutex::new(staging),
+            staging: Mutex::new(Staging::new(staging)),
             flights: DashMap::new(),
             flushing: Flushing::default(),
             breakers: Breakers::default(),
@@ -158,7 +158,7 @@ impl Core {
 
     /// Staging slots that no copy uses.
     pub fn idle_staging(&self) -> usize {
-        self.staging.lock().len()
+        self.staging.lock().idle()
     }
 
     /// Blocks that wait on a route, and batches in flight there.
@@ -370,11 +370,16 @@ impl Core {
         true
     }
 
-    /// Gives an order the staging slot that it needs; false if there is none.
+    /// Gives an order the staging slot that it needs; false if it must wait for one. Where there will never
+    /// be one the order goes without, and the backend refuses it: a miss.
     fn admit(&self, order: &mut Order) -> bool {
-        if matches!(order.bounce, Bounce::Wanted) {
-            let Some(frame) = self.staging.lock().pop() else { return false };
-            order.bounce = Bounce::Held { frame, promotes: None };
+        if !matches!(order.bounce, Bounce::Wanted) {
+            return true;
+        }
+        let mut staging = self.staging.lock();
+        match staging.take() {
+            Some(frame) => order.bounce = Bounce::Held { frame, promotes: None },
+            None => return staging.is_gone(),
         }
         true
     }

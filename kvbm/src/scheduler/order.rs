@@ -50,6 +50,42 @@ pub(super) enum Bounce {
     },
 }
 
+/// The DRAM slots through which blocks bounce.
+#[derive(Debug)]
+pub(super) struct Staging {
+    idle: Vec<Frame>,
+    /// Slots that are idle or will be again: those not lost.
+    live: usize,
+}
+
+impl Staging {
+    pub(super) const fn new(idle: Vec<Frame>) -> Self {
+        Self { live: idle.len(), idle }
+    }
+
+    pub(super) const fn idle(&self) -> usize {
+        self.idle.len()
+    }
+
+    /// Whether waiting for a slot is in vain.
+    pub(super) const fn is_gone(&self) -> bool {
+        self.live == 0
+    }
+
+    pub(super) fn take(&mut self) -> Option<Frame> {
+        self.idle.pop()
+    }
+
+    pub(super) fn give_back(&mut self, frame: Frame) {
+        self.idle.push(frame);
+    }
+
+    /// A slot that was taken will not come back.
+    pub(super) const fn lose(&mut self) {
+        self.live -= 1;
+    }
+}
+
 /// The order to copy one block. It owns the titles to every slot that the hardware may write.
 #[derive(Debug)]
 pub(super) struct Order {
