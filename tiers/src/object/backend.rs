@@ -21,6 +21,7 @@ use super::{read, write};
 use crate::checksum::Checksums;
 use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
 use crate::error::{SetupError, SetupErrorKind};
+use crate::geometry::MAX_SLOTS;
 use crate::memory::{Memory, forget_checksum};
 
 /// How long closing waits for requests that have begun: their own limit, and a little to report it.
@@ -141,7 +142,10 @@ impl ObjectBackend {
             _ => (SlotId(u32::MAX), SlotId(u32::MAX)),
         };
         let ticket = self.ticket.clone()?;
-        let pending = Pending::new((index, done.clone()), (&self.memory, memory), (op.block, object), ticket);
+        let block = (op.block, object);
+        let pending = (object.0 < MAX_SLOTS)
+            .then(|| Pending::new((index, done.clone()), (&self.memory, memory), block, ticket))
+            .flatten();
         if pending.is_none() {
             let message = format!("the object tier cannot copy {} to {}", op.from, op.to);
             done.complete(index, Err(CopyError::new(CopyErrorKind::Refused, message)));
