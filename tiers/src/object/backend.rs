@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, bounded};
@@ -13,7 +14,7 @@ use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
 use super::block::Pending;
-use super::executor::{Ticket, drained};
+use super::executor::{Executor, Ticket, drained};
 use super::locations::Locations;
 use super::open::{OPERATION_LIMIT, Store};
 use super::segment::{SegmentName, SegmentNames};
@@ -182,23 +183,6 @@ impl ObjectBackend {
             self.shared.store.executor.spawn(read::fetch(Arc::clone(&self.shared), run));
         }
     }
-
-    fn delete_all(&self) {
-        let names: Vec<_> = self.shared.locations.lock().segments().collect();
-        let shared = Arc::clone(&self.shared);
-        let deletions = futures::stream::iter(names)
-            .map(move |name| {
-                let shared = Arc::clone(&shared);
-                async move { shared.delete(name).await }
-            })
-            .buffer_unordered(self.shared.concurrency)
-            .collect::<()>();
-        if self.shared.store.executor.wait(CLOSE_LIMIT, deletions).is_none() {
-            let directory = &self.shared.directory;
-            tracing::warn!(store = %self.shared.store, %directory, "segments are left in the object store");
-        }
-        self.shared.store.remove_directory();
-    }
 }
 
 // SAFETY: a `Pending` completes its operation exactly once, when it is dropped. A write's are owned by every
@@ -225,16 +209,19 @@ unsafe impl Backend for ObjectBackend {
     }
 }
 
+/// Ends what was submitted, and deletes what is not kept.
 impl Drop for ObjectBackend {
     fn drop(&mut self) {
         self.shared.requests.close();
-        if let Some(ticket) = self.ticket.take()
-            && !drained(ticket, &self.last_ticket, CLOSE_LIMIT)
-        {
-            tracing::warn!(store = %self.shared.store, "requests to the object store did not end");
+        let Some(ticket) = self.ticket.take() else { return };
+        let (shared, last_ticket, keep) = (Arc::clone(&self.shared), self.last_ticket.clone(), self.keep);
+        let close = move || shared.close(ticket, &last_ticket, keep);
+        if !Executor::is_own_thread() {
+            return close();
         }
-        if !self.keep {
-            self.delete_all();
+        // The last report held the last handle: the thread that makes it cannot wait for its end.
+        if let Err(error) = thread::Builder::new().name("kvbm-object-close".to_owned()).spawn(close) {
+            tracing::warn!(store = %self.shared.store, %error, "segments are left in the object store");
         }
     }
 }
@@ -248,6 +235,31 @@ impl fmt::Debug for ObjectBackend {
 impl Shared {
     pub(super) fn path(&self, name: SegmentName) -> Path {
         self.directory.clone().join(name.to_string())
+    }
+
+    fn close(self: &Arc<Self>, ticket: Sender<Ticket>, last_ticket: &Receiver<Ticket>, keep: bool) {
+        if !drained(ticket, last_ticket, CLOSE_LIMIT) {
+            tracing::warn!(store = %self.store, "requests to the object store did not end");
+        }
+        if !keep {
+            self.delete_all();
+        }
+    }
+
+    fn delete_all(self: &Arc<Self>) {
+        let names: Vec<_> = self.locations.lock().segments().collect();
+        let shared = Arc::clone(self);
+        let deletions = futures::stream::iter(names)
+            .map(move |name| {
+                let shared = Arc::clone(&shared);
+                async move { shared.delete(name).await }
+            })
+            .buffer_unordered(self.concurrency)
+            .collect::<()>();
+        if self.store.executor.wait(CLOSE_LIMIT, deletions).is_none() {
+            tracing::warn!(store = %self.store, directory = %self.directory, "segments are left in the object store");
+        }
+        self.store.remove_directory();
     }
 
     /// Deletes a segment. That it is gone already is no failure.

@@ -11,6 +11,8 @@ use crate::error::{SetupError, SetupErrorKind};
 /// Enough to keep a fast link and one decryption going: the copies to files run on threads of their own.
 const WORKERS: usize = 2;
 
+const THREAD_NAME: &str = "kvbm-object";
+
 /// A small tokio runtime that may be used and dropped from any thread, also from one of another runtime.
 #[derive(Debug)]
 pub(super) struct Executor {
@@ -23,7 +25,7 @@ impl Executor {
     pub(super) fn start() -> Result<Self, SetupError> {
         let runtime = Builder::new_multi_thread()
             .worker_threads(WORKERS)
-            .thread_name("kvbm-object")
+            .thread_name(THREAD_NAME)
             .enable_all()
             .build()
             .map_err(|e| {
@@ -31,6 +33,11 @@ impl Executor {
                 SetupError::caused(SetupErrorKind::Unavailable, message, e)
             })?;
         Ok(Self { handle: runtime.handle().clone(), runtime: Some(runtime) })
+    }
+
+    /// Whether this thread belongs to an executor, and so must not wait for one.
+    pub(super) fn is_own_thread() -> bool {
+        std::thread::current().name() == Some(THREAD_NAME)
     }
 
     /// Runs `task` in the background.

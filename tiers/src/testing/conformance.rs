@@ -2,9 +2,10 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use crate::copy::{Backend, CopyErrorKind, CopyOp, SlotId, SlotRef, Tier};
+use crate::copy::{Backend, CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
 use crate::dram::DramRegion;
 use crate::frame::{Frame, FramePool};
 use crate::memory::Memory;
@@ -40,6 +41,7 @@ pub fn check(make: impl Fn(u32, usize) -> Pair) {
     assert!(run(&*make(1, 4096).backend, Vec::new()).is_empty());
     Bench::new(make(4, 4096)).refuse_what_does_not_exist();
     drop_while_busy(make(64, 64 << 10));
+    drop_in_completion(make(64, 64 << 10));
 }
 
 /// A pair with the titles to all its slots.
@@ -137,6 +139,25 @@ fn drop_while_busy(pair: Pair) {
         assert!(ended.insert(index), "operation {index} ended twice");
     }
     assert_eq!(ended.len(), count, "operations were forgotten");
+}
+
+/// The report of the last operation may hold the backend's last handle: it is then dropped by one of its own
+/// threads, which must not wait for itself.
+fn drop_in_completion(pair: Pair) {
+    let bench = Bench::new(pair);
+    let out = |number| order(number, bench.here[number].slot_ref(), bench.there[number]);
+    let batch = (0..bench.here.len()).map(out).collect();
+    let Bench { pair: Pair { memory, backend, .. }, .. } = bench;
+    let (dropped, is_dropped) = mpsc::channel::<()>();
+    // The sender goes after the backend, as the order of the fields says.
+    let held = (Arc::clone(&backend), dropped);
+    let done = Done::new(move |_, _| {
+        let _: &(Arc<dyn Backend>, mpsc::Sender<()>) = &held;
+    });
+    backend.submit(batch, done);
+    drop((backend, memory));
+    let outcome = is_dropped.recv_timeout(Duration::from_secs(10));
+    assert_eq!(outcome, Err(RecvTimeoutError::Disconnected), "the backend waits for itself");
 }
 
 /// Fisher and Yates, with a xorshift generator: the order is arbitrary but the same in every run.
