@@ -1,1 +1,5 @@
-//! Tests of behaviour across crates: each file beside this one is one test target.
+//! Tests of behaviour across crates: each file beside this one is a test target, but for [`rig`] and
+//! [`engine`], which the targets share.
+
+pub mod engine;
+pub mod rig;

@@ -1,0 +1,99 @@
+//! Plays an inference engine on a real manager: what it loads it checks byte by byte, the rest it computes.
+
+use kvbm::{BlockHash, Chain, Error, ErrorKind, Lease, Manager, Options, Tier};
+use kvbm_settings::{Capacity, Settings};
+use kvbm_tiers::testing::{fill_pattern, has_pattern};
+use prometheus::Registry;
+
+use crate::rig::number;
+
+/// Settings of a device and a host tier of so many blocks.
+pub fn settings(block_bytes: u64, device: u64, host: u64) -> Settings {
+    let mut settings = Settings { block_bytes: Some(block_bytes), ..Settings::default() };
+    settings.device.capacity = Some(Capacity::Blocks(device));
+    settings.host.capacity = Some(Capacity::Blocks(host));
+    settings.host.huge_pages = false;
+    settings
+}
+
+/// Opens a manager that counts in `registry`.
+///
+/// # Errors
+/// Those of [`Manager::open`].
+///
+/// # Panics
+/// If there is no runtime to be had.
+pub fn open(settings: Settings, registry: &Registry) -> Result<Manager, Error> {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    let options = Options { registry: registry.clone(), ..Options::default() };
+    runtime.block_on(Manager::open(settings, options))
+}
+
+/// What became of a request.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Served {
+    /// Leading blocks that were loaded or were there.
+    pub hit: usize,
+    /// Blocks whose load failed.
+    pub failed: usize,
+    /// Blocks whose bytes were not theirs. Must be 0.
+    pub wrong: usize,
+    /// Blocks that were computed.
+    pub computed: usize,
+    /// Leading blocks that the tier below the device holds at the end.
+    pub saved: usize,
+}
+
+/// Serves one request: load what is held, verify it, compute the rest, save.
+///
+/// # Panics
+/// If the manager closes, or fails in a way that it must not.
+pub fn serve(manager: &Manager, chain: &[BlockHash]) -> Served {
+    let brought = manager.load(manager.lease(chain)).wait().expect("the manager is open");
+    let mut served = Served { hit: brought.blocks, failed: brought.failed, ..Served::default() };
+    served.wrong = wrong_blocks(manager, &brought.lease, chain, brought.blocks);
+    let mut allocation = match manager.allocate(chain, brought.lease) {
+        Ok(allocation) => allocation,
+        Err(error) if error.kind() == ErrorKind::Full => return served,
+        Err(error) => panic!("{error}"),
+    };
+    for position in allocation.blocks() {
+        let block = allocation.slot(position).expect("a block of the allocation");
+        fill_pattern(number(Chain::from(chain).key(position)), block);
+        served.computed += 1;
+    }
+    let ticket = allocation.publish().expect("published once");
+    let published = ticket.wait().expect("the manager is open");
+    served.saved = manager.save(published.lease).wait().expect("the manager is open").blocks;
+    served
+}
+
+/// How many of the leading blocks that a lease holds on the device have bytes that are not theirs.
+///
+/// # Panics
+/// If a block is not there at all.
+pub fn wrong_blocks(manager: &Manager, lease: &Lease, chain: &[BlockHash], blocks: usize) -> usize {
+    let is_right = |&position: &usize| {
+        let number = number(Chain::from(chain).key(position));
+        let read = manager.read_device(lease, chain, position, |block| has_pattern(number, block));
+        read.expect("a block that the lease holds on the device")
+    };
+    blocks - (0..blocks).filter(is_right).count()
+}
+
+/// Serves other chains until neither the device nor the host holds anything of `chain`.
+///
+/// # Panics
+/// If they do not give it up.
+pub fn push_down(manager: &Manager, chain: &[BlockHash]) {
+    let upper = |held: kvbm::table::Match| held.blocks(Tier::Device) + held.blocks(Tier::Host);
+    for filler in 0..200 {
+        if upper(manager.matches(chain)) == 0 {
+            return;
+        }
+        let other: Vec<_> = (0..4).map(|i| crate::rig::hash(1_000_000 + 10 * filler + i)).collect();
+        serve(manager, &other);
+        assert!(manager.drain(std::time::Duration::from_secs(20)), "nothing moves any more");
+    }
+    panic!("the upper tiers do not evict: {:?}", manager.matches(chain));
+}

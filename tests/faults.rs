@@ -1,0 +1,428 @@
+//! Media that fail: in every way that backends can fail, and real files that are damaged under a manager.
+
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvbm::scheduler::{Class, Tuning};
+use kvbm::{BlockHash, Brought, Chain, ErrorKind, Manager, Tier};
+use kvbm_settings::{Capacity, Settings};
+use kvbm_tests::engine::{self, Served, push_down, serve};
+use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, hash, metric};
+use kvbm_tiers::testing::{Fault, FaultBackend, MemoryStore, ParkedBackend};
+use kvbm_tiers::{Backend, CopyErrorKind, MemcpyBackend};
+use prometheus::Registry;
+
+const SIZES: Sizes = Sizes { tiers: [16, 16, 32, 64], staging: 4 };
+const LIMIT: Duration = Duration::from_secs(20);
+const FROM_DISK: (Tier, Tier) = DISK[1];
+const TO_DISK: (Tier, Tier) = DISK[0];
+
+/// Six blocks that no other `n` has.
+fn chain(n: u32) -> Vec<BlockHash> {
+    (0..6).map(|i| hash(100 * n + i + 1)).collect()
+}
+
+/// A rig over stores that fail when told to.
+struct Faulty {
+    rig: Rig,
+    disk: Arc<FaultBackend<Arc<MemoryStore>>>,
+}
+
+impl Faulty {
+    fn new() -> Self {
+        Self::of(SIZES)
+    }
+
+    fn of(sizes: Sizes) -> Self {
+        let mut kept = None;
+        let tuning = Tuning { timeout: Duration::from_millis(30), ..TIGHT };
+        let rig = Rig::new(sizes, tuning, |places| {
+            let memory = vec![Arc::clone(&places.device) as _, Arc::clone(&places.host) as _];
+            let memory = MemcpyBackend::new(memory, 1).expect("threads");
+            let disk = FaultBackend::new(Arc::clone(&places.disk), places.all()).expect("one geometry");
+            let disk = kept.insert(Arc::new(disk));
+            vec![
+                Arc::new(memory) as Arc<dyn Backend>,
+                places.verified(Arc::clone(disk)),
+                places.verified(Arc::clone(&places.object)),
+            ]
+        });
+        Self { rig, disk: kept.expect("made with the rig") }
+    }
+
+    /// Computes a chain, saves it, flushes it to the bottom.
+    fn store(&self, chain: &[BlockHash]) {
+        let filled = self.rig.fill(Chain::from(chain));
+        assert_eq!(filled.refused, 0);
+        let published = self.rig.publish(filled, Chain::from(chain)).wait().unwrap();
+        self.rig.core.bring(Class::Save, Tier::Host, published.lease).wait().unwrap();
+        assert!(self.rig.core.drain(LIMIT));
+    }
+
+    /// The same, and nothing of it stays in memory.
+    fn sink(&self, chain: &[BlockHash]) {
+        self.store(chain);
+        let mut table = self.rig.core.table();
+        table.evict(Tier::Device, 64);
+        table.evict(Tier::Host, 64);
+        assert_eq!((table.counts(Tier::Device).resident, table.counts(Tier::Host).resident), (0, 0));
+    }
+
+    fn load(&self, chain: &[BlockHash]) -> Brought {
+        let lease = self.rig.core.lease(Chain::from(chain));
+        self.rig.core.bring(Class::Load, Tier::Device, lease).wait().unwrap()
+    }
+
+    #[track_caller]
+    fn assert_loads(&self, chain: &[BlockHash], blocks: usize) -> Brought {
+        let brought = self.load(chain);
+        assert_eq!(brought.blocks, blocks, "{brought:?}");
+        for position in 0..blocks {
+            let key = Chain::from(chain).key(position);
+            assert_eq!(self.rig.is_intact(Tier::Device, key), Some(true), "block {position}");
+        }
+        assert_eq!(self.rig.core.table().audit(), []);
+        brought
+    }
+}
+
+#[test]
+fn a_read_that_fails_is_a_miss_for_the_rest_of_the_chain() {
+    for fault in
+        [Fault::FailAfter(2, CopyErrorKind::Io), Fault::FailAfter(0, CopyErrorKind::Io), Fault::Short]
+    {
+        let faulty = Faulty::new();
+        faulty.sink(&chain(1));
+        faulty.disk.inject(fault, &[FROM_DISK]);
+        let arrived = if fault == Fault::FailAfter(2, CopyErrorKind::Io) { 2 } else { 0 };
+        assert_eq!(faulty.assert_loads(&chain(1), arrived).failed, 6 - arrived);
+        let counted = faulty.rig.metric("kvbm_transfer_failures_total", &[("kind", "io"), ("from", "disk")]);
+        assert!(counted >= 1.0);
+        faulty.disk.heal();
+        faulty.assert_loads(&chain(1), 6);
+    }
+}
+
+#[test]
+fn bytes_that_change_are_quarantined_and_come_from_the_tier_below() {
+    for (fault, route) in [Fault::LyingShort, Fault::BitFlip].into_iter().flat_map(|f| DISK.map(|r| (f, r))) {
+        let faulty = Faulty::new();
+        if route == TO_DISK {
+            faulty.disk.inject(fault, &[route]);
+        }
+        faulty.sink(&chain(1));
+        faulty.disk.heal();
+        // The slots of host memory shall hold other bytes, or nobody could tell that a byte is missing.
+        faulty.sink(&chain(2));
+        if route == FROM_DISK {
+            faulty.disk.inject(fault, &[route]);
+        }
+        faulty.assert_loads(&chain(1), 0);
+        assert_eq!(faulty.rig.core.table().matches(Chain::from(&chain(1))).blocks(Tier::Disk), 0);
+        assert!(faulty.rig.core.table().stats(Tier::Disk).quarantined >= 1, "{fault:?} on {route:?}");
+        assert!(faulty.rig.metric("kvbm_checksum_failures_total", &[("tier", "disk")]) >= 1.0);
+        faulty.assert_loads(&chain(1), 6);
+    }
+}
+
+#[test]
+fn rot_takes_the_descendants_along_and_spares_the_ancestors() {
+    let faulty = Faulty::new();
+    faulty.sink(&chain(1));
+    let hashes = chain(1);
+    let third = Chain::from(&hashes).key(2);
+    let loan = faulty.rig.core.table().lend(Tier::Disk, third).unwrap();
+    faulty.rig.places.disk.flip_bit(loan.slot(), 17);
+    faulty.rig.core.table().settle_loan(Tier::Disk, loan);
+    faulty.assert_loads(&hashes, 2);
+    assert_eq!(faulty.rig.core.table().stats(Tier::Disk).quarantined, 4);
+    assert_eq!(faulty.rig.core.table().matches(Chain::from(&hashes)).blocks(Tier::Disk), 2);
+}
+
+#[test]
+fn a_lease_taken_before_the_quarantine_is_a_miss_after_it() {
+    let faulty = Faulty::new();
+    faulty.sink(&chain(1));
+    faulty.rig.core.table().evict(Tier::Object, 64);
+    let hashes = chain(1);
+    let early = faulty.rig.core.lease(Chain::from(&hashes));
+    faulty.disk.inject(Fault::BitFlip, &[FROM_DISK]);
+    faulty.assert_loads(&hashes, 0);
+    faulty.disk.heal();
+    // Other blocks take the places of those that are gone.
+    faulty.sink(&chain(2));
+    let brought = faulty.rig.core.bring(Class::Load, Tier::Device, early).wait().unwrap();
+    assert_eq!((brought.blocks, brought.copied), (0, 0));
+    assert_eq!(faulty.rig.core.table().audit(), []);
+}
+
+#[test]
+fn a_copy_that_never_ends_costs_its_slot_and_nothing_else() {
+    let faulty = Faulty::new();
+    faulty.sink(&chain(1));
+    faulty.disk.inject(Fault::NeverCompletes, &[FROM_DISK]);
+    let lease = faulty.rig.core.lease(Chain::from(&chain(1)));
+    let ticket = faulty.rig.core.bring(Class::Load, Tier::Device, lease);
+    faulty.disk.heal();
+    std::thread::sleep(Duration::from_millis(60));
+    faulty.rig.core.tick();
+    let brought = ticket.wait().unwrap();
+    assert_eq!((brought.blocks, brought.failed), (0, 6));
+    drop(brought);
+    let lost = faulty.rig.metric("kvbm_lost_copies_total", &[("from", "disk")]);
+    assert!(lost >= 1.0);
+    assert_eq!(f64::from(faulty.rig.core.table().counts(Tier::Host).lost), lost);
+    assert_eq!(faulty.rig.core.table().audit(), []);
+    faulty.sink(&chain(2));
+    faulty.assert_loads(&chain(2), 6);
+    faulty.assert_loads(&chain(1), 6);
+}
+
+#[test]
+fn slow_media_are_waited_for() {
+    let faulty = Faulty::new();
+    faulty.sink(&chain(1));
+    faulty.disk.inject(Fault::Slow(Duration::from_millis(10)), &DISK);
+    faulty.assert_loads(&chain(1), 6);
+}
+
+#[test]
+fn a_full_disk_stops_nobody() {
+    let faulty = Faulty::new();
+    faulty.disk.inject(Fault::FailAfter(0, CopyErrorKind::NoSpace), &[TO_DISK]);
+    for n in 1..12 {
+        faulty.store(&chain(n));
+        faulty.assert_loads(&chain(n), 6);
+    }
+    assert!(faulty.rig.metric("kvbm_transfer_failures_total", &[("kind", "no_space")]) >= 1.0);
+    assert!(faulty.rig.metric("kvbm_flushes_waived_total", &[("tier", "host")]) >= 1.0);
+    assert_eq!(faulty.rig.core.table().counts(Tier::Disk).lost, 0);
+}
+
+#[test]
+fn blocks_find_another_way_or_none_when_there_is_no_staging() {
+    let faulty = Faulty::of(Sizes { tiers: [16, 6, 32, 64], staging: 0 });
+    faulty.sink(&chain(1));
+    // The host tier is full of blocks that somebody reads: nothing can be promoted on its way up.
+    faulty.store(&chain(2));
+    let lease = faulty.rig.core.lease(Chain::from(&chain(2)));
+    let load = faulty.rig.core.lease(Chain::from(&chain(1)));
+    let ticket = faulty.rig.core.bring(Class::Load, Tier::Device, load);
+    let answer = std::thread::spawn(move || ticket.wait());
+    let deadline = Instant::now() + Duration::from_secs(2);
+    while !answer.is_finished() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(answer.is_finished(), "a load waits for ever");
+    assert_eq!(answer.join().unwrap().unwrap().blocks, 0);
+    drop(lease);
+}
+
+#[test]
+fn a_tier_whose_leaves_are_all_leased_is_full() {
+    let faulty = Faulty::new();
+    let leases: Vec<_> = [1, 2]
+        .map(|n| {
+            faulty.store(&chain(n));
+            faulty.rig.core.lease(Chain::from(&chain(n)))
+        })
+        .into();
+    let filled = faulty.rig.fill(Chain::from(&chain(3)));
+    assert_eq!((filled.blocks(), filled.refused), (4, 2));
+    faulty.rig.abandon(filled);
+    drop(leases);
+    faulty.store(&chain(3));
+}
+
+#[test]
+fn whoever_waits_for_an_allocation_learns_that_it_was_dropped() {
+    let faulty = Faulty::new();
+    faulty.sink(&chain(1));
+    let hashes = chain(1);
+    let filled = faulty.rig.fill(Chain::from(&hashes[..3]));
+    let lease = faulty.rig.core.lease(Chain::from(&hashes));
+    let ticket = faulty.rig.core.bring(Class::Load, Tier::Device, lease);
+    assert!(faulty.rig.core.drain(LIMIT));
+    faulty.rig.abandon(filled);
+    let answer = std::thread::spawn(move || ticket.wait());
+    let deadline = Instant::now() + LIMIT;
+    while !answer.is_finished() {
+        assert!(Instant::now() < deadline, "a load waits for ever");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(answer.join().unwrap().unwrap().blocks, 0);
+}
+
+#[test]
+fn a_core_dropped_amid_copies_goes_when_they_end() {
+    let mut kept = None;
+    let rig = Rig::new(SIZES, TIGHT, |places| {
+        let routes = [MEMORY, DISK, OBJECT].concat();
+        let parked = ParkedBackend::new(places.all(), routes).map(Arc::new).unwrap();
+        vec![Arc::clone(kept.insert(parked)) as Arc<dyn Backend>]
+    });
+    let parked = kept.unwrap();
+    let hashes = chain(1);
+    let filled = rig.fill(Chain::from(&hashes));
+    let lease = rig.publish(filled, Chain::from(&hashes)).wait().unwrap().lease;
+    drop(rig.core.bring(Class::Save, Tier::Host, lease));
+    let core = Arc::downgrade(&rig.core);
+    drop(rig);
+    assert!(core.upgrade().is_some(), "copies in flight keep what they touch");
+    while let Some(pending) = parked.pending().first() {
+        assert!(parked.finish(pending.id, Ok(())));
+    }
+    assert!(core.upgrade().is_none(), "the core outlives its last copy");
+}
+
+/// A manager over real files in a directory of its own, and its registry.
+struct Real {
+    manager: Manager,
+    registry: Registry,
+    dir: tempfile::TempDir,
+}
+
+impl Real {
+    const BLOCK: u64 = 16 << 10;
+
+    fn open(change: impl FnOnce(&mut Settings, &Path)) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let mut settings = engine::settings(Self::BLOCK, 16, 16);
+        settings.transfer.timeout_ms = 2_000;
+        change(&mut settings, dir.path());
+        let registry = Registry::new();
+        let manager = engine::open(settings, &registry).unwrap();
+        Self { manager, registry, dir }
+    }
+
+    fn with_disk() -> Self {
+        Self::open(|settings, dir| {
+            settings.disk.capacity = Some(Capacity::Blocks(64));
+            settings.disk.dirs = vec![dir.to_owned()];
+            settings.disk.keep = true;
+        })
+    }
+
+    fn slot_file(&self) -> PathBuf {
+        let files = fs::read_dir(self.dir.path()).unwrap().map(|entry| entry.unwrap().path());
+        files.filter(|path| path.extension().is_some_and(|e| e == "blocks")).last().expect("a slot file")
+    }
+
+    /// Serves a chain that lies on the disk, or below, alone.
+    fn sink(&self, chain: &[BlockHash]) {
+        assert_eq!(serve(&self.manager, chain).saved, chain.len());
+        assert!(self.manager.drain(LIMIT));
+        push_down(&self.manager, chain);
+    }
+
+    fn metric(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        metric(&self.registry, name, labels)
+    }
+
+    /// Everything goes on as if nothing had been.
+    fn assert_works(&self, chain: &[BlockHash]) {
+        let all = Served { saved: chain.len(), computed: chain.len(), ..Served::default() };
+        assert_eq!(serve(&self.manager, chain), all);
+        assert_eq!(serve(&self.manager, chain).hit, chain.len());
+        assert_eq!(self.manager.audit(), []);
+    }
+}
+
+#[test]
+fn a_bit_that_flips_on_disk_is_found_and_never_served() {
+    let real = Real::with_disk();
+    real.sink(&chain(1));
+    let file = OpenOptions::new().read(true).write(true).open(real.slot_file()).unwrap();
+    for slot in 0..64 {
+        let (at, mut byte) = (slot * Real::BLOCK + 1000, [0]);
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[byte[0] ^ 4], at).unwrap();
+    }
+    file.sync_all().unwrap();
+    let served = serve(&real.manager, &chain(1));
+    assert_eq!((served.hit, served.wrong, served.computed), (0, 0, 6));
+    assert_eq!(real.manager.stats(Tier::Disk).quarantined, 6);
+    assert!(real.metric("kvbm_checksum_failures_total", &[("tier", "disk")]) >= 1.0);
+    real.assert_works(&chain(2));
+}
+
+#[test]
+fn a_slot_file_that_loses_its_tail_is_a_miss() {
+    let real = Real::with_disk();
+    real.sink(&chain(1));
+    OpenOptions::new().write(true).open(real.slot_file()).unwrap().set_len(0).unwrap();
+    let served = serve(&real.manager, &chain(1));
+    assert_eq!((served.hit, served.wrong, served.computed), (0, 0, 6));
+    assert!(real.manager.failures() >= 1);
+    real.assert_works(&chain(2));
+}
+
+#[test]
+fn an_object_store_that_goes_away_costs_hits_only() {
+    let real = Real::open(|settings, dir| {
+        settings.object.url = Some(format!("file://{}/objects", dir.display()));
+    });
+    real.sink(&chain(1));
+    let objects = real.dir.path().join("objects");
+    fs::remove_dir_all(&objects).unwrap();
+    fs::write(&objects, "not a directory any more").unwrap();
+    let served = serve(&real.manager, &chain(1));
+    assert_eq!((served.hit, served.wrong, served.computed), (0, 0, 6));
+    assert!(real.metric("kvbm_transfer_failures_total", &[("from", "object")]) >= 1.0);
+    for n in 2..10 {
+        assert_eq!(serve(&real.manager, &chain(n)).saved, 6, "saves to the host go on");
+        real.manager.drain(Duration::from_millis(200));
+    }
+    assert_eq!(real.manager.counts(Tier::Object).lost, 0);
+    let failed = real.metric("kvbm_transfer_failures_total", &[("to", "object")]);
+    let waived = real.metric("kvbm_flushes_waived_total", &[("tier", "host")]);
+    assert!(failed + waived >= 1.0, "the degradation is not counted");
+    real.assert_works(&chain(11));
+}
+
+#[test]
+fn a_manager_dropped_amid_transfers_leaves_nothing_behind() {
+    for round in 0..20 {
+        let real = Real::open(|settings, dir| {
+            settings.disk.capacity = Some(Capacity::Blocks(64));
+            settings.disk.dirs = vec![dir.join("slots")];
+            settings.object.url = Some(format!("file://{}/objects", dir.display()));
+        });
+        real.sink(&chain(1));
+        for n in 2..5 {
+            serve(&real.manager, &chain(n));
+        }
+        drop(real.manager.load(real.manager.lease(&chain(1))));
+        let Real { manager, dir, .. } = real;
+        drop(manager);
+        if round == 0 {
+            // Files without a name need no cleaning up; objects go with the last copy.
+            let deadline = Instant::now() + LIMIT;
+            while files_below(dir.path()) > 0 {
+                assert!(Instant::now() < deadline, "{} files were left behind", files_below(dir.path()));
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+    }
+}
+
+fn files_below(dir: &Path) -> usize {
+    let Ok(entries) = fs::read_dir(dir) else { return 0 };
+    let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
+    paths.map(|path| if path.is_dir() { files_below(&path) } else { 1 }).sum()
+}
+
+#[test]
+fn a_disk_that_is_too_small_names_the_setting() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = engine::settings(1 << 20, 1, 1);
+    settings.disk.capacity = Some(Capacity::Blocks(1 << 29));
+    settings.disk.dirs = vec![dir.path().to_owned()];
+    let error = engine::open(settings, &Registry::new()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.to_string().contains("DYN_KVBM_DISK_CACHE_GB"), "{error}");
+    assert_eq!(files_below(dir.path()), 0);
+}

@@ -1,0 +1,474 @@
+//! The real table and scheduler against a simple model, over random histories in which backends finish
+//! their copies in any order, with any outcome, late or never.
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use kvbm::scheduler::Class;
+use kvbm::table::Match;
+use kvbm::{BlockHash, Brought, Chain, Lease, Ticket, Tier};
+use kvbm_tests::rig::{DISK, Filled, MEMORY, OBJECT, Rig, Sizes, TIGHT, hash};
+use kvbm_tiers::testing::{ParkedBackend, Pending};
+use kvbm_tiers::{Backend, BlockKey, CopyError, CopyErrorKind, SlotId};
+use proptest::prelude::*;
+use proptest_state_machine::{ReferenceStateMachine, StateMachineTest, prop_state_machine};
+
+const SIZES: Sizes = Sizes { tiers: [8, 12, 16, 24], staging: 4 };
+const CHAINS: usize = 7;
+/// Copies that a history may lose: fewer than there are staging slots, so that blocks can still bounce.
+const MOST_LOST: u64 = 3;
+
+/// Three families of chains; members of a family share their first blocks.
+fn chain(n: usize) -> Vec<BlockHash> {
+    let (family, member) = (1000 * (n % 3) as u32, (n / 3) as u32);
+    let shared = (1..=2 + member.min(1)).map(|i| family + i);
+    let own = (0..3 + member).map(|i| family + 100 * (member + 1) + i);
+    shared.chain(own).map(hash).collect()
+}
+
+#[derive(Clone, Debug)]
+enum Transition {
+    /// Reserves device slots for the rest of a chain and fills them.
+    Fill {
+        chain: usize,
+        blocks: usize,
+    },
+    Publish(usize),
+    Abandon(usize),
+    Lease {
+        chain: usize,
+        blocks: usize,
+    },
+    Release(usize),
+    /// Loads, saves or prefetches, with a lease held before, if there is one, or a new one.
+    Bring {
+        class: Class,
+        to: Tier,
+        chain: usize,
+        held: Option<usize>,
+    },
+    DropTicket(usize),
+    Finish {
+        which: usize,
+        outcome: Outcome,
+    },
+    /// Ends all copies but two; these time out.
+    TimeOut,
+    /// A bit of a stored block flips.
+    Rot {
+        tier: Tier,
+        chain: usize,
+        depth: usize,
+    },
+    FlushAll,
+    Tick {
+        after_ms: u64,
+    },
+    Evict {
+        tier: Tier,
+        blocks: usize,
+    },
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Outcome {
+    Success,
+    Failure,
+    Corrupt,
+}
+
+/// What may be found anywhere: blocks that were written before, and nothing else.
+#[derive(Clone, Debug, Default)]
+struct Model {
+    filled: Vec<(usize, usize)>,
+    written: BTreeSet<u128>,
+}
+
+impl Model {
+    fn leading_written(&self, chain: &[BlockHash]) -> usize {
+        chain.iter().take_while(|hash| self.written.contains(&hash.get())).count()
+    }
+}
+
+impl ReferenceStateMachine for Model {
+    type State = Self;
+    type Transition = Transition;
+
+    fn init_state() -> BoxedStrategy<Self> {
+        Just(Self::default()).boxed()
+    }
+
+    fn transitions(_: &Self) -> BoxedStrategy<Transition> {
+        let (any, chain) = (0..64usize, 0..CHAINS);
+        let stored = prop_oneof![Just(Tier::Disk), Just(Tier::Object)];
+        // Blocks that lie in lower tiers only are the interesting ones.
+        let tier = prop_oneof![2 => Just(Tier::Device), 2 => Just(Tier::Host), 1 => stored.clone()];
+        let target = prop_oneof![
+            6 => Just((Class::Load, Tier::Device)),
+            4 => Just((Class::Save, Tier::Host)),
+            1 => Just((Class::Save, Tier::Disk)),
+            1 => Just((Class::Save, Tier::Object)),
+            2 => Just((Class::Prefetch, Tier::Host)),
+            1 => Just((Class::Prefetch, Tier::Disk)),
+        ];
+        let outcome = prop_oneof![
+            12 => Just(Outcome::Success),
+            1 => Just(Outcome::Failure),
+            2 => Just(Outcome::Corrupt),
+        ];
+        prop_oneof![
+            5 => (chain.clone(), 1..9usize).prop_map(|(chain, blocks)| Transition::Fill { chain, blocks }),
+            4 => any.clone().prop_map(Transition::Publish),
+            1 => any.clone().prop_map(Transition::Abandon),
+            4 => (chain.clone(), 1..9usize).prop_map(|(chain, blocks)| Transition::Lease { chain, blocks }),
+            3 => any.clone().prop_map(Transition::Release),
+            8 => (target, chain.clone(), proptest::option::of(any.clone())).prop_map(
+                |((class, to), chain, held)| Transition::Bring { class, to, chain, held }
+            ),
+            2 => any.clone().prop_map(Transition::DropTicket),
+            20 => (any.clone(), outcome).prop_map(|(which, outcome)| Transition::Finish { which, outcome }),
+            1 => Just(Transition::TimeOut),
+            1 => (stored, chain, 0..8usize)
+                .prop_map(|(tier, chain, depth)| Transition::Rot { tier, chain, depth }),
+            2 => Just(Transition::FlushAll),
+            2 => (0..3_000u64).prop_map(|after_ms| Transition::Tick { after_ms }),
+            3 => (tier, 1..13usize).prop_map(|(tier, blocks)| Transition::Evict { tier, blocks }),
+        ]
+        .boxed()
+    }
+
+    fn apply(mut state: Self, transition: &Transition) -> Self {
+        match *transition {
+            Transition::Fill { chain, blocks } => state.filled.push((chain, blocks)),
+            Transition::Publish(which) if !state.filled.is_empty() => {
+                let (n, blocks) = state.filled.swap_remove(which % state.filled.len());
+                state.written.extend(chain(n).iter().take(blocks).map(|hash| hash.get()));
+            }
+            Transition::Abandon(which) if !state.filled.is_empty() => {
+                state.filled.swap_remove(which % state.filled.len());
+            }
+            _ => {}
+        }
+        state
+    }
+}
+
+/// A lease, and what it promises.
+struct Held {
+    lease: Lease,
+    chain: Vec<BlockHash>,
+    promised: Match,
+    /// Blocks quarantined in each tier by then. Quarantine alone may break the promise.
+    quarantined: [u64; Tier::COUNT],
+}
+
+struct Waiting {
+    ticket: Ticket<Brought>,
+    chain: Vec<BlockHash>,
+    to: Tier,
+    /// Blocks quarantined in each tier when its lease was taken.
+    quarantined: [u64; Tier::COUNT],
+}
+
+struct System {
+    rig: Rig,
+    backends: [Arc<ParkedBackend>; 3],
+    filled: Vec<(Filled, Vec<BlockHash>)>,
+    leases: Vec<Held>,
+    tickets: Vec<Waiting>,
+    rotten: HashSet<(Tier, BlockKey)>,
+    lost: u64,
+}
+
+impl System {
+    fn new() -> Self {
+        let mut backends = None;
+        let rig = Rig::new(SIZES, TIGHT, |places| {
+            let parked = |routes: [_; 2]| ParkedBackend::new(places.all(), routes.to_vec()).map(Arc::new);
+            let parked = [MEMORY, DISK, OBJECT].map(|routes| parked(routes).expect("tiers of one geometry"));
+            let [memory, disk, object] = backends.insert(parked).clone();
+            vec![memory as Arc<dyn Backend>, places.verified(disk), places.verified(object)]
+        });
+        Self {
+            rig,
+            backends: backends.expect("made with the rig"),
+            filled: Vec::new(),
+            leases: Vec::new(),
+            tickets: Vec::new(),
+            rotten: HashSet::new(),
+            lost: 0,
+        }
+    }
+
+    fn take(&mut self, transition: Transition) {
+        match transition {
+            Transition::Fill { chain: n, blocks } => {
+                let hashes: Vec<_> = chain(n).into_iter().take(blocks).collect();
+                self.filled.push((self.rig.fill(Chain::from(&hashes)), hashes));
+            }
+            Transition::Publish(which) => self.publish(which),
+            Transition::Abandon(which) => {
+                if let Some((filled, _)) = pick(&mut self.filled, which) {
+                    self.rig.abandon(filled);
+                }
+            }
+            Transition::Lease { chain: n, blocks } => {
+                let hashes: Vec<_> = chain(n).into_iter().take(blocks).collect();
+                let lease = self.rig.core.lease(Chain::from(&hashes));
+                self.hold(lease, hashes, self.quarantined());
+            }
+            Transition::Release(which) => drop(pick(&mut self.leases, which)),
+            Transition::Bring { class, to, chain, held } => self.bring(class, to, chain, held),
+            Transition::DropTicket(which) => drop(pick(&mut self.tickets, which)),
+            Transition::Finish { which, outcome } => self.finish(which, outcome),
+            Transition::TimeOut => self.time_out(),
+            Transition::Rot { tier, chain, depth } => self.rot(tier, chain, depth),
+            Transition::FlushAll => {
+                self.rig.core.drain(Duration::ZERO);
+            }
+            Transition::Tick { after_ms } => self.tick(after_ms),
+            Transition::Evict { tier, blocks } => {
+                self.rig.core.table().evict(tier, blocks);
+            }
+        }
+    }
+
+    fn publish(&mut self, which: usize) {
+        let Some((filled, chain)) = pick(&mut self.filled, which) else { return };
+        let ticket = self.rig.publish(filled, Chain::from(&chain));
+        self.tickets.push(Waiting { ticket, chain, to: Tier::Device, quarantined: self.quarantined() });
+    }
+
+    fn hold(&mut self, lease: Lease, chain: Vec<BlockHash>, quarantined: [u64; Tier::COUNT]) {
+        let promised = lease.held();
+        self.leases.push(Held { lease, chain, promised, quarantined });
+    }
+
+    fn bring(&mut self, class: Class, to: Tier, n: usize, held: Option<usize>) {
+        let held = held.and_then(|which| pick(&mut self.leases, which));
+        let (lease, chain, quarantined) = held.map_or_else(
+            || {
+                let hashes = chain(n);
+                (self.rig.core.lease(Chain::from(&hashes)), hashes, self.quarantined())
+            },
+            |held| (held.lease, held.chain, held.quarantined),
+        );
+        let ticket = self.rig.core.bring(class, to, lease);
+        self.tickets.push(Waiting { ticket, chain, to, quarantined });
+    }
+
+    fn parked(&self) -> Vec<(usize, Pending)> {
+        let all = self.backends.iter().enumerate();
+        all.flat_map(|(index, backend)| backend.pending().into_iter().map(move |p| (index, p))).collect()
+    }
+
+    fn finish(&self, which: usize, outcome: Outcome) {
+        let parked = self.parked();
+        if parked.is_empty() {
+            return;
+        }
+        let (backend, Pending { id, op }) = parked[which % parked.len()];
+        let fail = |kind| Err(CopyError::new(kind, "as the test says"));
+        let result = match outcome {
+            Outcome::Success => Ok(()),
+            Outcome::Corrupt if op.from.tier > Tier::Host => fail(CopyErrorKind::Corrupt),
+            Outcome::Failure | Outcome::Corrupt => fail(CopyErrorKind::Io),
+        };
+        assert!(self.backends[backend].finish(id, result));
+    }
+
+    fn time_out(&mut self) {
+        while self.parked().len() > 2 {
+            self.finish(0, Outcome::Success);
+        }
+        if self.lost + self.parked().len() as u64 <= MOST_LOST {
+            self.lost += self.parked().len() as u64;
+            self.rig.core.tick();
+        }
+    }
+
+    /// A tick declares every copy in flight lost: it is a [`Self::time_out`] unless there is none.
+    fn tick(&mut self, after_ms: u64) {
+        use kvbm::Clock;
+        self.rig.clock.advance_to(self.rig.clock.now_ms() + after_ms);
+        if self.parked().is_empty() {
+            self.rig.core.tick();
+        }
+    }
+
+    /// Flips a bit where the medium may do so: in a block that nobody is reading.
+    fn rot(&mut self, tier: Tier, n: usize, depth: usize) {
+        let hashes = chain(n);
+        let key = Chain::from(&hashes).key(depth.min(hashes.len() - 1));
+        let reads = self.parked().iter().any(|(_, pending)| pending.op.block == key);
+        if let Some(slot) = self.slot(tier, key).filter(|_| !reads) {
+            let store = if tier == Tier::Disk { &self.rig.places.disk } else { &self.rig.places.object };
+            store.flip_bit(slot, depth);
+            self.rotten.insert((tier, key));
+        }
+    }
+
+    fn slot(&self, tier: Tier, key: BlockKey) -> Option<SlotId> {
+        let loan = self.rig.core.table().lend(tier, key)?;
+        let slot = loan.slot();
+        self.rig.core.table().settle_loan(tier, loan);
+        Some(slot)
+    }
+
+    fn quarantined(&self) -> [u64; Tier::COUNT] {
+        Tier::ALL.map(|tier| self.rig.core.table().stats(tier).quarantined)
+    }
+
+    fn check(&mut self, model: &Model, quarantined_before: [u64; Tier::COUNT]) {
+        assert_eq!(self.rig.core.table().audit(), []);
+        self.check_blocks(model);
+        self.check_copies();
+        self.check_leases();
+        self.collect(quarantined_before);
+        if self.parked().is_empty() && self.filled.is_empty() {
+            assert_eq!(self.tickets.len(), 0, "nothing is under way, and a ticket has no answer");
+        }
+    }
+
+    /// What can be read is what was written.
+    fn check_blocks(&mut self, model: &Model) {
+        for n in 0..CHAINS {
+            let hashes = chain(n);
+            let chain = Chain::from(&hashes);
+            let held = self.rig.core.table().matches(chain);
+            for tier in Tier::ALL {
+                assert!(held.blocks(tier) <= model.leading_written(&hashes), "{tier} has what nobody wrote");
+                for key in (0..held.blocks(tier)).map(|i| chain.key(i)) {
+                    let is_intact = self.rig.is_intact(tier, key).expect("a block of the match");
+                    let is_rotten = self.rotten.contains(&(tier, key));
+                    assert!(is_intact || is_rotten, "wrong bytes for {key:?} in {tier}");
+                    if is_intact {
+                        self.rotten.remove(&(tier, key));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Nobody else has a title to a slot that a copy writes.
+    fn check_copies(&self) {
+        let parked = self.parked();
+        let mut written = HashSet::new();
+        for (_, Pending { op, .. }) in &parked {
+            assert!(written.insert((op.to.tier, op.to.slot)), "two copies write {}", op.to);
+        }
+        for (_, Pending { op, .. }) in &parked {
+            assert!(!written.contains(&(op.from.tier, op.from.slot)), "{} is read and written", op.from);
+        }
+        let mut occupied = HashMap::new();
+        for key in (0..CHAINS).flat_map(|n| keys(&chain(n))).collect::<BTreeSet<_>>() {
+            for tier in Tier::ALL {
+                let Some(slot) = self.slot(tier, key) else { continue };
+                assert!(!written.contains(&(tier, slot)), "a copy writes a resident block");
+                assert_eq!(occupied.insert((tier, slot), key), None, "two blocks in one slot");
+            }
+        }
+    }
+
+    fn check_leases(&mut self) {
+        let quarantined = self.quarantined();
+        for held in &mut self.leases {
+            let now = self.rig.core.table().matches(Chain::from(&held.chain));
+            for tier in Tier::ALL {
+                let is_broken = quarantined[tier.index()] > held.quarantined[tier.index()];
+                let promised = held.promised.blocks(tier);
+                assert!(is_broken || now.blocks(tier) >= promised, "a leased block left {tier}");
+            }
+        }
+    }
+
+    /// Takes the answers that have come. They claim no more than what is there.
+    fn collect(&mut self, quarantined_before: [u64; Tier::COUNT]) {
+        let mut waiting = Vec::new();
+        for mut request in std::mem::take(&mut self.tickets) {
+            let mut context = Context::from_waker(Waker::noop());
+            let Poll::Ready(answer) = Pin::new(&mut request.ticket).poll(&mut context) else {
+                waiting.push(request);
+                continue;
+            };
+            let Waiting { chain, to, quarantined, .. } = request;
+            let brought = answer.expect("the core is there");
+            let there = self.rig.core.table().matches(Chain::from(&chain));
+            assert!(brought.blocks <= chain.len() && brought.copied <= brought.blocks, "{brought:?}");
+            if self.quarantined()[to.index()] == quarantined_before[to.index()] {
+                assert!(brought.blocks <= there.blocks(to), "{to} has {there:?}, not {brought:?}");
+            }
+            if chain.len() % 2 == 0 {
+                self.hold(brought.lease, chain, quarantined);
+            }
+        }
+        self.tickets = waiting;
+    }
+
+    /// Lets everything end. Then every slot is free or lost.
+    fn end(mut self, model: &Model) {
+        for (filled, _) in std::mem::take(&mut self.filled) {
+            self.rig.abandon(filled);
+        }
+        while !self.parked().is_empty() {
+            self.finish(0, Outcome::Success);
+        }
+        let quarantined = self.quarantined();
+        self.check(model, quarantined);
+        self.leases.clear();
+        let mut table = self.rig.core.table();
+        Tier::ALL.into_iter().for_each(|tier| drop(table.waive_all(tier)));
+        for tier in Tier::ALL {
+            table.evict(tier, SIZES.tiers[tier.index()] as usize);
+            let counts = table.counts(tier);
+            assert_eq!((counts.resident, counts.filling), (0, 0), "{tier} cannot be emptied: {counts:?}");
+            assert_eq!(counts.free + counts.lost, counts.total, "{tier}: {counts:?}");
+        }
+        assert!(table.is_empty());
+        let lost: u32 = Tier::ALL.iter().map(|&tier| table.counts(tier).lost).sum();
+        drop(table);
+        let staging = self.rig.core.idle_staging() as u32;
+        assert!(staging <= SIZES.staging && staging + lost >= SIZES.staging, "staging slots leaked");
+    }
+}
+
+fn pick<T>(from: &mut Vec<T>, which: usize) -> Option<T> {
+    (!from.is_empty()).then(|| from.swap_remove(which % from.len()))
+}
+
+fn keys(hashes: &[BlockHash]) -> Vec<BlockKey> {
+    (0..hashes.len()).map(|i| Chain::from(hashes).key(i)).collect()
+}
+
+struct Manager;
+
+impl StateMachineTest for Manager {
+    type SystemUnderTest = System;
+    type Reference = Model;
+
+    fn init_test(_: &Model) -> System {
+        System::new()
+    }
+
+    fn apply(mut system: System, model: &Model, transition: Transition) -> System {
+        let quarantined = system.quarantined();
+        system.take(transition);
+        system.check(model, quarantined);
+        system
+    }
+
+    fn teardown(system: System, model: Model) {
+        system.end(&model);
+    }
+}
+
+prop_state_machine! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_history_breaks_a_promise(sequential 1..150 => Manager);
+}

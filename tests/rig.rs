@@ -1,0 +1,218 @@
+//! A block manager's core over small tiers in memory, whose backends a test chooses.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvbm::scheduler::{Core, Executor, Parts, Tuning};
+use kvbm::table::{Reserved, RunId, Table, TierSpec};
+use kvbm::{BlockHash, Brought, Chain, ManualClock, Metrics, Ticket};
+use kvbm_policies::eviction::EvictionKind;
+use kvbm_tiers::testing::{MemoryStore, fill_pattern, has_pattern, host};
+use kvbm_tiers::{
+    Backend, BlockKey, Checksums, DramOptions, DramRegion, Frame, FramePool, Geometry, Memory, Route, Tier,
+    Verified,
+};
+use prometheus::Registry;
+
+/// Bytes of a block: enough to tell blocks apart.
+pub const BLOCK_BYTES: usize = 64;
+
+/// Routes between the device and the host.
+pub const MEMORY: [Route; 2] = [(Tier::Device, Tier::Host), (Tier::Host, Tier::Device)];
+/// Routes between the host and the disk.
+pub const DISK: [Route; 2] = [(Tier::Host, Tier::Disk), (Tier::Disk, Tier::Host)];
+/// Routes between the host and the object store.
+pub const OBJECT: [Route; 2] = [(Tier::Host, Tier::Object), (Tier::Object, Tier::Host)];
+
+/// How many slots each tier has.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    /// Slots by tier.
+    pub tiers: [u32; Tier::COUNT],
+    /// DRAM slots beside the host tier through which blocks bounce.
+    pub staging: u32,
+}
+
+/// Where the blocks lie.
+#[derive(Clone, Debug)]
+pub struct Places {
+    /// Emulated device.
+    pub device: Arc<DramRegion>,
+    /// Host tier and staging slots.
+    pub host: Arc<DramRegion>,
+    /// Memory that plays the disk.
+    pub disk: Arc<MemoryStore>,
+    /// Memory that plays the object store.
+    pub object: Arc<MemoryStore>,
+}
+
+impl Places {
+    fn new(sizes: Sizes) -> Self {
+        let slots = |tier: Tier| sizes.tiers[tier.index()];
+        let geometry = Geometry::new(slots(Tier::Device), BLOCK_BYTES).expect("a test's geometry is valid");
+        let options = DramOptions { geometry, huge_pages: false, fault_threads: 1 };
+        let host = Arc::new(host(slots(Tier::Host) + sizes.staging, BLOCK_BYTES));
+        let store = |tier| MemoryStore::new(Arc::clone(&host) as _, tier, slots(tier)).map(Arc::new);
+        Self {
+            device: Arc::new(DramRegion::emulated_device(options).expect("memory for a test")),
+            disk: store(Tier::Disk).expect("memory for a test"),
+            object: store(Tier::Object).expect("memory for a test"),
+            host,
+        }
+    }
+
+    /// The memory of a tier.
+    pub fn region(&self, tier: Tier) -> &Arc<DramRegion> {
+        match tier {
+            Tier::Device => &self.device,
+            Tier::Host => &self.host,
+            Tier::Disk => self.disk.region(),
+            Tier::Object => self.object.region(),
+        }
+    }
+
+    /// The memory of all tiers.
+    pub fn all(&self) -> Vec<Arc<dyn Memory>> {
+        Tier::ALL.into_iter().map(|tier| Arc::clone(self.region(tier)) as _).collect()
+    }
+
+    /// `inner`, its blocks checksummed on their way out of the host and verified on their way back.
+    pub fn verified(&self, inner: impl Backend + 'static) -> Arc<dyn Backend> {
+        let checksums = Arc::new(Checksums::new());
+        Arc::new(Verified::new(inner, Arc::clone(&self.host) as _, checksums).expect("one store, one host"))
+    }
+}
+
+/// A core and all that it works on.
+#[derive(Debug)]
+pub struct Rig {
+    /// What is tested.
+    pub core: Arc<Core>,
+    /// Where the blocks lie.
+    pub places: Places,
+    /// Its clock for flushing and policies.
+    pub clock: Arc<ManualClock>,
+    /// Where it counts.
+    pub registry: Registry,
+}
+
+/// Few batches of few blocks, so that queues fill; copies that `tick` looks at are overdue at once.
+pub const TIGHT: Tuning = Tuning {
+    max_concurrent: 2,
+    max_batch: 3,
+    segment_blocks: 4,
+    queue_blocks: 16,
+    timeout: Duration::ZERO,
+    flush_interval_ms: 1_000,
+    dirty_watermark: 0.5,
+};
+
+impl Rig {
+    /// Tiers of these sizes, joined by what `connect` makes.
+    pub fn new(sizes: Sizes, tuning: Tuning, connect: impl FnOnce(&Places) -> Vec<Arc<dyn Backend>>) -> Self {
+        let places = Places::new(sizes);
+        let mut executor = Executor::default();
+        connect(&places).iter().for_each(|backend| executor.add(backend));
+        let mut pools = Tier::ALL.map(|tier| places.region(tier).frames().expect("a region of its own"));
+        let staging = (0..sizes.staging).filter_map(|_| pools[Tier::Host.index()].take()).collect();
+        let (clock, registry) = (Arc::new(ManualClock::default()), Registry::new());
+        let core = Core::new(Parts {
+            table: Table::new(pools.map(specify)),
+            executor,
+            staging,
+            clock: Arc::clone(&clock) as _,
+            metrics: Metrics::new(&registry, BLOCK_BYTES as u64, 1).expect("a registry of its own"),
+            tuning,
+        });
+        Self { core, places, clock, registry }
+    }
+
+    /// Takes device slots for what the device lacks of a chain, and fills them.
+    pub fn fill(&self, chain: Chain<'_>) -> Filled {
+        let reserved = self.core.table().reserve(Tier::Device, chain);
+        let Reserved { resident, in_flight, behind, mut run, refused } = reserved;
+        let before = resident + in_flight;
+        let frames = run.iter_mut().flat_map(|(_, frames)| frames);
+        for (position, frame) in (before..).zip(frames) {
+            let block = self.places.device.write(frame).expect("a frame of the device");
+            fill_pattern(number(chain.key(position)), block);
+        }
+        Filled { run, before, behind, refused }
+    }
+
+    /// Makes filled blocks resident.
+    pub fn publish(&self, filled: Filled, chain: Chain<'_>) -> Ticket<Brought> {
+        let Filled { run, before, behind, .. } = filled;
+        self.core.publish(Tier::Device, run, (before, behind), self.core.lease(chain))
+    }
+
+    /// Gives the slots back unpublished.
+    pub fn abandon(&self, filled: Filled) {
+        if let Some((run, frames)) = filled.run {
+            self.core.abandon(run, frames);
+        }
+    }
+
+    /// Whether the bytes of a block in a tier are its own; `None`: it is not there.
+    pub fn is_intact(&self, tier: Tier, key: BlockKey) -> Option<bool> {
+        let loan = self.core.table().lend(tier, key)?;
+        let block = self.places.region(tier).read_loan(&loan).expect("a loan of this tier");
+        let intact = has_pattern(number(key), block);
+        self.core.table().settle_loan(tier, loan);
+        Some(intact)
+    }
+
+    /// The value of a metric, summed over those of its labels that match all of `labels`.
+    pub fn metric(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        metric(&self.registry, name, labels)
+    }
+}
+
+fn specify(pool: FramePool) -> TierSpec {
+    let flush_to = match pool.tier() {
+        Tier::Host => Some(Tier::Disk),
+        Tier::Disk => Some(Tier::Object),
+        Tier::Device | Tier::Object => None,
+    };
+    let policy = EvictionKind::Lru.build(pool.total());
+    TierSpec { pool, policy, flush_to }
+}
+
+/// Device slots that were filled and not yet published.
+#[derive(Debug)]
+pub struct Filled {
+    run: Option<(RunId, Vec<Frame>)>,
+    before: usize,
+    behind: Option<BlockKey>,
+    /// Blocks that found no room.
+    pub refused: usize,
+}
+
+impl Filled {
+    /// How many slots.
+    pub fn blocks(&self) -> usize {
+        self.run.as_ref().map_or(0, |(_, frames)| frames.len())
+    }
+}
+
+/// The hash of the `number`-th block of a test.
+pub fn hash(number: u32) -> BlockHash {
+    BlockHash::from_u128(u128::from(number) * 0x1_0000_0001_0000_0001)
+}
+
+/// Which block of a test a key names.
+pub const fn number(key: BlockKey) -> usize {
+    key.hash as u32 as usize
+}
+
+/// The value of a metric, summed over those of its labels that match all of `labels`.
+pub fn metric(registry: &Registry, name: &str, labels: &[(&str, &str)]) -> f64 {
+    let families = registry.gather();
+    let rows = families.iter().filter(|family| family.name() == name).flat_map(|family| family.get_metric());
+    let matching = rows.filter(|row| {
+        labels.iter().all(|&(name, value)| {
+            row.get_label().iter().any(|label| (label.name(), label.value()) == (name, value))
+        })
+    });
+    matching.map(|row| row.get_counter().get_value() + row.get_gauge().get_value()).sum()
+}
