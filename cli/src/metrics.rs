@@ -7,27 +7,37 @@ use axum::response::{IntoResponse, Response};
 use axum::{Router, routing};
 use prometheus::{Registry, TextEncoder};
 use tokio::net::TcpListener;
-use tokio::runtime::Runtime;
+use tokio::runtime::{Handle, Runtime};
 
 use crate::failure::Failure;
 
-/// Serves `registry` at `address` until the runtime ends.
-pub(crate) fn serve(runtime: &Runtime, address: SocketAddr, registry: Registry) -> Result<(), Failure> {
-    let listener = runtime.block_on(TcpListener::bind(address)).map_err(|error| {
-        Failure::unusable(format!(
-            "cannot serve metrics at {address}: {error}; choose another address with --metrics (metrics.host and \
-             metrics.port, DYN_KVBM_METRICS_HOST and DYN_KVBM_METRICS_PORT)"
-        ))
-    })?;
-    let bound = listener.local_addr().unwrap_or(address);
-    tracing::info!("metrics at http://{bound}/metrics");
-    let app = Router::new().route("/metrics", routing::get(move || async move { exposition(&registry) }));
-    runtime.spawn(async move {
-        if let Err(error) = axum::serve(listener, app).await {
-            tracing::warn!(%error, "the metrics endpoint ended");
+/// An address that is ours: what reads it waits until it is [served](Self::serve).
+#[derive(Debug)]
+pub(crate) struct Endpoint(TcpListener);
+
+impl Endpoint {
+    /// Takes the address.
+    pub(crate) fn bind(runtime: &Runtime, address: SocketAddr) -> Result<Self, Failure> {
+        runtime.block_on(TcpListener::bind(address)).map(Self).map_err(|error| {
+            Failure::unusable(format!(
+                "cannot serve metrics at {address}: {error}; choose another address with --metrics (metrics.host \
+                 and metrics.port, DYN_KVBM_METRICS_HOST and DYN_KVBM_METRICS_PORT)"
+            ))
+        })
+    }
+
+    /// Serves `registry` until the runtime ends.
+    pub(crate) fn serve(self, runtime: &Handle, registry: Registry) {
+        if let Ok(address) = self.0.local_addr() {
+            tracing::info!("metrics at http://{address}/metrics");
         }
-    });
-    Ok(())
+        let app = Router::new().route("/metrics", routing::get(move || async move { exposition(&registry) }));
+        runtime.spawn(async move {
+            if let Err(error) = axum::serve(self.0, app).await {
+                tracing::warn!(%error, "the metrics endpoint ended");
+            }
+        });
+    }
 }
 
 fn exposition(registry: &Registry) -> Response {

@@ -17,7 +17,7 @@ use self::report::Report;
 use crate::Global;
 use crate::engine::Engine;
 use crate::failure::Failure;
-use crate::metrics;
+use crate::metrics::{self, Endpoint};
 use crate::output;
 use crate::progress::Progress;
 use crate::scratch::Scratch;
@@ -73,14 +73,15 @@ pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
     let expected = check(&trace, requests)?;
     let runtime = stop::runtime()?;
     let stop = Stop::on_signals(&runtime)?;
-    let registry = Registry::new();
-    if settings.metrics.enabled {
-        let address = SocketAddr::new(settings.metrics.host, settings.metrics.port);
-        metrics::serve(&runtime, address, registry.clone())?;
-    }
+    let address = SocketAddr::new(settings.metrics.host, settings.metrics.port);
+    let endpoint = settings.metrics.enabled.then(|| Endpoint::bind(&runtime, address)).transpose()?;
     // Before the engine, so that it goes after it.
     let _scratch = if keep { Scratch::default() } else { Scratch::divert(&mut settings)? };
-    let engine = Engine::open(settings, registry, runtime, stop)?;
+    let (registry, handle) = (Registry::new(), runtime.handle().clone());
+    let engine = Engine::open(settings, registry.clone(), runtime, stop)?;
+    if let Some(endpoint) = endpoint {
+        endpoint.serve(&handle, registry);
+    }
     let report = replay(&engine, &trace, limited(reader, requests), concurrency.into(), expected)?;
     if global.json {
         output::print_json(&report)?;
