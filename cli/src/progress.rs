@@ -32,7 +32,12 @@ impl Progress {
         let moved = manager.bytes().iter().map(|(.., bytes)| bytes).sum();
         let hit_rate = output::share(tally.hit_tokens.total(), tally.prompt_tokens);
         self.0.set_position(tally.requests);
-        self.0.set_message(format!("hit rate {}, {} moved", output::percent(hit_rate), output::bytes(moved)));
+        self.0.set_message(format!(
+            "{:.0}/s, hit rate {}, {} moved",
+            self.0.per_sec(),
+            output::percent(hit_rate),
+            output::bytes(moved)
+        ));
     }
 
     /// Replaces the bar by a word on what happens after the last request.
@@ -51,14 +56,11 @@ impl Drop for Progress {
 fn style(has_length: bool) -> ProgressStyle {
     let (colour, plain) = if has_length {
         (
-            "{bar:30.cyan/dim} {pos}/{len} requests, {per_sec:.0}, {msg} ({eta} left)",
-            "{bar:30} {pos}/{len} requests, {per_sec:.0}, {msg} ({eta} left)",
+            "{bar:30.cyan/dim} {pos}/{len} requests, {msg} ({eta} left)",
+            "{bar:30} {pos}/{len} requests, {msg} ({eta} left)",
         )
     } else {
-        (
-            "{spinner:.cyan} {pos} requests, {per_sec:.0}, {msg} ({elapsed})",
-            "{spinner} {pos} requests, {per_sec:.0}, {msg} ({elapsed})",
-        )
+        ("{spinner:.cyan} {pos} requests, {msg} ({elapsed})", "{spinner} {pos} requests, {msg} ({elapsed})")
     };
     let template = if output::is_lively(&io::stderr()) { colour } else { plain };
     ProgressStyle::with_template(template)

@@ -145,7 +145,7 @@ fn tier_occupancy(samples: &[Sample], tier: Tier, slots: SlotCounts) -> String {
     let path = area(&vec![0.0; curve.len()], &curve, SIZE, (0.0, 0.0));
     let of = if is_bounded { format!(" of {}", output::count(slots.total.into())) } else { String::new() };
     format!(
-        "<div><h2>{name}</h2><p>{medium}<br><b>{most}</b>{of} blocks at most</p>\
+        "<div><h2>{name}</h2><p>{medium}<br><b>{most}</b>{of} blocks</p>\
          <svg viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"Occupancy of the {name} tier\">\
          <path class=\"{name}\" d=\"{path}\"/>\
          <line class=\"grid\" x1=\"0\" x2=\"{width}\" y1=\"{height}\" y2=\"{height}\"/></svg></div>",
