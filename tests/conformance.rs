@@ -58,7 +58,8 @@ fn check_disk(connect: Connect) {
 
 fn disk(dirs: &[PathBuf], o_direct: bool, slots: u32, block_bytes: usize) -> Arc<DiskRegion> {
     let geometry = Geometry::new(slots, block_bytes).unwrap();
-    let options = DiskOptions { geometry, dirs: dirs.to_vec(), o_direct, zerofill_fallback: true, keep: None };
+    let options =
+        DiskOptions { geometry, dirs: dirs.to_vec(), o_direct, zerofill_fallback: true, keep: None };
     Arc::new(DiskRegion::open(&options).unwrap())
 }
 

@@ -1,1 +1,228 @@
-//! To come.
+//! Threads that meet at every lock and counter, in orders that a checker chooses.
+//!
+//! `cargo test -p kvbm-tests --features shuttle --test interleavings`. The checker sees what goes through
+//! `kvbm`'s `sync` module; a failure prints the schedule that replays it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use kvbm::scheduler::{Class, Core};
+use kvbm::table::Reserved;
+use kvbm::{BlockHash, Chain, Tier};
+use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, hash, seed};
+use kvbm_tiers::testing::ParkedBackend;
+use kvbm_tiers::{Backend, CopyError, CopyErrorKind};
+use shuttle::future::block_on;
+use shuttle::rand::Rng;
+use shuttle::thread;
+
+const SIZES: Sizes = Sizes { tiers: [6, 6, 12, 12], staging: 2 };
+
+/// Under random schedules, and under those of a scheduler that is good at rare orders (Burckhardt et al.,
+/// "A randomized scheduler with probabilistic guarantees of finding bugs", 2010).
+fn check(scenario: fn()) {
+    shuttle::check_random(scenario, 400);
+    shuttle::check_pct(scenario, 400, 3);
+}
+
+fn chain(n: u32) -> Vec<BlockHash> {
+    (0..3).map(|i| hash(10 * n + i + 1)).collect()
+}
+
+/// A core, and hardware on a thread of its own that ends copies in any order.
+struct Machine {
+    core: Arc<Core>,
+    parked: Arc<ParkedBackend>,
+    off: Arc<AtomicBool>,
+    ended: Arc<AtomicUsize>,
+    hardware: thread::JoinHandle<()>,
+}
+
+impl Machine {
+    /// One copy in `fails_one_in` fails.
+    fn start(sizes: Sizes, fails_one_in: Option<u32>) -> Self {
+        let routes = [MEMORY, DISK, OBJECT].concat();
+        let parked = Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
+        let core = bare_core(sizes, TIGHT, Arc::clone(&parked) as Arc<dyn Backend>);
+        let (off, ended) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+        let hardware = {
+            let (parked, off, ended) = (Arc::clone(&parked), Arc::clone(&off), Arc::clone(&ended));
+            thread::spawn(move || work(&parked, &off, &ended, fails_one_in))
+        };
+        Self { core, parked, off, ended, hardware }
+    }
+
+    /// Brings a chain somewhere from a thread of its own; answers how much of it arrived.
+    fn bring(&self, class: Class, to: Tier, chain: Vec<BlockHash>) -> thread::JoinHandle<usize> {
+        let core = Arc::clone(&self.core);
+        thread::spawn(move || {
+            let lease = core.lease(Chain::from(&chain));
+            block_on(core.bring(class, to, lease)).expect("the core is there").blocks
+        })
+    }
+
+    fn held(&self, tier: Tier, chain: &[BlockHash]) -> usize {
+        self.core.table().matches(Chain::from(chain)).blocks(tier)
+    }
+
+    /// Ends the hardware when it has nothing left to do. Then nothing is out of place.
+    fn stop(self) -> (Arc<Core>, usize) {
+        self.off.store(true, Ordering::Release);
+        self.hardware.join().unwrap();
+        assert!(self.parked.pending().is_empty());
+        assert_eq!(self.core.table().audit(), []);
+        for tier in Tier::ALL {
+            let counts = self.core.table().counts(tier);
+            assert_eq!(counts.filling, 0, "{tier}: {counts:?}");
+        }
+        (self.core, self.ended.load(Ordering::Acquire))
+    }
+}
+
+fn work(parked: &ParkedBackend, off: &AtomicBool, ended: &AtomicUsize, fails_one_in: Option<u32>) {
+    loop {
+        let pending = parked.pending();
+        if pending.is_empty() {
+            if off.load(Ordering::Acquire) {
+                return;
+            }
+            thread::yield_now();
+            continue;
+        }
+        let mut random = shuttle::rand::thread_rng();
+        let which = random.gen_range(0..pending.len());
+        let fails = fails_one_in.is_some_and(|n| random.gen_range(0..n) == 0);
+        let result = if fails { Err(CopyError::new(CopyErrorKind::Io, "by chance")) } else { Ok(()) };
+        if parked.finish(pending[which].id, result) {
+            ended.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+}
+
+#[test]
+fn concurrent_loads_of_a_chain_share_one_flight() {
+    check(|| {
+        let machine = Machine::start(SIZES, None);
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
+        let loads = [(); 3].map(|()| machine.bring(Class::Load, Tier::Device, chain(1)));
+        for load in loads {
+            assert_eq!(load.join().unwrap(), 3);
+        }
+        let (_, copies) = machine.stop();
+        assert_eq!(copies, 6, "three blocks took two copies each, once");
+    });
+}
+
+#[test]
+fn a_leased_chain_is_not_evicted() {
+    check(|| {
+        let machine = Machine::start(SIZES, None);
+        seed(&machine.core, Tier::Device, Chain::from(&chain(1)));
+        let core = Arc::clone(&machine.core);
+        let reader = thread::spawn(move || {
+            for _ in 0..3 {
+                let lease = core.lease(Chain::from(&chain(1)));
+                let promised = lease.blocks(Tier::Device);
+                thread::yield_now();
+                let there = core.table().matches(Chain::from(&chain(1))).blocks(Tier::Device);
+                assert!(there >= promised, "{there} of {promised} leased blocks are left");
+            }
+        });
+        let core = Arc::clone(&machine.core);
+        let writer = thread::spawn(move || (2..5).for_each(|n| compute(&core, &chain(n))));
+        reader.join().unwrap();
+        writer.join().unwrap();
+        machine.stop();
+    });
+}
+
+/// Reserves device slots for what is missing of a chain, and publishes or abandons them.
+fn compute(core: &Arc<Core>, chain: &[BlockHash]) {
+    let Reserved { resident, in_flight, behind, run, .. } =
+        core.table().reserve(Tier::Device, Chain::from(chain));
+    thread::yield_now();
+    match run {
+        Some((run, frames)) if shuttle::rand::thread_rng().gen_range(0..3) == 0 => core.abandon(run, frames),
+        run => {
+            let lease = core.lease(Chain::from(chain));
+            drop(core.publish(Tier::Device, run, (resident + in_flight, behind), lease));
+        }
+    }
+}
+
+#[test]
+fn whoever_waits_for_others_gets_an_answer() {
+    check(|| {
+        let machine = Machine::start(SIZES, Some(5));
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
+        let core = Arc::clone(&machine.core);
+        let engine = thread::spawn(move || compute(&core, &chain(1)[..2]));
+        let requests = [
+            machine.bring(Class::Load, Tier::Device, chain(1)),
+            machine.bring(Class::Prefetch, Tier::Host, chain(1)),
+            machine.bring(Class::Load, Tier::Device, chain(1)),
+            machine.bring(Class::Save, Tier::Object, chain(1)),
+        ];
+        for request in requests {
+            assert!(request.join().unwrap() <= 3);
+        }
+        engine.join().unwrap();
+        machine.stop();
+    });
+}
+
+#[test]
+fn a_copy_ends_once_by_completion_or_by_time_out() {
+    check(|| {
+        let machine = Machine::start(SIZES, None);
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
+        let load = machine.bring(Class::Load, Tier::Device, chain(1));
+        let core = Arc::clone(&machine.core);
+        let ticker = thread::spawn(move || (0..3).for_each(|_| core.tick()));
+        let arrived = load.join().unwrap();
+        ticker.join().unwrap();
+        assert!(arrived <= machine.held(Tier::Device, &chain(1)));
+        let (core, _) = machine.stop();
+        let lost: u32 = Tier::ALL.iter().map(|&tier| core.table().counts(tier).lost).sum();
+        assert!(arrived == 3 || lost > 0, "{arrived} blocks arrived, and none was lost");
+    });
+}
+
+#[test]
+fn saves_flushes_and_evictions_get_along() {
+    check(|| {
+        let machine = Machine::start(SIZES, Some(8));
+        for n in 1..3 {
+            seed(&machine.core, Tier::Device, Chain::from(&chain(n)));
+        }
+        let saves = [1, 2].map(|n| machine.bring(Class::Save, Tier::Host, chain(n)));
+        let core = Arc::clone(&machine.core);
+        let flusher = thread::spawn(move || {
+            for _ in 0..2 {
+                core.drain(Duration::ZERO);
+                core.table().evict(Tier::Host, 2);
+            }
+        });
+        assert!(saves.map(|save| save.join().unwrap()).iter().all(|&saved| saved <= 3));
+        flusher.join().unwrap();
+        machine.stop();
+    });
+}
+
+#[test]
+fn a_core_dropped_amid_transfers_goes_with_the_last_of_them() {
+    check(|| {
+        let machine = Machine::start(SIZES, None);
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
+        let lease = machine.core.lease(Chain::from(&chain(1)));
+        drop(machine.core.bring(Class::Load, Tier::Device, lease));
+        let Machine { core, off, hardware, .. } = machine;
+        let weak = Arc::downgrade(&core);
+        let dropper = thread::spawn(move || drop(core));
+        dropper.join().unwrap();
+        off.store(true, Ordering::Release);
+        hardware.join().unwrap();
+        assert!(weak.upgrade().is_none(), "the core outlives its last copy");
+    });
+}

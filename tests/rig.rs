@@ -83,6 +83,37 @@ impl Places {
     }
 }
 
+/// A core over tiers without memory: a test of bookkeeping alone.
+///
+/// # Panics
+/// Never.
+pub fn bare_core(sizes: Sizes, tuning: Tuning, backend: Arc<dyn Backend>) -> Arc<Core> {
+    let mut pools = Tier::ALL.map(|tier| {
+        let staging = if tier == Tier::Host { sizes.staging } else { 0 };
+        FramePool::new(tier, sizes.tiers[tier.index()] + staging)
+    });
+    let staging = (0..sizes.staging).filter_map(|_| pools[Tier::Host.index()].take()).collect();
+    let mut executor = Executor::default();
+    executor.add(&backend);
+    Core::new(Parts {
+        table: Table::new(pools.map(specify)),
+        executor,
+        staging,
+        clock: Arc::new(ManualClock::default()),
+        metrics: Metrics::new(&Registry::new(), 1, 1).expect("a registry of its own"),
+        tuning,
+    })
+}
+
+/// Makes a chain resident in a tier, as if it had been brought there.
+pub fn seed(core: &Core, tier: Tier, chain: Chain<'_>) {
+    let mut table = core.table();
+    if let Some((run, frames)) = table.reserve(tier, chain).run {
+        (0..).zip(frames).for_each(|(entry, frame)| table.filled(run, entry, frame));
+        table.close(run, None);
+    }
+}
+
 /// A core and all that it works on.
 #[derive(Debug)]
 pub struct Rig {

@@ -1,9 +1,11 @@
-//! Locks and threads, from one place, so that the interleaving checker can take their place.
+//! Locks, counters and threads, from one place, so that the interleaving checker can take their place.
 //!
-//! With the feature `shuttle` every lock, wait and spawn is a scheduling point of a `shuttle` test.
+//! With the feature `shuttle` every lock, count, wait and spawn is a scheduling point of a `shuttle` test.
 
 #[cfg(not(feature = "shuttle"))]
 mod real {
+    pub(crate) use std::sync::atomic::AtomicUsize;
+
     pub(crate) use parking_lot::{Mutex, MutexGuard};
 
     /// Starts a named thread.
@@ -17,6 +19,7 @@ mod real {
 #[cfg(feature = "shuttle")]
 mod real {
     pub(crate) use shuttle::sync::MutexGuard;
+    pub(crate) use shuttle::sync::atomic::AtomicUsize;
 
     /// `shuttle`'s mutex with the interface of `parking_lot`'s.
     #[derive(Debug, Default)]

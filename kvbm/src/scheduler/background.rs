@@ -1,13 +1,13 @@
 //! What nobody asks for but must happen: flushing dirty blocks, and writing off copies that never end.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvbm_tiers::Tier;
 
 use super::Core;
-use crate::sync::Mutex;
+use crate::sync::{AtomicUsize, Mutex};
 use crate::table::Table;
 
 /// State of flushing.

@@ -2,13 +2,13 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvbm_tiers::Route;
 
 use super::order::{Class, Order};
-use crate::sync::Mutex;
+use crate::sync::{AtomicUsize, Mutex};
 use crate::table::Grip;
 
 /// Orders handed to a backend together. Each is taken out once: by its completion or by the time-out.

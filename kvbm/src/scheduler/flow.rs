@@ -1,14 +1,14 @@
 //! A flow: the blocks of one request on their way into one tier.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use kvbm_tiers::{BlockKey, Tier};
 use tokio::sync::oneshot;
 
 use super::order::Class;
 use crate::lease::Lease;
-use crate::sync::Mutex;
+use crate::sync::{AtomicUsize, Mutex};
 use crate::table::RunId;
 use crate::ticket::Ticket;
 

@@ -30,7 +30,7 @@ mod order;
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use dashmap::DashMap;
@@ -46,7 +46,7 @@ use crate::clock::Clock;
 use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::metrics::Metrics;
-use crate::sync::{Mutex, MutexGuard};
+use crate::sync::{AtomicUsize, Mutex, MutexGuard};
 use crate::table::{FlushRun, Missing, Reserved, RunId, Table};
 use crate::ticket::Ticket;
 
