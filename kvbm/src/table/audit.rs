@@ -4,7 +4,7 @@
 use kvbm_tiers::Tier;
 
 use super::Table;
-use super::index::{RecordId, Tag};
+use super::index::{KeyHash, RecordId};
 use super::record::Record;
 
 /// A broken invariant.
@@ -27,9 +27,12 @@ impl Table {
     }
 
     fn audit_identity(&self, id: RecordId, record: &Record, drift: &mut Vec<Drift>) {
-        let tag = Tag::of(record.key());
-        let found = self.index.find(tag, self.index.first(tag), |r| self.records.at(r).is(record.key()));
+        let hash = KeyHash::of(record.key());
+        let found = self.index.find(hash, self.index.first(hash), |r| self.records.at(r).is(record.key()));
         expect(found == Some(id), || format!("{id:?} is not found by its key"), drift);
+        let noted = self.index.residence(hash, self.index.first(hash));
+        let agrees = noted.union(record.resident()) == noted;
+        expect(agrees, || format!("the index hides where {id:?} is resident"), drift);
     }
 
     fn audit_residency(&self, id: RecordId, record: &Record, tier: Tier, drift: &mut Vec<Drift>) {

@@ -52,6 +52,7 @@ impl Table {
     /// Ends a leaf's residency; its slot stays taken.
     fn uproot(&mut self, tier: Tier, slot: SlotId, record: RecordId) {
         self.records.at_mut(record).leave(tier);
+        self.note_residence(record);
         let exposed = self.lose_child(tier, self.records.at(record).parent());
         let held = self.tier_mut(tier);
         held.policy.remove(BlockId(slot.0), exposed);

@@ -39,7 +39,8 @@ pub use self::record::TierSet;
 pub use self::run::RunId;
 pub use self::tier::{TierSpec, TierStats};
 
-use self::index::{Index, Tag};
+use self::index::{Index, KeyHash};
+use self::prefix::Found;
 use self::record::{Record, Records};
 use self::run::Runs;
 use self::tier::TierTable;
@@ -174,18 +175,17 @@ impl Table {
 
     /// Leases a chain: pins and touches the deepest block that each tier holds of it.
     pub fn lease(&mut self, chain: Chain<'_>) -> Grip {
-        let mut grip = Grip { held: self.matches(chain), ..Grip::of_nothing() };
+        let Found { held, deepest } = self.locate(chain);
+        let mut grip = Grip { held, ..Grip::of_nothing() };
         for tier in Tier::ALL {
-            let blocks = grip.held.blocks(tier);
-            if blocks > 0 {
-                self.grasp(&mut grip, tier, chain.key(blocks - 1), blocks as u32);
+            if let Some(record) = deepest[tier.index()] {
+                self.grasp(&mut grip, tier, record, held.blocks(tier) as u32);
             }
         }
         grip
     }
 
-    fn grasp(&mut self, grip: &mut Grip, tier: Tier, deepest: BlockKey, depth: u32) {
-        let record = self.find(deepest).expect("the match has just found it");
+    fn grasp(&mut self, grip: &mut Grip, tier: Tier, record: RecordId, depth: u32) {
         let slot = self.records.at(record).slot(tier);
         let now_ms = self.now_ms;
         let (held, records) = self.tier_and_records(tier);
@@ -216,8 +216,12 @@ impl Table {
         }
     }
 
-    /// Extends a lease to the `blocks` leading blocks that end with `deepest`, if `tier` has that.
+    /// Extends a lease to the `blocks` leading blocks that end with `deepest`, if `tier` has that. A lease that
+    /// holds more there already keeps it.
     pub fn hold_if_resident(&mut self, grip: &mut Grip, tier: Tier, deepest: BlockKey, blocks: usize) {
+        if grip.held.blocks(tier) >= blocks {
+            return;
+        }
         let Some(record) = self.find(deepest).filter(|&r| self.records.at(r).resident().has(tier)) else {
             return;
         };
@@ -274,22 +278,32 @@ impl Table {
     }
 
     fn find(&self, key: BlockKey) -> Option<RecordId> {
-        let tag = Tag::of(key);
-        self.index.find(tag, self.index.first(tag), |record| self.records.at(record).is(key))
+        let hash = KeyHash::of(key);
+        self.index.find(hash, self.index.first(hash), |record| self.records.at(record).is(key))
     }
 
-    /// The record of a block, made if no tier knows it.
-    fn intern(&mut self, key: BlockKey, parent: Option<RecordId>) -> RecordId {
-        self.find(key).unwrap_or_else(|| {
+    /// The record of a block, made if no tier knows it. `None` if the index cannot take another.
+    fn intern(&mut self, key: BlockKey, parent: Option<RecordId>) -> Option<RecordId> {
+        self.find(key).or_else(|| {
             let record = self.records.add(key, parent);
-            self.index.insert(Tag::of(key), record);
-            record
+            let hash_of = |record| KeyHash::of(self.records.at(record).key());
+            if !self.index.insert(KeyHash::of(key), record, hash_of) {
+                self.records.remove(record);
+                return None;
+            }
+            Some(record)
         })
+    }
+
+    /// Brings the index up to date with a record's residence.
+    fn note_residence(&mut self, record: RecordId) {
+        let known = self.records.at(record);
+        self.index.note(KeyHash::of(known.key()), record, known.resident());
     }
 
     fn forget_if_nowhere(&mut self, record: RecordId) {
         if self.records.at(record).is_nowhere() {
-            self.index.remove(Tag::of(self.records.at(record).key()), record);
+            self.index.remove(KeyHash::of(self.records.at(record).key()), record);
             self.records.remove(record);
         }
     }

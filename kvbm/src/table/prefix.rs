@@ -1,21 +1,24 @@
 //! The match: how many leading blocks of a chain each tier holds.
 //!
 //! Tiers are prefix-closed, so in each of them residency along a chain is true up to a boundary and false
-//! behind it. One search finds the boundaries of all tiers at once: every probe reads one record and
+//! behind it. One search finds the boundaries of all tiers at once: every probe reads one index bucket and
 //! answers for four tiers. It works in rounds of independent probes whose cache misses overlap: the first
 //! round gallops (positions 0, 1, 3, 7 …), the others cut each remaining interval into equal parts.
 
-use kvbm_tiers::Tier;
+use kvbm_tiers::{BlockKey, Tier};
 
 use super::Table;
+use super::index::{Bucket, EMPTY, KeyHash, RecordId};
 use super::record::TierSet;
 use crate::hash::Chain;
 
-/// Parts into which a round cuts an interval. Measured at a million records: fewer parts mean more rounds
-/// of dependent misses, more parts more probes than the memory system overlaps.
+/// Parts into which a round cuts an interval. Measured at a million records (docs/performance.md): fewer
+/// parts mean more rounds of dependent misses, more parts more probes than the memory system overlaps.
 const PARTS: usize = 8;
-/// Most probes in a round: all tiers' cuts, and no fewer than the gallop of a chain of 2³⁰ blocks.
-const ROUND: usize = Tier::COUNT * PARTS;
+/// Longest chain that is searched; what lies behind counts as absent.
+const MOST_BLOCKS: usize = 1 << 30;
+/// Most probes in a round: all tiers' cuts, and no fewer than the gallop of the longest chain.
+const ROUND: usize = if Tier::COUNT * PARTS > 32 { Tier::COUNT * PARTS } else { 32 };
 
 /// How many leading blocks of a chain each tier holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,7 +56,8 @@ impl Match {
     }
 }
 
-/// Where each tier's boundary can still be: between `low` (held) and `high` (not held).
+/// Where each tier's boundary can still be: between `low` (held) and `high` (not held). An index that
+/// overstates can make them cross; the confirmation then fails.
 struct Search {
     low: [u32; Tier::COUNT],
     high: [u32; Tier::COUNT],
@@ -105,7 +109,7 @@ impl Search {
     }
 
     fn cut(round: &mut Round, low: u32, high: u32) {
-        let width = high - low;
+        let width = high.saturating_sub(low);
         let cuts = width.min(PARTS as u32 - 1);
         for cut in 1..=cuts {
             round.push(low + (u64::from(width) * u64::from(cut) / u64::from(cuts + 1)) as u32);
@@ -124,33 +128,79 @@ impl Search {
     }
 }
 
+/// What a match found out.
+pub(super) struct Found {
+    pub(super) held: Match,
+    /// In each tier, the deepest block that it holds.
+    pub(super) deepest: [Option<RecordId>; Tier::COUNT],
+}
+
 impl Table {
     /// How many leading blocks of `chain` each tier holds. No side effect.
     pub fn matches(&self, chain: Chain<'_>) -> Match {
-        let blocks = chain.len().min(u32::MAX as usize >> 2) as u32;
+        self.locate(chain).held
+    }
+
+    /// The match, with the records at its boundaries.
+    ///
+    /// The index alone may overstate a boundary, when two blocks share a tag. So the records there are looked
+    /// at, and if one of them is not what it seemed, the search is repeated on records.
+    pub(super) fn locate(&self, chain: Chain<'_>) -> Found {
+        let by_index = self.search(chain, |_, hash, first| self.index.residence(hash, first));
+        self.confirm(chain, by_index).unwrap_or_else(|| {
+            let by_record = self.search(chain, |key, hash, first| {
+                let found = self.index.find(hash, first, |r| self.records.at(r).is(key));
+                found.map_or(TierSet::default(), |r| self.records.at(r).resident())
+            });
+            self.confirm(chain, by_record)
+                .unwrap_or(Found { held: Match::default(), deepest: [None; Tier::COUNT] })
+        })
+    }
+
+    /// The records at the boundaries; `None` if one of them is not resident there.
+    fn confirm(&self, chain: Chain<'_>, boundaries: [u32; Tier::COUNT]) -> Option<Found> {
+        let mut deepest = [None; Tier::COUNT];
+        for tier in Tier::ALL {
+            let Some(last) = (boundaries[tier.index()] as usize).checked_sub(1) else { continue };
+            let record = self.find(chain.key(last)).filter(|&r| self.records.at(r).resident().has(tier))?;
+            deepest[tier.index()] = Some(record);
+        }
+        Some(Found { held: Match::new(boundaries), deepest })
+    }
+
+    fn search(
+        &self,
+        chain: Chain<'_>,
+        probe: impl Fn(BlockKey, KeyHash, Bucket) -> TierSet,
+    ) -> [u32; Tier::COUNT] {
+        let blocks = chain.len().min(MOST_BLOCKS) as u32;
         if blocks == 0 {
-            return Match::default();
+            return [0; Tier::COUNT];
         }
         let mut search = Search { low: [0; Tier::COUNT], high: [blocks; Tier::COUNT] };
         let mut round = Round::gallop(blocks);
         while round.len > 0 {
-            self.probe(chain, &round, &mut search);
+            self.probe(chain, &round, &mut search, &probe);
             round = search.next_round();
         }
-        Match::new(search.low)
+        search.low
     }
 
     /// Reads all buckets of a round before it looks at any, so that their misses overlap.
-    fn probe(&self, chain: Chain<'_>, round: &Round, search: &mut Search) {
-        let mut firsts = [(super::index::Tag::of(chain.key(0)), None); ROUND];
+    fn probe(
+        &self,
+        chain: Chain<'_>,
+        round: &Round,
+        search: &mut Search,
+        probe: &impl Fn(BlockKey, KeyHash, Bucket) -> TierSet,
+    ) {
+        let mut firsts = [(KeyHash::of(chain.key(0)), EMPTY); ROUND];
         for (first, &position) in firsts.iter_mut().zip(round.positions()) {
-            let tag = super::index::Tag::of(chain.key(position as usize));
-            *first = (tag, Some(self.index.first(tag)));
+            let hash = KeyHash::of(chain.key(position as usize));
+            *first = (hash, self.index.first(hash));
         }
-        for (&(tag, first), &position) in firsts.iter().zip(round.positions()) {
-            let key = chain.key(position as usize);
-            let found = first.and_then(|first| self.index.find(tag, first, |r| self.records.at(r).is(key)));
-            search.learn(position, found.map_or(TierSet::default(), |r| self.records.at(r).resident()));
+        for (&(hash, first), &position) in firsts.iter().zip(round.positions()) {
+            search.learn(position, probe(chain.key(position as usize), hash, first));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Records: what the table knows about one block, whatever tiers hold it.
 
-use kvbm_tiers::{BlockKey, SlotId, Tier};
+use kvbm_tiers::{BlockKey, HugeVec, SlotId, Tier};
 
 use super::index::RecordId;
 
@@ -17,9 +17,17 @@ impl TierSet {
         self.0 >> tier.index() & 1 == 1
     }
 
-    /// Whether it has none.
-    pub const fn is_empty(self) -> bool {
-        self.0 == 0
+    pub(super) const fn bits(self) -> u8 {
+        self.0
+    }
+
+    /// The set with these bits; higher ones are ignored.
+    pub(super) const fn from_bits(bits: u8) -> Self {
+        Self(bits & 0xF)
+    }
+
+    pub(super) const fn union(self, other: Self) -> Self {
+        Self(self.0 | other.0)
     }
 }
 
@@ -117,14 +125,14 @@ impl Record {
 /// All records, in one array with the free ones chained through it.
 #[derive(Debug)]
 pub(super) struct Records {
-    all: Vec<Record>,
+    all: HugeVec<Record>,
     free: u32,
     live: usize,
 }
 
 impl Records {
     pub(super) fn with_room_for(records: usize) -> Self {
-        Self { all: Vec::with_capacity(records), free: NONE, live: 0 }
+        Self { all: HugeVec::with_capacity(records), free: NONE, live: 0 }
     }
 
     pub(super) const fn len(&self) -> usize {
@@ -164,6 +172,6 @@ impl Records {
 
     /// All records that some tier has or awaits.
     pub(super) fn live(&self) -> impl Iterator<Item = (RecordId, &Record)> {
-        (0u32..).map(RecordId).zip(&self.all).filter(|(_, record)| !record.is_nowhere())
+        (0u32..).map(RecordId).zip(self.all.iter()).filter(|(_, record)| !record.is_nowhere())
     }
 }

@@ -139,7 +139,10 @@ impl Table {
         let mut above = parent;
         for key in keys {
             let Some(frame) = self.claim(tier) else { break };
-            let record = self.intern(key, above);
+            let Some(record) = self.intern(key, above) else {
+                self.tier_mut(tier).pool.give_back(frame);
+                break;
+            };
             self.records.at_mut(record).begin(tier, frame.slot());
             entries.push(Entry { record, slot: frame.slot(), filled: None });
             frames.push(frame);
@@ -243,6 +246,7 @@ impl Table {
     fn publish(&mut self, record: RecordId, frame: Frame) {
         let tier = frame.tier();
         self.records.at_mut(record).publish(tier);
+        self.note_residence(record);
         if let Some(parent) = self.records.at(record).parent() {
             let parent = self.records.at(parent).slot(tier);
             self.tier_mut(tier).at_mut(parent).children += 1;

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use kvbm_policies::{BlockId, Eviction, Forest, Standing};
-use kvbm_tiers::{FramePool, SlotId, Tier};
+use kvbm_tiers::{FramePool, HugeVec, SlotId, Tier};
 
 use super::index::RecordId;
 use super::record::Records;
@@ -111,7 +111,7 @@ pub(super) struct TierTable {
     pub(super) tier: Tier,
     pub(super) total: u32,
     pub(super) pool: FramePool,
-    pub(super) slots: Vec<Slot>,
+    pub(super) slots: HugeVec<Slot>,
     pub(super) policy: Box<dyn Eviction>,
     pub(super) flush_to: Option<Tier>,
     pub(super) dirty: VecDeque<Dirty>,
@@ -128,7 +128,7 @@ impl TierTable {
             tier: spec.pool.tier(),
             total: spec.pool.total() - spec.pool.out(),
             pool: spec.pool,
-            slots: Vec::new(),
+            slots: HugeVec::with_capacity(0),
             policy: spec.policy,
             flush_to: spec.flush_to,
             dirty: VecDeque::new(),
