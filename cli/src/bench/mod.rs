@@ -1,6 +1,7 @@
 //! `kvbm bench`: what this machine does with the block table and the tiers.
 
 pub(crate) mod table;
+pub(crate) mod tiers;
 
 use clap::Subcommand;
 
@@ -12,6 +13,8 @@ use crate::output;
 pub(crate) enum Bench {
     /// Time the block table: match, cycle, memory
     Table(table::TableArgs),
+    /// Time the tiers through the manager, against memcpy, a raw ring and the raw object client
+    Tiers(tiers::TiersArgs),
 }
 
 impl Bench {
@@ -21,6 +24,10 @@ impl Bench {
             Self::Table(args) => {
                 let report = table::run(args);
                 if global.json { output::print_json(&report) } else { output::print(&table_text(&report)) }
+            }
+            Self::Tiers(args) => {
+                let report = tiers::run(args)?;
+                if global.json { output::print_json(&report) } else { output::print(&report.to_text()) }
             }
         }
     }

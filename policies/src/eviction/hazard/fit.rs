@@ -14,6 +14,9 @@ pub(super) const GROUP: usize = 3;
 /// Age groups.
 pub(super) const GROUPS: usize = BINS / GROUP;
 
+/// Floats that are computed with together.
+const LANES: usize = 4;
+
 const FIRST_EDGE_S: f64 = 2.0;
 const EDGE_RATIO: f64 = 1.4;
 
@@ -33,8 +36,6 @@ pub(super) struct Record {
     pub(super) profile: Profile,
     /// Whether it ended by a return.
     pub(super) returned: bool,
-    /// Whether it counts a second time, as if its output had never become known.
-    pub(super) twice: bool,
     /// √blocks.
     pub(super) weight: f32,
     pub(super) entry: Age,
@@ -77,9 +78,9 @@ pub(super) fn edge(bin: usize) -> f32 {
 pub(super) struct Model {
     /// Returns expected while a bin passes.
     pub(super) base: [f32; BINS],
+    /// By value of a factor: m.
     multipliers: Vec<f32>,
-    by_group: Vec<ByGroup>,
-    /// The product of both.
+    /// By value of a factor: m · g.
     effects: Vec<ByGroup>,
 }
 
@@ -88,7 +89,6 @@ impl Default for Model {
         Self {
             base: [PRIOR_HAZARD; BINS],
             multipliers: vec![1.0; ALL_VALUES],
-            by_group: vec![[1.0; GROUPS]; ALL_VALUES],
             effects: vec![[1.0; GROUPS]; ALL_VALUES],
         }
     }
@@ -99,31 +99,32 @@ impl Model {
     pub(super) fn effect(&self, profile: Profile) -> ByGroup {
         let mut product = [1.0; GROUPS];
         for place in profile.places() {
-            scale(&mut product, &self.effects[place]);
+            scale(&mut product, &self.effects[place], GROUPS);
         }
         product
     }
 
-    /// Learns from `records`.
+    /// Learns from `records`, each of which counts twice: as it is, and as if the length of the output were
+    /// unknown, for that is how blocks are ranked while their request runs.
     pub(super) fn fit(&mut self, records: &[Record]) {
-        let mut lives = lives(records);
-        if lives.is_empty() {
-            return;
-        }
-        self.fit_base(&lives);
-        for life in &mut lives {
-            life.expected = self.expected(life);
+        let lives = lives(records);
+        let Some(oldest) = lives.iter().map(|life| life.exit.bin()).max() else { return };
+        // Ages that nobody has reached cost nothing: whole vectors of groups.
+        let groups = (oldest / GROUP + 1).next_multiple_of(LANES);
+        let mut expected: Vec<_> = lives.iter().map(|life| self.effect(life.profile)).collect();
+        self.fit_base(&lives, &expected);
+        for (life, row) in lives.iter().zip(&mut expected) {
+            scale(row, &self.base_of(life), groups);
         }
         for factor in 0..FACTORS {
-            self.fit_factor(factor, &mut lives);
+            self.fit_factor(factor, &lives, &mut expected, groups);
         }
     }
 
-    fn fit_base(&mut self, lives: &[Life]) {
+    fn fit_base(&mut self, lives: &[Life], effects: &[ByGroup]) {
         let mut returns = [0.0; BINS];
         let mut exposure = [0.0; BINS];
-        for life in lives {
-            let effect = self.effect(life.profile);
+        for (life, effect) in lives.iter().zip(effects) {
             for (bin, part) in life.parts() {
                 exposure[bin] += life.weight * effect[bin / GROUP] * part;
             }
@@ -136,51 +137,56 @@ impl Model {
         }
     }
 
-    /// The returns that the model expects of a life.
-    fn expected(&self, life: &Life) -> ByGroup {
+    /// The returns that the base alone expects of a life.
+    fn base_of(&self, life: &Life) -> ByGroup {
         let mut expected = [0.0; GROUPS];
         for (bin, part) in life.parts() {
-            expected[bin / GROUP] += self.base[bin] * part;
+            expected[bin / GROUP] += self.base[bin] * part * life.weight;
         }
-        scale(&mut expected, &self.effect(life.profile));
-        expected.map(|returns| returns * life.weight)
+        expected
     }
 
-    fn fit_factor(&mut self, factor: usize, lives: &mut [Life]) {
-        let (start, values) = (START[factor], VALUES[factor]);
-        let mut expected = vec![[0.0; GROUPS]; values];
-        let mut returns = vec![[0.0; GROUPS]; values];
-        for life in &*lives {
-            let value = life.places[factor] as usize - start;
-            add(&mut expected[value], &life.expected);
+    /// Fits one factor; `expected` has the returns that the model expects of each life.
+    fn fit_factor(&mut self, factor: usize, lives: &[Life], expected: &mut [ByGroup], groups: usize) {
+        let start = START[factor];
+        let mut sums = vec![Seen::default(); VALUES[factor]];
+        for (life, row) in lives.iter().zip(&*expected) {
+            let seen = &mut sums[usize::from(life.places[factor]) - start];
+            add(&mut seen.expected, row, groups);
             if life.returned {
-                returns[value][life.exit.bin() / GROUP] += life.weight;
+                seen.returns[life.exit.bin() / GROUP] += life.weight;
             }
         }
-        let change: Vec<ByGroup> =
-            (0..values).map(|value| self.update(start + value, &expected[value], &returns[value])).collect();
-        for life in lives {
-            scale(&mut life.expected, &change[life.places[factor] as usize - start]);
+        let change: Vec<_> = (start..).zip(&sums).map(|(place, seen)| self.update(place, seen)).collect();
+        for (life, row) in lives.iter().zip(expected) {
+            scale(row, &change[usize::from(life.places[factor]) - start], groups);
         }
     }
 
     /// Sets one value's multipliers. Answers by how much its effect changed.
-    fn update(&mut self, place: usize, expected: &ByGroup, returns: &ByGroup) -> ByGroup {
+    fn update(&mut self, place: usize, seen: &Seen) -> ByGroup {
         let before = self.effects[place];
-        let without = |expected: f32, multiplier: f32| expected / multiplier;
-        let total = without(expected.iter().sum(), self.multipliers[place]);
-        let seen: f32 = returns.iter().sum();
-        let ratio = (seen + FACTOR_PRIOR) / (total + FACTOR_PRIOR);
-        let multiplier = ratio.clamp(FACTOR_RANGE.0, FACTOR_RANGE.1);
-        for group in 0..GROUPS {
-            let rest = multiplier * without(expected[group], before[group]);
-            let ratio = (returns[group] + FACTOR_PRIOR) / (rest + FACTOR_PRIOR);
-            self.by_group[place][group] = ratio.clamp(GROUP_RANGE.0, GROUP_RANGE.1);
-        }
+        let overall: f32 = seen.expected.iter().sum::<f32>() / self.multipliers[place];
+        let multiplier = ratio(seen.returns.iter().sum(), overall, FACTOR_RANGE);
         self.multipliers[place] = multiplier;
-        self.effects[place] = self.by_group[place].map(|by_group| by_group * multiplier);
+        self.effects[place] = std::array::from_fn(|group| {
+            let rest = multiplier * seen.expected[group] / before[group];
+            multiplier * ratio(seen.returns[group], rest, GROUP_RANGE)
+        });
         std::array::from_fn(|group| self.effects[place][group] / before[group])
     }
+}
+
+/// Returns over expected returns, drawn towards 1 where there are few.
+fn ratio(returns: f32, expected: f32, range: (f32, f32)) -> f32 {
+    ((returns + FACTOR_PRIOR) / (expected + FACTOR_PRIOR)).clamp(range.0, range.1)
+}
+
+/// What happened to the lives with one value of a factor.
+#[derive(Clone, Default)]
+struct Seen {
+    returns: ByGroup,
+    expected: ByGroup,
 }
 
 /// A record as a fit looks at it.
@@ -191,7 +197,6 @@ struct Life {
     weight: f32,
     entry: Age,
     exit: Age,
-    expected: ByGroup,
 }
 
 impl Life {
@@ -203,7 +208,6 @@ impl Life {
             weight: record.weight * scale,
             entry: record.entry,
             exit: record.exit,
-            expected: [0.0; GROUPS],
         }
     }
 
@@ -219,27 +223,24 @@ impl Life {
     }
 }
 
-/// Every record, and some twice, with weights of mean 1.
+/// Every record as it is, and once more without its output, with weights of mean 1.
 fn lives(records: &[Record]) -> Vec<Life> {
-    let again = |record: &&Record| record.twice && record.profile.knows_the_output();
-    let count = records.len() + records.iter().filter(again).count();
-    let total: f32 =
-        records.iter().map(|record| record.weight * if again(&record) { 2.0 } else { 1.0 }).sum();
-    let scale = count as f32 / total.max(f32::MIN_POSITIVE);
-    let once = records.iter().map(|record| Life::new(record.profile, record, scale));
-    let twice = records.iter().filter(again);
-    let twice = twice.map(|record| Life::new(record.profile.before_the_end(), record, scale));
-    once.chain(twice).collect()
+    let weight: f32 = records.iter().map(|record| record.weight).sum();
+    let scale = records.len() as f32 / weight.max(f32::MIN_POSITIVE);
+    let known = records.iter().filter(|record| record.profile.knows_the_output());
+    let known = known.map(|record| Life::new(record.profile, record, scale));
+    let unknown = records.iter().map(|record| Life::new(record.profile.before_the_end(), record, scale));
+    known.chain(unknown).collect()
 }
 
-fn scale(row: &mut ByGroup, by: &ByGroup) {
-    for (cell, by) in row.iter_mut().zip(by) {
-        *cell *= by;
+fn scale(row: &mut ByGroup, by: &ByGroup, groups: usize) {
+    for (cells, by) in row[..groups].chunks_exact_mut(LANES).zip(by.chunks_exact(LANES)) {
+        (0..LANES).for_each(|lane| cells[lane] *= by[lane]);
     }
 }
 
-fn add(row: &mut ByGroup, other: &ByGroup) {
-    for (cell, other) in row.iter_mut().zip(other) {
-        *cell += other;
+fn add(row: &mut ByGroup, other: &ByGroup, groups: usize) {
+    for (cells, other) in row[..groups].chunks_exact_mut(LANES).zip(other.chunks_exact(LANES)) {
+        (0..LANES).for_each(|lane| cells[lane] += other[lane]);
     }
 }

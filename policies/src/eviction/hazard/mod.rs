@@ -175,8 +175,10 @@ impl Eviction for Hazard {
         }
     }
 
-    fn finished(&mut self, request: RequestId, output_tokens: u32, _now_ms: u64) {
-        self.segments.finished(request, output_tokens);
+    fn finished(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) {
+        if let Some(strand) = self.segments.finished(request, output_tokens, now_ms) {
+            self.enqueue(strand);
+        }
     }
 
     fn upkeep(&mut self) -> Option<Upkeep> {

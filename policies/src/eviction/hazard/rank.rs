@@ -3,9 +3,10 @@
 use super::factors::Profile;
 use super::fit::{Age, BINS, GROUP, Model, edge};
 
-/// The most returns for each second that the block is held, over all times to hold it that are at least as
-/// long as the time since its last use: P(return while held) ÷ expected seconds until it returns or is let
-/// go. (J. C. Gittins, "Bandit processes and dynamic allocation indices", JRSS B 41(2), 1979.)
+/// The most returns for each second that the block is held, over all times to hold it that are at least
+/// half as long as the time since its last use: P(return while held) ÷ expected seconds until it returns or is
+/// let go. (J. C. Gittins, "Bandit processes and dynamic allocation indices", JRSS B 41(2), 1979; the shortest
+/// time keeps one bin's chance peak from ruling.)
 pub(super) fn gittins(model: &Model, profile: Profile, age_ms: u64) -> f32 {
     let effect = model.effect(profile);
     let age = Age::from_ms(age_ms);
@@ -21,7 +22,7 @@ pub(super) fn gittins(model: &Model, profile: Profile, age_ms: u64) -> f32 {
         held_s += absent * (until_s - from_s).max(0.0) * share;
         absent *= stays;
         from_s = until_s;
-        if until_s >= 2.0 * age_s && held_s > 0.0 {
+        if until_s >= 1.5 * age_s && held_s > 0.0 {
             best = best.max((1.0 - absent) / held_s);
         }
     }

@@ -20,6 +20,9 @@ pub(super) const GHOST_MS: u64 = 900_000;
 /// How much a chain's latest gap counts in the smoothed one.
 const GAP_WEIGHT: f32 = 0.4;
 
+/// Blocks at the end of a chain that its next request may lack.
+const REWRITTEN: u32 = 2;
+
 const NOWHERE: u32 = u32::MAX;
 
 /// A run of blocks below one another.
@@ -88,6 +91,8 @@ struct Visit {
     output: u8,
     will_not_return: bool,
     segments: u32,
+    /// The strand where its path ended.
+    end: StrandId,
 }
 
 impl Visit {
@@ -101,10 +106,9 @@ impl Visit {
     }
 }
 
-/// The block that a strand may lose next, as a policy ranks it.
+/// What is known of the block that a strand may lose next.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tail {
-    pub(super) block: BlockId,
     pub(super) profile: Profile,
     pub(super) age_ms: u64,
     pub(super) will_not_return: bool,
@@ -145,11 +149,6 @@ impl Segments {
         Self { home: Vec::with_capacity(capacity as usize), ghost_limit, ..Self::default() }
     }
 
-    /// Strand ids in use are below this.
-    pub(super) fn strands(&self) -> u32 {
-        self.strands.len() as u32
-    }
-
     /// The records that ended since the last call.
     pub(super) fn take_closed(&mut self) -> impl Iterator<Item = Record> + '_ {
         self.closed.drain(..)
@@ -168,8 +167,7 @@ impl Segments {
 
     /// Remembers that the request's path was used, and what of it is new.
     pub(super) fn touch(&mut self, access: &Access, forest: &dyn Forest) -> Option<Touched> {
-        self.now_ms = self.now_ms.max(access.now_ms);
-        self.expire();
+        self.advance(access.now_ms);
         let mut inserted = std::mem::take(&mut self.inserted);
         inserted.clear();
         let upward = std::iter::successors(Some(access.deepest), |&block| forest.parent(block));
@@ -204,7 +202,9 @@ impl Segments {
         self.visits[visit as usize].segments += 1;
         self.use_again(known, from, visit, !inserted.is_empty());
         let end = self.append(known, inserted, visit, forest);
-        self.visits[visit as usize].reached = depth.max(self.visits[visit as usize].reached);
+        let reached = self.visits[visit as usize].reached.max(depth);
+        self.visits[visit as usize].reached = reached;
+        self.visits[visit as usize].end = end;
         self.leave_visit(visit);
         let left = known.map_or(end, |node| node.strand);
         Some(Touched { strands: [left, end], is_new })
@@ -297,6 +297,7 @@ impl Segments {
             output: access.hints.expected_output_tokens.map_or(factors::UNKNOWN_OUTPUT, factors::output),
             will_not_return: access.hints.will_not_return,
             segments: 0,
+            end: NOWHERE,
         };
         (self.add_visit(visit), true)
     }
@@ -307,13 +308,14 @@ impl Segments {
         (visit.request.is_none() && visit.reached == node.depth + 1).then_some(segment.visit)
     }
 
-    /// The smoothed gap of the chain that a request continues whose path is known up to `node`.
+    /// The smoothed gap of the chain that a request continues whose path is known up to `node`: one that
+    /// ended there or a little further down, for the last blocks of a prompt may be written otherwise in the
+    /// next one.
     fn gap(&self, node: Node) -> Option<f32> {
         let below = Node { depth: node.depth + 1, ..node };
+        let ends = node.depth + 1..=node.depth + 1 + REWRITTEN;
         let of = |at: Node| self.segment(at).map(|(_, segment)| self.visits[segment.visit as usize]);
-        let ends_here = |visit: &Visit| (node.depth + 1..=node.depth + 2).contains(&visit.reached);
-        let ends_below = |visit: &Visit| visit.reached == node.depth + 2;
-        let earlier = of(node).filter(ends_here).or_else(|| of(below).filter(ends_below))?;
+        let earlier = [node, below].into_iter().filter_map(of).find(|visit| ends.contains(&visit.reached))?;
         let gap = (1.0 + (self.now_ms - earlier.at_ms) as f32 / 1000.0).ln();
         Some(earlier.gap.map_or(gap, |smoothed| GAP_WEIGHT * gap + (1.0 - GAP_WEIGHT) * smoothed))
     }
@@ -342,11 +344,15 @@ impl Segments {
         }
     }
 
-    /// The request's output is known to have this length.
-    pub(super) fn finished(&mut self, request: RequestId, output_tokens: u32) {
-        if let Some(visit) = self.requests.remove(&request) {
-            self.visits[visit as usize].output = factors::output(output_tokens);
-        }
+    /// The request's output is known to have this length. Answers the strand where its path ended, if that
+    /// has not been used since.
+    pub(super) fn finished(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) -> Option<StrandId> {
+        self.advance(now_ms);
+        let id = self.requests.remove(&request)?;
+        let visit = &mut self.visits[id as usize];
+        visit.output = factors::output(output_tokens);
+        let end = visit.end;
+        self.strands[end as usize].segments.iter().any(|segment| segment.visit == id).then_some(end)
     }
 
     /// Ends the records of the path to `node`, from depth `from` on, by a return, and makes what they spoke
@@ -513,7 +519,8 @@ impl Segments {
     }
 
     /// Forgets ghosts that are too old or too many.
-    fn expire(&mut self) {
+    fn advance(&mut self, now_ms: u64) {
+        self.now_ms = self.now_ms.max(now_ms);
         while let Some(&Reverse((due_ms, _, id, life))) = self.expiries.peek()
             && (due_ms < self.now_ms || self.ghost_count > self.ghost_limit)
         {
@@ -582,14 +589,13 @@ impl Segments {
         }
     }
 
-    /// The last resident block of a strand, and what is known of it.
+    /// What is known of the last resident block of a strand.
     pub(super) fn tail(&self, id: StrandId) -> Option<Tail> {
         let strand = &self.strands[id as usize];
         let last = strand.resident.checked_sub(1)?;
         let (start, segment) = self.segment(Node { strand: id, depth: strand.start + last })?;
         let visit = &self.visits[segment.visit as usize];
         Some(Tail {
-            block: strand.cells[last as usize].block,
             profile: self.profile(&segment, start),
             age_ms: self.age_ms(&segment),
             will_not_return: visit.will_not_return && segment.reuse == 0,
@@ -625,11 +631,9 @@ impl Segments {
     }
 
     fn record(&self, segment: &Segment, start: u32, blocks: u32, age_ms: u64, returned: bool) -> Record {
-        let at_ms = self.visits[segment.visit as usize].at_ms;
         Record {
             profile: self.profile(segment, start),
             returned,
-            twice: mixed(at_ms) % 4 == 0,
             weight: (blocks as f32).sqrt(),
             entry: Age::from_ms(segment.entry_ms.into()),
             exit: Age::from_ms(age_ms),

@@ -1,0 +1,333 @@
+//! `kvbm bench tiers`: how much of what the media can do is left after the manager.
+//!
+//! Every row is a contest over one working set: the manager moves it, then the raw medium does, then the
+//! manager again, in turns that change who goes first. Both use the same kind of memory and files, as many
+//! threads and as many operations at a time; the manager keeps its checksums.
+
+mod bed;
+mod raw;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use kvbm::Tier;
+use kvbm_bench::measure::Spread;
+use kvbm_settings::{Capacity, Settings, format_size, parse_size};
+use serde::Serialize;
+use tokio::runtime::Runtime;
+
+use self::bed::Bed;
+use self::raw::Raw;
+use crate::failure::Failure;
+use crate::output;
+use crate::scratch::{Scratch, file_url};
+use crate::stop::{self, Stop};
+
+/// Times the tiers through the manager against the bare media.
+#[derive(Args, Debug)]
+pub(crate) struct TiersArgs {
+    /// Where slot files and objects are made, and removed at the end
+    #[arg(long, value_name = "DIR")]
+    dir: PathBuf,
+    /// Bytes of a block
+    #[arg(long, value_name = "SIZE", value_delimiter = ',', default_value = "64KiB,1MiB,4MiB", value_parser = parse_size)]
+    size: Vec<u64>,
+    /// What to time: host is emulated device ⇄ host, the others host ⇄ disk and host ⇄ objects in files
+    #[arg(long, value_name = "TIER", value_delimiter = ',', default_value = "host,disk,object")]
+    tier: Vec<Bottom>,
+    /// Bytes that each round moves: more than the processor's caches hold
+    #[arg(long, value_name = "SIZE", default_value = "512MiB", value_parser = parse_size)]
+    working_set: u64,
+    /// Rounds of each row, after one to warm up
+    #[arg(long, value_name = "N", default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+}
+
+/// The lower end of the route that is timed.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Bottom {
+    Host,
+    Disk,
+    Object,
+}
+
+impl Bottom {
+    const fn tier(self) -> Tier {
+        match self {
+            Self::Host => Tier::Host,
+            Self::Disk => Tier::Disk,
+            Self::Object => Tier::Object,
+        }
+    }
+}
+
+/// What was measured. Serialises to the command's JSON.
+#[derive(Debug, Serialize)]
+pub(crate) struct TiersReport {
+    working_set: u64,
+    rounds: u32,
+    rows: Vec<Row>,
+}
+
+/// One tier, block size and direction: medians over the rounds.
+#[derive(Debug, Serialize)]
+struct Row {
+    tier: Tier,
+    /// Bytes of a block.
+    size: u64,
+    /// Operations at a time; threads, where it is memory.
+    depth: u32,
+    op: &'static str,
+    /// Through the manager.
+    mib_s: f64,
+    /// Without it.
+    raw_mib_s: f64,
+    /// The median of the rounds' ratios, not the ratio of the medians.
+    ratio: f64,
+    spread: Spreads,
+}
+
+#[derive(Debug, Serialize)]
+struct Spreads {
+    mib_s: Spread,
+    raw_mib_s: Spread,
+    ratio: Spread,
+}
+
+/// One row's working set and who moves it.
+#[derive(Debug)]
+struct Contest {
+    bottom: Bottom,
+    size: u64,
+    depth: u32,
+    settings: Settings,
+}
+
+/// Ours and the raw medium's, once each.
+type Round = [Duration; 2];
+
+/// Runs all contests; seconds each.
+pub(crate) fn run(args: &TiersArgs) -> Result<TiersReport, Failure> {
+    let runtime = stop::runtime()?;
+    let stop = Stop::on_signals(&runtime)?;
+    let progress = Progress::new(args);
+    let mut rows = Vec::new();
+    for &bottom in &args.tier {
+        for &size in &args.size {
+            let contest = Contest::new(bottom, size, args)?;
+            rows.extend(contest.run(args, &runtime, &stop, &progress)?);
+        }
+    }
+    Ok(TiersReport { working_set: args.working_set, rounds: args.rounds, rows })
+}
+
+impl Contest {
+    fn new(bottom: Bottom, size: u64, args: &TiersArgs) -> Result<Self, Failure> {
+        let blocks = args.working_set / size.max(1);
+        if blocks == 0 {
+            let (set, size) = (format_size(args.working_set), format_size(size));
+            let message = format!("--working-set {set} holds no block of {size}: raise it");
+            return Err(Failure::unusable(message));
+        }
+        let mut settings = Settings { block_bytes: Some(size), ..Settings::default() };
+        settings.device.capacity = Some(Capacity::Blocks(blocks));
+        settings.host.capacity = Some(Capacity::Blocks(blocks));
+        // Nothing is flushed before it is asked for.
+        settings.flush.interval_ms = 86_400_000;
+        settings.flush.dirty_watermark = 1.0;
+        match bottom {
+            Bottom::Host => {}
+            Bottom::Disk => {
+                settings.disk.capacity = Some(Capacity::Blocks(blocks));
+                settings.disk.dirs = vec![args.dir.clone()];
+                settings.disk.queue_depth = disk_depth(size);
+            }
+            Bottom::Object => {
+                settings.object.capacity = Some(Capacity::Blocks(blocks));
+                let dir = std::path::absolute(&args.dir).unwrap_or_else(|_| args.dir.clone());
+                settings.object.url = Some(file_url(&dir)?);
+            }
+        }
+        let depth = match bottom {
+            Bottom::Host => settings.transfer.copy_threads,
+            Bottom::Disk => settings.disk.queue_depth,
+            Bottom::Object => settings.object.concurrency,
+        };
+        Ok(Self { bottom, size, depth, settings })
+    }
+
+    fn run(
+        self,
+        args: &TiersArgs,
+        runtime: &Runtime,
+        stop: &Stop,
+        progress: &Progress,
+    ) -> Result<[Row; 2], Failure> {
+        progress.show(&self);
+        let (mut ours, mut theirs) = (self.settings.clone(), self.settings.clone());
+        let _scratch = (Scratch::divert(&mut ours)?, Scratch::divert(&mut theirs)?);
+        let mut bed = Bed::open(ours, self.bottom.tier(), runtime)?;
+        let mut raw = Raw::open(&theirs, self.bottom)?;
+        let (mut writes, mut reads) = (Vec::new(), Vec::new());
+        for round in 0..=args.rounds {
+            stop.check()?;
+            let [write, read] = play(&mut bed, &mut raw, round % 2 == 1)?;
+            // The first one warms up.
+            if round > 0 {
+                writes.push(write);
+                reads.push(read);
+            }
+            progress.step();
+        }
+        bed.check()?;
+        let bytes = self.size * (args.working_set / self.size);
+        Ok([self.row("write", bytes, &writes), self.row("read", bytes, &reads)])
+    }
+
+    fn row(&self, op: &'static str, bytes: u64, rounds: &[Round]) -> Row {
+        let rate = |who: usize| {
+            let mib_s = |round: &Round| bytes as f64 / f64::from(1 << 20) / round[who].as_secs_f64();
+            Spread::of(rounds.iter().map(mib_s).collect())
+        };
+        let ratio = |[ours, raw]: &Round| raw.as_secs_f64() / ours.as_secs_f64();
+        let spread = Spreads {
+            mib_s: rate(0),
+            raw_mib_s: rate(1),
+            ratio: Spread::of(rounds.iter().map(ratio).collect()),
+        };
+        Row {
+            tier: self.bottom.tier(),
+            size: self.size,
+            depth: self.depth,
+            op,
+            mib_s: spread.mib_s.median,
+            raw_mib_s: spread.raw_mib_s.median,
+            ratio: spread.ratio.median,
+            spread,
+        }
+    }
+}
+
+/// One round: both write, both read.
+fn play(bed: &mut Bed<'_>, raw: &mut Raw, raw_first: bool) -> Result<[Round; 2], Failure> {
+    bed.prepare_write()?;
+    raw.settle()?;
+    let write = in_turns(raw_first, || bed.write(), || raw.write())?;
+    bed.prepare_read()?;
+    raw.settle()?;
+    let read = in_turns(raw_first, || bed.read(), || raw.read())?;
+    Ok([write, read])
+}
+
+fn in_turns(
+    raw_first: bool,
+    mut ours: impl FnMut() -> Result<Duration, Failure>,
+    mut raw: impl FnMut() -> Result<Duration, Failure>,
+) -> Result<Round, Failure> {
+    if raw_first {
+        let raw = raw()?;
+        return Ok([ours()?, raw]);
+    }
+    Ok([ours()?, raw()?])
+}
+
+/// Small blocks need many operations in flight to keep a drive busy, large ones few.
+const fn disk_depth(size: u64) -> u32 {
+    match size {
+        ..=0x3_ffff => 32,
+        ..=0x1f_ffff => 16,
+        _ => 4,
+    }
+}
+
+/// A line on a terminal that says what is being timed.
+#[derive(Debug)]
+struct Progress(ProgressBar);
+
+impl Progress {
+    fn new(args: &TiersArgs) -> Self {
+        let steps = args.tier.len() as u64 * args.size.len() as u64 * u64::from(args.rounds + 1);
+        let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
+        let style = ProgressStyle::with_template("{bar:30} {pos}/{len} rounds, {msg} ({eta} left)");
+        Self(bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())))
+    }
+
+    fn show(&self, contest: &Contest) {
+        let (tier, size) = (contest.bottom.tier(), output::bytes(contest.size));
+        self.0.set_message(format!("{tier}, blocks of {size}"));
+    }
+
+    fn step(&self) {
+        self.0.inc(1);
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
+
+impl TiersReport {
+    /// A table for people.
+    pub(crate) fn to_text(&self) -> String {
+        let mut table =
+            output::table(&["tier", "block", "depth", "op", "MiB/s", "raw MiB/s", "ratio", "quartiles"], 1);
+        for row in &self.rows {
+            table.add_row([
+                row.tier.to_string(),
+                output::bytes(row.size),
+                row.depth.to_string(),
+                row.op.to_owned(),
+                format!("{:.0}", row.mib_s),
+                format!("{:.0}", row.raw_mib_s),
+                format!("{:.2}", row.ratio),
+                format!("{:.2}–{:.2}", row.spread.ratio.p25, row.spread.ratio.p75),
+            ]);
+        }
+        table.trim_fmt()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_run_reports_every_row() {
+        let home = tempfile::tempdir().unwrap();
+        let args = TiersArgs {
+            dir: home.path().join("made"),
+            size: vec![64 << 10, 1 << 20],
+            tier: vec![Bottom::Host, Bottom::Disk, Bottom::Object],
+            working_set: 4 << 20,
+            rounds: 2,
+        };
+        let report = run(&args).unwrap();
+        let json = serde_json::to_value(&report).unwrap();
+        let rows = json["rows"].as_array().unwrap();
+        assert_eq!(rows.len(), 12);
+        for row in rows {
+            for key in ["size", "depth", "mib_s", "raw_mib_s", "ratio"] {
+                assert!(row[key].as_f64().unwrap() > 0.0, "{key} of {row}");
+            }
+        }
+        assert_eq!(rows[4]["tier"], "disk");
+        assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 0, "nothing is left behind");
+        assert_eq!(report.to_text().lines().count(), 12 + 4);
+    }
+
+    #[test]
+    fn a_working_set_without_a_block_is_refused() {
+        let args = TiersArgs {
+            dir: std::env::temp_dir(),
+            size: vec![1 << 20],
+            tier: vec![Bottom::Host],
+            working_set: 1 << 10,
+            rounds: 1,
+        };
+        assert!(run(&args).unwrap_err().to_string().contains("--working-set"));
+    }
+}
