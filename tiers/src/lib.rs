@@ -36,6 +36,7 @@ pub mod memcpy;
 pub mod memory;
 pub mod object;
 pub mod raw;
+mod stream;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod verify;

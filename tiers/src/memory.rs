@@ -8,6 +8,7 @@ use crate::checksum::{Checksums, copy_summed};
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::geometry::Geometry;
+use crate::stream;
 
 /// A region of memory that the CPU reads and writes directly, cut into slots that lie one after another.
 ///
@@ -121,7 +122,10 @@ impl Memories {
         let (from, to) = unsafe { (from.as_ref(), &mut *to.as_ptr()) };
         match self.checksums(op.to.tier) {
             Some(checksums) => checksums.record(op.to.slot, copy_summed(from, to)),
-            None => to.copy_from_slice(from),
+            None => {
+                stream::copy(from, to);
+                stream::finish();
+            }
         }
         Ok(())
     }

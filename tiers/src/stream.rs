@@ -1,0 +1,80 @@
+//! Copies to memory that nobody reads soon.
+//!
+//! A block that goes to the host tier is one of thousands: its destination is in no cache and need not be. An
+//! ordinary store would first fetch the line that it overwrites; a streaming store does not, which saves a
+//! third of the traffic. With that the copy and the checksum together take less time than `memcpy` does.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{__m128i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_stream_si128};
+
+/// Bytes that are moved together: a cache line.
+const LINE: usize = 64;
+/// How far ahead of the copy the source is fetched. The processor's own prefetching stops at pages.
+#[cfg(target_arch = "x86_64")]
+const AHEAD_BYTES: usize = 2 << 10;
+
+/// Copies `from` to `to`, past the caches where the processor can. Other threads may rely on the bytes only after
+/// [`finish`].
+///
+/// # Panics
+/// If the sizes differ.
+pub(crate) fn copy(from: &[u8], to: &mut [u8]) {
+    assert_eq!(from.len(), to.len(), "blocks of one size");
+    let lines = if is_aligned(to) { from.len() / LINE * LINE } else { 0 };
+    copy_lines(&from[..lines], &mut to[..lines]);
+    to[lines..].copy_from_slice(&from[lines..]);
+}
+
+fn is_aligned(to: &[u8]) -> bool {
+    to.as_ptr().addr().is_multiple_of(LINE)
+}
+
+/// Both are whole lines of one number, and `to` starts at a line.
+#[cfg(target_arch = "x86_64")]
+#[expect(clippy::cast_ptr_alignment, reason = "loads need no alignment, and the destination has it")]
+fn copy_lines(from: &[u8], to: &mut [u8]) {
+    for (from, to) in from.as_chunks::<LINE>().0.iter().zip(to.as_chunks_mut::<LINE>().0) {
+        let (from, to) = (from.as_ptr().cast::<__m128i>(), to.as_mut_ptr().cast::<__m128i>());
+        // SAFETY: SSE2 is part of x86-64. A prefetch may name any address. The line is read and written within
+        // its 64 bytes, and the destination is aligned to as many.
+        unsafe {
+            _mm_prefetch::<_MM_HINT_T0>(from.cast::<i8>().wrapping_add(AHEAD_BYTES));
+            let parts = [0, 1, 2, 3].map(|part| _mm_loadu_si128(from.add(part)));
+            for (part, bytes) in parts.into_iter().enumerate() {
+                _mm_stream_si128(to.add(part), bytes);
+            }
+        }
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn copy_lines(from: &[u8], to: &mut [u8]) {
+    to.copy_from_slice(from);
+}
+
+/// Orders all copies of this thread before whatever it does next.
+pub(crate) fn finish() {
+    // SAFETY: SSE is part of x86-64.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        _mm_sfence();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn all_bytes_arrive_and_no_others(from: Vec<u8>, before in 0..2 * LINE, after in 0..LINE) {
+            let mut to = vec![7; before + from.len() + after];
+            copy(&from, &mut to[before..before + from.len()]);
+            finish();
+            prop_assert!(to[..before].iter().chain(&to[before + from.len()..]).all(|&byte| byte == 7));
+            prop_assert_eq!(&to[before..before + from.len()], &from[..]);
+        }
+    }
+}
