@@ -1,0 +1,122 @@
+//! The adaptive replacement cache, leaves only.
+
+use super::ghosts::Ghosts;
+use super::residents::{Ranked, Residents};
+use super::{Access, BlockId, Eviction, Forest};
+
+/// Keeps blocks used once and blocks used again in two LRU queues and shifts room between them: towards the
+/// one whose ghosts return. (N. Megiddo, D. Modha, "ARC: a self-tuning, low overhead replacement cache",
+/// FAST 2003.)
+///
+/// Leaf-first: a block used once has children used once and earlier, so the oldest of that queue is a leaf.
+/// The oldest of the blocks used again may have younger children in the other queue; the oldest leaf goes
+/// in its stead.
+///
+/// O(path) a request, 40 bytes a block and about 40 a ghost, of which there are at most as many as blocks.
+#[derive(Debug)]
+pub struct Arc {
+    blocks: Residents<Place>,
+    recent: Queue,
+    frequent: Queue,
+    /// How many blocks `recent` may have, as adapted so far.
+    target: usize,
+    capacity: usize,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    len: usize,
+    ghosts: Ghosts<()>,
+}
+
+#[derive(Debug)]
+struct Place {
+    is_frequent: bool,
+    stamp: u64,
+    key: u64,
+}
+
+impl Ranked for Place {
+    type Rank = (bool, u64);
+
+    fn rank(&self) -> (bool, u64) {
+        (self.is_frequent, self.stamp)
+    }
+}
+
+impl Arc {
+    /// A policy for a tier of `capacity` blocks.
+    pub fn with_capacity(capacity: u32) -> Self {
+        Self {
+            blocks: Residents::with_capacity(capacity),
+            recent: Queue::default(),
+            frequent: Queue::default(),
+            target: 0,
+            capacity: capacity as usize,
+        }
+    }
+
+    fn queue(&mut self, is_frequent: bool) -> &mut Queue {
+        if is_frequent { &mut self.frequent } else { &mut self.recent }
+    }
+
+    fn place(&mut self, block: BlockId, forest: &dyn Forest) {
+        let (is_frequent, key) = match self.blocks.state(block) {
+            Some(&Place { is_frequent, key, .. }) => {
+                self.queue(is_frequent).len -= 1;
+                (true, key)
+            }
+            None => {
+                let key = forest.key(block);
+                (self.has_returned(key), key)
+            }
+        };
+        self.queue(is_frequent).len += 1;
+        let stamp = self.blocks.stamp();
+        self.blocks.set(block, Place { is_frequent, stamp, key });
+    }
+
+    /// Whether a block that enters was here not long ago. Learns from it.
+    fn has_returned(&mut self, key: u64) -> bool {
+        let (recent, frequent) = (self.recent.ghosts.len(), self.frequent.ghosts.len());
+        if self.recent.ghosts.take(key).is_some() {
+            self.target = (self.target + (frequent / recent).max(1)).min(self.capacity);
+            true
+        } else if self.frequent.ghosts.take(key).is_some() {
+            self.target = self.target.saturating_sub((recent / frequent).max(1));
+            true
+        } else {
+            false
+        }
+    }
+}
+
+impl Eviction for Arc {
+    fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+        for block in self.blocks.path(access, forest) {
+            self.place(block, forest);
+        }
+        self.blocks.offer(access.deepest);
+    }
+
+    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+        let Some(gone) = self.blocks.remove(block, exposed) else { return };
+        let capacity = self.capacity;
+        let queue = self.queue(gone.is_frequent);
+        queue.len -= 1;
+        queue.ghosts.insert(gone.key, ());
+        self.recent.ghosts.truncate(capacity.saturating_sub(self.recent.len));
+        let others = self.recent.len + self.frequent.len + self.recent.ghosts.len();
+        self.frequent.ghosts.truncate((2 * capacity).saturating_sub(others));
+    }
+
+    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+        let from_recent = self.recent.len > self.target;
+        let preferred = if from_recent { None } else { self.blocks.lowest((true, 0).., forest) };
+        preferred.or_else(|| self.blocks.lowest(.., forest))
+    }
+
+    fn release(&mut self, block: BlockId) {
+        self.blocks.offer(block);
+    }
+}

@@ -1,0 +1,79 @@
+//! LRU-2: by the last use but one, leaves only.
+
+use super::ghosts::{GHOSTS_PER_BLOCK, Ghosts};
+use super::residents::{Ranked, Residents};
+use super::{Access, BlockId, Eviction, Forest};
+
+/// Evicts the leaf whose last use but one is the longest ago. Those used once come first, the least recent
+/// of them first. (E. O'Neil, P. O'Neil, G. Weikum, "The LRU-K page replacement algorithm for database disk
+/// buffering", SIGMOD 1993, with K = 2 and without a correlated reference period.)
+///
+/// Leaf-first changes nothing: a parent's uses are those of its child and more. The last use of a block
+/// is remembered after it left, of four times as many blocks as the tier holds.
+///
+/// O(path) a request, 40 bytes a block and about 48 a ghost.
+#[derive(Debug)]
+pub struct Lru2 {
+    blocks: Residents<LastTwo>,
+    ghosts: Ghosts<u64>,
+    most_ghosts: usize,
+}
+
+#[derive(Debug)]
+struct LastTwo {
+    /// Stamp of the last use but one; 0 if there is none.
+    previous: u64,
+    last: u64,
+    key: u64,
+}
+
+impl Ranked for LastTwo {
+    type Rank = (u64, u64);
+
+    fn rank(&self) -> (u64, u64) {
+        (self.previous, self.last)
+    }
+}
+
+impl Lru2 {
+    /// A policy for a tier of `capacity` blocks.
+    pub fn with_capacity(capacity: u32) -> Self {
+        Self {
+            blocks: Residents::with_capacity(capacity),
+            ghosts: Ghosts::default(),
+            most_ghosts: capacity as usize * GHOSTS_PER_BLOCK,
+        }
+    }
+}
+
+impl Eviction for Lru2 {
+    fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+        for block in self.blocks.path(access, forest) {
+            let last = self.blocks.stamp();
+            let state = match self.blocks.state(block) {
+                Some(known) => LastTwo { previous: known.last, last, key: known.key },
+                None => {
+                    let key = forest.key(block);
+                    LastTwo { previous: self.ghosts.take(key).unwrap_or(0), last, key }
+                }
+            };
+            self.blocks.set(block, state);
+        }
+        self.blocks.offer(access.deepest);
+    }
+
+    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+        if let Some(gone) = self.blocks.remove(block, exposed) {
+            self.ghosts.insert(gone.key, gone.last);
+            self.ghosts.truncate(self.most_ghosts);
+        }
+    }
+
+    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+        self.blocks.lowest(.., forest)
+    }
+
+    fn release(&mut self, block: BlockId) {
+        self.blocks.offer(block);
+    }
+}

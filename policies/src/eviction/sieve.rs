@@ -1,0 +1,75 @@
+//! SIEVE: one queue and a hand, leaves only.
+
+use super::residents::{Ranked, Residents};
+use super::{Access, BlockId, Eviction, Forest};
+
+/// A hand moves from the oldest block to the youngest, clears the mark of those used since it last came by
+/// and evicts the first without one. (Y. Zhang et al., "SIEVE is simpler than LRU: an efficient turn-key
+/// eviction algorithm for Web caches", NSDI 2024.)
+///
+/// Leaf-first: the hand passes interior blocks without a look.
+///
+/// O(path) a request, 32 bytes a block.
+#[derive(Debug)]
+pub struct Sieve {
+    blocks: Residents<Place>,
+    /// Blocks with lower stamps are behind it.
+    hand: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    stamp: u64,
+    is_used: bool,
+}
+
+impl Ranked for Place {
+    type Rank = u64;
+
+    fn rank(&self) -> u64 {
+        self.stamp
+    }
+}
+
+impl Sieve {
+    /// A policy for a tier of `capacity` blocks.
+    pub fn with_capacity(capacity: u32) -> Self {
+        Self { blocks: Residents::with_capacity(capacity), hand: 0 }
+    }
+}
+
+impl Eviction for Sieve {
+    fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+        for block in self.blocks.path(access, forest) {
+            let place = match self.blocks.state(block) {
+                Some(known) => Place { is_used: true, ..*known },
+                None => Place { stamp: self.blocks.stamp(), is_used: false },
+            };
+            self.blocks.set(block, place);
+        }
+        self.blocks.offer(access.deepest);
+    }
+
+    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+        self.blocks.remove(block, exposed);
+    }
+
+    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+        loop {
+            let ahead = self.blocks.lowest(self.hand.., forest);
+            let block = ahead.or_else(|| self.blocks.lowest(.., forest))?;
+            let place = *self.blocks.state(block)?;
+            self.hand = place.stamp;
+            if !place.is_used {
+                return Some(block);
+            }
+            self.hand += 1;
+            self.blocks.set(block, Place { is_used: false, ..place });
+            self.blocks.offer(block);
+        }
+    }
+
+    fn release(&mut self, block: BlockId) {
+        self.blocks.offer(block);
+    }
+}
