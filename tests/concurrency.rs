@@ -28,9 +28,9 @@ fn engines_share_a_manager() {
         let (manager, requests) = (&manager, &requests);
         let engine = |seed| scope.spawn(move || chat(manager, seed, requests));
         let engines: Vec<_> = (0..THREADS).map(engine).collect();
-        engines.into_iter().map(|engine| engine.join().unwrap()).fold(Served::default(), add)
+        engines.into_iter().fold(Served::default(), |total, engine| add(&total, &engine.join().unwrap()))
     });
-    assert!(manager.drain(Duration::from_secs(60)), "something is still in flight");
+    assert!(manager.drain(Duration::from_mins(1)), "something is still in flight");
     println!("{} requests, {total:?}, {:?}", requests.into_inner(), manager.bytes());
     assert_eq!((total.wrong, total.failed, manager.failures()), (0, 0, 0));
     assert!(total.hit > 0 && total.computed > 0);
@@ -51,7 +51,7 @@ fn chat(manager: &Manager, seed: u32, requests: &AtomicUsize) -> Served {
     while start.elapsed() < LASTS {
         let conversation = random.below(160);
         let turns = 3 + random.below(LONGEST - 3);
-        total = add(total, serve(manager, &chain(conversation, turns)));
+        total = add(&total, &serve(manager, &chain(conversation, turns)));
         requests.fetch_add(1, Ordering::Relaxed);
     }
     total
@@ -64,7 +64,7 @@ fn chain(conversation: u32, blocks: u32) -> Vec<BlockHash> {
     system.chain(own).take(blocks as usize).map(hash).collect()
 }
 
-fn add(a: Served, b: Served) -> Served {
+fn add(a: &Served, b: &Served) -> Served {
     Served {
         hit: a.hit + b.hit,
         failed: a.failed + b.failed,

@@ -1,1 +1,129 @@
-//! To come.
+//! docs/metrics.md lists exactly what a manager exports.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvbm::scheduler::{Class, Tuning};
+use kvbm::{BlockHash, Chain, Tier};
+use kvbm_settings::Capacity;
+use kvbm_tests::engine;
+use kvbm_tests::rig::{Rig, Sizes, TIGHT, hash};
+use kvbm_tiers::testing::{Fault, FaultBackend};
+use kvbm_tiers::{Backend, CopyErrorKind, MemcpyBackend};
+use prometheus::Registry;
+use prometheus::proto::{Metric, MetricFamily, MetricType};
+
+const PAGE: &str = include_str!("../docs/metrics.md");
+
+/// A metric as the page describes it.
+#[derive(Debug, PartialEq, Eq)]
+struct Row {
+    kind: String,
+    labels: Vec<String>,
+    meaning: String,
+}
+
+#[test]
+fn the_page_lists_exactly_the_metrics_of_the_registry() {
+    let (exported, described) = (exported(), described());
+    for (name, row) in &exported {
+        let Some(found) = described.get(name) else { panic!("docs/metrics.md lacks `{name}`: {row:?}") };
+        assert_eq!((&found.kind, &found.labels), (&row.kind, &row.labels), "{name}");
+        assert!(found.meaning.starts_with(&row.meaning), "{name}: '{}' is '{}'", found.meaning, row.meaning);
+    }
+    for name in described.keys() {
+        assert!(exported.contains_key(name), "docs/metrics.md describes `{name}`, which does not exist");
+    }
+}
+
+/// Rows such as ``| `name` | counter | `a`, `b` | blocks | What it counts. |``.
+fn described() -> BTreeMap<String, Row> {
+    let rows = PAGE.lines().filter(|line| line.starts_with("| `kvbm_"));
+    rows.map(|line| {
+        let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
+        let [name, kind, labels, _, meaning] = cells[..] else { panic!("not five cells: {line}") };
+        let mut labels: Vec<_> = labels.split('`').skip(1).step_by(2).map(str::to_owned).collect();
+        labels.sort();
+        let row = Row { kind: kind.to_owned(), labels, meaning: meaning.to_owned() };
+        (name.trim_matches('`').to_owned(), row)
+    })
+    .collect()
+}
+
+/// A registry shows a metric with labels from its first event on: everything has to happen once.
+fn exported() -> BTreeMap<String, Row> {
+    let everyday = everyday();
+    let families = everyday.gather().into_iter().chain(mishaps().gather());
+    families.map(|family| (family.name().to_owned(), row(&family))).collect()
+}
+
+fn row(family: &MetricFamily) -> Row {
+    let kind = match family.get_field_type() {
+        MetricType::COUNTER => "counter",
+        MetricType::GAUGE => "gauge",
+        MetricType::HISTOGRAM => "histogram",
+        other => panic!("{}: {other:?} is not described anywhere", family.name()),
+    };
+    let labels = family.get_metric().first().map(Metric::get_label).unwrap_or_default();
+    let mut labels: Vec<_> = labels.iter().map(|label| label.name().to_owned()).collect();
+    labels.sort();
+    Row { kind: kind.to_owned(), labels, meaning: family.help().to_owned() }
+}
+
+fn everyday() -> Registry {
+    let registry = Registry::new();
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = engine::settings(4096, 8, 8);
+    settings.disk.capacity = Some(Capacity::Blocks(16));
+    settings.disk.dirs = vec![dir.path().to_owned()];
+    let manager = engine::open(settings, &registry).unwrap();
+    engine::serve(&manager, &chain(1));
+    engine::serve(&manager, &chain(1));
+    // Gauges are asked for while the manager is there.
+    registry.gather();
+    registry
+}
+
+/// Copies that fail, come back changed or never end, and a disk that is full.
+fn mishaps() -> Registry {
+    let mut kept = None;
+    let tuning = Tuning { timeout: Duration::from_millis(5), ..TIGHT };
+    let rig = Rig::new(Sizes { tiers: [8, 8, 16, 16], staging: 2 }, tuning, |places| {
+        let memory = vec![Arc::clone(&places.device) as _, Arc::clone(&places.host) as _];
+        let disk = FaultBackend::new(Arc::clone(&places.disk), places.all()).unwrap();
+        let disk = kept.insert(Arc::new(disk));
+        let memory: Arc<dyn Backend> = Arc::new(MemcpyBackend::new(memory, 1).unwrap());
+        vec![memory, places.verified(Arc::clone(disk))]
+    });
+    let disk = kept.expect("made with the rig");
+    let bring = |to, n| {
+        let lease = rig.core.lease(Chain::from(&chain(n)));
+        rig.core.bring(Class::Load, to, lease)
+    };
+    let compute = |n| {
+        let filled = rig.fill(Chain::from(&chain(n)));
+        drop(rig.publish(filled, Chain::from(&chain(n))).wait().unwrap());
+        drop(bring(Tier::Host, n).wait().unwrap());
+        rig.core.drain(Duration::from_secs(10));
+    };
+    let both = [(Tier::Host, Tier::Disk), (Tier::Disk, Tier::Host)];
+    compute(1);
+    rig.core.table().evict(Tier::Device, 8);
+    rig.core.table().evict(Tier::Host, 8);
+    disk.inject(Fault::NeverCompletes, &both);
+    let ticket = bring(Tier::Device, 1);
+    std::thread::sleep(Duration::from_millis(20));
+    rig.core.tick();
+    drop(ticket.wait().unwrap());
+    disk.inject(Fault::BitFlip, &both);
+    drop(bring(Tier::Device, 1).wait().unwrap());
+    disk.inject(Fault::FailAfter(0, CopyErrorKind::NoSpace), &both);
+    compute(2);
+    compute(3);
+    rig.registry.clone()
+}
+
+fn chain(n: u32) -> Vec<BlockHash> {
+    (0..3).map(|i| hash(10 * n + i)).collect()
+}

@@ -44,7 +44,7 @@ impl Machine {
     fn start(sizes: Sizes, fails_one_in: Option<u32>) -> Self {
         let routes = [MEMORY, DISK, OBJECT].concat();
         let parked = Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
-        let core = bare_core(sizes, TIGHT, Arc::clone(&parked) as Arc<dyn Backend>);
+        let core = bare_core(sizes, TIGHT, &(Arc::clone(&parked) as Arc<dyn Backend>));
         let (off, ended) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         let hardware = {
             let (parked, off, ended) = (Arc::clone(&parked), Arc::clone(&off), Arc::clone(&ended));

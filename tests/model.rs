@@ -204,8 +204,8 @@ impl System {
         }
     }
 
-    fn take(&mut self, transition: Transition) {
-        match transition {
+    fn take(&mut self, transition: &Transition) {
+        match *transition {
             Transition::Fill { chain: n, blocks } => {
                 let hashes: Vec<_> = chain(n).into_iter().take(blocks).collect();
                 self.filled.push((self.rig.fill(Chain::from(&hashes)), hashes));
@@ -421,7 +421,9 @@ impl System {
         self.check(model, quarantined);
         self.leases.clear();
         let mut table = self.rig.core.table();
-        Tier::ALL.into_iter().for_each(|tier| drop(table.waive_all(tier)));
+        for tier in Tier::ALL {
+            table.waive_all(tier);
+        }
         for tier in Tier::ALL {
             table.evict(tier, SIZES.tiers[tier.index()] as usize);
             let counts = table.counts(tier);
@@ -456,7 +458,7 @@ impl StateMachineTest for Manager {
 
     fn apply(mut system: System, model: &Model, transition: Transition) -> System {
         let quarantined = system.quarantined();
-        system.take(transition);
+        system.take(&transition);
         system.check(model, quarantined);
         system
     }

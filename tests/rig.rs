@@ -13,6 +13,7 @@ use kvbm_tiers::{
     Verified,
 };
 use prometheus::Registry;
+use prometheus::proto::MetricFamily;
 
 /// Bytes of a block: enough to tell blocks apart.
 pub const BLOCK_BYTES: usize = 64;
@@ -83,26 +84,30 @@ impl Places {
     }
 }
 
-/// A core over tiers without memory: a test of bookkeeping alone.
-///
-/// # Panics
-/// Never.
-pub fn bare_core(sizes: Sizes, tuning: Tuning, backend: Arc<dyn Backend>) -> Arc<Core> {
-    let mut pools = Tier::ALL.map(|tier| {
+/// A core over tiers without memory: for tests of bookkeeping alone.
+pub fn bare_core(sizes: Sizes, tuning: Tuning, backend: &Arc<dyn Backend>) -> Arc<Core> {
+    let pools = Tier::ALL.map(|tier| {
         let staging = if tier == Tier::Host { sizes.staging } else { 0 };
         FramePool::new(tier, sizes.tiers[tier.index()] + staging)
     });
-    let staging = (0..sizes.staging).filter_map(|_| pools[Tier::Host.index()].take()).collect();
+    let backends = std::slice::from_ref(backend);
+    make_core(pools, sizes.staging, tuning, backends, Arc::default(), &Registry::new())
+}
+
+/// Staging slots are taken from the host's pool first; what is left is the tier's.
+fn make_core(
+    mut pools: [FramePool; Tier::COUNT],
+    staging: u32,
+    tuning: Tuning,
+    backends: &[Arc<dyn Backend>],
+    clock: Arc<ManualClock>,
+    registry: &Registry,
+) -> Arc<Core> {
+    let staging = (0..staging).filter_map(|_| pools[Tier::Host.index()].take()).collect();
     let mut executor = Executor::default();
-    executor.add(&backend);
-    Core::new(Parts {
-        table: Table::new(pools.map(specify)),
-        executor,
-        staging,
-        clock: Arc::new(ManualClock::default()),
-        metrics: Metrics::new(&Registry::new(), 1, 1).expect("a registry of its own"),
-        tuning,
-    })
+    backends.iter().for_each(|backend| executor.add(backend));
+    let metrics = Metrics::new(registry, BLOCK_BYTES as u64, 1).expect("a registry of its own");
+    Core::new(Parts { table: Table::new(pools.map(specify)), executor, staging, clock, metrics, tuning })
 }
 
 /// Makes a chain resident in a tier, as if it had been brought there.
@@ -142,19 +147,10 @@ impl Rig {
     /// Tiers of these sizes, joined by what `connect` makes.
     pub fn new(sizes: Sizes, tuning: Tuning, connect: impl FnOnce(&Places) -> Vec<Arc<dyn Backend>>) -> Self {
         let places = Places::new(sizes);
-        let mut executor = Executor::default();
-        connect(&places).iter().for_each(|backend| executor.add(backend));
-        let mut pools = Tier::ALL.map(|tier| places.region(tier).frames().expect("a region of its own"));
-        let staging = (0..sizes.staging).filter_map(|_| pools[Tier::Host.index()].take()).collect();
+        let backends = connect(&places);
+        let pools = Tier::ALL.map(|tier| places.region(tier).frames().expect("a region of its own"));
         let (clock, registry) = (Arc::new(ManualClock::default()), Registry::new());
-        let core = Core::new(Parts {
-            table: Table::new(pools.map(specify)),
-            executor,
-            staging,
-            clock: Arc::clone(&clock) as _,
-            metrics: Metrics::new(&registry, BLOCK_BYTES as u64, 1).expect("a registry of its own"),
-            tuning,
-        });
+        let core = make_core(pools, sizes.staging, tuning, &backends, Arc::clone(&clock), &registry);
         Self { core, places, clock, registry }
     }
 
@@ -193,8 +189,8 @@ impl Rig {
         Some(intact)
     }
 
-    /// The value of a metric, summed over those of its labels that match all of `labels`.
-    pub fn metric(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+    /// The value of a counter or a gauge of whole numbers, summed over those of its labels that match all of `labels`.
+    pub fn metric(&self, name: &str, labels: &[(&str, &str)]) -> u64 {
         metric(&self.registry, name, labels)
     }
 }
@@ -236,14 +232,14 @@ pub const fn number(key: BlockKey) -> usize {
     key.hash as u32 as usize
 }
 
-/// The value of a metric, summed over those of its labels that match all of `labels`.
-pub fn metric(registry: &Registry, name: &str, labels: &[(&str, &str)]) -> f64 {
+/// The value of a counter or a gauge of whole numbers, summed over those of its labels that match all of `labels`.
+pub fn metric(registry: &Registry, name: &str, labels: &[(&str, &str)]) -> u64 {
     let families = registry.gather();
-    let rows = families.iter().filter(|family| family.name() == name).flat_map(|family| family.get_metric());
+    let rows = families.iter().filter(|family| family.name() == name).flat_map(MetricFamily::get_metric);
     let matching = rows.filter(|row| {
         labels.iter().all(|&(name, value)| {
             row.get_label().iter().any(|label| (label.name(), label.value()) == (name, value))
         })
     });
-    matching.map(|row| row.get_counter().get_value() + row.get_gauge().get_value()).sum()
+    matching.map(|row| (row.get_counter().get_value() + row.get_gauge().get_value()) as u64).sum()
 }

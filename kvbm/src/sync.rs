@@ -35,6 +35,7 @@ mod real {
         }
     }
 
+    #[expect(clippy::unnecessary_wraps, reason = "threads of the system may be refused")]
     pub(crate) fn spawn(_name: &str, work: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle> {
         Ok(shuttle::thread::spawn(work))
     }

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Everything that must hold before a change is merged: formatting, lints, tests, interleavings, documentation,
+# dependencies, features, and a replay of a trace. What this machine cannot do is skipped aloud; KVBM_REQUIRE
+# (a list such as uring,cuda) turns skips of tests into failures.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+target=${CARGO_TARGET_DIR:-target}
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+log=$scratch/tests.log
+passed=0
+
+step() { printf '\n== %s (after %d s)\n' "$1" "$SECONDS"; }
+skip() { printf 'SKIPPED: %s\n' "$1" | tee -a "$scratch/skipped"; }
+has() { cargo "$1" --version >/dev/null 2>&1; }
+
+# Runs tests, and adds up how many passed and what they skipped. Both runners report `N passed`.
+run_tests() {
+    CARGO_TERM_COLOR=never "$@" 2>&1 | tee "$log"
+    passed=$((passed + $(sed -nE '/test result:|Summary \[/ s/.* ([0-9]+) passed.*/\1/p' "$log" | awk '{ n += $1 } END { print n + 0 }')))
+    { grep -oE 'SKIPPED: .*' "$log" || true; } | sort -u >>"$scratch/skipped"
+}
+
+step formatting
+cargo fmt --all --check
+
+step lints
+cargo clippy --release --workspace --all-targets -- -D warnings
+
+step tests
+if has nextest; then
+    run_tests cargo nextest run --release --workspace --no-fail-fast --success-output final --cargo-quiet
+else
+    run_tests cargo test --release --workspace --no-fail-fast --all-targets -- --show-output
+fi
+run_tests cargo test --release --workspace --doc --quiet
+
+step "the model once more, debug assertions on; interleavings"
+asserting=(--config 'profile.release.package.kvbm.debug-assertions=true')
+run_tests cargo test --release "${asserting[@]}" -p kvbm-tests --test model
+run_tests cargo test --release "${asserting[@]}" -p kvbm-tests --features shuttle --test interleavings
+
+step documentation
+RUSTDOCFLAGS='-D warnings' cargo doc --release --workspace --no-deps --quiet
+
+step dependencies
+if has deny; then cargo deny --workspace check; else skip 'cargo-deny is not installed: licences and advisories'; fi
+
+step 'each feature alone'
+if has hack; then
+    cargo hack check --release --workspace --each-feature --no-dev-deps --quiet
+else
+    for manifest in */Cargo.toml; do
+        features=$(awk '/^\[/ { inside = /^\[features\]/ } inside && /^[a-z]/ && !/^default/ { print $1 }' "$manifest")
+        for feature in '' $features; do
+            cargo check --release --quiet --manifest-path "$manifest" --no-default-features --features "$feature"
+        done
+    done
+fi
+
+step 'a replay, end to end'
+trace=../shared/traces/conversation.jsonl.gz
+if [[ ! -e $trace ]]; then
+    skip "$trace is not here: the replay is of a made-up trace"
+    trace=$scratch/made-up.jsonl
+    # Thirty conversations of ten turns; a turn adds four blocks of 512 tokens to the one before.
+    awk 'BEGIN {
+        for (turn = 1; turn <= 10; turn++) for (chat = 0; chat < 30; chat++) {
+            ids = chat % 5
+            for (block = 1; block < 4 * turn; block++) ids = ids ", " 1000 + 100 * chat + block
+            printf "{\"timestamp\": %d, \"input_length\": %d, \"output_length\": 100, \"hash_ids\": [%s]}\n",
+                1000 * turn + chat, 4 * turn * 512, ids
+        }
+    }' >"$trace"
+fi
+cargo build --release --quiet
+"$target/release/kvbm" replay "$trace" --requests 300 --device-blocks 500 --host-blocks 1000 \
+    --disk-blocks 10000 --disk-dir "$scratch/disk" --object "file://$scratch/objects" --json >"$scratch/replay.json"
+cat "$scratch/replay.json"
+grep -Eq '"mismatches": *0\b' "$scratch/replay.json"
+if grep -Eq '"lost": *[1-9]' "$scratch/replay.json"; then
+    echo 'the replay lost slots' >&2
+    exit 1
+fi
+
+step done
+sort -u "$scratch/skipped"
+echo "$passed tests passed, the replay found no wrong byte"
