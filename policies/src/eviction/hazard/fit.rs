@@ -17,8 +17,16 @@ pub(super) const GROUPS: usize = BINS / GROUP;
 /// Floats that are computed with together.
 const LANES: usize = 4;
 
-const FIRST_EDGE_S: f64 = 2.0;
-const EDGE_RATIO: f64 = 1.4;
+/// Where each bin ends, in seconds.
+pub(super) const EDGES: [f32; BINS] = {
+    let mut edges = [2.0; BINS];
+    let mut bin = 1;
+    while bin < BINS {
+        edges[bin] = edges[bin - 1] * 1.4;
+        bin += 1;
+    }
+    edges
+};
 
 /// Returns a bin, before anything is known: 0.3 for each e-fold of age.
 const PRIOR_HAZARD: f32 = 0.3 * 0.336_472_24;
@@ -48,14 +56,11 @@ pub(super) struct Age(f32);
 
 impl Age {
     pub(super) fn from_ms(ms: u64) -> Self {
-        let seconds = ms as f64 / 1000.0;
-        if seconds < FIRST_EDGE_S {
-            return Self((seconds / FIRST_EDGE_S) as f32);
-        }
-        let bin = (1.0 + (seconds / FIRST_EDGE_S).ln() / EDGE_RATIO.ln()).floor();
-        let low = FIRST_EDGE_S * EDGE_RATIO.powf(bin - 1.0);
-        let part = ((seconds - low) / (low * (EDGE_RATIO - 1.0))).clamp(0.0, 0.999);
-        Self(((bin + part) as f32).min(BINS as f32 - 0.001))
+        let seconds = ms as f32 / 1000.0;
+        let bin = EDGES.partition_point(|&edge| edge <= seconds).min(BINS - 1);
+        let begin = bin.checked_sub(1).map_or(0.0, |before| EDGES[before]);
+        let part = (seconds - begin) / (EDGES[bin] - begin);
+        Self(bin as f32 + part.min(0.999))
     }
 
     pub(super) fn bin(self) -> usize {
@@ -66,11 +71,6 @@ impl Age {
     pub(super) fn part(self) -> f32 {
         self.0.fract()
     }
-}
-
-/// The end of a bin, in seconds.
-pub(super) fn edge(bin: usize) -> f32 {
-    (FIRST_EDGE_S * EDGE_RATIO.powi(bin as i32)) as f32
 }
 
 /// The hazard as learned so far.

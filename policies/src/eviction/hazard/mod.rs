@@ -23,8 +23,9 @@ use super::{Access, BlockId, Eviction, Forest, RequestId, Standing, Upkeep};
 
 /// Ended records that a fit looks at.
 const RECORDS: usize = 32_768;
-/// Ghosts that are remembered beyond twice the capacity.
-const GHOSTS: usize = 65_536;
+
+/// How often all tails are ranked anew while as many blocks come as are resident.
+const RERANKS: usize = 16;
 
 /// Evicts the leaf that is least worth its place: see `docs/policies.md`.
 pub struct Hazard {
@@ -34,8 +35,8 @@ pub struct Hazard {
     queue: BinaryHeap<Reverse<(u32, StrandId, u32)>>,
     /// By strand: which of its entries holds.
     entries: Vec<Entry>,
-    rerank_every: u32,
-    inserted: u32,
+    /// Blocks that came since all tails were ranked.
+    inserted: usize,
     records: Vec<Record>,
     oldest_record: usize,
     requests: u64,
@@ -53,11 +54,10 @@ impl Hazard {
     /// A policy for a tier of `capacity` blocks.
     pub fn with_capacity(capacity: u32) -> Self {
         Self {
-            segments: Segments::with_capacity(capacity, GHOSTS + 2 * capacity as usize),
+            segments: Segments::with_capacity(capacity),
             model: Model::default(),
             queue: BinaryHeap::new(),
             entries: Vec::new(),
-            rerank_every: (capacity / 16).max(1),
             inserted: 0,
             records: Vec::new(),
             oldest_record: 0,
@@ -114,7 +114,7 @@ impl Hazard {
         if let Some(model) = self.learning.as_ref().and_then(|learning| learning.get()) {
             self.model = model.clone();
             self.learning = None;
-            self.inserted = self.rerank_every;
+            self.inserted = usize::MAX;
         }
     }
 }
@@ -130,7 +130,7 @@ impl Eviction for Hazard {
         let Some(touched) = self.segments.touch(access, forest) else { return };
         self.keep_records();
         self.requests += u64::from(touched.is_new);
-        self.inserted = self.inserted.saturating_add(access.inserted);
+        self.inserted = self.inserted.saturating_add(access.inserted as usize);
         let [left, end] = touched.strands;
         self.enqueue(left);
         if end != left {
@@ -150,7 +150,7 @@ impl Eviction for Hazard {
     }
 
     fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
-        if self.inserted >= self.rerank_every {
+        if self.inserted > self.segments.resident() / RERANKS {
             self.rerank();
         }
         while let Some(&Reverse((_, strand, number))) = self.queue.peek() {

@@ -1,7 +1,7 @@
 //! What a block is worth: its Gittins index.
 
 use super::factors::Profile;
-use super::fit::{Age, BINS, GROUP, Model, edge};
+use super::fit::{Age, BINS, EDGES, GROUP, Model};
 
 /// The most returns for each second that the block is held, over all times to hold it that are at least
 /// half as long as the time since its last use: P(return while held) ÷ expected seconds until it returns or is
@@ -14,7 +14,7 @@ pub(super) fn gittins(model: &Model, profile: Profile, age_ms: u64) -> f32 {
     let (mut absent, mut held_s, mut best) = (1.0_f32, 0.0_f32, 0.0_f32);
     let mut from_s = age_s;
     for bin in age.bin()..BINS {
-        let until_s = edge(bin);
+        let until_s = EDGES[bin];
         let part = if bin == age.bin() { 1.0 - age.part() } else { 1.0 };
         let returns = model.base[bin] * effect[bin / GROUP] * part;
         let stays = (-returns).exp();

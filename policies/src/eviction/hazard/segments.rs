@@ -17,6 +17,9 @@ use super::fit::{Age, Record};
 /// Blocks that have left are remembered until so long after their last use.
 pub(super) const GHOST_MS: u64 = 900_000;
 
+/// Ghosts beyond two for each resident block are too many.
+const GHOSTS: usize = 65_536;
+
 /// How much a chain's latest gap counts in the smoothed one.
 const GAP_WEIGHT: f32 = 0.4;
 
@@ -134,8 +137,8 @@ pub(super) struct Segments {
     /// By resident block: its strand.
     home: Vec<StrandId>,
     ghosts: HashMap<u32, Node>,
+    resident: usize,
     ghost_count: usize,
-    ghost_limit: usize,
     /// The strands that end in ghosts, by when the last of these is to be forgotten; of equals, the one that
     /// begins deepest.
     expiries: BinaryHeap<Reverse<(u64, Reverse<u32>, StrandId, u32)>>,
@@ -145,8 +148,13 @@ pub(super) struct Segments {
 }
 
 impl Segments {
-    pub(super) fn with_capacity(capacity: u32, ghost_limit: usize) -> Self {
-        Self { home: Vec::with_capacity(capacity as usize), ghost_limit, ..Self::default() }
+    pub(super) fn with_capacity(capacity: u32) -> Self {
+        Self { home: Vec::with_capacity(capacity as usize), ..Self::default() }
+    }
+
+    /// Resident blocks.
+    pub(super) fn resident(&self) -> usize {
+        self.resident
     }
 
     /// The records that ended since the last call.
@@ -262,6 +270,7 @@ impl Segments {
             self.home.resize(at + 1, NOWHERE);
         }
         self.home[at] = strand;
+        self.resident += 1;
     }
 
     /// The visit that this use is part of, perhaps a new one, and whether it is.
@@ -508,6 +517,7 @@ impl Segments {
         let tag = strand.cells[strand.resident as usize].tag;
         let (start, segment) = self.segment(Node { strand: id, depth })?;
         let age_ms = self.age_ms(&segment);
+        self.resident -= 1;
         self.ghost_count += 1;
         self.ghosts.insert(tag, Node { strand: id, depth });
         if age_ms > GHOST_MS {
@@ -522,7 +532,7 @@ impl Segments {
     fn advance(&mut self, now_ms: u64) {
         self.now_ms = self.now_ms.max(now_ms);
         while let Some(&Reverse((due_ms, _, id, life))) = self.expiries.peek()
-            && (due_ms < self.now_ms || self.ghost_count > self.ghost_limit)
+            && (due_ms < self.now_ms || self.ghost_count > GHOSTS + 2 * self.resident)
         {
             self.expiries.pop();
             if self.strands[id as usize].life == life {
