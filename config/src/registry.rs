@@ -140,7 +140,9 @@ pub(crate) static KEYS: &[Key] = &[
         path: "eviction",
         field: Field::Choice(|s| &mut s.eviction),
         variables: &[own("DYN_KVBM_EVICTION", Form::Plain)],
-        doc: "Which block leaves a full tier: the leaf used least recently, or the leaf that came first.",
+        doc: "Which block leaves a full tier. `lru`: the leaf used least recently; `fifo`: the leaf that came first; \
+              `turn`: as `lru`, with grace for late turns of a conversation and for frequent use; the others are \
+              the policies known by these names.",
         in_use: true,
     },
     Key {

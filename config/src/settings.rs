@@ -258,17 +258,52 @@ pub enum EvictionPolicy {
     Lru,
     /// The leaf that came first.
     Fifo,
+    /// The leaf used least often, with aging.
+    Lfu,
+    /// The leaf whose last use but one is the longest ago.
+    Lru2,
+    /// Segmented LRU: blocks used again are protected.
+    Slru,
+    /// The adaptive replacement cache.
+    Arc,
+    /// Three static queues.
+    S3Fifo,
+    /// One queue and a hand.
+    Sieve,
+    /// Low inter-reference recency set.
+    Lirs,
+    /// LRU with grace for late turns of a conversation and for frequent use.
+    Turn,
 }
 
 impl EvictionPolicy {
     /// Every choice.
-    pub const ALL: &'static [Self] = &[Self::Lru, Self::Fifo];
+    pub const ALL: &'static [Self] = &[
+        Self::Lru,
+        Self::Fifo,
+        Self::Lfu,
+        Self::Lru2,
+        Self::Slru,
+        Self::Arc,
+        Self::S3Fifo,
+        Self::Sieve,
+        Self::Lirs,
+        Self::Turn,
+    ];
 
     /// How the choice is written.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Lru => "lru",
             Self::Fifo => "fifo",
+            Self::Lfu => "lfu",
+            Self::Lru2 => "lru2",
+            Self::Slru => "slru",
+            Self::Arc => "arc",
+            Self::S3Fifo => "s3fifo",
+            Self::Sieve => "sieve",
+            Self::Lirs => "lirs",
+            Self::Turn => "turn",
         }
     }
 }

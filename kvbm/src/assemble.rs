@@ -252,13 +252,19 @@ fn slots(capacity: Capacity, settings: &Settings) -> Result<u32> {
 }
 
 fn policy(eviction: EvictionPolicy, slots: u32) -> Box<dyn Eviction> {
-    /// Policies grow as they are used; a tier of nominally unlimited size must not be paid for in advance.
-    const PREPARED: u32 = 1 << 20;
     let kind = match eviction {
         EvictionPolicy::Lru => EvictionKind::Lru,
         EvictionPolicy::Fifo => EvictionKind::Fifo,
+        EvictionPolicy::Lfu => EvictionKind::Lfu,
+        EvictionPolicy::Lru2 => EvictionKind::Lru2,
+        EvictionPolicy::Slru => EvictionKind::Slru,
+        EvictionPolicy::Arc => EvictionKind::Arc,
+        EvictionPolicy::S3Fifo => EvictionKind::S3Fifo,
+        EvictionPolicy::Sieve => EvictionKind::Sieve,
+        EvictionPolicy::Lirs => EvictionKind::Lirs,
+        EvictionPolicy::Turn => EvictionKind::Turn,
     };
-    kind.build(if slots > PREPARED { 0 } else { slots })
+    kind.build(slots)
 }
 
 /// What a persistent namespace is bound to. Bytes of another geometry are never reinterpreted.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::BlockId;
+use super::{BlockId, PREPARED_BLOCKS};
 
 /// A doubly linked ring of blocks from oldest to newest, indexed by block id. Every operation is O(1), a block
 /// costs 8 bytes.
@@ -23,7 +23,7 @@ const UNLINKED: Link = Link { older: u32::MAX, newer: u32::MAX };
 
 impl AgeList {
     pub(super) fn with_capacity(capacity: u32) -> Self {
-        let mut links = Vec::with_capacity(capacity as usize + 1);
+        let mut links = Vec::with_capacity(capacity.min(PREPARED_BLOCKS) as usize + 1);
         links.push(Link { older: JOINT, newer: JOINT });
         Self { links }
     }

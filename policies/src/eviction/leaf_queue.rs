@@ -28,7 +28,7 @@ pub(super) struct LeafQueue {
 }
 
 impl LeafQueue {
-    /// A queue that needs no further memory for the block ids below `capacity`.
+    /// A queue that needs no further memory for the block ids below `capacity` (up to a million).
     pub(super) fn with_capacity(capacity: u32) -> Self {
         Self { ages: AgeList::with_capacity(capacity) }
     }

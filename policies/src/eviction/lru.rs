@@ -14,7 +14,7 @@ pub struct Lru {
 }
 
 impl Lru {
-    /// A policy that needs no further memory for the block ids below `capacity`.
+    /// A policy for a tier of `capacity` blocks, which needs no further memory for them (up to a million).
     pub fn with_capacity(capacity: u32) -> Self {
         Self { queue: LeafQueue::with_capacity(capacity) }
     }

@@ -58,6 +58,10 @@ pub use sieve::Sieve;
 pub use slru::Slru;
 pub use turn::Turn;
 
+/// Memory is set aside for so many blocks at most, whatever a tier's nominal size. Beyond, policies grow as
+/// they are used.
+const PREPARED_BLOCKS: u32 = 1 << 20;
+
 /// One block in one tier. Dense (the tier's slot number), so that a policy may keep its state in a `Vec`.
 /// An id is reused after [`Eviction::remove`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

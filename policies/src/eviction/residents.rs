@@ -5,7 +5,7 @@ use std::fmt::Debug;
 use std::iter::successors;
 use std::ops::RangeBounds;
 
-use super::{Access, BlockId, Forest, RequestId, Standing};
+use super::{Access, BlockId, Forest, PREPARED_BLOCKS, RequestId, Standing};
 
 /// What a policy knows of one block.
 pub(super) trait Ranked: Debug {
@@ -37,14 +37,12 @@ struct Resident<T> {
 }
 
 impl<T: Ranked> Residents<T> {
-    /// No more than so many blocks are prepared for, whatever a tier's nominal size.
-    const PREPARED: u32 = 1 << 20;
     /// Requests whose parts are told from new requests.
     const COUNTED: usize = 64;
 
     pub(super) fn with_capacity(capacity: u32) -> Self {
         Self {
-            blocks: Vec::with_capacity(capacity.min(Self::PREPARED) as usize),
+            blocks: Vec::with_capacity(capacity.min(PREPARED_BLOCKS) as usize),
             leaves: BTreeMap::new(),
             last_stamp: 0,
             counted: VecDeque::new(),
