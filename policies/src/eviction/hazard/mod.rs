@@ -50,6 +50,12 @@ struct Entry {
     queued: bool,
 }
 
+impl Entry {
+    fn holds(self, number: u32) -> bool {
+        self.queued && self.number == number
+    }
+}
+
 impl Hazard {
     /// A policy for a tier of `capacity` blocks.
     pub fn with_capacity(capacity: u32) -> Self {
@@ -77,6 +83,10 @@ impl Hazard {
         self.entries[at].number = self.entries[at].number.wrapping_add(1);
         self.entries[at].queued = true;
         self.queue.push(Reverse((rank, strand, self.entries[at].number)));
+        if self.queue.len() > 2 * self.entries.len() + 64 {
+            let entries = &self.entries;
+            self.queue.retain(|&Reverse((_, strand, number))| entries[strand as usize].holds(number));
+        }
     }
 
     /// Orders like the index, which is never negative.
@@ -155,7 +165,7 @@ impl Eviction for Hazard {
         }
         while let Some(&Reverse((_, strand, number))) = self.queue.peek() {
             let entry = &mut self.entries[strand as usize];
-            if entry.number == number {
+            if entry.holds(number) {
                 let tail = self.segments.last_block(strand);
                 if let Some(block) = tail.filter(|&tail| forest.standing(tail) == Standing::Evictable) {
                     return Some(block);

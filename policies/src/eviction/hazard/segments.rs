@@ -86,8 +86,8 @@ struct Visit {
     request: Option<RequestId>,
     /// Smoothed ln(1 + seconds) between its chain's requests.
     gap: Option<f32>,
-    /// Blocks of its path that were not known.
-    fresh: u32,
+    /// Blocks of its path that were known before.
+    known: u32,
     path: u32,
     /// Blocks that it used so far.
     reached: u32,
@@ -102,7 +102,7 @@ impl Visit {
     fn traits(&self) -> Traits {
         Traits {
             output: self.output,
-            fresh: factors::size(self.fresh),
+            fresh: factors::size(self.path - self.known),
             path: factors::size(self.path),
             gap: factors::gap(self.gap),
         }
@@ -198,17 +198,21 @@ impl Segments {
         forest: &dyn Forest,
     ) -> Option<Touched> {
         let resident = match above {
-            Some(block) => Some(self.find(block, (access.depth - access.inserted).saturating_sub(1))?),
+            Some(block) => Some(self.find(block, access.depth.saturating_sub(access.inserted + 1))?),
             None => None,
         };
         let (known, returned) = self.revive(resident, inserted, forest);
         let inserted = &inserted[returned..];
         let known_depth = known.map_or(0, |node| node.depth + 1);
         let depth = known_depth + inserted.len() as u32;
-        let (visit, is_new) = self.visit(access, resident, known, depth);
+        let (visit, is_new) = self.visit(access, resident, known, returned as u32);
+        self.visits[visit as usize].path = self.visits[visit as usize].path.max(access.path).max(depth);
         let from = self.visits[visit as usize].reached.min(known_depth);
         self.visits[visit as usize].segments += 1;
-        self.use_again(known, from, visit, !inserted.is_empty());
+        if let Some(node) = known.filter(|_| !inserted.is_empty()) {
+            self.leave(node);
+        }
+        self.use_again(known, from, visit);
         let end = self.append(known, inserted, visit, forest);
         let reached = self.visits[visit as usize].reached.max(depth);
         self.visits[visit as usize].reached = reached;
@@ -279,10 +283,9 @@ impl Segments {
         access: &Access,
         resident: Option<Node>,
         known: Option<Node>,
-        depth: u32,
+        returned: u32,
     ) -> (VisitId, bool) {
-        let known_depth = known.map_or(0, |node| node.depth + 1);
-        let fresh = depth - known_depth;
+        let gap = known.and_then(|node| self.gap(node));
         let earlier = match access.request {
             Some(request) => self.requests.get(&request).copied(),
             None => {
@@ -291,17 +294,16 @@ impl Segments {
         };
         if let Some(id) = earlier {
             let visit = &mut self.visits[id as usize];
-            visit.fresh += fresh;
-            visit.path = visit.path.max(access.path).max(depth);
+            visit.known += returned;
+            visit.gap = visit.gap.or(gap.filter(|_| returned > 0));
             return (id, false);
         }
-        let path = access.path.max(depth);
         let visit = Visit {
             at_ms: self.now_ms,
             request: access.request,
-            gap: known.and_then(|node| self.gap(node)),
-            fresh: path - known_depth,
-            path,
+            gap,
+            known: known.map_or(0, |node| node.depth + 1),
+            path: 0,
             reached: 0,
             output: access.hints.expected_output_tokens.map_or(factors::UNKNOWN_OUTPUT, factors::output),
             will_not_return: access.hints.will_not_return,
@@ -355,7 +357,12 @@ impl Segments {
 
     /// The request's output is known to have this length. Answers the strand where its path ended, if that
     /// has not been used since.
-    pub(super) fn finished(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) -> Option<StrandId> {
+    pub(super) fn finished(
+        &mut self,
+        request: RequestId,
+        output_tokens: u32,
+        now_ms: u64,
+    ) -> Option<StrandId> {
         self.advance(now_ms);
         let id = self.requests.remove(&request)?;
         let visit = &mut self.visits[id as usize];
@@ -365,27 +372,21 @@ impl Segments {
     }
 
     /// Ends the records of the path to `node`, from depth `from` on, by a return, and makes what they spoke
-    /// of segments of `visit`. `departs` says whether the visit's path goes on otherwise than its strand.
-    fn use_again(&mut self, node: Option<Node>, from: u32, visit: VisitId, departs: bool) {
+    /// of segments of `visit`.
+    fn use_again(&mut self, node: Option<Node>, from: u32, visit: VisitId) {
         let mut at = node;
-        let mut leaves = departs;
         while let Some(Node { strand, depth }) = at.filter(|node| node.depth >= from) {
-            let start = self.strands[strand as usize].start;
-            let behind = self.take(strand, start.max(from), depth + 1, visit);
-            if leaves {
-                self.part(strand, depth + 1, behind);
+            let Strand { start, parent, .. } = self.strands[strand as usize];
+            self.take(strand, start.max(from), depth + 1, visit);
+            at = parent;
+            if let Some(parent) = parent.filter(|parent| parent.depth >= from) {
+                self.leave(parent);
             }
-            leaves = true;
-            at = self.strands[strand as usize].parent;
         }
     }
 
-    /// Makes the blocks from depth `from` to before `to` segments of `visit`. Answers the index of the
-    /// segment behind them.
-    fn take(&mut self, id: StrandId, from: u32, to: u32, visit: VisitId) -> usize {
-        if from >= to {
-            return self.split(id, to);
-        }
+    /// Makes the blocks from depth `from` to before `to` segments of `visit`.
+    fn take(&mut self, id: StrandId, from: u32, to: u32, visit: VisitId) {
         let (first, last) = (self.split(id, from), self.split(id, to));
         let mut start = from;
         for index in first..last {
@@ -408,11 +409,9 @@ impl Segments {
                 Segment::new(start, run.len() as u32, visit, run[0])
             });
         let segments: Vec<_> = segments.collect();
-        let count = segments.len();
-        self.visits[visit as usize].segments += count as u32;
+        self.visits[visit as usize].segments += segments.len() as u32;
         let gone: Vec<_> = strand.segments.splice(first..last, segments).collect();
         gone.into_iter().for_each(|segment| self.leave_visit(segment.visit));
-        first + count
     }
 
     /// Makes a segment begin at `depth`, if any lies there. Answers its index, or how many there are.
@@ -431,10 +430,13 @@ impl Segments {
         index + 1
     }
 
-    /// The path above the segments from `index` on was left at `depth`.
-    fn part(&mut self, id: StrandId, depth: u32, index: usize) {
+    /// A request's path leaves the strand of `node` below it: whatever follows there has another profile from
+    /// now on.
+    fn leave(&mut self, node: Node) {
+        let (id, depth) = (node.strand, node.depth + 1);
+        let first = self.split(id, depth);
         let branches = self.strands[id as usize].forks(depth);
-        for index in index..self.strands[id as usize].segments.len() {
+        for index in first..self.strands[id as usize].segments.len() {
             let strand = &self.strands[id as usize];
             let (start, segment) = (strand.segment_start(index), strand.segments[index]);
             let parting = factors::parting(depth, self.visits[segment.visit as usize].path, branches);
