@@ -12,7 +12,7 @@ use super::{Access, BlockId, Eviction, Forest};
 /// The oldest of the blocks used again may have younger children in the other queue; the oldest leaf goes
 /// in its stead.
 ///
-/// O(path) a request, 40 bytes a block and about 40 a ghost, of which there are at most as many as blocks.
+/// O(path) a request, 32 bytes a block and about 60 a ghost, of which there are at most as many as blocks.
 #[derive(Debug)]
 pub struct Arc {
     blocks: Residents<Place>,

@@ -6,7 +6,7 @@ use std::collections::{HashMap, VecDeque};
 /// a point or more where the tier is small, with more they gain nothing.
 pub(super) const GHOSTS_PER_BLOCK: usize = 4;
 
-/// Blocks that have left, by content, the last to leave first forgotten last. 40 bytes or so each.
+/// Blocks that have left, by content, the first to leave forgotten first. 60 to 80 bytes each, by `V`.
 #[derive(Debug)]
 pub(super) struct Ghosts<V> {
     entries: HashMap<u64, Ghost<V>>,

@@ -9,7 +9,7 @@ use super::{Access, BlockId, Eviction, Forest};
 /// techniques for Web proxy caches", Performance Evaluation Review 27(4), 2000).
 ///
 /// Leaf-first changes little: a parent is used at least as often as its child and no earlier, so it ranks
-/// above it anyway. O(path) a request, 40 bytes a block.
+/// above it anyway. O(path) a request, 32 bytes a block.
 #[derive(Debug)]
 pub struct Lfu {
     blocks: Residents<Frequency>,

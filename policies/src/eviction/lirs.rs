@@ -17,7 +17,7 @@ use super::{Access, BlockId, Eviction, Forest};
 /// The blocks of one request are judged together, by the stalest low block before it. The queue has 5 % of
 /// the tier, not the 1 % of the paper, for it has to hold whole prompts.
 ///
-/// O(path) a request, 64 bytes a block and about 48 a ghost, of which there are at most four a block.
+/// O(path) a request, 48 bytes a block and about 70 a ghost, of which there are at most four a block.
 #[derive(Debug)]
 pub struct Lirs {
     blocks: Residents<Place>,

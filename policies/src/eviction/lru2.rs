@@ -11,7 +11,7 @@ use super::{Access, BlockId, Eviction, Forest};
 /// Leaf-first changes nothing: a parent's uses are those of its child and more. The last use of a block
 /// is remembered after it left, of four times as many blocks as the tier holds.
 ///
-/// O(path) a request, 40 bytes a block and about 48 a ghost.
+/// O(path) a request, 32 bytes a block and about 70 a ghost.
 #[derive(Debug)]
 pub struct Lru2 {
     blocks: Residents<LastTwo>,

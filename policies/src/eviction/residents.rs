@@ -19,7 +19,8 @@ pub(super) trait Ranked: Debug {
 ///
 /// A touch writes to each block of a path (O(1) each, no order is kept among interior blocks) and sorts one
 /// leaf; a removal sorts the parent that it exposes. So the tree below holds leaves only, besides those that
-/// have become interior or busy since: each search drops the ones it meets.
+/// have become interior or busy since: each search drops the ones it meets. A leaf costs about 32 bytes more
+/// than the other blocks.
 #[derive(Debug)]
 pub(super) struct Residents<T: Ranked> {
     blocks: Vec<Option<Resident<T>>>,
@@ -140,6 +141,7 @@ mod tests {
 
     use proptest::prelude::*;
 
+    use super::super::Hints;
     use super::*;
 
     impl Ranked for u64 {
@@ -148,6 +150,42 @@ mod tests {
         fn rank(&self) -> Self {
             *self
         }
+    }
+
+    /// One path.
+    struct Line;
+
+    impl Forest for Line {
+        fn standing(&self, _block: BlockId) -> Standing {
+            Standing::Busy
+        }
+
+        fn parent(&self, block: BlockId) -> Option<BlockId> {
+            block.0.checked_sub(1).map(BlockId)
+        }
+
+        fn key(&self, block: BlockId) -> u64 {
+            block.0.into()
+        }
+    }
+
+    #[test]
+    fn a_use_in_parts_counts_once() {
+        let mut residents = Residents::<u64>::with_capacity(8);
+        let mut used = |request: Option<u64>, depth: u32, inserted| {
+            let access = Access {
+                now_ms: 0,
+                request: request.map(RequestId),
+                deepest: BlockId(depth - 1),
+                depth,
+                inserted,
+                path: depth,
+                hints: Hints::default(),
+            };
+            residents.path(&access, &Line).count()
+        };
+        assert_eq!([used(Some(1), 3, 0), used(Some(2), 4, 1), used(Some(1), 5, 1)], [3, 4, 1]);
+        assert_eq!([used(None, 5, 0), used(None, 6, 1), used(None, 6, 6)], [5, 1, 6]);
     }
 
     /// Every block is a root; those of odd number are busy.

@@ -10,9 +10,9 @@ use super::{Access, BlockId, Eviction, Forest, Standing};
 /// al., "FIFO queues are all you need for cache eviction", SOSP 2023.)
 ///
 /// Leaf-first: a block that may not leave counts as used when it comes to the head of a queue, for it is. To
-/// bound a search, the oldest leaf goes after [`MOST_PASSES`] blocks were passed over in vain.
+/// bound a search, the oldest leaf goes after 4,096 blocks were passed over in vain.
 ///
-/// O(path) a request and O(1) moves a victim as a rule. 64 bytes a block and about 40 a ghost, of which there
+/// O(path) a request and O(1) moves a victim as a rule. 48 bytes a block and about 60 a ghost, of which there
 /// are at most nine for ten blocks.
 #[derive(Debug)]
 pub struct S3Fifo {

@@ -9,7 +9,7 @@ use super::{Access, BlockId, Eviction, Forest};
 ///
 /// Leaf-first: the hand passes interior blocks without a look.
 ///
-/// O(path) a request, 32 bytes a block.
+/// O(path) a request, 24 bytes a block.
 #[derive(Debug)]
 pub struct Sieve {
     blocks: Residents<Place>,

@@ -10,7 +10,7 @@ use super::{Access, BlockId, Eviction, Forest};
 ///
 /// Leaf-first changes nothing: whatever protects a block protects its parent, and longer.
 ///
-/// O(path) a request, 40 bytes a block.
+/// O(path) a request, 32 bytes a block.
 #[derive(Debug)]
 pub struct Slru {
     blocks: Residents<Place>,

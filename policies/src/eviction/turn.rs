@@ -9,11 +9,11 @@ use super::{Access, BlockId, Eviction, Forest};
 /// uses. The rule is this project's own; it has nothing to tune.
 ///
 /// A request continues a conversation if what is known of its path ends where an earlier request ended, or
-/// one block before that. A prefix of fewer than [`OWN_PREFIX`] blocks is a prompt that strangers share: no
-/// turn follows from it.
+/// one block before that. A prefix of fewer than three blocks is a prompt that strangers share: no turn
+/// follows from it.
 ///
 /// Leaf-first changes little: a parent is used no less often than its child, and no earlier. Ghosts keep a
-/// conversation's turn number while its blocks are away. O(path) a request, 64 bytes a block and about 64 a
+/// conversation's turn number while its blocks are away. O(path) a request, 48 bytes a block and about 80 a
 /// ghost, of which there are at most four a block.
 #[derive(Debug)]
 pub struct Turn {
@@ -175,5 +175,19 @@ impl Gaps {
             let middle = sorted.len() / 2;
             self.median = *sorted.select_nth_unstable(middle).1;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_follows_the_newest_gaps() {
+        let mut gaps = Gaps::default();
+        [9, 1, 5].map(|gap_ms| gaps.add(gap_ms));
+        assert_eq!(gaps.median, 5);
+        (0..Gaps::KEPT as u64).for_each(|_| gaps.add(70));
+        assert_eq!(gaps.median, 70);
     }
 }
