@@ -39,7 +39,7 @@ const GROUP_RANGE: (f32, f32) = (0.1, 10.0);
 pub(super) type ByGroup = [f32; GROUPS];
 
 /// The life of a segment under one profile, from one age to another.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Record {
     pub(super) profile: Profile,
     /// Whether it ended by a return.
@@ -242,5 +242,58 @@ fn scale(row: &mut ByGroup, by: &ByGroup, groups: usize) {
 fn add(row: &mut ByGroup, other: &ByGroup, groups: usize) {
     for (cells, other) in row[..groups].chunks_exact_mut(LANES).zip(other.chunks_exact(LANES)) {
         (0..LANES).for_each(|lane| cells[lane] += other[lane]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::factors::{self, Traits};
+    use super::*;
+
+    fn record(output: u32, exit_ms: u64, returned: bool) -> Record {
+        let traits = Traits { output: factors::output(output), fresh: 3, path: 5, gap: 0 };
+        let profile = Profile::new(&traits, 0, 0, factors::UNPARTED);
+        Record { profile, returned, weight: 1.0, entry: Age::default(), exit: Age::from_ms(exit_ms) }
+    }
+
+    proptest! {
+        #[test]
+        fn no_records_make_the_hazard_absurd(
+            lives in prop::collection::vec((any::<u32>(), any::<u64>(), any::<bool>(), 0_f32..300.0), 0..200),
+        ) {
+            let weigh = |(output, exit, returned, weight)| Record { weight, ..record(output, exit, returned) };
+            let records: Vec<_> = lives.into_iter().map(weigh).collect();
+            let mut model = Model::default();
+            for _ in 0..3 {
+                model.fit(&records);
+            }
+            for record in &records {
+                let effect = model.effect(record.profile);
+                prop_assert!(effect.iter().chain(&model.base).all(|&rate| rate.is_finite() && rate > 0.0));
+            }
+        }
+
+        #[test]
+        fn ages_are_ordered_and_have_a_bin(one: u64, other: u64) {
+            let (young, old) = (Age::from_ms(one.min(other)), Age::from_ms(one.max(other)));
+            prop_assert!(young <= old && old.bin() < BINS);
+        }
+    }
+
+    #[test]
+    fn what_returns_sooner_is_learned() {
+        let talkers = (0..4000).map(|k| record(1000, 10_000 + k, k % 2 == 0));
+        let others = (0..4000).map(|k| record(10, 10_000 + k, k % 8 == 0));
+        let records: Vec<_> = talkers.chain(others).collect();
+        let mut model = Model::default();
+        for _ in 0..5 {
+            model.fit(&records);
+        }
+        let group = record(0, 10_000, false).exit.bin() / GROUP;
+        let rate = |output| model.effect(record(output, 0, false).profile)[group];
+        let ratio = rate(1000) / rate(10);
+        assert!((3.0..5.0).contains(&ratio), "4 times as many returned, learned {ratio}");
     }
 }

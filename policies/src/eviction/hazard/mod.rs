@@ -11,6 +11,8 @@ mod factors;
 mod fit;
 mod rank;
 mod segments;
+#[cfg(test)]
+mod tests;
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -215,24 +217,5 @@ impl Eviction for Hazard {
 impl fmt::Debug for Hazard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Hazard").field("requests", &self.requests).finish_non_exhaustive()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::super::model::{Tree, ops};
-    use super::*;
-
-    proptest! {
-        #[test]
-        fn a_victim_is_found_wherever_there_is_one(ops in ops()) {
-            let mut hazard = Hazard::with_capacity(16);
-            let mut tree = Tree::default();
-            for op in ops {
-                tree.apply(op, &mut hazard);
-            }
-        }
     }
 }

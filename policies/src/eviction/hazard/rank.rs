@@ -28,3 +28,17 @@ pub(super) fn gittins(model: &Model, profile: Profile, age_ms: u64) -> f32 {
     }
     best
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn before_anything_is_learned_the_oldest_is_worth_least() {
+        let rank = |age_ms| gittins(&Model::default(), Profile::default(), age_ms);
+        for minutes in 0..600 {
+            assert!(rank(minutes * 60_000) > rank((minutes + 1) * 60_000), "{minutes}");
+        }
+        assert!(rank(u64::MAX) >= 0.0);
+    }
+}

@@ -601,6 +601,15 @@ impl Segments {
         }
     }
 
+    /// Everything that is kept, in entries of any kind.
+    #[cfg(test)]
+    pub(super) fn entries(&self) -> usize {
+        let within = |strand: &Strand| strand.cells.len() + strand.segments.len() + strand.forks.len();
+        let strands: usize = self.strands.iter().map(within).sum();
+        let visits = self.visits.len() + self.requests.len();
+        strands + self.strands.len() + visits + self.home.len() + self.ghosts.len() + self.expiries.len()
+    }
+
     /// What is known of the last resident block of a strand.
     pub(super) fn tail(&self, id: StrandId) -> Option<Tail> {
         let strand = &self.strands[id as usize];
