@@ -27,7 +27,7 @@ const GAP_STEP: f32 = 0.55;
 pub(super) struct Profile([u8; FACTORS]);
 
 impl Profile {
-    pub(super) fn new(request: &Traits, reuse: u8, position: u8, parting: u8) -> Self {
+    pub(super) fn new(request: Traits, reuse: u8, position: u8, parting: u8) -> Self {
         let cross = reuse * OUTPUTS as u8 + request.output;
         Self([request.output, request.fresh, request.path, request.gap, reuse, cross, position, parting])
     }
@@ -127,7 +127,7 @@ mod tests {
         #[test]
         fn every_value_has_a_place(a: u32, b: u32, count: u8, ln in prop::option::of(0_f32..1e9)) {
             let traits = Traits { output: output(a), fresh: size(a), path: size(b), gap: gap(ln) };
-            let profile = Profile::new(&traits, reuse(count), position(a, b), parting(a, b, count.into()));
+            let profile = Profile::new(traits, reuse(count), position(a, b), parting(a, b, count.into()));
             for (place, factor) in profile.places().into_iter().zip(0..) {
                 prop_assert!((START[factor]..START[factor] + VALUES[factor]).contains(&place));
             }

@@ -254,7 +254,7 @@ mod tests {
 
     fn record(output: u32, exit_ms: u64, returned: bool) -> Record {
         let traits = Traits { output: factors::output(output), fresh: 3, path: 5, gap: 0 };
-        let profile = Profile::new(&traits, 0, 0, factors::UNPARTED);
+        let profile = Profile::new(traits, 0, 0, factors::UNPARTED);
         Record { profile, returned, weight: 1.0, entry: Age::default(), exit: Age::from_ms(exit_ms) }
     }
 

@@ -10,9 +10,9 @@ use super::fit::{Age, BINS, EDGES, GROUP, Model};
 pub(super) fn gittins(model: &Model, profile: Profile, age_ms: u64) -> f32 {
     let effect = model.effect(profile);
     let age = Age::from_ms(age_ms);
-    let age_s = age_ms as f32 / 1000.0;
+    let seconds = age_ms as f32 / 1000.0;
     let (mut absent, mut held_s, mut best) = (1.0_f32, 0.0_f32, 0.0_f32);
-    let mut from_s = age_s;
+    let mut from_s = seconds;
     for bin in age.bin()..BINS {
         let until_s = EDGES[bin];
         let part = if bin == age.bin() { 1.0 - age.part() } else { 1.0 };
@@ -22,7 +22,7 @@ pub(super) fn gittins(model: &Model, profile: Profile, age_ms: u64) -> f32 {
         held_s += absent * (until_s - from_s).max(0.0) * share;
         absent *= stays;
         from_s = until_s;
-        if until_s >= 1.5 * age_s && held_s > 0.0 {
+        if until_s >= 1.5 * seconds && held_s > 0.0 {
             best = best.max((1.0 - absent) / held_s);
         }
     }

@@ -109,6 +109,16 @@ impl Visit {
     }
 }
 
+/// When the last ghosts of a strand are to be forgotten. Of equals, the strand that begins deepest comes first:
+/// no block is forgotten before those below it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Expiry {
+    due_ms: u64,
+    start: Reverse<u32>,
+    strand: StrandId,
+    life: u32,
+}
+
 /// What is known of the block that a strand may lose next.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tail {
@@ -139,9 +149,8 @@ pub(super) struct Segments {
     ghosts: HashMap<u32, Node>,
     resident: usize,
     ghost_count: usize,
-    /// The strands that end in ghosts, by when the last of these is to be forgotten; of equals, the one that
-    /// begins deepest.
-    expiries: BinaryHeap<Reverse<(u64, Reverse<u32>, StrandId, u32)>>,
+    /// The strands that end in ghosts.
+    expiries: BinaryHeap<Reverse<Expiry>>,
     now_ms: u64,
     closed: Vec<Record>,
     inserted: Vec<BlockId>,
@@ -533,7 +542,7 @@ impl Segments {
     /// Forgets ghosts that are too old or too many.
     fn advance(&mut self, now_ms: u64) {
         self.now_ms = self.now_ms.max(now_ms);
-        while let Some(&Reverse((due_ms, _, id, life))) = self.expiries.peek()
+        while let Some(&Reverse(Expiry { due_ms, strand: id, life, .. })) = self.expiries.peek()
             && (due_ms < self.now_ms || self.ghost_count > GHOSTS + 2 * self.resident)
         {
             self.expiries.pop();
@@ -566,7 +575,8 @@ impl Segments {
         if let Some(last) = strand.segments.last() {
             let due_ms = self.visits[last.visit as usize].at_ms + GHOST_MS;
             strand.expiring = true;
-            self.expiries.push(Reverse((due_ms, Reverse(strand.start), id, strand.life)));
+            let expiry = Expiry { due_ms, start: Reverse(strand.start), strand: id, life: strand.life };
+            self.expiries.push(Reverse(expiry));
         }
     }
 
@@ -648,7 +658,7 @@ impl Segments {
     fn profile(&self, segment: &Segment, start: u32) -> Profile {
         let visit = &self.visits[segment.visit as usize];
         let position = factors::position(start, visit.path);
-        Profile::new(&visit.traits(), segment.reuse, position, segment.parting)
+        Profile::new(visit.traits(), segment.reuse, position, segment.parting)
     }
 
     fn record(&self, segment: &Segment, start: u32, blocks: u32, age_ms: u64, returned: bool) -> Record {
