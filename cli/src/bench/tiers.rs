@@ -235,9 +235,9 @@ fn in_turns(
 
 /// Small blocks need many operations in flight to keep a drive busy, large ones few.
 const fn disk_depth(size: u64) -> u32 {
-    match size {
-        ..=0x3_ffff => 32,
-        ..=0x1f_ffff => 16,
+    match size >> 20 {
+        0 => 32,
+        1 => 16,
         _ => 4,
     }
 }

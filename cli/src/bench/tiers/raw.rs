@@ -21,8 +21,8 @@ use crate::failure::{Failure, with_causes};
 /// The raw medium of a contest.
 #[derive(Debug)]
 pub(super) enum Raw {
-    Copy { copy: RawCopy, threads: usize },
-    Ring(RawRing),
+    Copy { copy: Box<RawCopy>, threads: usize },
+    Ring(Box<RawRing>),
     Client(Client),
 }
 
@@ -38,7 +38,7 @@ impl Raw {
         Ok(match bottom {
             Bottom::Host => {
                 let threads = settings.transfer.copy_threads as usize;
-                Self::Copy { copy: RawCopy::open(memory).map_err(setup)?, threads }
+                Self::Copy { copy: Box::new(RawCopy::open(memory).map_err(setup)?), threads }
             }
             Bottom::Disk => {
                 let disk = DiskOptions {
@@ -48,7 +48,8 @@ impl Raw {
                     zerofill_fallback: settings.disk.zerofill_fallback,
                     keep: None,
                 };
-                Self::Ring(RawRing::open(memory, &disk, settings.disk.queue_depth).map_err(setup)?)
+                let ring = RawRing::open(memory, &disk, settings.disk.queue_depth);
+                Self::Ring(Box::new(ring.map_err(setup)?))
             }
             Bottom::Object => Self::Client(Client::open(settings, geometry)?),
         })
@@ -67,7 +68,7 @@ impl Raw {
     pub(super) fn write(&mut self) -> Result<Duration, Failure> {
         match self {
             Self::Copy { copy, threads } => Ok(copy.run(*threads)),
-            Self::Ring(ring) => ring.write().map_err(io),
+            Self::Ring(ring) => ring.write().map_err(failed),
             Self::Client(client) => client.write(),
         }
     }
@@ -76,7 +77,7 @@ impl Raw {
     pub(super) fn read(&mut self) -> Result<Duration, Failure> {
         match self {
             Self::Copy { copy, threads } => Ok(copy.run(*threads)),
-            Self::Ring(ring) => ring.read().map_err(io),
+            Self::Ring(ring) => ring.read().map_err(failed),
             Self::Client(client) => client.read(),
         }
     }
@@ -106,20 +107,23 @@ impl Client {
         let dir =
             dir.ok_or_else(|| Failure::unusable("objects are timed in files: give --dir a directory"))?;
         // The threads that the manager's own client has; those for the copies come by themselves.
-        let runtime = Builder::new_multi_thread().worker_threads(2).build().map_err(io)?;
+        let runtime = Builder::new_multi_thread().worker_threads(2).build().map_err(failed)?;
         let block = |slot: u32| PutPayload::from(vec![slot as u8; geometry.block_bytes()]);
         let work = Work {
-            store: LocalFileSystem::new_with_prefix(&dir).map_err(store)?,
+            store: LocalFileSystem::new_with_prefix(&dir).map_err(failed)?,
             blocks: (0..geometry.slots()).map(block).collect(),
             next: AtomicUsize::new(0),
         };
-        let dir = File::open(dir).map_err(io)?;
+        let dir = File::open(dir).map_err(failed)?;
         Ok(Self { work: Arc::new(work), runtime, concurrency: settings.object.concurrency, dir })
     }
 
+    /// Deletes the objects of the round before, as the manager does, and writes new ones. Not in one step: some
+    /// file systems write out at once what replaces a file.
     fn write(&self) -> Result<Duration, Failure> {
         self.run(|work| async move {
             while let Some((path, block)) = work.take() {
+                work.delete(&path).await?;
                 work.store.put(&path, block.clone()).await?;
             }
             Ok(())
@@ -147,14 +151,14 @@ impl Client {
             let tasks = (0..self.concurrency).map(|_| task(Arc::clone(&self.work)));
             let mut tasks: JoinSet<_> = tasks.collect();
             while let Some(ended) = tasks.join_next().await {
-                ended.map_err(died)?.map_err(store)?;
+                ended.map_err(failed)?.map_err(failed)?;
             }
             Ok(started.elapsed())
         })
     }
 
     fn sync(&self) -> Result<(), Failure> {
-        rustix::fs::syncfs(&self.dir).map_err(|error| io(error.into()))
+        rustix::fs::syncfs(&self.dir).map_err(failed)
     }
 }
 
@@ -164,20 +168,20 @@ impl Work {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         Some((Path::from(number.to_string()), self.blocks.get(number)?))
     }
+
+    async fn delete(&self, path: &Path) -> object_store::Result<()> {
+        match self.store.delete(path).await {
+            Err(object_store::Error::NotFound { .. }) => Ok(()),
+            result => result,
+        }
+    }
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "the shape that map_err asks for")]
 fn setup(error: SetupError) -> Failure {
     Failure::unusable(with_causes(&error))
 }
 
-fn store(error: object_store::Error) -> Failure {
-    Failure::unexpected(with_causes(&error))
-}
-
-fn io(error: std::io::Error) -> Failure {
-    Failure::unexpected(with_causes(&error))
-}
-
-fn died(error: tokio::task::JoinError) -> Failure {
+fn failed(error: impl std::error::Error) -> Failure {
     Failure::unexpected(with_causes(&error))
 }
