@@ -711,3 +711,18 @@ fn mixed(x: u64) -> u64 {
     let x = (x ^ x >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
     x ^ x >> 31
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// docs/policies.md states these.
+    #[test]
+    fn what_is_kept_is_small() {
+        assert_eq!(size_of::<Cell>() + size_of::<u8>() + size_of::<StrandId>(), 13, "a resident block");
+        assert_eq!(size_of::<Segment>(), 20);
+        assert!(size_of::<Visit>() <= 64, "{}", size_of::<Visit>());
+        assert!(size_of::<Strand>() <= 136, "{}", size_of::<Strand>());
+        assert_eq!(size_of::<Record>(), 24);
+    }
+}
