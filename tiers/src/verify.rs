@@ -1,6 +1,10 @@
 //! Checksums on everything that leaves memory, whichever backend moves it.
 
+use std::io;
 use std::sync::Arc;
+use std::thread;
+
+use crossbeam_channel::Sender;
 
 use crate::checksum::{Checksums, checksum};
 use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
@@ -12,11 +16,21 @@ use crate::memory::{Memory, forget_checksum, no_such_slot};
 ///
 /// Where the memory remembers the checksum of a block from its arrival (see [`Memory::checksums`]), that one
 /// goes out with it: what happens to the bytes in memory is noticed too. Else the submitting thread computes
-/// it. Blocks on their way in are summed by the thread that completes them.
+/// it. Blocks on their way in are summed by a thread of its own: it takes a tenth of a millisecond per MiB or
+/// more, in which the thread that completes them has other transfers to look after.
 #[derive(Debug)]
 pub struct Verified<B> {
     inner: B,
     guard: Arc<Guard>,
+    arrivals: Sender<Arrival>,
+}
+
+/// A block that has arrived and is not reported yet.
+#[derive(Debug)]
+struct Arrival {
+    op: CopyOp,
+    index: usize,
+    done: Done,
 }
 
 #[derive(Debug)]
@@ -29,7 +43,7 @@ impl<B: Backend> Verified<B> {
     /// `inner` moves blocks between `memory` and one other tier, whose checksums are kept in `checksums`.
     ///
     /// # Errors
-    /// `Invalid`: `inner` serves other routes.
+    /// `Invalid`: `inner` serves other routes. `Unavailable`: no thread.
     pub fn new(inner: B, memory: Arc<dyn Memory>, checksums: Arc<Checksums>) -> Result<Self, SetupError> {
         let ours = memory.tier();
         let others: Vec<_> = inner.routes().iter().map(|&route| other_end(route, ours)).collect();
@@ -37,7 +51,28 @@ impl<B: Backend> Verified<B> {
             let message = format!("{}: not all routes join the {ours} tier and one other", inner.name());
             return Err(SetupError::new(SetupErrorKind::Invalid, message));
         }
-        Ok(Self { inner, guard: Arc::new(Guard { memory, checksums }) })
+        let guard = Arc::new(Guard { memory, checksums });
+        let arrivals = verifier(&guard).map_err(|error| {
+            let message = "cannot start a thread for checksums: raise the limit on processes";
+            SetupError::caused(SetupErrorKind::Unavailable, message, error)
+        })?;
+        Ok(Self { inner, guard, arrivals })
+    }
+}
+
+/// Starts the thread that verifies. It ends by itself when all that was submitted has been reported and the
+/// backend is gone.
+fn verifier(guard: &Arc<Guard>) -> io::Result<Sender<Arrival>> {
+    let (arrivals, arrived) = crossbeam_channel::unbounded::<Arrival>();
+    let guard = Arc::clone(guard);
+    let work = move || arrived.iter().for_each(|arrival| arrival.report(&guard));
+    thread::Builder::new().name("kvbm-verify".into()).spawn(work)?;
+    Ok(arrivals)
+}
+
+impl Arrival {
+    fn report(self, guard: &Guard) {
+        self.done.complete(self.index, guard.verify(&self.op));
     }
 }
 
@@ -68,9 +103,16 @@ unsafe impl<B: Backend> Backend for Verified<B> {
         if batch.iter().all(|op| op.to.tier != ours) {
             return self.inner.submit(batch, done);
         }
-        let (guard, ops) = (Arc::clone(&self.guard), batch.clone());
-        let verified = Done::new(move |index, result| {
-            done.complete(index, result.and_then(|()| guard.verify(&ops[index])));
+        let (guard, ops, arrivals) = (Arc::clone(&self.guard), batch.clone(), self.arrivals.clone());
+        let verified = Done::new(move |index, result| match result {
+            Ok(()) if ops[index].to.tier == ours => {
+                let arrival = Arrival { op: ops[index], index, done: done.clone() };
+                // That thread is gone only if a completion panicked.
+                if let Err(unsent) = arrivals.send(arrival) {
+                    unsent.0.report(&guard);
+                }
+            }
+            result => done.complete(index, result),
         });
         self.inner.submit(batch, verified);
     }
@@ -86,9 +128,6 @@ impl Guard {
     }
 
     fn verify(&self, op: &CopyOp) -> Result<(), CopyError> {
-        if op.to.tier != self.memory.tier() {
-            return Ok(());
-        }
         let actual = self.checksum(op.to.slot).ok_or_else(|| no_such_slot(op.to))?;
         match self.checksums.get(op.from.slot) {
             Some(expected) if expected == actual => {
