@@ -469,7 +469,7 @@ impl StateMachineTest for Manager {
 }
 
 prop_state_machine! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 4 * ProptestConfig::default().cases, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn no_history_breaks_a_promise(sequential 1..150 => Manager);

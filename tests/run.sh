@@ -26,35 +26,33 @@ step formatting
 cargo fmt --all --check
 
 step lints
-cargo clippy --release --workspace --all-targets -- -D warnings
+cargo clippy --profile checked --workspace --all-targets -- -D warnings
 
 step tests
 if has nextest; then
-    run_tests cargo nextest run --release --workspace --no-fail-fast --success-output final --cargo-quiet
+    run_tests cargo nextest run --cargo-profile checked --workspace --no-fail-fast --success-output final
 else
-    run_tests cargo test --release --workspace --no-fail-fast --all-targets -- --show-output
+    run_tests cargo test --profile checked --workspace --no-fail-fast --all-targets -- --show-output
 fi
-run_tests cargo test --release --workspace --doc --quiet
+run_tests cargo test --profile checked --workspace --doc --quiet
 
-step "the model once more, debug assertions on; interleavings"
-asserting=(--config 'profile.release.package.kvbm.debug-assertions=true')
-run_tests cargo test --release "${asserting[@]}" -p kvbm-tests --test model
-run_tests cargo test --release "${asserting[@]}" -p kvbm-tests --features shuttle --test interleavings
+step interleavings
+run_tests cargo test --profile checked -p kvbm-tests --features shuttle --test interleavings
 
 step documentation
-RUSTDOCFLAGS='-D warnings' cargo doc --release --workspace --no-deps --quiet
+RUSTDOCFLAGS='-D warnings' cargo doc --profile checked --workspace --no-deps --quiet
 
 step dependencies
 if has deny; then cargo deny --workspace check; else skip 'cargo-deny is not installed: licences and advisories'; fi
 
 step 'each feature alone'
 if has hack; then
-    cargo hack check --release --workspace --each-feature --no-dev-deps --quiet
+    cargo hack check --profile checked --workspace --each-feature --no-dev-deps --quiet
 else
     for manifest in */Cargo.toml; do
         features=$(awk '/^\[/ { inside = /^\[features\]/ } inside && /^[a-z]/ && !/^default/ { print $1 }' "$manifest")
         for feature in '' $features; do
-            cargo check --release --quiet --manifest-path "$manifest" --no-default-features --features "$feature"
+            cargo check --profile checked --quiet --manifest-path "$manifest" --no-default-features --features "$feature"
         done
     done
 fi
@@ -74,8 +72,8 @@ if [[ ! -e $trace ]]; then
         }
     }' >"$trace"
 fi
-cargo build --release --quiet
-"$target/release/kvbm" replay "$trace" --requests 300 --device-blocks 500 --host-blocks 1000 \
+cargo build --profile checked --quiet
+"$target/checked/kvbm" replay "$trace" --requests 300 --device-blocks 500 --host-blocks 1000 \
     --disk-blocks 10000 --disk-dir "$scratch/disk" --object "file://$scratch/objects" --json >"$scratch/replay.json"
 cat "$scratch/replay.json"
 grep -Eq '"mismatches": *0\b' "$scratch/replay.json"
