@@ -185,7 +185,7 @@ mod tests {
     #[test]
     fn the_median_follows_the_newest_gaps() {
         let mut gaps = Gaps::default();
-        [9, 1, 5].map(|gap_ms| gaps.add(gap_ms));
+        [9, 1, 5].into_iter().for_each(|gap_ms| gaps.add(gap_ms));
         assert_eq!(gaps.median, 5);
         (0..Gaps::KEPT as u64).for_each(|_| gaps.add(70));
         assert_eq!(gaps.median, 70);
