@@ -29,7 +29,10 @@ const RECORDS: usize = 32_768;
 /// How often all tails are ranked anew while as many blocks come as are resident.
 const RERANKS: usize = 16;
 
-/// Evicts the leaf that is least worth its place: see `docs/policies.md`.
+/// Evicts the leaf that brings the fewest expected hits for the time that it would be held: see
+/// `docs/policies.md`.
+///
+/// 13 bytes a block, besides segments and ghosts. It learns only if its [`upkeep`](Eviction::upkeep) is done.
 pub struct Hazard {
     segments: Segments,
     model: Model,
@@ -37,8 +40,10 @@ pub struct Hazard {
     queue: BinaryHeap<Reverse<(u32, StrandId, u32)>>,
     /// By strand: which of its entries holds.
     entries: Vec<Entry>,
-    /// Blocks that came since all tails were ranked.
-    inserted: usize,
+    /// The strand whose tail was ranked last in turn.
+    cursor: usize,
+    /// How many are due, in units of one for each resident block.
+    due: usize,
     records: Vec<Record>,
     oldest_record: usize,
     requests: u64,
@@ -66,7 +71,8 @@ impl Hazard {
             model: Model::default(),
             queue: BinaryHeap::new(),
             entries: Vec::new(),
-            inserted: 0,
+            cursor: 0,
+            due: 0,
             records: Vec::new(),
             oldest_record: 0,
             requests: 0,
@@ -100,14 +106,18 @@ impl Hazard {
         Some(rank::gittins(&self.model, tail.profile, tail.age_ms).to_bits())
     }
 
-    fn rerank(&mut self) {
-        self.inserted = 0;
-        self.queue.clear();
-        for strand in 0..self.entries.len() as u32 {
-            if std::mem::take(&mut self.entries[strand as usize].queued) {
-                self.enqueue(strand);
+    /// Ranks some more tails anew, in turn, at such a pace that all have been after a sixteenth of the blocks
+    /// was replaced.
+    fn rerank_some(&mut self) {
+        self.due += RERANKS * self.entries.len();
+        let resident = self.segments.resident().max(1);
+        for _ in 0..(self.due / resident).min(self.entries.len()) {
+            self.cursor = (self.cursor + 1) % self.entries.len();
+            if self.entries[self.cursor].queued {
+                self.enqueue(self.cursor as u32);
             }
         }
+        self.due %= resident;
     }
 
     fn keep_records(&mut self) {
@@ -126,7 +136,6 @@ impl Hazard {
         if let Some(model) = self.learning.as_ref().and_then(|learning| learning.get()) {
             self.model = model.clone();
             self.learning = None;
-            self.inserted = usize::MAX;
         }
     }
 }
@@ -142,7 +151,6 @@ impl Eviction for Hazard {
         let Some(touched) = self.segments.touch(access, forest) else { return };
         self.keep_records();
         self.requests += u64::from(touched.is_new);
-        self.inserted = self.inserted.saturating_add(access.inserted as usize);
         let [left, end] = touched.strands;
         self.enqueue(left);
         if end != left {
@@ -162,9 +170,7 @@ impl Eviction for Hazard {
     }
 
     fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
-        if self.inserted > self.segments.resident() / RERANKS {
-            self.rerank();
-        }
+        self.rerank_some();
         while let Some(&Reverse((_, strand, number))) = self.queue.peek() {
             let entry = &mut self.entries[strand as usize];
             if entry.holds(number) {
@@ -208,7 +214,7 @@ impl Eviction for Hazard {
         self.learning = Some(Arc::clone(&learned));
         Some(Box::new(move || {
             model.fit(&records);
-            // Nobody else holds the lock's only writer.
+            // Nobody else writes it, so it cannot be set already.
             let _ = learned.set(model);
         }))
     }
