@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use kvbm::scheduler::Class;
 use kvbm::table::Match;
-use kvbm::{BlockHash, Brought, Chain, Lease, Ticket, Tier};
+use kvbm::{BlockHash, Brought, Chain, Clock, Lease, Ticket, Tier};
 use kvbm_tests::rig::{DISK, Filled, MEMORY, OBJECT, Rig, Sizes, TIGHT, hash};
 use kvbm_tiers::testing::{ParkedBackend, Pending};
 use kvbm_tiers::{Backend, BlockKey, CopyError, CopyErrorKind, SlotId};
@@ -291,9 +291,8 @@ impl System {
         }
     }
 
-    /// A tick declares every copy in flight lost: it is a [`Self::time_out`] unless there is none.
-    fn tick(&mut self, after_ms: u64) {
-        use kvbm::Clock;
+    /// A tick would declare every copy in flight lost, which is what [`Self::time_out`] is for.
+    fn tick(&self, after_ms: u64) {
         self.rig.clock.advance_to(self.rig.clock.now_ms() + after_ms);
         if self.parked().is_empty() {
             self.rig.core.tick();
@@ -468,8 +467,14 @@ impl StateMachineTest for Manager {
     }
 }
 
+/// `PROPTEST_CASES` asks for more.
+fn config() -> ProptestConfig {
+    let usual = ProptestConfig::default();
+    ProptestConfig { cases: 4 * usual.cases, failure_persistence: None, ..usual }
+}
+
 prop_state_machine! {
-    #![proptest_config(ProptestConfig { cases: 4 * ProptestConfig::default().cases, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(config())]
 
     #[test]
     fn no_history_breaks_a_promise(sequential 1..150 => Manager);
