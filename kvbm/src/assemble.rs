@@ -140,7 +140,7 @@ impl Tiers {
         let may_fall_back = settings.backend == DiskBackend::Auto;
         if settings.backend != DiskBackend::Threads {
             match UringBackend::new(Arc::clone(&memory), Arc::clone(&region), depth) {
-                Ok(ring) => return self.connect_verified(ring, memory, Arc::new(Checksums::new())),
+                Ok(ring) => return self.connect_ring(ring, memory),
                 Err(error) if may_fall_back => {
                     tracing::warn!(%error, "no io_uring: the disk tier uses threads");
                 }
@@ -188,8 +188,14 @@ impl Tiers {
         memory: Arc<dyn Memory>,
         checksums: Arc<Checksums>,
     ) -> Result<()> {
-        let verified = Verified::new(backend, memory, checksums).map_err(setup)?;
-        self.connect(verified);
+        self.connect(Verified::new(backend, memory, checksums).map_err(setup)?);
+        Ok(())
+    }
+
+    /// The ring has one thread: what it reads is verified by another. Pools verify by themselves.
+    fn connect_ring(&mut self, ring: UringBackend, memory: Arc<dyn Memory>) -> Result<()> {
+        let verified = Verified::new(ring, memory, Arc::new(Checksums::new()));
+        self.connect(verified.and_then(Verified::on_a_thread_of_its_own).map_err(setup)?);
         Ok(())
     }
 

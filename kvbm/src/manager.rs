@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
 use kvbm_settings::Settings;
-use kvbm_tiers::{BlockKey, DramRegion, Frame, Tier};
+use kvbm_tiers::{BlockKey, DramRegion, Frame, Loan, Tier};
 use prometheus::Registry;
 
 use crate::assemble;
@@ -146,11 +146,12 @@ impl Manager {
         position: usize,
         read: impl FnOnce(&[u8]) -> R,
     ) -> Option<R> {
-        let device = self.device.as_ref().filter(|_| position < lease.blocks(Tier::Device))?;
-        let loan = self.core.table().lend(Tier::Device, chain.into().key(position))?;
-        let answer = device.read_loan(&loan).map(read);
-        self.core.table().settle_loan(Tier::Device, loan);
-        answer
+        let chain = chain.into();
+        let device =
+            self.device.as_ref().filter(|_| position < lease.blocks(Tier::Device).min(chain.len()))?;
+        let loan = self.core.table().lend(Tier::Device, chain.key(position))?;
+        let lent = Lent { core: &self.core, loan: Some(loan) };
+        lent.loan.as_ref().and_then(|loan| device.read_loan(loan)).map(read)
     }
 
     /// Sets the flushing clock's consequences in motion: call it after a manual clock was moved.
@@ -213,6 +214,20 @@ impl Manager {
 impl Drop for Manager {
     fn drop(&mut self) {
         self.close();
+    }
+}
+
+/// A device slot lent to a caller, settled also if the caller panics.
+struct Lent<'a> {
+    core: &'a Core,
+    loan: Option<Loan>,
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        if let Some(loan) = self.loan.take() {
+            self.core.table().settle_loan(Tier::Device, loan);
+        }
     }
 }
 

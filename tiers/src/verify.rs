@@ -1,6 +1,7 @@
 //! Checksums on everything that leaves memory, whichever backend moves it.
 
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread;
 
@@ -16,13 +17,15 @@ use crate::memory::{Memory, forget_checksum, no_such_slot};
 ///
 /// Where the memory remembers the checksum of a block from its arrival (see [`Memory::checksums`]), that one
 /// goes out with it: what happens to the bytes in memory is noticed too. Else the submitting thread computes
-/// it. Blocks on their way in are summed by a thread of its own: it takes a tenth of a millisecond per MiB or
-/// more, in which the thread that completes them has other transfers to look after.
+/// it. Blocks on their way in are summed by the thread that completes them or, with
+/// [`on_a_thread_of_its_own`](Self::on_a_thread_of_its_own), beside it: that takes a tenth of a millisecond per
+/// MiB or more, in which a thread that serves a ring has other transfers to look after.
 #[derive(Debug)]
 pub struct Verified<B> {
     inner: B,
     guard: Arc<Guard>,
-    arrivals: Sender<Arrival>,
+    /// To the thread that verifies, if there is one.
+    arrivals: Option<Sender<Arrival>>,
 }
 
 /// A block that has arrived and is not reported yet.
@@ -43,7 +46,7 @@ impl<B: Backend> Verified<B> {
     /// `inner` moves blocks between `memory` and one other tier, whose checksums are kept in `checksums`.
     ///
     /// # Errors
-    /// `Invalid`: `inner` serves other routes. `Unavailable`: no thread.
+    /// `Invalid`: `inner` serves other routes.
     pub fn new(inner: B, memory: Arc<dyn Memory>, checksums: Arc<Checksums>) -> Result<Self, SetupError> {
         let ours = memory.tier();
         let others: Vec<_> = inner.routes().iter().map(|&route| other_end(route, ours)).collect();
@@ -52,11 +55,20 @@ impl<B: Backend> Verified<B> {
             return Err(SetupError::new(SetupErrorKind::Invalid, message));
         }
         let guard = Arc::new(Guard { memory, checksums });
-        let arrivals = verifier(&guard).map_err(|error| {
+        Ok(Self { inner, guard, arrivals: None })
+    }
+
+    /// The same, with a thread that verifies what comes in.
+    ///
+    /// # Errors
+    /// `Unavailable`: no thread.
+    pub fn on_a_thread_of_its_own(mut self) -> Result<Self, SetupError> {
+        let started = verifier(&self.guard).map_err(|error| {
             let message = "cannot start a thread for checksums: raise the limit on processes";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
-        })?;
-        Ok(Self { inner, guard, arrivals })
+        });
+        self.arrivals = Some(started?);
+        Ok(self)
     }
 }
 
@@ -65,7 +77,13 @@ impl<B: Backend> Verified<B> {
 fn verifier(guard: &Arc<Guard>) -> io::Result<Sender<Arrival>> {
     let (arrivals, arrived) = crossbeam_channel::unbounded::<Arrival>();
     let guard = Arc::clone(guard);
-    let work = move || arrived.iter().for_each(|arrival| arrival.report(&guard));
+    let report = move |arrival: Arrival| {
+        // Others wait behind this one, whatever happens to it.
+        if catch_unwind(AssertUnwindSafe(|| arrival.report(&guard))).is_err() {
+            tracing::error!("a completion panicked");
+        }
+    };
+    let work = move || arrived.iter().for_each(report);
     thread::Builder::new().name("kvbm-verify".into()).spawn(work)?;
     Ok(arrivals)
 }
@@ -107,10 +125,11 @@ unsafe impl<B: Backend> Backend for Verified<B> {
         let verified = Done::new(move |index, result| match result {
             Ok(()) if ops[index].to.tier == ours => {
                 let arrival = Arrival { op: ops[index], index, done: done.clone() };
-                // That thread is gone only if a completion panicked.
-                if let Err(unsent) = arrivals.send(arrival) {
-                    unsent.0.report(&guard);
-                }
+                let inline = match &arrivals {
+                    Some(verifier) => verifier.send(arrival).err().map(|unsent| unsent.0),
+                    None => Some(arrival),
+                };
+                inline.into_iter().for_each(|arrival| arrival.report(&guard));
             }
             result => done.complete(index, result),
         });

@@ -191,6 +191,9 @@ impl Core {
         let mut table = self.table();
         table.drop_condemned(lease.grip_mut());
         let mut missing = table.missing(lease.grip(), to);
+        if !table.has(to) {
+            missing = Missing { before: 0, behind: None, blocks: Vec::new() };
+        }
         let refused = self.shorten(class, to, &mut missing);
         let keys: Vec<BlockKey> = missing.blocks.iter().map(|&(key, _)| key).collect();
         let Reserved { resident, in_flight, behind, run, refused: no_room } =

@@ -86,18 +86,41 @@ impl Table {
     /// Looks at every slot of the tier: corruption is rare, and child lists would cost every block.
     pub fn quarantine(&mut self, tier: Tier, key: BlockKey) -> usize {
         let Some(bad) = self.find(key).filter(|&r| self.records.at(r).resident().has(tier)) else { return 0 };
-        let mut doomed = self.descendants(tier, bad);
-        doomed.sort_by_key(|&(_, record)| std::cmp::Reverse(self.records.at(record).depth()));
+        let doomed = self.descendants(tier, bad);
         self.tier_mut(tier).stats.quarantined += doomed.len() as u64;
         self.abort_runs_on(tier, &doomed);
-        for &(slot, record) in &doomed {
+        let pins = doomed.iter().map(|&(slot, _)| self.tier(tier).at(slot).pins()).sum();
+        let anchor = if pins > 0 { self.pin_parent(tier, bad) } else { None };
+        let slots = doomed.iter().map(|&(slot, _)| slot).collect();
+        let blocks = doomed.len();
+        self.uproot_all(tier, doomed);
+        self.admit_to_ward(tier, Ward { slots, pins, anchor });
+        blocks
+    }
+
+    /// Whoever reads a doomed block may also be reading its ancestors, which his pin on it protected: from now
+    /// on the ward does.
+    fn pin_parent(&mut self, tier: Tier, record: RecordId) -> Option<SlotId> {
+        let parent = self.records.at(record).parent()?;
+        let slot = self.records.at(parent).slot(tier);
+        self.tier_mut(tier).at_mut(slot).pin().then_some(slot)
+    }
+
+    /// Ends the residency of a block with all its descendants, leaves first.
+    fn uproot_all(&mut self, tier: Tier, doomed: Vec<(SlotId, RecordId)>) {
+        let slots: std::collections::HashSet<_> = doomed.iter().map(|&(slot, _)| slot).collect();
+        let mut leaves: Vec<_> =
+            doomed.into_iter().filter(|&(slot, _)| self.tier(tier).at(slot).children == 0).collect();
+        while let Some((slot, record)) = leaves.pop() {
+            let parent = self.records.at(record).parent();
+            let above = parent.map(|parent| (self.records.at(parent).slot(tier), parent));
             self.uproot(tier, slot, record);
             self.tier_mut(tier).at_mut(slot).condemn();
             self.forget_if_nowhere(record);
+            let is_next =
+                |&(above, _): &(SlotId, _)| slots.contains(&above) && self.tier(tier).at(above).children == 0;
+            leaves.extend(above.filter(is_next));
         }
-        let slots = doomed.iter().map(|&(slot, _)| slot).collect();
-        self.admit_to_ward(tier, slots);
-        doomed.len()
     }
 
     /// `bad` and every resident block below it.
@@ -129,12 +152,13 @@ impl Table {
         runs.into_iter().for_each(|(id, from)| self.abort(id, from));
     }
 
-    fn admit_to_ward(&mut self, tier: Tier, slots: Vec<SlotId>) {
-        let held = self.tier_mut(tier);
-        let pins = slots.iter().map(|&slot| held.at(slot).pins()).sum();
-        held.wards.push(Ward { slots, pins });
-        if pins == 0 {
-            self.empty_ward(tier, self.tier(tier).wards.len() - 1);
+    fn admit_to_ward(&mut self, tier: Tier, ward: Ward) {
+        let is_idle = ward.pins == 0;
+        let wards = &mut self.tier_mut(tier).wards;
+        wards.push(ward);
+        let newest = wards.len() - 1;
+        if is_idle {
+            self.empty_ward(tier, newest);
         }
     }
 
@@ -150,11 +174,15 @@ impl Table {
 
     fn empty_ward(&mut self, tier: Tier, ward: usize) {
         let held = self.tier_mut(tier);
-        for slot in held.wards.swap_remove(ward).slots {
+        let Ward { slots, anchor, .. } = held.wards.swap_remove(ward);
+        for slot in slots {
             *held.at_mut(slot) = Slot::EMPTY;
             if let Some(frame) = held.pool.withdraw(slot) {
                 held.pool.give_back(frame);
             }
+        }
+        if let Some(anchor) = anchor {
+            self.unpin(tier, anchor);
         }
     }
 }

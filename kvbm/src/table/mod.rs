@@ -363,16 +363,19 @@ impl Table {
         Reserved { resident, in_flight, behind, run, refused: new.len() - placed }
     }
 
-    /// Lends the slot of a block that a lease holds in `tier`. `None`: it is not resident there.
+    /// Lends a resident block's slot for reading, and pins it meanwhile. `None`: `tier` does not have it.
     pub fn lend(&mut self, tier: Tier, key: BlockKey) -> Option<Loan> {
         let record = self.find(key).filter(|&r| self.records.at(r).resident().has(tier))?;
         let slot = self.records.at(record).slot(tier);
-        self.tier_mut(tier).pool.lend(slot)
+        let held = self.tier_mut(tier);
+        held.at_mut(slot).pin().then(|| held.pool.lend(slot))?
     }
 
     /// Ends a loan of a slot of `tier`.
     pub fn settle_loan(&mut self, tier: Tier, loan: Loan) {
+        let slot = loan.slot();
         self.tier_mut(tier).pool.settle(loan);
+        self.unpin(tier, slot);
     }
 
     /// Takes in a title that was never the table's own and whose slot something may still write to: a lost

@@ -143,6 +143,12 @@ impl Table {
                 self.tier_mut(tier).pool.give_back(frame);
                 break;
             };
+            // A chain that names a block twice, or under another parent than before, is no chain.
+            let known = self.records.at(record);
+            if known.parent() != above || known.resident().has(tier) || known.filling().has(tier) {
+                self.tier_mut(tier).pool.give_back(frame);
+                break;
+            }
             self.records.at_mut(record).begin(tier, frame.slot());
             entries.push(Entry { record, slot: frame.slot(), filled: None });
             frames.push(frame);

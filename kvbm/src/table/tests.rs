@@ -190,14 +190,6 @@ proptest! {
 #[test]
 fn a_leased_chain_survives_pressure() {
     let mut table = small_table();
-    let fill = |table: &mut Table, tier, hashes: &Vec<BlockHash>| {
-        let reserved = table.reserve(tier, Chain::from(hashes));
-        if let Some((run, frames)) = reserved.run {
-            (0..).zip(frames).for_each(|(entry, frame)| table.filled(run, entry, frame));
-            table.close(run, None);
-        }
-        reserved.refused
-    };
     let held = chain(8);
     fill(&mut table, Tier::Device, &held);
     let grip = table.lease(Chain::from(&held));
@@ -207,4 +199,43 @@ fn a_leased_chain_survives_pressure() {
     assert_eq!(table.matches(Chain::from(&held)).blocks(Tier::Device), held.len());
     table.release(grip);
     assert_eq!(fill(&mut table, Tier::Device, &chain(11)), 0);
+}
+
+fn fill(table: &mut Table, tier: Tier, hashes: &Vec<BlockHash>) -> usize {
+    let reserved = table.reserve(tier, Chain::from(hashes));
+    if let Some((run, frames)) = reserved.run {
+        (0..).zip(frames).for_each(|(entry, frame)| table.filled(run, entry, frame));
+        table.close(run, None);
+    }
+    reserved.refused
+}
+
+/// A lease pins the deepest block; when that is quarantined, somebody may still be reading what lies above.
+#[test]
+fn readers_of_a_quarantined_chain_keep_its_ancestors() {
+    let mut table = small_table();
+    let held = chain(8);
+    fill(&mut table, Tier::Device, &held);
+    let grip = table.lease(Chain::from(&held));
+    for depth in [6, 4] {
+        table.quarantine(Tier::Device, Chain::from(&held).key(depth));
+        assert_eq!(table.evict(Tier::Device, 12), 0);
+        assert_eq!(table.matches(Chain::from(&held)).blocks(Tier::Device), depth);
+    }
+    let free = table.counts(Tier::Device).free;
+    assert_eq!(free as usize, 12 - held.len(), "a slot that is being read was freed");
+    table.release(grip);
+    assert_eq!(table.evict(Tier::Device, 12), 4);
+    assert_eq!(table.counts(Tier::Device).free, 12);
+    assert_eq!(table.audit(), []);
+}
+
+#[test]
+fn a_chain_that_contradicts_itself_or_another_is_refused() {
+    let mut table = small_table();
+    let hash = |n: u128| BlockHash::from_u128(n << 64 | n);
+    assert_eq!(fill(&mut table, Tier::Device, &vec![hash(1), hash(1)]), 1);
+    assert_eq!(fill(&mut table, Tier::Host, &vec![hash(2), hash(3)]), 0);
+    assert_eq!(fill(&mut table, Tier::Device, &vec![hash(4), hash(3)]), 1);
+    assert_eq!(table.audit(), []);
 }

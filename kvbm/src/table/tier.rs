@@ -104,6 +104,8 @@ pub(super) struct Dirty {
 pub(super) struct Ward {
     pub(super) slots: Vec<SlotId>,
     pub(super) pins: u32,
+    /// The pinned parent of the topmost of them.
+    pub(super) anchor: Option<SlotId>,
 }
 
 #[derive(Debug)]
