@@ -167,7 +167,9 @@ impl Contest {
     ) -> Result<[Row; 2], Failure> {
         progress.show(&self);
         let (mut ours, mut theirs) = (self.settings.clone(), self.settings.clone());
-        let _scratch = (Scratch::divert(&mut ours)?, Scratch::divert(&mut theirs)?);
+        // The first makes the directory that both use, and so must be the last to go.
+        let _ours = Scratch::divert(&mut ours)?;
+        let _theirs = Scratch::divert(&mut theirs)?;
         let mut bed = Bed::open(ours, self.bottom.tier(), runtime)?;
         let mut raw = Raw::open(&theirs, self.bottom)?;
         let (mut writes, mut reads) = (Vec::new(), Vec::new());

@@ -117,8 +117,8 @@ impl Core {
             Tier::ALL.into_iter().for_each(|tier| self.flush(tier, true));
             let is_dirty =
                 |tier: &Tier| self.table().flushes_to(*tier).is_some() && self.table().dirty(*tier) > 0;
-            let is_filling = |tier: &Tier| self.table().counts(*tier).filling > 0;
-            let is_idle = self.batches.is_empty() && !Tier::ALL[2..].iter().any(is_filling);
+            let awaits = |tier: &Tier| self.table().awaits_blocks(*tier);
+            let is_idle = self.batches.is_empty() && ![Tier::Disk, Tier::Object].iter().any(awaits);
             if is_idle && !Tier::ALL.iter().any(is_dirty) {
                 return true;
             }

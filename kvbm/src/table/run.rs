@@ -234,6 +234,11 @@ impl Table {
         }
     }
 
+    /// Whether blocks are on their way into `tier`, or their ends not dealt with yet.
+    pub fn awaits_blocks(&self, tier: Tier) -> bool {
+        self.runs.iter().any(|(_, run)| run.tier == tier)
+    }
+
     /// Publishes what is ready of a run, then of the runs that waited for it.
     fn publish_ready(&mut self, id: RunId) {
         let mut ready = vec![id];
