@@ -18,7 +18,10 @@ has() { cargo "$1" --version >/dev/null 2>&1; }
 # Runs tests, and adds up how many passed and what they skipped. Both runners report `N passed`.
 run_tests() {
     CARGO_TERM_COLOR=never "$@" 2>&1 | tee "$log"
-    passed=$((passed + $(sed -nE '/test result:|Summary \[/ s/.* ([0-9]+) passed.*/\1/p' "$log" | awk '{ n += $1 } END { print n + 0 }')))
+    # With nextest each test prints a result of its own as well: only its summary counts then.
+    local closing='test result:'
+    grep -q 'Summary \[' "$log" && closing='Summary \['
+    passed=$((passed + $(sed -nE "/$closing/ s/.* ([0-9]+) passed.*/\1/p" "$log" | awk '{ n += $1 } END { print n + 0 }')))
     { grep -oE 'SKIPPED: .*' "$log" || true; } | sort -u >>"$scratch/skipped"
 }
 
