@@ -8,16 +8,19 @@
 //! |---|---|
 //! | [`eviction`] | the [`Eviction`] trait and one file for each policy |
 //! | [`workload`] | the requests of a trace, as paths through one forest of blocks |
+//! | [`running`] | requests that have not ended: their output length is not known yet |
 //! | [`simulate`](mod@simulate) | one tier, one workload, one policy: the token hit rate |
 
 #![forbid(unsafe_code)]
 
 pub mod eviction;
+pub mod running;
 pub mod simulate;
 pub mod workload;
 
 pub use eviction::{
     Access, BlockId, Eviction, EvictionKind, Forest, Hints, RequestId, Standing, UnknownEviction, Upkeep,
 };
+pub use running::{Ended, Running};
 pub use simulate::{Outcome, Policy, simulate};
 pub use workload::{BLOCK_TOKENS, Request, Workload};

@@ -4,23 +4,17 @@
 //! policy evicts down to the capacity. The tier is prefix-closed throughout, so a request costs time in
 //! proportion to the blocks it adds, not to its length.
 //!
-//! A request ends, and its output length is known, [`FIRST_TOKEN_MS`] after its arrival and
-//! [`TOKEN_MS`] for each generated token later; the policy's upkeep is done as soon as it asks.
+//! A request's output length is known once it has ended ([`Running`] says when); the policy's upkeep is done
+//! as soon as it asks.
 
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
 use std::fmt;
 use std::str::FromStr;
 
 use crate::eviction::{
     Access, Belady, BlockId, Eviction, EvictionKind, Forest, Hints, RequestId, Standing, UnknownEviction,
 };
-use crate::workload::{BLOCK_TOKENS, Visit, Workload};
-
-/// From a request's arrival to its first token, in milliseconds.
-pub const FIRST_TOKEN_MS: u64 = 500;
-/// From one generated token to the next, in milliseconds.
-pub const TOKEN_MS: u64 = 20;
+use crate::running::Running;
+use crate::workload::{BLOCK_TOKENS, Workload};
 
 /// What a simulation counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -48,7 +42,9 @@ pub fn simulate(workload: &Workload, policy: &mut dyn Eviction, capacity: u32) -
     let mut outcome = Outcome::default();
     let mut running = Running::default();
     for (visit, request) in workload.visits().iter().zip((0..).map(RequestId)) {
-        running.finish(visit.timestamp_ms, policy);
+        while let Some(ended) = running.next_ended(visit.timestamp_ms) {
+            policy.finished(ended.request, ended.output_tokens, ended.at_ms);
+        }
         outcome.prompt_tokens += u64::from(visit.prompt_tokens);
         let Some(deepest) = visit.deepest else { continue };
         let depth = workload.depth(deepest);
@@ -65,35 +61,12 @@ pub fn simulate(workload: &Workload, policy: &mut dyn Eviction, capacity: u32) -
         };
         policy.touch(&access, &tier);
         tier.evict_down_to(capacity, policy);
-        running.start(request, visit);
+        running.start(request, visit.timestamp_ms, visit.output_tokens);
         if let Some(upkeep) = policy.upkeep() {
             upkeep();
         }
     }
     outcome
-}
-
-/// The requests that have not ended, by the time when they will.
-#[derive(Default)]
-struct Running(BinaryHeap<Reverse<(u64, RequestId, u32)>>);
-
-impl Running {
-    fn start(&mut self, request: RequestId, visit: &Visit) {
-        let output = visit.output_tokens;
-        let end_ms =
-            visit.timestamp_ms.saturating_add(FIRST_TOKEN_MS).saturating_add(TOKEN_MS * u64::from(output));
-        self.0.push(Reverse((end_ms, request, output)));
-    }
-
-    /// Tells `policy` of the requests that ended until `now_ms`.
-    fn finish(&mut self, now_ms: u64, policy: &mut dyn Eviction) {
-        while let Some(&Reverse((end_ms, request, output))) = self.0.peek()
-            && end_ms <= now_ms
-        {
-            policy.finished(request, output, end_ms);
-            self.0.pop();
-        }
-    }
 }
 
 /// What a plan may compare: the policies of a live tier and the offline bound.
