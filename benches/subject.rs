@@ -1,7 +1,7 @@
 //! What is timed: the block table as the manager uses it, behind one lock taken for each call.
 
 use kvbm::table::{Table, TierSpec};
-use kvbm::{BlockHash, Chain, Tier};
+use kvbm::{BlockHash, Chain, Tier, Usage};
 use kvbm_policies::EvictionKind;
 use kvbm_tiers::FramePool;
 use parking_lot::Mutex;
@@ -72,7 +72,7 @@ impl OurTable {
     }
 
     fn publish_in(&self, tier: Tier, chain: &[BlockHash], from: usize) {
-        let reserved = self.table.lock().reserve(tier, Chain { group: 0, hashes: chain });
+        let reserved = self.table.lock().reserve(tier, Chain { group: 0, hashes: chain }, Usage::default());
         debug_assert!(reserved.resident >= from, "the blocks before these are resident");
         let Some((run, frames)) = reserved.run else { return };
         for (entry, frame) in frames.into_iter().enumerate() {
@@ -104,7 +104,7 @@ impl Subject for OurTable {
     }
 
     fn match_prompt(&self, chain: &[BlockHash]) -> usize {
-        let grip = self.table.lock().lease(Chain { group: 0, hashes: chain });
+        let grip = self.table.lock().lease(Chain { group: 0, hashes: chain }, Usage::default());
         let blocks = grip.held().longest();
         self.table.lock().release(grip);
         blocks

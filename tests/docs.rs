@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm::scheduler::{Class, Tuning};
-use kvbm::{BlockHash, Chain, Tier};
+use kvbm::{BlockHash, Chain, Tier, Usage};
 use kvbm_settings::Capacity;
 use kvbm_tests::engine;
 use kvbm_tests::rig::{Rig, Sizes, TIGHT, hash};
@@ -98,7 +98,7 @@ fn mishaps() -> Registry {
     });
     let disk = kept.expect("made with the rig");
     let bring = |to, n| {
-        let lease = rig.core.lease(Chain::from(&chain(n)));
+        let lease = rig.core.lease(Chain::from(&chain(n)), Usage::default());
         rig.core.bring(Class::Load, to, lease)
     };
     let compute = |n| {

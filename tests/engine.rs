@@ -1,7 +1,7 @@
 //! Plays an inference engine on a real manager: what it loads it checks byte by byte, the rest it computes.
 
 use kvbm::{BlockHash, Chain, Error, ErrorKind, Lease, Manager, Options, Tier};
-use kvbm_settings::{Capacity, Settings};
+use kvbm_settings::{Capacity, EvictionPolicy, Settings};
 use kvbm_tiers::testing::{fill_pattern, has_pattern};
 use prometheus::Registry;
 
@@ -9,7 +9,9 @@ use crate::rig::number;
 
 /// Settings of a device and a host tier of so many blocks.
 pub fn settings(block_bytes: u64, device: u64, host: u64) -> Settings {
-    let mut settings = Settings { block_bytes: Some(block_bytes), ..Settings::default() };
+    // Chains that are not used must leave, whatever a policy that learns makes of a handful of requests.
+    let eviction = EvictionPolicy::Lru;
+    let mut settings = Settings { block_bytes: Some(block_bytes), eviction, ..Settings::default() };
     settings.device.capacity = Some(Capacity::Blocks(device));
     settings.host.capacity = Some(Capacity::Blocks(host));
     settings.host.huge_pages = false;

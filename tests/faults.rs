@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvbm::scheduler::{Class, Tuning};
-use kvbm::{BlockHash, Brought, Chain, ErrorKind, Manager, Tier};
+use kvbm::{BlockHash, Brought, Chain, ErrorKind, Manager, Tier, Usage};
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine::{self, Served, push_down, serve};
 use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, hash, metric};
@@ -72,7 +72,7 @@ impl Faulty {
     }
 
     fn load(&self, chain: &[BlockHash]) -> Brought {
-        let lease = self.rig.core.lease(Chain::from(chain));
+        let lease = self.rig.core.lease(Chain::from(chain), Usage::default());
         self.rig.core.bring(Class::Load, Tier::Device, lease).wait().unwrap()
     }
 
@@ -148,7 +148,7 @@ fn a_lease_taken_before_the_quarantine_is_a_miss_after_it() {
     faulty.sink(&chain(1));
     faulty.rig.core.table().evict(Tier::Object, 64);
     let hashes = chain(1);
-    let early = faulty.rig.core.lease(Chain::from(&hashes));
+    let early = faulty.rig.core.lease(Chain::from(&hashes), Usage::default());
     faulty.disk.inject(Fault::BitFlip, &[FROM_DISK]);
     faulty.assert_loads(&hashes, 0);
     faulty.disk.heal();
@@ -164,7 +164,7 @@ fn a_copy_that_never_ends_costs_its_slot_and_nothing_else() {
     let faulty = Faulty::new();
     faulty.sink(&chain(1));
     faulty.disk.inject(Fault::NeverCompletes, &[FROM_DISK]);
-    let lease = faulty.rig.core.lease(Chain::from(&chain(1)));
+    let lease = faulty.rig.core.lease(Chain::from(&chain(1)), Usage::default());
     let ticket = faulty.rig.core.bring(Class::Load, Tier::Device, lease);
     faulty.disk.heal();
     std::thread::sleep(Duration::from_millis(60));
@@ -208,8 +208,8 @@ fn blocks_find_another_way_or_none_when_there_is_no_staging() {
     faulty.sink(&chain(1));
     // The host tier is full of blocks that somebody reads: nothing can be promoted on its way up.
     faulty.store(&chain(2));
-    let lease = faulty.rig.core.lease(Chain::from(&chain(2)));
-    let load = faulty.rig.core.lease(Chain::from(&chain(1)));
+    let lease = faulty.rig.core.lease(Chain::from(&chain(2)), Usage::default());
+    let load = faulty.rig.core.lease(Chain::from(&chain(1)), Usage::default());
     let ticket = faulty.rig.core.bring(Class::Load, Tier::Device, load);
     let answer = std::thread::spawn(move || ticket.wait());
     let deadline = Instant::now() + Duration::from_secs(2);
@@ -227,7 +227,7 @@ fn a_tier_whose_leaves_are_all_leased_is_full() {
     let leases: Vec<_> = [1, 2]
         .map(|n| {
             faulty.store(&chain(n));
-            faulty.rig.core.lease(Chain::from(&chain(n)))
+            faulty.rig.core.lease(Chain::from(&chain(n)), Usage::default())
         })
         .into();
     let filled = faulty.rig.fill(Chain::from(&chain(3)));
@@ -243,7 +243,7 @@ fn whoever_waits_for_an_allocation_learns_that_it_was_dropped() {
     faulty.sink(&chain(1));
     let hashes = chain(1);
     let filled = faulty.rig.fill(Chain::from(&hashes[..3]));
-    let lease = faulty.rig.core.lease(Chain::from(&hashes));
+    let lease = faulty.rig.core.lease(Chain::from(&hashes), Usage::default());
     let ticket = faulty.rig.core.bring(Class::Load, Tier::Device, lease);
     assert!(faulty.rig.core.drain(LIMIT));
     faulty.rig.abandon(filled);

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use kvbm::scheduler::{Class, Core};
 use kvbm::table::Reserved;
-use kvbm::{BlockHash, Chain, Tier};
+use kvbm::{BlockHash, Chain, Tier, Usage};
 use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, hash, seed};
 use kvbm_tiers::testing::ParkedBackend;
 use kvbm_tiers::{Backend, CopyError, CopyErrorKind};
@@ -57,7 +57,7 @@ impl Machine {
     fn bring(&self, class: Class, to: Tier, chain: Vec<BlockHash>) -> thread::JoinHandle<usize> {
         let core = Arc::clone(&self.core);
         thread::spawn(move || {
-            let lease = core.lease(Chain::from(&chain));
+            let lease = core.lease(Chain::from(&chain), Usage::default());
             block_on(core.bring(class, to, lease)).expect("the core is there").blocks
         })
     }
@@ -122,7 +122,7 @@ fn a_leased_chain_is_not_evicted() {
         let core = Arc::clone(&machine.core);
         let reader = thread::spawn(move || {
             for _ in 0..3 {
-                let lease = core.lease(Chain::from(&chain(1)));
+                let lease = core.lease(Chain::from(&chain(1)), Usage::default());
                 let promised = lease.blocks(Tier::Device);
                 thread::yield_now();
                 let there = core.table().matches(Chain::from(&chain(1))).blocks(Tier::Device);
@@ -140,12 +140,12 @@ fn a_leased_chain_is_not_evicted() {
 /// Reserves device slots for what is missing of a chain, and publishes or abandons them.
 fn compute(core: &Arc<Core>, chain: &[BlockHash]) {
     let Reserved { resident, in_flight, behind, run, .. } =
-        core.table().reserve(Tier::Device, Chain::from(chain));
+        core.table().reserve(Tier::Device, Chain::from(chain), Usage::default());
     thread::yield_now();
     match run {
         Some((run, frames)) if shuttle::rand::thread_rng().gen_range(0..3) == 0 => core.abandon(run, frames),
         run => {
-            let lease = core.lease(Chain::from(chain));
+            let lease = core.lease(Chain::from(chain), Usage::default());
             drop(core.publish(Tier::Device, run, (resident + in_flight, behind), lease));
         }
     }
@@ -215,7 +215,7 @@ fn a_core_dropped_amid_transfers_goes_with_the_last_of_them() {
     check(|| {
         let machine = Machine::start(SIZES, None);
         seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
-        let lease = machine.core.lease(Chain::from(&chain(1)));
+        let lease = machine.core.lease(Chain::from(&chain(1)), Usage::default());
         drop(machine.core.bring(Class::Load, Tier::Device, lease));
         let Machine { core, off, hardware, .. } = machine;
         let weak = Arc::downgrade(&core);

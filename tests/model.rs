@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use kvbm::scheduler::Class;
 use kvbm::table::Match;
-use kvbm::{BlockHash, Brought, Chain, Clock, Lease, Ticket, Tier};
+use kvbm::{BlockHash, Brought, Chain, Clock, Lease, Ticket, Tier, Usage};
 use kvbm_tests::rig::{DISK, Filled, MEMORY, OBJECT, Rig, Sizes, TIGHT, hash};
 use kvbm_tiers::testing::{ParkedBackend, Pending};
 use kvbm_tiers::{Backend, BlockKey, CopyError, CopyErrorKind, SlotId};
@@ -218,7 +218,7 @@ impl System {
             }
             Transition::Lease { chain: n, blocks } => {
                 let hashes: Vec<_> = chain(n).into_iter().take(blocks).collect();
-                let lease = self.rig.core.lease(Chain::from(&hashes));
+                let lease = self.rig.core.lease(Chain::from(&hashes), Usage::default());
                 self.hold(lease, hashes, self.quarantined());
             }
             Transition::Release(which) => drop(pick(&mut self.leases, which)),
@@ -253,7 +253,7 @@ impl System {
         let (lease, chain, quarantined) = held.map_or_else(
             || {
                 let hashes = chain(n);
-                (self.rig.core.lease(Chain::from(&hashes)), hashes, self.quarantined())
+                (self.rig.core.lease(Chain::from(&hashes), Usage::default()), hashes, self.quarantined())
             },
             |held| (held.lease, held.chain, held.quarantined),
         );

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvbm::scheduler::{Core, Executor, Parts, Tuning};
 use kvbm::table::{Reserved, RunId, Table, TierSpec};
-use kvbm::{BlockHash, Brought, Chain, ManualClock, Metrics, Ticket};
+use kvbm::{BlockHash, Brought, Chain, ManualClock, Metrics, Ticket, Usage};
 use kvbm_policies::eviction::EvictionKind;
 use kvbm_tiers::testing::{MemoryStore, fill_pattern, has_pattern, host};
 use kvbm_tiers::{
@@ -113,7 +113,7 @@ fn make_core(
 /// Makes a chain resident in a tier, as if it had been brought there.
 pub fn seed(core: &Core, tier: Tier, chain: Chain<'_>) {
     let mut table = core.table();
-    if let Some((run, frames)) = table.reserve(tier, chain).run {
+    if let Some((run, frames)) = table.reserve(tier, chain, Usage::default()).run {
         (0..).zip(frames).for_each(|(entry, frame)| table.filled(run, entry, frame));
         table.close(run, None);
     }
@@ -156,7 +156,7 @@ impl Rig {
 
     /// Takes device slots for what the device lacks of a chain, and fills them.
     pub fn fill(&self, chain: Chain<'_>) -> Filled {
-        let reserved = self.core.table().reserve(Tier::Device, chain);
+        let reserved = self.core.table().reserve(Tier::Device, chain, Usage::default());
         let Reserved { resident, in_flight, behind, mut run, refused } = reserved;
         let before = resident + in_flight;
         let frames = run.iter_mut().flat_map(|(_, frames)| frames);
@@ -170,7 +170,7 @@ impl Rig {
     /// Makes filled blocks resident.
     pub fn publish(&self, filled: Filled, chain: Chain<'_>) -> Ticket<Brought> {
         let Filled { run, before, behind, .. } = filled;
-        self.core.publish(Tier::Device, run, (before, behind), self.core.lease(chain))
+        self.core.publish(Tier::Device, run, (before, behind), self.core.lease(chain, Usage::default()))
     }
 
     /// Gives the slots back unpublished.
@@ -201,7 +201,7 @@ fn specify(pool: FramePool) -> TierSpec {
         Tier::Disk => Some(Tier::Object),
         Tier::Device | Tier::Object => None,
     };
-    let policy = EvictionKind::Lru.build(pool.total());
+    let policy = EvictionKind::default().build(pool.total());
     TierSpec { pool, policy, flush_to }
 }
 

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use kvbm::table::SlotCounts;
 use kvbm::{
     Allocation, BlockHash, Brought, Chain, ChainHasher, ErrorKind, Lease, Manager, ManualClock, Options,
-    Ticket, Tier,
+    RequestId, Ticket, Tier, Usage,
 };
-use kvbm_policies::{BLOCK_TOKENS, Request};
+use kvbm_policies::{BLOCK_TOKENS, Request, Running};
 use kvbm_settings::Settings;
 use prometheus::Registry;
 use serde::Serialize;
@@ -149,13 +149,14 @@ impl Engine {
         concurrency: usize,
         observe: impl Fn(&Request, &Tally) + Sync,
     ) -> Result<Tally, Failure> {
-        let (requests, total) = (Mutex::new(requests), Mutex::new(Tally::default()));
+        let total = Mutex::new(Tally::default());
         let failed = AtomicBool::new(false);
+        let requests = Mutex::new(Arrivals::new(requests));
         let work = || -> Result<(), Failure> {
             while !failed.load(Ordering::Relaxed)
-                && let Some((request, hashes, room)) = self.next(&requests)?
+                && let Some(Arrival { request, usage, hashes, room }) = self.next(&requests)?
             {
-                let tally = self.serve(&request, Chain::from(&hashes))?;
+                let tally = self.serve(&request, usage, Chain::from(&hashes))?;
                 drop(room);
                 let mut total = lock(&total);
                 *total += tally;
@@ -175,19 +176,23 @@ impl Engine {
         Ok(total.into_inner().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The next request, its chain and its right to fill so many blocks. Time moves to its timestamp.
+    /// The next request. Time moves to its timestamp, and requests that have ended by then are reported.
     fn next<'e>(
         &'e self,
-        requests: &Mutex<impl Iterator<Item = Result<Request, TraceError>>>,
-    ) -> Result<Option<(Request, Vec<BlockHash>, Admission<'e>)>, Failure> {
-        let mut requests = lock(requests);
+        arrivals: &Mutex<Arrivals<impl Iterator<Item = Result<Request, TraceError>>>>,
+    ) -> Result<Option<Arrival<'e>>, Failure> {
+        let mut arrivals = lock(arrivals);
         self.stop.check()?;
-        let Some(request) = requests.next().transpose()? else { return Ok(None) };
+        let Some(request) = arrivals.requests.next().transpose()? else { return Ok(None) };
         let hashes = self.hashes(&request);
-        let admission = self.room.admit(hashes.len());
+        let room = self.room.admit(hashes.len());
         self.clock.advance_to(request.timestamp_ms);
+        while let Some(ended) = arrivals.running.next_ended(request.timestamp_ms) {
+            self.manager.finished(ended.request, ended.output_tokens);
+        }
+        let usage = Usage { request: Some(arrivals.begin(&request)), ..Usage::default() };
         self.manager.tick();
-        Ok(Some((request, hashes, admission)))
+        Ok(Some(Arrival { request, usage, hashes, room }))
     }
 
     /// The request's blocks, as far as the device can hold them.
@@ -198,18 +203,18 @@ impl Engine {
         self.hasher.chain(&ids)
     }
 
-    fn serve(&self, request: &Request, chain: Chain<'_>) -> Result<Tally, Failure> {
+    fn serve(&self, request: &Request, usage: Usage, chain: Chain<'_>) -> Result<Tally, Failure> {
         let mut tally =
             Tally { requests: 1, prompt_tokens: u64::from(request.input_length), ..Tally::default() };
         if chain.is_empty() {
             return Ok(tally);
         }
-        let lease = self.manager.lease(chain);
+        let lease = self.manager.lease_for(usage, chain);
         let plan: Vec<_> = lease.held().plan().collect();
         let lease = self.load(lease, &mut tally)?;
         tally.hit(&plan, lease.blocks(Tier::Device));
         self.verify(chain, &lease, &mut tally);
-        let lease = self.fill(chain, lease, &mut tally)?;
+        let lease = self.fill(usage, chain, lease, &mut tally)?;
         self.save(lease, &mut tally)?;
         Ok(tally)
     }
@@ -241,12 +246,18 @@ impl Engine {
     }
 
     /// Computes what the device lacks.
-    fn fill(&self, chain: Chain<'_>, lease: Lease, tally: &mut Tally) -> Result<Lease, Failure> {
+    fn fill(
+        &self,
+        usage: Usage,
+        chain: Chain<'_>,
+        lease: Lease,
+        tally: &mut Tally,
+    ) -> Result<Lease, Failure> {
         if lease.blocks(Tier::Device) == chain.len() {
             return Ok(lease);
         }
-        let Some(mut allocation) = self.allocate(chain, lease, tally)? else {
-            return Ok(self.manager.lease(chain));
+        let Some(mut allocation) = self.allocate(usage, chain, lease, tally)? else {
+            return Ok(self.manager.lease_for(usage, chain));
         };
         for position in allocation.blocks() {
             if let Some(slot) = allocation.slot(position) {
@@ -259,6 +270,7 @@ impl Engine {
     /// `None`: no room came up.
     fn allocate(
         &self,
+        usage: Usage,
         chain: Chain<'_>,
         lease: Lease,
         tally: &mut Tally,
@@ -272,7 +284,7 @@ impl Engine {
                 Err(_) if started.elapsed() > PATIENCE => return Ok(None),
                 Err(_) => self.wait_for_room(tally)?,
             }
-            lease = self.manager.lease(chain);
+            lease = self.manager.lease_for(usage, chain);
         }
     }
 
@@ -389,6 +401,37 @@ struct Room {
     blocks: usize,
     free: Mutex<usize>,
     freed: Condvar,
+}
+
+/// A request to serve.
+#[derive(Debug)]
+struct Arrival<'e> {
+    request: Request,
+    usage: Usage,
+    hashes: Vec<BlockHash>,
+    /// Its right to fill so many blocks.
+    room: Admission<'e>,
+}
+
+/// Requests still to come, and those that would still be running.
+#[derive(Debug)]
+struct Arrivals<I> {
+    requests: I,
+    running: Running,
+    begun: u64,
+}
+
+impl<I> Arrivals<I> {
+    fn new(requests: I) -> Self {
+        Self { requests, running: Running::default(), begun: 0 }
+    }
+
+    fn begin(&mut self, request: &Request) -> RequestId {
+        let id = RequestId(self.begun);
+        self.begun += 1;
+        self.running.start(id, request.timestamp_ms, request.output_length);
+        id
+    }
 }
 
 /// The right to fill so many blocks.

@@ -37,7 +37,7 @@ const SECTIONS: &[(&str, &str, &str)] = &[
 
 /// A settings file, used in the introduction.
 const EXAMPLE: &str = r#"block_bytes = "1MiB"
-eviction = "lru"
+eviction = "hazard"
 
 [host]
 capacity = "20GB"

@@ -140,7 +140,8 @@ pub(crate) static KEYS: &[Key] = &[
         path: "eviction",
         field: Field::Choice(|s| &mut s.eviction),
         variables: &[own("DYN_KVBM_EVICTION", Form::Plain)],
-        doc: "Which block leaves a full tier. `lru`: the leaf used least recently; `fifo`: the leaf that came first; \
+        doc: "Which block leaves a full tier. `hazard`: the leaf that brings the fewest expected hits for the time that \
+              it would be held, learned from the traffic (docs/policies.md); `lru`: the leaf used least recently; `fifo`: the leaf that came first; \
               `turn`: as `lru`, with grace for late turns of a conversation and for frequent use; the others are \
               the policies known by these names.",
         in_use: true,

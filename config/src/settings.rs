@@ -253,8 +253,10 @@ impl Default for FlushSettings {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EvictionPolicy {
-    /// The leaf used least recently.
+    /// The leaf that brings the fewest expected hits for the time that it would be held; learned online.
     #[default]
+    Hazard,
+    /// The leaf used least recently.
     Lru,
     /// The leaf that came first.
     Fifo,
@@ -279,6 +281,7 @@ pub enum EvictionPolicy {
 impl EvictionPolicy {
     /// Every choice.
     pub const ALL: &'static [Self] = &[
+        Self::Hazard,
         Self::Lru,
         Self::Fifo,
         Self::Lfu,
@@ -294,6 +297,7 @@ impl EvictionPolicy {
     /// How the choice is written.
     pub const fn name(self) -> &'static str {
         match self {
+            Self::Hazard => "hazard",
             Self::Lru => "lru",
             Self::Fifo => "fifo",
             Self::Lfu => "lfu",

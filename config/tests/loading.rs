@@ -229,7 +229,7 @@ fn errors_name_the_variable_and_the_nearest_one() {
         "{message}"
     );
     let message = load(&[("DYN_KVBM_EVICTION", "clock")]).expect_err("unknown").to_string();
-    assert!(message.contains("valid: lru, fifo, "), "{message}");
+    assert!(message.contains("valid: hazard, lru, "), "{message}");
     let missing = Loader::new().file("/nonexistent/kvbm.toml").load().expect_err("no such file");
     assert!(matches!(missing, SettingsError::Read { .. }));
     let mistyped = Loader::new().set("host.size", |_| ()).load().expect_err("no such key");

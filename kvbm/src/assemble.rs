@@ -259,6 +259,7 @@ fn slots(capacity: Capacity, settings: &Settings) -> Result<u32> {
 
 fn policy(eviction: EvictionPolicy, slots: u32) -> Box<dyn Eviction> {
     let kind = match eviction {
+        EvictionPolicy::Hazard => EvictionKind::Hazard,
         EvictionPolicy::Lru => EvictionKind::Lru,
         EvictionPolicy::Fifo => EvictionKind::Fifo,
         EvictionPolicy::Lfu => EvictionKind::Lfu,

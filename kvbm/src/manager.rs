@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
+use kvbm_policies::RequestId;
 use kvbm_settings::Settings;
 use kvbm_tiers::{BlockKey, DramRegion, Frame, Loan, Tier};
 use prometheus::Registry;
@@ -17,7 +18,7 @@ use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::scheduler::{Brought, Class, Core};
 use crate::sync::{JoinHandle, Mutex, spawn};
-use crate::table::{Drift, Match, RunId, SlotCounts, TierStats};
+use crate::table::{Drift, Match, RunId, SlotCounts, TierStats, Usage};
 use crate::ticket::Ticket;
 
 /// What a manager is opened with besides its settings.
@@ -89,9 +90,22 @@ impl Manager {
         self.core.table().matches(chain.into())
     }
 
-    /// Pins the leading blocks of `chain` in every tier that holds any, and counts as their use.
+    /// Pins the leading blocks of `chain` in every tier that holds any, and counts as their use by a request of
+    /// which nothing else is known.
     pub fn lease<'a>(&self, chain: impl Into<Chain<'a>>) -> Lease {
-        self.core.lease(chain.into())
+        self.lease_for(Usage::default(), chain)
+    }
+
+    /// [`lease`](Self::lease), for a request that the engine names or describes. Whatever is done with the lease
+    /// counts as its doing.
+    pub fn lease_for<'a>(&self, usage: Usage, chain: impl Into<Chain<'a>>) -> Lease {
+        self.core.lease(chain.into(), usage)
+    }
+
+    /// The request has ended and generated `output_tokens`. Policies learn from it how long an answer it was;
+    /// how soon a chain returns depends on that.
+    pub fn finished(&self, request: RequestId, output_tokens: u32) {
+        self.core.table().finished(request, output_tokens);
     }
 
     /// Brings what the lease holds in any tier onto the device. The answer's lease holds it there.
@@ -120,7 +134,7 @@ impl Manager {
         if self.device.is_none() {
             return Err(Error::new(ErrorKind::Invalid, "there is no device tier: set device.capacity"));
         }
-        let reserved = self.core.table().reserve(Tier::Device, chain);
+        let reserved = self.core.table().reserve(Tier::Device, chain, lease.grip().visit().usage);
         let before = reserved.resident + reserved.in_flight;
         if reserved.run.is_none() && reserved.refused > 0 {
             return Err(Error::new(ErrorKind::Full, "every block of the device tier is in use"));

@@ -297,7 +297,7 @@ mod tests {
     fn an_unknown_policy_lists_the_valid_ones() {
         let error = "opt".parse::<Policy>().unwrap_err();
         let error = error.to_string();
-        assert!(error.starts_with("unknown eviction policy `opt`; valid: lru, fifo, "), "{error}");
+        assert!(error.starts_with("unknown eviction policy `opt`; valid: hazard, lru, "), "{error}");
         assert!(error.ends_with(", belady"), "{error}");
     }
 }

@@ -49,7 +49,7 @@ pub(crate) struct ReplayArgs {
     /// Bytes of a block, such as 64KiB or 1MiB [default: 64KiB]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     block_bytes: Option<u64>,
-    /// Eviction policy of all tiers [default: lru]
+    /// Eviction policy of all tiers [default: hazard]
     #[arg(long, value_name = "NAME", value_parser = eviction_policies())]
     eviction: Option<EvictionPolicy>,
     /// Stop after so many requests

@@ -38,7 +38,7 @@ fn an_unknown_policy_lists_the_valid_ones() {
         let output = place.run(&[command, "trace.jsonl", "--eviction", names]);
         let stderr = crate::text(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{stderr}");
-        assert!(stderr.contains("[possible values: lru, fifo"), "{stderr}");
+        assert!(stderr.contains("[possible values: hazard, lru, fifo"), "{stderr}");
     }
 }
 

@@ -50,6 +50,8 @@ impl Core {
     /// One round of background work.
     pub fn tick(self: &Arc<Self>) {
         self.write_off_overdue();
+        let upkeep = self.table().upkeep();
+        upkeep.into_iter().for_each(|work| work());
         for from in Tier::ALL {
             self.flush(from, false);
         }

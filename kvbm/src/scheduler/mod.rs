@@ -47,7 +47,7 @@ use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::metrics::Metrics;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
-use crate::table::{FlushRun, Missing, Reserved, RunId, Table};
+use crate::table::{FlushRun, Missing, Reserved, RunId, Table, Usage, Visit};
 use crate::ticket::Ticket;
 
 pub use self::executor::Executor;
@@ -168,8 +168,8 @@ impl Core {
     }
 
     /// Pins the leading blocks of `chain` in every tier that holds any, and counts as their use.
-    pub fn lease(self: &Arc<Self>, chain: Chain<'_>) -> Lease {
-        let grip = self.table().lease(chain);
+    pub fn lease(self: &Arc<Self>, chain: Chain<'_>, usage: Usage) -> Lease {
+        let grip = self.table().lease(chain, usage);
         self.metrics.requested(chain.len(), grip.held());
         Lease::new(Arc::clone(self), grip)
     }
@@ -197,11 +197,12 @@ impl Core {
         let refused = self.shorten(class, to, &mut missing);
         let keys: Vec<BlockKey> = missing.blocks.iter().map(|&(key, _)| key).collect();
         let Reserved { resident, in_flight, behind, run, refused: no_room } =
-            table.reserve_after(to, missing.behind, &keys);
+            table.reserve_after(to, missing.behind, &keys, lease.grip().visit());
         let known = resident + in_flight;
         let (run, frames) = run.map_or((None, Vec::new()), |(run, frames)| (Some(run), frames));
         let way = &missing.blocks[known..known + frames.len()];
-        let (promotion, bounces) = self.bounces(&mut table, class, to, way, behind);
+        let visit = lease.grip().visit();
+        let (promotion, bounces) = self.bounces(&mut table, class, to, (way, behind), visit);
         drop(table);
         let outline = Outline {
             class,
@@ -250,8 +251,8 @@ impl Core {
         table: &mut Table,
         class: Class,
         to: Tier,
-        way: &[(BlockKey, SlotRef)],
-        behind: Option<BlockKey>,
+        (way, behind): (&[(BlockKey, SlotRef)], Option<BlockKey>),
+        visit: Visit,
     ) -> (Option<RunId>, Vec<Bounce>) {
         let is_direct = |from: &SlotRef| self.executor.connects((from.tier, to));
         let plain =
@@ -263,7 +264,7 @@ impl Core {
         };
         let behind = if first == 0 { behind } else { Some(way[first - 1].0) };
         let keys: Vec<BlockKey> = way[first..].iter().map(|&(key, _)| key).collect();
-        let Reserved { resident, in_flight, run, .. } = table.reserve_after(Tier::Host, behind, &keys);
+        let Reserved { resident, in_flight, run, .. } = table.reserve_after(Tier::Host, behind, &keys, visit);
         let Some((run, frames)) = run else { return (None, bounces) };
         let places = bounces[first + resident + in_flight..].iter_mut();
         for (entry, (place, frame)) in places.zip(frames).enumerate() {

@@ -8,7 +8,7 @@ use kvbm_tiers::{BlockKey, Frame, SlotId, SlotRef, Tier};
 use super::index::RecordId;
 use super::run::RunId;
 use super::tier::Dirty;
-use super::{Grip, Table};
+use super::{Grip, Table, Usage, Visit};
 
 /// A run of blocks to copy down, its sources pinned and its destinations reserved.
 #[derive(Debug)]
@@ -21,6 +21,14 @@ pub struct FlushRun {
     pub grip: Grip,
     /// What to copy, root first, and the titles to the destinations.
     pub copies: Vec<(BlockKey, SlotRef, Frame)>,
+}
+
+/// Successive blocks to copy down together.
+#[derive(Default)]
+struct Group {
+    blocks: Vec<RecordId>,
+    /// Of the request that brought the last of them.
+    usage: Usage,
 }
 
 impl Table {
@@ -43,7 +51,7 @@ impl Table {
             return Vec::new();
         };
         let mut runs = Vec::new();
-        let mut group: Vec<RecordId> = Vec::new();
+        let mut group = Group::default();
         let mut taken = 0;
         while taken < blocks {
             let Some(next) = self.tier_mut(tier).dirty.pop_front() else { break };
@@ -51,15 +59,18 @@ impl Table {
                 continue;
             }
             taken += 1;
-            if group.is_empty() || group.last().copied() != self.records.at(next.record).parent() {
+            if group.blocks.is_empty()
+                || group.blocks.last().copied() != self.records.at(next.record).parent()
+            {
                 if !self.launch(tier, to, &mut group, &mut runs) {
                     self.tier_mut(tier).dirty.push_front(next);
                     return runs;
                 }
-                group = self.missing_path(to, next.record);
+                group.blocks = self.missing_path(to, next.record);
             } else {
-                group.push(next.record);
+                group.blocks.push(next.record);
             }
+            group.usage = next.usage;
         }
         if self.launch(tier, to, &mut group, &mut runs) && self.tier(tier).dirty.is_empty() {
             self.tier_mut(tier).pressed = false;
@@ -93,21 +104,22 @@ impl Table {
 
     /// Turns a group of successive blocks into a run. What finds no room goes back to the queue's head:
     /// false.
-    fn launch(&mut self, tier: Tier, to: Tier, group: &mut Vec<RecordId>, runs: &mut Vec<FlushRun>) -> bool {
-        let group = std::mem::take(group);
-        let Some(&first) = group.first() else { return true };
+    fn launch(&mut self, tier: Tier, to: Tier, group: &mut Group, runs: &mut Vec<FlushRun>) -> bool {
+        let Group { blocks: group, usage } = std::mem::take(group);
+        let Some((&first, &last)) = group.first().zip(group.last()) else { return true };
+        let visit = Visit { usage, path: self.records.at(last).depth() };
         // The deepest source is pinned first: claiming slots below must not make room out of it above.
-        let (source, deepest) = self.source_of(tier, group[group.len() - 1]);
+        let (source, deepest) = self.source_of(tier, last);
         if !self.tier_mut(source).at_mut(deepest).pin() {
             return true;
         }
-        let mut grip = Grip::of_nothing();
+        let mut grip = Grip::of_nothing(visit);
         grip.hold(source, deepest, 0);
         let keys: Vec<_> = group.iter().map(|&record| self.records.at(record).key()).collect();
         let parent = self.records.at(first).parent();
-        let reserved = self.reserve_run(to, parent, keys.iter().copied());
+        let reserved = self.reserve_run(to, parent, keys.iter().copied(), visit);
         let placed = reserved.as_ref().map_or(0, |(_, frames)| frames.len());
-        self.requeue(tier, &group[placed..]);
+        self.requeue(tier, &group[placed..], usage);
         match reserved {
             Some((run, frames)) => {
                 let sources = group.iter().map(|&r| self.slot_ref(source, self.records.at(r).slot(source)));
@@ -129,11 +141,11 @@ impl Table {
         (source, known.slot(source))
     }
 
-    fn requeue(&mut self, tier: Tier, records: &[RecordId]) {
+    fn requeue(&mut self, tier: Tier, records: &[RecordId], usage: Usage) {
         let since_ms = self.now_ms;
         for &record in records.iter().rev() {
             let slot = self.records.at(record).slot(tier);
-            self.tier_mut(tier).dirty.push_front(Dirty { slot, record, since_ms });
+            self.tier_mut(tier).dirty.push_front(Dirty { slot, record, since_ms, usage });
         }
     }
 

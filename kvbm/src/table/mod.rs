@@ -13,6 +13,7 @@
 //! | `run` | blocks on their way into a tier, published in chain order |
 //! | `evict` | eviction and quarantine |
 //! | `flush` | which dirty blocks to copy down next, root-first |
+//! | `visit` | whose use something is: the request, and what the engine says about it |
 //! | `audit` | the invariants, checked one by one |
 
 mod audit;
@@ -25,10 +26,11 @@ mod run;
 #[cfg(test)]
 mod tests;
 mod tier;
+mod visit;
 
 use std::collections::HashSet;
 
-use kvbm_policies::{Access, BlockId, Hints};
+use kvbm_policies::{RequestId, Upkeep};
 use kvbm_tiers::{BlockKey, Frame, Loan, SlotId, SlotRef, Tier};
 
 pub use self::audit::Drift;
@@ -38,6 +40,7 @@ pub use self::prefix::Match;
 pub use self::record::TierSet;
 pub use self::run::RunId;
 pub use self::tier::{TierSpec, TierStats};
+pub use self::visit::{Usage, Visit};
 
 use self::index::{Index, KeyHash};
 use self::prefix::Found;
@@ -68,11 +71,12 @@ pub struct SlotCounts {
 pub struct Grip {
     held: Match,
     deepest: [Option<SlotId>; Tier::COUNT],
+    visit: Visit,
 }
 
 impl Grip {
-    const fn of_nothing() -> Self {
-        Self { held: Match::new([0; Tier::COUNT]), deepest: [None; Tier::COUNT] }
+    const fn of_nothing(visit: Visit) -> Self {
+        Self { held: Match::new([0; Tier::COUNT]), deepest: [None; Tier::COUNT], visit }
     }
 
     const fn hold(&mut self, tier: Tier, deepest: SlotId, blocks: usize) {
@@ -83,6 +87,11 @@ impl Grip {
     /// How many leading blocks of the chain each tier holds.
     pub const fn held(&self) -> &Match {
         &self.held
+    }
+
+    /// Whose lease it is.
+    pub const fn visit(&self) -> Visit {
+        self.visit
     }
 }
 
@@ -174,9 +183,10 @@ impl Table {
     }
 
     /// Leases a chain: pins and touches the deepest block that each tier holds of it.
-    pub fn lease(&mut self, chain: Chain<'_>) -> Grip {
+    pub fn lease(&mut self, chain: Chain<'_>, usage: Usage) -> Grip {
         let Found { held, deepest } = self.locate(chain);
-        let mut grip = Grip { held, ..Grip::of_nothing() };
+        let visit = Visit { usage, path: chain.len() as u32 };
+        let mut grip = Grip { held, ..Grip::of_nothing(visit) };
         for tier in Tier::ALL {
             if let Some(record) = deepest[tier.index()] {
                 self.grasp(&mut grip, tier, record, held.blocks(tier) as u32);
@@ -187,22 +197,13 @@ impl Table {
 
     fn grasp(&mut self, grip: &mut Grip, tier: Tier, record: RecordId, depth: u32) {
         let slot = self.records.at(record).slot(tier);
-        let now_ms = self.now_ms;
+        let access = grip.visit.access(self.now_ms, slot, depth, 0);
         let (held, records) = self.tier_and_records(tier);
         if !held.at_mut(slot).pin() {
             grip.held.set(tier, 0);
             return;
         }
         grip.deepest[tier.index()] = Some(slot);
-        let access = Access {
-            now_ms,
-            request: None,
-            deepest: BlockId(slot.0),
-            depth,
-            inserted: 0,
-            path: depth,
-            hints: Hints::default(),
-        };
         held.touch(&access, records);
     }
 
@@ -235,7 +236,7 @@ impl Table {
     /// Pins one slot that a copy reads from, so that it stays although the lease ends. A slot that is not
     /// resident (a bounce slot) needs no pin: its title is somewhere else.
     pub fn hold_source(&mut self, slot: SlotRef) -> Grip {
-        let mut grip = Grip::of_nothing();
+        let mut grip = Grip::of_nothing(Visit::default());
         let held = self.tiers[slot.tier.index()].as_mut();
         let held = held.filter(|held| held.pool.resident_ref(slot.slot) == Some(slot));
         if let Some(held) = held
@@ -333,16 +334,23 @@ impl Table {
     }
 
     /// Reserves slots in `tier` for the blocks of `chain` that it lacks, evicting where it must.
-    pub fn reserve(&mut self, tier: Tier, chain: Chain<'_>) -> Reserved {
+    pub fn reserve(&mut self, tier: Tier, chain: Chain<'_>, usage: Usage) -> Reserved {
         let resident = self.matches(chain).blocks(tier);
         let parent = resident.checked_sub(1).map(|last| chain.key(last));
         let keys: Vec<_> = (resident..chain.len()).map(|i| chain.key(i)).collect();
-        Reserved { resident, ..self.reserve_after(tier, parent, &keys) }
+        let visit = Visit { usage, path: chain.len() as u32 };
+        Reserved { resident, ..self.reserve_after(tier, parent, &keys, visit) }
     }
 
     /// Reserves slots in `tier` for successive blocks behind `parent`, which the tier has. Blocks that it
     /// has or awaits already are passed over.
-    pub fn reserve_after(&mut self, tier: Tier, parent: Option<BlockKey>, keys: &[BlockKey]) -> Reserved {
+    pub fn reserve_after(
+        &mut self,
+        tier: Tier,
+        parent: Option<BlockKey>,
+        keys: &[BlockKey],
+        visit: Visit,
+    ) -> Reserved {
         let is = |key: &BlockKey, state: fn(&Record) -> TierSet| {
             self.find(*key).is_some_and(|record| state(self.records.at(record)).has(tier))
         };
@@ -358,7 +366,7 @@ impl Table {
         if behind.is_some() && !parent.is_some_and(has) {
             return Reserved { resident, in_flight, behind, run: None, refused: new.len() };
         }
-        let run = self.reserve_run(tier, parent, new.iter().copied());
+        let run = self.reserve_run(tier, parent, new.iter().copied(), visit);
         let placed = run.as_ref().map_or(0, |(_, frames)| frames.len());
         Reserved { resident, in_flight, behind, run, refused: new.len() - placed }
     }
@@ -376,6 +384,18 @@ impl Table {
         let slot = loan.slot();
         self.tier_mut(tier).pool.settle(loan);
         self.unpin(tier, slot);
+    }
+
+    /// A request has ended and generated `output_tokens`: every tier's policy may learn from it.
+    pub fn finished(&mut self, request: RequestId, output_tokens: u32) {
+        let now_ms = self.now_ms;
+        let tiers = self.tiers.iter_mut().flatten();
+        tiers.for_each(|held| held.policy.finished(request, output_tokens, now_ms));
+    }
+
+    /// What the policies want done without the table: see [`Eviction::upkeep`](kvbm_policies::Eviction::upkeep).
+    pub fn upkeep(&mut self) -> Vec<Upkeep> {
+        self.tiers.iter_mut().flatten().filter_map(|held| held.policy.upkeep()).collect()
     }
 
     /// Takes in a title that was never the table's own and whose slot something may still write to: a lost

@@ -6,12 +6,11 @@
 
 use std::collections::HashMap;
 
-use kvbm_policies::{Access, BlockId, Hints};
 use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
 
 use super::index::RecordId;
 use super::tier::Dirty;
-use super::{Grip, Table};
+use super::{Grip, Table, Usage, Visit};
 
 /// Names a run for the whole life of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -49,6 +48,8 @@ pub(super) struct Run {
     pub(super) alive: usize,
     /// Its owner is gone: it closes itself when its last block is published or has failed.
     pub(super) detached: bool,
+    /// Who brings it.
+    visit: Visit,
 }
 
 impl Run {
@@ -129,6 +130,7 @@ impl Table {
         tier: Tier,
         parent: Option<RecordId>,
         keys: impl ExactSizeIterator<Item = BlockKey>,
+        visit: Visit,
     ) -> Option<(RunId, Vec<Frame>)> {
         if keys.len() == 0 {
             return None;
@@ -159,7 +161,7 @@ impl Table {
             return None;
         }
         let alive = entries.len();
-        let run = Run { tier, anchor, entries, published: 0, alive, detached: false };
+        let run = Run { tier, anchor, entries, published: 0, alive, detached: false, visit };
         Some((self.runs.open(run), frames))
     }
 
@@ -244,9 +246,9 @@ impl Table {
         let mut ready = vec![id];
         while let Some(id) = ready.pop() {
             let Some(run) = self.runs.at_mut(id) else { continue };
-            let (tier, anchor, before) = (run.tier, run.anchor, run.published);
+            let (tier, anchor, before, usage) = (run.tier, run.anchor, run.published, run.visit.usage);
             while let Some((record, frame)) = self.runs.at_mut(id).and_then(Run::next_ready) {
-                self.publish(record, frame);
+                self.publish(record, frame, usage);
                 ready.extend(self.anchor_waiting(tier, record));
             }
             self.advance_anchor(id, tier, anchor, before);
@@ -254,7 +256,7 @@ impl Table {
         }
     }
 
-    fn publish(&mut self, record: RecordId, frame: Frame) {
+    fn publish(&mut self, record: RecordId, frame: Frame, usage: Usage) {
         let tier = frame.tier();
         self.records.at_mut(record).publish(tier);
         self.note_residence(record);
@@ -268,7 +270,7 @@ impl Table {
         let slot = held.pool.deposit(frame);
         held.settle(slot, record);
         if held.flush_to.is_some_and(|below| !resident.has(below)) {
-            held.dirty.push_back(Dirty { slot, record, since_ms });
+            held.dirty.push_back(Dirty { slot, record, since_ms, usage });
         }
         self.cleanse_above(tier, record);
         self.tell(tier, record);
@@ -310,19 +312,12 @@ impl Table {
         let Some(last) = run.published.checked_sub(1).filter(|_| inserted > 0) else { return };
         let (slot, record) = (run.entries[last].slot, run.entries[last].record);
         run.anchor = Anchor::Resident(slot);
+        let visit = run.visit;
         let depth = self.records.at(record).depth();
         let (held, records) = self.tier_and_records(tier);
         let pinned = held.at_mut(slot).pin();
         debug_assert!(pinned, "a block that was just published has no pins yet");
-        let access = Access {
-            now_ms,
-            request: None,
-            deepest: BlockId(slot.0),
-            depth,
-            inserted: inserted as u32,
-            path: depth,
-            hints: Hints::default(),
-        };
+        let access = visit.access(now_ms, slot, depth, inserted as u32);
         held.touch(&access, records);
         self.weigh_anchor(tier, old);
     }

@@ -4,7 +4,7 @@ use kvbm_policies::eviction::EvictionKind;
 use kvbm_tiers::{Frame, FramePool, Tier};
 use proptest::prelude::*;
 
-use super::{FlushRun, Grip, Match, RunId, Table, TierSpec};
+use super::{FlushRun, Grip, Match, RunId, Table, TierSpec, Usage};
 use crate::hash::{BlockHash, Chain};
 
 const SLOTS: [(Tier, u32, Option<Tier>); 4] = [
@@ -14,10 +14,10 @@ const SLOTS: [(Tier, u32, Option<Tier>); 4] = [
     (Tier::Object, 64, None),
 ];
 
-fn small_table() -> Table {
+fn small_table(eviction: EvictionKind) -> Table {
     Table::new(SLOTS.map(|(tier, slots, flush_to)| TierSpec {
         pool: FramePool::new(tier, slots),
-        policy: EvictionKind::Lru.build(slots),
+        policy: eviction.build(slots),
         flush_to,
     }))
 }
@@ -76,7 +76,7 @@ impl History {
             Step::Finish { which, entry, outcome } => self.finish(which, entry, outcome),
             Step::Lease(n) => {
                 let hashes = chain(n);
-                let grip = self.table.lease(Chain::from(&hashes));
+                let grip = self.table.lease(Chain::from(&hashes), Usage::default());
                 self.grips.push((grip, hashes));
             }
             Step::Release(which) if !self.grips.is_empty() => {
@@ -98,7 +98,7 @@ impl History {
 
     fn reserve(&mut self, tier: Tier, n: u8) {
         let hashes = chain(n);
-        if let Some((run, frames)) = self.table.reserve(tier, Chain::from(&hashes)).run {
+        if let Some((run, frames)) = self.table.reserve(tier, Chain::from(&hashes), Usage::default()).run {
             self.works.push(Work { run, frames: frames.into_iter().enumerate().collect(), grip: None });
         }
     }
@@ -177,8 +177,11 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     #[test]
-    fn every_history_keeps_every_invariant(steps in prop::collection::vec(step(), 1..120)) {
-        let mut history = History { table: small_table(), works: Vec::new(), grips: Vec::new(), lost: 0 };
+    fn every_history_keeps_every_invariant(
+        eviction in prop::sample::select(&EvictionKind::ALL),
+        steps in prop::collection::vec(step(), 1..120),
+    ) {
+        let mut history = History { table: small_table(eviction), works: Vec::new(), grips: Vec::new(), lost: 0 };
         for step in &steps {
             history.take(step);
             history.check();
@@ -189,10 +192,10 @@ proptest! {
 
 #[test]
 fn a_leased_chain_survives_pressure() {
-    let mut table = small_table();
+    let mut table = small_table(EvictionKind::default());
     let held = chain(8);
     fill(&mut table, Tier::Device, &held);
-    let grip = table.lease(Chain::from(&held));
+    let grip = table.lease(Chain::from(&held), Usage::default());
     for n in [1, 5, 9, 2, 6, 10] {
         fill(&mut table, Tier::Device, &chain(n));
     }
@@ -202,7 +205,7 @@ fn a_leased_chain_survives_pressure() {
 }
 
 fn fill(table: &mut Table, tier: Tier, hashes: &Vec<BlockHash>) -> usize {
-    let reserved = table.reserve(tier, Chain::from(hashes));
+    let reserved = table.reserve(tier, Chain::from(hashes), Usage::default());
     if let Some((run, frames)) = reserved.run {
         (0..).zip(frames).for_each(|(entry, frame)| table.filled(run, entry, frame));
         table.close(run, None);
@@ -213,10 +216,10 @@ fn fill(table: &mut Table, tier: Tier, hashes: &Vec<BlockHash>) -> usize {
 /// A lease pins the deepest block; when that is quarantined, somebody may still be reading what lies above.
 #[test]
 fn readers_of_a_quarantined_chain_keep_its_ancestors() {
-    let mut table = small_table();
+    let mut table = small_table(EvictionKind::default());
     let held = chain(8);
     fill(&mut table, Tier::Device, &held);
-    let grip = table.lease(Chain::from(&held));
+    let grip = table.lease(Chain::from(&held), Usage::default());
     for depth in [6, 4] {
         table.quarantine(Tier::Device, Chain::from(&held).key(depth));
         assert_eq!(table.evict(Tier::Device, 12), 0);
@@ -232,7 +235,7 @@ fn readers_of_a_quarantined_chain_keep_its_ancestors() {
 
 #[test]
 fn a_chain_that_contradicts_itself_or_another_is_refused() {
-    let mut table = small_table();
+    let mut table = small_table(EvictionKind::default());
     let hash = |n: u128| BlockHash::from_u128(n << 64 | n);
     assert_eq!(fill(&mut table, Tier::Device, &vec![hash(1), hash(1)]), 1);
     assert_eq!(fill(&mut table, Tier::Host, &vec![hash(2), hash(3)]), 0);

@@ -7,6 +7,7 @@ use kvbm_tiers::{FramePool, HugeVec, SlotId, Tier};
 
 use super::index::RecordId;
 use super::record::Records;
+use super::visit::Usage;
 
 /// What the table is told about a tier.
 #[derive(Debug)]
@@ -97,6 +98,8 @@ pub(super) struct Dirty {
     pub(super) slot: SlotId,
     pub(super) record: RecordId,
     pub(super) since_ms: u64,
+    /// Of the request that brought it.
+    pub(super) usage: Usage,
 }
 
 /// Slots of quarantined blocks that still have readers; they are freed together when the last one leaves.

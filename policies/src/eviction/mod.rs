@@ -156,13 +156,13 @@ pub trait Eviction: Send + fmt::Debug {
 /// The policies that a live tier may use, by name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum EvictionKind {
-    /// [`Lru`].
+    /// [`Hazard`].
     #[default]
+    Hazard,
+    /// [`Lru`].
     Lru,
     /// [`Fifo`].
     Fifo,
-    /// [`Hazard`].
-    Hazard,
     /// [`Lfu`].
     Lfu,
     /// [`Lru2`].
@@ -184,9 +184,9 @@ pub enum EvictionKind {
 impl EvictionKind {
     /// Every policy, the default first.
     pub const ALL: [Self; 11] = [
+        Self::Hazard,
         Self::Lru,
         Self::Fifo,
-        Self::Hazard,
         Self::Lfu,
         Self::Lru2,
         Self::Slru,
@@ -279,7 +279,7 @@ mod tests {
     #[test]
     fn an_unknown_name_lists_the_valid_ones() {
         let error = "mru".parse::<EvictionKind>().unwrap_err();
-        let expected = "unknown eviction policy `mru`; valid: lru, fifo, ";
+        let expected = "unknown eviction policy `mru`; valid: hazard, lru, ";
         assert!(error.to_string().starts_with(expected), "{error}");
     }
 }

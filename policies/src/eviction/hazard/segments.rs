@@ -10,7 +10,7 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 
-use super::super::{Access, BlockId, Forest, RequestId};
+use super::super::{Access, BlockId, Forest, PREPARED_BLOCKS, RequestId};
 use super::factors::{self, MANY_REUSES, Profile, Traits, UNPARTED};
 use super::fit::{Age, Record};
 
@@ -158,7 +158,7 @@ pub(super) struct Segments {
 
 impl Segments {
     pub(super) fn with_capacity(capacity: u32) -> Self {
-        Self { home: Vec::with_capacity(capacity as usize), ..Self::default() }
+        Self { home: Vec::with_capacity(capacity.min(PREPARED_BLOCKS) as usize), ..Self::default() }
     }
 
     /// Resident blocks.
