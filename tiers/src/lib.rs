@@ -34,6 +34,8 @@ pub mod geometry;
 pub mod huge;
 pub mod memcpy;
 pub mod memory;
+#[cfg(feature = "nixl")]
+pub mod nixl;
 pub mod object;
 pub mod raw;
 mod stream;

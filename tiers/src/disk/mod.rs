@@ -35,6 +35,7 @@ pub use uring::UringBackend;
 pub struct DiskRegion {
     geometry: Geometry,
     files: Vec<SlotFile>,
+    file_bytes: u64,
     direct: bool,
 }
 
@@ -68,8 +69,9 @@ impl DiskRegion {
         let geometry = options.geometry;
         let slots_per_file = (geometry.slots() as usize).div_ceil(options.dirs.len());
         let names = files::names(options.keep.as_deref(), options.dirs.len())?;
+        let file_bytes = (slots_per_file * geometry.stride()) as u64;
         let shape = SlotFileOptions {
-            bytes: (slots_per_file * geometry.stride()) as u64,
+            bytes: file_bytes,
             o_direct: options.o_direct,
             zerofill_fallback: options.zerofill_fallback,
             keep: options.keep.is_some(),
@@ -80,7 +82,7 @@ impl DiskRegion {
         if options.o_direct && !direct {
             tracing::warn!(dirs = ?options.dirs, "no O_DIRECT here: the disk tier goes through the page cache");
         }
-        Ok(Self { geometry, files, direct })
+        Ok(Self { geometry, files, file_bytes, direct })
     }
 
     /// How it is cut.
@@ -91,6 +93,11 @@ impl DiskRegion {
     /// Whether every file bypasses the page cache.
     pub const fn is_direct(&self) -> bool {
         self.direct
+    }
+
+    /// Size of each slot file.
+    pub const fn file_bytes(&self) -> u64 {
+        self.file_bytes
     }
 
     /// The slot files, in striping order.

@@ -1,0 +1,519 @@
+//! Agents: who takes part in transfers.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{CStr, CString, c_char};
+use std::fmt;
+use std::ptr::{self, NonNull, null, null_mut};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::library::{Library, REMEDY};
+use super::sys::{self, AgentConfig, AgentS, BackendS, MemListS, OptArgsS, ParamsS, Status};
+use crate::error::{SetupError, SetupErrorKind};
+
+/// A participant of transfers, in this process. Cheap to clone: it ends with its last handle, and every
+/// backend, registration, list and request holds one.
+#[derive(Clone)]
+pub struct Agent(Arc<Inner>);
+
+struct Inner {
+    library: &'static Library,
+    handle: NonNull<AgentS>,
+    name: CString,
+}
+
+// SAFETY: the agent is made with strict thread synchronisation: its functions may be called from any thread.
+unsafe impl Send for Inner {}
+// SAFETY: as above.
+unsafe impl Sync for Inner {}
+
+/// Names of the agents of this process. The library takes a second agent of a name for the first.
+static NAMES: Mutex<BTreeSet<CString>> = Mutex::new(BTreeSet::new());
+
+impl Agent {
+    /// An agent whose name nobody else among its peers has.
+    ///
+    /// # Errors
+    /// `InUse`: this process has an agent of that name. `Invalid`: the name is empty or holds a zero byte.
+    /// `Unavailable`: the library refuses.
+    pub fn new(library: &'static Library, name: &str) -> Result<Self, SetupError> {
+        let name = c_string(name, "the name of a NIXL agent")?;
+        if name.is_empty() {
+            return Err(SetupError::new(SetupErrorKind::Invalid, "a NIXL agent needs a name"));
+        }
+        if !NAMES.lock().insert(name.clone()) {
+            let message = format!("this process has a NIXL agent {name:?} already: choose another name");
+            return Err(SetupError::new(SetupErrorKind::InUse, message));
+        }
+        match create(library, &name) {
+            Ok(handle) => Ok(Self(Arc::new(Inner { library, handle, name }))),
+            Err(status) => {
+                NAMES.lock().remove(&name);
+                Err(refused(status, &format!("make the agent {name:?}")))
+            }
+        }
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        self.0.name.to_str().unwrap_or_default()
+    }
+
+    /// The library that it runs on.
+    pub fn library(&self) -> &'static Library {
+        self.0.library
+    }
+
+    /// The plugins whose files the library sees. Whether one can be loaded shows when it is used.
+    ///
+    /// # Errors
+    /// `Unavailable`: the library does not say.
+    pub fn plugins(&self) -> Result<BTreeSet<String>, SetupError> {
+        let api = self.api();
+        let mut list = null_mut();
+        // SAFETY: the agent lives; the list is ours if the call succeeds.
+        done(unsafe { (api.get_available_plugins)(self.handle(), &raw mut list) }, "list its plugins")?;
+        let mut size = 0;
+        // SAFETY: the list is valid until it is destroyed below.
+        unsafe { (api.string_list_size)(list, &raw mut size) };
+        let names = (0..size).filter_map(|index| {
+            let mut text = null();
+            // SAFETY: as above, and the index is below the size.
+            let status = unsafe { (api.string_list_get)(list, index, &raw mut text) };
+            // SAFETY: on success the text is a string of the list's.
+            (status == sys::SUCCESS).then(|| unsafe { text_of(text) })
+        });
+        let names = names.collect();
+        // SAFETY: nothing refers to the list any more.
+        unsafe { (api.destroy_string_list)(list) };
+        Ok(names)
+    }
+
+    /// Loads a plugin without starting it.
+    ///
+    /// # Errors
+    /// `Unavailable`: there is no such plugin, or it lacks a library that it needs. `Invalid`: no name.
+    pub fn probe(&self, plugin: &str) -> Result<(), SetupError> {
+        let (mut mems, mut params): (*mut MemListS, *mut ParamsS) = (null_mut(), null_mut());
+        let name = c_string(plugin, "the name of a NIXL plugin")?;
+        let api = self.api();
+        // SAFETY: the agent lives, the name is a string, and the lists are ours if the call succeeds.
+        let status =
+            unsafe { (api.get_plugin_params)(self.handle(), name.as_ptr(), &raw mut mems, &raw mut params) };
+        if status != sys::SUCCESS {
+            return Err(cannot_load(plugin));
+        }
+        // SAFETY: ours, and used no more.
+        unsafe { ((api.destroy_mem_list)(mems), (api.destroy_params)(params)) };
+        Ok(())
+    }
+
+    /// Starts a plugin with its default parameters, some of them changed.
+    ///
+    /// # Errors
+    /// `Unavailable`: the plugin cannot be loaded, or does not start with these parameters. `Invalid`: a
+    /// parameter holds a zero byte.
+    pub fn backend(
+        &self,
+        plugin: &str,
+        parameters: &BTreeMap<String, String>,
+    ) -> Result<BackendHandle, SetupError> {
+        self.probe(plugin)?;
+        let name = c_string(plugin, "the name of a NIXL plugin")?;
+        let params = Params::new(self.clone(), parameters)?;
+        let mut handle = null_mut();
+        // SAFETY: agent and parameters live, the name is a string; the handle is ours if the call succeeds.
+        let status =
+            unsafe { (self.api().create_backend)(self.handle(), name.as_ptr(), params.0, &raw mut handle) };
+        match NonNull::new(handle).filter(|_| status == sys::SUCCESS) {
+            Some(handle) => Ok(BackendHandle { agent: self.clone(), handle, plugin: plugin.to_owned() }),
+            None => {
+                let message = format!(
+                    "the NIXL plugin {plugin} does not start with the parameters {:?}: see what it printed",
+                    parameters.keys()
+                );
+                Err(SetupError::new(SetupErrorKind::Unavailable, message))
+            }
+        }
+    }
+
+    /// What a peer needs in order to reach this agent and the memory that is registered with it by now, in a
+    /// form to be sent by any channel.
+    ///
+    /// # Errors
+    /// `Unavailable`: no backend of this agent reaches other agents.
+    ///
+    /// # Safety
+    /// Whoever has these bytes can read and write all registered memory at any time. The caller answers for
+    /// them: they touch only slots whose titles are held for them.
+    pub unsafe fn metadata(&self) -> Result<Vec<u8>, SetupError> {
+        let (mut data, mut bytes) = (null_mut(), 0);
+        // SAFETY: the agent lives; the data is ours, from `malloc`, if the call succeeds.
+        let status = unsafe { (self.api().get_local_md)(self.handle(), &raw mut data, &raw mut bytes) };
+        done(status, "describe itself to peers: does it have a backend that reaches them?")?;
+        // SAFETY: so many bytes were returned.
+        let metadata = unsafe { std::slice::from_raw_parts(data.cast::<u8>(), bytes) }.to_vec();
+        // SAFETY: from `malloc`, and used no more.
+        unsafe { libc::free(data) };
+        Ok(metadata)
+    }
+
+    /// Gets to know a peer by its [`metadata`](Self::metadata).
+    ///
+    /// # Errors
+    /// `InUse`: the peer has this agent's name. `Invalid`: these bytes describe no agent, or another one of a
+    /// known name. `Unavailable`: no common backend.
+    pub fn meet(&self, metadata: &[u8]) -> Result<Peer, SetupError> {
+        let mut name: *mut c_char = null_mut();
+        // SAFETY: the agent lives and so many bytes are there; the name is ours, from `malloc`, on success.
+        let status = unsafe {
+            (self.api().load_remote_md)(self.handle(), metadata.as_ptr().cast(), metadata.len(), &raw mut name)
+        };
+        match status {
+            sys::SUCCESS => {
+                // SAFETY: a string that the library made for us.
+                let peer = Peer { agent: self.clone(), name: unsafe { CStr::from_ptr(name) }.to_owned() };
+                // SAFETY: from `malloc`, and used no more.
+                unsafe { libc::free(name.cast()) };
+                Ok(peer)
+            }
+            sys::ERROR_INVALID_PARAM if !metadata.is_empty() => {
+                let message = format!(
+                    "agent {:?} met metadata that names itself or no agent at all: give every agent a name of its own",
+                    self.name()
+                );
+                Err(SetupError::new(SetupErrorKind::InUse, message))
+            }
+            sys::ERROR_INVALID_PARAM => {
+                Err(SetupError::new(SetupErrorKind::Invalid, "the metadata of a NIXL agent is empty"))
+            }
+            status => Err(refused(
+                status,
+                "use a peer's metadata: cut short, of an agent with a known name, or without a common backend",
+            )),
+        }
+    }
+
+    /// The notifications that arrived since the last call: of whom, and what.
+    ///
+    /// # Errors
+    /// `Unavailable`: no backend of this agent receives any.
+    pub fn notifications(&self) -> Result<Vec<(String, Vec<u8>)>, SetupError> {
+        let api = self.api();
+        let mut map = null_mut();
+        // SAFETY: makes an empty map, ours.
+        done(unsafe { (api.create_notif_map)(&raw mut map) }, "hold notifications")?;
+        // SAFETY: agent and map live.
+        let status = unsafe { (api.get_notifs)(self.handle(), map, null_mut()) };
+        // SAFETY: the map is valid until it is destroyed below.
+        let notifications = unsafe { self.read_notifications(map) };
+        // SAFETY: nothing refers to the map any more.
+        unsafe { (api.destroy_notif_map)(map) };
+        done(status, "receive notifications: does it have a backend that can?")?;
+        Ok(notifications)
+    }
+
+    /// # Safety
+    /// `map` is a notification map.
+    unsafe fn read_notifications(&self, map: *mut sys::NotifMapS) -> Vec<(String, Vec<u8>)> {
+        let api = self.api();
+        let (mut agents, mut found) = (0, Vec::new());
+        // SAFETY: the map is one; here and below indices stay below the sizes that it reports, and what it
+        // returns lives as long as the map does.
+        unsafe { (api.notif_map_size)(map, &raw mut agents) };
+        for agent in 0..agents {
+            let (mut name, mut count) = (null(), 0);
+            // SAFETY: see above.
+            if unsafe { (api.notif_map_get_agent_at)(map, agent, &raw mut name) } != sys::SUCCESS {
+                continue;
+            }
+            // SAFETY: see above.
+            unsafe { (api.notif_map_get_notifs_size)(map, name, &raw mut count) };
+            for index in 0..count {
+                let (mut data, mut bytes) = (null(), 0);
+                // SAFETY: see above.
+                let status =
+                    unsafe { (api.notif_map_get_notif)(map, name, index, &raw mut data, &raw mut bytes) };
+                if status == sys::SUCCESS {
+                    // SAFETY: see above.
+                    found.push(unsafe { (text_of(name), bytes_of(data.cast(), bytes)) });
+                }
+            }
+        }
+        found
+    }
+
+    pub(super) fn api(&self) -> &'static sys::Api {
+        &self.0.library.api
+    }
+
+    pub(super) fn handle(&self) -> *mut AgentS {
+        self.0.handle.as_ptr()
+    }
+
+    pub(super) fn c_name(&self) -> &CStr {
+        &self.0.name
+    }
+}
+
+impl fmt::Debug for Agent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Agent").field(&self.0.name).finish()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: this was the last handle: requests, lists, registrations and backends are gone.
+        unsafe { (self.library.api.destroy_agent)(self.handle.as_ptr()) };
+        NAMES.lock().remove(&self.name);
+    }
+}
+
+fn create(library: &Library, name: &CStr) -> Result<NonNull<AgentS>, Status> {
+    let config = AgentConfig {
+        // Without it transfers between agents do not progress.
+        enable_prog_thread: true,
+        enable_listen_thread: false,
+        listen_port: 0,
+        thread_sync: sys::THREAD_SYNC_STRICT,
+        num_workers: 1,
+        pthr_delay_us: 0,
+        lthr_delay_us: 100_000,
+        capture_telemetry: false,
+    };
+    let mut handle = null_mut();
+    // SAFETY: name and configuration live as long as the call.
+    let status =
+        unsafe { (library.api.create_configured_agent)(name.as_ptr(), &raw const config, &raw mut handle) };
+    NonNull::new(handle).filter(|_| status == sys::SUCCESS).ok_or(status)
+}
+
+/// A plugin that was started for an agent. It runs as long as the agent does.
+pub struct BackendHandle {
+    agent: Agent,
+    handle: NonNull<BackendS>,
+    plugin: String,
+}
+
+// SAFETY: the handle is a pointer into the agent, whose functions may be called from any thread.
+unsafe impl Send for BackendHandle {}
+// SAFETY: as above; nothing is changed through it.
+unsafe impl Sync for BackendHandle {}
+
+impl BackendHandle {
+    /// The agent that it works for.
+    pub const fn agent(&self) -> &Agent {
+        &self.agent
+    }
+
+    /// Name of the plugin.
+    pub fn plugin(&self) -> &str {
+        &self.plugin
+    }
+}
+
+impl fmt::Debug for BackendHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("BackendHandle").field(&self.plugin).finish()
+    }
+}
+
+impl Drop for BackendHandle {
+    fn drop(&mut self) {
+        // SAFETY: frees the handle only; the plugin stays with the agent.
+        unsafe { (self.agent.api().destroy_backend)(self.handle.as_ptr()) };
+    }
+}
+
+/// Another agent that this one has met. Dropping the last handle of it forgets it; lists and requests that
+/// lead there hold one.
+pub struct Peer {
+    agent: Agent,
+    name: CString,
+}
+
+impl Peer {
+    /// The agent that met it.
+    pub const fn agent(&self) -> &Agent {
+        &self.agent
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        self.name.to_str().unwrap_or_default()
+    }
+
+    /// Connects now rather than at the first transfer, which would otherwise take 100 to 500 ms longer.
+    ///
+    /// # Errors
+    /// `Unavailable`: it does not answer.
+    pub fn connect(&self) -> Result<(), SetupError> {
+        // SAFETY: the agent lives and the name is a string.
+        let status = unsafe {
+            (self.agent.api().agent_make_connection)(self.agent.handle(), self.name.as_ptr(), null_mut())
+        };
+        done(status, &format!("connect to {:?}", self.name))
+    }
+
+    /// Sends a short message, which arrives in its [`notifications`](Agent::notifications).
+    ///
+    /// # Errors
+    /// `Unavailable`: no backend carries messages there, or the peer is gone.
+    pub fn notify(&self, message: &[u8]) -> Result<(), SetupError> {
+        let agent = &self.agent;
+        // SAFETY: the agent lives, the name is a string, and so many bytes are there.
+        let status = unsafe {
+            (agent.api().gen_notif)(
+                agent.handle(),
+                self.name.as_ptr(),
+                message.as_ptr().cast(),
+                message.len(),
+                null_mut(),
+            )
+        };
+        done(status, &format!("notify {:?}", self.name))
+    }
+
+    pub(super) fn c_name(&self) -> &CStr {
+        &self.name
+    }
+}
+
+impl fmt::Debug for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Peer").field(&self.name).finish()
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // SAFETY: the agent lives, the name is a string, and no request leads there any more.
+        unsafe { (self.agent.api().invalidate_remote_md)(self.agent.handle(), self.name.as_ptr()) };
+    }
+}
+
+/// Parameters of a plugin that is to be started.
+struct Params(*mut ParamsS, Agent);
+
+impl Params {
+    fn new(agent: Agent, parameters: &BTreeMap<String, String>) -> Result<Self, SetupError> {
+        let mut handle = null_mut();
+        // SAFETY: makes an empty map, ours.
+        done(unsafe { (agent.api().create_params)(&raw mut handle) }, "hold parameters")?;
+        let params = Self(handle, agent);
+        for (key, value) in parameters {
+            let (key, value) = (c_string(key, "a NIXL parameter")?, c_string(value, "a NIXL parameter")?);
+            // SAFETY: the map is ours, key and value are strings, which it copies.
+            let status = unsafe { (params.1.api().params_add)(params.0, key.as_ptr(), value.as_ptr()) };
+            done(status, "hold parameters")?;
+        }
+        Ok(params)
+    }
+}
+
+impl Drop for Params {
+    fn drop(&mut self) {
+        // SAFETY: ours; the library copies what it keeps.
+        unsafe { (self.1.api().destroy_params)(self.0) };
+    }
+}
+
+/// Optional arguments: which backend is to do it, and what to tell the peer at the end.
+pub(super) struct OptArgs(*mut OptArgsS, Agent);
+
+impl OptArgs {
+    pub(super) fn new(agent: &Agent) -> Result<Self, SetupError> {
+        let mut handle = null_mut();
+        // SAFETY: makes empty arguments, ours.
+        done(unsafe { (agent.api().create_opt_args)(&raw mut handle) }, "hold arguments")?;
+        Ok(Self(handle, agent.clone()))
+    }
+
+    pub(super) fn with_backend(self, backend: &BackendHandle) -> Result<Self, SetupError> {
+        // SAFETY: both are valid, and the library copies the backend's pointer.
+        done(unsafe { (self.1.api().opt_args_add_backend)(self.0, backend.handle.as_ptr()) }, "hold arguments")?;
+        Ok(self)
+    }
+
+    pub(super) fn with_notification(self, message: &[u8]) -> Result<Self, SetupError> {
+        let api = self.1.api();
+        // SAFETY: so many bytes are there, and the library copies them.
+        let status =
+            unsafe { (api.opt_args_set_notif_msg)(self.0, message.as_ptr().cast(), message.len()) };
+        done(status, "hold arguments")?;
+        // SAFETY: the arguments are ours.
+        done(unsafe { (api.opt_args_set_has_notif)(self.0, true) }, "hold arguments")?;
+        Ok(self)
+    }
+
+    pub(super) const fn as_ptr(&self) -> *mut OptArgsS {
+        self.0
+    }
+}
+
+impl Drop for OptArgs {
+    fn drop(&mut self) {
+        // SAFETY: ours; the library copies what it keeps.
+        unsafe { (self.1.api().destroy_opt_args)(self.0) };
+    }
+}
+
+pub(super) fn c_string(text: &str, what: &str) -> Result<CString, SetupError> {
+    CString::new(text)
+        .map_err(|e| SetupError::caused(SetupErrorKind::Invalid, format!("{what} holds a zero byte"), e))
+}
+
+/// # Safety
+/// `text` is a string that nobody changes meanwhile.
+unsafe fn text_of(text: *const c_char) -> String {
+    // SAFETY: as the caller promises.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+/// # Safety
+/// `bytes` bytes are at `data`, if there are any.
+unsafe fn bytes_of(data: *const u8, bytes: usize) -> Vec<u8> {
+    let mut copy = vec![0; bytes];
+    if bytes > 0 {
+        // SAFETY: as the caller promises, and the copy has as many.
+        unsafe { ptr::copy_nonoverlapping(data, copy.as_mut_ptr(), bytes) };
+    }
+    copy
+}
+
+/// Whether a call that sets something up succeeded.
+pub(super) fn done(status: Status, what: &str) -> Result<(), SetupError> {
+    if status >= sys::SUCCESS { Ok(()) } else { Err(refused(status, what)) }
+}
+
+fn refused(status: Status, what: &str) -> SetupError {
+    let message = format!("NIXL cannot {what} ({})", status_name(status));
+    SetupError::new(SetupErrorKind::Unavailable, message)
+}
+
+/// The library reduces its own errors to these few.
+pub(super) const fn status_name(status: Status) -> &'static str {
+    match status {
+        sys::SUCCESS => "success",
+        sys::IN_PROGRESS => "in progress",
+        sys::ERROR_INVALID_PARAM => "invalid parameter",
+        sys::ERROR_BACKEND => "backend error",
+        sys::ERROR_INVALID_STATE => "invalid state",
+        sys::ERROR_EXCEPTION => "exception",
+        sys::ERROR_NOT_FOUND => "not found",
+        _ => "unknown error",
+    }
+}
+
+fn cannot_load(plugin: &str) -> SetupError {
+    let message = match plugin {
+        "GDS" | "GDS_MT" => {
+            format!("the NIXL plugin {plugin} cannot be loaded: it needs libcudart and libcufile of CUDA")
+        }
+        "LIBFABRIC" => format!("the NIXL plugin {plugin} cannot be loaded: it needs libfabric"),
+        _ => format!("NIXL has no plugin {plugin}, or it cannot be loaded: see what it printed; {REMEDY}"),
+    };
+    SetupError::new(SetupErrorKind::Unavailable, message)
+}

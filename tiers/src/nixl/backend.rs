@@ -1,0 +1,167 @@
+//! The backends that move blocks through NIXL.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::Instant;
+
+use crossbeam_channel::Sender;
+
+use super::agent::BackendHandle;
+use super::mover::{Batch, Mover};
+use super::registration::{Registration, Segment, device_of};
+use super::request::SegmentList;
+use super::spans::Spans;
+use crate::copy::{Backend, CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
+use crate::disk::DiskRegion;
+use crate::error::{SetupError, SetupErrorKind};
+use crate::memory::Memory;
+
+/// Slots whose segments are prepared together: 4 ms of work, 4 MiB of memory.
+const SPAN: u32 = 1 << 16;
+
+/// Moves blocks between a memory region and another tier through a plugin of NIXL, with a thread of its own
+/// that forms requests of neighbouring blocks and sleeps while they move.
+///
+/// A transfer whose outcome the library leaves in doubt is never completed: its slots count as lost when the
+/// scheduler's time limit has passed.
+#[derive(Debug)]
+pub struct NixlBackend {
+    name: &'static str,
+    routes: [Route; 2],
+    /// `None` once the backend is shutting down.
+    batches: Option<Sender<Batch>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl NixlBackend {
+    /// Between `memory` and `disk`, at most `depth` blocks at a time; more wait inside. `plugin` is one for
+    /// files: `POSIX`, for example.
+    ///
+    /// # Errors
+    /// `Invalid`: the regions' blocks differ in size. `Unavailable`: the plugin does not take the regions, or
+    /// there is no thread.
+    pub fn disk(
+        plugin: &Arc<BackendHandle>,
+        memory: Arc<dyn Memory>,
+        disk: Arc<DiskRegion>,
+        depth: u32,
+    ) -> Result<Self, SetupError> {
+        let (ours, theirs) = (memory.block_bytes(), disk.geometry().block_bytes());
+        if ours != theirs {
+            let message =
+                format!("{} blocks of {ours} bytes do not fit disk blocks of {theirs}", memory.tier());
+            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+        }
+        let stride = memory.stride();
+        let files = Registration::files(plugin, &disk)?;
+        let slots = disk.geometry().slots();
+        let place = move |slot: u32| {
+            let (file, offset) = disk.place(SlotId(slot)).unwrap_or_default();
+            Segment { address: offset as usize, bytes: stride, device: device_of(disk.file(file)) }
+        };
+        let far = Spans::new(slots, SPAN, Box::new(move |slots| SegmentList::far(&files, slots.map(&place))));
+        let near = near(plugin, &memory, stride)?;
+        Self::start(plugin, Ends { memory, near, other: Tier::Disk, far }, depth, || {})
+    }
+
+    /// `at_end` runs in the backend's thread when all is done.
+    pub(super) fn start(
+        plugin: &BackendHandle,
+        ends: Ends,
+        depth: u32,
+        at_end: impl FnOnce() + Send + 'static,
+    ) -> Result<Self, SetupError> {
+        let Ends { memory, mut near, other, mut far } = ends;
+        // What the plugin does not take shows now rather than at the first copy.
+        near.list(0)?;
+        far.list(0)?;
+        let routes = [(memory.tier(), other), (other, memory.tier())];
+        let failure = if other == Tier::Object { CopyErrorKind::Unavailable } else { CopyErrorKind::Io };
+        let mover = Mover {
+            memory,
+            near,
+            other,
+            far,
+            depth: depth.max(1) as usize,
+            failure,
+            waiting: VecDeque::new(),
+            flights: Vec::new(),
+            stirred: Instant::now(),
+        };
+        let (batches, incoming) = crossbeam_channel::unbounded();
+        let serve = move || {
+            mover.serve(&incoming);
+            at_end();
+        };
+        let thread = thread::Builder::new().name("kvbm-nixl".into()).spawn(serve).map_err(|error| {
+            let message = "cannot start a thread for NIXL: raise the limit on processes";
+            SetupError::caused(SetupErrorKind::Unavailable, message, error)
+        })?;
+        Ok(Self { name: name_of(plugin.plugin()), routes, batches: Some(batches), thread: Some(thread) })
+    }
+}
+
+/// What a backend moves blocks between.
+pub(super) struct Ends {
+    pub(super) memory: Arc<dyn Memory>,
+    pub(super) near: Spans,
+    pub(super) other: Tier,
+    pub(super) far: Spans,
+}
+
+/// The first `bytes` bytes of each slot of `memory`.
+pub(super) fn near(
+    plugin: &Arc<BackendHandle>,
+    memory: &Arc<dyn Memory>,
+    bytes: usize,
+) -> Result<Spans, SetupError> {
+    let registration = Registration::memory(plugin, memory)?;
+    let (base, stride) = (memory.base().addr().get(), memory.stride());
+    let place = move |slot: u32| Segment { address: base + slot as usize * stride, bytes, device: 0 };
+    let prepare = move |slots: std::ops::Range<u32>| SegmentList::near(&registration, slots.map(place));
+    Ok(Spans::new(memory.slots(), SPAN, Box::new(prepare)))
+}
+
+/// For reports.
+fn name_of(plugin: &str) -> &'static str {
+    match plugin {
+        "POSIX" => "nixl-posix",
+        "OBJ" => "nixl-obj",
+        "GDS" => "nixl-gds",
+        "GDS_MT" => "nixl-gds-mt",
+        _ => "nixl",
+    }
+}
+
+// SAFETY: the thread completes an operation once, when its request has ended; requests whose end is in doubt
+// are never completed. It ends itself only when all have. The lists that requests hold keep the regions alive;
+// they name whole slots that exist.
+unsafe impl Backend for NixlBackend {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn routes(&self) -> &[Route] {
+        &self.routes
+    }
+
+    fn submit(&self, ops: Vec<CopyOp>, done: Done) {
+        let Some(batches) = &self.batches else { unreachable!("taken in drop only") };
+        if let Err(unsent) = batches.send(Batch { ops, done }) {
+            unsent.0.refuse();
+        }
+    }
+}
+
+/// Finishes what was submitted.
+impl Drop for NixlBackend {
+    fn drop(&mut self) {
+        self.batches = None;
+        let Some(thread) = self.thread.take() else { return };
+        // A completion may have dropped the last handle of the backend: a thread cannot wait for itself.
+        if thread.thread().id() != thread::current().id() && thread.join().is_err() {
+            tracing::error!("the NIXL thread died of a panic");
+        }
+    }
+}

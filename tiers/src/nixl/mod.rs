@@ -1,0 +1,39 @@
+//! NIXL, NVIDIA's transfer library, loaded at run time through its C interface.
+//!
+//! ```text
+//! Library ── Agent ─┬─ BackendHandle ── Registration ── SegmentList ─┬─ Request
+//!                   └─ Peer ─────────────────────────── SegmentList ─┘
+//! ```
+//!
+//! Everything holds what lies to its left: requests are released before lists, lists before registrations,
+//! those before agents, and what is registered (memory, files) outlives its registration. The library itself
+//! is never unloaded. Nothing is linked: where NIXL is not installed, [`Library::load`] says so.
+//!
+//! | plugin | moves between | backend |
+//! |---|---|---|
+//! | `POSIX` | host memory and slot files | [`NixlBackend::disk`] |
+//! | `UCX` | memory of two agents | none yet: [`Request`] |
+//!
+//! # Trust
+//! The library prints its errors and reports only that there was one. It does not say which segment of a
+//! request failed; [`NixlBackend`] tries the blocks of a failed request again one by one. It cannot abort a
+//! transfer: a [`Request`] that is dropped in flight stays, with all that it touches, for the rest of the
+//! process. Where an error leaves open whether anything still moves, so does ours
+//! ([`TimedOut`](crate::CopyErrorKind::TimedOut)).
+
+mod agent;
+mod backend;
+mod library;
+mod mover;
+mod registration;
+mod request;
+mod spans;
+mod sys;
+#[cfg(test)]
+mod tests;
+
+pub use agent::{Agent, BackendHandle, Peer};
+pub use backend::NixlBackend;
+pub use library::{Library, REMEDY, find};
+pub use registration::{Registration, Segment};
+pub use request::{Direction, Request, SegmentList};

@@ -1,0 +1,368 @@
+//! Transfers: prepared lists of segments, and requests that move some of them.
+
+use std::ffi::{CStr, c_int};
+use std::fmt;
+use std::ptr::{NonNull, null_mut};
+use std::sync::Arc;
+use std::task::Poll;
+
+use super::agent::{Agent, OptArgs, Peer, done, status_name};
+use super::registration::{Registration, Segment};
+use super::sys::{self, MemType, Status, XferDlistHandleS, XferDlistS, XferReqS};
+use crate::copy::{CopyError, CopyErrorKind};
+use crate::error::{SetupError, SetupErrorKind};
+
+/// Segments that were looked up once, to be named by their position in requests. Holds what they are part of.
+pub struct SegmentList {
+    agent: Agent,
+    handle: NonNull<XferDlistHandleS>,
+    segments: usize,
+    owner: Owner,
+}
+
+// SAFETY: the list is not changed after it was prepared, and the agent's functions may be called from any thread.
+unsafe impl Send for SegmentList {}
+// SAFETY: as above.
+unsafe impl Sync for SegmentList {}
+
+/// Whose the segments are.
+#[derive(Debug)]
+enum Owner {
+    Own(Arc<Registration>),
+    Peer(Arc<Peer>),
+}
+
+impl SegmentList {
+    /// Memory of this agent: the near end of a transfer.
+    ///
+    /// # Errors
+    /// `Invalid`: more than 2³¹ − 1 segments. `Unavailable`: a segment is not part of the registration.
+    pub fn near(
+        registration: &Arc<Registration>,
+        segments: impl IntoIterator<Item = Segment>,
+    ) -> Result<Arc<Self>, SetupError> {
+        let agent = registration.backend().agent();
+        Self::new(agent, c"", registration.kind(), segments, Owner::Own(Arc::clone(registration)))
+    }
+
+    /// Files, objects or memory of this agent: the far end of a transfer.
+    ///
+    /// # Errors
+    /// As [`near`](Self::near).
+    pub fn far(
+        registration: &Arc<Registration>,
+        segments: impl IntoIterator<Item = Segment>,
+    ) -> Result<Arc<Self>, SetupError> {
+        let agent = registration.backend().agent().clone();
+        let owner = Owner::Own(Arc::clone(registration));
+        Self::new(&agent, agent.c_name(), registration.kind(), segments, owner)
+    }
+
+    /// Memory of a peer: the far end of a transfer. The addresses are the peer's.
+    ///
+    /// # Errors
+    /// As [`near`](Self::near), where the registration is the peer's.
+    pub fn of_peer(
+        peer: &Arc<Peer>,
+        segments: impl IntoIterator<Item = Segment>,
+    ) -> Result<Arc<Self>, SetupError> {
+        Self::new(peer.agent(), peer.c_name(), sys::MEM_DRAM, segments, Owner::Peer(Arc::clone(peer)))
+    }
+
+    fn new(
+        agent: &Agent,
+        name: &CStr,
+        kind: MemType,
+        segments: impl IntoIterator<Item = Segment>,
+        owner: Owner,
+    ) -> Result<Arc<Self>, SetupError> {
+        let mut list = XferList::new(agent, kind)?;
+        let mut count = 0_usize;
+        for segment in segments {
+            list.push(segment)?;
+            count += 1;
+        }
+        if c_int::try_from(count).is_err() {
+            return Err(SetupError::new(SetupErrorKind::Invalid, format!("{count} segments in one NIXL list")));
+        }
+        let args = match &owner {
+            Owner::Own(registration) => Some(OptArgs::new(agent)?.with_backend(registration.backend())?),
+            Owner::Peer(_) => None,
+        };
+        let args = args.as_ref().map_or(null_mut(), OptArgs::as_ptr);
+        let mut handle = null_mut();
+        // SAFETY: agent, list and arguments live; what the segments are part of is kept by `owner`.
+        let status = unsafe {
+            (agent.api().prep_xfer_dlist)(agent.handle(), name.as_ptr(), list.handle, &raw mut handle, args)
+        };
+        done(status, "prepare segments: are they all registered?")?;
+        let handle = NonNull::new(handle)
+            .ok_or_else(|| SetupError::new(SetupErrorKind::Unavailable, "NIXL prepared no list"))?;
+        Ok(Arc::new(Self { agent: agent.clone(), handle, segments: count, owner }))
+    }
+
+    /// How many.
+    pub const fn len(&self) -> usize {
+        self.segments
+    }
+
+    /// Whether there are none.
+    pub const fn is_empty(&self) -> bool {
+        self.segments == 0
+    }
+
+    fn peer(&self) -> Option<&Peer> {
+        match &self.owner {
+            Owner::Own(_) => None,
+            Owner::Peer(peer) => Some(peer),
+        }
+    }
+}
+
+impl fmt::Debug for SegmentList {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SegmentList").field("segments", &self.segments).field("owner", &self.owner).finish()
+    }
+}
+
+impl Drop for SegmentList {
+    fn drop(&mut self) {
+        // SAFETY: ours; requests, which hold the list, are gone.
+        unsafe { (self.agent.api().release_xfer_dlist_handle)(self.agent.handle(), self.handle.as_ptr()) };
+    }
+}
+
+/// Which way bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From the far end to the near one.
+    Read,
+    /// From the near end to the far one.
+    Write,
+}
+
+/// A transfer of some segments of two lists, one to one, of equal lengths. It may be started again when it has
+/// ended.
+///
+/// A request that is dropped before its end is left to itself: it, and all that it touches, stays for the rest
+/// of the process, since nothing can stop the hardware.
+pub struct Request {
+    /// `None` only while dropping.
+    held: Option<Held>,
+    direction: Direction,
+    state: State,
+}
+
+struct Held {
+    handle: NonNull<XferReqS>,
+    near: Arc<SegmentList>,
+    far: Arc<SegmentList>,
+}
+
+// SAFETY: a request is used by one thread at a time, through `&mut`; which one does not matter to the agent.
+unsafe impl Send for Request {}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Idle,
+    InFlight,
+    /// It failed in a way that does not tell whether anything still moves.
+    Unknown,
+}
+
+impl Request {
+    /// Moves segment `near_indices[i]` of the one list to or from segment `far_indices[i]` of the other, and
+    /// then sends `notification` to the peer.
+    ///
+    /// # Errors
+    /// `Refused`: an index is out of range, the numbers of indices differ or are zero, the lists are of
+    /// different agents, or no backend moves such segments.
+    pub fn new(
+        direction: Direction,
+        (near, near_indices): (&Arc<SegmentList>, &[c_int]),
+        (far, far_indices): (&Arc<SegmentList>, &[c_int]),
+        notification: Option<&[u8]>,
+    ) -> Result<Self, CopyError> {
+        let fits = |list: &SegmentList, indices: &[c_int]| {
+            indices.iter().all(|&index| usize::try_from(index).is_ok_and(|index| index < list.segments))
+        };
+        let agent = &near.agent;
+        if near_indices.len() != far_indices.len()
+            || near_indices.is_empty()
+            || !fits(near, near_indices)
+            || !fits(far, far_indices)
+            || agent.handle() != far.agent.handle()
+        {
+            return Err(refused("its indices do not fit its lists"));
+        }
+        let args = notification
+            .map(|message| OptArgs::new(agent)?.with_notification(message))
+            .transpose()
+            .map_err(|error| refused(&error.to_string()))?;
+        let args = args.as_ref().map_or(null_mut(), OptArgs::as_ptr);
+        let op = match direction {
+            Direction::Read => sys::XFER_READ,
+            Direction::Write => sys::XFER_WRITE,
+        };
+        let mut handle = null_mut();
+        // SAFETY: agent, lists and arguments live, and the indices, as many as said, are positions in the lists.
+        let status = unsafe {
+            let (near, far) = (near.handle.as_ptr(), far.handle.as_ptr());
+            let (near_at, far_at) = (near_indices.as_ptr(), far_indices.as_ptr());
+            let count = near_indices.len();
+            (agent.api().make_xfer_req)(
+                agent.handle(), op, near, near_at, count, far, far_at, count, &raw mut handle, args,
+            )
+        };
+        match NonNull::new(handle).filter(|_| status == sys::SUCCESS) {
+            Some(handle) => {
+                let held = Held { handle, near: Arc::clone(near), far: Arc::clone(far) };
+                Ok(Self { held: Some(held), direction, state: State::Idle })
+            }
+            None => Err(refused(status_name(status))),
+        }
+    }
+
+    /// Starts the transfer.
+    ///
+    /// # Errors
+    /// `Refused`: it is under way, or the peer was forgotten; nothing happened. `TimedOut`: the library failed
+    /// half-way, and what the request touches may be touched for ever.
+    ///
+    /// # Safety
+    /// Until [`poll`](Self::poll) says that it ended, nobody writes the segments that are read, and nobody
+    /// touches those that are written. After an error of kind `TimedOut` that holds for ever.
+    pub unsafe fn post(&mut self) -> Result<(), CopyError> {
+        if self.state != State::Idle {
+            return Err(refused("it is under way"));
+        }
+        let (agent, handle) = self.parts();
+        // SAFETY: agent and request live; the caller answers for the segments, which the lists keep alive.
+        let status = unsafe { (agent.api().post_xfer_req)(agent.handle(), handle, null_mut()) };
+        match status {
+            sys::SUCCESS | sys::IN_PROGRESS => {
+                self.state = State::InFlight;
+                Ok(())
+            }
+            // The library looks for the peer before all else.
+            sys::ERROR_NOT_FOUND => Err(refused("the peer was forgotten")),
+            status => {
+                self.state = State::Unknown;
+                Err(unclear(status))
+            }
+        }
+    }
+
+    /// Whether the transfer has ended. One that was not started has.
+    ///
+    /// # Errors
+    /// `Io`: it failed, and nothing moves any more. `TimedOut`: it failed, and the segments may still be
+    /// touched: a read from a peer that is gone, for example. `Unavailable`: the peer is gone.
+    pub fn poll(&mut self) -> Poll<Result<(), CopyError>> {
+        match self.state {
+            State::Idle => return Poll::Ready(Ok(())),
+            State::Unknown => return Poll::Ready(Err(unclear(sys::ERROR_INVALID_STATE))),
+            State::InFlight => {}
+        }
+        let (agent, handle) = self.parts();
+        // SAFETY: agent and request live.
+        let status = unsafe { (agent.api().get_xfer_status)(agent.handle(), handle) };
+        match status {
+            sys::IN_PROGRESS => return Poll::Pending,
+            sys::SUCCESS => {
+                self.state = State::Idle;
+                return Poll::Ready(Ok(()));
+            }
+            _ => {}
+        }
+        Poll::Ready(Err(self.fail(status)))
+    }
+
+    /// It ended badly. Bytes of a peer that is gone may still be arriving.
+    fn fail(&mut self, status: Status) -> CopyError {
+        let peer = self.held.as_ref().and_then(|held| held.far.peer());
+        let may_move = status == sys::ERROR_NOT_FOUND || peer.is_some() && self.direction == Direction::Read;
+        let error = match peer {
+            _ if may_move => unclear(status),
+            Some(peer) => {
+                let message = format!("a NIXL transfer to {:?} failed: is it gone?", peer.name());
+                CopyError::new(CopyErrorKind::Unavailable, message)
+            }
+            None => failed(CopyErrorKind::Io, status),
+        };
+        self.state = if may_move { State::Unknown } else { State::Idle };
+        error
+    }
+
+    fn parts(&self) -> (&Agent, *mut XferReqS) {
+        let Some(held) = &self.held else { unreachable!("taken in drop only") };
+        (&held.near.agent, held.handle.as_ptr())
+    }
+}
+
+impl fmt::Debug for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Request")
+            .field("direction", &self.direction)
+            .field("state", &self.state)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Request {
+    fn drop(&mut self) {
+        let Some(held) = self.held.take() else { return };
+        if self.state != State::Idle {
+            tracing::error!("a NIXL request is dropped before its end: what it touches stays as it is");
+            std::mem::forget(held);
+            return;
+        }
+        let agent = &held.near.agent;
+        // SAFETY: the request is ours, and nothing is in flight.
+        let released = unsafe { (agent.api().release_xfer_req)(agent.handle(), held.handle.as_ptr()) };
+        if released == sys::SUCCESS {
+            // SAFETY: released just now, and used no more.
+            unsafe { (agent.api().destroy_xfer_req)(held.handle.as_ptr()) };
+        }
+    }
+}
+
+/// A list of what may be transferred.
+struct XferList {
+    agent: Agent,
+    handle: *mut XferDlistS,
+}
+
+impl XferList {
+    fn new(agent: &Agent, kind: MemType) -> Result<Self, SetupError> {
+        let mut handle = null_mut();
+        // SAFETY: makes an empty list, ours.
+        done(unsafe { (agent.api().create_xfer_dlist)(kind, &raw mut handle) }, "hold a list")?;
+        Ok(Self { agent: agent.clone(), handle })
+    }
+
+    fn push(&mut self, Segment { address, bytes, device }: Segment) -> Result<(), SetupError> {
+        // SAFETY: the list is ours.
+        let status = unsafe { (self.agent.api().xfer_dlist_add_desc)(self.handle, address, bytes, device) };
+        done(status, "hold a list")
+    }
+}
+
+impl Drop for XferList {
+    fn drop(&mut self) {
+        // SAFETY: ours, and used no more.
+        unsafe { (self.agent.api().destroy_xfer_dlist)(self.handle) };
+    }
+}
+
+fn refused(why: &str) -> CopyError {
+    CopyError::new(CopyErrorKind::Refused, format!("NIXL refuses a request: {why}"))
+}
+
+fn failed(kind: CopyErrorKind, status: Status) -> CopyError {
+    CopyError::new(kind, format!("a NIXL transfer failed ({}): see what it printed", status_name(status)))
+}
+
+fn unclear(status: Status) -> CopyError {
+    failed(CopyErrorKind::TimedOut, status)
+}

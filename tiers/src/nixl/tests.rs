@@ -1,0 +1,254 @@
+//! With the real library, where it is installed.
+
+use std::collections::BTreeMap;
+use std::ffi::c_int;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::copy::{CopyError, CopyErrorKind, SlotId, Tier};
+use crate::disk::{DiskOptions, DiskRegion};
+use crate::dram::DramRegion;
+use crate::error::SetupErrorKind;
+use crate::geometry::Geometry;
+use crate::memory::Memory;
+use crate::testing::conformance::{self, Pair};
+use crate::testing::{fill_pattern, has_pattern, host, order, run, skip, start};
+
+use std::sync::Arc;
+
+const BLOCK: usize = 64 << 10;
+
+/// `None`: not installed here, said aloud.
+fn library() -> Option<&'static Library> {
+    Library::load(None).inspect_err(|error| skip("nixl", error)).ok()
+}
+
+fn agent(library: &'static Library) -> Agent {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let name = format!("test-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+    Agent::new(library, &name).unwrap()
+}
+
+fn plugin(library: &'static Library, name: &str, parameters: &[(&str, &str)]) -> Arc<BackendHandle> {
+    let parameters: BTreeMap<_, _> =
+        parameters.iter().map(|&(key, value)| (key.to_owned(), value.to_owned())).collect();
+    Arc::new(agent(library).backend(name, &parameters).unwrap())
+}
+
+fn disk(dirs: &[PathBuf], o_direct: bool, slots: u32, block_bytes: usize) -> Arc<DiskRegion> {
+    let geometry = Geometry::new(slots, block_bytes).unwrap();
+    let options =
+        DiskOptions { geometry, dirs: dirs.to_vec(), o_direct, zerofill_fallback: true, keep: None };
+    Arc::new(DiskRegion::open(&options).unwrap())
+}
+
+fn check_disk(parameters: &[(&str, &str)], dirs: usize, o_direct: bool) {
+    let Some(library) = library() else { return };
+    conformance::check(|slots, block_bytes| {
+        let homes: Vec<_> = (0..dirs).map(|_| tempfile::tempdir().unwrap()).collect();
+        let homes: Vec<_> = homes.iter().map(|home| home.path().to_owned()).collect();
+        let memory = Arc::new(host(slots, block_bytes));
+        let disk = disk(&homes, o_direct, slots, block_bytes);
+        let posix = plugin(library, "POSIX", parameters);
+        let backend = NixlBackend::disk(&posix, Arc::clone(&memory) as _, disk, 32).unwrap();
+        Pair { memory, other: Tier::Disk, backend: Arc::new(backend) }
+    });
+}
+
+#[test]
+fn disk_conforms_with_io_uring() {
+    check_disk(&[("use_uring", "true")], 1, true);
+}
+
+#[test]
+fn disk_conforms_with_aio_striped() {
+    check_disk(&[("use_aio", "true")], 3, true);
+}
+
+/// As on a file system without `O_DIRECT`.
+#[test]
+fn disk_conforms_through_the_page_cache() {
+    check_disk(&[("use_uring", "true")], 1, false);
+}
+
+#[test]
+fn a_short_file_fails_its_blocks_and_no_others() {
+    let Some(library) = library() else { return };
+    let home = tempfile::tempdir().unwrap();
+    let memory = Arc::new(host(8, BLOCK));
+    let disk = disk(&[home.path().to_owned()], true, 8, BLOCK);
+    let posix = plugin(library, "POSIX", &[("use_uring", "true")]);
+    let backend = NixlBackend::disk(&posix, Arc::clone(&memory) as _, Arc::clone(&disk), 8).unwrap();
+    let mut frames = memory.frames().unwrap();
+    let here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
+    let mut others = crate::FramePool::new(Tier::Disk, 8);
+    let there: Vec<_> = std::iter::from_fn(|| others.take()).collect();
+    let out = |i: usize| order(i, here[i].slot_ref(), there[i].slot_ref());
+    assert!(run(&backend, (0..8).map(out).collect()).iter().all(Result::is_ok));
+    disk.file(0).set_len(4 * BLOCK as u64).unwrap();
+    let back = |i: usize| order(i, there[i].slot_ref(), here[i].slot_ref());
+    for (i, result) in run(&backend, (0..8).map(back).collect()).into_iter().enumerate() {
+        let expected = (there[i].slot().0 >= 4).then_some(CopyErrorKind::Io);
+        assert_eq!(result.err().map(|error| error.kind()), expected, "block {i}");
+    }
+}
+
+#[test]
+fn names_of_agents_do_not_clash() {
+    let Some(library) = library() else { return };
+    let first = agent(library);
+    let error = Agent::new(library, first.name()).unwrap_err();
+    assert_eq!(error.kind(), SetupErrorKind::InUse);
+    let name = first.name().to_owned();
+    drop(first);
+    assert!(Agent::new(library, &name).is_ok());
+    assert_eq!(Agent::new(library, "").unwrap_err().kind(), SetupErrorKind::Invalid);
+    assert_eq!(Agent::new(library, "a\0b").unwrap_err().kind(), SetupErrorKind::Invalid);
+}
+
+#[test]
+fn plugins_that_cannot_run_are_unavailable() {
+    let Some(library) = library() else { return };
+    let agent = agent(library);
+    assert!(agent.plugins().unwrap().contains("POSIX"));
+    assert!(agent.probe("POSIX").is_ok());
+    assert_eq!(agent.probe("NOSUCH").unwrap_err().kind(), SetupErrorKind::Unavailable);
+    let error = agent.backend("NOSUCH", &BTreeMap::new()).unwrap_err();
+    assert_eq!(error.kind(), SetupErrorKind::Unavailable);
+    let both = [("use_uring", "true"), ("use_aio", "true")];
+    let both = both.map(|(key, value)| (key.to_owned(), value.to_owned())).into();
+    assert_eq!(agent.backend("POSIX", &both).unwrap_err().kind(), SetupErrorKind::Unavailable);
+}
+
+#[test]
+fn a_peer_must_not_have_our_name() {
+    let Some(library) = library() else { return };
+    let ucx = plugin(library, "UCX", &[]);
+    // SAFETY: nothing is registered.
+    let own = unsafe { ucx.agent().metadata() }.unwrap();
+    assert_eq!(ucx.agent().meet(&own).unwrap_err().kind(), SetupErrorKind::InUse);
+    for nonsense in [&b""[..], b"nonsense", &own[..own.len() / 2]] {
+        assert!(ucx.agent().meet(nonsense).is_err());
+    }
+}
+
+/// An agent with memory that peers reach, and all titles to it.
+struct Side {
+    ucx: Arc<BackendHandle>,
+    memory: Arc<DramRegion>,
+    registration: Arc<Registration>,
+    frames: Vec<crate::Frame>,
+}
+
+const SLOTS: u32 = 16;
+
+impl Side {
+    fn new(library: &'static Library) -> Self {
+        let ucx = plugin(library, "UCX", &[]);
+        let memory = Arc::new(host(SLOTS, BLOCK));
+        let registration = Registration::memory(&ucx, &(Arc::clone(&memory) as _)).unwrap();
+        let mut pool = memory.frames().unwrap();
+        let mut frames: Vec<_> = std::iter::from_fn(|| pool.take()).collect();
+        frames.sort_by_key(|frame| frame.slot());
+        Self { ucx, memory, registration, frames }
+    }
+
+    fn segments(&self) -> Vec<Segment> {
+        segments(self.memory.base().addr().get())
+    }
+
+    fn fill(&mut self, first: usize) {
+        for (i, frame) in self.frames.iter_mut().enumerate() {
+            fill_pattern(first + i, self.memory.write(frame).unwrap());
+        }
+    }
+
+    fn holds(&self, first: usize) -> bool {
+        let frames = self.frames.iter().enumerate();
+        frames.into_iter().all(|(i, frame)| has_pattern(first + i, self.memory.read(frame).unwrap()))
+    }
+
+    fn near(&self) -> Arc<SegmentList> {
+        SegmentList::near(&self.registration, self.segments()).unwrap()
+    }
+}
+
+fn segments(base: usize) -> Vec<Segment> {
+    let segment = |slot| Segment { address: base + slot as usize * BLOCK, bytes: BLOCK, device: 0 };
+    (0..SLOTS).map(segment).collect()
+}
+
+/// Moves all slots, and waits.
+fn transfer(
+    direction: Direction,
+    near: &Arc<SegmentList>,
+    far: &Arc<SegmentList>,
+    notification: Option<&[u8]>,
+) -> Result<(), CopyError> {
+    let all: Vec<c_int> = (0..SLOTS.cast_signed()).collect();
+    let mut request = Request::new(direction, (near, &all), (far, &all), notification)?;
+    // SAFETY: the test has all titles of both ends, and touches nothing until the end.
+    unsafe { request.post() }?;
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        if let Poll::Ready(result) = request.poll() {
+            return result;
+        }
+        assert!(Instant::now() < deadline, "the transfer hangs");
+        std::thread::sleep(Duration::from_micros(50));
+    }
+}
+
+fn await_notification(agent: &Agent) -> (String, Vec<u8>) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        if let Some(first) = agent.notifications().unwrap().pop() {
+            return first;
+        }
+        assert!(Instant::now() < deadline, "no notification arrived");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn two_agents_of_a_process_exchange_blocks_and_messages() {
+    let Some(library) = library() else { return };
+    let (mut ours, mut theirs) = (Side::new(library), Side::new(library));
+    // SAFETY: the titles of both ends are in this test.
+    let (our_data, their_data) =
+        unsafe { (ours.ucx.agent().metadata().unwrap(), theirs.ucx.agent().metadata().unwrap()) };
+    let them = Arc::new(ours.ucx.agent().meet(&their_data).unwrap());
+    let us = Arc::new(theirs.ucx.agent().meet(&our_data).unwrap());
+    assert_eq!((them.name(), us.name()), (theirs.ucx.agent().name(), ours.ucx.agent().name()));
+    them.connect().unwrap();
+    let far = SegmentList::of_peer(&them, theirs.segments()).unwrap();
+    ours.fill(0);
+    transfer(Direction::Write, &ours.near(), &far, Some(b"written")).unwrap();
+    assert!(theirs.holds(0));
+    assert_eq!(await_notification(theirs.ucx.agent()), (us.name().to_owned(), b"written".to_vec()));
+    theirs.fill(100);
+    transfer(Direction::Read, &ours.near(), &far, None).unwrap();
+    assert!(ours.holds(100));
+    us.notify(b"read it").unwrap();
+    assert_eq!(await_notification(ours.ucx.agent()).1, b"read it");
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let Some(library) = library() else { return };
+    let (ours, theirs) = (Side::new(library), Side::new(library));
+    let beyond = Segment { address: ours.memory.base().addr().get() + (1 << 40), bytes: BLOCK, device: 0 };
+    let error = SegmentList::near(&ours.registration, [beyond]).unwrap_err();
+    assert_eq!(error.kind(), SetupErrorKind::Unavailable);
+    let (near, other) = (ours.near(), theirs.near());
+    let kind = |result: Result<Request, CopyError>| result.err().map(|error| error.kind());
+    for (far, near_at, far_at) in
+        [(&near, &[0][..], &[16][..]), (&near, &[-1], &[0]), (&near, &[0, 1], &[0]), (&near, &[], &[]), (&other, &[0], &[0])]
+    {
+        let request = Request::new(Direction::Write, (&near, near_at), (far, far_at), None);
+        assert_eq!(kind(request), Some(CopyErrorKind::Refused));
+    }
+}
