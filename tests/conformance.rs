@@ -3,7 +3,9 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
+use kvbm_tiers::nixl::{Agent, Library, NixlBackend};
 use kvbm_tiers::object::{ObjectBackend, ObjectOptions, Store, StoreOptions};
 use kvbm_tiers::testing::conformance::{self, Pair};
 use kvbm_tiers::testing::{host, skip};
@@ -39,6 +41,20 @@ fn disk_through_io_uring() {
     match connect(Arc::new(host(1, 4096)), probe) {
         Ok(_) => check_disk(connect),
         Err(error) => skip("uring", &error),
+    }
+}
+
+#[test]
+fn disk_through_nixl_posix() {
+    match Library::load(None) {
+        Ok(_) => check_disk(|memory, disk| {
+            static AGENTS: AtomicU32 = AtomicU32::new(0);
+            let name = format!("conformance-{}", AGENTS.fetch_add(1, Ordering::Relaxed));
+            let parameters = [("use_uring".to_owned(), "true".to_owned())].into();
+            let posix = Agent::new(Library::load(None)?, &name)?.backend("POSIX", &parameters)?;
+            Ok(Arc::new(NixlBackend::disk(&Arc::new(posix), memory, disk, 32)?))
+        }),
+        Err(error) => skip("nixl", &error),
     }
 }
 
@@ -101,7 +117,7 @@ fn verified(
 
 #[test]
 fn what_is_not_built_in_is_skipped_aloud() {
-    for what in ["cuda", "gds", "nixl"] {
+    for what in ["cuda", "gds"] {
         skip(what, &"this build has no such backend");
     }
 }

@@ -8,8 +8,10 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use super::arguments::{Parameters, c_string, done, refused};
 use super::library::{Library, REMEDY};
-use super::sys::{self, AgentConfig, AgentS, BackendS, MemListS, OptArgsS, ParamsS, Status};
+use super::peer::Peer;
+use super::sys::{self, AgentConfig, AgentS, BackendS, MemListS, ParamsS, Status};
 use crate::error::{SetupError, SetupErrorKind};
 
 /// A participant of transfers, in this process. Cheap to clone: it ends with its last handle, and every
@@ -121,11 +123,12 @@ impl Agent {
     ) -> Result<BackendHandle, SetupError> {
         self.probe(plugin)?;
         let name = c_string(plugin, "the name of a NIXL plugin")?;
-        let params = Params::new(self.clone(), parameters)?;
+        let params = Parameters::new(self, parameters)?;
         let mut handle = null_mut();
         // SAFETY: agent and parameters live, the name is a string; the handle is ours if the call succeeds.
-        let status =
-            unsafe { (self.api().create_backend)(self.handle(), name.as_ptr(), params.0, &raw mut handle) };
+        let status = unsafe {
+            (self.api().create_backend)(self.handle(), name.as_ptr(), params.as_ptr(), &raw mut handle)
+        };
         match NonNull::new(handle).filter(|_| status == sys::SUCCESS) {
             Some(handle) => Ok(BackendHandle { agent: self.clone(), handle, plugin: plugin.to_owned() }),
             None => {
@@ -168,12 +171,17 @@ impl Agent {
         let mut name: *mut c_char = null_mut();
         // SAFETY: the agent lives and so many bytes are there; the name is ours, from `malloc`, on success.
         let status = unsafe {
-            (self.api().load_remote_md)(self.handle(), metadata.as_ptr().cast(), metadata.len(), &raw mut name)
+            (self.api().load_remote_md)(
+                self.handle(),
+                metadata.as_ptr().cast(),
+                metadata.len(),
+                &raw mut name,
+            )
         };
         match status {
             sys::SUCCESS => {
                 // SAFETY: a string that the library made for us.
-                let peer = Peer { agent: self.clone(), name: unsafe { CStr::from_ptr(name) }.to_owned() };
+                let peer = Peer::new(self, unsafe { CStr::from_ptr(name) });
                 // SAFETY: from `malloc`, and used no more.
                 unsafe { libc::free(name.cast()) };
                 Ok(peer)
@@ -312,6 +320,10 @@ impl BackendHandle {
     pub fn plugin(&self) -> &str {
         &self.plugin
     }
+
+    pub(super) const fn as_ptr(&self) -> *mut BackendS {
+        self.handle.as_ptr()
+    }
 }
 
 impl fmt::Debug for BackendHandle {
@@ -327,142 +339,15 @@ impl Drop for BackendHandle {
     }
 }
 
-/// Another agent that this one has met. Dropping the last handle of it forgets it; lists and requests that
-/// lead there hold one.
-pub struct Peer {
-    agent: Agent,
-    name: CString,
-}
-
-impl Peer {
-    /// The agent that met it.
-    pub const fn agent(&self) -> &Agent {
-        &self.agent
-    }
-
-    /// Its name.
-    pub fn name(&self) -> &str {
-        self.name.to_str().unwrap_or_default()
-    }
-
-    /// Connects now rather than at the first transfer, which would otherwise take 100 to 500 ms longer.
-    ///
-    /// # Errors
-    /// `Unavailable`: it does not answer.
-    pub fn connect(&self) -> Result<(), SetupError> {
-        // SAFETY: the agent lives and the name is a string.
-        let status = unsafe {
-            (self.agent.api().agent_make_connection)(self.agent.handle(), self.name.as_ptr(), null_mut())
-        };
-        done(status, &format!("connect to {:?}", self.name))
-    }
-
-    /// Sends a short message, which arrives in its [`notifications`](Agent::notifications).
-    ///
-    /// # Errors
-    /// `Unavailable`: no backend carries messages there, or the peer is gone.
-    pub fn notify(&self, message: &[u8]) -> Result<(), SetupError> {
-        let agent = &self.agent;
-        // SAFETY: the agent lives, the name is a string, and so many bytes are there.
-        let status = unsafe {
-            (agent.api().gen_notif)(
-                agent.handle(),
-                self.name.as_ptr(),
-                message.as_ptr().cast(),
-                message.len(),
-                null_mut(),
-            )
-        };
-        done(status, &format!("notify {:?}", self.name))
-    }
-
-    pub(super) fn c_name(&self) -> &CStr {
-        &self.name
-    }
-}
-
-impl fmt::Debug for Peer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Peer").field(&self.name).finish()
-    }
-}
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        // SAFETY: the agent lives, the name is a string, and no request leads there any more.
-        unsafe { (self.agent.api().invalidate_remote_md)(self.agent.handle(), self.name.as_ptr()) };
-    }
-}
-
-/// Parameters of a plugin that is to be started.
-struct Params(*mut ParamsS, Agent);
-
-impl Params {
-    fn new(agent: Agent, parameters: &BTreeMap<String, String>) -> Result<Self, SetupError> {
-        let mut handle = null_mut();
-        // SAFETY: makes an empty map, ours.
-        done(unsafe { (agent.api().create_params)(&raw mut handle) }, "hold parameters")?;
-        let params = Self(handle, agent);
-        for (key, value) in parameters {
-            let (key, value) = (c_string(key, "a NIXL parameter")?, c_string(value, "a NIXL parameter")?);
-            // SAFETY: the map is ours, key and value are strings, which it copies.
-            let status = unsafe { (params.1.api().params_add)(params.0, key.as_ptr(), value.as_ptr()) };
-            done(status, "hold parameters")?;
+fn cannot_load(plugin: &str) -> SetupError {
+    let message = match plugin {
+        "GDS" | "GDS_MT" => {
+            format!("the NIXL plugin {plugin} cannot be loaded: it needs libcudart and libcufile of CUDA")
         }
-        Ok(params)
-    }
-}
-
-impl Drop for Params {
-    fn drop(&mut self) {
-        // SAFETY: ours; the library copies what it keeps.
-        unsafe { (self.1.api().destroy_params)(self.0) };
-    }
-}
-
-/// Optional arguments: which backend is to do it, and what to tell the peer at the end.
-pub(super) struct OptArgs(*mut OptArgsS, Agent);
-
-impl OptArgs {
-    pub(super) fn new(agent: &Agent) -> Result<Self, SetupError> {
-        let mut handle = null_mut();
-        // SAFETY: makes empty arguments, ours.
-        done(unsafe { (agent.api().create_opt_args)(&raw mut handle) }, "hold arguments")?;
-        Ok(Self(handle, agent.clone()))
-    }
-
-    pub(super) fn with_backend(self, backend: &BackendHandle) -> Result<Self, SetupError> {
-        // SAFETY: both are valid, and the library copies the backend's pointer.
-        done(unsafe { (self.1.api().opt_args_add_backend)(self.0, backend.handle.as_ptr()) }, "hold arguments")?;
-        Ok(self)
-    }
-
-    pub(super) fn with_notification(self, message: &[u8]) -> Result<Self, SetupError> {
-        let api = self.1.api();
-        // SAFETY: so many bytes are there, and the library copies them.
-        let status =
-            unsafe { (api.opt_args_set_notif_msg)(self.0, message.as_ptr().cast(), message.len()) };
-        done(status, "hold arguments")?;
-        // SAFETY: the arguments are ours.
-        done(unsafe { (api.opt_args_set_has_notif)(self.0, true) }, "hold arguments")?;
-        Ok(self)
-    }
-
-    pub(super) const fn as_ptr(&self) -> *mut OptArgsS {
-        self.0
-    }
-}
-
-impl Drop for OptArgs {
-    fn drop(&mut self) {
-        // SAFETY: ours; the library copies what it keeps.
-        unsafe { (self.1.api().destroy_opt_args)(self.0) };
-    }
-}
-
-pub(super) fn c_string(text: &str, what: &str) -> Result<CString, SetupError> {
-    CString::new(text)
-        .map_err(|e| SetupError::caused(SetupErrorKind::Invalid, format!("{what} holds a zero byte"), e))
+        "LIBFABRIC" => format!("the NIXL plugin {plugin} cannot be loaded: it needs libfabric"),
+        _ => format!("NIXL has no plugin {plugin}, or it cannot be loaded: see what it printed; {REMEDY}"),
+    };
+    SetupError::new(SetupErrorKind::Unavailable, message)
 }
 
 /// # Safety
@@ -481,39 +366,4 @@ unsafe fn bytes_of(data: *const u8, bytes: usize) -> Vec<u8> {
         unsafe { ptr::copy_nonoverlapping(data, copy.as_mut_ptr(), bytes) };
     }
     copy
-}
-
-/// Whether a call that sets something up succeeded.
-pub(super) fn done(status: Status, what: &str) -> Result<(), SetupError> {
-    if status >= sys::SUCCESS { Ok(()) } else { Err(refused(status, what)) }
-}
-
-fn refused(status: Status, what: &str) -> SetupError {
-    let message = format!("NIXL cannot {what} ({})", status_name(status));
-    SetupError::new(SetupErrorKind::Unavailable, message)
-}
-
-/// The library reduces its own errors to these few.
-pub(super) const fn status_name(status: Status) -> &'static str {
-    match status {
-        sys::SUCCESS => "success",
-        sys::IN_PROGRESS => "in progress",
-        sys::ERROR_INVALID_PARAM => "invalid parameter",
-        sys::ERROR_BACKEND => "backend error",
-        sys::ERROR_INVALID_STATE => "invalid state",
-        sys::ERROR_EXCEPTION => "exception",
-        sys::ERROR_NOT_FOUND => "not found",
-        _ => "unknown error",
-    }
-}
-
-fn cannot_load(plugin: &str) -> SetupError {
-    let message = match plugin {
-        "GDS" | "GDS_MT" => {
-            format!("the NIXL plugin {plugin} cannot be loaded: it needs libcudart and libcufile of CUDA")
-        }
-        "LIBFABRIC" => format!("the NIXL plugin {plugin} cannot be loaded: it needs libfabric"),
-        _ => format!("NIXL has no plugin {plugin}, or it cannot be loaded: see what it printed; {REMEDY}"),
-    };
-    SetupError::new(SetupErrorKind::Unavailable, message)
 }

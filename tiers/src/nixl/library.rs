@@ -69,8 +69,7 @@ impl Library {
         })?;
         // SAFETY: takes nothing and touches nothing.
         if unsafe { (api.is_stub)() } {
-            let message =
-                format!("{} is a stub without NIXL behind it; {REMEDY}", path.display());
+            let message = format!("{} is a stub without NIXL behind it; {REMEDY}", path.display());
             return Err(SetupError::new(SetupErrorKind::Unavailable, message));
         }
         Ok(Self { api, path: path.to_owned() })
@@ -181,7 +180,7 @@ mod tests {
         touch(&library);
         touch(&packages.join("nixl_cu12-1.5.1.dist-info/METADATA"));
         touch(&packages.join("nixl_cu12_extra-9.dist-info/METADATA"));
-        assert_eq!(in_prefix(prefix.path()), [library.clone()]);
+        assert_eq!(in_prefix(prefix.path()), std::slice::from_ref(&library));
         assert_eq!(package_version(&library).as_deref(), Some("1.5.1"));
         assert_eq!(package_version(Path::new("/usr/lib/libnixl_capi.so")), None);
     }

@@ -12,6 +12,7 @@
 //! | plugin | moves between | backend |
 //! |---|---|---|
 //! | `POSIX` | host memory and slot files | [`NixlBackend::disk`] |
+//! | `OBJ` | host memory and objects | [`NixlBackend::objects`] |
 //! | `UCX` | memory of two agents | none yet: [`Request`] |
 //!
 //! # Trust
@@ -22,9 +23,12 @@
 //! ([`TimedOut`](crate::CopyErrorKind::TimedOut)).
 
 mod agent;
+mod arguments;
 mod backend;
 mod library;
 mod mover;
+mod objects;
+mod peer;
 mod registration;
 mod request;
 mod spans;
@@ -32,8 +36,10 @@ mod sys;
 #[cfg(test)]
 mod tests;
 
-pub use agent::{Agent, BackendHandle, Peer};
+pub use agent::{Agent, BackendHandle};
 pub use backend::NixlBackend;
 pub use library::{Library, REMEDY, find};
+pub use objects::{NixlObjectOptions, object_parameters};
+pub use peer::Peer;
 pub use registration::{Registration, Segment};
 pub use request::{Direction, Request, SegmentList};

@@ -6,7 +6,8 @@ use std::os::fd::AsRawFd;
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-use super::agent::{Agent, BackendHandle, OptArgs, done};
+use super::agent::{Agent, BackendHandle};
+use super::arguments::{OptArgs, done};
 use super::sys::{self, MemType, RegDlistS};
 use crate::disk::DiskRegion;
 use crate::error::SetupError;

@@ -6,7 +6,9 @@ use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 use std::task::Poll;
 
-use super::agent::{Agent, OptArgs, Peer, done, status_name};
+use super::agent::Agent;
+use super::arguments::{OptArgs, done, status_name};
+use super::peer::Peer;
 use super::registration::{Registration, Segment};
 use super::sys::{self, MemType, Status, XferDlistHandleS, XferDlistS, XferReqS};
 use crate::copy::{CopyError, CopyErrorKind};
@@ -83,7 +85,10 @@ impl SegmentList {
             count += 1;
         }
         if c_int::try_from(count).is_err() {
-            return Err(SetupError::new(SetupErrorKind::Invalid, format!("{count} segments in one NIXL list")));
+            return Err(SetupError::new(
+                SetupErrorKind::Invalid,
+                format!("{count} segments in one NIXL list"),
+            ));
         }
         let args = match &owner {
             Owner::Own(registration) => Some(OptArgs::new(agent)?.with_backend(registration.backend())?),
@@ -121,7 +126,10 @@ impl SegmentList {
 
 impl fmt::Debug for SegmentList {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SegmentList").field("segments", &self.segments).field("owner", &self.owner).finish()
+        f.debug_struct("SegmentList")
+            .field("segments", &self.segments)
+            .field("owner", &self.owner)
+            .finish_non_exhaustive()
     }
 }
 
@@ -211,7 +219,16 @@ impl Request {
             let (near_at, far_at) = (near_indices.as_ptr(), far_indices.as_ptr());
             let count = near_indices.len();
             (agent.api().make_xfer_req)(
-                agent.handle(), op, near, near_at, count, far, far_at, count, &raw mut handle, args,
+                agent.handle(),
+                op,
+                near,
+                near_at,
+                count,
+                far,
+                far_at,
+                count,
+                &raw mut handle,
+                args,
             )
         };
         match NonNull::new(handle).filter(|_| status == sys::SUCCESS) {

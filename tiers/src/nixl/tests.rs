@@ -2,20 +2,22 @@
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::copy::{CopyError, CopyErrorKind, SlotId, Tier};
+use crate::copy::{CopyError, CopyErrorKind, Tier};
 use crate::disk::{DiskOptions, DiskRegion};
 use crate::dram::DramRegion;
 use crate::error::SetupErrorKind;
 use crate::geometry::Geometry;
 use crate::memory::Memory;
+use crate::object::{Store, StoreOptions};
 use crate::testing::conformance::{self, Pair};
-use crate::testing::{fill_pattern, has_pattern, host, order, run, skip, start};
+use crate::testing::{fill_pattern, has_pattern, host, order, run, skip};
 
 use std::sync::Arc;
 
@@ -152,7 +154,7 @@ impl Side {
         let registration = Registration::memory(&ucx, &(Arc::clone(&memory) as _)).unwrap();
         let mut pool = memory.frames().unwrap();
         let mut frames: Vec<_> = std::iter::from_fn(|| pool.take()).collect();
-        frames.sort_by_key(|frame| frame.slot());
+        frames.sort_by_key(crate::Frame::slot);
         Self { ucx, memory, registration, frames }
     }
 
@@ -245,10 +247,146 @@ fn what_does_not_fit_is_refused() {
     assert_eq!(error.kind(), SetupErrorKind::Unavailable);
     let (near, other) = (ours.near(), theirs.near());
     let kind = |result: Result<Request, CopyError>| result.err().map(|error| error.kind());
-    for (far, near_at, far_at) in
-        [(&near, &[0][..], &[16][..]), (&near, &[-1], &[0]), (&near, &[0, 1], &[0]), (&near, &[], &[]), (&other, &[0], &[0])]
-    {
+    for (far, near_at, far_at) in [
+        (&near, &[0][..], &[16][..]),
+        (&near, &[-1], &[0]),
+        (&near, &[0, 1], &[0]),
+        (&near, &[], &[]),
+        (&other, &[0], &[0]),
+    ] {
         let request = Request::new(Direction::Write, (&near, near_at), (far, far_at), None);
         assert_eq!(kind(request), Some(CopyErrorKind::Refused));
+    }
+}
+
+/// Where the two processes of a test leave what the other is to know.
+const MEETING_PLACE: &str = "KVBM_TEST_MEETING_PLACE";
+
+/// Leaves a file that is complete as soon as it is there.
+fn leave(place: &Path, name: &str, bytes: &[u8]) {
+    let unfinished = place.join(format!("{name}.unfinished"));
+    std::fs::write(&unfinished, bytes).unwrap();
+    std::fs::rename(unfinished, place.join(name)).unwrap();
+}
+
+fn await_file(place: &Path, name: &str) -> Vec<u8> {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        if let Ok(bytes) = std::fs::read(place.join(name)) {
+            return bytes;
+        }
+        assert!(Instant::now() < deadline, "the other process did not leave {name}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Address of the first slot, then the agent's metadata.
+fn introduce(side: &Side, place: &Path, name: &str) {
+    let base = side.memory.base().addr().get().to_le_bytes();
+    // SAFETY: the test has all titles, and the other process acts for it.
+    let metadata = unsafe { side.ucx.agent().metadata() }.unwrap();
+    leave(place, name, &[&base[..], &metadata].concat());
+}
+
+fn meet(side: &Side, place: &Path, name: &str) -> (Arc<Peer>, usize) {
+    let bytes = await_file(place, name);
+    let (base, metadata) = bytes.split_first_chunk().unwrap();
+    (Arc::new(side.ucx.agent().meet(metadata).unwrap()), usize::from_le_bytes(*base))
+}
+
+/// The other process of the tests below: it is written to, checks what arrived, and says so.
+#[test]
+#[ignore = "started by other tests, as a process of its own"]
+fn peer_process() {
+    let Some(place) = std::env::var_os(MEETING_PLACE).map(PathBuf::from) else { return };
+    let mut side = Side::new(Library::load(None).unwrap());
+    introduce(&side, &place, "theirs");
+    let (us, _) = meet(&side, &place, "ours");
+    let (from, message) = await_notification(side.ucx.agent());
+    assert_eq!((from.as_str(), &message[..]), (us.name(), &b"written"[..]));
+    assert!(side.holds(0));
+    side.fill(100);
+    us.notify(b"filled").unwrap();
+    // Until it is killed.
+    std::thread::sleep(Duration::from_mins(1));
+}
+
+struct PeerProcess(Child);
+
+impl PeerProcess {
+    fn start(place: &Path) -> Self {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "nixl::tests::peer_process", "--ignored"]).env(MEETING_PLACE, place);
+        Self(command.spawn().unwrap())
+    }
+
+    fn kill(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for PeerProcess {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+#[test]
+fn two_processes_exchange_blocks_and_one_survives_the_other() {
+    let Some(library) = library() else { return };
+    let place = tempfile::tempdir().unwrap();
+    let mut process = PeerProcess::start(place.path());
+    let mut ours = Side::new(library);
+    introduce(&ours, place.path(), "ours");
+    let (them, base) = meet(&ours, place.path(), "theirs");
+    them.connect().unwrap();
+    let far = SegmentList::of_peer(&them, segments(base)).unwrap();
+    ours.fill(0);
+    transfer(Direction::Write, &ours.near(), &far, Some(b"written")).unwrap();
+    assert_eq!(await_notification(ours.ucx.agent()).1, b"filled");
+    transfer(Direction::Read, &ours.near(), &far, None).unwrap();
+    assert!(ours.holds(100));
+    let killer = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(20));
+        process.kill();
+    });
+    let until_it_fails = |direction| loop {
+        if let Err(error) = transfer(direction, &ours.near(), &far, None) {
+            return error.kind();
+        }
+    };
+    let gone = [CopyErrorKind::Unavailable, CopyErrorKind::TimedOut, CopyErrorKind::Refused];
+    assert!(gone.contains(&until_it_fails(Direction::Write)));
+    assert!(gone.contains(&until_it_fails(Direction::Read)));
+    killer.join().unwrap();
+}
+
+/// An S3-compatible store to test with, `http://host:port`, with a bucket `kvbm` and the keys `test` and `test`.
+const STORE: &str = "KVBM_TEST_S3";
+
+#[test]
+fn objects_conform() {
+    let Some(library) = library() else { return };
+    let Ok(endpoint) = std::env::var(STORE) else { return skip("s3", &format!("{STORE} is not set")) };
+    let key = Some("test".to_owned());
+    let options =
+        StoreOptions { endpoint: Some(endpoint), region: None, access_key: key.clone(), secret_key: key };
+    let url = "s3://kvbm/conformance";
+    let parameters = object_parameters(url, &options, 8).unwrap();
+    let obj = Arc::new(agent(library).backend("OBJ", &parameters).unwrap());
+    conformance::check(|slots, block_bytes| {
+        let store = Store::open(url, &options).unwrap();
+        let memory = Arc::new(host(slots, block_bytes));
+        let options = NixlObjectOptions { namespace: "test".into(), slots, concurrency: 8 };
+        let backend = NixlBackend::objects(&obj, Arc::clone(&memory) as _, store, &options).unwrap();
+        Pair { memory, other: Tier::Object, backend: Arc::new(backend) }
+    });
+    let store = Store::open(url, &options).unwrap();
+    // The suite's last backend ends itself, behind its back.
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while store.count_objects() > 0 {
+        assert!(Instant::now() < deadline, "objects are left behind");
+        std::thread::sleep(Duration::from_millis(50));
     }
 }

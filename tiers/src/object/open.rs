@@ -7,6 +7,8 @@ use std::path::{Path as FilePath, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+#[cfg(feature = "nixl")]
+use futures::{StreamExt, TryStreamExt};
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use object_store::path::Path;
@@ -111,6 +113,13 @@ impl Store {
         })
     }
 
+    /// How many objects there are.
+    #[cfg(all(test, feature = "nixl"))]
+    pub(crate) fn count_objects(&self) -> usize {
+        let listing = self.client.list(Some(&self.root)).try_collect::<Vec<_>>();
+        self.executor.wait(OPERATION_LIMIT, listing).and_then(Result::ok).map_or(0, |all| all.len())
+    }
+
     /// Whether a network lies between.
     pub(super) const fn is_remote(&self) -> bool {
         matches!(self.place, Where::Service)
@@ -121,6 +130,28 @@ impl Store {
         if let Where::Directory { path, created: true } = &self.place {
             let _ = std::fs::remove_dir(path);
         }
+    }
+
+    /// A place for objects that no other process uses.
+    #[cfg(feature = "nixl")]
+    pub(crate) fn fresh_directory(&self, namespace: &str, kind: &str) -> Path {
+        let unique = format!("{:032x}", SegmentNames::new().next().bits());
+        let namespace = Path::from(namespace);
+        self.root.parts().chain(namespace.parts()).collect::<Path>().join(kind).join(unique)
+    }
+
+    /// Deletes everything in a directory. What cannot be deleted in time is left, and said.
+    #[cfg(feature = "nixl")]
+    pub(crate) fn delete_directory(&self, directory: &Path) {
+        let client = Arc::clone(&self.client);
+        let names = client.list(Some(directory)).map_ok(|object| object.location).boxed();
+        let deletion = async move { client.delete_stream(names).try_collect::<Vec<_>>().await };
+        let error = match self.executor.wait(OPERATION_LIMIT, deletion) {
+            Some(Ok(_)) => return self.remove_directory(),
+            Some(Err(error)) => self.secrets.scrub(&error).to_string(),
+            None => "no answer".to_owned(),
+        };
+        tracing::warn!(store = %self, %directory, error, "objects are left in the object store");
     }
 
     fn probe(&self) -> Result<(), SetupError> {

@@ -160,6 +160,14 @@ fn array_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct SegmentName(u128);
 
+impl SegmentName {
+    /// The 128 bits.
+    #[cfg(feature = "nixl")]
+    pub(super) const fn bits(self) -> u128 {
+        self.0
+    }
+}
+
 impl fmt::Display for SegmentName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:032x}.kvseg", self.0)
