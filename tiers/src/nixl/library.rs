@@ -26,8 +26,7 @@ pub struct Library {
 }
 
 impl Library {
-    /// Loads the library at `path`, or else the first that [`candidates`] names, or else one that the system's
-    /// loader finds. Takes 30 to 250 ms the first time.
+    /// Loads the library at `path`, or the one that [`find`] finds. Takes 30 to 250 ms the first time.
     ///
     /// # Errors
     /// `Unavailable`: there is none, it cannot be loaded, or it lacks a function that is needed. The message
@@ -82,7 +81,8 @@ impl fmt::Debug for Library {
     }
 }
 
-/// Where [`Library::load`] looks when no path is given.
+/// Where NIXL is installed: in the Python packages of the active environment, of those on the `PATH` or of the
+/// system, else where the system's loader looks.
 ///
 /// # Errors
 /// `Unavailable`: nowhere; the message lists the places.
