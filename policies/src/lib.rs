@@ -9,18 +9,27 @@
 //! | [`eviction`] | the [`Eviction`] trait and one file for each policy |
 //! | [`workload`] | the requests of a trace, as paths through one forest of blocks |
 //! | [`running`] | requests that have not ended: their output length is not known yet |
+//! | [`sample`] | a few blocks that stand for all |
+//! | [`miniature`] | a workload on a smaller scale |
+//! | [`miss_ratio`] | hit rate against capacity, in one pass |
 //! | [`simulate`](mod@simulate) | one tier, one workload, one policy: the token hit rate |
 
 #![forbid(unsafe_code)]
 
 pub mod eviction;
+pub mod miniature;
+pub mod miss_ratio;
 pub mod running;
+pub mod sample;
 pub mod simulate;
 pub mod workload;
 
 pub use eviction::{
     Access, BlockId, Eviction, EvictionKind, Forest, Hints, RequestId, Standing, UnknownEviction, Upkeep,
 };
+pub use miniature::{Miniature, Thinning};
+pub use miss_ratio::MissRatio;
 pub use running::{Ended, Running};
+pub use sample::Sample;
 pub use simulate::{Outcome, Policy, simulate};
 pub use workload::{BLOCK_TOKENS, Request, Workload};

@@ -1,11 +1,12 @@
-//! The hit rates of the hazard policy over real traces, which are not part of the repository.
+//! Figures over real traces, which are not part of the repository: the hit rates of the hazard policy, and how
+//! far estimates from samples are off.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 use flate2::bufread::MultiGzDecoder;
-use kvbm_policies::{EvictionKind, Policy, Request, Workload};
+use kvbm_policies::{BLOCK_TOKENS, EvictionKind, MissRatio, Policy, Request, Sample, Thinning, Workload};
 use serde_json::Value;
 
 /// The floor in per cent by capacity in blocks: what a published policy of this kind reached, less 0.3 points.
@@ -24,7 +25,7 @@ fn agents_hit_as_often_as_published() {
 }
 
 fn check(trace: &str, floors: &[(u32, f64)]) {
-    let Some(workload) = load(trace) else { return };
+    let Some(workload) = load(trace).map(|requests| requests.iter().collect::<Workload>()) else { return };
     // Without optimisation one figure takes as long as all do with it.
     let floors = if cfg!(debug_assertions) { &floors[1..2] } else { floors };
     for &(capacity, floor) in floors {
@@ -36,8 +37,81 @@ fn check(trace: &str, floors: &[(u32, f64)]) {
     }
 }
 
+const CAPACITIES: [u32; 8] = [1_000, 3_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000];
+
+#[test]
+fn a_curve_is_off_by_little() {
+    for (trace, limits) in [("conversation.jsonl.gz", (0.5, 1.5)), ("agentic.jsonl.gz", (0.3, 1.5))] {
+        let Some(requests) = load(trace) else { return };
+        let workload: Workload = requests.iter().collect();
+        let lru = CAPACITIES.map(|capacity| rate(EvictionKind::Lru, &workload, capacity));
+        for horizon in [100_000, 200_000, 400_000] {
+            let curves: Vec<_> = (0..8).map(|salt| curve(&requests, horizon, salt << 40)).collect();
+            let estimates =
+                curves.iter().map(|curve| CAPACITIES.map(|capacity| curve.token_hit_rate(capacity)));
+            check_errors(&format!("{trace}, curve up to {horizon} blocks"), &lru, estimates, limits);
+        }
+    }
+}
+
+#[test]
+fn a_miniature_is_off_by_little() {
+    for trace in ["conversation.jsonl.gz", "agentic.jsonl.gz"] {
+        let Some(requests) = load(trace) else { return };
+        let workload: Workload = requests.iter().collect();
+        for kind in [EvictionKind::Lru, EvictionKind::Hazard] {
+            // Without optimisation hazard takes too long for all of them.
+            let capacities = if cfg!(debug_assertions) { &CAPACITIES[1..2] } else { &CAPACITIES };
+            let exact: Vec<_> = capacities.iter().map(|&capacity| rate(kind, &workload, capacity)).collect();
+            for stride in [5, 20] {
+                let mut thinning = Thinning::new(Sample::one_in(stride));
+                requests.iter().for_each(|request| thinning.push(request));
+                let small = thinning.finish();
+                let estimate = |&capacity| small.simulate(Policy::Online(kind), capacity).token_hit_rate();
+                let estimates = std::iter::once(capacities.iter().map(estimate));
+                check_errors(
+                    &format!("{trace}, {kind}, one block in {stride}"),
+                    &exact,
+                    estimates,
+                    (1.0, 2.0),
+                );
+            }
+        }
+    }
+}
+
+fn rate(kind: EvictionKind, workload: &Workload, capacity: u32) -> f64 {
+    Policy::Online(kind).simulate(workload, capacity).token_hit_rate()
+}
+
+/// Another salt takes another sample.
+fn curve(requests: &[Request], horizon: u32, salt: u64) -> MissRatio {
+    let mut curve = MissRatio::new(horizon, BLOCK_TOKENS);
+    for request in requests {
+        let path = request.full_blocks();
+        curve.observe(path.len(), |at| path[at] ^ salt, request.input_length);
+    }
+    curve
+}
+
+/// `limits` are those of the mean and of the largest absolute error, in points.
+fn check_errors(
+    what: &str,
+    exact: &[f64],
+    estimates: impl Iterator<Item = impl IntoIterator<Item = f64>>,
+    limits: (f64, f64),
+) {
+    let errors =
+        estimates.flat_map(|rates| rates.into_iter().zip(exact).map(|(rate, exact)| (rate - exact).abs()));
+    let errors: Vec<_> = errors.map(|error| error * 100.0).collect();
+    let mean = errors.iter().sum::<f64>() / errors.len() as f64;
+    let largest = errors.iter().copied().fold(0.0, f64::max);
+    eprintln!("{what}: off by {mean:.2} points on average, {largest:.2} at most");
+    assert!(mean < limits.0 && largest < limits.1, "{what}: {mean:.2}, {largest:.2}");
+}
+
 /// The trace from `KVBM_TRACES`, or beside the checkout. Its absence is said and skips the test.
-fn load(trace: &str) -> Option<Workload> {
+fn load(trace: &str) -> Option<Vec<Request>> {
     let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/traces");
     let directory = std::env::var_os("KVBM_TRACES").unwrap_or_else(|| beside.into());
     let path = Path::new(&directory).join(trace);
@@ -46,11 +120,7 @@ fn load(trace: &str) -> Option<Workload> {
         return None;
     };
     let lines = BufReader::new(MultiGzDecoder::new(BufReader::new(file))).lines();
-    let mut workload = Workload::default();
-    for line in lines {
-        workload.push(&request(&line.expect("the trace can be read")));
-    }
-    Some(workload)
+    Some(lines.map(|line| request(&line.expect("the trace can be read"))).collect())
 }
 
 fn request(line: &str) -> Request {
