@@ -7,16 +7,20 @@
 //! | module | holds |
 //! |---|---|
 //! | [`eviction`] | the [`Eviction`] trait and one file for each policy |
+//! | [`admission`] | the [`Admission`] trait: which blocks are copied to the tier below, and when |
 //! | [`workload`] | the requests of a trace, as paths through one forest of blocks |
 //! | [`running`] | requests that have not ended: their output length is not known yet |
 //! | [`sample`] | a few blocks that stand for all |
 //! | [`miniature`] | a workload on a smaller scale |
 //! | [`miss_ratio`] | hit rate against capacity, in one pass |
 //! | [`simulate`](mod@simulate) | one tier, one workload, one policy: the token hit rate |
+//! | [`hierarchy`] | several tiers, one below another: hits in each, blocks written to each |
 
 #![forbid(unsafe_code)]
 
+pub mod admission;
 pub mod eviction;
+pub mod hierarchy;
 pub mod miniature;
 pub mod miss_ratio;
 pub mod running;
@@ -24,9 +28,11 @@ pub mod sample;
 pub mod simulate;
 pub mod workload;
 
+pub use admission::{Admission, AdmissionKind, UnknownAdmission};
 pub use eviction::{
     Access, BlockId, Eviction, EvictionKind, Forest, Hints, RequestId, Standing, UnknownEviction, Upkeep,
 };
+pub use hierarchy::{Hierarchy, HierarchyOutcome, TierPlan};
 pub use miniature::{Miniature, Thinning};
 pub use miss_ratio::MissRatio;
 pub use running::{Ended, Running};

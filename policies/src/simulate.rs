@@ -119,7 +119,7 @@ impl FromStr for Policy {
 }
 
 /// The blocks that are resident.
-struct Tier<'w> {
+pub(crate) struct Tier<'w> {
     workload: &'w Workload,
     /// By block: how many of its children are resident; `None` where it is not itself.
     children: Vec<Option<u32>>,
@@ -127,12 +127,12 @@ struct Tier<'w> {
 }
 
 impl<'w> Tier<'w> {
-    fn new(workload: &'w Workload) -> Self {
+    pub(crate) fn new(workload: &'w Workload) -> Self {
         Self { workload, children: vec![None; workload.blocks() as usize], resident: 0 }
     }
 
     /// Makes the path that ends at `deepest` resident. Returns how many of its blocks were not.
-    fn insert_path(&mut self, deepest: BlockId) -> u32 {
+    pub(crate) fn insert_path(&mut self, deepest: BlockId) -> u32 {
         let before = self.resident;
         let mut children = 0;
         for block in self.workload.path(deepest) {
@@ -154,8 +154,18 @@ impl<'w> Tier<'w> {
         }
     }
 
+    /// How many blocks are resident.
+    pub(crate) fn resident(&self) -> u32 {
+        self.resident
+    }
+
+    /// The deepest resident block of the path that ends at `deepest`.
+    pub(crate) fn deepest_resident(&self, deepest: BlockId) -> Option<BlockId> {
+        self.workload.path(deepest).find(|&block| self.children[block.0 as usize].is_some())
+    }
+
     /// Returns the parent where this made it a leaf.
-    fn remove(&mut self, leaf: BlockId) -> Option<BlockId> {
+    pub(crate) fn remove(&mut self, leaf: BlockId) -> Option<BlockId> {
         assert_eq!(self.children[leaf.0 as usize].take(), Some(0), "victims are leaves");
         self.resident -= 1;
         let parent = self.workload.parent(leaf)?;

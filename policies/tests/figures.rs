@@ -1,13 +1,10 @@
 //! Figures over real traces, which are not part of the repository: the hit rates of the hazard policy, and how
 //! far estimates from samples are off.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader};
-use std::path::Path;
+mod traces;
 
-use flate2::bufread::MultiGzDecoder;
 use kvbm_policies::{BLOCK_TOKENS, EvictionKind, MissRatio, Policy, Request, Sample, Thinning, Workload};
-use serde_json::Value;
+use traces::load;
 
 /// The floor in per cent by capacity in blocks: what a published policy of this kind reached, less 0.3 points.
 const CONVERSATION: [(u32, f64); 6] =
@@ -108,29 +105,4 @@ fn check_errors(
     let largest = errors.iter().copied().fold(0.0, f64::max);
     eprintln!("{what}: off by {mean:.2} points on average, {largest:.2} at most");
     assert!(mean < limits.0 && largest < limits.1, "{what}: {mean:.2}, {largest:.2}");
-}
-
-/// The trace from `KVBM_TRACES`, or beside the checkout. Its absence is said and skips the test.
-fn load(trace: &str) -> Option<Vec<Request>> {
-    let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/traces");
-    let directory = std::env::var_os("KVBM_TRACES").unwrap_or_else(|| beside.into());
-    let path = Path::new(&directory).join(trace);
-    let Ok(file) = File::open(&path) else {
-        eprintln!("SKIPPED: no {}; set KVBM_TRACES to the directory of traces", path.display());
-        return None;
-    };
-    let lines = BufReader::new(MultiGzDecoder::new(BufReader::new(file))).lines();
-    Some(lines.map(|line| request(&line.expect("the trace can be read"))).collect())
-}
-
-fn request(line: &str) -> Request {
-    let line: Value = serde_json::from_str(line).expect("a line is JSON");
-    let number = |value: &Value| value.as_u64().expect("a number");
-    let ids = line["hash_ids"].as_array().expect("an array");
-    Request {
-        timestamp_ms: number(&line["timestamp"]),
-        input_length: number(&line["input_length"]) as u32,
-        output_length: number(&line["output_length"]) as u32,
-        hash_ids: ids.iter().map(number).collect(),
-    }
 }
