@@ -40,6 +40,11 @@ impl Profile {
         self
     }
 
+    /// Whether the two differ in nothing but the position, at most.
+    pub(super) fn is_akin(self, other: Self) -> bool {
+        self.0[..6] == other.0[..6] && self.0[7] == other.0[7]
+    }
+
     pub(super) fn knows_the_output(self) -> bool {
         self.0[0] != UNKNOWN_OUTPUT
     }

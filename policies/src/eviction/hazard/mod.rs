@@ -208,6 +208,7 @@ impl Eviction for Hazard {
         }
         self.next_fit = fit_after(self.requests);
         let mut records = self.records.clone();
+        records.extend(self.segments.returning());
         records.extend(self.segments.open_records());
         let mut model = self.model.clone();
         let learned = Arc::new(OnceLock::new());

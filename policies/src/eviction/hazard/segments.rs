@@ -136,6 +136,15 @@ pub(super) struct Touched {
     pub(super) is_new: bool,
 }
 
+/// A record that ended by a return.
+#[derive(Debug)]
+struct Returning {
+    /// Who used it before, and who does now.
+    parties: (VisitId, VisitId),
+    blocks: u32,
+    record: Record,
+}
+
 /// All known blocks.
 #[derive(Debug, Default)]
 pub(super) struct Segments {
@@ -153,6 +162,8 @@ pub(super) struct Segments {
     expiries: BinaryHeap<Reverse<Expiry>>,
     now_ms: u64,
     closed: Vec<Record>,
+    /// The latest record that ended by a return: more of it may come.
+    returning: Option<Returning>,
     inserted: Vec<BlockId>,
 }
 
@@ -169,6 +180,11 @@ impl Segments {
     /// The records that ended since the last call.
     pub(super) fn take_closed(&mut self) -> impl Iterator<Item = Record> + '_ {
         self.closed.drain(..)
+    }
+
+    /// The record that ended last, by a return of which more may come.
+    pub(super) fn returning(&self) -> Option<Record> {
+        self.returning.as_ref().map(|last| last.record)
     }
 
     /// The records that have not ended.
@@ -401,8 +417,7 @@ impl Segments {
         for index in first..last {
             let segment = self.strands[id as usize].segments[index];
             if segment.visit != visit {
-                let record = self.record(&segment, start, segment.end - start, self.age_ms(&segment), true);
-                self.closed.push(record);
+                self.close_by_return(&segment, start, visit);
                 let strand = &mut self.strands[id as usize];
                 let cells = (start - strand.start) as usize..(segment.end - strand.start) as usize;
                 strand.reuses[cells].iter_mut().for_each(|count| *count = (*count + 1).min(MANY_REUSES));
@@ -421,6 +436,43 @@ impl Segments {
         self.visits[visit as usize].segments += segments.len() as u32;
         let gone: Vec<_> = strand.segments.splice(first..last, segments).collect();
         gone.into_iter().for_each(|segment| self.leave_visit(segment.visit));
+        self.join(id, first);
+    }
+
+    /// Ends a segment's record, which began at depth `start`, because `visit` uses it again. Parts of it that the
+    /// visit uses one after another count as one.
+    fn close_by_return(&mut self, segment: &Segment, start: u32, visit: VisitId) {
+        let blocks = segment.end - start;
+        let parties = (segment.visit, visit);
+        let profile = self.profile(segment, start);
+        match &mut self.returning {
+            Some(last) if last.parties == parties && last.record.profile.is_akin(profile) => {
+                last.blocks += blocks;
+                last.record.weight = (last.blocks as f32).sqrt();
+            }
+            _ => {
+                let record = self.record(segment, start, blocks, self.age_ms(segment), true);
+                let last = self.returning.replace(Returning { parties, blocks, record });
+                self.closed.extend(last.map(|last| last.record));
+            }
+        }
+    }
+
+    /// Makes one of the `index`-th segment and the one before it, if one request used them last and nothing else
+    /// tells them apart: parts of a path that it used one after another.
+    fn join(&mut self, id: StrandId, index: usize) {
+        let segments = &mut self.strands[id as usize].segments;
+        let Some([above, below]) = index.checked_sub(1).and_then(|above| segments.get_mut(above..=index))
+        else {
+            return;
+        };
+        let alike = |of: &Segment| (of.visit, of.reuse, of.parting, of.entry_ms);
+        if alike(above) == alike(below) {
+            above.end = below.end;
+            above.span += below.span;
+            let visit = segments.remove(index).visit;
+            self.leave_visit(visit);
+        }
     }
 
     /// Makes a segment begin at `depth`, if any lies there. Answers its index, or how many there are.

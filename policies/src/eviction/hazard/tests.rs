@@ -247,7 +247,26 @@ fn reuse_after(away_ms: u64) -> Vec<Record> {
     world.play(&mut policy, 1, &[1, 2], Parts::One);
     while world.evict(&mut policy).is_some() {}
     world.play(&mut policy, 1 + away_ms, &[1, 2], Parts::One);
-    policy.records
+    ended(&policy)
+}
+
+fn ended(policy: &Hazard) -> Vec<Record> {
+    policy.records.iter().copied().chain(policy.segments.returning()).collect()
+}
+
+/// A chain that comes back as a whole teaches as much, however its return is reported.
+#[test]
+fn a_return_in_parts_is_one_return() {
+    let weights = |parts| {
+        let (mut world, mut policy) = (World::default(), Hazard::with_capacity(16));
+        for minute in 1..4 {
+            world.play(&mut policy, minute * 60_000, &[1, 2, 1, 2], parts);
+            while world.evict(&mut policy).is_some() {}
+        }
+        ended(&policy).iter().map(|record| (record.returned, record.weight)).collect::<Vec<_>>()
+    };
+    assert_eq!(weights(Parts::One), [(true, 2.0), (true, 2.0)]);
+    assert_eq!(weights(Parts::Named), weights(Parts::One));
 }
 
 #[test]
