@@ -80,6 +80,11 @@ fn everyday() -> Registry {
     let manager = engine::open(settings, &registry).unwrap();
     engine::serve(&manager, &chain(1));
     engine::serve(&manager, &chain(1));
+    assert!(manager.drain(Duration::from_secs(10)));
+    for tier in [Tier::Device, Tier::Host, Tier::Disk] {
+        manager.evict(tier, 16);
+    }
+    drop(manager.lease(&chain(1)));
     // Gauges are asked for while the manager is there.
     registry.gather();
     registry

@@ -426,3 +426,47 @@ fn a_disk_that_is_too_small_names_the_setting() {
     assert!(error.to_string().contains("DYN_KVBM_DISK_CACHE_GB"), "{error}");
     assert_eq!(files_below(dir.path()), 0);
 }
+
+#[test]
+fn a_miss_says_what_became_of_the_block() {
+    let real = Real::open(|_, _| {});
+    let misses = |reason, tier| real.metric("kvbm_misses_total", &[("reason", reason), ("tier", tier)]);
+    let one = chain(1);
+    serve(&real.manager, &one);
+    assert_eq!((misses("never_seen", "none"), misses("evicted", "host")), (1, 0));
+    real.manager.evict(Tier::Device, 16);
+    real.manager.evict(Tier::Host, 16);
+    drop(real.manager.lease(&one));
+    assert_eq!(misses("evicted", "host"), 1);
+
+    let filling = real.manager.allocate(&one, real.manager.lease(&one)).unwrap();
+    drop(real.manager.lease(&one));
+    assert_eq!(misses("late", "device"), 1);
+    drop(filling);
+    drop(real.manager.lease(&one));
+    assert_eq!(misses("io_error", "device"), 1);
+
+    let long: Vec<_> = (0..20).map(|i| hash(5_000 + i)).collect();
+    assert_eq!(serve(&real.manager, &long).computed, 16);
+    drop(real.manager.lease(&long));
+    assert_eq!(misses("capacity", "device") + misses("capacity", "host"), 1);
+}
+
+#[test]
+fn what_is_sooner_computed_than_loaded_is_left_to_the_engine() {
+    let real = Real::open(|settings, _| settings.transfer.prefill_tokens_per_second = 100_000_000);
+    let chain = chain(1);
+    assert_eq!(serve(&real.manager, &chain).saved, chain.len());
+    let load = || {
+        real.manager.evict(Tier::Device, 16);
+        real.manager.load(real.manager.lease(&chain)).wait().unwrap()
+    };
+    let tried = load();
+    assert_eq!((tried.blocks, tried.recompute), (chain.len(), 0), "the pace of the host is not known yet");
+    drop(tried);
+    assert_eq!(real.manager.matches(&chain).worth_loading(), chain.len(), "they are on the device");
+    let left = load();
+    assert_eq!((left.blocks, left.recompute, left.refused), (0, chain.len(), 0));
+    assert_eq!(real.manager.matches(&chain).worth_loading(), 0);
+    assert_eq!(real.metric("kvbm_recompute_tokens_total", &[]), 16 * chain.len() as u64);
+}

@@ -141,6 +141,7 @@ pub const TIGHT: Tuning = Tuning {
     timeout: Duration::ZERO,
     flush_interval_ms: 1_000,
     dirty_watermark: 0.5,
+    prefill_block_s: None,
 };
 
 impl Rig {

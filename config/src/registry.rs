@@ -357,6 +357,14 @@ pub(crate) static KEYS: &[Key] = &[
         in_use: true,
     },
     Key {
+        path: "transfer.prefill_tokens_per_second",
+        field: Field::Count(|s| &mut s.transfer.prefill_tokens_per_second, 0..=100_000_000),
+        variables: &[own("DYN_KVBM_PREFILL_TOKENS_PER_SECOND", Form::Plain)],
+        doc: "Prompt tokens that the engine computes in a second. A load ends where the tiers, by their measured \
+              pace, are slower than that. `0`: not known, so everything that is held is loaded.",
+        in_use: true,
+    },
+    Key {
         path: "flush.interval_ms",
         field: Field::Millis(|s| &mut s.flush.interval_ms, 1..=DAY_MS),
         variables: &[own("DYN_KVBM_FLUSH_INTERVAL_MS", Form::Plain)],

@@ -226,11 +226,20 @@ pub struct TransferSettings {
     pub queue_blocks: u32,
     /// Threads that copy between memory tiers.
     pub copy_threads: u32,
+    /// Prompt tokens that the engine computes in a second; 0: not known.
+    pub prefill_tokens_per_second: u32,
 }
 
 impl Default for TransferSettings {
     fn default() -> Self {
-        Self { max_concurrent: 4, max_batch: 16, timeout_ms: 30_000, queue_blocks: 16_384, copy_threads: 2 }
+        Self {
+            max_concurrent: 4,
+            max_batch: 16,
+            timeout_ms: 30_000,
+            queue_blocks: 16_384,
+            copy_threads: 2,
+            prefill_tokens_per_second: 0,
+        }
     }
 }
 

@@ -33,10 +33,10 @@ pub(crate) async fn open(settings: Settings, options: &Options) -> Result<Assemb
     settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
     let block_bytes = settings.block_bytes.unwrap_or_default();
     let metrics = Metrics::new(&options.registry, block_bytes, options.block_tokens)?;
-    let clock = Arc::clone(&options.clock);
+    let (clock, block_tokens) = (Arc::clone(&options.clock), options.block_tokens);
     let build = move || -> Result<Assembled> {
         let tiers = Tiers::open(&settings)?;
-        let tuning = tuning(&settings, block_bytes);
+        let tuning = tuning(&settings, block_bytes, block_tokens);
         let routes = tiers.routes();
         let Tiers { device, specs, staging, executor, .. } = tiers;
         let parts = Parts { table: Table::new(specs), executor, staging, clock, metrics, tuning };
@@ -47,7 +47,7 @@ pub(crate) async fn open(settings: Settings, options: &Options) -> Result<Assemb
         .map_err(|error| Error::caused(ErrorKind::Unavailable, "opening the tiers was interrupted", error))?
 }
 
-fn tuning(settings: &Settings, block_bytes: u64) -> Tuning {
+fn tuning(settings: &Settings, block_bytes: u64, block_tokens: u64) -> Tuning {
     Tuning {
         max_concurrent: settings.transfer.max_concurrent as usize,
         max_batch: settings.transfer.max_batch as usize,
@@ -56,7 +56,14 @@ fn tuning(settings: &Settings, block_bytes: u64) -> Tuning {
         timeout: Duration::from_millis(settings.transfer.timeout_ms),
         flush_interval_ms: settings.flush.interval_ms,
         dirty_watermark: settings.flush.dirty_watermark,
+        prefill_block_s: prefill_block_s(settings, block_tokens),
     }
+}
+
+/// Seconds that the engine takes to compute a block, if it said so.
+fn prefill_block_s(settings: &Settings, block_tokens: u64) -> Option<f64> {
+    let rate = settings.transfer.prefill_tokens_per_second;
+    (rate > 0).then(|| block_tokens as f64 / f64::from(rate))
 }
 
 /// Tiers as they are opened, fastest first.

@@ -9,6 +9,7 @@
 //! | `lease`, `ticket` | what callers hold: the right to read a chain, the answer to come |
 //! | `manager` | what an engine talks to |
 //! | `assemble` | the only place that names concrete backends and policies |
+//! | `demand` | what more memory would bring: hit rate against capacity |
 //! | `metrics`, `clock`, `sync` | counting, time, locks and threads, each from one place |
 //!
 //! Data flows one way: engine → manager (lease, load, save) → table ⇄ policies → scheduler → executor →
@@ -17,6 +18,7 @@
 
 mod assemble;
 mod clock;
+mod demand;
 mod error;
 mod hash;
 mod lease;

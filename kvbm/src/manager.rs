@@ -85,9 +85,10 @@ impl Manager {
         })
     }
 
-    /// How many leading blocks of `chain` each tier holds. No side effect.
+    /// How many leading blocks of `chain` each tier holds, and how many of them are worth loading. No side
+    /// effect.
     pub fn matches<'a>(&self, chain: impl Into<Chain<'a>>) -> Match {
-        self.core.table().matches(chain.into())
+        self.core.matches(chain.into())
     }
 
     /// Pins the leading blocks of `chain` in every tier that holds any, and counts as their use by a request of
@@ -194,6 +195,12 @@ impl Manager {
     /// Counts of a tier since the start.
     pub fn stats(&self, tier: Tier) -> TierStats {
         self.core.table().stats(tier)
+    }
+
+    /// What share of the blocks requested lately a tier of `capacity` blocks would have held, 0 to 1, had it
+    /// evicted the least recently used ones: an estimate on a sample of the requests.
+    pub fn estimated_hit_rate(&self, capacity: u32) -> f64 {
+        self.core.estimated_hit_rate(capacity)
     }
 
     /// Bytes copied on each route so far, where any were.

@@ -13,6 +13,7 @@
 //! | [`sample`] | a few blocks that stand for all |
 //! | [`miniature`] | a workload on a smaller scale |
 //! | [`miss_ratio`] | hit rate against capacity, in one pass |
+//! | [`split`](mod@split) | how much of what is held is sooner loaded than computed again |
 //! | [`simulate`](mod@simulate) | one tier, one workload, one policy: the token hit rate |
 //! | [`hierarchy`] | several tiers, one below another: hits in each, blocks written to each |
 
@@ -26,6 +27,7 @@ pub mod miss_ratio;
 pub mod running;
 pub mod sample;
 pub mod simulate;
+pub mod split;
 pub mod workload;
 
 pub use admission::{Admission, AdmissionKind, UnknownAdmission};
@@ -38,4 +40,5 @@ pub use miss_ratio::MissRatio;
 pub use running::{Ended, Running};
 pub use sample::Sample;
 pub use simulate::{Outcome, Policy, simulate};
+pub use split::{Leg, split};
 pub use workload::{BLOCK_TOKENS, Request, Workload};

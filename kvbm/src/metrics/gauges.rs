@@ -5,7 +5,7 @@ use std::sync::Weak;
 use kvbm_tiers::Tier;
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
-use prometheus::{IntGaugeVec, Opts};
+use prometheus::{GaugeVec, IntGaugeVec, Opts};
 
 use crate::scheduler::Core;
 
@@ -20,7 +20,11 @@ pub(crate) struct Gauges {
     full_reservations: IntGaugeVec,
     queue_blocks: IntGaugeVec,
     batches_in_flight: IntGaugeVec,
+    estimated_hit_rate: GaugeVec,
 }
+
+/// At which multiples of a tier's size its hit rate is estimated.
+const SCALES: [(&str, f64); 5] = [("0.25", 0.25), ("0.5", 0.5), ("1", 1.0), ("2", 2.0), ("4", 4.0)];
 
 impl Gauges {
     pub(crate) fn new(core: Weak<Core>) -> prometheus::Result<Self> {
@@ -49,10 +53,17 @@ impl Gauges {
             )?,
             queue_blocks: gauges("kvbm_queue_blocks", "Blocks that wait to be copied.", &route)?,
             batches_in_flight: gauges("kvbm_batches_in_flight", "Batches being copied.", &route)?,
+            estimated_hit_rate: GaugeVec::new(
+                Opts::new(
+                    "kvbm_estimated_hit_rate",
+                    "Share of requested blocks that a tier of a multiple of this one's size would have held.",
+                ),
+                &["tier", "scale"],
+            )?,
         })
     }
 
-    fn all(&self) -> [&IntGaugeVec; 8] {
+    fn all(&self) -> [&dyn Collector; 9] {
         [
             &self.slots,
             &self.dirty_blocks,
@@ -62,6 +73,7 @@ impl Gauges {
             &self.full_reservations,
             &self.queue_blocks,
             &self.batches_in_flight,
+            &self.estimated_hit_rate,
         ]
     }
 
@@ -91,6 +103,10 @@ impl Gauges {
         for (state, slots) in by_state {
             self.slots.with_label_values(&[tier.name(), state]).set(i64::from(slots));
         }
+        for (label, scale) in SCALES {
+            let rate = core.estimated_hit_rate((f64::from(counts.total) * scale) as u32);
+            self.estimated_hit_rate.with_label_values(&[tier.name(), label]).set(rate);
+        }
         let totals = [
             (&self.dirty_blocks, dirty as u64),
             (&self.published_blocks, stats.published),
@@ -106,7 +122,7 @@ impl Gauges {
 
 impl Collector for Gauges {
     fn desc(&self) -> Vec<&Desc> {
-        self.all().into_iter().flat_map(Collector::desc).collect()
+        self.all().into_iter().flat_map(|gauge| gauge.desc()).collect()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {

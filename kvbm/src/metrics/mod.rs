@@ -14,7 +14,7 @@ use prometheus::core::Collector;
 use prometheus::{HistogramOpts, HistogramVec, IntCounter, IntCounterVec, Opts, Registry};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::table::Match;
+use crate::table::{Match, Miss};
 
 use self::upstream::Upstream;
 
@@ -35,6 +35,10 @@ pub struct Metrics {
     requests: IntCounter,
     requested_tokens: IntCounter,
     hit_tokens: IntCounterVec,
+    misses: IntCounterVec,
+    missed_tokens: IntCounterVec,
+    miss_age: HistogramVec,
+    recompute_tokens: IntCounter,
     upstream: Upstream,
 }
 
@@ -48,6 +52,12 @@ impl fmt::Debug for Metrics {
 const TRANSFER_BOUNDS: [f64; 18] = [
     0.000_016, 0.000_032, 0.000_064, 0.000_128, 0.000_256, 0.000_512, 0.001, 0.002, 0.004, 0.008, 0.016,
     0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0,
+];
+
+/// Bounds of the histogram of ages, in seconds: 1 s to 9 h.
+const AGE_BOUNDS: [f64; 16] = [
+    1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1_024.0, 2_048.0, 4_096.0, 8_192.0, 16_384.0,
+    32_768.0,
 ];
 
 struct Builder<'a>(&'a Registry);
@@ -109,6 +119,28 @@ impl Metrics {
                 "Tokens found, by the fastest tier that had them.",
                 &["tier"],
             )?,
+            misses: b.counters(
+                "kvbm_misses_total",
+                "Chains held in part or not at all, by why the first block behind is not there.",
+                &["reason", "tier"],
+            )?,
+            missed_tokens: b.counters(
+                "kvbm_missed_tokens_total",
+                "Tokens not found, by why the first block of them is not there.",
+                &["reason"],
+            )?,
+            miss_age: b.register(HistogramVec::new(
+                HistogramOpts::new(
+                    "kvbm_miss_age_seconds",
+                    "How long a block had been gone when it was missed.",
+                )
+                .buckets(AGE_BOUNDS.to_vec()),
+                &["tier"],
+            ))?,
+            recompute_tokens: b.counter(
+                "kvbm_recompute_tokens_total",
+                "Tokens held but left to the engine, which computes them sooner than they are loaded.",
+            )?,
             upstream: Upstream::new(&b)?,
         })
     }
@@ -163,6 +195,21 @@ impl Metrics {
             }
         }
         self.upstream.rates(self.requested_tokens.get(), &self.hit_tokens);
+    }
+
+    /// The last `blocks` blocks of a chain were not found, the first of them because of `miss`.
+    pub(crate) fn missed(&self, blocks: usize, miss: Miss) {
+        let (reason, tier) = (miss.reason.name(), miss.tier.map_or("none", Tier::name));
+        self.misses.with_label_values(&[reason, tier]).inc();
+        self.missed_tokens.with_label_values(&[reason]).inc_by(blocks as u64 * self.block_tokens);
+        if let Some(age_s) = miss.age_s {
+            self.miss_age.with_label_values(&[tier]).observe(age_s as f64);
+        }
+    }
+
+    /// So many blocks are sooner computed than loaded.
+    pub(crate) fn left_to_engine(&self, blocks: usize) {
+        self.recompute_tokens.inc_by(blocks as u64 * self.block_tokens);
     }
 
     /// Bytes copied on a route so far.

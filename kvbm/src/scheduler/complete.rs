@@ -141,9 +141,13 @@ impl Core {
         if flow.class == Class::Flush {
             self.flushing.ended(flow.dest, flow.orders);
         }
+        if let Some(source) = flow.source.filter(|_| flow.class == Class::Load && copied == flow.orders) {
+            self.paces.learn(source, copied, flow.started.elapsed());
+        }
         end.report(|lease| Brought {
             blocks: lease.blocks(flow.dest),
             copied,
+            recompute: flow.recompute,
             refused: flow.refused,
             failed: flow.orders - copied,
             lease,

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use kvbm_tiers::{BlockKey, Tier};
 use tokio::sync::oneshot;
@@ -21,6 +22,10 @@ pub struct Brought {
     pub blocks: usize,
     /// Blocks that this flow copied.
     pub copied: usize,
+    /// Blocks that the lease holds but that are sooner computed again: see [`Match::worth_loading`].
+    ///
+    /// [`Match::worth_loading`]: crate::table::Match::worth_loading
+    pub recompute: usize,
     /// Blocks that it found no room or no queue space for.
     pub refused: usize,
     /// Blocks whose copy failed, with those behind them.
@@ -41,6 +46,10 @@ pub(super) struct Flow {
     /// Orders of this flow.
     pub(super) orders: usize,
     pub(super) refused: usize,
+    pub(super) recompute: usize,
+    /// The tier that all its blocks come from, if it is one.
+    pub(super) source: Option<Tier>,
+    pub(super) started: Instant,
     /// The last of these; it may be on the way in another flow.
     pub(super) behind: Option<BlockKey>,
     /// Orders that have not ended.
@@ -72,16 +81,34 @@ pub(super) struct Outline {
     pub(super) before: usize,
     pub(super) orders: usize,
     pub(super) refused: usize,
+    pub(super) recompute: usize,
+    pub(super) source: Option<Tier>,
     pub(super) behind: Option<BlockKey>,
 }
 
 impl Flow {
     pub(super) fn start(outline: Outline, lease: Lease) -> (Arc<Self>, Ticket<Brought>) {
         let (report, ticket) = oneshot::channel();
-        let Outline { class, dest, run, promotion, before, orders, refused, behind } = outline;
+        let Outline { class, dest, run, promotion, before, orders, refused, recompute, source, behind } =
+            outline;
         let left = AtomicUsize::new(orders);
         let end = Mutex::new(Some(End { lease, report }));
-        let flow = Self { class, dest, run, promotion, before, orders, refused, behind, left, end };
+        let started = Instant::now();
+        let flow = Self {
+            class,
+            dest,
+            run,
+            promotion,
+            before,
+            orders,
+            refused,
+            recompute,
+            source,
+            started,
+            behind,
+            left,
+            end,
+        };
         (Arc::new(flow), Ticket::new(ticket))
     }
 

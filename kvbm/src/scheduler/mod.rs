@@ -12,6 +12,7 @@
 //! | `batch` | what the hardware works on; time-outs |
 //! | `breaker` | tiers that are down or full are left alone for a while |
 //! | `flow` | the orders of one request; its ticket |
+//! | `pace` | how long a block takes from each tier |
 //! | `executor` | which backend serves which route |
 //! | `complete` | what happens when a copy ends |
 //! | `background` | flushing and time-outs |
@@ -27,13 +28,16 @@ mod executor;
 mod flow;
 mod lane;
 mod order;
+mod pace;
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use dashmap::DashMap;
+use kvbm_policies::{Leg, split};
 use kvbm_tiers::{BlockKey, Done, Frame, SlotRef, Tier};
 
 use self::background::Flushing;
@@ -42,12 +46,14 @@ use self::breaker::Breakers;
 use self::flow::{Flow, Outline};
 use self::lane::{Lanes, Limits};
 use self::order::{Bounce, Order, Staging};
+use self::pace::Paces;
 use crate::clock::Clock;
+use crate::demand::Demand;
 use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::metrics::Metrics;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
-use crate::table::{FlushRun, Missing, Reserved, RunId, Table, Usage, Visit};
+use crate::table::{FlushRun, Match, Missing, Reserved, RunId, Table, Usage, Visit};
 use crate::ticket::Ticket;
 
 pub use self::executor::Executor;
@@ -71,6 +77,8 @@ pub struct Tuning {
     pub flush_interval_ms: u64,
     /// Share of a tier that may be dirty before flushing starts at once.
     pub dirty_watermark: f64,
+    /// Seconds that the engine takes to compute a block; `None`: not known, so what is held is loaded.
+    pub prefill_block_s: Option<f64>,
 }
 
 /// Everything that moves blocks. Shared by the manager, its leases and the callbacks of its backends.
@@ -84,6 +92,8 @@ pub struct Core {
     flights: DashMap<(Tier, BlockKey), Vec<Arc<Flow>>>,
     flushing: Flushing,
     breakers: Breakers,
+    paces: Paces,
+    demand: Demand,
     clock: Arc<dyn Clock>,
     metrics: Metrics,
     tuning: Tuning,
@@ -118,6 +128,7 @@ impl Core {
     /// Puts the parts together. Nothing moves until somebody asks.
     pub fn new(parts: Parts) -> Arc<Self> {
         let Parts { table, executor, staging, clock, metrics, tuning } = parts;
+        let largest = Tier::ALL.iter().map(|&tier| table.counts(tier).total).max().unwrap_or(0);
         let limits = Limits {
             batches: tuning.max_concurrent,
             batch_blocks: tuning.max_batch,
@@ -132,6 +143,8 @@ impl Core {
             flights: DashMap::new(),
             flushing: Flushing::default(),
             breakers: Breakers::default(),
+            paces: Paces::default(),
+            demand: Demand::of_tiers(largest),
             clock,
             metrics,
             tuning,
@@ -169,9 +182,43 @@ impl Core {
 
     /// Pins the leading blocks of `chain` in every tier that holds any, and counts as their use.
     pub fn lease(self: &Arc<Self>, chain: Chain<'_>, usage: Usage) -> Lease {
-        let grip = self.table().lease(chain, usage);
+        let mut table = self.table();
+        let mut grip = table.lease(chain, usage);
+        let miss = table.miss(chain, grip.held());
+        drop(table);
+        self.demand.observe(chain, self.clock.now_ms());
         self.metrics.requested(chain.len(), grip.held());
+        if let Some(miss) = miss {
+            self.metrics.missed(chain.len() - grip.held().longest(), miss);
+        }
+        if let Some(blocks) = self.worth_loading(grip.held()) {
+            grip.judge(blocks);
+        }
         Lease::new(Arc::clone(self), grip)
+    }
+
+    /// How many leading blocks of `chain` each tier holds, and how many are worth loading. No side effect.
+    pub fn matches(&self, chain: Chain<'_>) -> Match {
+        let mut held = self.table().matches(chain);
+        if let Some(blocks) = self.worth_loading(&held) {
+            held.judge(blocks);
+        }
+        held
+    }
+
+    /// `None` where the engine's pace is not known.
+    fn worth_loading(&self, held: &Match) -> Option<u32> {
+        let prefill_s = self.tuning.prefill_block_s?;
+        let leg = |(tier, range): (Tier, Range<usize>)| Leg {
+            blocks: range.len() as u32,
+            block_s: if tier == Tier::Device { Some(0.0) } else { self.paces.block_s(tier) },
+        };
+        Some(split(held.plan().map(leg), prefill_s))
+    }
+
+    /// What share of the requested blocks, of late, an LRU tier of `capacity` blocks would have held: 0 to 1.
+    pub fn estimated_hit_rate(&self, capacity: u32) -> f64 {
+        self.demand.hit_rate(capacity)
     }
 
     /// Makes the leading blocks of a leased chain resident in `to`: as many as the lease holds anywhere, as
@@ -194,6 +241,7 @@ impl Core {
         if !table.has(to) {
             missing = Missing { before: 0, behind: None, blocks: Vec::new() };
         }
+        let recompute = self.leave_to_engine(class, lease.grip().held(), &mut missing);
         let refused = self.shorten(class, to, &mut missing);
         let keys: Vec<BlockKey> = missing.blocks.iter().map(|&(key, _)| key).collect();
         let Reserved { resident, in_flight, behind, run, refused: no_room } =
@@ -212,6 +260,8 @@ impl Core {
             before: missing.before + known,
             orders: frames.len(),
             refused: refused + no_room,
+            recompute,
+            source: only_source(way),
             behind,
         };
         let (flow, ticket) = Flow::start(outline, lease);
@@ -227,6 +277,18 @@ impl Core {
         });
         let orders = orders.collect();
         (flow, ticket, orders)
+    }
+
+    /// Cuts off what the engine computes sooner than it is loaded; answers how many blocks.
+    fn leave_to_engine(&self, class: Class, held: &Match, missing: &mut Missing) -> usize {
+        if class != Class::Load {
+            return 0;
+        }
+        let all = missing.blocks.len();
+        missing.blocks.truncate(held.worth_loading().saturating_sub(missing.before));
+        let recompute = all - missing.blocks.len();
+        self.metrics.left_to_engine(recompute);
+        recompute
     }
 
     /// Cuts off what cannot be read now, and what the queue has no room for; answers how many blocks.
@@ -284,6 +346,8 @@ impl Core {
             before: 0,
             orders: copies.len(),
             refused: 0,
+            recompute: 0,
+            source: None,
             behind,
         };
         let (flow, ticket) = Flow::start(outline, Lease::new(Arc::clone(self), grip));
@@ -314,6 +378,8 @@ impl Core {
             before,
             orders: run.as_ref().map_or(0, |(_, frames)| frames.len()),
             refused: 0,
+            recompute: 0,
+            source: None,
             behind,
         };
         let (flow, ticket) = Flow::start(outline, lease);
@@ -387,4 +453,10 @@ impl Core {
         }
         true
     }
+}
+
+/// The tier that all blocks of `way` come from, if it is one.
+fn only_source(way: &[(BlockKey, SlotRef)]) -> Option<Tier> {
+    let source = way.first()?.1.tier;
+    way.iter().all(|(_, from)| from.tier == source).then_some(source)
 }

@@ -3,10 +3,10 @@
 use kvbm_policies::BlockId;
 use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
 
-use super::Table;
 use super::index::RecordId;
 use super::run::{Anchor, RunId};
 use super::tier::{Slot, Ward};
+use super::{MissReason, Table};
 
 impl Table {
     /// A title to a slot of `tier`, evicting a leaf if none is free. `None`: every leaf is busy.
@@ -45,7 +45,7 @@ impl Table {
         self.uproot(tier, slot, record);
         let frame =
             self.tier_mut(tier).pool.withdraw(slot).expect("a resident block's title lies in the pool");
-        self.forget_if_nowhere(record);
+        self.forget_if_nowhere(record, MissReason::Evicted, tier);
         frame
     }
 
@@ -116,7 +116,7 @@ impl Table {
             let above = parent.map(|parent| (self.records.at(parent).slot(tier), parent));
             self.uproot(tier, slot, record);
             self.tier_mut(tier).at_mut(slot).condemn();
-            self.forget_if_nowhere(record);
+            self.forget_if_nowhere(record, MissReason::Corrupt, tier);
             let is_next =
                 |&(above, _): &(SlotId, _)| slots.contains(&above) && self.tier(tier).at(above).children == 0;
             leaves.extend(above.filter(is_next));

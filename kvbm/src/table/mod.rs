@@ -14,9 +14,11 @@
 //! | `evict` | eviction and quarantine |
 //! | `flush` | which dirty blocks to copy down next, root-first |
 //! | `visit` | whose use something is: the request, and what the engine says about it |
+//! | `departures` | why blocks are gone: the reasons for misses |
 //! | `audit` | the invariants, checked one by one |
 
 mod audit;
+mod departures;
 mod evict;
 mod flush;
 mod index;
@@ -34,6 +36,7 @@ use kvbm_policies::{RequestId, Upkeep};
 use kvbm_tiers::{BlockKey, Frame, Loan, SlotId, SlotRef, Tier};
 
 pub use self::audit::Drift;
+pub use self::departures::{Miss, MissReason};
 pub use self::flush::FlushRun;
 pub use self::index::RecordId;
 pub use self::prefix::Match;
@@ -42,6 +45,7 @@ pub use self::run::RunId;
 pub use self::tier::{TierSpec, TierStats};
 pub use self::visit::{Usage, Visit};
 
+use self::departures::Departures;
 use self::index::{Index, KeyHash};
 use self::prefix::Found;
 use self::record::{Record, Records};
@@ -89,6 +93,11 @@ impl Grip {
         &self.held
     }
 
+    /// Notes how many leading blocks are worth loading.
+    pub(crate) const fn judge(&mut self, worth_loading: u32) {
+        self.held.judge(worth_loading);
+    }
+
     /// Whose lease it is.
     pub const fn visit(&self) -> Visit {
         self.visit
@@ -130,6 +139,7 @@ pub struct Table {
     runs: Runs,
     watched: HashSet<(Tier, RecordId)>,
     settled: Vec<(Tier, BlockKey)>,
+    departures: Departures,
     now_ms: u64,
 }
 
@@ -151,6 +161,7 @@ impl Table {
             runs: Runs::default(),
             watched: HashSet::new(),
             settled: Vec::new(),
+            departures: Departures::with_room_for(largest as usize),
             now_ms: 0,
         }
     }
@@ -205,6 +216,18 @@ impl Table {
         }
         grip.deepest[tier.index()] = Some(slot);
         held.touch(&access, records);
+    }
+
+    /// Why `held` is not all of `chain`; `None` if it is.
+    pub fn miss(&self, chain: Chain<'_>, held: &Match) -> Option<Miss> {
+        let first = Some(held.longest()).filter(|&first| first < chain.len())?;
+        let key = chain.key(first);
+        let filling = self.find(key).map(|record| self.records.at(record).filling());
+        let awaited = Tier::ALL.into_iter().find(|&tier| filling.is_some_and(|tiers| tiers.has(tier)));
+        Some(match awaited {
+            Some(_) => Miss { reason: MissReason::Late, tier: awaited, age_s: None },
+            None => self.departures.find(key, self.now_ms),
+        })
     }
 
     /// Ends a lease.
@@ -302,8 +325,10 @@ impl Table {
         self.index.note(KeyHash::of(known.key()), record, known.resident());
     }
 
-    fn forget_if_nowhere(&mut self, record: RecordId) {
+    /// Drops the record of a block that no tier has any more, noting why it left the last one.
+    fn forget_if_nowhere(&mut self, record: RecordId, reason: MissReason, tier: Tier) {
         if self.records.at(record).is_nowhere() {
+            self.departures.note(self.records.at(record).key(), reason, tier, self.now_ms);
             self.index.remove(KeyHash::of(self.records.at(record).key()), record);
             self.records.remove(record);
         }
@@ -368,6 +393,9 @@ impl Table {
         }
         let run = self.reserve_run(tier, parent, new.iter().copied(), visit);
         let placed = run.as_ref().map_or(0, |(_, frames)| frames.len());
+        if let Some(&first) = new.get(placed) {
+            self.departures.note(first, MissReason::Capacity, tier, self.now_ms);
+        }
         Reserved { resident, in_flight, behind, run, refused: new.len() - placed }
     }
 

@@ -24,11 +24,13 @@ const ROUND: usize = if Tier::COUNT * PARTS > 32 { Tier::COUNT * PARTS } else { 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Match {
     blocks: [u32; Tier::COUNT],
+    /// No more than so many leading blocks are worth loading; `None`: all are.
+    worth_loading: Option<u32>,
 }
 
 impl Match {
     pub(crate) const fn new(blocks: [u32; Tier::COUNT]) -> Self {
-        Self { blocks }
+        Self { blocks, worth_loading: None }
     }
 
     /// Leading blocks in `tier`.
@@ -43,6 +45,17 @@ impl Match {
     /// Leading blocks that some tier holds.
     pub fn longest(&self) -> usize {
         Tier::ALL.iter().map(|&tier| self.blocks(tier)).max().unwrap_or(0)
+    }
+
+    /// Leading blocks that are sooner loaded than computed again, as far as the pace of both is known: loading
+    /// ends there. See [`kvbm_policies::split()`].
+    pub fn worth_loading(&self) -> usize {
+        self.worth_loading.map_or(self.longest(), |blocks| self.longest().min(blocks as usize))
+    }
+
+    /// Notes how many leading blocks are worth loading.
+    pub(crate) const fn judge(&mut self, worth_loading: u32) {
+        self.worth_loading = Some(worth_loading);
     }
 
     /// The read plan: each block from the fastest tier whose prefix covers it, as at most four ranges.

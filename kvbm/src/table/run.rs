@@ -10,7 +10,7 @@ use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
 
 use super::index::RecordId;
 use super::tier::Dirty;
-use super::{Grip, Table, Usage, Visit};
+use super::{Grip, MissReason, Table, Usage, Visit};
 
 /// Names a run for the whole life of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -340,7 +340,7 @@ impl Table {
                 self.tell(tier, record);
                 self.records.at_mut(record).leave(tier);
                 self.waive_above(tier, record);
-                self.forget_if_nowhere(record);
+                self.forget_if_nowhere(record, MissReason::IoError, tier);
             }
             self.close_if_detached(id);
         }

@@ -1,0 +1,61 @@
+//! How long a block takes from each tier to the device, as measured lately.
+
+use std::time::{Duration, Instant};
+
+use kvbm_tiers::Tier;
+
+use crate::sync::Mutex;
+
+/// How much of what was measured counts on when more is.
+const KEPT: f64 = 0.9;
+/// A measurement that is older counts as none: a tier that was slow is tried again.
+const VALID: Duration = Duration::from_secs(30);
+
+/// One tier's loads.
+#[derive(Clone, Copy, Debug)]
+struct Pace {
+    seconds: f64,
+    blocks: f64,
+    measured: Instant,
+}
+
+/// Measures loads.
+#[derive(Debug, Default)]
+pub(super) struct Paces([Mutex<Option<Pace>>; Tier::COUNT]);
+
+impl Paces {
+    /// `blocks` blocks came from `tier` within `took`, one load's time in the queue included.
+    pub(super) fn learn(&self, tier: Tier, blocks: usize, took: Duration) {
+        let mut pace = self.0[tier.index()].lock();
+        let before = pace.filter(|pace| pace.measured.elapsed() < VALID);
+        let of = |known: fn(&Pace) -> f64| before.as_ref().map_or(0.0, known) * KEPT;
+        *pace = Some(Pace {
+            seconds: of(|pace| pace.seconds) + took.as_secs_f64(),
+            blocks: of(|pace| pace.blocks) + blocks as f64,
+            measured: Instant::now(),
+        });
+    }
+
+    /// Seconds a block; `None` where nothing was loaded lately.
+    pub(super) fn block_s(&self, tier: Tier) -> Option<f64> {
+        let pace = self.0[tier.index()].lock().filter(|pace| pace.measured.elapsed() < VALID)?;
+        (pace.blocks > 0.0).then(|| pace.seconds / pace.blocks)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pace_follows_what_is_measured() {
+        let paces = Paces::default();
+        assert_eq!(paces.block_s(Tier::Disk), None);
+        let near = |expected: f64| paces.block_s(Tier::Disk).is_some_and(|s| (s - expected).abs() < 1e-4);
+        paces.learn(Tier::Disk, 10, Duration::from_millis(10));
+        assert!(near(0.001));
+        (0..100).for_each(|_| paces.learn(Tier::Disk, 10, Duration::from_millis(50)));
+        assert!(near(0.005));
+        assert_eq!(paces.block_s(Tier::Host), None);
+    }
+}
