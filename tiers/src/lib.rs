@@ -26,6 +26,7 @@
 mod batch;
 pub mod checksum;
 pub mod copy;
+pub mod device;
 pub mod disk;
 pub mod dram;
 pub mod error;
@@ -38,6 +39,7 @@ pub mod memory;
 pub mod nixl;
 pub mod object;
 pub mod raw;
+pub mod segments;
 mod stream;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -45,6 +47,7 @@ pub mod verify;
 
 pub use checksum::Checksums;
 pub use copy::{Backend, BlockKey, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
+pub use device::{DeviceRegion, Space};
 pub use disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
 pub use dram::{DramOptions, DramRegion};
 pub use error::{SetupError, SetupErrorKind};
@@ -53,4 +56,5 @@ pub use geometry::Geometry;
 pub use huge::HugeVec;
 pub use memcpy::MemcpyBackend;
 pub use memory::Memory;
+pub use segments::{Part, Piece, Segment, SegmentMap};
 pub use verify::Verified;

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::batch::{CopyThreads, Execute};
 use crate::copy::{Backend, CopyOp, Done, Route};
+use crate::device::DeviceRegion;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::{Memories, Memory};
 
@@ -23,8 +24,25 @@ impl MemcpyBackend {
     /// # Errors
     /// `Invalid`: two regions are of one tier, or their blocks differ in size. `Unavailable`: no threads.
     pub fn new(regions: Vec<Arc<dyn Memory>>, threads: usize) -> Result<Self, SetupError> {
-        let grain = regions.first().map_or(1, |region| GRAIN_BYTES / region.block_bytes());
-        let memories = Memories::new(regions)?;
+        let block_bytes = regions.first().map_or(GRAIN_BYTES, |region| region.block_bytes());
+        Self::start(Memories::new(regions)?, block_bytes, threads)
+    }
+
+    /// Copies between `memory` and the slots of a device that the CPU can address, such as an engine's tensors.
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new). `Invalid` too: the CPU cannot address the device.
+    pub fn with_device(
+        memory: Arc<dyn Memory>,
+        device: Arc<DeviceRegion>,
+        threads: usize,
+    ) -> Result<Self, SetupError> {
+        let block_bytes = memory.block_bytes();
+        Self::start(Memories::new(vec![memory])?.and_device(device)?, block_bytes, threads)
+    }
+
+    fn start(memories: Memories, block_bytes: usize, threads: usize) -> Result<Self, SetupError> {
+        let grain = GRAIN_BYTES / block_bytes;
         let routes = memories.routes();
         // SAFETY: executes submitted operations only, whose submitter answers for their slots.
         let copy: Arc<Execute> = Arc::new(move |op: &CopyOp| unsafe { memories.copy(op) });
@@ -57,10 +75,13 @@ unsafe impl Backend for MemcpyBackend {
 mod tests {
     use super::*;
     use crate::copy::{CopyErrorKind, Tier};
+    use crate::device::Space;
     use crate::dram::{DramOptions, DramRegion};
+    use crate::error::SetupErrorKind;
     use crate::geometry::Geometry;
+    use crate::segments::{Part, SegmentMap};
     use crate::testing::conformance::{self, Pair};
-    use crate::testing::{host, order, run};
+    use crate::testing::{Tensors, host, order, run};
 
     #[test]
     fn conforms_between_host_and_emulated_device() {
@@ -72,6 +93,27 @@ mod tests {
             let regions = vec![device as Arc<dyn Memory>, Arc::clone(&memory) as _];
             Pair { memory, other: Tier::Device, backend: Arc::new(MemcpyBackend::new(regions, 2).unwrap()) }
         });
+    }
+
+    #[test]
+    fn conforms_between_host_and_tensors_of_an_engine() {
+        for cut in [1, 3, 64] {
+            conformance::check(|slots, block_bytes| {
+                let memory = Arc::new(host(slots, block_bytes));
+                let device = Arc::new(Tensors::new(slots, block_bytes, cut).into_region());
+                let backend = MemcpyBackend::with_device(Arc::clone(&memory) as _, device, 2).unwrap();
+                Pair { memory, other: Tier::Device, backend: Arc::new(backend) }
+            });
+        }
+    }
+
+    #[test]
+    fn what_the_cpu_cannot_address_is_refused() {
+        let map = SegmentMap::new(1, &[Part { base: 4096, stride: 4096, bytes: 4096 }]).unwrap();
+        // SAFETY: nothing copies to or from it.
+        let device = Arc::new(unsafe { DeviceRegion::adopt(map, Space::Cuda(0), ()) });
+        let error = MemcpyBackend::with_device(Arc::new(host(1, 4096)), device, 1).unwrap_err();
+        assert_eq!(error.kind(), SetupErrorKind::Invalid);
     }
 
     #[test]

@@ -4,10 +4,12 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::checksum::{Checksums, copy_summed};
+use crate::checksum::{Checksums, SummedCopy};
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
+use crate::device::{DeviceRegion, Space};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::geometry::Geometry;
+use crate::segments::{Piece, Segment, pieces};
 use crate::stream;
 
 /// A region of memory that the CPU reads and writes directly, cut into slots that lie one after another.
@@ -58,34 +60,74 @@ pub unsafe trait Memory: Send + Sync + fmt::Debug {
     }
 }
 
-/// The memory regions that a backend copies between, at most one per tier and all with blocks of one size.
+/// The regions that the CPU copies between, at most one per tier and all with blocks of one size.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Memories([Option<Arc<dyn Memory>>; Tier::COUNT]);
+pub(crate) struct Memories([Option<Place>; Tier::COUNT]);
+
+#[derive(Clone, Debug)]
+enum Place {
+    Whole(Arc<dyn Memory>),
+    InPieces(Arc<DeviceRegion>),
+}
+
+impl Place {
+    fn tier(&self) -> Tier {
+        match self {
+            Self::Whole(memory) => memory.tier(),
+            Self::InPieces(_) => Tier::Device,
+        }
+    }
+
+    fn block_bytes(&self) -> usize {
+        match self {
+            Self::Whole(memory) => memory.block_bytes(),
+            Self::InPieces(region) => region.segments().block_bytes(),
+        }
+    }
+
+    /// Where the block of a slot lies; `None`: there is no such slot.
+    fn segments(&self, slot: SlotId) -> Option<impl Iterator<Item = Segment> + '_> {
+        let (whole, cut) = match self {
+            Self::Whole(memory) => (Some(memory.slot(slot)?), None),
+            Self::InPieces(region) => (None, Some(region.segments().segments(slot)?)),
+        };
+        let whole = whole.map(|start| Segment { address: start.as_ptr().cast::<u8>().expose_provenance(), bytes: self.block_bytes() });
+        Some(whole.into_iter().chain(cut.into_iter().flatten()))
+    }
+}
 
 impl Memories {
     pub(crate) fn new(regions: Vec<Arc<dyn Memory>>) -> Result<Self, SetupError> {
         let mut memories = Self::default();
-        let mut block_bytes = None;
-        for region in regions {
-            let tier = region.tier();
-            if *block_bytes.get_or_insert(region.block_bytes()) != region.block_bytes() {
-                let message =
-                    format!("the {tier} tier has blocks of {} bytes, unlike others", region.block_bytes());
-                return Err(SetupError::new(SetupErrorKind::Invalid, message));
-            }
-            if memories.0[tier.index()].replace(region).is_some() {
-                return Err(SetupError::new(
-                    SetupErrorKind::Invalid,
-                    format!("two regions for the {tier} tier"),
-                ));
-            }
-        }
+        regions.into_iter().try_for_each(|region| memories.add(Place::Whole(region)))?;
         Ok(memories)
+    }
+
+    /// Copies to and from the device's memory too, which the CPU must be able to address.
+    pub(crate) fn and_device(mut self, device: Arc<DeviceRegion>) -> Result<Self, SetupError> {
+        if device.space() != Space::Host {
+            let message = format!("the CPU cannot copy to or from {device:?}");
+            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+        }
+        self.add(Place::InPieces(device))?;
+        Ok(self)
+    }
+
+    fn add(&mut self, place: Place) -> Result<(), SetupError> {
+        let (tier, ours) = (place.tier(), place.block_bytes());
+        let invalid = |message| Err(SetupError::new(SetupErrorKind::Invalid, message));
+        if self.0.iter().flatten().any(|other| other.block_bytes() != ours) {
+            return invalid(format!("the {tier} tier has blocks of {ours} bytes, unlike others"));
+        }
+        if self.0[tier.index()].replace(place).is_some() {
+            return invalid(format!("two regions for the {tier} tier"));
+        }
+        Ok(())
     }
 
     /// All ordered pairs of the tiers, each with itself too.
     pub(crate) fn routes(&self) -> Vec<Route> {
-        let tiers = self.0.iter().flatten().map(|region| region.tier());
+        let tiers = self.0.iter().flatten().map(Place::tier);
         tiers.clone().flat_map(|from| tiers.clone().map(move |to| (from, to))).collect()
     }
 
@@ -96,14 +138,23 @@ impl Memories {
     }
 
     fn checksums(&self, tier: Tier) -> Option<&Checksums> {
-        self.0[tier.index()].as_ref()?.checksums()
+        match self.0[tier.index()].as_ref()? {
+            Place::Whole(memory) => memory.checksums(),
+            Place::InPieces(_) => None,
+        }
     }
 
-    /// The block of a slot; `None`: its tier is not memory of ours, or has no such slot.
+    /// The block of a slot; `None`: its tier is not memory of ours, has no such slot, or has blocks in pieces.
+    #[cfg(any(test, feature = "testing"))]
     pub(crate) fn block(&self, slot: SlotRef) -> Option<NonNull<[u8]>> {
-        let region = self.0[slot.tier.index()].as_ref()?;
+        let Place::Whole(region) = self.0[slot.tier.index()].as_ref()? else { return None };
         let start = region.slot(slot.slot)?.cast();
         Some(NonNull::slice_from_raw_parts(start, region.block_bytes()))
+    }
+
+    fn segments(&self, slot: SlotRef) -> Result<impl Iterator<Item = Segment> + '_, CopyError> {
+        let place = self.0[slot.tier.index()].as_ref();
+        place.and_then(|place| place.segments(slot.slot)).ok_or_else(|| no_such_slot(slot))
     }
 
     /// Copies a block from memory to memory, and sums it on the way where the destination remembers checksums.
@@ -111,24 +162,37 @@ impl Memories {
     /// # Safety
     /// The caller answers for what [`Backend::submit`](crate::Backend::submit) asks of its callers.
     pub(crate) unsafe fn copy(&self, op: &CopyOp) -> Result<(), CopyError> {
-        let from = self.block(op.from).ok_or_else(|| no_such_slot(op.from))?;
-        let to = self.block(op.to).ok_or_else(|| no_such_slot(op.to))?;
-        if std::ptr::eq(from.as_ptr(), to.as_ptr()) {
+        let pieces = pieces(self.segments(op.from)?, self.segments(op.to)?);
+        if (op.from.tier, op.from.slot) == (op.to.tier, op.to.slot) {
             let message = format!("{} cannot be copied onto itself", op.from);
             return Err(CopyError::new(CopyErrorKind::Refused, message));
         }
-        // SAFETY: both are blocks of slots that exist, of one size, and distinct, hence disjoint; nobody else
-        // writes the source or touches the destination, as the caller promises.
-        let (from, to) = unsafe { (from.as_ref(), &mut *to.as_ptr()) };
+        // SAFETY: the pieces are those of slots that exist, of blocks of one size, and distinct, hence disjoint;
+        // nobody else writes the source or touches the destination, as the caller promises.
+        let pieces = pieces.map(|piece| unsafe { opened(piece) });
         match self.checksums(op.to.tier) {
-            Some(checksums) => checksums.record(op.to.slot, copy_summed(from, to)),
+            Some(checksums) => {
+                let mut copy = SummedCopy::new();
+                pieces.for_each(|(from, to)| copy.piece(from, to));
+                checksums.record(op.to.slot, copy.finish());
+            }
             None => {
-                stream::copy(from, to);
+                pieces.for_each(|(from, to)| stream::copy(from, to));
                 stream::finish();
             }
         }
         Ok(())
     }
+}
+
+/// # Safety
+/// Both ends are memory of this process that stays allocated; nobody writes the source or touches the
+/// destination, which are disjoint, as long as the slices are used.
+unsafe fn opened<'a>(piece: Piece) -> (&'a [u8], &'a mut [u8]) {
+    let from = std::ptr::with_exposed_provenance(piece.from);
+    let to = std::ptr::with_exposed_provenance_mut(piece.to);
+    // SAFETY: as the caller promises.
+    unsafe { (std::slice::from_raw_parts(from, piece.bytes), std::slice::from_raw_parts_mut(to, piece.bytes)) }
 }
 
 /// The slot is about to be written by a way that does not sum what it writes.

@@ -8,10 +8,12 @@ pub mod conformance;
 mod fault;
 mod parked;
 mod store;
+mod tensors;
 
 pub use fault::{Fault, FaultBackend};
 pub use parked::{ParkedBackend, Pending};
 pub use store::MemoryStore;
+pub use tensors::Tensors;
 
 use std::sync::mpsc;
 use std::time::Duration;
