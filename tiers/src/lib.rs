@@ -26,6 +26,8 @@
 mod batch;
 pub mod checksum;
 pub mod copy;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod device;
 pub mod disk;
 pub mod dram;
@@ -43,6 +45,7 @@ pub mod segments;
 mod stream;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+pub mod transform;
 pub mod verify;
 
 pub use checksum::Checksums;
@@ -57,4 +60,5 @@ pub use huge::HugeVec;
 pub use memcpy::MemcpyBackend;
 pub use memory::Memory;
 pub use segments::{Part, Piece, Segment, SegmentMap};
+pub use transform::{Layout, Transform};
 pub use verify::Verified;

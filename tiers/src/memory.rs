@@ -91,7 +91,10 @@ impl Place {
             Self::Whole(memory) => (Some(memory.slot(slot)?), None),
             Self::InPieces(region) => (None, Some(region.segments().segments(slot)?)),
         };
-        let whole = whole.map(|start| Segment { address: start.as_ptr().cast::<u8>().expose_provenance(), bytes: self.block_bytes() });
+        let whole = whole.map(|start| Segment {
+            address: start.as_ptr().cast::<u8>().expose_provenance(),
+            bytes: self.block_bytes(),
+        });
         Some(whole.into_iter().chain(cut.into_iter().flatten()))
     }
 }
@@ -192,7 +195,9 @@ unsafe fn opened<'a>(piece: Piece) -> (&'a [u8], &'a mut [u8]) {
     let from = std::ptr::with_exposed_provenance(piece.from);
     let to = std::ptr::with_exposed_provenance_mut(piece.to);
     // SAFETY: as the caller promises.
-    unsafe { (std::slice::from_raw_parts(from, piece.bytes), std::slice::from_raw_parts_mut(to, piece.bytes)) }
+    unsafe {
+        (std::slice::from_raw_parts(from, piece.bytes), std::slice::from_raw_parts_mut(to, piece.bytes))
+    }
 }
 
 /// The slot is about to be written by a way that does not sum what it writes.

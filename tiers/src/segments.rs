@@ -197,7 +197,8 @@ mod tests {
     /// Keys and values of `layers` layers as an engine lays them out: each layer a tensor `[2, slots, bytes]`.
     fn tensors(layers: usize, slots: u32, bytes: usize) -> Vec<Part> {
         let tensor = 2 * slots as usize * bytes;
-        let halves = (0..layers).flat_map(|layer| [layer * (tensor + 64), layer * (tensor + 64) + tensor / 2]);
+        let halves =
+            (0..layers).flat_map(|layer| [layer * (tensor + 64), layer * (tensor + 64) + tensor / 2]);
         halves.map(|base| Part { base: 4096 + base, stride: bytes, bytes }).collect()
     }
 

@@ -1,0 +1,320 @@
+//! The CUDA backend, on a GPU where there is one.
+//!
+//! Where there is none the tests below skip aloud, and `on_a_simulated_gpu` runs them in a child process that finds
+//! the driver of `simulated/cuda.cpp` instead. That shows that the calls, their order and the addresses in
+//! them are right, and that the kernels compute what they should; it shows nothing about speed, and real drivers
+//! may differ from what is simulated.
+
+mod simulation;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvbm_tiers::checksum::checksum;
+use kvbm_tiers::cuda::{self, CudaBackend, DeviceChecksum, Gpu, Rearranger};
+use kvbm_tiers::testing::conformance::{self, Pair};
+use kvbm_tiers::testing::{fill_pattern, host, order, run, skip, start};
+use kvbm_tiers::transform::{Layout, Shape, Transform, View};
+use kvbm_tiers::{
+    Backend, CopyErrorKind, DeviceRegion, DramRegion, Frame, Geometry, Memory, Part, SegmentMap,
+    SetupErrorKind, SlotId, Tier,
+};
+use proptest::prelude::*;
+
+fn gpu() -> Option<Gpu> {
+    match Gpu::open(0) {
+        Ok(gpu) => Some(gpu),
+        Err(error) => {
+            skip("cuda", &error);
+            None
+        }
+    }
+}
+
+#[test]
+fn on_a_simulated_gpu() {
+    simulation::run_all_tests("");
+}
+
+#[test]
+fn on_a_simulated_gpu_whose_driver_copies_one_by_one() {
+    simulation::run_all_tests("-DWITHOUT_BATCHES");
+}
+
+#[test]
+fn whole_blocks_conform() {
+    let Some(gpu) = gpu() else { return };
+    conformance::check(|slots, block_bytes| {
+        let geometry = Geometry::new(slots, block_bytes).unwrap();
+        pair(&gpu, gpu.allocate(geometry).unwrap())
+    });
+}
+
+#[test]
+fn adopted_tensors_conform() {
+    let Some(gpu) = gpu() else { return };
+    for pieces in [2, 5, 64] {
+        conformance::check(|slots, block_bytes| pair(&gpu, tensors(&gpu, slots, block_bytes, pieces)));
+    }
+}
+
+fn pair(gpu: &Gpu, device: DeviceRegion) -> Pair {
+    let segments = device.segments();
+    let memory = Arc::new(host(segments.slots(), segments.block_bytes()));
+    let backend = CudaBackend::new(gpu, Arc::clone(&memory) as _, &Arc::new(device)).unwrap();
+    Pair { memory, other: Tier::Device, backend: Arc::new(backend) }
+}
+
+/// What an engine might have allocated: a block is a piece of each of several tensors in one allocation.
+fn tensors(gpu: &Gpu, slots: u32, block_bytes: usize, pieces: usize) -> DeviceRegion {
+    let piece = block_bytes.div_ceil(pieces);
+    let sizes = (0..block_bytes).step_by(piece).map(|from| piece.min(block_bytes - from));
+    let mut end = 0;
+    let mut parts: Vec<_> = sizes
+        .map(|bytes| {
+            let part = Part { base: end, stride: bytes + 8, bytes };
+            end += part.stride * slots as usize;
+            part
+        })
+        .collect();
+    let memory = gpu.allocate(Geometry::new(1, end).unwrap()).unwrap();
+    let base = memory.segments().parts()[0].base;
+    parts.iter_mut().for_each(|part| part.base += base);
+    let map = SegmentMap::new(slots, &parts).unwrap();
+    // SAFETY: the parts lie in the allocation that is handed over, which nobody else uses.
+    unsafe { gpu.adopt(map, memory) }
+}
+
+/// Slots on host and device, all ours.
+struct Bench {
+    memory: Arc<DramRegion>,
+    device: Arc<DeviceRegion>,
+    backend: CudaBackend,
+    here: Vec<Frame>,
+    there: Vec<Frame>,
+}
+
+impl Bench {
+    fn new(gpu: &Gpu, device: DeviceRegion) -> Self {
+        let device = Arc::new(device);
+        let memory = Arc::new(host(device.segments().slots(), device.segments().block_bytes()));
+        let backend = CudaBackend::new(gpu, Arc::clone(&memory) as _, &device).unwrap();
+        let (mut ours, mut theirs) = (memory.frames().unwrap(), device.frames().unwrap());
+        let here = std::iter::from_fn(|| ours.take()).collect();
+        let there = std::iter::from_fn(|| theirs.take()).collect();
+        Self { memory, device, backend, here, there }
+    }
+
+    fn upload(&mut self, slot: usize, bytes: &[u8]) {
+        self.memory.write(&mut self.here[slot]).unwrap()[..bytes.len()].copy_from_slice(bytes);
+        run(&self.backend, vec![order(0, self.here[slot].slot_ref(), self.there[slot].slot_ref())])
+            .remove(0)
+            .unwrap();
+    }
+
+    fn download(&mut self, slot: usize) -> &[u8] {
+        run(&self.backend, vec![order(0, self.there[slot].slot_ref(), self.here[slot].slot_ref())])
+            .remove(0)
+            .unwrap();
+        self.memory.read(&self.here[slot]).unwrap()
+    }
+
+    fn address(&self, slot: usize) -> u64 {
+        self.device.segments().segments(SlotId(slot as u32)).unwrap().next().unwrap().address as u64
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn kernels_rearrange_as_the_reference_does(
+        shape in (1_usize..5, 1_usize..4, 1_usize..3, 1_usize..17, 1_usize..9, 1_usize..40),
+        ranks in 1_usize..3,
+        orders in (0_usize..4, 0_usize..4),
+        wide: bool,
+    ) {
+        let Some(gpu) = gpu() else { return Ok(()) };
+        let (blocks, layers, kv, tokens, heads, row) = shape;
+        let row_bytes = if wide { row * 16 } else { row };
+        let shape = Shape { blocks, layers, kv, tokens, heads, row_bytes };
+        let names = [Layout::BLOCKS_NHD, Layout::BLOCKS_HND, Layout::LAYERS_NHD, Layout::LAYERS_HND];
+        let whole = Layout::new(Shape { heads: heads * ranks, ..shape }, names[orders.0]).unwrap();
+        let part = Layout::new(shape, names[orders.1]).unwrap();
+        // The last rank's heads: split off, and merged back.
+        let ours = whole.heads((ranks - 1) * heads..ranks * heads).unwrap();
+        let pairs: Vec<_> = (0..blocks as u32).map(|block| (block, blocks as u32 - 1 - block)).collect();
+        check_transform(&gpu, ours, part.whole(), (whole.bytes(), part.bytes()), &pairs);
+        check_transform(&gpu, part.whole(), ours, (part.bytes(), whole.bytes()), &pairs);
+    }
+
+    #[test]
+    fn kernels_sum_as_the_cpu_does(block_bytes in 1_usize..9000, pieces in 1_usize..70, seed: usize) {
+        let Some(gpu) = gpu() else { return Ok(()) };
+        let sums = DeviceChecksum::new(&gpu).unwrap();
+        let mut bench = Bench::new(&gpu, tensors(&gpu, 2, block_bytes, pieces));
+        let mut block = vec![0; block_bytes];
+        fill_pattern(seed % 1000, &mut block);
+        bench.upload(1, &block);
+        for _ in 0..2 {
+            prop_assert_eq!(sums.of(&bench.device, SlotId(1)).unwrap(), checksum(&block));
+        }
+    }
+}
+
+fn check_transform(gpu: &Gpu, from: View, to: View, (source, target): (usize, usize), pairs: &[(u32, u32)]) {
+    let transform = Transform::new(from, to).unwrap();
+    let geometry = Geometry::new(2, source.max(target)).unwrap();
+    let mut bench = Bench::new(gpu, gpu.allocate(geometry).unwrap());
+    let (mut input, mut expected) = (vec![0; source], vec![0x5a; target]);
+    fill_pattern(source, &mut input);
+    bench.upload(0, &input);
+    bench.upload(1, &expected);
+    transform.apply(&input, &mut expected, pairs).unwrap();
+    let rearranger = Rearranger::new(gpu).unwrap();
+    let addresses = (bench.address(0), bench.address(1));
+    // SAFETY: two slots as large as the layouts, that nobody else uses now.
+    unsafe { rearranger.apply(&transform, addresses, pairs) }.unwrap();
+    assert_eq!(bench.download(1)[..target], expected);
+}
+
+#[test]
+fn large_blocks_cross_in_every_way_of_copying() {
+    let Some(gpu) = gpu() else { return };
+    // One piece of 2 MiB, pieces of 512 KiB (one call), pieces of 32 KiB (the kernel).
+    for pieces in [1, 4, 64] {
+        let mut bench = Bench::new(&gpu, tensors(&gpu, 9, 2 << 20, pieces));
+        for (number, frame) in bench.here.iter_mut().enumerate() {
+            fill_pattern(number, bench.memory.write(frame).unwrap());
+        }
+        let up = |i: usize| order(i, bench.here[i].slot_ref(), bench.there[i].slot_ref());
+        run(&bench.backend, (0..9).map(up).collect()).into_iter().for_each(Result::unwrap);
+        let back = |i: usize| order(i, bench.there[i].slot_ref(), bench.here[8 - i].slot_ref());
+        run(&bench.backend, (0..4).map(back).collect()).into_iter().for_each(Result::unwrap);
+        for number in 0..4 {
+            let block = bench.memory.read(&bench.here[8 - number]).unwrap();
+            assert!(kvbm_tiers::testing::has_pattern(number, block));
+        }
+    }
+}
+
+#[test]
+fn who_submits_does_not_wait() {
+    let Some(gpu) = gpu() else { return };
+    let bench = Bench::new(&gpu, gpu.allocate(Geometry::new(64, 1 << 20).unwrap()).unwrap());
+    let started = Instant::now();
+    let up = |i: usize| order(i, bench.here[i].slot_ref(), bench.there[i].slot_ref());
+    let reports = start(&bench.backend, (0..64).map(up).collect());
+    assert!(started.elapsed() < Duration::from_millis(5), "64 MiB took less than this to submit");
+    assert_eq!(reports.iter().filter(|(_, result)| result.is_ok()).count(), 64);
+}
+
+#[test]
+fn memory_remembers_no_checksum_of_what_the_gpu_overwrote() {
+    let Some(gpu) = gpu() else { return };
+    let mut bench = Bench::new(&gpu, gpu.allocate(Geometry::new(1, 4096).unwrap()).unwrap());
+    bench.upload(0, &[7; 4096]);
+    let slot = bench.here[0].slot();
+    bench.memory.checksums().unwrap().record(slot, 1);
+    bench.download(0);
+    assert_eq!(bench.memory.checksums().unwrap().get(slot), None);
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let Some(gpu) = gpu() else { return };
+    let device = Arc::new(gpu.allocate(Geometry::new(1, 4096).unwrap()).unwrap());
+    for memory in [host(1, 8192), DramRegion::emulated_device(options(1, 4096)).unwrap()] {
+        let error = CudaBackend::new(&gpu, Arc::new(memory), &device).unwrap_err();
+        assert_eq!(error.kind(), SetupErrorKind::Invalid);
+    }
+    assert_eq!(Gpu::open(1000).unwrap_err().kind(), SetupErrorKind::Unavailable);
+}
+
+fn options(slots: u32, block_bytes: usize) -> kvbm_tiers::DramOptions {
+    let geometry = Geometry::new(slots, block_bytes).unwrap();
+    kvbm_tiers::DramOptions { geometry, huge_pages: false, fault_threads: 1 }
+}
+
+/// Faults that only a simulated driver can have: each test does nothing but in the child of its own.
+mod faults {
+    use super::*;
+
+    #[test]
+    fn of_drivers_are_told_with_a_remedy() {
+        for (fault, flags, why) in [
+            ("no-device", "", "CUDA_VISIBLE_DEVICES"),
+            ("old-driver", "", "CUDA 11.4"),
+            ("no-symbol", "-DWITHOUT_LOCK", "cuMemHostRegister_v2"),
+        ] {
+            if simulation::is(fault) {
+                let error = Gpu::open(0).unwrap_err();
+                assert_eq!(error.kind(), SetupErrorKind::Unavailable);
+                assert!(error.to_string().contains(why), "{error}");
+                assert!(cuda::probe().driver.ready().is_err());
+            }
+            simulation::run_one_test(fault, flags, "faults::of_drivers_are_told_with_a_remedy");
+        }
+    }
+
+    #[test]
+    fn of_memory_are_told_with_the_setting() {
+        if simulation::is("out-of-memory") {
+            let gpu = Gpu::open(0).unwrap();
+            let error = gpu.allocate(Geometry::new(4, 4096).unwrap()).unwrap_err();
+            assert_eq!(error.kind(), SetupErrorKind::NoSpace);
+            assert!(error.to_string().contains("DYN_KVBM_DEVICE_CACHE_GB"), "{error}");
+        }
+        if simulation::is("no-lock") {
+            let gpu = Gpu::open(0).unwrap();
+            let device = Arc::new(gpu.allocate(Geometry::new(4, 4096).unwrap()).unwrap());
+            let error = CudaBackend::new(&gpu, Arc::new(host(4, 4096)), &device).unwrap_err();
+            assert!(error.to_string().contains("ulimit"), "{error}");
+        }
+        for fault in ["out-of-memory", "no-lock"] {
+            simulation::run_one_test(fault, "", "faults::of_memory_are_told_with_the_setting");
+        }
+    }
+
+    #[test]
+    fn of_copies_end_every_operation_in_an_error() {
+        if simulation::is("copies-fail") {
+            let gpu = Gpu::open(0).unwrap();
+            let bench = Bench::new(&gpu, tensors(&gpu, 9, 64 << 10, 64));
+            let up = |i: usize| order(i, bench.here[i].slot_ref(), bench.there[i].slot_ref());
+            // After the first batch the context is gone: what comes later fails too.
+            for _ in 0..2 {
+                for result in run(&bench.backend, (0..9).map(up).collect()) {
+                    assert_eq!(result.unwrap_err().kind(), CopyErrorKind::Io);
+                }
+            }
+        }
+        simulation::run_one_test("copies-fail", "", "faults::of_copies_end_every_operation_in_an_error");
+    }
+
+    #[test]
+    fn that_hang_the_gpu_hang_nobody_who_drops_the_backend() {
+        if simulation::is("streams-hang") {
+            let gpu = Gpu::open(0).unwrap();
+            let bench = Bench::new(&gpu, gpu.allocate(Geometry::new(1, 4096).unwrap()).unwrap());
+            let order = order(0, bench.here[0].slot_ref(), bench.there[0].slot_ref());
+            let reports = start(&bench.backend, vec![order]);
+            let started = Instant::now();
+            drop(bench);
+            assert!(started.elapsed() < Duration::from_secs(1));
+            assert!(reports.recv_timeout(Duration::from_millis(50)).is_err());
+        }
+        simulation::run_one_test(
+            "streams-hang",
+            "",
+            "faults::that_hang_the_gpu_hang_nobody_who_drops_the_backend",
+        );
+    }
+}
+
+#[test]
+fn a_backend_names_its_routes() {
+    let Some(gpu) = gpu() else { return };
+    let bench = Bench::new(&gpu, gpu.allocate(Geometry::new(1, 4096).unwrap()).unwrap());
+    assert_eq!(bench.backend.name(), "cuda");
+    assert_eq!(bench.backend.routes(), [(Tier::Host, Tier::Device), (Tier::Device, Tier::Host)]);
+}

@@ -1,0 +1,278 @@
+// A CUDA driver for tests on machines without a GPU: it keeps the contract that the CUDA backend relies on, with
+// the CPU's memory for the GPU's. Work goes through streams, each a thread of its own that takes its time;
+// kernels are the same source, run thread by thread. It refuses what a GPU could not do: a call without a
+// context, a copy from memory that is neither the device's nor locked, a launch of a kernel that does not exist.
+//
+// KVBM_SIMULATED names a fault: no-device, old-driver, out-of-memory, copies-fail, streams-hang, no-lock. The macro
+// WITHOUT_BATCHES leaves out the symbol of batched copies, WITHOUT_LOCK one that is needed.
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+// What kernels see of their place in a launch.
+struct Place {
+    uint32_t x, y, z;
+};
+static thread_local Place threadIdx, blockIdx, blockDim, gridDim;
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+static uint32_t atomicXor(uint32_t *address, uint32_t value) { return __atomic_fetch_xor(address, value, __ATOMIC_RELAXED); }
+
+#include KERNELS
+
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_CONTEXT = 201, NOT_FOUND = 500,
+       NOT_READY = 600, LAUNCH_FAILED = 719, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713 };
+
+static bool fault(const char *name) {
+    const char *chosen = getenv("KVBM_SIMULATED");
+    return chosen && std::string(chosen) == name;
+}
+
+static std::mutex lock;
+// Memory that the GPU can address: start and size.
+static std::map<uintptr_t, size_t> known;
+static std::atomic<int> sticky{SUCCESS};
+static thread_local bool has_context = false;
+
+static bool addressable(uintptr_t start, size_t bytes) {
+    std::lock_guard<std::mutex> guard(lock);
+    auto after = known.upper_bound(start);
+    if (after == known.begin()) return false;
+    --after;
+    return start + bytes <= after->first + after->second;
+}
+
+static int remember(uintptr_t start, size_t bytes) {
+    std::lock_guard<std::mutex> guard(lock);
+    return known.emplace(start, bytes).second ? SUCCESS : ALREADY_REGISTERED;
+}
+
+static int forget(uintptr_t start) {
+    std::lock_guard<std::mutex> guard(lock);
+    return known.erase(start) ? SUCCESS : NOT_REGISTERED;
+}
+
+// Does its work in order, on a thread, and not at once.
+struct Stream {
+    std::mutex lock;
+    std::condition_variable changed;
+    std::deque<std::function<void()>> work;
+    bool closing = false, busy = false;
+    std::thread thread{[this] { serve(); }};
+
+    void serve() {
+        std::unique_lock<std::mutex> guard(lock);
+        unsigned step = 0;
+        while (true) {
+            changed.wait(guard, [this] { return closing || !work.empty(); });
+            if (work.empty()) return;
+            auto next = std::move(work.front());
+            work.pop_front();
+            busy = true;
+            guard.unlock();
+            while (fault("streams-hang")) std::this_thread::sleep_for(std::chrono::seconds(1));
+            if (++step % 7 == 0) std::this_thread::sleep_for(std::chrono::microseconds(step % 50));
+            next();
+            guard.lock();
+            busy = false;
+            changed.notify_all();
+        }
+    }
+    void push(std::function<void()> next) {
+        std::lock_guard<std::mutex> guard(lock);
+        work.push_back(std::move(next));
+        changed.notify_all();
+    }
+    void drain() {
+        std::unique_lock<std::mutex> guard(lock);
+        changed.wait(guard, [this] { return work.empty() && !busy; });
+    }
+    ~Stream() {
+        {
+            std::lock_guard<std::mutex> guard(lock);
+            closing = true;
+            changed.notify_all();
+        }
+        thread.join();
+    }
+};
+
+struct Event {
+    std::atomic<int> pending{0};
+};
+
+#define API extern "C" __attribute__((visibility("default"))) int
+#define NEEDS_CONTEXT \
+    if (!has_context) return INVALID_CONTEXT; \
+    if (sticky != SUCCESS) return sticky
+
+API cuInit(unsigned) { return fault("no-device") ? NO_DEVICE : SUCCESS; }
+API cuDriverGetVersion(int *version) { return *version = fault("old-driver") ? 11040 : 12080, SUCCESS; }
+API cuDeviceGetCount(int *count) { return *count = 1, SUCCESS; }
+API cuDeviceGet(int *device, int ordinal) { return *device = ordinal, ordinal == 0 ? SUCCESS : NO_DEVICE; }
+API cuDeviceGetName(char *name, int length, int) { return strncpy(name, "simulated", length), SUCCESS; }
+API cuDeviceTotalMem_v2(size_t *bytes, int) { return *bytes = size_t(8) << 30, SUCCESS; }
+API cuDeviceGetAttribute(int *value, int attribute, int) {
+    *value = attribute == 75 ? 9 : 0;
+    return SUCCESS;
+}
+API cuDevicePrimaryCtxRetain(void **context, int) { return *context = &sticky, SUCCESS; }
+API cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
+API cuCtxSetCurrent(void *context) { return has_context = context != nullptr, SUCCESS; }
+// NVRTC asks for it, and does without.
+API cuGetExportTable(const void **table, const void *) { return *table = nullptr, NOT_FOUND; }
+API cuGetErrorName(int, const char **text) { return *text = "simulated", SUCCESS; }
+API cuGetErrorString(int, const char **text) { return *text = "a simulated failure", SUCCESS; }
+
+API cuMemAlloc_v2(uintptr_t *address, size_t bytes) {
+    NEEDS_CONTEXT;
+    if (fault("out-of-memory") || bytes > size_t(8) << 30) return OUT_OF_MEMORY;
+    *address = (uintptr_t)aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    memset((void *)*address, 0xa5, bytes);
+    return remember(*address, bytes);
+}
+API cuMemFree_v2(uintptr_t address) {
+    NEEDS_CONTEXT;
+    const int known_once = forget(address);
+    if (known_once == SUCCESS) free((void *)address);
+    return known_once;
+}
+API cuMemHostAlloc(void **start, size_t bytes, unsigned) {
+    NEEDS_CONTEXT;
+    *start = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    return remember((uintptr_t)*start, bytes);
+}
+API cuMemFreeHost(void *start) { return cuMemFree_v2((uintptr_t)start); }
+#ifndef WITHOUT_LOCK
+API cuMemHostRegister_v2(void *start, size_t bytes, unsigned) {
+    NEEDS_CONTEXT;
+    return fault("no-lock") ? OUT_OF_MEMORY : remember((uintptr_t)start, bytes);
+}
+#endif
+API cuMemHostUnregister(void *start) { return forget((uintptr_t)start); }
+API cuMemHostGetDevicePointer_v2(uintptr_t *mapped, void *start, unsigned) {
+    *mapped = (uintptr_t)start;
+    return addressable(*mapped, 1) ? SUCCESS : NOT_REGISTERED;
+}
+
+API cuStreamCreate(Stream **stream, unsigned) {
+    NEEDS_CONTEXT;
+    return *stream = new Stream, SUCCESS;
+}
+API cuStreamDestroy_v2(Stream *stream) { return delete stream, SUCCESS; }
+API cuStreamSynchronize(Stream *stream) { return stream->drain(), sticky.load(); }
+
+API cuEventCreate(Event **event, unsigned) {
+    NEEDS_CONTEXT;
+    return *event = new Event, SUCCESS;
+}
+API cuEventDestroy_v2(Event *event) { return delete event, SUCCESS; }
+API cuEventRecord(Event *event, Stream *stream) {
+    NEEDS_CONTEXT;
+    event->pending++;
+    stream->push([event] { event->pending--; });
+    return SUCCESS;
+}
+API cuEventQuery(Event *event) { return sticky != SUCCESS ? sticky.load() : event->pending ? NOT_READY : SUCCESS; }
+API cuEventSynchronize(Event *event) {
+    while (event->pending) std::this_thread::yield();
+    return sticky;
+}
+API cuEventElapsedTime(float *milliseconds, Event *, Event *) { return *milliseconds = 1, SUCCESS; }
+
+API cuMemcpyAsync(uintptr_t to, uintptr_t from, size_t bytes, Stream *stream) {
+    NEEDS_CONTEXT;
+    if (!addressable(to, bytes) || !addressable(from, bytes)) return INVALID_VALUE;
+    stream->push([=] {
+        if (fault("copies-fail")) sticky = LAUNCH_FAILED;
+        else memcpy((void *)to, (void *)from, bytes);
+    });
+    return SUCCESS;
+}
+API cuMemsetD8Async(uintptr_t start, unsigned char value, size_t bytes, Stream *stream) {
+    NEEDS_CONTEXT;
+    if (!addressable(start, bytes)) return INVALID_VALUE;
+    stream->push([=] { memset((void *)start, value, bytes); });
+    return SUCCESS;
+}
+#ifndef WITHOUT_BATCHES
+API cuMemcpyBatchAsync(uintptr_t *to, uintptr_t *from, size_t *bytes, size_t count, void *attributes, size_t *first,
+                       size_t kinds, size_t *failed, Stream *stream) {
+    NEEDS_CONTEXT;
+    if (!attributes || kinds != 1 || first[0] != 0 || !stream) return INVALID_VALUE;
+    for (size_t i = 0; i < count; i++) {
+        if (int error = cuMemcpyAsync(to[i], from[i], bytes[i], stream)) return *failed = i, error;
+    }
+    return SUCCESS;
+}
+#endif
+
+API cuModuleLoadData(void **module, const void *image) {
+    NEEDS_CONTEXT;
+    *module = (void *)image;
+    return strstr((const char *)image, ".entry kvbm_copy_pieces") ? SUCCESS : INVALID_VALUE;
+}
+API cuModuleUnload(void *) { return SUCCESS; }
+
+// A kernel with its arguments, which a launch copies.
+typedef std::function<void()> Call;
+typedef Call (*Binder)(void **);
+template <typename T> static T argument(void *pointer) { return *(T *)pointer; }
+static Call copy_pieces(void **arguments) {
+    auto pieces = argument<const Piece *>(arguments[0]);
+    auto count = argument<u32>(arguments[1]);
+    return [=] { kvbm_copy_pieces(pieces, count); };
+}
+static Call transform_blocks(void **arguments) {
+    auto from = argument<u64>(arguments[0]), to = argument<u64>(arguments[1]);
+    auto pairs = argument<const Pair *>(arguments[2]);
+    auto count = argument<u32>(arguments[3]), unit = argument<u32>(arguments[4]);
+    auto plan = argument<Plan>(arguments[5]);
+    return [=] { kvbm_transform(from, to, pairs, count, unit, plan); };
+}
+static Call crc32c(void **arguments) {
+    auto summands = argument<const Summand *>(arguments[0]);
+    auto count = argument<u32>(arguments[1]);
+    auto sums = argument<u32 *>(arguments[2]);
+    return [=] { kvbm_crc32c(summands, count, sums); };
+}
+static const std::map<std::string, Binder> kernels = {
+    {"kvbm_copy_pieces", copy_pieces}, {"kvbm_transform", transform_blocks}, {"kvbm_crc32c", crc32c}};
+
+API cuModuleGetFunction(Binder *function, void *, const char *name) {
+    const auto found = kernels.find(name);
+    if (found == kernels.end()) return NOT_FOUND;
+    return *function = found->second, SUCCESS;
+}
+API cuLaunchKernel(Binder function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                   unsigned, Stream *stream, void **arguments, void **) {
+    NEEDS_CONTEXT;
+    if (!gx || !gy || gz != 1 || !bx || bx > 1024 || by != 1 || bz != 1 || !stream) return INVALID_VALUE;
+    const Call call = function(arguments);
+    stream->push([=] {
+        if (fault("copies-fail")) {
+            sticky = LAUNCH_FAILED;
+            return;
+        }
+        gridDim = {gx, gy, 1};
+        blockDim = {bx, 1, 1};
+        for (blockIdx.y = 0; blockIdx.y < gy; blockIdx.y++)
+            for (blockIdx.x = 0; blockIdx.x < gx; blockIdx.x++)
+                for (threadIdx.x = 0; threadIdx.x < bx; threadIdx.x++) call();
+    });
+    return SUCCESS;
+}

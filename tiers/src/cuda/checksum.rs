@@ -1,0 +1,103 @@
+//! Checksums of blocks on the GPU, for what never passes the CPU.
+
+use parking_lot::Mutex;
+
+use super::driver::{DeviceMemory, Gpu, Pinned, Stream, failed};
+use super::kernels::{Kernels, Summand, checksum_of_zeroes};
+use crate::copy::{CopyError, CopyErrorKind, SlotId};
+use crate::device::DeviceRegion;
+use crate::error::SetupError;
+
+/// Computes the [`checksum`](crate::checksum::checksum) of blocks in device memory. Callers wait for theirs, each
+/// in a stream of its own.
+#[derive(Debug)]
+pub struct DeviceChecksum {
+    gpu: Gpu,
+    kernels: Kernels,
+    idle: Mutex<Vec<Desk>>,
+}
+
+/// What one computation needs.
+#[derive(Debug)]
+struct Desk {
+    stream: Stream,
+    table: Pinned<Summand>,
+    sum: DeviceMemory,
+    result: Pinned<u32>,
+}
+
+impl DeviceChecksum {
+    /// Loads the kernels.
+    ///
+    /// # Errors
+    /// `Unavailable`: the GPU does not take them.
+    pub fn new(gpu: &Gpu) -> Result<Self, SetupError> {
+        Ok(Self { gpu: gpu.clone(), kernels: Kernels::load(gpu)?, idle: Mutex::default() })
+    }
+
+    /// The checksum of the block in a slot, which nobody writes meanwhile; the region is in this GPU's memory.
+    ///
+    /// # Errors
+    /// `Refused`: there is no such slot. `Io`: the GPU failed.
+    pub fn of(&self, region: &DeviceRegion, slot: SlotId) -> Result<u32, CopyError> {
+        let segments = region.segments().segments(slot).ok_or_else(|| {
+            CopyError::new(CopyErrorKind::Refused, format!("device slot {} does not exist", slot.0))
+        })?;
+        let mut after = region.segments().block_bytes();
+        let summands = segments.map(|segment| {
+            after -= segment.bytes;
+            Summand {
+                address: segment.address as u64,
+                bytes: segment.bytes as u64,
+                after: after as u64,
+                block: 0,
+                unused: 0,
+            }
+        });
+        let summands: Vec<_> = summands.collect();
+        let idle = self.idle.lock().pop();
+        let mut desk =
+            idle.map_or_else(|| Desk::new(&self.gpu, summands.len()), Ok).map_err(|e| broken(&e))?;
+        let sum = desk.sum(&self.gpu, &self.kernels, &summands).map_err(|error| broken(&error))?;
+        self.idle.lock().push(desk);
+        Ok(sum ^ checksum_of_zeroes(region.segments().block_bytes()))
+    }
+}
+
+impl Desk {
+    fn new(gpu: &Gpu, pieces: usize) -> Result<Self, SetupError> {
+        let refused = |error| failed("no locked memory", error);
+        Ok(Self {
+            stream: Stream::new(gpu)?,
+            table: Pinned::new(gpu, pieces).map_err(refused)?,
+            sum: DeviceMemory::new(gpu, size_of::<u32>())?,
+            result: Pinned::new(gpu, 1).map_err(refused)?,
+        })
+    }
+
+    fn sum(&mut self, gpu: &Gpu, kernels: &Kernels, summands: &[Summand]) -> Result<u32, SetupError> {
+        let gone = |error| failed("a checksum failed", error);
+        gpu.enter().map_err(gone)?;
+        if self.table.capacity() < summands.len() {
+            self.table = Pinned::new(gpu, summands.len()).map_err(gone)?;
+        }
+        self.table.write(summands);
+        self.result.write(&[0]);
+        let (stream, bytes) = (&self.stream, size_of::<u32>());
+        // SAFETY: table, sum and result are this desk's, which nobody else has before the wait has ended. The
+        // pieces are of a slot that nobody writes.
+        let summed = unsafe {
+            stream
+                .zero(&self.sum, bytes)
+                .and_then(|()| kernels.crc32c(stream, self.table.address(), summands.len(), self.sum.address))
+                .and_then(|()| stream.copy(self.sum.address as usize, self.result.address() as usize, bytes))
+                .and_then(|()| stream.wait())
+        };
+        summed.map_err(gone)?;
+        Ok(self.result.read(0))
+    }
+}
+
+fn broken(error: &SetupError) -> CopyError {
+    CopyError::caused(CopyErrorKind::Io, error.to_string(), error.clone())
+}

@@ -1,0 +1,290 @@
+//! The kernels: compiled for this GPU by NVRTC where that is installed, else the embedded PTX.
+//!
+//! `kernels.ptx` is made of `kernels.cu` by `cargo test -p kvbm-tiers --features cuda` with `KVBM_BLESS=1` and an
+//! NVRTC of CUDA 12.1 (`pip install nvidia-cuda-nvrtc-cu12==12.1.105`) in `LD_LIBRARY_PATH`: drivers refuse PTX of
+//! a later version than their own. Its first line names the source that it was made of.
+
+use std::ffi::{CStr, CString, c_void};
+use std::fmt;
+
+use cudarc::driver::result::DriverError;
+use cudarc::nvrtc;
+
+use super::driver::{Gpu, Kernel, Module, Stream, failed};
+use super::probe::probe;
+use crate::error::SetupError;
+use crate::segments::Piece;
+use crate::transform::Plan;
+
+/// The kernels' source, CUDA C.
+pub const SOURCE: &str = include_str!("kernels.cu");
+const EMBEDDED: &str = include_str!("kernels.ptx");
+const COPY_PIECES: &CStr = c"kvbm_copy_pieces";
+const TRANSFORM: &CStr = c"kvbm_transform";
+const CRC32C: &CStr = c"kvbm_crc32c";
+
+/// Threads of a group.
+const THREADS: u32 = 256;
+/// Groups that copy pieces: enough to saturate a link to the host, and few, since they take room from the
+/// engine's kernels. (Chosen by arithmetic, not measured: 64 × 256 × 64 bytes are 1 MiB in flight.)
+const COPY_GROUPS: u32 = 64;
+/// Groups that rearrange, per block and over blocks: the device's own bandwidth is to be saturated.
+const TRANSFORM_GROUPS: (u32, u32) = (64, 256);
+
+/// Where the kernels in use come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KernelOrigin {
+    /// Compiled here.
+    Nvrtc,
+    /// The embedded PTX, and why.
+    Embedded(String),
+}
+
+impl fmt::Display for KernelOrigin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Nvrtc => f.write_str("compiled by NVRTC"),
+            Self::Embedded(why) => write!(f, "embedded ({why})"),
+        }
+    }
+}
+
+/// The kernels, loaded.
+#[derive(Debug)]
+pub(super) struct Kernels {
+    copy_pieces: Kernel,
+    transform: Kernel,
+    crc32c: Kernel,
+    origin: KernelOrigin,
+    /// Keeps the code.
+    _module: Module,
+}
+
+/// A piece of a block whose checksum is computed: `struct Summand` of `kernels.cu`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Summand {
+    pub(super) address: u64,
+    pub(super) bytes: u64,
+    /// Bytes of the block behind it.
+    pub(super) after: u64,
+    /// Which of the sums.
+    pub(super) block: u32,
+    pub(super) unused: u32,
+}
+
+impl Kernels {
+    /// # Errors
+    /// `Unavailable`: the GPU takes neither.
+    pub(super) fn load(gpu: &Gpu) -> Result<Self, SetupError> {
+        gpu.enter().map_err(|error| failed("no context", error))?;
+        match compile_here(gpu) {
+            Ok(kernels) => Ok(kernels),
+            Err(why) => {
+                tracing::debug!(why, "kernels are not compiled here: the embedded ones serve");
+                let ptx = CString::new(EMBEDDED).unwrap_or_default();
+                let loaded = Module::load(gpu, &ptx);
+                let kernels = loaded.and_then(|module| Self::of(module, KernelOrigin::Embedded(why)));
+                kernels.map_err(|error| failed("the GPU does not take the kernels", error))
+            }
+        }
+    }
+
+    fn of(module: Module, origin: KernelOrigin) -> Result<Self, DriverError> {
+        Ok(Self {
+            copy_pieces: module.kernel(COPY_PIECES)?,
+            transform: module.kernel(TRANSFORM)?,
+            crc32c: module.kernel(CRC32C)?,
+            origin,
+            _module: module,
+        })
+    }
+
+    pub(super) const fn origin(&self) -> &KernelOrigin {
+        &self.origin
+    }
+
+    /// Starts the copies that the `count` [`Piece`]s at address `table` name.
+    ///
+    /// # Safety
+    /// The table, and what it names, stay as they are until the stream has got past it; the GPU can address all of it.
+    pub(super) unsafe fn copy_pieces(
+        &self,
+        stream: &Stream,
+        mut table: u64,
+        count: usize,
+    ) -> Result<(), DriverError> {
+        const { assert!(size_of::<Piece>() == 24, "as in kernels.cu") };
+        let mut number = count as u32;
+        let mut parameters = [pointer(&mut table), pointer(&mut number)];
+        let groups = number.clamp(1, COPY_GROUPS);
+        // SAFETY: these are the kernel's parameters; else as the caller promises.
+        unsafe { stream.launch(self.copy_pieces, (groups, 1), THREADS, &mut parameters) }
+    }
+
+    /// Starts a transform of `count` blocks, whose pairs of numbers are at address `pairs`.
+    ///
+    /// # Safety
+    /// As for [`copy_pieces`](Self::copy_pieces); `from` and `to` are arrays as `plan` says.
+    pub(super) unsafe fn transform(
+        &self,
+        stream: &Stream,
+        (mut from, mut to): (u64, u64),
+        mut pairs: u64,
+        count: usize,
+        mut plan: Plan,
+    ) -> Result<(), DriverError> {
+        let (mut number, mut unit) = (count as u32, widest_unit(from, to, &plan));
+        let parameters = &mut [
+            pointer(&mut from),
+            pointer(&mut to),
+            pointer(&mut pairs),
+            pointer(&mut number),
+            pointer(&mut unit),
+            pointer(&mut plan),
+        ];
+        let units = u64::from(plan.rows) * (plan.row_bytes / u64::from(unit));
+        let groups = units.div_ceil(u64::from(THREADS)).clamp(1, u64::from(TRANSFORM_GROUPS.0)) as u32;
+        let grid = (groups, number.clamp(1, TRANSFORM_GROUPS.1));
+        // SAFETY: these are the kernel's parameters; else as the caller promises.
+        unsafe { stream.launch(self.transform, grid, THREADS, parameters) }
+    }
+
+    /// Starts adding the checksums of `count` [`Summand`]s at address `table` to the sums at address `sums`.
+    ///
+    /// # Safety
+    /// As for [`copy_pieces`](Self::copy_pieces).
+    pub(super) unsafe fn crc32c(
+        &self,
+        stream: &Stream,
+        mut table: u64,
+        count: usize,
+        mut sums: u64,
+    ) -> Result<(), DriverError> {
+        const { assert!(size_of::<Summand>() == 32, "as in kernels.cu") };
+        let mut number = count as u32;
+        let parameters = &mut [pointer(&mut table), pointer(&mut number), pointer(&mut sums)];
+        // SAFETY: these are the kernel's parameters; else as the caller promises.
+        unsafe { stream.launch(self.crc32c, (number.clamp(1, COPY_GROUPS), 1), THREADS, parameters) }
+    }
+}
+
+fn pointer<T>(parameter: &mut T) -> *mut c_void {
+    (&raw mut *parameter).cast()
+}
+
+/// The largest unit that divides all addresses, strides and the bytes of a row.
+fn widest_unit(from: u64, to: u64, plan: &Plan) -> u32 {
+    let offsets =
+        [from, to, plan.row_bytes, plan.from_offset, plan.to_offset, plan.from_block, plan.to_block];
+    let all =
+        offsets.iter().chain(&plan.from_strides).chain(&plan.to_strides).fold(0, |all, number| all | number);
+    [16, 4].into_iter().find(|&unit| all.is_multiple_of(u64::from(unit))).unwrap_or(1)
+}
+
+/// What the checksum kernel leaves out, being linear: start value and final complement. The kernel's sum of a
+/// block combined (exclusive or) with this is the block's [`checksum`].
+pub(super) fn checksum_of_zeroes(mut bytes: usize) -> u32 {
+    // The sum of a block of zeroes is zero.
+    let zeroes = [0; 4096];
+    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+    while bytes > 0 {
+        let some = bytes.min(zeroes.len());
+        digest.update(&zeroes[..some]);
+        bytes -= some;
+    }
+    digest.finalize() as u32
+}
+
+fn compile_here(gpu: &Gpu) -> Result<Kernels, String> {
+    probe().nvrtc.ready()?;
+    let (major, minor) = gpu.device().capability;
+    let ptx = compile(&format!("compute_{major}{minor}"))?;
+    let loaded = Module::load(gpu, &ptx).and_then(|module| Kernels::of(module, KernelOrigin::Nvrtc));
+    loaded.map_err(|error| format!("the driver refuses what NVRTC made: {error}"))
+}
+
+/// NVRTC is present.
+fn compile(architecture: &str) -> Result<CString, String> {
+    let source = CString::new(SOURCE).map_err(|error| error.to_string())?;
+    let options = [format!("--gpu-architecture={architecture}"), "--std=c++14".to_owned()];
+    let program =
+        nvrtc::result::create_program(&source, Some(c"kernels.cu")).map_err(|error| error.to_string())?;
+    // SAFETY: the program was just made, and is freed below.
+    let made = unsafe {
+        nvrtc::result::compile_program(program, &options)
+            .and_then(|()| nvrtc::result::get_ptx(program))
+            .map_err(|error| format!("{error}: {}", log(program)))
+    };
+    // SAFETY: made above, freed once.
+    let _ = unsafe { nvrtc::result::destroy_program(program) };
+    let bytes = made?.into_iter().map(i8::cast_unsigned).take_while(|&byte| byte != 0).collect::<Vec<_>>();
+    CString::new(bytes).map_err(|error| error.to_string())
+}
+
+/// What the compiler said.
+///
+/// # Safety
+/// The program is not freed.
+unsafe fn log(program: nvrtc::sys::nvrtcProgram) -> String {
+    // SAFETY: as the caller promises.
+    let log = unsafe { nvrtc::result::get_program_log(program) }.unwrap_or_default();
+    let bytes: Vec<_> = log.into_iter().map(i8::cast_unsigned).take_while(|&byte| byte != 0).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checksum::checksum;
+    use crate::testing::skip;
+
+    /// The oldest GPUs that are served (Volta).
+    const ARCHITECTURE: &str = "compute_70";
+
+    /// The first line of PTX made of this source.
+    fn stamp() -> String {
+        format!("// of kernels.cu {:08x} for {ARCHITECTURE}", checksum(SOURCE.as_bytes()))
+    }
+
+    /// The names of the kernels, in the order of the text.
+    fn entries(ptx: &str) -> Vec<&str> {
+        ptx.lines().filter_map(|line| line.strip_prefix(".visible .entry ")?.strip_suffix('(')).collect()
+    }
+
+    #[test]
+    fn the_source_compiles_and_the_embedded_kernels_are_of_it() {
+        let names = [COPY_PIECES, TRANSFORM, CRC32C].map(|name| name.to_str().unwrap());
+        match probe().nvrtc.ready() {
+            Err(why) => skip("nvrtc", &why),
+            Ok(()) => {
+                let ptx = compile(ARCHITECTURE).unwrap().into_string().unwrap();
+                assert_eq!(entries(&ptx), names);
+                if std::env::var_os("KVBM_BLESS").is_some() {
+                    let home = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels.ptx");
+                    return std::fs::write(home, format!("{}\n{ptx}", stamp())).unwrap();
+                }
+            }
+        }
+        assert_eq!(
+            EMBEDDED.lines().next(),
+            Some(&*stamp()),
+            "kernels.ptx is not of this kernels.cu: see kernels.rs"
+        );
+        assert_eq!(entries(EMBEDDED), names);
+    }
+
+    #[test]
+    fn a_driver_of_the_oldest_cuda_takes_the_embedded_kernels() {
+        let version = EMBEDDED.lines().find_map(|line| line.strip_prefix(".version "));
+        // PTX 8.1 came with CUDA 12.1.
+        assert_eq!((version, super::super::MIN_DRIVER.to_string().as_str()), (Some("8.1"), "12.1"));
+    }
+
+    #[test]
+    fn zeroes_have_the_checksum_that_the_kernel_leaves_out() {
+        for bytes in [1, 4096, 5000] {
+            assert_eq!(checksum_of_zeroes(bytes), checksum(&vec![0; bytes]));
+        }
+    }
+}

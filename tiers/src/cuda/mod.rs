@@ -1,0 +1,26 @@
+//! NVIDIA GPUs: the device tier in their memory, and what moves blocks there.
+//!
+//! Everything of CUDA is found at run time. [`probe`] says what is there, what is missing and how to get it; it is
+//! safe on any machine. Nothing else here may be reached but through [`Gpu::open`], which probes first: the
+//! bindings panic where a library or a symbol is missing.
+//!
+//! | part | what it does |
+//! |---|---|
+//! | [`Gpu`] | a GPU's context; allocates or adopts device regions |
+//! | [`CudaBackend`] | blocks between host and device: copy engines for large pieces, a kernel for small ones |
+//! | [`DeviceChecksum`] | checksums of blocks that never pass the CPU |
+//! | [`Rearranger`] | a [`Transform`](crate::Transform) on the GPU |
+
+mod backend;
+mod checksum;
+mod driver;
+mod kernels;
+mod probe;
+mod rearrange;
+
+pub use backend::CudaBackend;
+pub use checksum::DeviceChecksum;
+pub use driver::Gpu;
+pub use kernels::{KernelOrigin, SOURCE as KERNEL_SOURCE};
+pub use probe::{Availability, Device, Driver, MIN_DRIVER, Probe, probe};
+pub use rearrange::Rearranger;
