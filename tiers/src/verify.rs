@@ -168,7 +168,7 @@ impl Guard {
     }
 }
 
-fn corrupt(slot: SlotRef, expected: Option<u32>, actual: u32) -> CopyError {
+pub(crate) fn corrupt(slot: SlotRef, expected: Option<u32>, actual: u32) -> CopyError {
     let expected = expected.map_or_else(|| "none recorded".to_owned(), |crc| format!("{crc:08x}"));
     let message = format!("{slot}: checksum {actual:08x} where {expected} was expected");
     CopyError::new(CopyErrorKind::Corrupt, message)

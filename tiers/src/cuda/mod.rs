@@ -8,19 +8,24 @@
 //! |---|---|
 //! | [`Gpu`] | a GPU's context; allocates or adopts device regions |
 //! | [`CudaBackend`] | blocks between host and device: copy engines for large pieces, a kernel for small ones |
+//! | [`GdsBackend`] | blocks between disk and device, through cuFile |
 //! | [`DeviceChecksum`] | checksums of blocks that never pass the CPU |
 //! | [`Rearranger`] | a [`Transform`](crate::Transform) on the GPU |
 
 mod backend;
 mod checksum;
+mod cufile;
 mod driver;
+mod gds;
 mod kernels;
 mod probe;
 mod rearrange;
 
 pub use backend::CudaBackend;
 pub use checksum::DeviceChecksum;
+pub use cufile::{CuFileMode, CuFileOptions, probe_cufile};
 pub use driver::Gpu;
+pub use gds::GdsBackend;
 pub use kernels::{KernelOrigin, SOURCE as KERNEL_SOURCE};
 pub use probe::{Availability, Device, Driver, MIN_DRIVER, Probe, probe};
 pub use rearrange::Rearranger;

@@ -7,17 +7,21 @@
 
 mod simulation;
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvbm_tiers::checksum::checksum;
-use kvbm_tiers::cuda::{self, CudaBackend, DeviceChecksum, Gpu, Rearranger};
+use kvbm_tiers::cuda::{
+    self, CuFileMode, CuFileOptions, CudaBackend, DeviceChecksum, GdsBackend, Gpu, Rearranger, probe_cufile,
+};
 use kvbm_tiers::testing::conformance::{self, Pair};
 use kvbm_tiers::testing::{fill_pattern, host, order, run, skip, start};
 use kvbm_tiers::transform::{Layout, Shape, Transform, View};
 use kvbm_tiers::{
-    Backend, CopyErrorKind, DeviceRegion, DramRegion, Frame, Geometry, Memory, Part, SegmentMap,
-    SetupErrorKind, SlotId, Tier,
+    Backend, Checksums, CopyError, CopyErrorKind, CopyOp, DeviceRegion, DiskOptions, DiskRegion, Done,
+    DramRegion, Frame, Geometry, Memory, Part, Route, SegmentMap, SetupError, SetupErrorKind, SlotId,
+    SlotRef, Tier,
 };
 use proptest::prelude::*;
 
@@ -55,6 +59,116 @@ fn adopted_tensors_conform() {
     let Some(gpu) = gpu() else { return };
     for pieces in [2, 5, 64] {
         conformance::check(|slots, block_bytes| pair(&gpu, tensors(&gpu, slots, block_bytes, pieces)));
+    }
+}
+
+#[test]
+fn disk_and_device_conform() {
+    let Some(gpu) = gpu() else { return };
+    if let Err(why) = probe_cufile(&cufile_options()).ready() {
+        return skip("gds", &why);
+    }
+    let home = tempfile::tempdir().unwrap();
+    for pieces in [1, 5] {
+        conformance::check(|slots, block_bytes| {
+            let device = Arc::new(tensors(&gpu, slots, block_bytes, pieces));
+            let memory = Arc::new(host(slots, block_bytes));
+            let first = Arc::new(CudaBackend::new(&gpu, Arc::clone(&memory) as _, &device).unwrap());
+            let second = Arc::new(gds(&gpu, &device, home.path(), Arc::default()).unwrap());
+            let backend = Arc::new(Relay { first, second, routes: [RELAYED, (RELAYED.1, RELAYED.0)] });
+            Pair { memory, other: Tier::Disk, backend }
+        });
+    }
+}
+
+#[test]
+fn what_changed_on_disk_does_not_reach_the_engine() {
+    let Some(gpu) = gpu() else { return };
+    if let Err(why) = probe_cufile(&cufile_options()).ready() {
+        return skip("gds", &why);
+    }
+    let (home, checksums) = (tempfile::tempdir().unwrap(), Arc::new(Checksums::new()));
+    let mut bench = Bench::new(&gpu, tensors(&gpu, 2, 5000, 3));
+    bench.upload(0, &[7; 5000]);
+    let gds = gds(&gpu, &bench.device, home.path(), Arc::clone(&checksums)).unwrap();
+    let disk = SlotRef { tier: Tier::Disk, ..bench.here[0].slot_ref() };
+    let read = || run(&gds, vec![order(0, disk, bench.there[1].slot_ref())]).remove(0);
+    assert_eq!(read().unwrap_err().kind(), CopyErrorKind::Corrupt);
+    run(&gds, vec![order(0, bench.there[0].slot_ref(), disk)]).remove(0).unwrap();
+    assert_eq!(checksums.get(disk.slot), Some(checksum(&[7; 5000])));
+    read().unwrap();
+    checksums.record(disk.slot, 1);
+    assert_eq!(read().unwrap_err().kind(), CopyErrorKind::Corrupt);
+}
+
+fn gds(
+    gpu: &Gpu,
+    device: &Arc<DeviceRegion>,
+    home: &Path,
+    checksums: Arc<Checksums>,
+) -> Result<GdsBackend, SetupError> {
+    let segments = device.segments();
+    let disk = DiskRegion::open(&DiskOptions {
+        geometry: Geometry::new(segments.slots(), segments.block_bytes()).unwrap(),
+        dirs: vec![home.to_owned()],
+        o_direct: true,
+        zerofill_fallback: true,
+        keep: None,
+    });
+    GdsBackend::new(gpu, Arc::clone(device), Arc::new(disk.unwrap()), checksums, 4, &cufile_options())
+}
+
+/// A list of modules that exists, and a short time-out.
+fn cufile_options() -> CuFileOptions {
+    let mut options = CuFileOptions { timeout: Duration::from_secs(1), ..CuFileOptions::default() };
+    if simulation::is_on() {
+        options.modules = std::env::current_exe().unwrap();
+    }
+    options
+}
+
+const RELAYED: Route = (Tier::Host, Tier::Disk);
+
+/// Host to disk by way of the device slot of the same number as the host's: lets the suite look at what GDS moved.
+#[derive(Debug)]
+struct Relay {
+    first: Arc<CudaBackend>,
+    second: Arc<GdsBackend>,
+    routes: [Route; 2],
+}
+
+// SAFETY: each operation ends with its second leg, or with the first if that failed; no two operations share a
+// host slot, hence none a device slot.
+unsafe impl Backend for Relay {
+    fn name(&self) -> &'static str {
+        "relay"
+    }
+
+    fn routes(&self) -> &[Route] {
+        &self.routes
+    }
+
+    fn submit(&self, batch: Vec<CopyOp>, done: Done) {
+        for (index, op) in batch.into_iter().enumerate() {
+            let outward = op.from.tier == Tier::Host;
+            let own = if outward { op.from } else { op.to };
+            let device = SlotRef { tier: Tier::Device, ..own };
+            let legs = [CopyOp { to: device, ..op }, CopyOp { from: device, ..op }];
+            let (first, second): (Arc<dyn Backend>, Arc<dyn Backend>) = if outward {
+                (Arc::clone(&self.first) as _, Arc::clone(&self.second) as _)
+            } else {
+                (Arc::clone(&self.second) as _, Arc::clone(&self.first) as _)
+            };
+            let done = done.clone();
+            let go_on = move |_, result: Result<(), CopyError>| match result {
+                Ok(()) => {
+                    let done = done.clone();
+                    second.submit(vec![legs[1]], Done::new(move |_, result| done.complete(index, result)));
+                }
+                Err(error) => done.complete(index, Err(error)),
+            };
+            first.submit(vec![legs[0]], Done::new(go_on));
+        }
     }
 }
 
@@ -308,6 +422,73 @@ mod faults {
             "",
             "faults::that_hang_the_gpu_hang_nobody_who_drops_the_backend",
         );
+    }
+}
+
+mod faults_of_cufile {
+    use super::*;
+
+    /// A device region of two slots, and what opening GDS for it comes to.
+    fn opened(gpu: &Gpu) -> (Arc<DeviceRegion>, Result<GdsBackend, SetupError>) {
+        let device = Arc::new(gpu.allocate(Geometry::new(2, 4096).unwrap()).unwrap());
+        let home = tempfile::tempdir().unwrap();
+        let gds = gds(gpu, &device, home.path(), Arc::default());
+        (device, gds)
+    }
+
+    #[test]
+    fn are_told_in_time_with_a_remedy() {
+        for (fault, why) in [
+            ("cufile-hangs", "did not end in 1s"),
+            ("cufile-fails", "cuFile error 5010"),
+            ("cufile-no-files", "put disk.dirs on ext4 or XFS"),
+        ] {
+            if simulation::is(fault) {
+                let gpu = Gpu::open(0).unwrap();
+                for _ in 0..2 {
+                    let started = Instant::now();
+                    let error = opened(&gpu).1.unwrap_err();
+                    assert_eq!(error.kind(), SetupErrorKind::Unavailable);
+                    assert!(error.to_string().contains(why), "{error}");
+                    assert!(started.elapsed() < Duration::from_secs(3));
+                }
+            }
+            simulation::run_one_test(fault, "", "faults_of_cufile::are_told_in_time_with_a_remedy");
+        }
+    }
+
+    #[test]
+    fn modules_that_cannot_be_read_keep_cufile_from_starting() {
+        if simulation::is("cufile-hangs") {
+            let options = CuFileOptions { modules: "/no/such/list".into(), ..CuFileOptions::default() };
+            let why = probe_cufile(&options).ready().unwrap_err();
+            assert!(why.contains("/no/such/list") && why.contains("mount /proc"), "{why}");
+        }
+        let name = "faults_of_cufile::modules_that_cannot_be_read_keep_cufile_from_starting";
+        simulation::run_one_test("cufile-hangs", "", name);
+    }
+
+    #[test]
+    fn compatibility_mode_is_told() {
+        if simulation::is("cufile-compatible") {
+            let gpu = Gpu::open(0).unwrap();
+            let gds = opened(&gpu).1.unwrap();
+            assert_eq!((gds.mode(), gds.name()), (CuFileMode::Compatibility, "gds (compatibility mode)"));
+        }
+        simulation::run_one_test("cufile-compatible", "", "faults_of_cufile::compatibility_mode_is_told");
+    }
+
+    #[test]
+    fn short_transfers_are_errors() {
+        if simulation::is("cufile-short") {
+            let gpu = Gpu::open(0).unwrap();
+            let (device, gds) = opened(&gpu);
+            let from = device.frames().unwrap().take().unwrap();
+            let disk = SlotRef { tier: Tier::Disk, ..from.slot_ref() };
+            let error = run(&gds.unwrap(), vec![order(0, from.slot_ref(), disk)]).remove(0).unwrap_err();
+            assert!(error.to_string().contains("4095 of 4096"), "{error}");
+        }
+        simulation::run_one_test("cufile-short", "", "faults_of_cufile::short_transfers_are_errors");
     }
 }
 

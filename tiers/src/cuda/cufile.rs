@@ -1,0 +1,305 @@
+//! cuFile, NVIDIA's library for transfers between files and GPUs, found at run time.
+//!
+//! The functions are looked up here and not through `cudarc`, whose types they have: it looks for `libcufile.so`,
+//! while packages ship `libcufile.so.0`; and a result that is no value of its enumerations would be undefined.
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::fmt;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::PathBuf;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, LazyLock};
+use std::thread;
+use std::time::Duration;
+
+use cudarc::cufile::sys::{CUfileDescr_t, CUfileDrvProps_t, CUfileFileHandleType, CUfileHandle_t};
+use libloading::Library;
+use parking_lot::Mutex;
+
+use super::probe::{Availability, probe};
+
+/// How cuFile is started.
+#[derive(Clone, Debug)]
+pub struct CuFileOptions {
+    /// The kernel's list of modules: versions of cuFile hang where it cannot be read.
+    pub modules: PathBuf,
+    /// How long the start may take.
+    pub timeout: Duration,
+}
+
+impl Default for CuFileOptions {
+    fn default() -> Self {
+        Self { modules: PathBuf::from("/proc/modules"), timeout: Duration::from_secs(10) }
+    }
+}
+
+/// How cuFile moves bytes here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CuFileMode {
+    /// From the drive to the GPU.
+    Direct,
+    /// Through buffers of its own in host memory, with ordinary reads and writes.
+    Compatibility,
+}
+
+impl fmt::Display for CuFileMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Direct => "direct",
+            Self::Compatibility => "compatibility mode: no direct path, see gdscheck -p",
+        })
+    }
+}
+
+const NAMES: [&str; 3] = ["libcufile.so.0", "libcufile.so", "/usr/local/cuda/lib64/libcufile.so.0"];
+const GET_LIBRARY: &str = "install libcufile (apt install libcufile-12-8, or pip install nvidia-cufile-cu12 and name its directory in LD_LIBRARY_PATH)";
+const GET_MODULES: &str = "mount /proc so that /proc/modules can be read";
+const GET_STARTED: &str = "see cufile.log in the working directory, and gdscheck -p";
+
+/// Bits of the status that tell of direct paths to drives: NVMe with the kernel module `nvidia-fs`, and without it.
+const NVME: c_uint = 1 << 4;
+const NVME_PEER_TO_PEER: c_uint = 1 << 11;
+
+/// What every function but reads and writes answers.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Status {
+    file: c_int,
+    driver: c_int,
+}
+
+impl Status {
+    fn result(self) -> Result<(), String> {
+        match self {
+            Self { file: 0, .. } => Ok(()),
+            Self { file, driver: 0 } => Err(format!("cuFile error {file}")),
+            Self { file, driver } => Err(format!("cuFile error {file}, CUDA error {driver}")),
+        }
+    }
+}
+
+type Transfer = unsafe extern "C" fn(CUfileHandle_t, *mut c_void, usize, libc::off_t, libc::off_t) -> isize;
+
+/// The library, started.
+pub(super) struct CuFile {
+    register_file: unsafe extern "C" fn(*mut CUfileHandle_t, *mut CUfileDescr_t) -> Status,
+    deregister_file: unsafe extern "C" fn(CUfileHandle_t),
+    register_buffer: unsafe extern "C" fn(*const c_void, usize, c_int) -> Status,
+    deregister_buffer: unsafe extern "C" fn(*const c_void) -> Status,
+    read: Transfer,
+    write: Transfer,
+    mode: CuFileMode,
+    /// Keeps the code.
+    _library: Library,
+}
+
+/// Whether cuFile can be used, and how it moves bytes. Never hangs for longer than the options say.
+pub fn probe_cufile(options: &CuFileOptions) -> Availability<CuFileMode> {
+    match CuFile::open(options) {
+        Availability::Ready(cufile) => Availability::Ready(cufile.mode),
+        Availability::Unavailable { why, remedy } => Availability::Unavailable { why, remedy },
+    }
+}
+
+impl CuFile {
+    /// Starts the library, once in a process.
+    pub(super) fn open(options: &CuFileOptions) -> Availability<Arc<Self>> {
+        static OPENED: LazyLock<Mutex<Option<Availability<Arc<CuFile>>>>> = LazyLock::new(Mutex::default);
+        if let Availability::Unavailable { why, remedy } = probe().driver {
+            return Availability::Unavailable { why, remedy };
+        }
+        if let Err(error) = std::fs::read(&options.modules) {
+            return Availability::missing(format!("{}: {error}", options.modules.display()), GET_MODULES);
+        }
+        OPENED.lock().get_or_insert_with(|| Self::start(options.timeout)).clone()
+    }
+
+    /// On a thread of its own, which is left behind if it does not come back.
+    fn start(timeout: Duration) -> Availability<Arc<Self>> {
+        let (send, receive) = mpsc::channel();
+        let start = move || send.send(Self::load());
+        if let Err(error) = thread::Builder::new().name("kvbm-cufile".into()).spawn(start) {
+            return Availability::missing(format!("no thread: {error}"), "raise the limit on processes");
+        }
+        match receive.recv_timeout(timeout) {
+            Ok(outcome) => outcome,
+            Err(RecvTimeoutError::Timeout) => {
+                Availability::missing(format!("cuFileDriverOpen did not end in {timeout:?}"), GET_STARTED)
+            }
+            Err(RecvTimeoutError::Disconnected) => Availability::missing("cuFile panicked", GET_STARTED),
+        }
+    }
+
+    fn load() -> Availability<Arc<Self>> {
+        // SAFETY: loads the library, which may run its initialisers.
+        let libraries = NAMES.into_iter().map(|name| unsafe { Library::new(name) });
+        let Some(library) = libraries.flatten().next() else {
+            return Availability::missing("libcufile.so.0 is not on this machine", GET_LIBRARY);
+        };
+        // SAFETY: the library is cuFile.
+        match unsafe { Self::of(library) } {
+            Ok(cufile) => Availability::Ready(Arc::new(cufile)),
+            Err(why) => Availability::missing(why, GET_STARTED),
+        }
+    }
+
+    /// Looks the functions up and starts the driver behind them.
+    ///
+    /// # Safety
+    /// The library is cuFile: its symbols have the types that NVIDIA documents.
+    unsafe fn of(library: Library) -> Result<Self, String> {
+        let missing = |error: libloading::Error| format!("libcufile lacks a symbol: {error}");
+        // SAFETY: as the caller promises.
+        let open = unsafe { library.get::<unsafe extern "C" fn() -> Status>(b"cuFileDriverOpen\0") };
+        // SAFETY: as the caller promises.
+        let properties = unsafe {
+            library
+                .get::<unsafe extern "C" fn(*mut CUfileDrvProps_t) -> Status>(b"cuFileDriverGetProperties\0")
+        };
+        let (open, properties) = (*open.map_err(missing)?, *properties.map_err(missing)?);
+        // SAFETY: as the caller promises.
+        let mut cufile = unsafe {
+            Self {
+                register_file: *library.get(b"cuFileHandleRegister\0").map_err(missing)?,
+                deregister_file: *library.get(b"cuFileHandleDeregister\0").map_err(missing)?,
+                register_buffer: *library.get(b"cuFileBufRegister\0").map_err(missing)?,
+                deregister_buffer: *library.get(b"cuFileBufDeregister\0").map_err(missing)?,
+                read: *library.get(b"cuFileRead\0").map_err(missing)?,
+                write: *library.get(b"cuFileWrite\0").map_err(missing)?,
+                mode: CuFileMode::Compatibility,
+                _library: library,
+            }
+        };
+        // SAFETY: it has no arguments.
+        unsafe { open() }.result().map_err(|error| format!("cuFileDriverOpen: {error}"))?;
+        let mut found = std::mem::MaybeUninit::<[CUfileDrvProps_t; 2]>::zeroed();
+        // SAFETY: there is room for the properties, and as much again for what later versions may add.
+        unsafe { properties(found.as_mut_ptr().cast()) }
+            .result()
+            .map_err(|error| format!("cuFileDriverGetProperties: {error}"))?;
+        // SAFETY: numbers, of which every pattern is one.
+        let status = unsafe { found.assume_init() }[0].nvfs.dstatusflags;
+        if status & (NVME | NVME_PEER_TO_PEER) != 0 {
+            cufile.mode = CuFileMode::Direct;
+        }
+        Ok(cufile)
+    }
+
+    pub(super) const fn mode(&self) -> CuFileMode {
+        self.mode
+    }
+}
+
+impl fmt::Debug for CuFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CuFile({})", self.mode)
+    }
+}
+
+/// A file that cuFile reads and writes.
+#[derive(Debug)]
+pub(super) struct Handle {
+    cufile: Arc<CuFile>,
+    handle: CUfileHandle_t,
+}
+
+// SAFETY: cuFile's functions may be called from any thread.
+unsafe impl Send for Handle {}
+// SAFETY: and from several at once.
+unsafe impl Sync for Handle {}
+
+impl Handle {
+    /// The file stays open as long as the handle lives: who owns both sees to it.
+    pub(super) fn new(cufile: &Arc<CuFile>, file: BorrowedFd<'_>) -> Result<Self, String> {
+        let mut description = CUfileDescr_t {
+            type_: CUfileFileHandleType::CU_FILE_HANDLE_TYPE_OPAQUE_FD,
+            handle: cudarc::cufile::sys::CUfileDescr_t__bindgen_ty_1 { fd: file.as_raw_fd() },
+            fs_ops: std::ptr::null(),
+        };
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: both pointers are valid for the call.
+        unsafe { (cufile.register_file)(&raw mut handle, &raw mut description) }.result()?;
+        Ok(Self { cufile: Arc::clone(cufile), handle })
+    }
+
+    /// Reads from the file to device memory; answers the number of bytes.
+    ///
+    /// # Safety
+    /// `bytes` bytes from `offset` behind `base` are device memory that nobody else uses. If `base` is not that
+    /// of a registered buffer, `offset` is 0. The context is current.
+    pub(super) unsafe fn read(&self, to: Place, bytes: usize, at: u64) -> Result<usize, String> {
+        // SAFETY: as the caller promises.
+        unsafe { self.transfer(self.cufile.read, to, bytes, at) }
+    }
+
+    /// Writes from device memory to the file; answers the number of bytes.
+    ///
+    /// # Safety
+    /// As for [`read`](Self::read), but others may read the memory.
+    pub(super) unsafe fn write(&self, from: Place, bytes: usize, at: u64) -> Result<usize, String> {
+        // SAFETY: as the caller promises.
+        unsafe { self.transfer(self.cufile.write, from, bytes, at) }
+    }
+
+    unsafe fn transfer(
+        &self,
+        transfer: Transfer,
+        place: Place,
+        bytes: usize,
+        at: u64,
+    ) -> Result<usize, String> {
+        let base = std::ptr::with_exposed_provenance_mut(place.base);
+        // SAFETY: as the caller promises.
+        let moved =
+            unsafe { transfer(self.handle, base, bytes, at as libc::off_t, place.offset as libc::off_t) };
+        match moved {
+            0.. => Ok(moved as usize),
+            -1 => Err(std::io::Error::last_os_error().to_string()),
+            error => Err(format!("cuFile error {}", -error)),
+        }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        // SAFETY: registered once, deregistered once.
+        unsafe { (self.cufile.deregister_file)(self.handle) };
+    }
+}
+
+/// Where bytes lie in device memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    /// Address of a registered buffer, or of the bytes.
+    pub(super) base: usize,
+    /// From there to the bytes.
+    pub(super) offset: usize,
+}
+
+/// Device memory that cuFile knows: it is reached without buffers between.
+#[derive(Debug)]
+pub(super) struct Buffer {
+    cufile: Arc<CuFile>,
+    base: usize,
+}
+
+impl Buffer {
+    /// # Safety
+    /// The bytes are device memory that stays allocated as long as the buffer lives.
+    pub(super) unsafe fn new(cufile: &Arc<CuFile>, base: usize, bytes: usize) -> Result<Self, String> {
+        let start = std::ptr::with_exposed_provenance(base);
+        // SAFETY: as the caller promises.
+        unsafe { (cufile.register_buffer)(start, bytes, 0) }.result()?;
+        Ok(Self { cufile: Arc::clone(cufile), base })
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let start = std::ptr::with_exposed_provenance(self.base);
+        // SAFETY: registered once, deregistered once.
+        if let Err(error) = unsafe { (self.cufile.deregister_buffer)(start) }.result() {
+            tracing::debug!(error, "cuFile could not let go of a buffer");
+        }
+    }
+}

@@ -1,0 +1,100 @@
+// cuFile for tests on machines without GPUDirect Storage: the simulated GPU's memory is the CPU's, so reads and
+// writes are ordinary ones. It insists on what cuFile insists on: registered files, offsets into buffers that are
+// registered. KVBM_SIMULATED names a fault: cufile-hangs, cufile-fails, cufile-compatible, cufile-short,
+// cufile-no-files.
+
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unistd.h>
+
+struct Status {
+    int file, driver;
+};
+struct Description {
+    int type;
+    union {
+        int fd;
+        void *handle;
+    };
+    const void *operations;
+};
+struct Properties {
+    unsigned major, minor;
+    size_t poll_threshold, direct_io_size;
+    unsigned status, control;
+    unsigned features, cache, buffer_cache, pinned, batch, batch_timeout;
+};
+
+static bool fault(const char *name) {
+    const char *chosen = getenv("KVBM_SIMULATED");
+    return chosen && std::string(chosen) == name;
+}
+
+static std::mutex lock;
+static std::map<uintptr_t, size_t> buffers;
+
+#define API extern "C" __attribute__((visibility("default")))
+
+API Status cuFileDriverOpen() {
+    while (fault("cufile-hangs")) std::this_thread::sleep_for(std::chrono::seconds(1));
+    return {fault("cufile-fails") ? 5010 : 0, 0};
+}
+API Status cuFileDriverGetProperties(Properties *properties) {
+    memset(properties, 0, sizeof *properties);
+    properties->status = fault("cufile-compatible") ? 1 << 2 : 1 << 4;
+    return {0, 0};
+}
+API Status cuFileHandleRegister(void **handle, Description *description) {
+    if (description->type != 1 || fault("cufile-no-files")) return {5018, 0};
+    *handle = new int(description->fd);
+    return {0, 0};
+}
+API void cuFileHandleDeregister(int *handle) { delete handle; }
+API Status cuFileBufRegister(const void *base, size_t bytes, int) {
+    std::lock_guard<std::mutex> guard(lock);
+    return {buffers.emplace((uintptr_t)base, bytes).second ? 0 : 5023, 0};
+}
+API Status cuFileBufDeregister(const void *base) {
+    std::lock_guard<std::mutex> guard(lock);
+    return {buffers.erase((uintptr_t)base) ? 0 : 5024, 0};
+}
+
+// Whether a transfer names a registered buffer and stays in it, or names memory itself.
+static bool is_sound(void *base, size_t bytes, off_t offset) {
+    std::lock_guard<std::mutex> guard(lock);
+    const auto buffer = buffers.find((uintptr_t)base);
+    return buffer == buffers.end() ? offset == 0 : offset + bytes <= buffer->second;
+}
+
+// The slot files are opened with O_DIRECT: transfers go through an aligned copy, as cuFile's unaligned ones do. One at a
+// time, since pages may be shared.
+static ssize_t transfer(int *handle, void *base, size_t bytes, off_t at, off_t offset, bool reads) {
+    if (!is_sound(base, bytes, offset)) return -5014;
+    static std::mutex one_at_a_time;
+    std::lock_guard<std::mutex> guard(one_at_a_time);
+    const off_t start = at / 4096 * 4096;
+    const size_t span = (at + bytes - start + 4095) / 4096 * 4096;
+    char *const pages = (char *)aligned_alloc(4096, span), *const inside = pages + (at - start);
+    char *const memory = (char *)base + offset;
+    bool whole = pread(*handle, pages, span, start) == (ssize_t)span;
+    if (whole && reads) memcpy(memory, inside, bytes);
+    if (whole && !reads) {
+        memcpy(inside, memory, bytes);
+        whole = pwrite(*handle, pages, span, start) == (ssize_t)span;
+    }
+    free(pages);
+    if (!whole) return -1;
+    return fault("cufile-short") ? bytes - 1 : bytes;
+}
+API ssize_t cuFileRead(int *handle, void *base, size_t bytes, off_t at, off_t offset) {
+    return transfer(handle, base, bytes, at, offset, true);
+}
+API ssize_t cuFileWrite(int *handle, const void *base, size_t bytes, off_t at, off_t offset) {
+    return transfer(handle, (void *)base, bytes, at, offset, false);
+}

@@ -1,0 +1,102 @@
+//! Runs tests of this binary in child processes that find simulated libraries in place of NVIDIA's.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{fs, io};
+
+use kvbm_tiers::checksum::checksum;
+use kvbm_tiers::cuda::{KERNEL_SOURCE, probe};
+use kvbm_tiers::testing::skip;
+
+/// Set in children: the fault that is simulated, or `none`.
+const VARIABLE: &str = "KVBM_SIMULATED";
+
+/// Whether this process is the child that simulates `fault`.
+pub(crate) fn is(fault: &str) -> bool {
+    std::env::var(VARIABLE).is_ok_and(|simulated| simulated == fault)
+}
+
+/// Whether this process simulates anything.
+pub(crate) fn is_on() -> bool {
+    std::env::var_os(VARIABLE).is_some()
+}
+
+/// Runs all tests of this binary on a simulated GPU. `flags`: what the simulation is compiled with.
+///
+/// # Panics
+/// If one fails, or is skipped for want of the GPU.
+pub(crate) fn run_all_tests(flags: &str) {
+    if probe().driver.ready().is_err() {
+        run("none", flags, &[]);
+    }
+}
+
+/// Runs one test in a child that simulates `fault`.
+///
+/// # Panics
+/// If it fails.
+pub(crate) fn run_one_test(fault: &str, flags: &str, test: &str) {
+    run(fault, flags, &["--exact", test]);
+}
+
+fn run(fault: &str, flags: &str, arguments: &[&str]) {
+    if is_on() {
+        return;
+    }
+    let libraries = match libraries(flags) {
+        Ok(home) => home,
+        Err(why) => return skip("simulation", &why),
+    };
+    let binary = std::env::current_exe().expect("the path of this binary");
+    let mut child = Command::new(binary);
+    child.args(arguments).env(VARIABLE, fault).env("LD_LIBRARY_PATH", libraries);
+    let required = if fault == "none" { "cuda,gds" } else { "" };
+    let output = child.env("KVBM_REQUIRE", required).output().expect("this binary runs");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{fault}: {said}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(!said.contains("running 0 tests"), "{fault}: {arguments:?} names no test");
+}
+
+/// The libraries, each with its source.
+const LIBRARIES: [(&str, &str); 2] = [
+    ("libcuda.so.1", include_str!("../simulated/cuda.cpp")),
+    ("libcufile.so.0", include_str!("../simulated/cufile.cpp")),
+];
+
+/// A directory with the simulated libraries, compiled if no earlier run has left them there.
+fn libraries(flags: &str) -> io::Result<PathBuf> {
+    let sources = [KERNEL_SOURCE, flags].into_iter().chain(LIBRARIES.map(|(_, source)| source));
+    let sum = checksum(sources.collect::<String>().as_bytes());
+    let shared = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let home = shared.join(format!("simulated-{sum:08x}"));
+    if !home.exists() {
+        fs::create_dir_all(shared)?;
+        let scratch = tempfile::tempdir_in(shared)?;
+        compile(scratch.path(), flags)?;
+        // Another test may have been faster.
+        let _ = fs::rename(scratch.path(), &home);
+    }
+    Ok(home)
+}
+
+fn compile(home: &Path, flags: &str) -> io::Result<()> {
+    let kernels = home.join("kernels.cu");
+    fs::write(&kernels, KERNEL_SOURCE)?;
+    for (library, source) in LIBRARIES {
+        let path = home.join(library).with_extension("cpp");
+        fs::write(&path, source)?;
+        let mut compiler = Command::new("c++");
+        compiler.args([
+            "-std=c++14",
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-fno-strict-aliasing",
+            "-Wno-unknown-pragmas",
+        ]);
+        compiler.arg(format!("-DKERNELS=\"{}\"", kernels.display())).args(flags.split_whitespace());
+        let output = compiler.arg(&path).arg("-o").arg(home.join(library)).arg("-lpthread").output()?;
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(())
+}
