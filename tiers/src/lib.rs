@@ -8,12 +8,14 @@
 //! | region | slots lie in | reached by |
 //! |---|---|---|
 //! | [`DramRegion`] | memory: the host tier, or an emulated device | [`MemcpyBackend`] |
-//! | [`DiskRegion`] | slot files, one per directory | [`UringBackend`], [`ThreadsBackend`] |
+//! | [`DeviceRegion`] | a GPU's memory, or an engine's own tensors, in pieces | `cuda::CudaBackend`, [`MemcpyBackend`] |
+//! | [`DiskRegion`] | slot files, one per directory | [`UringBackend`], [`ThreadsBackend`], `cuda::GdsBackend` |
 //! | [`object`] | segments in an object store | its own backend |
 //!
 //! [`Verified`] around a backend checksums what leaves memory and verifies what returns; the host tier
 //! remembers checksums from the moment that a block arrives. [`FramePool`] mints a [`Frame`], the sole title,
-//! for each slot; whoever has one may read and write the slot's memory. [`raw`] is what all this is measured
+//! for each slot; whoever has one may read and write the slot's memory. [`transform`] rearranges blocks between the
+//! layouts of engines. [`raw`] is what all this is measured
 //! against.
 //!
 //! With the feature `testing`, the module of that name offers doubles of all this and the suite that a new

@@ -42,9 +42,10 @@ static bool fault(const char *name) {
     return chosen && std::string(chosen) == name;
 }
 
-static std::mutex lock;
+// Never destroyed, since threads may call the driver until the process is gone.
+static std::mutex &lock = *new std::mutex;
 // Memory that the GPU can address: start and size.
-static std::map<uintptr_t, size_t> known;
+static std::map<uintptr_t, size_t> &known = *new std::map<uintptr_t, size_t>;
 static std::atomic<int> sticky{SUCCESS};
 static thread_local bool has_context = false;
 
@@ -250,7 +251,7 @@ static Call crc32c(void **arguments) {
     auto sums = argument<u32 *>(arguments[2]);
     return [=] { kvbm_crc32c(summands, count, sums); };
 }
-static const std::map<std::string, Binder> kernels = {
+static const std::map<std::string, Binder> &kernels = *new std::map<std::string, Binder>{
     {"kvbm_copy_pieces", copy_pieces}, {"kvbm_transform", transform_blocks}, {"kvbm_crc32c", crc32c}};
 
 API cuModuleGetFunction(Binder *function, void *, const char *name) {

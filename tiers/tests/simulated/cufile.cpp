@@ -36,8 +36,9 @@ static bool fault(const char *name) {
     return chosen && std::string(chosen) == name;
 }
 
-static std::mutex lock;
-static std::map<uintptr_t, size_t> buffers;
+// Never destroyed, since threads may call the library until the process is gone.
+static std::mutex &lock = *new std::mutex;
+static std::map<uintptr_t, size_t> &buffers = *new std::map<uintptr_t, size_t>;
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -76,7 +77,7 @@ static bool is_sound(void *base, size_t bytes, off_t offset) {
 // time, since pages may be shared.
 static ssize_t transfer(int *handle, void *base, size_t bytes, off_t at, off_t offset, bool reads) {
     if (!is_sound(base, bytes, offset)) return -5014;
-    static std::mutex one_at_a_time;
+    static std::mutex &one_at_a_time = *new std::mutex;
     std::lock_guard<std::mutex> guard(one_at_a_time);
     const off_t start = at / 4096 * 4096;
     const size_t span = (at + bytes - start + 4095) / 4096 * 4096;
