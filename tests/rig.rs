@@ -158,7 +158,7 @@ impl Rig {
     /// Takes device slots for what the device lacks of a chain, and fills them.
     pub fn fill(&self, chain: Chain<'_>) -> Filled {
         let reserved = self.core.table().reserve(Tier::Device, chain, Usage::default());
-        let Reserved { resident, in_flight, behind, mut run, refused } = reserved;
+        let Reserved { resident, in_flight, behind, mut run, refused, .. } = reserved;
         let before = resident + in_flight;
         let frames = run.iter_mut().flat_map(|(_, frames)| frames);
         for (position, frame) in (before..).zip(frames) {

@@ -77,6 +77,8 @@ pub(crate) struct Tally {
     pub(crate) failed_loads: u64,
     /// Blocks whose save failed.
     pub(crate) failed_saves: u64,
+    /// Prompts longer than the device, of which only the first part is kept.
+    pub(crate) cut_prompts: u64,
     /// Times that a request found no room and waited.
     pub(crate) full_waits: u64,
     /// Blocks that went without saving because no room came up.
@@ -96,6 +98,7 @@ impl AddAssign for Tally {
         self.mismatches += other.mismatches;
         self.failed_loads += other.failed_loads;
         self.failed_saves += other.failed_saves;
+        self.cut_prompts += other.cut_prompts;
         self.full_waits += other.full_waits;
         self.unsaved_blocks += other.unsaved_blocks;
         self.load_time += other.load_time;
@@ -204,8 +207,12 @@ impl Engine {
     }
 
     fn serve(&self, request: &Request, usage: Usage, chain: Chain<'_>) -> Result<Tally, Failure> {
-        let mut tally =
-            Tally { requests: 1, prompt_tokens: u64::from(request.input_length), ..Tally::default() };
+        let mut tally = Tally {
+            requests: 1,
+            prompt_tokens: u64::from(request.input_length),
+            cut_prompts: u64::from(request.full_blocks().len() > self.device_blocks),
+            ..Tally::default()
+        };
         if chain.is_empty() {
             return Ok(tally);
         }

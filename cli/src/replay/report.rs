@@ -25,6 +25,8 @@ pub(super) struct Report {
     mismatches: u64,
     failed_loads: u64,
     failed_saves: u64,
+    /// Prompts longer than the device, of which only the first part is kept.
+    cut_prompts: u64,
     full_waits: u64,
     unsaved_blocks: u64,
     /// By route, such as `host_disk`.
@@ -54,6 +56,7 @@ impl Report {
             mismatches: tally.mismatches,
             failed_loads: tally.failed_loads,
             failed_saves: tally.failed_saves,
+            cut_prompts: tally.cut_prompts,
             full_waits: tally.full_waits,
             unsaved_blocks: tally.unsaved_blocks,
             bytes: bytes.map(|(from, to, bytes)| (format!("{from}_{to}"), bytes)).collect(),
@@ -107,7 +110,7 @@ impl Report {
         format!(
             "{} requests in {:.1} s: {} of {} prompt tokens were cached ({}).\n\
              {} blocks came back and were checked byte by byte: {} mismatches; {} loads and {} saves failed.\n\
-             {} waits for room; {} blocks went unsaved.",
+             {} waits for room; {} blocks went unsaved; {} prompts are longer than the device.",
             output::count(self.requests),
             self.seconds,
             output::count(self.hit_tokens.total()),
@@ -119,6 +122,7 @@ impl Report {
             output::count(self.failed_saves),
             output::count(self.full_waits),
             output::count(self.unsaved_blocks),
+            output::count(self.cut_prompts),
         )
     }
 

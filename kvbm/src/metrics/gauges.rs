@@ -16,6 +16,7 @@ pub(crate) struct Gauges {
     dirty_blocks: IntGaugeVec,
     published_blocks: IntGaugeVec,
     evicted_blocks: IntGaugeVec,
+    declined_blocks: IntGaugeVec,
     quarantined_blocks: IntGaugeVec,
     full_reservations: IntGaugeVec,
     queue_blocks: IntGaugeVec,
@@ -41,6 +42,11 @@ impl Gauges {
                 &tier,
             )?,
             evicted_blocks: gauges("kvbm_evicted_blocks", "Blocks evicted since the start.", &tier)?,
+            declined_blocks: gauges(
+                "kvbm_declined_blocks",
+                "Blocks not taken in since the start: not worth the room that they would have taken.",
+                &tier,
+            )?,
             quarantined_blocks: gauges(
                 "kvbm_quarantined_blocks",
                 "Blocks dropped as corrupt since the start.",
@@ -63,12 +69,13 @@ impl Gauges {
         })
     }
 
-    fn all(&self) -> [&dyn Collector; 9] {
+    fn all(&self) -> [&dyn Collector; 10] {
         [
             &self.slots,
             &self.dirty_blocks,
             &self.published_blocks,
             &self.evicted_blocks,
+            &self.declined_blocks,
             &self.quarantined_blocks,
             &self.full_reservations,
             &self.queue_blocks,
@@ -111,6 +118,7 @@ impl Gauges {
             (&self.dirty_blocks, dirty as u64),
             (&self.published_blocks, stats.published),
             (&self.evicted_blocks, stats.evicted),
+            (&self.declined_blocks, stats.declined),
             (&self.quarantined_blocks, stats.quarantined),
             (&self.full_reservations, stats.full),
         ];

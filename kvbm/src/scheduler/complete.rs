@@ -148,6 +148,7 @@ impl Core {
             blocks: lease.blocks(flow.dest),
             copied,
             recompute: flow.recompute,
+            declined: flow.declined,
             refused: flow.refused,
             failed: flow.orders - copied,
             lease,

@@ -26,6 +26,8 @@ pub struct Brought {
     ///
     /// [`Match::worth_loading`]: crate::table::Match::worth_loading
     pub recompute: usize,
+    /// Blocks that the destination does not think worth the room that they would take.
+    pub declined: usize,
     /// Blocks that it found no room or no queue space for.
     pub refused: usize,
     /// Blocks whose copy failed, with those behind them.
@@ -47,6 +49,7 @@ pub(super) struct Flow {
     pub(super) orders: usize,
     pub(super) refused: usize,
     pub(super) recompute: usize,
+    pub(super) declined: usize,
     /// The tier that all its blocks come from, if it is one.
     pub(super) source: Option<Tier>,
     pub(super) started: Instant,
@@ -82,6 +85,7 @@ pub(super) struct Outline {
     pub(super) orders: usize,
     pub(super) refused: usize,
     pub(super) recompute: usize,
+    pub(super) declined: usize,
     pub(super) source: Option<Tier>,
     pub(super) behind: Option<BlockKey>,
 }
@@ -89,8 +93,19 @@ pub(super) struct Outline {
 impl Flow {
     pub(super) fn start(outline: Outline, lease: Lease) -> (Arc<Self>, Ticket<Brought>) {
         let (report, ticket) = oneshot::channel();
-        let Outline { class, dest, run, promotion, before, orders, refused, recompute, source, behind } =
-            outline;
+        let Outline {
+            class,
+            dest,
+            run,
+            promotion,
+            before,
+            orders,
+            refused,
+            recompute,
+            declined,
+            source,
+            behind,
+        } = outline;
         let left = AtomicUsize::new(orders);
         let end = Mutex::new(Some(End { lease, report }));
         let started = Instant::now();
@@ -103,6 +118,7 @@ impl Flow {
             orders,
             refused,
             recompute,
+            declined,
             source,
             started,
             behind,

@@ -244,7 +244,7 @@ impl Core {
         let recompute = self.leave_to_engine(class, lease.grip().held(), &mut missing);
         let refused = self.shorten(class, to, &mut missing);
         let keys: Vec<BlockKey> = missing.blocks.iter().map(|&(key, _)| key).collect();
-        let Reserved { resident, in_flight, behind, run, refused: no_room } =
+        let Reserved { resident, in_flight, behind, run, declined, refused: no_room } =
             table.reserve_after(to, missing.behind, &keys, lease.grip().visit());
         let known = resident + in_flight;
         let (run, frames) = run.map_or((None, Vec::new()), |(run, frames)| (Some(run), frames));
@@ -261,6 +261,7 @@ impl Core {
             orders: frames.len(),
             refused: refused + no_room,
             recompute,
+            declined,
             source: only_source(way),
             behind,
         };
@@ -347,6 +348,7 @@ impl Core {
             orders: copies.len(),
             refused: 0,
             recompute: 0,
+            declined: 0,
             source: None,
             behind,
         };
@@ -379,6 +381,7 @@ impl Core {
             orders: run.as_ref().map_or(0, |(_, frames)| frames.len()),
             refused: 0,
             recompute: 0,
+            declined: 0,
             source: None,
             behind,
         };

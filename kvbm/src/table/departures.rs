@@ -12,6 +12,8 @@ pub enum MissReason {
     Evicted,
     /// There was no room for it.
     Capacity,
+    /// It was not thought worth the room that it would have taken.
+    Admission,
     /// Its copy failed, or whoever was to fill it gave up.
     IoError,
     /// Its bytes, or those of a block before it, had changed.
@@ -22,8 +24,15 @@ pub enum MissReason {
 
 impl MissReason {
     /// Every reason.
-    pub const ALL: [Self; 6] =
-        [Self::NeverSeen, Self::Evicted, Self::Capacity, Self::IoError, Self::Corrupt, Self::Late];
+    pub const ALL: [Self; 7] = [
+        Self::NeverSeen,
+        Self::Evicted,
+        Self::Capacity,
+        Self::Admission,
+        Self::IoError,
+        Self::Corrupt,
+        Self::Late,
+    ];
 
     /// The name used in metrics.
     pub const fn name(self) -> &'static str {
@@ -31,6 +40,7 @@ impl MissReason {
             Self::NeverSeen => "never_seen",
             Self::Evicted => "evicted",
             Self::Capacity => "capacity",
+            Self::Admission => "admission",
             Self::IoError => "io_error",
             Self::Corrupt => "corrupt",
             Self::Late => "late",

@@ -20,11 +20,15 @@ impl Table {
             held.stats.full += 1;
             return None;
         };
-        held.stats.evicted += 1;
-        let frame = self.detach(tier, victim);
-        let pool = &mut self.tier_mut(tier).pool;
-        pool.give_back(frame);
-        pool.take()
+        self.let_go(tier, victim);
+        self.tier_mut(tier).pool.take()
+    }
+
+    /// Evicts a leaf.
+    pub(super) fn let_go(&mut self, tier: Tier, leaf: SlotId) {
+        self.tier_mut(tier).stats.evicted += 1;
+        let frame = self.detach(tier, leaf);
+        self.tier_mut(tier).pool.give_back(frame);
     }
 
     /// Evicts up to `blocks` leaves of `tier`; answers how many it could.
@@ -32,9 +36,7 @@ impl Table {
         for done in 0..blocks {
             let (held, records) = self.tier_and_records(tier);
             let Some(victim) = held.victim(records) else { return done };
-            held.stats.evicted += 1;
-            let frame = self.detach(tier, victim);
-            self.tier_mut(tier).pool.give_back(frame);
+            self.let_go(tier, victim);
         }
         blocks
     }

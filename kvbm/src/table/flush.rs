@@ -117,8 +117,10 @@ impl Table {
         grip.hold(source, deepest, 0);
         let keys: Vec<_> = group.iter().map(|&record| self.records.at(record).key()).collect();
         let parent = self.records.at(first).parent();
-        let reserved = self.reserve_run(to, parent, keys.iter().copied(), visit);
+        let (reserved, declined) = self.reserve_run(to, parent, &keys, visit);
         let placed = reserved.as_ref().map_or(0, |(_, frames)| frames.len());
+        let (group, declined) = group.split_at(group.len() - declined);
+        declined.iter().for_each(|&record| self.waive_above(to, record));
         self.requeue(tier, &group[placed..], usage);
         match reserved {
             Some((run, frames)) => {

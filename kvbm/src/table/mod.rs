@@ -14,11 +14,13 @@
 //! | `evict` | eviction and quarantine |
 //! | `flush` | which dirty blocks to copy down next, root-first |
 //! | `visit` | whose use something is: the request, and what the engine says about it |
+//! | `entry` | which blocks a full tier takes in |
 //! | `departures` | why blocks are gone: the reasons for misses |
 //! | `audit` | the invariants, checked one by one |
 
 mod audit;
 mod departures;
+mod entry;
 mod evict;
 mod flush;
 mod index;
@@ -126,6 +128,8 @@ pub struct Reserved {
     pub behind: Option<BlockKey>,
     /// The run of the blocks behind it, with the titles to their slots; `None` when there are none.
     pub run: Option<(RunId, Vec<Frame>)>,
+    /// Blocks after these that are not worth the room that they would take.
+    pub declined: usize,
     /// Blocks at the end that found no room.
     pub refused: usize,
 }
@@ -389,14 +393,15 @@ impl Table {
             known.resident().has(tier) || known.filling().has(tier)
         };
         if behind.is_some() && !parent.is_some_and(has) {
-            return Reserved { resident, in_flight, behind, run: None, refused: new.len() };
+            return Reserved { resident, in_flight, behind, run: None, declined: 0, refused: new.len() };
         }
-        let run = self.reserve_run(tier, parent, new.iter().copied(), visit);
+        let (run, declined) = self.reserve_run(tier, parent, new, visit);
         let placed = run.as_ref().map_or(0, |(_, frames)| frames.len());
         if let Some(&first) = new.get(placed) {
-            self.departures.note(first, MissReason::Capacity, tier, self.now_ms);
+            let reason = if declined > 0 { MissReason::Admission } else { MissReason::Capacity };
+            self.departures.note(first, reason, tier, self.now_ms);
         }
-        Reserved { resident, in_flight, behind, run, refused: new.len() - placed }
+        Reserved { resident, in_flight, behind, run, declined, refused: new.len() - placed - declined }
     }
 
     /// Lends a resident block's slot for reading, and pins it meanwhile. `None`: `tier` does not have it.

@@ -124,22 +124,28 @@ impl Runs {
 }
 
 impl Table {
-    /// Reserves slots for successive blocks below `parent`, as many as find room.
+    /// Reserves slots for successive blocks below `parent`, as many as find room. Answers also how many of them
+    /// the tier declined.
     pub(super) fn reserve_run(
         &mut self,
         tier: Tier,
         parent: Option<RecordId>,
-        keys: impl ExactSizeIterator<Item = BlockKey>,
+        keys: &[BlockKey],
         visit: Visit,
-    ) -> Option<(RunId, Vec<Frame>)> {
-        if keys.len() == 0 {
-            return None;
+    ) -> (Option<(RunId, Vec<Frame>)>, usize) {
+        if keys.is_empty() {
+            return (None, 0);
         }
-        let anchor = self.drop_anchor(tier, parent)?;
+        let Some(anchor) = self.drop_anchor(tier, parent) else { return (None, 0) };
+        let welcome = match anchor {
+            Anchor::Awaited(_) => keys.len(),
+            _ => self.welcome(tier, parent, keys, visit),
+        };
+        let (keys, declined) = (&keys[..welcome], keys.len() - welcome);
         let mut entries = Vec::with_capacity(keys.len());
         let mut frames = Vec::with_capacity(keys.len());
         let mut above = parent;
-        for key in keys {
+        for &key in keys {
             let Some(frame) = self.claim(tier) else { break };
             let Some(record) = self.intern(key, above) else {
                 self.tier_mut(tier).pool.give_back(frame);
@@ -158,11 +164,11 @@ impl Table {
         }
         if entries.is_empty() {
             self.weigh_anchor(tier, anchor);
-            return None;
+            return (None, declined);
         }
         let alive = entries.len();
         let run = Run { tier, anchor, entries, published: 0, alive, detached: false, visit };
-        Some((self.runs.open(run), frames))
+        (Some((self.runs.open(run), frames)), declined)
     }
 
     /// Holds on to the block that a run will hang on; `None` if it cannot be pinned.

@@ -1,10 +1,11 @@
 //! Random histories of a small table, with every invariant checked after every step.
 
+use kvbm_policies::Hints;
 use kvbm_policies::eviction::EvictionKind;
 use kvbm_tiers::{Frame, FramePool, Tier};
 use proptest::prelude::*;
 
-use super::{FlushRun, Grip, Match, RunId, Table, TierSpec, Usage};
+use super::{FlushRun, Grip, Match, MissReason, RunId, Table, TierSpec, Usage};
 use crate::hash::{BlockHash, Chain};
 
 const SLOTS: [(Tier, u32, Option<Tier>); 4] = [
@@ -188,6 +189,26 @@ proptest! {
         }
         history.end();
     }
+}
+
+#[test]
+fn a_full_tier_declines_what_is_worth_less_than_what_it_has() {
+    let mut table = small_table(EvictionKind::Hazard);
+    let tier = Tier::Object;
+    for n in 0..12 {
+        fill(&mut table, tier, &chain(n));
+    }
+    assert_eq!(table.counts(tier).free, 0);
+    let before = table.counts(tier).resident;
+    let parting = Usage { hints: Hints { will_not_return: true, ..Hints::default() }, request: None };
+    let newcomers: Vec<_> = (0..5).map(|i| BlockHash::from_u128((900 + i) << 64)).collect();
+    let reserved = table.reserve(tier, Chain::from(&newcomers), parting);
+    assert!(reserved.run.is_none(), "{reserved:?}");
+    assert_eq!((reserved.declined, reserved.refused), (newcomers.len(), 0));
+    assert_eq!(table.counts(tier).resident, before);
+    let miss = table.miss(Chain::from(&newcomers), &Match::default());
+    assert_eq!(miss.map(|miss| miss.reason), Some(MissReason::Admission));
+    assert_eq!(table.audit(), []);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use kvbm_policies::{BlockId, Eviction, Forest, Standing};
-use kvbm_tiers::{FramePool, HugeVec, SlotId, Tier};
+use kvbm_tiers::{BlockKey, FramePool, HugeVec, SlotId, Tier};
 
 use super::index::RecordId;
 use super::record::Records;
@@ -27,6 +27,8 @@ pub struct TierStats {
     pub published: u64,
     /// Blocks evicted to make room.
     pub evicted: u64,
+    /// Blocks not taken in: not worth the room.
+    pub declined: u64,
     /// Reservations that found no room.
     pub full: u64,
     /// Blocks dropped because their bytes were found corrupt, descendants included.
@@ -177,16 +179,25 @@ impl TierTable {
         ward.expect("a condemned slot lies in a ward")
     }
 
+    /// The policy, and the tier as it may see it.
+    pub(super) fn policy_and_structure<'a>(
+        &'a mut self,
+        records: &'a Records,
+    ) -> (&'a mut dyn Eviction, Structure<'a>) {
+        let structure = Structure { tier: self.tier, slots: &self.slots, flush_to: self.flush_to, records };
+        (self.policy.as_mut(), structure)
+    }
+
     /// The policy's next victim.
     pub(super) fn victim(&mut self, records: &Records) -> Option<SlotId> {
-        let structure = Structure { tier: self.tier, slots: &self.slots, flush_to: self.flush_to, records };
-        self.policy.victim(&structure).map(|block| SlotId(block.0))
+        let (policy, structure) = self.policy_and_structure(records);
+        policy.victim(&structure).map(|block| SlotId(block.0))
     }
 
     /// Reports a use to the policy.
     pub(super) fn touch(&mut self, access: &kvbm_policies::Access, records: &Records) {
-        let structure = Structure { tier: self.tier, slots: &self.slots, flush_to: self.flush_to, records };
-        self.policy.touch(access, &structure);
+        let (policy, structure) = self.policy_and_structure(records);
+        policy.touch(access, &structure);
     }
 
     /// Tells the policy about a leaf that may have become evictable.
@@ -199,7 +210,7 @@ impl TierTable {
 }
 
 /// The tier as its policy may see it.
-struct Structure<'a> {
+pub(super) struct Structure<'a> {
     tier: Tier,
     slots: &'a [Slot],
     flush_to: Option<Tier>,
@@ -226,7 +237,11 @@ impl Forest for Structure<'_> {
     }
 
     fn key(&self, block: BlockId) -> u64 {
-        let key = self.records.at(self.slots[block.0 as usize].record).key();
-        key.hash as u64 ^ u64::from(key.group)
+        content(self.records.at(self.slots[block.0 as usize].record).key())
     }
+}
+
+/// Names a block's content to a policy.
+pub(super) const fn content(key: BlockKey) -> u64 {
+    key.hash as u64 ^ key.group as u64
 }

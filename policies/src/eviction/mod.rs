@@ -143,6 +143,13 @@ pub trait Eviction: Send + fmt::Debug {
     /// `block` is a leaf and no longer busy; `victim` may have passed it over while it was.
     fn release(&mut self, block: BlockId);
 
+    /// Whether it may turn blocks away. Where room is short, those that are about to come are then shown to it
+    /// before: touched under ids that no block of the tier has, perhaps named as victims among the others, and in
+    /// any case removed again. Those that were not named come, and are touched under ids of their own.
+    fn may_decline(&self) -> bool {
+        false
+    }
+
     /// `request` has ended and generated `output_tokens`.
     fn finished(&mut self, _request: RequestId, _output_tokens: u32, _now_ms: u64) {}
 

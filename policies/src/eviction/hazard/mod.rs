@@ -193,6 +193,10 @@ impl Eviction for Hazard {
         }
     }
 
+    fn may_decline(&self) -> bool {
+        true
+    }
+
     fn finished(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) {
         if let Some(strand) = self.segments.finished(request, output_tokens, now_ms) {
             self.enqueue(strand);

@@ -226,11 +226,12 @@ impl Segments {
             Some(block) => Some(self.find(block, access.depth.saturating_sub(access.inserted + 1))?),
             None => None,
         };
-        let (known, returned) = self.revive(resident, inserted, forest);
-        let inserted = &inserted[returned..];
+        let own = access.request.and_then(|request| self.requests.get(&request).copied());
+        let (known, revived, returned) = self.revive(resident, inserted, own, forest);
+        let inserted = &inserted[revived..];
         let known_depth = known.map_or(0, |node| node.depth + 1);
         let depth = known_depth + inserted.len() as u32;
-        let (visit, is_new) = self.visit(access, resident, known, returned as u32);
+        let (visit, is_new) = self.visit(access, resident, known, returned);
         self.visits[visit as usize].path = self.visits[visit as usize].path.max(access.path).max(depth);
         let from = self.visits[visit as usize].reached.min(known_depth);
         self.visits[visit as usize].segments += 1;
@@ -258,20 +259,24 @@ impl Segments {
     }
 
     /// Makes those ghosts resident that go on from `node` through the first ones of `inserted`. Answers where
-    /// they end and how many they are.
+    /// they end, how many they are, and how many of them somebody else than `own` had used last.
     fn revive(
         &mut self,
         node: Option<Node>,
         inserted: &[BlockId],
+        own: Option<VisitId>,
         forest: &dyn Forest,
-    ) -> (Option<Node>, usize) {
+    ) -> (Option<Node>, usize, u32) {
         let mut known = node;
-        for (returned, &block) in inserted.iter().enumerate() {
+        let mut returned = 0;
+        for (revived, &block) in inserted.iter().enumerate() {
             let tag = tag(forest.key(block));
             let Some(ghost) = self.ghosts.get(&tag).copied().filter(|&ghost| self.follows(known, ghost))
             else {
-                return (known, returned);
+                return (known, revived, returned);
             };
+            let last = self.segment(ghost).map(|(_, segment)| segment.visit);
+            returned += u32::from(last != own || own.is_none());
             self.ghosts.remove(&tag);
             self.ghost_count -= 1;
             let strand = &mut self.strands[ghost.strand as usize];
@@ -280,7 +285,7 @@ impl Segments {
             self.settle(block, ghost.strand);
             known = Some(ghost);
         }
-        (known, inserted.len())
+        (known, inserted.len(), returned)
     }
 
     /// Whether `ghost` is the first ghost of its strand and next below `node`.
