@@ -69,6 +69,15 @@ pub(crate) fn bytes(number: u64) -> String {
     format!("{scaled:.1} {}", UNITS[power as usize - 1])
 }
 
+/// `64.0 GB`: in powers of ten, as memory and drives are sold.
+pub(crate) fn decimal_bytes(number: f64) -> String {
+    const UNITS: [&str; 6] = ["B", "kB", "MB", "GB", "TB", "PB"];
+    let power = (number.max(1.0).log10() / 3.0).floor().min(5.0);
+    let scaled = number / 1e3_f64.powf(power);
+    let decimals = usize::from(power > 0.0 && scaled < 100.0);
+    format!("{scaled:.decimals$} {}", UNITS[power as usize])
+}
+
 /// `37.3 %`.
 pub(crate) fn percent(share: f64) -> String {
     format!("{:.1} %", share * 100.0)
@@ -89,6 +98,10 @@ mod tests {
         assert_eq!(
             [0, 1_023, 1_024, 1_536 << 20, u64::MAX].map(bytes),
             ["0 B", "1023 B", "1.0 KiB", "1.5 GiB", "16384.0 PiB"]
+        );
+        assert_eq!(
+            [0.0, 999.0, 1e3, 167_772_160.0, 64e9, 2e18].map(decimal_bytes),
+            ["0 B", "999 B", "1.0 kB", "168 MB", "64.0 GB", "2000 PB"]
         );
         assert_eq!(percent(share(1, 3)), "33.3 %");
         assert_eq!(percent(share(0, 0)), "0.0 %");

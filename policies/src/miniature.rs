@@ -8,6 +8,7 @@
 
 use std::collections::{HashMap, HashSet};
 
+use crate::miss_ratio::MissRatio;
 use crate::sample::Sample;
 use crate::simulate::{Outcome, Policy};
 use crate::workload::{BLOCK_TOKENS, Request, Workload};
@@ -21,6 +22,8 @@ const DEEPEST: usize = 32;
 #[derive(Debug)]
 pub struct Thinning {
     sample: Sample,
+    /// In the sample, of all paths.
+    blocks: usize,
     requests: Vec<Thinned>,
 }
 
@@ -36,7 +39,7 @@ struct Thinned {
 impl Thinning {
     /// Keeps what `sample` holds of each path.
     pub const fn new(sample: Sample) -> Self {
-        Self { sample, requests: Vec::new() }
+        Self { sample, blocks: 0, requests: Vec::new() }
     }
 
     /// Adds a request, which comes after all those before.
@@ -45,6 +48,7 @@ impl Thinning {
         let positions: Vec<_> =
             self.sample.positions(path.len(), |at| path[at]).map(|at| at as u32).collect();
         let hash_ids = positions.iter().map(|&at| path[at as usize]).collect();
+        self.blocks += positions.len();
         let exact = self.sample == Sample::ALL;
         self.requests.push(Thinned {
             request: Request { hash_ids, ..*request },
@@ -52,6 +56,11 @@ impl Thinning {
             blocks: path.len() as u32,
             head: if exact { Vec::new() } else { path[..path.len().min(DEEPEST)].to_vec() },
         });
+    }
+
+    /// Blocks that are kept so far, of all paths together: 8 bytes and more each.
+    pub const fn blocks(&self) -> usize {
+        self.blocks
     }
 
     /// The miniature of all requests so far.
@@ -126,6 +135,25 @@ impl Miniature {
         if capacity == 0 { 0 } else { (others / self.sample.stride()).max(1) }
     }
 
+    /// Estimates what LRU would do at each of these capacities, in one pass over the requests: see [`MissRatio`].
+    pub fn lru_token_hit_rates(&self, capacities: &[u32]) -> Vec<f64> {
+        let mut curve = MissRatio::new(self.workload.blocks(), BLOCK_TOKENS);
+        let (mut path, mut prompt_tokens) = (Vec::new(), 0);
+        for visit in self.workload.visits() {
+            path.clear();
+            path.extend(visit.deepest.into_iter().flat_map(|deepest| self.workload.path(deepest)));
+            let key = |at: usize| u64::from(path[path.len() - 1 - at].0);
+            curve.observe(path.len(), key, visit.prompt_tokens);
+            prompt_tokens += u64::from(visit.prompt_tokens);
+        }
+        let hot = self.hot_hit_tokens() as f64 / prompt_tokens.max(1) as f64;
+        let rate = |&capacity: &u32| match capacity {
+            0 => 0.0,
+            _ => (curve.token_hit_rate(self.capacity(capacity)) * self.scale + hot).min(1.0),
+        };
+        capacities.iter().map(rate).collect()
+    }
+
     /// How many blocks so many sampled ones stand for.
     pub fn scaled(&self, blocks: u64) -> f64 {
         blocks as f64 * self.scale
@@ -189,6 +217,8 @@ mod tests {
             let rates = [small.simulate(policy, capacity), policy.simulate(&whole, capacity)];
             let [estimate, exact] = rates.map(|outcome| outcome.token_hit_rate());
             assert!((estimate - exact).abs() < 0.03, "{capacity}: {estimate} instead of {exact}");
+            let curve = small.lru_token_hit_rates(&[capacity])[0];
+            assert!((curve - exact).abs() < 0.03, "{capacity}: {curve} on the curve instead of {exact}");
         }
         let off = small.blocks() as f64 / f64::from(whole.blocks()) - 1.0;
         assert!(off.abs() < 0.1, "{off}");

@@ -4,6 +4,7 @@ mod bad_input;
 mod commands;
 mod interrupt;
 mod metrics;
+mod plan;
 mod replay;
 
 use std::fmt::Write as _;

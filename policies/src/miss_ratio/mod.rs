@@ -29,6 +29,7 @@ const FOLLOWED: u32 = 16_384;
 #[derive(Debug)]
 pub struct MissRatio {
     sample: Sample,
+    horizon: u32,
     block_tokens: u32,
     hot: Hot,
     stack: Stack,
@@ -49,6 +50,7 @@ impl MissRatio {
         let sample = Sample::one_in(horizon.div_ceil(FOLLOWED));
         Self {
             sample,
+            horizon,
             block_tokens,
             hot: Hot::default(),
             stack: Stack::new(horizon.clamp(1, FOLLOWED) as usize),
@@ -76,6 +78,8 @@ impl MissRatio {
     /// The share of all prompt tokens that a tier of `capacity` blocks would have held: 0 to 1.
     pub fn token_hit_rate(&self, capacity: u32) -> f64 {
         let scale = if self.sampled.uses > 0.0 { self.uses / self.sampled.uses } else { 0.0 };
+        // Nothing was followed further down, so whatever was found is a hit there.
+        let capacity = if capacity < self.horizon { capacity } else { u32::MAX };
         let hits = self.exact.up_to(capacity) + self.sampled.up_to(capacity) * scale;
         (hits * f64::from(self.block_tokens) / self.prompt_tokens.max(1.0)).min(1.0)
     }
