@@ -34,8 +34,8 @@ mod tests {
 
     use super::*;
 
-    fn leg(blocks: u32, block_s: f64) -> Leg {
-        Leg { blocks, block_s: Some(block_s) }
+    fn leg(blocks: u32, seconds: f64) -> Leg {
+        Leg { blocks, block_s: Some(seconds) }
     }
 
     #[test]
