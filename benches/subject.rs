@@ -67,6 +67,7 @@ impl OurTable {
             pool: FramePool::new(tier, slots as u32),
             policy: EvictionKind::Lru.build(slots as u32),
             flush_to: None,
+            admission: None,
         };
         Self { table: Mutex::new(Table::new(tiers.iter().map(spec))), tier: tiers[0].0 }
     }

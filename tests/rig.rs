@@ -203,7 +203,7 @@ fn specify(pool: FramePool) -> TierSpec {
         Tier::Device | Tier::Object => None,
     };
     let policy = EvictionKind::default().build(pool.total());
-    TierSpec { pool, policy, flush_to }
+    TierSpec { pool, policy, flush_to, admission: None }
 }
 
 /// Device slots that were filled and not yet published.

@@ -213,7 +213,7 @@ impl Tiers {
 
     fn add_tier(&mut self, pool: FramePool, settings: &Settings) {
         let policy = policy(settings.eviction, pool.total());
-        self.specs.push(TierSpec { pool, policy, flush_to: None });
+        self.specs.push(TierSpec { pool, policy, flush_to: None, admission: None });
     }
 
     /// Each tier below the device flushes to the next one.

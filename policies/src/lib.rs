@@ -30,7 +30,7 @@ pub mod simulate;
 pub mod split;
 pub mod workload;
 
-pub use admission::{Admission, AdmissionKind, UnknownAdmission};
+pub use admission::{Admission, AdmissionKind, Candidates, Moment, UnknownAdmission};
 pub use eviction::{
     Access, BlockId, Eviction, EvictionKind, Forest, Hints, RequestId, Standing, UnknownEviction, Upkeep,
 };

@@ -4,11 +4,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use kvbm_policies::Moment;
 use kvbm_tiers::Tier;
 
 use super::Core;
 use crate::sync::{AtomicUsize, Mutex};
-use crate::table::Table;
+use crate::table::{FlushRun, Table};
+
+/// Where blocks go down only when they leave, one slot in so many is kept free.
+const HEADROOM: usize = 64;
 
 /// State of flushing.
 #[derive(Debug, Default)]
@@ -67,10 +71,33 @@ impl Core {
         let Some(to) = self.table().flushes_to(from) else { return };
         if !self.breakers.can_write(to) {
             let waived = self.table().waive_all(from);
-            return self.metrics.flushes_waived(from, waived);
+            self.metrics.flushes_waived(from, waived);
+            return self.keep_headroom(from, to, false);
         }
         self.set_goal(from, all);
-        while self.flush_some(from, to) {}
+        let moment = if all { Moment::Leaving } else { Moment::Used };
+        while self.flush_some(from, to, moment) {}
+        self.keep_headroom(from, to, true);
+    }
+
+    /// Sends down what leaves `from` next, so that there is room when somebody needs it.
+    fn keep_headroom(self: &Arc<Self>, from: Tier, to: Tier, can_write: bool) {
+        let in_flight = &self.flushing.in_flight[to.index()];
+        let window = self.flush_window(to);
+        if in_flight.load(Ordering::Acquire) >= window {
+            return;
+        }
+        let mut table = self.table();
+        let slots = (table.counts(from).total as usize / HEADROOM).clamp(1, window);
+        let runs = table.make_headroom(from, slots, can_write);
+        drop(table);
+        self.start_flushes(to, runs);
+    }
+
+    fn start_flushes(self: &Arc<Self>, to: Tier, runs: Vec<FlushRun>) {
+        let blocks = runs.iter().map(|run| run.copies.len()).sum();
+        self.flushing.in_flight[to.index()].fetch_add(blocks, Ordering::AcqRel);
+        runs.into_iter().for_each(|run| self.flush_run(to, run));
     }
 
     fn set_goal(&self, from: Tier, all: bool) {
@@ -85,7 +112,7 @@ impl Core {
 
     /// Starts one batch's worth; false when the goal is reached or the window is full. The next batch goes out
     /// when one of those before it has ended: the route never runs dry in between.
-    fn flush_some(self: &Arc<Self>, from: Tier, to: Tier) -> bool {
+    fn flush_some(self: &Arc<Self>, from: Tier, to: Tier, moment: Moment) -> bool {
         let in_flight = &self.flushing.in_flight[to.index()];
         let room = self.flush_window(to).saturating_sub(in_flight.load(Ordering::Acquire));
         let goal = self.flushing.goals.lock()[from.index()].min(self.flush_batch(to));
@@ -93,16 +120,14 @@ impl Core {
             return false;
         }
         let before = self.table().dirty(from);
-        let runs = self.table().take_flush(from, goal);
+        let runs = self.table().take_flush(from, goal, moment);
         let after = self.table().dirty(from);
         {
             let mut goals = self.flushing.goals.lock();
             goals[from.index()] = goals[from.index()].saturating_sub(before.saturating_sub(after));
         }
         let started = !runs.is_empty();
-        let blocks = runs.iter().map(|run| run.copies.len()).sum();
-        in_flight.fetch_add(blocks, Ordering::AcqRel);
-        runs.into_iter().for_each(|run| self.flush_run(to, run));
+        self.start_flushes(to, runs);
         started
     }
 
@@ -115,6 +140,10 @@ impl Core {
     /// got there.
     pub fn drain(self: &Arc<Self>, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
+        Tier::ALL
+            .into_iter()
+            .filter(|&tier| self.table().has(tier))
+            .for_each(|tier| self.table().call_in(tier));
         loop {
             Tier::ALL.into_iter().for_each(|tier| self.flush(tier, true));
             let is_dirty =

@@ -57,7 +57,7 @@ impl Table {
         self.note_residence(record);
         let exposed = self.lose_child(tier, self.records.at(record).parent());
         let held = self.tier_mut(tier);
-        held.policy.remove(BlockId(slot.0), exposed);
+        held.forget(slot, exposed);
         held.resident -= 1;
         self.waive_above(tier, record);
     }

@@ -3,6 +3,7 @@
 //! Blocks queue in the order of their publication, which is root-first along every chain. A block whose
 //! ancestors the lower tier has lost takes them along, so that nothing is ever written as an orphan.
 
+use kvbm_policies::Moment;
 use kvbm_tiers::{BlockKey, Frame, SlotId, SlotRef, Tier};
 
 use super::index::RecordId;
@@ -25,10 +26,10 @@ pub struct FlushRun {
 
 /// Successive blocks to copy down together.
 #[derive(Default)]
-struct Group {
-    blocks: Vec<RecordId>,
+pub(super) struct Group {
+    pub(super) blocks: Vec<RecordId>,
     /// Of the request that brought the last of them.
-    usage: Usage,
+    pub(super) usage: Usage,
 }
 
 impl Table {
@@ -45,8 +46,9 @@ impl Table {
         held.pressed || held.dirty.len() > watermark || oldest.since_ms + interval_ms <= self.now_ms
     }
 
-    /// Reserves the way down for the next `blocks` dirty blocks of `tier`, ancestors included.
-    pub fn take_flush(&mut self, tier: Tier, blocks: usize) -> Vec<FlushRun> {
+    /// Reserves the way down for the next `blocks` dirty blocks of `tier`, ancestors included, as far as they are
+    /// admitted below.
+    pub fn take_flush(&mut self, tier: Tier, blocks: usize, moment: Moment) -> Vec<FlushRun> {
         let Some(to) = self.tiers[tier.index()].as_ref().and_then(|held| held.flush_to) else {
             return Vec::new();
         };
@@ -62,7 +64,7 @@ impl Table {
             if group.blocks.is_empty()
                 || group.blocks.last().copied() != self.records.at(next.record).parent()
             {
-                if !self.launch(tier, to, &mut group, &mut runs) {
+                if !self.launch_admitted(tier, to, &mut group, moment, &mut runs) {
                     self.tier_mut(tier).dirty.push_front(next);
                     return runs;
                 }
@@ -72,10 +74,25 @@ impl Table {
             }
             group.usage = next.usage;
         }
-        if self.launch(tier, to, &mut group, &mut runs) && self.tier(tier).dirty.is_empty() {
+        if self.launch_admitted(tier, to, &mut group, moment, &mut runs) && self.tier(tier).dirty.is_empty() {
             self.tier_mut(tier).pressed = false;
         }
         runs
+    }
+
+    /// [`launch`](Self::launch), as far as the tier's rule admits. What it refuses now is asked about again.
+    fn launch_admitted(
+        &mut self,
+        tier: Tier,
+        to: Tier,
+        group: &mut Group,
+        moment: Moment,
+        runs: &mut Vec<FlushRun>,
+    ) -> bool {
+        if let Some(&last) = group.blocks.last().filter(|_| self.tier(tier).admission.is_some()) {
+            group.blocks = self.admitted(tier, to, last, moment);
+        }
+        self.launch(tier, to, group, runs)
     }
 
     /// Whether a queue entry still stands for a block that the lower tier lacks and does not await.
@@ -91,7 +108,7 @@ impl Table {
     }
 
     /// `record` and those of its ancestors that `to` neither has nor awaits, root first.
-    fn missing_path(&self, to: Tier, record: RecordId) -> Vec<RecordId> {
+    pub(super) fn missing_path(&self, to: Tier, record: RecordId) -> Vec<RecordId> {
         let is_missing = |r: &RecordId| {
             let known = self.records.at(*r);
             !known.resident().has(to) && !known.filling().has(to)
@@ -104,7 +121,13 @@ impl Table {
 
     /// Turns a group of successive blocks into a run. What finds no room goes back to the queue's head:
     /// false.
-    fn launch(&mut self, tier: Tier, to: Tier, group: &mut Group, runs: &mut Vec<FlushRun>) -> bool {
+    pub(super) fn launch(
+        &mut self,
+        tier: Tier,
+        to: Tier,
+        group: &mut Group,
+        runs: &mut Vec<FlushRun>,
+    ) -> bool {
         let Group { blocks: group, usage } = std::mem::take(group);
         let Some((&first, &last)) = group.first().zip(group.last()) else { return true };
         let visit = Visit { usage, path: self.records.at(last).depth() };

@@ -16,6 +16,7 @@
 //! | `visit` | whose use something is: the request, and what the engine says about it |
 //! | `entry` | which blocks a full tier takes in |
 //! | `departures` | why blocks are gone: the reasons for misses |
+//! | `leaving` | blocks that go down when they leave, not before |
 //! | `audit` | the invariants, checked one by one |
 
 mod audit;
@@ -24,6 +25,7 @@ mod entry;
 mod evict;
 mod flush;
 mod index;
+mod leaving;
 mod prefix;
 mod record;
 mod run;
@@ -220,6 +222,7 @@ impl Table {
         }
         grip.deepest[tier.index()] = Some(slot);
         held.touch(&access, records);
+        self.ask_again(tier, slot, grip.visit.usage);
     }
 
     /// Why `held` is not all of `chain`; `None` if it is.
@@ -423,12 +426,12 @@ impl Table {
     pub fn finished(&mut self, request: RequestId, output_tokens: u32) {
         let now_ms = self.now_ms;
         let tiers = self.tiers.iter_mut().flatten();
-        tiers.for_each(|held| held.policy.finished(request, output_tokens, now_ms));
+        tiers.for_each(|held| held.finished(request, output_tokens, now_ms));
     }
 
     /// What the policies want done without the table: see [`Eviction::upkeep`](kvbm_policies::Eviction::upkeep).
     pub fn upkeep(&mut self) -> Vec<Upkeep> {
-        self.tiers.iter_mut().flatten().filter_map(|held| held.policy.upkeep()).collect()
+        self.tiers.iter_mut().flatten().flat_map(TierTable::upkeep).collect()
     }
 
     /// Takes in a title that was never the table's own and whose slot something may still write to: a lost

@@ -1,7 +1,7 @@
 //! Random histories of a small table, with every invariant checked after every step.
 
-use kvbm_policies::Hints;
 use kvbm_policies::eviction::EvictionKind;
+use kvbm_policies::{AdmissionKind, Hints, Moment};
 use kvbm_tiers::{Frame, FramePool, Tier};
 use proptest::prelude::*;
 
@@ -15,11 +15,12 @@ const SLOTS: [(Tier, u32, Option<Tier>); 4] = [
     (Tier::Object, 64, None),
 ];
 
-fn small_table(eviction: EvictionKind) -> Table {
+fn small_table(eviction: EvictionKind, admission: Option<AdmissionKind>) -> Table {
     Table::new(SLOTS.map(|(tier, slots, flush_to)| TierSpec {
         pool: FramePool::new(tier, slots),
         policy: eviction.build(slots),
         flush_to,
+        admission: admission.map(AdmissionKind::build),
     }))
 }
 
@@ -39,6 +40,7 @@ enum Step {
     Release(usize),
     Quarantine { tier: usize, chain: u8, depth: usize },
     Flush { tier: usize, blocks: usize },
+    Headroom { tier: usize, slots: usize, can_write: bool },
     Evict { tier: usize, blocks: usize },
 }
 
@@ -52,6 +54,8 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0..4usize, 0..12u8, 0..9usize)
             .prop_map(|(tier, chain, depth)| Step::Quarantine { tier, chain, depth }),
         4 => (1..3usize, 1..9usize).prop_map(|(tier, blocks)| Step::Flush { tier, blocks }),
+        2 => (1..3usize, 1..9usize, any::<bool>())
+            .prop_map(|(tier, slots, can_write)| Step::Headroom { tier, slots, can_write }),
         1 => (0..4usize, 1..5usize).prop_map(|(tier, blocks)| Step::Evict { tier, blocks }),
     ]
 }
@@ -89,7 +93,14 @@ impl History {
                 let key = Chain::from(&hashes).key(depth.min(hashes.len() - 1));
                 self.table.quarantine(Tier::ALL[tier], key);
             }
-            Step::Flush { tier, blocks } => self.flush(Tier::ALL[tier], blocks),
+            Step::Flush { tier, blocks } => {
+                let runs = self.table.take_flush(Tier::ALL[tier], blocks, Moment::Used);
+                self.start(runs);
+            }
+            Step::Headroom { tier, slots, can_write } => {
+                let runs = self.table.make_headroom(Tier::ALL[tier], slots, can_write);
+                self.start(runs);
+            }
             Step::Evict { tier, blocks } => {
                 self.table.evict(Tier::ALL[tier], blocks);
             }
@@ -104,8 +115,8 @@ impl History {
         }
     }
 
-    fn flush(&mut self, tier: Tier, blocks: usize) {
-        for FlushRun { run, grip, copies, .. } in self.table.take_flush(tier, blocks) {
+    fn start(&mut self, runs: Vec<FlushRun>) {
+        for FlushRun { run, grip, copies, .. } in runs {
             let frames = copies.into_iter().map(|(_, _, frame)| frame).enumerate().collect();
             self.works.push(Work { run, frames, grip: Some(grip) });
         }
@@ -164,6 +175,10 @@ impl History {
             self.table.waive_all(tier);
         }
         for (tier, slots, _) in SLOTS {
+            let runs = self.table.make_headroom(tier, slots as usize, false);
+            assert!(runs.is_empty(), "nothing can be written");
+        }
+        for (tier, slots, _) in SLOTS {
             self.table.evict(tier, slots as usize);
             let counts = self.table.counts(tier);
             assert_eq!((counts.resident, counts.filling), (0, 0), "{tier} cannot be emptied: {counts:?}");
@@ -180,9 +195,10 @@ proptest! {
     #[test]
     fn every_history_keeps_every_invariant(
         eviction in prop::sample::select(&EvictionKind::ALL),
+        admission in prop::option::of(prop::sample::select(&AdmissionKind::ALL)),
         steps in prop::collection::vec(step(), 1..120),
     ) {
-        let mut history = History { table: small_table(eviction), works: Vec::new(), grips: Vec::new(), lost: 0 };
+        let mut history = History { table: small_table(eviction, admission), works: Vec::new(), grips: Vec::new(), lost: 0 };
         for step in &steps {
             history.take(step);
             history.check();
@@ -193,7 +209,7 @@ proptest! {
 
 #[test]
 fn a_full_tier_declines_what_is_worth_less_than_what_it_has() {
-    let mut table = small_table(EvictionKind::Hazard);
+    let mut table = small_table(EvictionKind::Hazard, None);
     let tier = Tier::Object;
     for n in 0..12 {
         fill(&mut table, tier, &chain(n));
@@ -213,7 +229,7 @@ fn a_full_tier_declines_what_is_worth_less_than_what_it_has() {
 
 #[test]
 fn a_leased_chain_survives_pressure() {
-    let mut table = small_table(EvictionKind::default());
+    let mut table = small_table(EvictionKind::default(), None);
     let held = chain(8);
     fill(&mut table, Tier::Device, &held);
     let grip = table.lease(Chain::from(&held), Usage::default());
@@ -237,7 +253,7 @@ fn fill(table: &mut Table, tier: Tier, hashes: &Vec<BlockHash>) -> usize {
 /// A lease pins the deepest block; when that is quarantined, somebody may still be reading what lies above.
 #[test]
 fn readers_of_a_quarantined_chain_keep_its_ancestors() {
-    let mut table = small_table(EvictionKind::default());
+    let mut table = small_table(EvictionKind::default(), None);
     let held = chain(8);
     fill(&mut table, Tier::Device, &held);
     let grip = table.lease(Chain::from(&held), Usage::default());
@@ -256,7 +272,7 @@ fn readers_of_a_quarantined_chain_keep_its_ancestors() {
 
 #[test]
 fn a_chain_that_contradicts_itself_or_another_is_refused() {
-    let mut table = small_table(EvictionKind::default());
+    let mut table = small_table(EvictionKind::default(), None);
     let hash = |n: u128| BlockHash::from_u128(n << 64 | n);
     assert_eq!(fill(&mut table, Tier::Device, &vec![hash(1), hash(1)]), 1);
     assert_eq!(fill(&mut table, Tier::Host, &vec![hash(2), hash(3)]), 0);

@@ -2,7 +2,9 @@
 
 use std::collections::VecDeque;
 
-use kvbm_policies::{BlockId, Eviction, Forest, Standing};
+use kvbm_policies::{
+    Access, Admission, BlockId, Candidates, Eviction, Forest, Moment, RequestId, Standing, Upkeep,
+};
 use kvbm_tiers::{BlockKey, FramePool, HugeVec, SlotId, Tier};
 
 use super::index::RecordId;
@@ -18,6 +20,8 @@ pub struct TierSpec {
     pub policy: Box<dyn Eviction>,
     /// The tier into which its blocks are flushed before they may be evicted.
     pub flush_to: Option<Tier>,
+    /// Which of its blocks go down, and when; `None`: all of them, soon.
+    pub admission: Option<Box<dyn Admission>>,
 }
 
 /// Counts since the start.
@@ -121,6 +125,7 @@ pub(super) struct TierTable {
     pub(super) slots: HugeVec<Slot>,
     pub(super) policy: Box<dyn Eviction>,
     pub(super) flush_to: Option<Tier>,
+    pub(super) admission: Option<Box<dyn Admission>>,
     pub(super) dirty: VecDeque<Dirty>,
     pub(super) wards: Vec<Ward>,
     pub(super) resident: u32,
@@ -138,6 +143,7 @@ impl TierTable {
             slots: HugeVec::with_capacity(0),
             policy: spec.policy,
             flush_to: spec.flush_to,
+            admission: spec.admission,
             dirty: VecDeque::new(),
             wards: Vec::new(),
             resident: 0,
@@ -179,25 +185,76 @@ impl TierTable {
         ward.expect("a condemned slot lies in a ward")
     }
 
-    /// The policy, and the tier as it may see it.
+    /// The policy, and the tier as it may see it. Where a rule decides what goes down, a leaf that has not been
+    /// flushed may be named as victim: it is what the rule is asked about.
     pub(super) fn policy_and_structure<'a>(
         &'a mut self,
         records: &'a Records,
     ) -> (&'a mut dyn Eviction, Structure<'a>) {
-        let structure = Structure { tier: self.tier, slots: &self.slots, flush_to: self.flush_to, records };
-        (self.policy.as_mut(), structure)
+        let awaited = self.flush_to.filter(|_| self.admission.is_none());
+        (self.policy.as_mut(), Structure { tier: self.tier, slots: &self.slots, awaited, records })
     }
 
-    /// The policy's next victim.
-    pub(super) fn victim(&mut self, records: &Records) -> Option<SlotId> {
+    /// What leaves next, flushed or not.
+    pub(super) fn next_to_leave(&mut self, records: &Records) -> Option<SlotId> {
         let (policy, structure) = self.policy_and_structure(records);
         policy.victim(&structure).map(|block| SlotId(block.0))
     }
 
-    /// Reports a use to the policy.
-    pub(super) fn touch(&mut self, access: &kvbm_policies::Access, records: &Records) {
+    /// What may leave at once; `None` also where what leaves next must be flushed first.
+    pub(super) fn victim(&mut self, records: &Records) -> Option<SlotId> {
+        self.next_to_leave(records).filter(|&leaf| self.is_clean(leaf, records))
+    }
+
+    /// Whether the tier below has the block, or need not have it.
+    pub(super) fn is_clean(&self, slot: SlotId, records: &Records) -> bool {
+        let held = self.at(slot);
+        let below = self.flush_to.filter(|_| !held.is_waived());
+        below.is_none_or(|below| records.at(held.record).resident().has(below))
+    }
+
+    /// How many of the candidates go down.
+    pub(super) fn admit(
+        &mut self,
+        candidates: Candidates,
+        moment: Moment,
+        now_ms: u64,
+        records: &Records,
+    ) -> u32 {
+        let structure = Structure { tier: self.tier, slots: &self.slots, awaited: None, records };
+        let admission = self.admission.as_mut();
+        admission.map_or(candidates.blocks, |rule| rule.admit(candidates, moment, now_ms, &structure))
+    }
+
+    /// Reports a use to the policies.
+    pub(super) fn touch(&mut self, access: &Access, records: &Records) {
         let (policy, structure) = self.policy_and_structure(records);
         policy.touch(access, &structure);
+        if let Some(admission) = &mut self.admission {
+            let structure = Structure { tier: self.tier, slots: &self.slots, awaited: None, records };
+            admission.touch(access, &structure);
+        }
+    }
+
+    /// Reports to the policies that a block left.
+    pub(super) fn forget(&mut self, slot: SlotId, exposed: Option<BlockId>) {
+        self.policy.remove(BlockId(slot.0), exposed);
+        if let Some(admission) = &mut self.admission {
+            admission.remove(BlockId(slot.0), exposed);
+        }
+    }
+
+    /// Reports to the policies that a request has ended.
+    pub(super) fn finished(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) {
+        self.policy.finished(request, output_tokens, now_ms);
+        if let Some(admission) = &mut self.admission {
+            admission.finished(request, output_tokens, now_ms);
+        }
+    }
+
+    /// What the policies want done elsewhere.
+    pub(super) fn upkeep(&mut self) -> impl Iterator<Item = Upkeep> {
+        self.policy.upkeep().into_iter()
     }
 
     /// Tells the policy about a leaf that may have become evictable.
@@ -213,7 +270,8 @@ impl TierTable {
 pub(super) struct Structure<'a> {
     tier: Tier,
     slots: &'a [Slot],
-    flush_to: Option<Tier>,
+    /// The tier that must have a block before it may leave this one.
+    awaited: Option<Tier>,
     records: &'a Records,
 }
 
@@ -221,8 +279,8 @@ impl Forest for Structure<'_> {
     fn standing(&self, block: BlockId) -> Standing {
         let held = self.slots[block.0 as usize];
         let is_clean = || {
-            let below = self.flush_to.filter(|_| !held.is_waived());
-            below.is_none_or(|below| self.records.at(held.record).resident().has(below))
+            let awaited = self.awaited.filter(|_| !held.is_waived());
+            awaited.is_none_or(|below| self.records.at(held.record).resident().has(below))
         };
         match held {
             Slot { children: 1.., .. } => Standing::Interior,
