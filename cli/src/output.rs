@@ -72,7 +72,8 @@ pub(crate) fn bytes(number: u64) -> String {
 /// `64.0 GB`: in powers of ten, as memory and drives are sold.
 pub(crate) fn decimal_bytes(number: f64) -> String {
     const UNITS: [&str; 6] = ["B", "kB", "MB", "GB", "TB", "PB"];
-    let power = (number.max(1.0).log10() / 3.0).floor().min(5.0);
+    // What would be rounded to 1000 of a unit is 1.0 of the next.
+    let power = ((number.max(1.0) * 1.0005).log10() / 3.0).floor().min(5.0);
     let scaled = number / 1e3_f64.powf(power);
     let decimals = usize::from(power > 0.0 && scaled < 100.0);
     format!("{scaled:.decimals$} {}", UNITS[power as usize])
@@ -100,8 +101,8 @@ mod tests {
             ["0 B", "1023 B", "1.0 KiB", "1.5 GiB", "16384.0 PiB"]
         );
         assert_eq!(
-            [0.0, 999.0, 1e3, 167_772_160.0, 64e9, 2e18].map(decimal_bytes),
-            ["0 B", "999 B", "1.0 kB", "168 MB", "64.0 GB", "2000 PB"]
+            [0.0, 999.0, 1e3, 167_772_160.0, 64e9, 999.98e9, 2e18].map(decimal_bytes),
+            ["0 B", "999 B", "1.0 kB", "168 MB", "64.0 GB", "1.0 TB", "2000 PB"]
         );
         assert_eq!(percent(share(1, 3)), "33.3 %");
         assert_eq!(percent(share(0, 0)), "0.0 %");

@@ -23,25 +23,22 @@ const HOST: Colour = (RGBColor(31, 157, 130), RGBColor(60, 195, 165));
 const DISK: Colour = (RGBColor(47, 111, 222), RGBColor(91, 147, 245));
 const OBJECT: Colour = (RGBColor(135, 86, 217), RGBColor(168, 132, 236));
 const COMPUTED: Colour = (RGBColor(195, 202, 213), RGBColor(59, 71, 90));
-const SERIES: [Colour; 7] = [
-    DISK,
-    HOST,
+/// None of them is a tier's.
+const SERIES: [Colour; 6] = [
     (RGBColor(209, 73, 91), RGBColor(240, 113, 130)),
-    DEVICE,
-    OBJECT,
     (RGBColor(20, 140, 180), RGBColor(80, 190, 225)),
     (RGBColor(138, 109, 59), RGBColor(201, 171, 113)),
+    (RGBColor(190, 80, 170), RGBColor(226, 133, 210)),
+    (RGBColor(110, 140, 30), RGBColor(165, 195, 85)),
+    (RGBColor(70, 85, 110), RGBColor(175, 190, 210)),
 ];
 
 const FONT: &str = "sans-serif";
 const FONT_SIZE: u32 = 13;
 
-/// The colour of a policy, always the same; there are more policies than colours.
-pub(super) fn policy_colour(policy: &str) -> Colour {
-    match Policy::all().position(|other| other.name() == policy) {
-        Some(at) if policy != Policy::Belady.name() => SERIES[at % SERIES.len()],
-        _ => BOUND,
-    }
+/// The colour of the policy that comes at this place among others; some repeat after the sixth.
+pub(super) fn policy_colour(policy: &str, at: usize) -> Colour {
+    if policy == Policy::Belady.name() { BOUND } else { SERIES[at % SERIES.len()] }
 }
 
 /// The colour of a tier, or of what is computed.
@@ -252,6 +249,7 @@ fn draw_lines(canvas: &Canvas<'_>, picture: &Lines<'_>, scale: Scale) -> Drawn<'
     let mut chart = ChartBuilder::on(canvas)
         .margin_top(26)
         .margin_right(24)
+        .margin_left(6)
         .set_label_area_size(LabelAreaPosition::Left, 58)
         .set_label_area_size(LabelAreaPosition::Bottom, 46)
         .build_cartesian_2d(scale.axis(), linear_axis(most, 5))?;
@@ -324,6 +322,7 @@ fn draw_bars(canvas: &Canvas<'_>, y_title: &str, most: f64, bars: &[Bar]) -> Dra
     let mut chart = ChartBuilder::on(canvas)
         .margin_top(26)
         .margin_right(24)
+        .margin_left(6)
         .set_label_area_size(LabelAreaPosition::Left, 58)
         .set_label_area_size(LabelAreaPosition::Bottom, 30)
         .build_cartesian_2d(x_axis, linear_axis(most.max(1e-9), 5))?;

@@ -8,7 +8,7 @@ use std::io::{ErrorKind, Write as _};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use kvbm_policies::{BLOCK_TOKENS, Policy};
+use kvbm_policies::{BLOCK_TOKENS, EvictionKind, Policy};
 use tempfile::NamedTempFile;
 
 use self::chart::{Bar, Line, Lines, Mark};
@@ -144,14 +144,14 @@ fn legend(lines: &[Line]) -> String {
 
 fn policies(plan: &Plan) -> String {
     let columns: Vec<&[Row]> = plan.rows.chunk_by(|a, b| a.eviction == b.eviction).collect();
-    let line = |column: &&[Row]| Line {
+    let line = |(at, column): (usize, &&[Row])| Line {
         name: column[0].eviction.to_owned(),
         is_dashed: column[0].eviction == Policy::Belady.name(),
-        colour: chart::policy_colour(column[0].eviction),
+        colour: chart::policy_colour(column[0].eviction, at),
         points: column.iter().map(|row| (f64::from(row.capacity), row.token_hit_rate * 100.0)).collect(),
         has_dots: true,
     };
-    let lines: Vec<_> = columns.iter().map(line).collect();
+    let lines: Vec<_> = columns.iter().enumerate().map(line).collect();
     let legend = legend(&lines);
     let picture = chart::lines(&Lines {
         label: "Token hit rate against capacity, by policy",
@@ -278,11 +278,13 @@ fn writes(cases: &[Staircase]) -> String {
 }
 
 fn lru_curve(curve: &Curve, plan: &Plan) -> String {
+    const LRU: &str = EvictionKind::Lru.name();
+    let at = plan.rows.chunk_by(|a, b| a.eviction == b.eviction).position(|column| column[0].eviction == LRU);
     let points = curve.points.iter().map(|&(capacity, rate)| (f64::from(capacity), (1.0 - rate) * 100.0));
     let line = Line {
-        name: "lru".to_owned(),
+        name: LRU.to_owned(),
         is_dashed: false,
-        colour: chart::policy_colour("lru"),
+        colour: chart::policy_colour(LRU, at.unwrap_or(0)),
         points: points.collect(),
         has_dots: false,
     };
