@@ -6,8 +6,10 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use crate::nixl::{parameter_name, plugin_name};
 use crate::settings::{
-    Capacity, DiskBackend, EvictionPolicy, SECRET_SET, Settings, may_hold_credentials, shown_url,
+    Capacity, DiskBackend, EvictionPolicy, ObjectBackend, SECRET_SET, Settings, may_hold_credentials,
+    shown_url,
 };
 use crate::value::{
     BOOLEANS, CAPACITIES, DIRECTORIES, InvalidValue, SIZES, format_size, parse_boolean, parse_directories,
@@ -24,7 +26,7 @@ pub(crate) enum Raw {
     One(String),
     /// A TOML array.
     Many(Vec<String>),
-    /// The value of one member of a family of toggles.
+    /// The value of one member of a family.
     Member { name: String, value: String },
 }
 
@@ -60,6 +62,8 @@ pub(crate) enum Field {
     Choice(fn(&mut Settings) -> &mut dyn Choice),
     /// A family: `path.NAME` is on or off.
     Toggles(At<BTreeMap<String, bool>>),
+    /// A family of families: `path.plugin.name` is a text.
+    Parameters(At<BTreeMap<String, BTreeMap<String, String>>>),
 }
 
 impl Field {
@@ -67,7 +71,12 @@ impl Field {
     pub(crate) fn assign(&self, settings: &mut Settings, raw: &Raw) -> Result<(), InvalidValue> {
         match (self, raw) {
             (Self::Toggles(at), Raw::Member { name, value }) => {
-                at(settings).insert(toggle_name(name)?, parse_boolean(value)?);
+                at(settings).insert(plugin_name(name)?, parse_boolean(value)?);
+                Ok(())
+            }
+            (Self::Parameters(at), Raw::Member { name, value }) => {
+                let (plugin, name) = parameter_name(name)?;
+                at(settings).entry(plugin).or_default().insert(name, parse_text(value)?);
                 Ok(())
             }
             (Self::Directories(at), Raw::One(text)) => {
@@ -100,7 +109,7 @@ impl Field {
             Self::Text(at) => put(at(settings), if_set(text, parse_text)),
             Self::Secret(at) => put(at(settings), parse_text(text).map(Some)),
             Self::Choice(at) => at(settings).choose(text.trim()),
-            Self::Directories(_) | Self::Toggles(_) => {
+            Self::Directories(_) | Self::Toggles(_) | Self::Parameters(_) => {
                 Err(InvalidValue::new("not a single value", self.valid()))
             }
         }
@@ -125,6 +134,7 @@ impl Field {
                 return vec![Raw::Many(at(settings).iter().map(|path| path.display().to_string()).collect())];
             }
             Self::Toggles(at) => return at(settings).iter().map(member).collect(),
+            Self::Parameters(at) => return at(settings).iter().flat_map(parameters).collect(),
         };
         text.map(Raw::One).into_iter().collect()
     }
@@ -135,6 +145,14 @@ impl Field {
             Self::Secret(_) => SECRET_SET.to_owned(),
             Self::Url(..) => shown_url(&raw.text()).to_owned(),
             _ => raw.text(),
+        }
+    }
+
+    /// How a member of a family is called below the family's path, whoever wrote it.
+    pub(crate) fn member(&self, name: &str) -> String {
+        match self {
+            Self::Parameters(_) => parameter_name(name).map_or_else(|_| name.to_owned(), parameter_path),
+            _ => name.to_ascii_uppercase(),
         }
     }
 
@@ -150,7 +168,7 @@ impl Field {
             Self::Port(_) => whole_numbers(&(0..=65_535)),
             Self::Address(_) => "an IPv4 or IPv6 address".to_owned(),
             Self::Url(_, schemes) => urls(schemes),
-            Self::Text(_) | Self::Secret(_) => "any text".to_owned(),
+            Self::Text(_) | Self::Secret(_) | Self::Parameters(_) => "any text".to_owned(),
             Self::Directories(_) => DIRECTORIES.to_owned(),
             Self::Choice(at) => at(&mut Settings::default()).names().join(", "),
         }
@@ -178,11 +196,16 @@ fn member((name, on): (&String, &bool)) -> Raw {
     Raw::Member { name: name.clone(), value: on.to_string() }
 }
 
-fn toggle_name(name: &str) -> Result<String, InvalidValue> {
-    let named = !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
-    let invalid =
-        || InvalidValue::new("not the name of a backend", "letters, digits and `_`, such as UCX or GDS_MT");
-    named.then(|| name.to_ascii_uppercase()).ok_or_else(invalid)
+fn parameters((plugin, values): (&String, &BTreeMap<String, String>)) -> Vec<Raw> {
+    let parameter = |(name, value): (&String, &String)| Raw::Member {
+        name: parameter_path((plugin.clone(), name.clone())),
+        value: value.clone(),
+    };
+    values.iter().map(parameter).collect()
+}
+
+fn parameter_path((plugin, name): (String, String)) -> String {
+    format!("{}.{name}", plugin.to_ascii_lowercase())
 }
 
 fn parse_size_in(text: &str, range: &RangeInclusive<u64>) -> Result<u64, InvalidValue> {
@@ -262,7 +285,7 @@ macro_rules! choice {
     )*};
 }
 
-choice!(DiskBackend, EvictionPolicy);
+choice!(DiskBackend, EvictionPolicy, ObjectBackend);
 
 #[cfg(test)]
 mod tests {
@@ -345,6 +368,10 @@ mod tests {
             value: T,
         }
         for &backend in DiskBackend::ALL {
+            let text = toml::to_string(&Table { value: backend }).expect("a name is a string");
+            assert_eq!(text, format!("value = \"{}\"\n", backend.name()));
+        }
+        for &backend in ObjectBackend::ALL {
             let text = toml::to_string(&Table { value: backend }).expect("a name is a string");
             assert_eq!(text, format!("value = \"{}\"\n", backend.name()));
         }

@@ -8,6 +8,7 @@
 //! | [`value`] | how a size, a capacity or a toggle is written |
 //! | `field` | a typed accessor per setting: parse, show, limits |
 //! | `registry` | the one table of keys and variables, which everything below reads |
+//! | `nixl` | how plugins of NIXL and their parameters are named |
 //! | `file` | a TOML file as lines of `key = value` |
 //! | [`loader`] | defaults < file < environment < command line, and where each value came from |
 //! | `validate` | what must hold between settings |
@@ -27,6 +28,7 @@ mod error;
 mod field;
 mod file;
 pub mod loader;
+mod nixl;
 pub mod reference;
 mod registry;
 pub mod settings;
@@ -35,9 +37,10 @@ pub mod value;
 
 pub use error::SettingsError;
 pub use loader::{Accepted, Loaded, Loader, Origin, Row};
+pub use nixl::NIXL_PLUGINS;
 pub use reference::reference_markdown;
 pub use settings::{
     Capacity, DeviceSettings, DiskBackend, DiskSettings, EvictionPolicy, FlushSettings, HostSettings,
-    MetricsSettings, NixlSettings, ObjectSettings, Settings, TransferSettings,
+    MetricsSettings, NixlSettings, ObjectBackend, ObjectSettings, Settings, TransferSettings,
 };
 pub use value::{InvalidValue, format_size, parse_size};

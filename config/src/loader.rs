@@ -9,6 +9,7 @@ use serde::{Serialize, Serializer};
 use crate::error::SettingsError;
 use crate::field::{NONE, Raw};
 use crate::file;
+use crate::nixl;
 use crate::registry::{self, CONFIG_VARIABLE, IGNORED, KEYS, Key, Meaning, PREFIX, Variable};
 use crate::settings::Settings;
 use crate::value::InvalidValue;
@@ -67,7 +68,12 @@ pub struct Loader {
     file: Option<PathBuf>,
     environment: BTreeMap<String, String>,
     overrides: Vec<Override>,
+    /// Plugins of NIXL on this machine.
+    installed: Option<Box<Installed>>,
 }
+
+/// Lists plugins.
+type Installed = dyn FnOnce() -> Vec<String>;
 
 impl Loader {
     /// Defaults alone.
@@ -115,6 +121,13 @@ impl Loader {
         self
     }
 
+    /// Says which plugins of NIXL this machine has, beside [`NIXL_PLUGINS`](crate::NIXL_PLUGINS). Asked only if
+    /// the settings name another.
+    pub fn nixl_plugins(mut self, installed: impl FnOnce() -> Vec<String> + 'static) -> Self {
+        self.installed = Some(Box::new(installed));
+        self
+    }
+
     /// Reads every source and checks the result.
     ///
     /// # Errors
@@ -129,6 +142,7 @@ impl Loader {
         }
         loading.add_environment(&self.environment)?;
         loading.add_overrides(self.overrides)?;
+        loading.check_plugins(self.installed)?;
         loading.finish()
     }
 }
@@ -318,6 +332,22 @@ impl Loading {
         Ok(self.loaded)
     }
 
+    /// The names of plugins are not a closed list: this machine is asked before one is refused.
+    fn check_plugins(&self, installed: Option<Box<Installed>>) -> Result<(), SettingsError> {
+        if self.check_plugins_among(&[]).is_ok() {
+            return Ok(());
+        }
+        self.check_plugins_among(&installed.map_or_else(Vec::new, |list| list()))
+    }
+
+    fn check_plugins_among(&self, installed: &[String]) -> Result<(), SettingsError> {
+        for Row { key, value, origin } in self.loaded.rows() {
+            let known = nixl::plugin_of(&key).map_or(Ok(()), |plugin| nixl::check_known(&plugin, installed));
+            known.map_err(|problem| SettingsError::Invalid { key, value, origin, problem })?;
+        }
+        Ok(())
+    }
+
     fn check_required(&self) -> Result<(), SettingsError> {
         let missing = |(key, _): &&(&Key, &str)| key.field.values(&self.loaded.settings).is_empty();
         let Some((key, variable)) = self.required.iter().find(missing) else { return Ok(()) };
@@ -349,10 +379,10 @@ fn as_member(member: Option<&str>, raw: Raw) -> Raw {
     }
 }
 
-/// The key's path, down to the member of a family. Members are upper case whoever wrote them.
+/// The key's path, down to the member of a family.
 fn full_path(key: &Key, raw: &Raw) -> String {
     match raw {
-        Raw::Member { name, .. } => format!("{}.{}", key.path, name.to_ascii_uppercase()),
+        Raw::Member { name, .. } => format!("{}.{}", key.path, key.field.member(name)),
         Raw::One(_) | Raw::Many(_) => key.path.to_owned(),
     }
 }

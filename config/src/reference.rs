@@ -32,7 +32,12 @@ const SECTIONS: &[(&str, &str, &str)] = &[
     ("transfer", "`[transfer]`", "How blocks move between tiers."),
     ("flush", "`[flush]`", "When blocks are copied to the tier below."),
     ("metrics", "`[metrics]`", "What is exported for Prometheus."),
-    ("nixl", "`[nixl]`", "Transfers between machines. Checked and shown, but without effect yet."),
+    (
+        "nixl",
+        "`[nixl]`",
+        "NVIDIA's transfer library, loaded where it is installed (`pip install nixl-cu12`). `kvbm doctor` shows which of its \
+         plugins work here.",
+    ),
 ];
 
 /// A settings file, used in the introduction.
@@ -126,13 +131,21 @@ fn settings_table(keys: &[&Key]) -> String {
 }
 
 fn variable_name(key: &Key, variable: &Variable) -> String {
-    let member = if key.is_family() { "<NAME>" } else { "" };
+    let member = match key.field {
+        Field::Toggles(_) => "<NAME>",
+        Field::Parameters(_) => "<NAME>__<KEY>",
+        _ => "",
+    };
     let mark = if variable.upstream.is_some() { " †" } else { "" };
     format!("`{}{member}`{mark}", variable.name)
 }
 
 fn toml_path(key: &Key) -> String {
-    if key.is_family() { format!("{}.<NAME>", key.path) } else { key.path.to_owned() }
+    match key.field {
+        Field::Toggles(_) => format!("{}.<NAME>", key.path),
+        Field::Parameters(_) => format!("{}.<name>.<key>", key.path),
+        _ => key.path.to_owned(),
+    }
 }
 
 fn default_of(key: &Key) -> String {

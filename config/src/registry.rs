@@ -29,11 +29,14 @@ pub(crate) struct Key {
 impl Key {
     /// The section, `""` for the top of the file.
     pub(crate) fn section(&self) -> &'static str {
+        if matches!(self.field, Field::Parameters(_)) {
+            return self.path;
+        }
         self.path.rsplit_once('.').map_or("", |(section, _)| section)
     }
 
     pub(crate) fn is_family(&self) -> bool {
-        matches!(self.field, Field::Toggles(_))
+        matches!(self.field, Field::Toggles(_) | Field::Parameters(_))
     }
 }
 
@@ -219,7 +222,7 @@ pub(crate) static KEYS: &[Key] = &[
         path: "disk.backend",
         field: Field::Choice(|s| &mut s.disk.backend),
         variables: &[own("DYN_KVBM_DISK_BACKEND", Form::Plain)],
-        doc: "What moves the bytes: `io_uring`, a pool of threads, or the first of them that works here.",
+        doc: "What moves the bytes: `uring`, a pool of `threads`, `auto`: the first of these that works here; `gds`: cuFile; `nixl`: its plugin POSIX, which must be on.",
         in_use: true,
     },
     Key {
@@ -291,6 +294,13 @@ pub(crate) static KEYS: &[Key] = &[
         field: Field::Secret(|s| &mut s.object.secret_key),
         variables: &[upstream("DYN_KVBM_OBJECT_SECRET_KEY", Form::Plain, SAME)],
         doc: "S3 secret key. Shown as `(set)` only.",
+        in_use: true,
+    },
+    Key {
+        path: "object.backend",
+        field: Field::Choice(|s| &mut s.object.backend),
+        variables: &[own("DYN_KVBM_OBJECT_BACKEND", Form::Plain)],
+        doc: "What moves the bytes: a client of our own, or NIXL's plugin OBJ, which must be on and keeps no object.",
         in_use: true,
     },
     Key {
@@ -411,8 +421,23 @@ pub(crate) static KEYS: &[Key] = &[
             Form::Plain,
             "Names may hold `_`, so GDS_MT can be set.",
         )],
-        doc: "Backends of NIXL by name, on or off. None named: UCX alone; all of them off: none.",
-        in_use: false,
+        doc: "Plugins of NIXL by name, on or off. None named: UCX alone, if NIXL is installed; all of them off: none.",
+        in_use: true,
+    },
+    Key {
+        path: "nixl.library",
+        field: Field::Text(|s| &mut s.nixl.library),
+        variables: &[own("DYN_KVBM_NIXL_LIBRARY", Form::Plain)],
+        doc: "`libnixl_capi.so`. Unset: that of the Python packages, else one that the system's loader finds.",
+        in_use: true,
+    },
+    // Behind the others of its section: whatever they do not take is a parameter.
+    Key {
+        path: "nixl",
+        field: Field::Parameters(|s| &mut s.nixl.parameters),
+        variables: &[own("DYN_KVBM_NIXL_PARAM_", Form::Plain)],
+        doc: "Parameters of a plugin, as its documentation names them: `[nixl.posix] use_uring = true`, or `DYN_KVBM_NIXL_PARAM_POSIX__USE_URING=true`. A name in capitals alone is one in small letters. No credentials.",
+        in_use: true,
     },
 ];
 
@@ -500,7 +525,11 @@ pub(crate) fn by_path(path: &str) -> Option<(&'static Key, Option<&str>)> {
     if let Some(key) = KEYS.iter().find(|key| key.path == path && !key.is_family()) {
         return Some((key, None));
     }
-    let member = |key: &'static Key| Some((key, Some(path.strip_prefix(key.path)?.strip_prefix('.')?)));
+    let member = |key: &'static Key| {
+        let name = path.strip_prefix(key.path)?.strip_prefix('.')?;
+        let fits = !matches!(key.field, Field::Parameters(_)) || name.contains('.');
+        fits.then_some((key, Some(name)))
+    };
     KEYS.iter().filter(|key| key.is_family()).find_map(member)
 }
 
@@ -582,6 +611,11 @@ mod tests {
         assert!(!knows("DYN_KVBM_NIXL_BACKEND_"));
         assert!(by_path("nixl.backends").is_none());
         assert_eq!(by_path("nixl.backends.UCX").and_then(|(_, member)| member), Some("UCX"));
+        assert!(by_path("nixl.librari").is_none());
+        assert_eq!(
+            by_path("nixl.posix.use_uring").map(|(key, member)| (key.path, member)),
+            Some(("nixl", Some("posix.use_uring")))
+        );
     }
 
     #[test]

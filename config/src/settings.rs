@@ -28,7 +28,7 @@ pub struct Settings {
     pub eviction: EvictionPolicy,
     /// What is exported.
     pub metrics: MetricsSettings,
-    /// The transfer library between machines.
+    /// NVIDIA's transfer library.
     pub nixl: NixlSettings,
 }
 
@@ -120,11 +120,15 @@ pub enum DiskBackend {
     Uring,
     /// A pool of threads with `pread` and `pwrite`.
     Threads,
+    /// Straight between disk and GPU, through cuFile.
+    Gds,
+    /// NIXL's POSIX plugin.
+    Nixl,
 }
 
 impl DiskBackend {
     /// Every choice.
-    pub const ALL: &'static [Self] = &[Self::Auto, Self::Uring, Self::Threads];
+    pub const ALL: &'static [Self] = &[Self::Auto, Self::Uring, Self::Threads, Self::Gds, Self::Nixl];
 
     /// How the choice is written.
     pub const fn name(self) -> &'static str {
@@ -132,6 +136,8 @@ impl DiskBackend {
             Self::Auto => "auto",
             Self::Uring => "uring",
             Self::Threads => "threads",
+            Self::Gds => "gds",
+            Self::Nixl => "nixl",
         }
     }
 }
@@ -155,6 +161,8 @@ pub struct ObjectSettings {
     /// S3 secret key.
     #[serde(skip)]
     pub secret_key: Option<String>,
+    /// Which client moves the bytes.
+    pub backend: ObjectBackend,
     /// Largest segment object, in bytes.
     pub segment_bytes: u64,
     /// Requests in flight.
@@ -172,6 +180,7 @@ impl Default for ObjectSettings {
             region: None,
             access_key: None,
             secret_key: None,
+            backend: ObjectBackend::Native,
             segment_bytes: 32 << 20,
             concurrency: 8,
             keep: false,
@@ -188,10 +197,35 @@ impl fmt::Debug for ObjectSettings {
             .field("region", &self.region)
             .field("access_key", &self.access_key.as_ref().map(|_| SECRET_SET))
             .field("secret_key", &self.secret_key.as_ref().map(|_| SECRET_SET))
+            .field("backend", &self.backend)
             .field("segment_bytes", &self.segment_bytes)
             .field("concurrency", &self.concurrency)
             .field("keep", &self.keep)
             .finish()
+    }
+}
+
+/// What moves blocks between host and objects.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ObjectBackend {
+    /// A client of our own; blocks that belong together share an object.
+    #[default]
+    Native,
+    /// NIXL's OBJ plugin; every slot is an object.
+    Nixl,
+}
+
+impl ObjectBackend {
+    /// Every choice.
+    pub const ALL: &'static [Self] = &[Self::Native, Self::Nixl];
+
+    /// How the choice is written.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Native => "native",
+            Self::Nixl => "nixl",
+        }
     }
 }
 
@@ -338,9 +372,36 @@ impl Default for MetricsSettings {
     }
 }
 
-/// The transfer library between machines.
+/// NVIDIA's transfer library.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct NixlSettings {
-    /// Backends by name (upper case), on or off. None named: UCX alone; all named ones off: none.
+    /// `libnixl_capi.so`; `None`: where Python packages and the system's loader have it.
+    pub library: Option<String>,
+    /// Plugins by name (upper case), on or off. None named: UCX alone; all named ones off: none.
     pub backends: BTreeMap<String, bool>,
+    /// By plugin (upper case), then by name: what differs from the plugin's defaults.
+    pub parameters: BTreeMap<String, BTreeMap<String, String>>,
+}
+
+impl NixlSettings {
+    /// The plugin that is used where nobody names any.
+    pub const DEFAULT_PLUGIN: &'static str = "UCX";
+
+    /// The plugins that are on.
+    pub fn enabled(&self) -> Vec<&str> {
+        if self.is_default() {
+            return vec![Self::DEFAULT_PLUGIN];
+        }
+        self.backends.iter().filter(|(_, on)| **on).map(|(name, _)| name.as_str()).collect()
+    }
+
+    /// Whether this plugin is on.
+    pub fn is_enabled(&self, plugin: &str) -> bool {
+        self.enabled().contains(&plugin)
+    }
+
+    /// Whether nobody named any plugin: the default one may then be missing.
+    pub fn is_default(&self) -> bool {
+        self.backends.is_empty()
+    }
 }

@@ -3,7 +3,7 @@
 use crate::error::SettingsError;
 use crate::loader::Origin;
 use crate::registry::KEYS;
-use crate::settings::{Capacity, Settings};
+use crate::settings::{Capacity, DiskBackend, ObjectBackend, Settings};
 use crate::value::{InvalidValue, format_size};
 
 /// Slots are numbered in 32 bits.
@@ -21,8 +21,11 @@ impl Settings {
 
     /// [`Settings::validate`], naming the origin of what is wrong.
     pub(crate) fn check(&self, origin: impl Fn(&str) -> Origin) -> Result<(), SettingsError> {
-        let violation =
-            self.check_values().and_then(|()| self.check_sizes()).and_then(|()| self.check_keys());
+        let violation = self
+            .check_values()
+            .and_then(|()| self.check_sizes())
+            .and_then(|()| self.check_keys())
+            .and_then(|()| self.check_nixl());
         violation.map_err(|(path, problem)| SettingsError::Invalid {
             key: path.to_owned(),
             value: self.shown(path),
@@ -87,6 +90,29 @@ impl Settings {
         }
     }
 
+    /// Whoever chooses NIXL has its plugin on, and a store that it reaches.
+    fn check_nixl(&self) -> Result<(), Violation> {
+        if self.disk.backend == DiskBackend::Nixl && !self.nixl.is_enabled("POSIX") {
+            return Err(("disk.backend", plugin_off("POSIX")));
+        }
+        if self.object.backend != ObjectBackend::Nixl {
+            return Ok(());
+        }
+        if !self.nixl.is_enabled("OBJ") {
+            return Err(("object.backend", plugin_off("OBJ")));
+        }
+        if self.object.url.as_ref().is_some_and(|url| !url.starts_with("s3://")) {
+            let problem =
+                InvalidValue::new("NIXL reaches no other stores", "s3://bucket/prefix (object.url)");
+            return Err(("object.backend", problem));
+        }
+        if self.object.keep {
+            let problem = InvalidValue::new("nobody could find the objects again", "false (object.keep)");
+            return Err(("object.backend", problem));
+        }
+        Ok(())
+    }
+
     fn shown(&self, path: &str) -> String {
         let Some(key) = KEYS.iter().find(|key| key.path == path) else { return String::new() };
         key.field.values(self).iter().map(|raw| key.field.shown(raw)).collect::<Vec<_>>().join(", ")
@@ -95,6 +121,12 @@ impl Settings {
 
 /// The key that is wrong, and how.
 type Violation = (&'static str, InvalidValue);
+
+fn plugin_off(plugin: &str) -> InvalidValue {
+    let remedy =
+        format!("turn it on with nixl.backends.{plugin} (DYN_KVBM_NIXL_BACKEND_{plugin}=true) first");
+    InvalidValue::new(format!("the NIXL plugin {plugin} is off"), remedy)
+}
 
 fn no_block_size() -> InvalidValue {
     InvalidValue::new(
@@ -171,6 +203,27 @@ mod tests {
         assert_refused(with(|s| s.disk.queue_depth = 0), "disk.queue_depth", "from 1");
         assert_refused(with(|s| s.block_bytes = Some(0)), "block_bytes", "from 1");
         assert_refused(with(|s| s.object.url = Some("gs://bucket".to_owned())), "object.url", "s3://");
+    }
+
+    #[test]
+    fn nixl_needs_its_plugin_and_a_store_that_it_reaches() {
+        assert_refused(with(|s| s.disk.backend = DiskBackend::Nixl), "disk.backend", "POSIX=true");
+        assert_refused(with(|s| s.object.backend = ObjectBackend::Nixl), "object.backend", "OBJ=true");
+        let on = |s: &mut Settings| {
+            s.disk.backend = DiskBackend::Nixl;
+            s.object.backend = ObjectBackend::Nixl;
+            s.object.url = Some("s3://bucket".to_owned());
+            s.nixl.backends = [("POSIX".to_owned(), true), ("OBJ".to_owned(), true)].into();
+        };
+        with(on).expect("sound");
+        let files = |s: &mut Settings| s.object.url = Some("file:///objects".to_owned());
+        for (change, reason) in [(files as Change, "s3://"), (|s| s.object.keep = true, "object.keep")] {
+            let result = with(|s| {
+                on(s);
+                change(s);
+            });
+            assert_refused(result, "object.backend", reason);
+        }
     }
 
     #[test]

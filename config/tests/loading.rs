@@ -186,6 +186,9 @@ fn a_file_may_set_everything() {
         [nixl.backends]
         ucx = true
         POSIX = 'off'
+        [nixl.posix]
+        use_uring = true
+        ios_pool_size = 1024
     ";
     let file = file(text);
     let settings = Loader::new().file(file.path()).load().expect("valid").settings;
@@ -197,6 +200,50 @@ fn a_file_may_set_everything() {
     assert!((settings.flush.dirty_watermark - 0.5).abs() < f64::EPSILON);
     assert!(settings.metrics.host.is_ipv6());
     assert!(settings.nixl.backends["UCX"] && !settings.nixl.backends["POSIX"]);
+    assert_eq!(settings.nixl.parameters["POSIX"]["use_uring"], "true");
+    assert_eq!(settings.nixl.parameters["POSIX"]["ios_pool_size"], "1024");
+}
+
+#[test]
+fn plugins_are_off_unless_named_but_for_ucx() {
+    let enabled = |variables: &[(&str, &str)]| {
+        let settings = settings(variables);
+        settings.nixl.enabled().into_iter().map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(enabled(&[]), ["UCX"]);
+    assert_eq!(enabled(&[("DYN_KVBM_NIXL_BACKEND_UCX", "off")]), [""; 0]);
+    let both = [("DYN_KVBM_NIXL_BACKEND_GDS_MT", "yes"), ("DYN_KVBM_NIXL_BACKEND_posix", "1")];
+    assert_eq!(enabled(&both), ["GDS_MT", "POSIX"]);
+}
+
+#[test]
+fn unknown_plugins_are_refused_with_the_list_unless_installed() {
+    for variable in ["DYN_KVBM_NIXL_BACKEND_NOSUCH", "DYN_KVBM_NIXL_PARAM_NOSUCH__KEY"] {
+        let loader = || Loader::new().environment([(variable.to_owned(), "1".to_owned())]);
+        let message =
+            loader().nixl_plugins(|| vec!["OURS".to_owned()]).load().expect_err(variable).to_string();
+        assert!(
+            message.contains(variable) && message.contains("UCX, ") && message.ends_with("OURS"),
+            "{message}"
+        );
+        loader().nixl_plugins(|| vec!["NOSUCH".to_owned()]).load().expect("it is installed");
+    }
+}
+
+#[test]
+fn parameters_of_plugins_come_from_variables_too() {
+    let variables = [
+        ("DYN_KVBM_NIXL_PARAM_POSIX__USE_URING", "true"),
+        ("DYN_KVBM_NIXL_PARAM_OBJ__crtMinLimit", "1048576"),
+    ];
+    let loaded = load(&variables).expect("both are valid");
+    assert_eq!(loaded.settings.nixl.parameters["OBJ"]["crtMinLimit"], "1048576");
+    assert_eq!(row(&loaded, "nixl.posix.use_uring").1, "DYN_KVBM_NIXL_PARAM_POSIX__USE_URING");
+    for variable in
+        ["DYN_KVBM_NIXL_PARAM_POSIX", "DYN_KVBM_NIXL_PARAM_", "DYN_KVBM_NIXL_PARAM_OBJ__SECRET_KEY"]
+    {
+        load(&[(variable, "hunter2")]).expect_err(variable);
+    }
 }
 
 #[test]
@@ -274,7 +321,7 @@ fn upstream_variables_without_effect_are_checked_and_reported() {
     let variables = [
         ("DYN_KVBM_LEADER_ZMQ_HOST", "10.0.0.1"),
         ("DYN_KVBM_LEADER_ZMQ_PUB_PORT", "56001"),
-        ("DYN_KVBM_NIXL_BACKEND_UCX", "on"),
+        ("DYN_KVBM_CACHE_STATS_MAX_REQUESTS", "10"),
     ];
     let loaded = load(&variables).expect("all accepted");
     let told: Vec<_> = loaded.accepted.iter().map(ToString::to_string).collect();
@@ -283,7 +330,6 @@ fn upstream_variables_without_effect_are_checked_and_reported() {
         told[0],
         "DYN_KVBM_LEADER_ZMQ_HOST = \"10.0.0.1\" (DYN_KVBM_LEADER_ZMQ_HOST): accepted, no effect yet"
     );
-    assert!(told[2].starts_with("nixl.backends.UCX = \"true\" (DYN_KVBM_NIXL_BACKEND_UCX)"));
 
     let wrong = [
         ("DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY", "101"),

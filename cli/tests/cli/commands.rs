@@ -39,7 +39,7 @@ fn settings_are_shown_with_their_origin_and_without_secrets() {
     let run = |args: &[&str]| {
         let mut command = place.command(&[&["config", "--config", "kvbm.toml"], args].concat());
         command.env("DYN_KVBM_OBJECT_ACCESS_KEY", "abc").env("DYN_KVBM_OBJECT_SECRET_KEY", "hunter2");
-        command.env("DYN_KVBM_NIXL_BACKEND_UCX", "on").output().expect("the binary starts")
+        command.env("DYN_KVBM_ENABLE_RECORD", "on").output().expect("the binary starts")
     };
     let shown = json(&run(&["--json"]));
     let row = |key: &str| {
