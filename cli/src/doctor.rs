@@ -6,7 +6,7 @@ use std::path::Path;
 use std::thread::available_parallelism;
 
 use kvbm::{Manager, Options, Tier};
-use kvbm_settings::{Capacity, Settings};
+use kvbm_settings::{Capacity, DiskBackend, Loaded, ObjectBackend, Settings};
 use kvbm_tiers::UringBackend;
 use rustix::fs::OFlags;
 use rustix::process::{Resource, getrlimit, getuid};
@@ -23,6 +23,7 @@ use crate::stop;
 #[derive(Debug, Serialize)]
 struct Examination {
     machine: Vec<Check>,
+    nixl: Vec<Check>,
     tiers: Vec<Check>,
     routes: Vec<Check>,
 }
@@ -45,9 +46,13 @@ enum State {
         /// Why, and how to get it.
         detail: String,
     },
+    Disabled {
+        /// By whom, or how to turn it on.
+        detail: String,
+    },
 }
 
-use State::{Ready, Unavailable};
+use State::{Disabled, Ready, Unavailable};
 
 impl Check {
     fn ready(name: impl Into<String>, detail: impl Into<String>) -> Self {
@@ -57,16 +62,29 @@ impl Check {
     fn unavailable(name: impl Into<String>, detail: impl Into<String>) -> Self {
         Self { name: name.into(), state: Unavailable { detail: detail.into() } }
     }
+
+    fn disabled(name: impl Into<String>, detail: impl Into<String>) -> Self {
+        Self { name: name.into(), state: Disabled { detail: detail.into() } }
+    }
+
+    fn of(name: impl Into<String>, found: Result<String, String>) -> Self {
+        match found {
+            Ok(detail) => Self::ready(name, detail),
+            Err(detail) => Self::unavailable(name, detail),
+        }
+    }
 }
 
 pub(crate) fn run(global: &Global) -> Result<(), Failure> {
-    let settings = global.load(|loader| loader)?.settings;
+    let loaded = global.load(|loader| loader)?;
+    let nixl = nixl(&loaded);
+    let settings = loaded.settings;
     let runtime = stop::runtime()?;
     let tiers: Vec<_> = configured(&settings).map(|tier| try_tier(&runtime, &settings, tier)).collect();
     let ready = tiers.iter().filter(|(_, check)| matches!(check.state, Ready { .. })).map(|(tier, _)| *tier);
     let routes = try_routes(&runtime, &settings, &ready.collect::<Vec<_>>());
     let tiers = tiers.into_iter().map(|(_, check)| check).collect();
-    let examination = Examination { machine: machine(&settings), tiers, routes };
+    let examination = Examination { machine: machine(&settings), nixl, tiers, routes };
     if global.json { output::print_json(&examination) } else { output::print(&examination.to_text()) }
 }
 
@@ -75,6 +93,7 @@ impl Examination {
         let none = "no tier is set up; give sizes such as DYN_KVBM_CPU_CACHE_GB and DYN_KVBM_BLOCK_BYTES";
         let sections = [
             ("Machine", &self.machine, ""),
+            ("NIXL", &self.nixl, ""),
             ("Tiers of these settings, each tried with one block", &self.tiers, none),
             ("Routes", &self.routes, "none"),
         ];
@@ -92,6 +111,7 @@ fn section(title: &str, checks: &[Check], otherwise: &str) -> String {
         let state = match state {
             Ready { detail } => format!("ready: {detail}"),
             Unavailable { detail } => format!("unavailable: {detail}"),
+            Disabled { detail } => format!("disabled {detail}"),
         };
         table.add_row([name, &state]);
     }
@@ -201,6 +221,26 @@ fn direct_io(dir: &Path) -> Check {
     }
 }
 
+/// The library, the plugins that are on, and those that could be.
+fn nixl(loaded: &Loaded) -> Vec<Check> {
+    let settings = &loaded.settings.nixl;
+    let report = kvbm::probe_nixl(&loaded.settings);
+    let native =
+        |why: String| if settings.is_default() { format!("{why}. Blocks move natively") } else { why };
+    let mut checks = vec![Check::of("library", report.library.map_err(native))];
+    checks.extend(report.plugins.into_iter().map(|plugin| Check::of(plugin.name, plugin.state)));
+    let is_off = |name: &&String| !settings.is_enabled(name);
+    for name in settings.backends.keys().filter(is_off) {
+        let origin = loaded.origins.get(&format!("nixl.backends.{name}")).cloned().unwrap_or_default();
+        checks.push(Check::disabled(name, format!("by {origin}")));
+    }
+    let is_unnamed = |name: &&String| is_off(name) && !settings.backends.contains_key(*name);
+    for name in report.installed.iter().filter(is_unnamed) {
+        checks.push(Check::disabled(name, format!("unless DYN_KVBM_NIXL_BACKEND_{name}=true")));
+    }
+    checks
+}
+
 fn configured(settings: &Settings) -> impl Iterator<Item = Tier> + use<> {
     let is_present = [
         settings.device.capacity.is_some(),
@@ -245,7 +285,23 @@ fn miniature(settings: &Settings, tiers: &[Tier]) -> Settings {
     small.disk.capacity = one(Tier::Disk).map(|_| Capacity::Blocks(settings.disk.dirs.len() as u64));
     small.object.url = settings.object.url.clone().filter(|_| tiers.contains(&Tier::Object));
     small.object.capacity = None;
+    only_needed_plugins(&mut small);
     small
+}
+
+/// A tier that NIXL does not move does not suffer from its absence.
+fn only_needed_plugins(settings: &mut Settings) {
+    if settings.disk.capacity.is_none() {
+        settings.disk.backend = DiskBackend::Auto;
+    }
+    if settings.object.url.is_none() {
+        settings.object.backend = ObjectBackend::Native;
+    }
+    let needed = [
+        ("POSIX", settings.disk.backend == DiskBackend::Nixl),
+        ("OBJ", settings.object.backend == ObjectBackend::Nixl),
+    ];
+    settings.nixl.backends = needed.map(|(name, is_needed)| (name.to_owned(), is_needed)).into();
 }
 
 fn place(settings: &Settings, tier: Tier) -> String {

@@ -103,7 +103,7 @@ impl Command {
 impl Global {
     /// All sources of settings but the command's own options.
     fn loader(&self) -> Result<Loader, SettingsError> {
-        let loader = Loader::from_process()?;
+        let loader = Loader::from_process()?.nixl_plugins(kvbm::installed_nixl_plugins);
         Ok(match &self.config {
             Some(path) => loader.file(path),
             None => loader,
@@ -132,7 +132,8 @@ fn main() -> ExitCode {
 
 /// `RUST_LOG`, where it is set, has the last word on what is logged.
 fn log_to_stderr(verbose: u8) {
-    let level = ["warn", "info", "debug"][usize::from(verbose.min(2))];
+    // That NIXL is missing is no warning: most do well without. It is said all the same.
+    let level = ["warn,kvbm::assemble::nixl=info", "info", "debug"][usize::from(verbose.min(2))];
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
     tracing_subscriber::fmt()
         .with_env_filter(filter)

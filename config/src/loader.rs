@@ -73,7 +73,7 @@ pub struct Loader {
 }
 
 /// Lists plugins.
-type Installed = dyn FnOnce() -> Vec<String>;
+type Installed = dyn FnOnce(Option<&str>) -> Vec<String>;
 
 impl Loader {
     /// Defaults alone.
@@ -121,9 +121,9 @@ impl Loader {
         self
     }
 
-    /// Says which plugins of NIXL this machine has, beside [`NIXL_PLUGINS`](crate::NIXL_PLUGINS). Asked only if
-    /// the settings name another.
-    pub fn nixl_plugins(mut self, installed: impl FnOnce() -> Vec<String> + 'static) -> Self {
+    /// Says which plugins of NIXL this machine has, beside [`NIXL_PLUGINS`](crate::NIXL_PLUGINS), given
+    /// [`NixlSettings::library`](crate::NixlSettings::library). Asked only if the settings name another.
+    pub fn nixl_plugins(mut self, installed: impl FnOnce(Option<&str>) -> Vec<String> + 'static) -> Self {
         self.installed = Some(Box::new(installed));
         self
     }
@@ -337,7 +337,8 @@ impl Loading {
         if self.check_plugins_among(&[]).is_ok() {
             return Ok(());
         }
-        self.check_plugins_among(&installed.map_or_else(Vec::new, |list| list()))
+        let library = self.loaded.settings.nixl.library.as_deref();
+        self.check_plugins_among(&installed.map_or_else(Vec::new, |list| list(library)))
     }
 
     fn check_plugins_among(&self, installed: &[String]) -> Result<(), SettingsError> {

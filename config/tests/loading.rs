@@ -221,12 +221,12 @@ fn unknown_plugins_are_refused_with_the_list_unless_installed() {
     for variable in ["DYN_KVBM_NIXL_BACKEND_NOSUCH", "DYN_KVBM_NIXL_PARAM_NOSUCH__KEY"] {
         let loader = || Loader::new().environment([(variable.to_owned(), "1".to_owned())]);
         let message =
-            loader().nixl_plugins(|| vec!["OURS".to_owned()]).load().expect_err(variable).to_string();
+            loader().nixl_plugins(|_| vec!["OURS".to_owned()]).load().expect_err(variable).to_string();
         assert!(
             message.contains(variable) && message.contains("UCX, ") && message.ends_with("OURS"),
             "{message}"
         );
-        loader().nixl_plugins(|| vec!["NOSUCH".to_owned()]).load().expect("it is installed");
+        loader().nixl_plugins(|_| vec!["NOSUCH".to_owned()]).load().expect("it is installed");
     }
 }
 

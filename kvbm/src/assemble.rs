@@ -1,12 +1,22 @@
 //! Builds a manager's parts from its settings: the only place that names concrete backends and policies.
 
+#[cfg(feature = "nixl")]
+mod nixl;
+#[cfg(not(feature = "nixl"))]
+#[path = "assemble/without_nixl.rs"]
+mod nixl;
+mod report;
+
 use std::sync::Arc;
 use std::thread::available_parallelism;
 use std::time::Duration;
 
 use kvbm_policies::Eviction;
 use kvbm_policies::eviction::EvictionKind;
-use kvbm_settings::{Capacity, DiskBackend, DiskSettings, EvictionPolicy, ObjectSettings, Settings};
+use kvbm_settings::{
+    Capacity, DiskBackend, DiskSettings, EvictionPolicy, ObjectBackend as ObjectChoice, ObjectSettings,
+    Settings,
+};
 use kvbm_tiers::geometry::MAX_SLOTS;
 use kvbm_tiers::object::{ObjectBackend, ObjectOptions, Store, StoreOptions};
 use kvbm_tiers::{
@@ -20,6 +30,22 @@ use crate::manager::{Options, RouteReport};
 use crate::metrics::{Gauges, Metrics};
 use crate::scheduler::{Core, Executor, Parts, Tuning};
 use crate::table::{Table, TierSpec};
+
+pub use report::{NixlReport, PluginReport};
+
+use nixl::Nixl;
+
+/// What this machine has of NIXL, and what becomes of the plugins that `settings` turn on. Starts them, and
+/// takes a second.
+pub fn probe_nixl(settings: &Settings) -> NixlReport {
+    nixl::probe(settings)
+}
+
+/// The plugins of NIXL that this machine has as files; `library` as
+/// [`NixlSettings::library`](kvbm_settings::NixlSettings::library).
+pub fn installed_nixl_plugins(library: Option<&str>) -> Vec<String> {
+    nixl::installed(library)
+}
 
 /// A manager's parts.
 pub(crate) struct Assembled {
@@ -82,8 +108,9 @@ impl Tiers {
         tiers.open_device(settings)?;
         tiers.open_host(settings)?;
         tiers.connect_memory(settings)?;
-        tiers.open_disk(settings)?;
-        tiers.open_object(settings)?;
+        let nixl = Nixl::start(settings)?;
+        tiers.open_disk(settings, &nixl)?;
+        tiers.open_object(settings, &nixl)?;
         tiers.link_flushes();
         Ok(tiers)
     }
@@ -125,7 +152,7 @@ impl Tiers {
         Ok(())
     }
 
-    fn open_disk(&mut self, settings: &Settings) -> Result<()> {
+    fn open_disk(&mut self, settings: &Settings, nixl: &Nixl) -> Result<()> {
         let Some(capacity) = settings.disk.capacity else { return Ok(()) };
         let geometry = geometry(slots(capacity, settings)?, settings)?;
         let region = DiskRegion::open(&DiskOptions {
@@ -136,32 +163,72 @@ impl Tiers {
             keep: settings.disk.keep.then(|| namespace(settings)),
         });
         let region = Arc::new(region.map_err(setup)?);
-        self.connect_disk(&region, &settings.disk)?;
+        self.connect_disk(&region, &settings.disk, nixl)?;
         self.add_tier(FramePool::new(Tier::Disk, geometry.slots()), settings);
         Ok(())
     }
 
-    fn connect_disk(&mut self, region: &Arc<DiskRegion>, settings: &DiskSettings) -> Result<()> {
-        let (memory, region) = (self.memory()?, Arc::clone(region));
-        let depth = settings.queue_depth;
-        let may_fall_back = settings.backend == DiskBackend::Auto;
-        if settings.backend != DiskBackend::Threads {
-            match UringBackend::new(Arc::clone(&memory), Arc::clone(&region), depth) {
-                Ok(ring) => return self.connect_ring(ring, memory),
-                Err(error) if may_fall_back => {
-                    tracing::warn!(%error, "no io_uring: the disk tier uses threads");
-                }
-                Err(error) => return Err(setup(error)),
+    fn connect_disk(&mut self, region: &Arc<DiskRegion>, settings: &DiskSettings, nixl: &Nixl) -> Result<()> {
+        let (memory, region, depth) = (self.memory()?, Arc::clone(region), settings.queue_depth);
+        match settings.backend {
+            DiskBackend::Auto => self.connect_ring_or_threads(memory, region, depth),
+            DiskBackend::Uring => {
+                let ring = UringBackend::new(Arc::clone(&memory), region, depth).map_err(setup)?;
+                self.connect_verified_aside(ring, memory)
+            }
+            DiskBackend::Threads => self.connect_threads(memory, region, depth),
+            DiskBackend::Nixl => {
+                let backend = nixl.disk(Arc::clone(&memory), region, depth)?;
+                self.connect_verified_aside(backend, memory)
+            }
+            DiskBackend::Gds => Err(no_gds()),
+        }
+    }
+
+    fn connect_ring_or_threads(
+        &mut self,
+        memory: Arc<dyn Memory>,
+        region: Arc<DiskRegion>,
+        depth: u32,
+    ) -> Result<()> {
+        match UringBackend::new(Arc::clone(&memory), Arc::clone(&region), depth) {
+            Ok(ring) => self.connect_verified_aside(ring, memory),
+            Err(error) => {
+                tracing::warn!(%error, "no io_uring: the disk tier uses threads");
+                self.connect_threads(memory, region, depth)
             }
         }
+    }
+
+    fn connect_threads(
+        &mut self,
+        memory: Arc<dyn Memory>,
+        region: Arc<DiskRegion>,
+        depth: u32,
+    ) -> Result<()> {
         let threads = ThreadsBackend::new(Arc::clone(&memory), region, depth).map_err(setup)?;
         self.connect_verified(threads, memory, Arc::new(Checksums::new()))
     }
 
-    fn open_object(&mut self, settings: &Settings) -> Result<()> {
+    fn open_object(&mut self, settings: &Settings, nixl: &Nixl) -> Result<()> {
         let object = &settings.object;
         let Some(url) = &object.url else { return Ok(()) };
         let store = Store::open(url, &store_options(object)).map_err(setup)?;
+        let slots = object.capacity.map_or(Ok(MAX_SLOTS), |capacity| slots(capacity, settings))?;
+        match object.backend {
+            ObjectChoice::Native => self.connect_objects(store, settings)?,
+            ObjectChoice::Nixl => {
+                let memory = self.memory()?;
+                let backend = nixl.objects(Arc::clone(&memory), store, slots, settings)?;
+                self.connect_verified_aside(backend, memory)?;
+            }
+        }
+        self.add_tier(FramePool::new(Tier::Object, slots), settings);
+        Ok(())
+    }
+
+    fn connect_objects(&mut self, store: Store, settings: &Settings) -> Result<()> {
+        let object = &settings.object;
         let options = ObjectOptions {
             namespace: namespace(settings),
             segment_bytes: object.segment_bytes,
@@ -172,10 +239,7 @@ impl Tiers {
         let checksums = Arc::new(Checksums::new());
         let known = Some(Arc::clone(&checksums));
         let backend = ObjectBackend::new(store, Arc::clone(&memory), known, &options).map_err(setup)?;
-        self.connect_verified(backend, memory, checksums)?;
-        let slots = object.capacity.map_or(Ok(MAX_SLOTS), |capacity| slots(capacity, settings))?;
-        self.add_tier(FramePool::new(Tier::Object, slots), settings);
-        Ok(())
+        self.connect_verified(backend, memory, checksums)
     }
 
     /// DRAM that the lower tiers read from and write to.
@@ -199,9 +263,13 @@ impl Tiers {
         Ok(())
     }
 
-    /// The ring has one thread: what it reads is verified by another. Pools verify by themselves.
-    fn connect_ring(&mut self, ring: UringBackend, memory: Arc<dyn Memory>) -> Result<()> {
-        let verified = Verified::new(ring, memory, Arc::new(Checksums::new()));
+    /// What a backend with one thread reads is verified by another. Pools verify by themselves.
+    fn connect_verified_aside(
+        &mut self,
+        backend: impl Backend + 'static,
+        memory: Arc<dyn Memory>,
+    ) -> Result<()> {
+        let verified = Verified::new(backend, memory, Arc::new(Checksums::new()));
         self.connect(verified.and_then(Verified::on_a_thread_of_its_own).map_err(setup)?);
         Ok(())
     }
@@ -235,6 +303,12 @@ impl Tiers {
             .map(|route| RouteReport { from: route.0, to: route.1, backend: name(route).to_owned() })
             .collect()
     }
+}
+
+fn no_gds() -> Error {
+    let message = "disk.backend (DYN_KVBM_DISK_BACKEND) is gds, and this build has no cuFile backend: \
+         set it to auto, uring, threads or nixl";
+    Error::new(ErrorKind::Unavailable, message)
 }
 
 fn frames(region: &DramRegion) -> Result<FramePool> {

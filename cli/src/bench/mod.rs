@@ -1,5 +1,7 @@
 //! `kvbm bench`: what this machine does with the block table and the tiers.
 
+#[cfg(feature = "nixl")]
+pub(crate) mod nixl;
 pub(crate) mod table;
 pub(crate) mod tiers;
 
@@ -15,6 +17,9 @@ pub(crate) enum Bench {
     Table(table::TableArgs),
     /// Time the tiers through the manager, against memcpy, a raw ring and the raw object client
     Tiers(tiers::TiersArgs),
+    /// Time NIXL between two processes, and what our layer above it costs
+    #[cfg(feature = "nixl")]
+    Nixl(nixl::NixlArgs),
 }
 
 impl Bench {
@@ -27,6 +32,11 @@ impl Bench {
             }
             Self::Tiers(args) => {
                 let report = tiers::run(args)?;
+                if global.json { output::print_json(&report) } else { output::print(&report.to_text()) }
+            }
+            #[cfg(feature = "nixl")]
+            Self::Nixl(args) => {
+                let Some(report) = nixl::run(args)? else { return Ok(()) };
                 if global.json { output::print_json(&report) } else { output::print(&report.to_text()) }
             }
         }

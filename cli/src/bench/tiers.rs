@@ -14,6 +14,8 @@ use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kvbm::Tier;
 use kvbm_bench::measure::Spread;
+#[cfg(feature = "nixl")]
+use kvbm_settings::DiskBackend;
 use kvbm_settings::{Capacity, Settings, format_size, parse_size};
 use serde::Serialize;
 use tokio::runtime::Runtime;
@@ -34,7 +36,8 @@ pub(crate) struct TiersArgs {
     /// Bytes of a block
     #[arg(long, value_name = "SIZE", value_delimiter = ',', default_value = "64KiB,1MiB,4MiB", value_parser = parse_size)]
     size: Vec<u64>,
-    /// What to time: host is emulated device ⇄ host, the others host ⇄ disk and host ⇄ objects in files
+    /// What to time: host is emulated device ⇄ host, the others host ⇄ disk, host ⇄ objects in files, and host ⇄
+    /// disk through NIXL against NIXL called directly
     #[arg(long, value_name = "TIER", value_delimiter = ',', default_value = "host,disk,object")]
     tier: Vec<Bottom>,
     /// Bytes that each round moves: more than the processor's caches hold
@@ -51,6 +54,8 @@ enum Bottom {
     Host,
     Disk,
     Object,
+    #[cfg(feature = "nixl")]
+    Nixl,
 }
 
 impl Bottom {
@@ -58,6 +63,8 @@ impl Bottom {
         match self {
             Self::Host => Tier::Host,
             Self::Disk => Tier::Disk,
+            #[cfg(feature = "nixl")]
+            Self::Nixl => Tier::Disk,
             Self::Object => Tier::Object,
         }
     }
@@ -139,10 +146,14 @@ impl Contest {
         settings.flush.dirty_watermark = 1.0;
         match bottom {
             Bottom::Host => {}
-            Bottom::Disk => {
-                settings.disk.capacity = Some(Capacity::Blocks(blocks));
-                settings.disk.dirs = vec![args.dir.clone()];
-                settings.disk.queue_depth = disk_depth(size);
+            Bottom::Disk => put_on_disk(&mut settings, blocks, args),
+            #[cfg(feature = "nixl")]
+            Bottom::Nixl => {
+                put_on_disk(&mut settings, blocks, args);
+                settings.disk.backend = DiskBackend::Nixl;
+                settings.nixl.backends.insert("POSIX".to_owned(), true);
+                let uring = ("use_uring".to_owned(), "true".to_owned());
+                settings.nixl.parameters.insert("POSIX".to_owned(), [uring].into());
             }
             Bottom::Object => {
                 settings.object.capacity = Some(Capacity::Blocks(blocks));
@@ -153,6 +164,8 @@ impl Contest {
         let depth = match bottom {
             Bottom::Host => settings.transfer.copy_threads,
             Bottom::Disk => settings.disk.queue_depth,
+            #[cfg(feature = "nixl")]
+            Bottom::Nixl => settings.disk.queue_depth,
             Bottom::Object => settings.object.concurrency,
         };
         Ok(Self { bottom, size, depth, settings })
@@ -233,6 +246,12 @@ fn in_turns(
         return Ok([ours()?, raw]);
     }
     Ok([ours()?, raw()?])
+}
+
+fn put_on_disk(settings: &mut Settings, blocks: u64, args: &TiersArgs) {
+    settings.disk.capacity = Some(Capacity::Blocks(blocks));
+    settings.disk.dirs = vec![args.dir.clone()];
+    settings.disk.queue_depth = disk_depth(settings.block_bytes.unwrap_or_default());
 }
 
 /// Small blocks need many operations in flight to keep a drive busy, large ones few.

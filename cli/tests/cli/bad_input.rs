@@ -113,3 +113,65 @@ fn an_address_in_use() {
     let address = taken.local_addr().expect("it is bound").to_string();
     assert_fails(&place.run(&["replay", "trace.jsonl", "--metrics", &address]), 2, &[&address, "--metrics"]);
 }
+
+const NIXL: &str = "DYN_KVBM_NIXL_BACKEND_";
+
+#[test]
+fn nixl_toggles_are_checked_by_every_command() {
+    let place = Place::new();
+    place.trace("trace.jsonl", 1, 1);
+    let bad = [
+        ("POSIX", "maybe", "true, 1, on, yes, false, 0, off, no"),
+        ("POSIX", "", "true, 1, on, yes, false, 0, off, no"),
+        ("NOSUCH", "1", "UCX, "),
+        ("NO_SUCH", "false", "GDS_MT, "),
+    ];
+    for (name, value, listed) in bad {
+        let variable = format!("{NIXL}{name}");
+        for command in [&["doctor"][..], &["config"], &["plan", "trace.jsonl"], &["replay", "trace.jsonl"]] {
+            let output = place.command(command).env(&variable, value).output().expect("the binary starts");
+            assert_fails(&output, 2, &[&variable, listed]);
+        }
+    }
+}
+
+/// A command whose NIXL is at a place where nothing is.
+fn without_nixl(place: &Place, args: &[&str]) -> std::process::Command {
+    let mut command = place.command(args);
+    command.env("DYN_KVBM_NIXL_LIBRARY", "/nowhere/libnixl_capi.so");
+    command
+}
+
+#[test]
+fn a_plugin_that_was_asked_for_and_is_not_there_stops_all_but_doctor() {
+    let place = Place::new();
+    place.trace("trace.jsonl", 1, 1);
+    let run = |args: &[&str]| {
+        let mut command = without_nixl(&place, args);
+        command.env(format!("{NIXL}POSIX"), "on").env(format!("{NIXL}UCX"), "no");
+        command.output().expect("the binary starts")
+    };
+    let replayed = run(&["replay", "trace.jsonl", "--host-blocks", "4"]);
+    assert_fails(&replayed, 2, &["POSIX", "/nowhere", "pip install nixl-cu12"]);
+    let examined = crate::json(&run(&["doctor", "--json"]));
+    let state = |name: &str| {
+        let checks = examined["nixl"].as_array().expect("checks").iter();
+        let check = checks.into_iter().find(|check| check["name"] == name);
+        check.unwrap_or_else(|| panic!("{name} in {examined}"))
+    };
+    assert_eq!(state("POSIX")["state"], "unavailable");
+    assert!(state("POSIX")["detail"].as_str().expect("text").contains("pip install"));
+    assert_eq!(
+        (&state("UCX")["state"], &state("UCX")["detail"]),
+        (&"disabled".into(), &format!("by {NIXL}UCX").into())
+    );
+}
+
+#[test]
+fn choosing_nixl_needs_its_plugin() {
+    let place = Place::new();
+    for (variable, plugin) in [("DYN_KVBM_DISK_BACKEND", "POSIX"), ("DYN_KVBM_OBJECT_BACKEND", "OBJ")] {
+        let output = place.command(&["config"]).env(variable, "nixl").output().expect("the binary starts");
+        assert_fails(&output, 2, &[variable, &format!("{NIXL}{plugin}=true")]);
+    }
+}

@@ -53,7 +53,7 @@ impl Library {
         package_version(&self.path)
     }
 
-    fn open(path: &Path) -> Result<Self, SetupError> {
+    pub(super) fn open(path: &Path) -> Result<Self, SetupError> {
         let flags = RTLD_NOW | RTLD_LOCAL | libc::RTLD_NODELETE;
         // SAFETY: what the file does when it is loaded is up to whoever named or installed it; it is never unloaded.
         let library = unsafe { dl::Library::open(Some(path), flags) }.map_err(|error| {

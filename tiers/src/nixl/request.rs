@@ -116,6 +116,14 @@ impl SegmentList {
         self.segments == 0
     }
 
+    pub(super) const fn agent(&self) -> &Agent {
+        &self.agent
+    }
+
+    pub(super) const fn as_ptr(&self) -> *mut XferDlistHandleS {
+        self.handle.as_ptr()
+    }
+
     fn peer(&self) -> Option<&Peer> {
         match &self.owner {
             Owner::Own(_) => None,
@@ -257,7 +265,9 @@ impl Request {
         // SAFETY: agent and request live; the caller answers for the segments, which the lists keep alive.
         let status = unsafe { (agent.api().post_xfer_req)(agent.handle(), handle, null_mut()) };
         match status {
-            sys::SUCCESS | sys::IN_PROGRESS => {
+            // It was over before it was asked about.
+            sys::SUCCESS => Ok(()),
+            sys::IN_PROGRESS => {
                 self.state = State::InFlight;
                 Ok(())
             }

@@ -24,6 +24,9 @@ use crate::error::{SetupError, SetupErrorKind};
 /// Everything that one operation may take, retries included. Shorter than the scheduler's own limit (30 s by
 /// default), after which a slot counts as lost.
 pub(super) const OPERATION_LIMIT: Duration = Duration::from_secs(20);
+/// Objects are deleted one by one, and at the end only.
+#[cfg(feature = "nixl")]
+const DELETION_LIMIT: Duration = Duration::from_mins(1);
 /// At start-up somebody is waiting for the answer.
 const PROBE_LIMIT: Duration = Duration::from_secs(8);
 
@@ -140,13 +143,13 @@ impl Store {
         self.root.parts().chain(namespace.parts()).collect::<Path>().join(kind).join(unique)
     }
 
-    /// Deletes everything in a directory. What cannot be deleted in time is left, and said.
+    /// Deletes everything in a directory. What cannot be deleted in a minute is left, and said.
     #[cfg(feature = "nixl")]
     pub(crate) fn delete_directory(&self, directory: &Path) {
         let client = Arc::clone(&self.client);
         let names = client.list(Some(directory)).map_ok(|object| object.location).boxed();
         let deletion = async move { client.delete_stream(names).try_collect::<Vec<_>>().await };
-        let error = match self.executor.wait(OPERATION_LIMIT, deletion) {
+        let error = match self.executor.wait(DELETION_LIMIT, deletion) {
             Some(Ok(_)) => return self.remove_directory(),
             Some(Err(error)) => self.secrets.scrub(&error).to_string(),
             None => "no answer".to_owned(),

@@ -6,6 +6,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use kvbm_settings::Settings;
+#[cfg(feature = "nixl")]
+use kvbm_tiers::nixl::Direction;
+#[cfg(feature = "nixl")]
+use kvbm_tiers::nixl::raw::{Caller, RawNixl};
 use kvbm_tiers::raw::{RawCopy, RawRing};
 use kvbm_tiers::{DiskOptions, DramOptions, Geometry, SetupError};
 use object_store::local::LocalFileSystem;
@@ -21,8 +25,13 @@ use crate::failure::{Failure, with_causes};
 /// The raw medium of a contest.
 #[derive(Debug)]
 pub(super) enum Raw {
-    Copy { copy: Box<RawCopy>, threads: usize },
+    Copy {
+        copy: Box<RawCopy>,
+        threads: usize,
+    },
     Ring(Box<RawRing>),
+    #[cfg(feature = "nixl")]
+    Nixl(Box<RawNixl>),
     Client(Client),
 }
 
@@ -41,15 +50,16 @@ impl Raw {
                 Self::Copy { copy: Box::new(RawCopy::open(memory).map_err(setup)?), threads }
             }
             Bottom::Disk => {
-                let disk = DiskOptions {
-                    geometry,
-                    dirs: settings.disk.dirs.clone(),
-                    o_direct: settings.disk.o_direct,
-                    zerofill_fallback: settings.disk.zerofill_fallback,
-                    keep: None,
-                };
-                let ring = RawRing::open(memory, &disk, settings.disk.queue_depth);
+                let ring = RawRing::open(memory, &disk(settings, geometry), settings.disk.queue_depth);
                 Self::Ring(Box::new(ring.map_err(setup)?))
+            }
+            // The manager's batches, and as many of them in flight as its blocks.
+            #[cfg(feature = "nixl")]
+            Bottom::Nixl => {
+                let depth = settings.disk.queue_depth as usize;
+                let batch = depth.min(settings.transfer.max_batch as usize);
+                let nixl = RawNixl::posix(memory, &disk(settings, geometry), batch, depth / batch);
+                Self::Nixl(Box::new(nixl.map_err(setup)?))
             }
             Bottom::Object => Self::Client(Client::open(settings, geometry)?),
         })
@@ -61,6 +71,8 @@ impl Raw {
         match self {
             Self::Client(client) => client.sync(),
             Self::Copy { .. } | Self::Ring(_) => Ok(()),
+            #[cfg(feature = "nixl")]
+            Self::Nixl(_) => Ok(()),
         }
     }
 
@@ -69,6 +81,8 @@ impl Raw {
         match self {
             Self::Copy { copy, threads } => Ok(copy.run(*threads)),
             Self::Ring(ring) => ring.write().map_err(failed),
+            #[cfg(feature = "nixl")]
+            Self::Nixl(nixl) => nixl.run(Direction::Write, Caller::Direct).map_err(failed),
             Self::Client(client) => client.write(),
         }
     }
@@ -78,8 +92,20 @@ impl Raw {
         match self {
             Self::Copy { copy, threads } => Ok(copy.run(*threads)),
             Self::Ring(ring) => ring.read().map_err(failed),
+            #[cfg(feature = "nixl")]
+            Self::Nixl(nixl) => nixl.run(Direction::Read, Caller::Direct).map_err(failed),
             Self::Client(client) => client.read(),
         }
+    }
+}
+
+fn disk(settings: &Settings, geometry: Geometry) -> DiskOptions {
+    DiskOptions {
+        geometry,
+        dirs: settings.disk.dirs.clone(),
+        o_direct: settings.disk.o_direct,
+        zerofill_fallback: settings.disk.zerofill_fallback,
+        keep: None,
     }
 }
 

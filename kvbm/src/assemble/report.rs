@@ -1,0 +1,21 @@
+//! What probes found, for people.
+
+/// The state of NIXL under some settings.
+#[derive(Clone, Debug)]
+pub struct NixlReport {
+    /// Version and place of the library, or why there is none and how to get it.
+    pub library: Result<String, String>,
+    /// Plugins that lie beside it as files.
+    pub installed: Vec<String>,
+    /// The plugins that the settings turn on.
+    pub plugins: Vec<PluginReport>,
+}
+
+/// A plugin that is on.
+#[derive(Clone, Debug)]
+pub struct PluginReport {
+    /// Its name.
+    pub name: String,
+    /// What became of it, or why it does not run and what to do.
+    pub state: Result<String, String>,
+}
