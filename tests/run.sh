@@ -85,6 +85,15 @@ if grep -Eq '"lost": *[1-9]' "$scratch/replay.json"; then
     exit 1
 fi
 
+step 'transfer backends'
+backends=0
+tests/backends.sh || backends=$?
+case $backends in
+    0) ;;
+    77) skip 'NIXL cannot be installed here: its backends' ;;
+    *) exit "$backends" ;;
+esac
+
 step done
 sort -u "$scratch/skipped"
 echo "$passed tests passed, the replay found no wrong byte"

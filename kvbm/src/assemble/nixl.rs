@@ -25,10 +25,10 @@ pub(super) struct Nixl {
 
 impl Nixl {
     /// Starts the plugins that are on. The one that is on by default may be missing, and has nothing to move
-    /// within one process: it is not started.
+    /// within one process: it is not started. Who names a library asks for it.
     pub(super) fn start(settings: &Settings) -> Result<Self> {
-        if settings.nixl.is_default() {
-            say_once_if_missing(settings);
+        if settings.nixl.is_default() && settings.nixl.library.is_none() {
+            say_once_if_missing();
             return Ok(Self::default());
         }
         let enabled = settings.nixl.enabled();
@@ -164,10 +164,9 @@ fn chooses_queue(settings: &Settings) -> bool {
 }
 
 /// Nobody asked for NIXL, so its absence is no error; but who counts on it is told.
-fn say_once_if_missing(settings: &Settings) {
+fn say_once_if_missing() {
     static SAID: Once = Once::new();
-    let found = library_path(settings).map_or_else(find, |path| Ok(path.to_owned()));
-    if let Err(error) = found {
+    if let Err(error) = find() {
         SAID.call_once(|| tracing::info!("{error}. Blocks move natively"));
     }
 }

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 /// A request moves blocks of about so many bytes together: enough that its cost does not matter, few enough
 /// that its first block need not wait long for its last.
-const REQUEST_BYTES: usize = 4 << 20;
+const REQUEST_BYTES: usize = 1 << 20;
 /// How long the thread looks for completions without pause.
 const SPIN: Duration = Duration::from_micros(10);
 /// The longest pause between two looks.
@@ -112,11 +112,11 @@ impl Mover {
         }
     }
 
-    /// An eighth of the time that the hardware has been at it: short transfers are noticed soon, and long ones
-    /// cost few looks.
+    /// A sixteenth of the time that the hardware has been at it: short transfers are noticed soon, and long
+    /// ones cost few looks.
     fn nap(&self) -> Duration {
         let quiet = self.stirred.elapsed();
-        if quiet < SPIN { Duration::ZERO } else { (quiet / 8).min(LONGEST_NAP) }
+        if quiet < SPIN { Duration::ZERO } else { (quiet / 16).min(LONGEST_NAP) }
     }
 
     /// Queues a batch, its operations in the order of the other tier's slots: neighbours travel as one.
