@@ -182,6 +182,9 @@ fn plan(args: &PlanArgs) -> Result<Plan, Failure> {
         notes: notes(&input, &capacities),
         model,
     };
+    if is_deep && args.tiers.is_empty() {
+        plan.notes.push(format!("no tiers were given: blocks of {TIERS} are taken; see --tiers"));
+    }
     plan.notes.extend(tiers::notes(&tiers, input.miniature.blocks()));
     if args.what_if {
         let costs = args.costs.costs(block_bytes);
