@@ -78,10 +78,11 @@ impl HierarchyOutcome {
 impl Hierarchy {
     /// The tiers of `plans`, each with fresh policies.
     pub fn new(plans: &[TierPlan]) -> Self {
-        let levels = plans.iter().map(|plan| Level {
+        let uppers = plans.iter().take(1).chain(plans);
+        let levels = plans.iter().zip(uppers).map(|(plan, upper)| Level {
             capacity: plan.capacity,
             eviction: plan.eviction.build(plan.capacity),
-            admission: plan.admission.build(),
+            admission: plan.admission.build(upper.capacity),
         });
         Self(levels.collect())
     }
@@ -181,6 +182,9 @@ impl Simulation<'_> {
         }
         if let [stage, lower, ..] = &mut self.stages[index..] {
             lower.level.admission.touch(&access, &stage.tier);
+            if let Some(upkeep) = lower.level.admission.upkeep() {
+                upkeep();
+            }
         }
     }
 

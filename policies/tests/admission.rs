@@ -6,7 +6,9 @@ use std::collections::HashMap;
 
 use kvbm_policies::admission::{Candidates, Moment};
 use kvbm_policies::hierarchy::Level;
-use kvbm_policies::{Access, Admission, AdmissionKind, EvictionKind, Forest, Hierarchy, Workload};
+use kvbm_policies::{
+    Access, Admission, AdmissionKind, EvictionKind, Forest, Hierarchy, HierarchyOutcome, TierPlan, Workload,
+};
 use traces::load;
 
 const TRACES: [&str; 2] = ["conversation.jsonl.gz", "agentic.jsonl.gz"];
@@ -36,7 +38,7 @@ const SECOND_USE: [Published; 2] = [
 
 #[test]
 fn tiers_hit_as_often_as_published() {
-    let fixed = |kind: AdmissionKind| move || kind.build();
+    let fixed = |kind: AdmissionKind| move || kind.build(0);
     check("write-back", &WRITE_BACK, fixed(AdmissionKind::WriteBack));
     check("write-through", &WRITE_THROUGH, fixed(AdmissionKind::WriteThrough));
     check("second use", &SECOND_USE, || Box::new(SecondUse::default()));
@@ -53,7 +55,7 @@ fn check(rule: &str, published: &[Published; 2], admission: impl Fn() -> Box<dyn
                 eviction: EvictionKind::Lru.build(capacity),
                 admission,
             };
-            let levels = vec![level(device, AdmissionKind::WriteBack.build()), level(host, admission())];
+            let levels = vec![level(device, AdmissionKind::WriteBack.build(0)), level(host, admission())];
             let outcome = Hierarchy::of_levels(levels).simulate(&workload);
             let percent = outcome.token_hit_rate() * 100.0;
             let to_host = outcome.per_request(outcome.tiers[1].blocks_written);
@@ -62,6 +64,34 @@ fn check(rule: &str, published: &[Published; 2], admission: impl Fn() -> Box<dyn
             assert!(written.is_none_or(|written| (to_host - written).abs() < 0.5), "published: {written:?}");
         }
     }
+}
+
+/// Blocks of device, host and disk.
+const WITH_DISK: [u32; 3] = [1_000, 5_000, 50_000];
+
+#[test]
+fn selective_spares_the_disk() {
+    for trace in TRACES {
+        let Some(workload) = load(trace).map(|requests| requests.iter().collect::<Workload>()) else {
+            return;
+        };
+        let all = with_disk(trace, &workload, AdmissionKind::WriteBack);
+        let some = with_disk(trace, &workload, AdmissionKind::Selective);
+        let written = |outcome: &HierarchyOutcome| outcome.tiers[2].blocks_written as f64;
+        assert!(written(&some) <= 0.95 * written(&all));
+        assert!(some.token_hit_rate() >= 0.99 * all.token_hit_rate());
+    }
+}
+
+fn with_disk(trace: &str, workload: &Workload, disk: AdmissionKind) -> HierarchyOutcome {
+    let admissions = [AdmissionKind::WriteBack, AdmissionKind::WriteBack, disk];
+    let plan = |(capacity, admission)| TierPlan { capacity, eviction: EvictionKind::Hazard, admission };
+    let plans: Vec<_> = WITH_DISK.into_iter().zip(admissions).map(plan).collect();
+    let outcome = Hierarchy::new(&plans).simulate(workload);
+    let percent = outcome.token_hit_rate() * 100.0;
+    let to_disk = outcome.per_request(outcome.tiers[2].blocks_written);
+    eprintln!("{trace}, hazard, {disk} to disk: {percent:.2} % [{to_disk:.2}]");
+    outcome
 }
 
 /// Writes what was used before.

@@ -72,7 +72,11 @@ pub(super) fn simulate(
 ) -> Vec<Traffic> {
     let small = &input.miniature;
     let sizes: Vec<_> = sizes.iter().filter(|size| size.capacity > 0).collect();
-    let plan = |size: &&TierSize| TierPlan { capacity: small.capacity(size.capacity), eviction, admission };
+    let plan = |size: &&TierSize| TierPlan {
+        capacity: small.capacity(size.capacity),
+        eviction,
+        admission: admission_to(size.tier, &sizes, admission),
+    };
     let outcome = Hierarchy::new(&sizes.iter().map(plan).collect::<Vec<_>>()).simulate(small.workload());
     let traffic = |(size, tier): (&&TierSize, &TierOutcome)| Traffic {
         tier: size.tier,
@@ -87,6 +91,16 @@ pub(super) fn simulate(
         first.blocks_read += hot / f64::from(BLOCK_TOKENS);
     }
     traffic
+}
+
+/// What `selective` refuses is lost to all tiers further down, so memory takes everything unless it is the last.
+fn admission_to(tier: Tier, sizes: &[&TierSize], chosen: AdmissionKind) -> AdmissionKind {
+    let is_memory = matches!(tier, Tier::Device | Tier::Host);
+    let is_last = sizes.last().is_some_and(|last| last.tier == tier);
+    match chosen {
+        AdmissionKind::Selective if is_memory && !is_last => AdmissionKind::WriteBack,
+        _ => chosen,
+    }
 }
 
 /// Tiers under one way of admission. Serialises to a part of the command's JSON.

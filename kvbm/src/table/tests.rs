@@ -20,7 +20,7 @@ fn small_table(eviction: EvictionKind, admission: Option<AdmissionKind>) -> Tabl
         pool: FramePool::new(tier, slots),
         policy: eviction.build(slots),
         flush_to,
-        admission: admission.map(AdmissionKind::build),
+        admission: admission.map(|kind| kind.build(slots)),
     }))
 }
 

@@ -254,7 +254,8 @@ impl TierTable {
 
     /// What the policies want done elsewhere.
     pub(super) fn upkeep(&mut self) -> impl Iterator<Item = Upkeep> {
-        self.policy.upkeep().into_iter()
+        let admission = self.admission.as_mut().and_then(|rule| rule.upkeep());
+        self.policy.upkeep().into_iter().chain(admission)
     }
 
     /// Tells the policy about a leaf that may have become evictable.

@@ -4,13 +4,32 @@
 //! the upper tier, or never; an [`Admission`] decides. It is asked about *candidates*, blocks one below another
 //! that the lower tier lacks while it holds all above them, and answers how many of the first of them to
 //! write: a lower tier is prefix-closed as every tier is, so nothing else could be kept.
+//!
+//! | module | name | writes |
+//! |---|---|---|
+//! | [`fixed`] | `write_through` | every block as soon as it is used |
+//! | [`fixed`] | `write_back` | every block when it is about to leave the upper tier |
+//! | [`selective`] | `selective` | what is about to leave and likely enough to return |
+//! | [`budget`] | | at most so many bytes a day, the likeliest to return first |
+//! | `worth` | | how likely a block is to return, and compared to the others |
+
+pub mod budget;
+pub mod fixed;
+#[cfg(test)]
+mod properties;
+pub mod selective;
+mod worth;
 
 use std::fmt;
 use std::str::FromStr;
 
 use thiserror::Error;
 
-use crate::eviction::{Access, BlockId, Forest, RequestId};
+pub use budget::{Budget, Budgeted};
+pub use fixed::{WriteBack, WriteThrough};
+pub use selective::Selective;
+
+use crate::eviction::{Access, BlockId, Forest, RequestId, Upkeep};
 
 /// Blocks one below another that the lower tier lacks, while it holds everything above them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,11 +45,14 @@ pub struct Candidates {
 pub enum Moment {
     /// A request has just used the candidates. Those not admitted are asked about again.
     Used,
-    /// The last candidate is about to leave the upper tier: now or never.
+    /// The last candidate, a leaf, is about to leave the upper tier: now or never.
     Leaving,
 }
 
 /// The rule by which blocks go from an upper tier to the one below. Its blocks are those of the upper tier.
+///
+/// Called under the lock of the tiers' owner, like an [`Eviction`](crate::Eviction) policy: it hears the same of
+/// the upper tier, and should answer in microseconds.
 pub trait Admission: Send + fmt::Debug {
     /// A request used a path of the upper tier, as in [`Eviction::touch`](crate::Eviction::touch).
     fn touch(&mut self, _access: &Access, _forest: &dyn Forest) {}
@@ -41,31 +63,13 @@ pub trait Admission: Send + fmt::Debug {
     /// `request` has ended and generated `output_tokens`.
     fn finished(&mut self, _request: RequestId, _output_tokens: u32, _now_ms: u64) {}
 
+    /// Work for another thread, as in [`Eviction::upkeep`](crate::Eviction::upkeep).
+    fn upkeep(&mut self) -> Option<Upkeep> {
+        None
+    }
+
     /// How many of the candidates to write, from the first one on. The caller writes them.
     fn admit(&mut self, candidates: Candidates, moment: Moment, now_ms: u64, forest: &dyn Forest) -> u32;
-}
-
-/// Writes every block as soon as it is used.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct WriteThrough;
-
-impl Admission for WriteThrough {
-    fn admit(&mut self, candidates: Candidates, _moment: Moment, _now_ms: u64, _forest: &dyn Forest) -> u32 {
-        candidates.blocks
-    }
-}
-
-/// Writes every block when it is about to leave the upper tier.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct WriteBack;
-
-impl Admission for WriteBack {
-    fn admit(&mut self, candidates: Candidates, moment: Moment, _now_ms: u64, _forest: &dyn Forest) -> u32 {
-        match moment {
-            Moment::Used => 0,
-            Moment::Leaving => candidates.blocks,
-        }
-    }
 }
 
 /// The rules that a live tier may use, by name.
@@ -76,25 +80,29 @@ pub enum AdmissionKind {
     /// [`WriteBack`].
     #[default]
     WriteBack,
+    /// [`Selective`].
+    Selective,
 }
 
 impl AdmissionKind {
     /// Every rule.
-    pub const ALL: [Self; 2] = [Self::WriteThrough, Self::WriteBack];
+    pub const ALL: [Self; 3] = [Self::WriteThrough, Self::WriteBack, Self::Selective];
 
     /// The name used in settings and reports.
     pub const fn name(self) -> &'static str {
         match self {
             Self::WriteThrough => "write_through",
             Self::WriteBack => "write_back",
+            Self::Selective => "selective",
         }
     }
 
-    /// A fresh rule of this kind.
-    pub fn build(self) -> Box<dyn Admission> {
+    /// A fresh rule of this kind below a tier of `upper` blocks.
+    pub fn build(self, upper: u32) -> Box<dyn Admission> {
         match self {
             Self::WriteThrough => Box::new(WriteThrough),
             Self::WriteBack => Box::new(WriteBack),
+            Self::Selective => Box::new(Selective::with_capacity(upper)),
         }
     }
 }

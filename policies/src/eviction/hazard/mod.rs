@@ -20,6 +20,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use self::fit::{Model, Record};
+pub(crate) use self::segments::GHOST_MS;
 use self::segments::{Segments, StrandId};
 use super::{Access, BlockId, Eviction, Forest, RequestId, Standing, Upkeep};
 
@@ -79,6 +80,16 @@ impl Hazard {
             next_fit: fit_after(0),
             learning: None,
         }
+    }
+
+    /// The probability that `block` is used within `within_ms` from the last call on. `None`: it is not
+    /// resident.
+    pub(crate) fn return_chance(&self, block: BlockId, within_ms: u64) -> Option<f32> {
+        let state = self.segments.state(block)?;
+        if state.will_not_return {
+            return Some(0.0);
+        }
+        Some(rank::return_chance(&self.model, state.profile, state.age_ms, within_ms))
     }
 
     /// Ranks the tail of `strand` and puts it into the queue.

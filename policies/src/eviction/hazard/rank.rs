@@ -29,6 +29,20 @@ pub(super) fn gittins(model: &Model, profile: Profile, age_ms: u64) -> f32 {
     best
 }
 
+/// The probability of a use between the ages `age_ms` and `age_ms + within_ms`.
+pub(super) fn return_chance(model: &Model, profile: Profile, age_ms: u64, within_ms: u64) -> f32 {
+    let effect = model.effect(profile);
+    let (now, then) = (Age::from_ms(age_ms), Age::from_ms(age_ms.saturating_add(within_ms)));
+    let returns: f32 = (now.bin()..=then.bin())
+        .map(|bin| {
+            let from = if bin == now.bin() { now.part() } else { 0.0 };
+            let until = if bin == then.bin() { then.part() } else { 1.0 };
+            model.base[bin] * effect[bin / GROUP] * (until - from).max(0.0)
+        })
+        .sum();
+    1.0 - (-returns).exp()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -40,5 +54,16 @@ mod tests {
             assert!(rank(minutes * 60_000) > rank((minutes + 1) * 60_000), "{minutes}");
         }
         assert!(rank(u64::MAX) >= 0.0);
+    }
+
+    #[test]
+    fn a_return_is_likelier_the_longer_one_waits() {
+        let chance =
+            |age_ms, within_ms| return_chance(&Model::default(), Profile::default(), age_ms, within_ms);
+        for age_ms in [0, 1_000, 100_000, u64::MAX] {
+            let chances = [0, 1_000, 60_000, 900_000, u64::MAX].map(|within_ms| chance(age_ms, within_ms));
+            assert!(chances.is_sorted() && chances[0] >= 0.0 && chances[4] <= 1.0, "{chances:?}");
+        }
+        assert!(chance(0, 60_000) > chance(100_000, 60_000));
     }
 }

@@ -15,7 +15,7 @@ use super::factors::{self, MANY_REUSES, Profile, Traits, UNPARTED};
 use super::fit::{Age, Record};
 
 /// Blocks that have left are remembered until so long after their last use.
-pub(super) const GHOST_MS: u64 = 900_000;
+pub(crate) const GHOST_MS: u64 = 900_000;
 
 /// Ghosts beyond two for each resident block are too many.
 const GHOSTS: usize = 65_536;
@@ -119,9 +119,9 @@ struct Expiry {
     life: u32,
 }
 
-/// What is known of the block that a strand may lose next.
+/// What is known of a resident block.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Tail {
+pub(super) struct State {
     pub(super) profile: Profile,
     pub(super) age_ms: u64,
     pub(super) will_not_return: bool,
@@ -678,12 +678,21 @@ impl Segments {
     }
 
     /// What is known of the last resident block of a strand.
-    pub(super) fn tail(&self, id: StrandId) -> Option<Tail> {
+    pub(super) fn tail(&self, id: StrandId) -> Option<State> {
         let strand = &self.strands[id as usize];
         let last = strand.resident.checked_sub(1)?;
-        let (start, segment) = self.segment(Node { strand: id, depth: strand.start + last })?;
+        self.state_at(Node { strand: id, depth: strand.start + last })
+    }
+
+    /// What is known of a resident block. Looks through its strand from the tail up.
+    pub(super) fn state(&self, block: BlockId) -> Option<State> {
+        self.state_at(self.find(block, u32::MAX)?)
+    }
+
+    fn state_at(&self, node: Node) -> Option<State> {
+        let (start, segment) = self.segment(node)?;
         let visit = &self.visits[segment.visit as usize];
-        Some(Tail {
+        Some(State {
             profile: self.profile(&segment, start),
             age_ms: self.age_ms(&segment),
             will_not_return: visit.will_not_return && segment.reuse == 0,

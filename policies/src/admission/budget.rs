@@ -1,0 +1,220 @@
+//! Bounds what is written.
+
+use super::worth::{Estimator, Tally};
+use super::{Admission, Candidates, Moment};
+use crate::eviction::{Access, BlockId, Forest, RequestId, Upkeep};
+
+/// How much may be written to a medium that wears out, in bytes a day. No 24 hours see more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Budget {
+    /// Bytes a day. 0: nothing is written.
+    pub bytes_per_day: u64,
+}
+
+const DAY_MS: u64 = 86_400_000;
+/// Hours, of the day's 24, whose allowance may be saved up.
+const SAVED_HOURS: u64 = 1;
+
+impl Budget {
+    /// So many times a medium of `capacity_bytes` a day, as endurance is specified for drives. Nothing for what
+    /// is negative or no number.
+    pub fn drive_writes_per_day(drive_writes: f64, capacity_bytes: u64) -> Self {
+        Self { bytes_per_day: (drive_writes * capacity_bytes as f64) as u64 }
+    }
+}
+
+/// Another rule, within a [`Budget`].
+///
+/// Of what the other rule admits, only so much is written as the budget allows, in the blocks that are the most
+/// likely to return: the shorter the budget, the likelier they have to be. While the budget exceeds the demand it
+/// changes nothing.
+///
+/// An allowance runs up at 23/24 of the daily rate, to at most an hour's worth: so no day sees more than the
+/// budget, wherever it begins.
+///
+/// O(1) a question; per use and in memory, what the policy `hazard` costs, besides the other rule.
+#[derive(Debug)]
+pub struct Budgeted {
+    inner: Box<dyn Admission>,
+    bucket: Bucket,
+    block_bytes: u64,
+    estimator: Estimator,
+    tally: Tally,
+}
+
+impl Budgeted {
+    /// Holds `inner` to `budget`, below a tier of `upper` blocks of `block_bytes` bytes.
+    pub fn new(inner: Box<dyn Admission>, budget: Budget, upper: u32, block_bytes: u64) -> Self {
+        Self {
+            inner,
+            bucket: Bucket::new(budget),
+            block_bytes: block_bytes.max(1),
+            estimator: Estimator::with_capacity(upper),
+            tally: Tally::new(),
+        }
+    }
+
+    /// Whether the demand of late for blocks worth more than `worth` leaves something of the budget.
+    fn is_affordable(&self, worth: f32) -> bool {
+        let allowance = self.bucket.level.saturating_add(self.bucket.income(self.tally.span_ms()));
+        self.tally.blocks_above(worth) * self.block_bytes as f32 <= allowance as f32
+    }
+}
+
+impl Admission for Budgeted {
+    fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+        self.inner.touch(access, forest);
+        self.estimator.touch(access, forest);
+    }
+
+    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+        self.inner.remove(block, exposed);
+        self.estimator.remove(block, exposed);
+    }
+
+    fn finished(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) {
+        self.inner.finished(request, output_tokens, now_ms);
+        self.estimator.finished(request, output_tokens, now_ms);
+    }
+
+    fn upkeep(&mut self) -> Option<Upkeep> {
+        match (self.inner.upkeep(), self.estimator.upkeep()) {
+            (Some(one), Some(other)) => Some(Box::new(move || {
+                one();
+                other();
+            })),
+            (one, other) => one.or(other),
+        }
+    }
+
+    fn admit(&mut self, candidates: Candidates, moment: Moment, now_ms: u64, forest: &dyn Forest) -> u32 {
+        let wanted = self.inner.admit(candidates, moment, now_ms, forest).min(candidates.blocks);
+        self.bucket.advance(now_ms);
+        if wanted == 0 {
+            return 0;
+        }
+        let worth = self.estimator.worth(candidates.last);
+        let affordable = self.is_affordable(worth);
+        self.tally.add(worth, wanted, now_ms);
+        let blocks = if affordable { u64::from(wanted).min(self.bucket.level / self.block_bytes) } else { 0 };
+        self.bucket.level -= blocks * self.block_bytes;
+        blocks as u32
+    }
+}
+
+/// What may be written right now, in bytes.
+#[derive(Debug)]
+struct Bucket {
+    budget: Budget,
+    level: u64,
+    filled_ms: Option<u64>,
+}
+
+impl Bucket {
+    const fn new(budget: Budget) -> Self {
+        let most = budget.bytes_per_day / 24 * SAVED_HOURS;
+        Self { budget, level: most, filled_ms: None }
+    }
+
+    const fn most(&self) -> u64 {
+        self.budget.bytes_per_day / 24 * SAVED_HOURS
+    }
+
+    /// What runs up in `ms` milliseconds.
+    fn income(&self, ms: u64) -> u64 {
+        let daily = u128::from(self.budget.bytes_per_day - self.most());
+        (daily * u128::from(ms) / u128::from(DAY_MS)).try_into().unwrap_or(u64::MAX)
+    }
+
+    fn advance(&mut self, now_ms: u64) {
+        let filled_ms = *self.filled_ms.get_or_insert(now_ms);
+        let income = self.income(now_ms.saturating_sub(filled_ms));
+        // What is less than a byte goes on running up.
+        if income > 0 {
+            self.level = self.level.saturating_add(income).min(self.most());
+            self.filled_ms = Some(now_ms);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::WriteThrough;
+    use super::*;
+    use crate::eviction::Standing;
+
+    /// An upper tier that was never used.
+    struct Nothing;
+
+    impl Forest for Nothing {
+        fn standing(&self, _block: BlockId) -> Standing {
+            Standing::Evictable
+        }
+
+        fn parent(&self, _block: BlockId) -> Option<BlockId> {
+            None
+        }
+
+        fn key(&self, _block: BlockId) -> u64 {
+            0
+        }
+    }
+
+    const HOUR_MS: u64 = DAY_MS / 24;
+
+    /// What of `wants`, blocks with the time since the question before, is written, with the time.
+    fn written(bytes_per_day: u64, block_bytes: u64, wants: &[(u64, u32)]) -> Vec<(u64, u64)> {
+        let budget = Budget { bytes_per_day };
+        let mut rule = Budgeted::new(Box::new(WriteThrough), budget, 8, block_bytes);
+        let mut now_ms = 0;
+        let mut ask = |&(gap_ms, blocks)| {
+            now_ms += gap_ms;
+            let candidates = Candidates { last: BlockId(0), blocks };
+            (now_ms, u64::from(rule.admit(candidates, Moment::Used, now_ms, &Nothing)) * block_bytes)
+        };
+        wants.iter().map(&mut ask).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn no_day_sees_more_than_the_budget(
+            bytes_per_day in 0_u64..1_000_000,
+            block_bytes in 1_u64..5_000,
+            wants in prop::collection::vec((0..2 * HOUR_MS, 0_u32..300), 0..200),
+        ) {
+            let written = written(bytes_per_day, block_bytes, &wants);
+            for (first, &(begin_ms, _)) in written.iter().enumerate() {
+                let day = written[first..].iter().take_while(|&&(at_ms, _)| at_ms < begin_ms + DAY_MS);
+                prop_assert!(day.map(|&(_, bytes)| bytes).sum::<u64>() <= bytes_per_day);
+            }
+        }
+    }
+
+    #[test]
+    fn an_ample_budget_changes_nothing() {
+        let wants: Vec<_> = (0..100).map(|at| (60_000, at % 40)).collect();
+        let written = written(u64::MAX, 1, &wants);
+        assert!(written.iter().zip(wants).all(|(&(_, bytes), (_, blocks))| bytes == u64::from(blocks)));
+    }
+
+    #[test]
+    fn no_budget_writes_nothing() {
+        assert!(written(0, 1, &[(0, 10), (DAY_MS, 10), (DAY_MS, 10)]).iter().all(|&(_, bytes)| bytes == 0));
+    }
+
+    #[test]
+    fn most_of_a_steady_budget_is_used() {
+        let wants = vec![(HOUR_MS / 60, 100); 2 * 24 * 60];
+        let bytes: u64 = written(100_000, 10, &wants).iter().map(|&(_, bytes)| bytes).sum();
+        assert!((180_000..=200_000).contains(&bytes), "{bytes}");
+    }
+
+    #[test]
+    fn drive_writes_are_times_the_capacity() {
+        assert_eq!(Budget::drive_writes_per_day(0.5, 4_000).bytes_per_day, 2_000);
+        assert_eq!(Budget::drive_writes_per_day(-1.0, 4_000).bytes_per_day, 0);
+        assert_eq!(Budget::drive_writes_per_day(f64::NAN, 4_000).bytes_per_day, 0);
+    }
+}

@@ -1,0 +1,160 @@
+//! How likely a block is to return, and how that compares to other candidates.
+
+use crate::eviction::hazard::GHOST_MS;
+use crate::eviction::{Access, BlockId, Eviction, Forest, Hazard, RequestId, Upkeep};
+
+/// A block is worth as much as it is likely to be used within so many milliseconds. The model knows little of
+/// blocks unused for longer than [`GHOST_MS`], and few are half that old when they leave.
+pub(super) const RETURN_HORIZON_MS: u64 = GHOST_MS / 2;
+
+/// What does not return counts as such only when it is forgotten. When so many milliseconds have passed, as
+/// many failures have been counted as returns are waited for.
+const LEARNING_MS: u64 = 2 * GHOST_MS;
+
+/// Estimates how likely blocks of the upper tier are to return, by the model of [`Hazard`]. That learns from
+/// every return, also of blocks that have left the tier, and from what has not returned so far.
+///
+/// It costs what the policy `hazard` costs, in time and memory.
+#[derive(Debug)]
+pub(super) struct Estimator {
+    model: Hazard,
+    /// When it will have learned enough to refuse anything, once it has seen a use.
+    ready_ms: Option<u64>,
+}
+
+impl Estimator {
+    pub(super) fn with_capacity(upper: u32) -> Self {
+        Self { model: Hazard::with_capacity(upper), ready_ms: None }
+    }
+
+    pub(super) fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+        self.ready_ms.get_or_insert(access.now_ms.saturating_add(LEARNING_MS));
+        self.model.touch(access, forest);
+    }
+
+    pub(super) fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+        self.model.remove(block, exposed);
+    }
+
+    pub(super) fn finished(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) {
+        self.model.finished(request, output_tokens, now_ms);
+    }
+
+    pub(super) fn upkeep(&mut self) -> Option<Upkeep> {
+        self.model.upkeep()
+    }
+
+    /// Whether it has seen enough blocks fail to return.
+    pub(super) fn is_ready(&self, now_ms: u64) -> bool {
+        self.ready_ms.is_some_and(|ready_ms| ready_ms <= now_ms)
+    }
+
+    /// The probability that `block` returns within the horizon; 1 where it is not known.
+    pub(super) fn worth(&self, block: BlockId) -> f32 {
+        self.model.return_chance(block, RETURN_HORIZON_MS).unwrap_or(1.0)
+    }
+}
+
+/// What candidates were worth lately. The older, the less they count: all is halved after every
+/// [`HALF_LIFE`] of them.
+#[derive(Debug)]
+pub(super) struct Tally {
+    /// By class of worth, the lowest first.
+    classes: [Class; CLASSES],
+    /// For how long, in milliseconds, likewise halved.
+    span_ms: u64,
+    last_ms: Option<u64>,
+    /// Questions.
+    asked: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Class {
+    blocks: f32,
+    returns: f32,
+}
+
+/// 25 for each doubling of the probability, the lowest for all below 1/65,536.
+const CLASSES: usize = 401;
+const CLASSES_A_DOUBLING: f32 = 25.0;
+
+/// Questions.
+const HALF_LIFE: u64 = 4096;
+
+impl Tally {
+    pub(super) fn new() -> Self {
+        Self { classes: [Class::default(); CLASSES], span_ms: 0, last_ms: None, asked: 0 }
+    }
+
+    /// Counts `blocks` candidates at `now_ms`, each of which is worth `worth`.
+    pub(super) fn add(&mut self, worth: f32, blocks: u32, now_ms: u64) {
+        self.span_ms += now_ms.saturating_sub(*self.last_ms.get_or_insert(now_ms));
+        self.last_ms = self.last_ms.max(Some(now_ms));
+        let class = &mut self.classes[class(worth)];
+        class.blocks += blocks as f32;
+        class.returns += blocks as f32 * worth;
+        self.asked += 1;
+        if self.asked.is_multiple_of(HALF_LIFE) {
+            self.halve();
+        }
+    }
+
+    fn halve(&mut self) {
+        self.span_ms /= 2;
+        for class in &mut self.classes {
+            class.blocks /= 2.0;
+            class.returns /= 2.0;
+        }
+    }
+
+    /// The part of all returns that is expected of candidates worth no more than `worth`.
+    pub(super) fn share_of_returns_up_to(&self, worth: f32) -> f32 {
+        let returns = |classes: &[Class]| classes.iter().map(|class| class.returns).sum::<f32>();
+        returns(&self.classes[..=class(worth)]) / returns(&self.classes).max(f32::MIN_POSITIVE)
+    }
+
+    /// Blocks worth more than `worth`.
+    pub(super) fn blocks_above(&self, worth: f32) -> f32 {
+        self.classes[class(worth) + 1..].iter().map(|class| class.blocks).sum()
+    }
+
+    /// The time for which candidates are counted, in milliseconds.
+    pub(super) const fn span_ms(&self) -> u64 {
+        self.span_ms
+    }
+}
+
+fn class(worth: f32) -> usize {
+    let doublings = worth.clamp(f32::MIN_POSITIVE, 1.0).log2();
+    (CLASSES as f32 - 1.0 + CLASSES_A_DOUBLING * doublings).max(0.0) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn shares_grow_with_the_worth(candidates in prop::collection::vec((0_f32..=1.0, 1_u32..100), 1..50)) {
+            let mut tally = Tally::new();
+            candidates.iter().for_each(|&(worth, blocks)| tally.add(worth, blocks, 0));
+            let mut worths: Vec<_> = candidates.iter().map(|&(worth, _)| worth).collect();
+            worths.sort_by(f32::total_cmp);
+            let shares: Vec<_> = worths.iter().map(|&worth| tally.share_of_returns_up_to(worth)).collect();
+            prop_assert!(shares.is_sorted() && shares.iter().all(|share| (0.0..=1.001).contains(share)));
+            prop_assert!(worths.iter().map(|&worth| tally.blocks_above(worth)).is_sorted_by(|a, b| a >= b));
+            prop_assert!(tally.blocks_above(1.0).abs() < f32::EPSILON);
+        }
+    }
+
+    #[test]
+    fn what_is_long_past_counts_no_more() {
+        let mut tally = Tally::new();
+        tally.add(1.0, 1_000, 0);
+        (1..=20 * HALF_LIFE).for_each(|now_ms| tally.add(0.1, 1, now_ms));
+        assert!(tally.blocks_above(0.5) < 0.01);
+        assert!((HALF_LIFE..=2 * HALF_LIFE).contains(&tally.span_ms()));
+    }
+}
