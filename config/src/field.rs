@@ -8,12 +8,12 @@ use std::str::FromStr;
 
 use crate::nixl::{parameter_name, plugin_name};
 use crate::settings::{
-    Capacity, DiskBackend, EvictionPolicy, ObjectBackend, SECRET_SET, Settings, may_hold_credentials,
-    shown_url,
+    AdmissionMode, Capacity, DiskBackend, EvictionPolicy, ObjectBackend, SECRET_SET, Settings, WriteBudget,
+    may_hold_credentials, shown_url,
 };
 use crate::value::{
-    BOOLEANS, CAPACITIES, DIRECTORIES, InvalidValue, SIZES, format_size, parse_boolean, parse_directories,
-    parse_share, parse_size, parse_text, parse_whole, split_directories, whole_numbers,
+    BOOLEANS, BUDGETS, CAPACITIES, DIRECTORIES, InvalidValue, SIZES, format_size, parse_boolean,
+    parse_directories, parse_share, parse_size, parse_text, parse_whole, split_directories, whole_numbers,
 };
 
 /// How an optional setting is written that is not set.
@@ -51,6 +51,7 @@ pub(crate) enum Field {
     Bytes(At<u64>, RangeInclusive<u64>),
     BytesIfSet(At<Option<u64>>, RangeInclusive<u64>),
     Capacity(At<Option<Capacity>>),
+    Budget(At<Option<WriteBudget>>),
     Share(At<f64>),
     Port(At<u16>),
     Address(At<IpAddr>),
@@ -99,6 +100,7 @@ impl Field {
             Self::Bytes(at, range) => put(at(settings), parse_size_in(text, range)),
             Self::BytesIfSet(at, range) => put(at(settings), if_set(text, |text| parse_size_in(text, range))),
             Self::Capacity(at) => put(at(settings), if_set(text, str::parse).map(some_room)),
+            Self::Budget(at) => put(at(settings), if_set(text, str::parse)),
             Self::Share(at) => put(at(settings), parse_share(text)),
             Self::Port(at) => put(at(settings), parse_whole(text, &(0..=65_535)).map(|port| port as u16)),
             Self::Address(at) => {
@@ -125,6 +127,7 @@ impl Field {
             Self::Bytes(at, _) => Some(format_size(*at(settings))),
             Self::BytesIfSet(at, _) => at(settings).map(format_size),
             Self::Capacity(at) => at(settings).map(|capacity| capacity.to_string()),
+            Self::Budget(at) => at(settings).map(|budget| budget.to_string()),
             Self::Share(at) => Some(at(settings).to_string()),
             Self::Port(at) => Some(at(settings).to_string()),
             Self::Address(at) => Some(at(settings).to_string()),
@@ -164,6 +167,7 @@ impl Field {
             Self::Millis(_, range) => format!("{}, in milliseconds", whole_numbers(range)),
             Self::Bytes(_, range) | Self::BytesIfSet(_, range) => sizes(range),
             Self::Capacity(_) => CAPACITIES.to_owned(),
+            Self::Budget(_) => BUDGETS.to_owned(),
             Self::Share(_) => "a number from 0 to 1".to_owned(),
             Self::Port(_) => whole_numbers(&(0..=65_535)),
             Self::Address(_) => "an IPv4 or IPv6 address".to_owned(),
@@ -285,7 +289,7 @@ macro_rules! choice {
     )*};
 }
 
-choice!(DiskBackend, EvictionPolicy, ObjectBackend);
+choice!(AdmissionMode, DiskBackend, EvictionPolicy, ObjectBackend);
 
 #[cfg(test)]
 mod tests {

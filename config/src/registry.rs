@@ -240,6 +240,23 @@ pub(crate) static KEYS: &[Key] = &[
         in_use: true,
     },
     Key {
+        path: "disk.admission",
+        field: Field::Choice(|s| &mut s.disk.admission),
+        variables: &[own("DYN_KVBM_DISK_ADMISSION", Form::Plain)],
+        doc: "Which blocks of the host tier are written to disk, and when. `write_through`: all, soon; `write_back`: \
+              all, when they are about to leave the host; `selective`: of these, what is likely enough to return \
+              (docs/policies.md).",
+        in_use: true,
+    },
+    Key {
+        path: "disk.write_budget",
+        field: Field::Budget(|s| &mut s.disk.write_budget),
+        variables: &[own("DYN_KVBM_DISK_WRITE_BUDGET", Form::Plain)],
+        doc: "How much is written to the disk tier in a day at most, the blocks likeliest to return first; `none`: no \
+              limit. `0`: nothing is written.",
+        in_use: true,
+    },
+    Key {
         path: "object.url",
         field: Field::Url(|s| &mut s.object.url, &["file", "s3", "memory"]),
         variables: &[

@@ -93,6 +93,10 @@ pub struct DiskSettings {
     pub queue_depth: u32,
     /// Leave the files in place at shutdown.
     pub keep: bool,
+    /// Which blocks are written, and when.
+    pub admission: AdmissionMode,
+    /// How much is written at most; `None`: no limit.
+    pub write_budget: Option<WriteBudget>,
 }
 
 impl Default for DiskSettings {
@@ -105,6 +109,8 @@ impl Default for DiskSettings {
             backend: DiskBackend::Auto,
             queue_depth: 32,
             keep: false,
+            admission: AdmissionMode::WriteThrough,
+            write_budget: None,
         }
     }
 }
@@ -353,6 +359,43 @@ impl EvictionPolicy {
             Self::Turn => "turn",
         }
     }
+}
+
+/// Which blocks go down a tier, and when.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AdmissionMode {
+    /// Every block, soon after it came.
+    #[default]
+    WriteThrough,
+    /// Every block, when it is about to leave the tier above.
+    WriteBack,
+    /// What is about to leave the tier above and likely enough to return.
+    Selective,
+}
+
+impl AdmissionMode {
+    /// Every choice.
+    pub const ALL: &'static [Self] = &[Self::WriteThrough, Self::WriteBack, Self::Selective];
+
+    /// How the choice is written.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::WriteThrough => "write_through",
+            Self::WriteBack => "write_back",
+            Self::Selective => "selective",
+        }
+    }
+}
+
+/// How much may be written to a medium that wears out.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WriteBudget {
+    /// So many bytes in any 24 hours.
+    BytesPerDay(u64),
+    /// So many times the tier's size in any 24 hours.
+    DriveWritesPerDay(f64),
 }
 
 /// What is exported.

@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::{fmt, path::PathBuf};
 
-use crate::settings::Capacity;
+use crate::settings::{Capacity, WriteBudget};
 
 /// Why a text is not a value of its sort, and what would be.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -27,6 +27,7 @@ pub(crate) const SIZES: &str = "bytes as a whole number, or a number with a unit
                                 TiB) such as 64KiB or 1.5GB";
 pub(crate) const CAPACITIES: &str =
     "a size such as 1.5GB, a number of blocks such as `5000 blocks`, or 0 for no tier";
+pub(crate) const BUDGETS: &str = "a size a day such as 500GB, drive-writes a day such as 0.5dwpd, or none";
 pub(crate) const DIRECTORIES: &str = "directories separated by `:` or `,`; in TOML also an array";
 
 /// Units of [`parse_size`], in bytes.
@@ -121,6 +122,35 @@ impl FromStr for Capacity {
             None => parse_size(text).map(Self::Bytes),
         };
         capacity.map_err(|invalid| InvalidValue::new(invalid.reason, CAPACITIES))
+    }
+}
+
+impl fmt::Display for WriteBudget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::BytesPerDay(bytes) => f.write_str(&format_size(*bytes)),
+            Self::DriveWritesPerDay(times) => write!(f, "{times}dwpd"),
+        }
+    }
+}
+
+impl FromStr for WriteBudget {
+    type Err = InvalidValue;
+
+    /// A size as in [`parse_size`], which is meant a day, or `N dwpd`: drive-writes a day.
+    fn from_str(text: &str) -> Result<Self, InvalidValue> {
+        let text = text.trim().to_ascii_lowercase();
+        let Some(times) = text.strip_suffix("dwpd") else {
+            return parse_size(&text)
+                .map(Self::BytesPerDay)
+                .map_err(|no| InvalidValue::new(no.reason, BUDGETS));
+        };
+        let times: f64 = times.trim().parse().map_err(|_| InvalidValue::new("not a number", BUDGETS))?;
+        if times.is_finite() && times >= 0.0 {
+            Ok(Self::DriveWritesPerDay(times))
+        } else {
+            Err(InvalidValue::new("out of range", BUDGETS))
+        }
     }
 }
 
@@ -289,6 +319,23 @@ mod tests {
             assert!(parse_whole(text, &(0..=10)).is_err(), "{text}");
         }
         assert!(parse_whole("11", &(0..=10)).unwrap_err().to_string().ends_with("from 0 to 10"));
+    }
+
+    #[test]
+    fn budgets_are_sizes_or_drive_writes() {
+        let budgets = [
+            ("500GB", WriteBudget::BytesPerDay(500_000_000_000)),
+            ("0", WriteBudget::BytesPerDay(0)),
+            (" 0.5 DWPD", WriteBudget::DriveWritesPerDay(0.5)),
+        ];
+        for (text, budget) in budgets {
+            assert_eq!(text.parse(), Ok(budget), "{text}");
+            assert_eq!(budget.to_string().parse(), Ok(budget));
+        }
+        for text in ["", "-1dwpd", "NaN dwpd", "dwpd", "inf dwpd", "lots"] {
+            let error = text.parse::<WriteBudget>().unwrap_err();
+            assert!(error.to_string().ends_with(BUDGETS), "{text}");
+        }
     }
 
     #[test]

@@ -7,6 +7,9 @@ use crate::sync::Mutex;
 
 /// The curve reaches so many times the largest tier.
 const REACH: u32 = 4;
+/// It reaches at least so far, in blocks: the further, the fewer blocks are followed, and a request must not
+/// be held up by an estimate.
+const LEAST: u32 = 1 << 19;
 /// Every so often, in milliseconds, what was observed before loses half of its weight.
 const HALF_LIFE_MS: u64 = 600_000;
 
@@ -25,7 +28,7 @@ impl Demand {
     /// For tiers of up to `largest` blocks.
     pub(crate) fn of_tiers(largest: u32) -> Self {
         // Hit rates of blocks do not depend on their tokens.
-        let curve = MissRatio::new(largest.saturating_mul(REACH), 1);
+        let curve = MissRatio::new(largest.saturating_mul(REACH).max(LEAST), 1);
         Self(Mutex::new(State { curve, faded_ms: 0 }))
     }
 
