@@ -5,17 +5,15 @@ mod nixl;
 #[cfg(not(feature = "nixl"))]
 #[path = "assemble/without_nixl.rs"]
 mod nixl;
+mod policies;
 mod report;
 
 use std::sync::Arc;
 use std::thread::available_parallelism;
 use std::time::Duration;
 
-use kvbm_policies::Eviction;
-use kvbm_policies::eviction::EvictionKind;
 use kvbm_settings::{
-    Capacity, DiskBackend, DiskSettings, EvictionPolicy, ObjectBackend as ObjectChoice, ObjectSettings,
-    Settings,
+    Capacity, DiskBackend, DiskSettings, ObjectBackend as ObjectChoice, ObjectSettings, Settings,
 };
 use kvbm_tiers::geometry::MAX_SLOTS;
 use kvbm_tiers::object::{ObjectBackend, ObjectOptions, Store, StoreOptions};
@@ -104,6 +102,7 @@ struct Tiers {
 
 impl Tiers {
     fn open(settings: &Settings) -> Result<Self> {
+        policies::check(settings)?;
         let mut tiers = Self::default();
         tiers.open_device(settings)?;
         tiers.open_host(settings)?;
@@ -111,7 +110,7 @@ impl Tiers {
         let nixl = Nixl::start(settings)?;
         tiers.open_disk(settings, &nixl)?;
         tiers.open_object(settings, &nixl)?;
-        tiers.link_flushes();
+        tiers.link_flushes(settings);
         Ok(tiers)
     }
 
@@ -280,17 +279,19 @@ impl Tiers {
     }
 
     fn add_tier(&mut self, pool: FramePool, settings: &Settings) {
-        let policy = policy(settings.eviction, pool.total());
+        let policy = policies::eviction(settings.eviction, pool.total());
         self.specs.push(TierSpec { pool, policy, flush_to: None, admission: None });
     }
 
     /// Each tier below the device flushes to the next one.
-    fn link_flushes(&mut self) {
+    fn link_flushes(&mut self, settings: &Settings) {
         let below: Vec<Tier> =
             self.specs.iter().map(|spec| spec.pool.tier()).filter(|&t| t > Tier::Device).collect();
         for spec in &mut self.specs {
             let own = below.iter().position(|&tier| tier == spec.pool.tier());
             spec.flush_to = own.and_then(|own| below.get(own + 1).copied());
+            spec.admission =
+                spec.flush_to.and_then(|lower| policies::admission(lower, spec.pool.total(), settings));
         }
     }
 
@@ -336,23 +337,6 @@ fn slots(capacity: Capacity, settings: &Settings) -> Result<u32> {
             format!("a tier of {blocks} blocks is too large: choose at most {MAX_SLOTS}, or larger blocks");
         Error::new(ErrorKind::Invalid, message)
     })
-}
-
-fn policy(eviction: EvictionPolicy, slots: u32) -> Box<dyn Eviction> {
-    let kind = match eviction {
-        EvictionPolicy::Hazard => EvictionKind::Hazard,
-        EvictionPolicy::Lru => EvictionKind::Lru,
-        EvictionPolicy::Fifo => EvictionKind::Fifo,
-        EvictionPolicy::Lfu => EvictionKind::Lfu,
-        EvictionPolicy::Lru2 => EvictionKind::Lru2,
-        EvictionPolicy::Slru => EvictionKind::Slru,
-        EvictionPolicy::Arc => EvictionKind::Arc,
-        EvictionPolicy::S3Fifo => EvictionKind::S3Fifo,
-        EvictionPolicy::Sieve => EvictionKind::Sieve,
-        EvictionPolicy::Lirs => EvictionKind::Lirs,
-        EvictionPolicy::Turn => EvictionKind::Turn,
-    };
-    kind.build(slots)
 }
 
 /// What a persistent namespace is bound to. Bytes of another geometry are never reinterpreted.

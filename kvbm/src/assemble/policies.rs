@@ -1,0 +1,68 @@
+//! Policies by their settings.
+
+use kvbm_policies::admission::{Budget, Budgeted, WriteThrough};
+use kvbm_policies::{Admission, AdmissionKind, Eviction, EvictionKind};
+use kvbm_settings::{AdmissionMode, DiskSettings, EvictionPolicy, Settings, WriteBudget};
+use kvbm_tiers::Tier;
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// A fresh policy for a tier of `slots` slots.
+pub(super) fn eviction(eviction: EvictionPolicy, slots: u32) -> Box<dyn Eviction> {
+    let kind = match eviction {
+        EvictionPolicy::Hazard => EvictionKind::Hazard,
+        EvictionPolicy::Lru => EvictionKind::Lru,
+        EvictionPolicy::Fifo => EvictionKind::Fifo,
+        EvictionPolicy::Lfu => EvictionKind::Lfu,
+        EvictionPolicy::Lru2 => EvictionKind::Lru2,
+        EvictionPolicy::Slru => EvictionKind::Slru,
+        EvictionPolicy::Arc => EvictionKind::Arc,
+        EvictionPolicy::S3Fifo => EvictionKind::S3Fifo,
+        EvictionPolicy::Sieve => EvictionKind::Sieve,
+        EvictionPolicy::Lirs => EvictionKind::Lirs,
+        EvictionPolicy::Turn => EvictionKind::Turn,
+    };
+    kind.build(slots)
+}
+
+/// The rule by which blocks go from a tier of `upper` slots to `lower`; `None` where all do, soon.
+pub(super) fn admission(lower: Tier, upper: u32, settings: &Settings) -> Option<Box<dyn Admission>> {
+    let disk = Some(&settings.disk).filter(|_| lower == Tier::Disk)?;
+    let rule = match disk.admission {
+        AdmissionMode::WriteThrough => None,
+        AdmissionMode::WriteBack => Some(AdmissionKind::WriteBack.build(upper)),
+        AdmissionMode::Selective => Some(AdmissionKind::Selective.build(upper)),
+    };
+    let Some(budget) = budget(disk, settings.block_bytes.unwrap_or_default()) else { return rule };
+    let rule = rule.unwrap_or_else(|| Box::new(WriteThrough));
+    Some(Box::new(Budgeted::new(rule, budget, upper, settings.block_bytes.unwrap_or_default())))
+}
+
+fn budget(disk: &DiskSettings, block_bytes: u64) -> Option<Budget> {
+    Some(match disk.write_budget? {
+        WriteBudget::BytesPerDay(bytes_per_day) => Budget { bytes_per_day },
+        WriteBudget::DriveWritesPerDay(times) => {
+            let bytes = disk.capacity.map_or(0, |capacity| capacity.blocks(block_bytes) * block_bytes);
+            Budget::drive_writes_per_day(times, bytes)
+        }
+    })
+}
+
+/// Rules ask about what is in the host tier. What is saved to disk directly nobody is asked about.
+pub(super) fn check(settings: &Settings) -> Result<()> {
+    let disk = &settings.disk;
+    let is_ruled = disk.admission != AdmissionMode::WriteThrough || disk.write_budget.is_some();
+    if disk.capacity.is_none() || !is_ruled {
+        return Ok(());
+    }
+    if settings.host.capacity.is_none() {
+        let message = "disk.admission and disk.write_budget choose among the blocks of the host tier, and there is \
+                       none: set host.capacity, or leave both at their defaults";
+        return Err(Error::new(ErrorKind::Invalid, message));
+    }
+    if budget(disk, settings.block_bytes.unwrap_or_default()).is_some_and(|budget| budget.bytes_per_day == 0)
+    {
+        tracing::warn!("disk.write_budget is 0: nothing is ever written to the disk tier");
+    }
+    Ok(())
+}

@@ -1,0 +1,104 @@
+//! What goes to disk, and when: rules and budgets in a manager over real files.
+
+use std::time::Duration;
+
+use kvbm::{BlockHash, ErrorKind, Manager, Tier};
+use kvbm_settings::{AdmissionMode, Capacity, DiskSettings, EvictionPolicy, Settings, WriteBudget};
+use kvbm_tests::engine::{self, serve};
+use kvbm_tests::rig::hash;
+use prometheus::Registry;
+
+const BLOCK: u64 = 16 << 10;
+const LIMIT: Duration = Duration::from_secs(20);
+
+fn chain(n: u32) -> Vec<BlockHash> {
+    (0..4).map(|i| hash(100 * n + i)).collect()
+}
+
+/// A device of 8 blocks, a host of 16, a disk of 64.
+fn settings(dir: &tempfile::TempDir, change: impl FnOnce(&mut DiskSettings)) -> Settings {
+    let mut settings = engine::settings(BLOCK, 8, 16);
+    settings.eviction = EvictionPolicy::Lru;
+    settings.flush.interval_ms = 1;
+    settings.disk.capacity = Some(Capacity::Blocks(64));
+    settings.disk.dirs = vec![dir.path().to_owned()];
+    change(&mut settings.disk);
+    settings
+}
+
+fn with_disk(dir: &tempfile::TempDir, change: impl FnOnce(&mut DiskSettings)) -> Manager {
+    engine::open(settings(dir, change), &Registry::new()).unwrap()
+}
+
+/// Serves a chain as soon as there is room for all of it.
+fn serve_fully(manager: &Manager, chain: &[BlockHash]) {
+    for _ in 0..1_000 {
+        let served = serve(manager, chain);
+        assert_eq!(served.wrong, 0);
+        if served.saved == chain.len() {
+            return;
+        }
+        manager.tick();
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    panic!("no room came up: {:?}", manager.counts(Tier::Host));
+}
+
+#[test]
+fn written_back_is_what_leaves_and_nothing_is_lost() {
+    let dir = tempfile::tempdir().unwrap();
+    let manager = with_disk(&dir, |disk| disk.admission = AdmissionMode::WriteBack);
+    for n in 0..3 {
+        serve_fully(&manager, &chain(n));
+    }
+    std::thread::sleep(Duration::from_millis(60));
+    assert_eq!(manager.stats(Tier::Disk).published, 0, "there is room above for all");
+    for n in 3..12 {
+        serve_fully(&manager, &chain(n));
+    }
+    for n in 0..12 {
+        assert_eq!(manager.matches(&chain(n)).longest(), 4, "chain {n}");
+        serve_fully(&manager, &chain(n));
+    }
+    assert!(manager.drain(LIMIT));
+    assert_eq!(manager.counts(Tier::Disk).resident, 48, "everything goes down in the end");
+    assert_eq!(manager.audit(), []);
+}
+
+#[test]
+fn no_day_sees_more_writes_than_the_budget() {
+    let dir = tempfile::tempdir().unwrap();
+    let budget = WriteBudget::BytesPerDay(96 * BLOCK);
+    let manager = with_disk(&dir, |disk| disk.write_budget = Some(budget));
+    for n in 0..12 {
+        serve_fully(&manager, &chain(n));
+    }
+    assert!(manager.drain(LIMIT));
+    let written = manager.stats(Tier::Disk).published;
+    assert!(written <= 4, "{written} blocks within an hour, of a budget of 4 an hour");
+    assert_eq!(manager.audit(), []);
+}
+
+#[test]
+fn a_budget_of_nothing_writes_nothing_and_serves_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let manager = with_disk(&dir, |disk| {
+        disk.admission = AdmissionMode::Selective;
+        disk.write_budget = Some(WriteBudget::DriveWritesPerDay(0.0));
+    });
+    for n in 0..12 {
+        serve_fully(&manager, &chain(n));
+    }
+    assert!(manager.drain(LIMIT));
+    assert_eq!(manager.stats(Tier::Disk).published, 0);
+}
+
+#[test]
+fn a_rule_without_a_host_tier_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = settings(&dir, |disk| disk.admission = AdmissionMode::WriteBack);
+    settings.host.capacity = None;
+    let error = engine::open(settings, &Registry::new()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
+    assert!(error.to_string().contains("set host.capacity"), "{error}");
+}
