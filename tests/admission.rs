@@ -1,4 +1,4 @@
-//! What goes to disk, and when: rules and budgets in a manager over real files.
+//! What is kept and what goes to disk: pins, rules and budgets in a manager over real files.
 
 use std::time::Duration;
 
@@ -101,4 +101,25 @@ fn a_rule_without_a_host_tier_is_refused() {
     let error = engine::open(settings, &Registry::new()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
     assert!(error.to_string().contains("set host.capacity"), "{error}");
+}
+
+#[test]
+fn a_pin_keeps_a_chain_until_it_expires() {
+    let manager = engine::open(engine::settings(BLOCK, 8, 16), &Registry::new()).unwrap();
+    let pinned = chain(50);
+    serve_fully(&manager, &pinned);
+    manager.pin(manager.lease(&pinned), 1_000_000).unwrap();
+    for n in 0..10 {
+        serve(&manager, &chain(n));
+    }
+    assert_eq!(manager.matches(&pinned).longest(), 4);
+
+    let brief = chain(60);
+    serve(&manager, &brief);
+    manager.pin(manager.lease(&brief), 0).unwrap();
+    manager.tick();
+    std::thread::sleep(Duration::from_millis(100));
+    manager.evict(Tier::Device, 8);
+    manager.evict(Tier::Host, 16);
+    assert_eq!((manager.matches(&brief).longest(), manager.matches(&pinned).longest()), (0, 4));
 }

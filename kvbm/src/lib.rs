@@ -6,7 +6,7 @@
 //! | `hash` | names of blocks: chained hashes |
 //! | [`table`] | which block lies in which slot of which tier; leases; flushing and eviction. Pure bookkeeping |
 //! | [`scheduler`] | moves blocks: orders, lanes, flows, time-outs, flushing |
-//! | `lease`, `ticket` | what callers hold: the right to read a chain, the answer to come |
+//! | `lease`, `ticket`, `pins` | what callers hold: the right to read a chain, the answer to come, chains kept for a while |
 //! | `manager` | what an engine talks to |
 //! | `assemble` | the only place that names concrete backends and policies |
 //! | `demand` | what more memory would bring: hit rate against capacity |
@@ -24,6 +24,7 @@ mod hash;
 mod lease;
 mod manager;
 mod metrics;
+mod pins;
 pub mod scheduler;
 mod sync;
 pub mod table;

@@ -16,6 +16,7 @@ use crate::clock::{Clock, SystemClock};
 use crate::error::{Error, ErrorKind, Result};
 use crate::hash::Chain;
 use crate::lease::Lease;
+use crate::pins::Pins;
 use crate::scheduler::{Brought, Class, Core};
 use crate::sync::{JoinHandle, Mutex, spawn};
 use crate::table::{Drift, Match, RunId, SlotCounts, TierStats, Usage};
@@ -48,6 +49,7 @@ pub struct Manager {
     device: Option<Arc<DramRegion>>,
     routes: Vec<RouteReport>,
     background: Mutex<Option<Background>>,
+    pins: Arc<Pins>,
 }
 
 /// A row of the routing table.
@@ -76,12 +78,14 @@ impl Manager {
     pub async fn open(settings: Settings, options: Options) -> Result<Self> {
         let assembled = assemble::open(settings, &options).await?;
         assemble::export(&options.registry, &assembled.core)?;
-        let background = Background::start(&assembled.core)?;
+        let pins = Arc::new(Pins::default());
+        let background = Background::start(&assembled.core, &pins)?;
         Ok(Self {
             core: assembled.core,
             device: assembled.device,
             routes: assembled.routes,
             background: Mutex::new(Some(background)),
+            pins,
         })
     }
 
@@ -101,6 +105,17 @@ impl Manager {
     /// counts as its doing.
     pub fn lease_for<'a>(&self, usage: Usage, chain: impl Into<Chain<'a>>) -> Lease {
         self.core.lease(chain.into(), usage)
+    }
+
+    /// Keeps what a lease holds where it is, in every tier that it holds it in, for `ttl_ms` milliseconds or until
+    /// the manager closes. The rest of its chain is not protected: [`load`](Self::load) or [`save`](Self::save) it
+    /// first, and pin the answer's lease.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Full`] if too many chains are pinned; the lease ends then.
+    pub fn pin(&self, lease: Lease, ttl_ms: u64) -> Result<()> {
+        let until_ms = self.core.now_ms().saturating_add(ttl_ms);
+        self.pins.add(lease, until_ms)
     }
 
     /// The request has ended and generated `output_tokens`. Policies learn from it how long an answer it was;
@@ -229,6 +244,7 @@ impl Manager {
     /// Stops the background work. Copies in flight end by themselves and keep their memory until then.
     pub fn close(&self) {
         drop(self.background.lock().take());
+        self.pins.clear();
     }
 }
 
@@ -326,20 +342,23 @@ impl Background {
     /// How often it looks, when nobody wakes it.
     const PERIOD: Duration = Duration::from_millis(20);
 
-    fn start(core: &Arc<Core>) -> Result<Self> {
+    fn start(core: &Arc<Core>, pins: &Arc<Pins>) -> Result<Self> {
         let (wake, woken) = sync_channel(1);
         core.set_waker(Some(wake.clone()));
-        let worker = Arc::clone(core);
-        let thread = spawn("kvbm-background", move || run(&worker, &woken))
+        let (worker, pins) = (Arc::clone(core), Arc::clone(pins));
+        let thread = spawn("kvbm-background", move || run(&worker, &pins, &woken))
             .map_err(|error| Error::caused(ErrorKind::Unavailable, "cannot start a thread", error))?;
         Ok(Self { stop: Some(wake), thread: Some(thread), core: Arc::clone(core) })
     }
 }
 
-fn run(core: &Arc<Core>, woken: &Receiver<()>) {
+fn run(core: &Arc<Core>, pins: &Pins, woken: &Receiver<()>) {
     loop {
         match woken.recv_timeout(Background::PERIOD) {
-            Ok(()) | Err(RecvTimeoutError::Timeout) => core.tick(),
+            Ok(()) | Err(RecvTimeoutError::Timeout) => {
+                pins.expire(core.now_ms());
+                core.tick();
+            }
             Err(RecvTimeoutError::Disconnected) => return,
         }
     }

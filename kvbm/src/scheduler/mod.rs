@@ -159,6 +159,11 @@ impl Core {
         table
     }
 
+    /// Now, by the clock of policies and flushing.
+    pub(crate) fn now_ms(&self) -> u64 {
+        self.clock.now_ms()
+    }
+
     /// Has background work looked at soon.
     pub(crate) fn wake(&self) {
         self.flushing.wake();
