@@ -60,8 +60,8 @@ pub fn serve(manager: &Manager, chain: &[BlockHash]) -> Served {
         Err(error) => panic!("{error}"),
     };
     for position in allocation.blocks() {
-        let block = allocation.slot(position).expect("a block of the allocation");
-        fill_pattern(number(Chain::from(chain).key(position)), block);
+        let key = Chain::from(chain).key(position);
+        assert!(allocation.fill(position, |block| fill_pattern(number(key), block)), "a block of the allocation");
         served.computed += 1;
     }
     let ticket = allocation.publish().expect("published once");

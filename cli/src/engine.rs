@@ -267,9 +267,7 @@ impl Engine {
             return Ok(self.manager.lease_for(usage, chain));
         };
         for position in allocation.blocks() {
-            if let Some(slot) = allocation.slot(position) {
-                Pattern::of(chain.hashes[position]).fill(slot);
-            }
+            allocation.fill(position, |slot| Pattern::of(chain.hashes[position]).fill(slot));
         }
         Ok(self.wait(allocation.publish()?)?.lease)
     }

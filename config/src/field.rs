@@ -8,8 +8,8 @@ use std::str::FromStr;
 
 use crate::nixl::{parameter_name, plugin_name};
 use crate::settings::{
-    AdmissionMode, Capacity, DiskBackend, EvictionPolicy, ObjectBackend, SECRET_SET, Settings, WriteBudget,
-    may_hold_credentials, shown_url,
+    AdmissionMode, Capacity, DeviceBackend, DiskBackend, EvictionPolicy, ObjectBackend, SECRET_SET, Settings,
+    WriteBudget, may_hold_credentials, shown_url,
 };
 use crate::value::{
     BOOLEANS, BUDGETS, CAPACITIES, DIRECTORIES, InvalidValue, SIZES, format_size, parse_boolean,
@@ -289,7 +289,7 @@ macro_rules! choice {
     )*};
 }
 
-choice!(AdmissionMode, DiskBackend, EvictionPolicy, ObjectBackend);
+choice!(AdmissionMode, DeviceBackend, DiskBackend, EvictionPolicy, ObjectBackend);
 
 #[cfg(test)]
 mod tests {
@@ -376,6 +376,10 @@ mod tests {
             assert_eq!(text, format!("value = \"{}\"\n", backend.name()));
         }
         for &backend in ObjectBackend::ALL {
+            let text = toml::to_string(&Table { value: backend }).expect("a name is a string");
+            assert_eq!(text, format!("value = \"{}\"\n", backend.name()));
+        }
+        for &backend in DeviceBackend::ALL {
             let text = toml::to_string(&Table { value: backend }).expect("a name is a string");
             assert_eq!(text, format!("value = \"{}\"\n", backend.name()));
         }

@@ -40,8 +40,8 @@ pub use loader::{Accepted, Loaded, Loader, Origin, Row};
 pub use nixl::NIXL_PLUGINS;
 pub use reference::reference_markdown;
 pub use settings::{
-    AdmissionMode, Capacity, DeviceSettings, DiskBackend, DiskSettings, EvictionPolicy, FlushSettings,
-    HostSettings, MetricsSettings, NixlSettings, ObjectBackend, ObjectSettings, Settings, TransferSettings,
-    WriteBudget,
+    AdmissionMode, Capacity, DeviceBackend, DeviceSettings, DiskBackend, DiskSettings, EvictionPolicy,
+    FlushSettings, HostSettings, MetricsSettings, NixlSettings, ObjectBackend, ObjectSettings, Settings,
+    TransferSettings, WriteBudget,
 };
 pub use value::{InvalidValue, format_size, parse_size};

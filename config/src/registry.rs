@@ -160,6 +160,20 @@ pub(crate) static KEYS: &[Key] = &[
         in_use: true,
     },
     Key {
+        path: "device.backend",
+        field: Field::Choice(|s| &mut s.device.backend),
+        variables: &[own("DYN_KVBM_DEVICE_BACKEND", Form::Plain)],
+        doc: "Whose memory it is: `cuda`: a GPU's; `emulated`: the host's; `auto`: a GPU's where there is one.",
+        in_use: true,
+    },
+    Key {
+        path: "device.ordinal",
+        field: Field::Count(|s| &mut s.device.ordinal, 0..=1023),
+        variables: &[own("DYN_KVBM_DEVICE_ORDINAL", Form::Plain)],
+        doc: "Which GPU, as `CUDA_VISIBLE_DEVICES` numbers them.",
+        in_use: true,
+    },
+    Key {
         path: "host.capacity",
         field: Field::Capacity(|s| &mut s.host.capacity),
         variables: &[

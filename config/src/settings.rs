@@ -52,11 +52,42 @@ impl Capacity {
     }
 }
 
-/// The device tier (emulated in host memory unless a GPU backend is chosen).
+/// The device tier.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct DeviceSettings {
     /// Size; `None`: no device tier of our own.
     pub capacity: Option<Capacity>,
+    /// Whose memory it is.
+    pub backend: DeviceBackend,
+    /// Which GPU, as `CUDA_VISIBLE_DEVICES` numbers them.
+    pub ordinal: u32,
+}
+
+/// Whose memory the device tier is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeviceBackend {
+    /// A GPU's where there is one, else emulated.
+    #[default]
+    Auto,
+    /// The host's: no GPU is used.
+    Emulated,
+    /// A GPU's; an error where there is none.
+    Cuda,
+}
+
+impl DeviceBackend {
+    /// Every choice.
+    pub const ALL: &'static [Self] = &[Self::Auto, Self::Emulated, Self::Cuda];
+
+    /// How the choice is written.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Emulated => "emulated",
+            Self::Cuda => "cuda",
+        }
+    }
 }
 
 /// The host tier.

@@ -9,6 +9,7 @@
 //! | `lease`, `ticket`, `pins` | what callers hold: the right to read a chain, the answer to come, chains kept for a while |
 //! | `manager` | what an engine talks to |
 //! | `assemble` | the only place that names concrete backends and policies |
+//! | `device` | the device tier's bytes, for who looks at them on the CPU |
 //! | `demand` | what more memory would bring: hit rate against capacity |
 //! | `metrics`, `clock`, `sync` | counting, time, locks and threads, each from one place |
 //!
@@ -19,6 +20,7 @@
 mod assemble;
 mod clock;
 mod demand;
+mod device;
 mod error;
 mod hash;
 mod lease;

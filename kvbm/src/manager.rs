@@ -8,11 +8,12 @@ use std::time::Duration;
 
 use kvbm_policies::RequestId;
 use kvbm_settings::Settings;
-use kvbm_tiers::{BlockKey, DramRegion, Frame, Loan, Tier};
+use kvbm_tiers::{BlockKey, Frame, Loan, Tier};
 use prometheus::Registry;
 
 use crate::assemble;
 use crate::clock::{Clock, SystemClock};
+use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::hash::Chain;
 use crate::lease::Lease;
@@ -46,7 +47,7 @@ impl Default for Options {
 /// [`save`](Self::save). Flushing to disk and objects happens by itself.
 pub struct Manager {
     core: Arc<Core>,
-    device: Option<Arc<DramRegion>>,
+    device: Option<Arc<dyn Device>>,
     routes: Vec<RouteReport>,
     background: Mutex<Option<Background>>,
     pins: Arc<Pins>,
@@ -167,8 +168,8 @@ impl Manager {
         })
     }
 
-    /// Lends the bytes of a block on the (emulated) device: block `position` of `chain`, which `lease`
-    /// holds there. `None` if it does not.
+    /// Shows the bytes of a block on the device: block `position` of `chain`, which `lease` holds there. `None` if
+    /// it does not, or the GPU failed.
     pub fn read_device<'a, R>(
         &self,
         lease: &Lease,
@@ -181,7 +182,9 @@ impl Manager {
             self.device.as_ref().filter(|_| position < lease.blocks(Tier::Device).min(chain.len()))?;
         let loan = self.core.table().lend(Tier::Device, chain.key(position))?;
         let lent = Lent { core: &self.core, loan: Some(loan) };
-        lent.loan.as_ref().and_then(|loan| device.read_loan(loan)).map(read)
+        let (mut read, mut answer) = (Some(read), None);
+        device.read(lent.loan.as_ref()?, &mut |block| answer = read.take().map(|read| read(block)));
+        answer
     }
 
     /// Sets the flushing clock's consequences in motion: call it after a manual clock was moved.
@@ -272,7 +275,7 @@ impl Drop for Lent<'_> {
 #[must_use = "dropping an allocation gives its slots back"]
 pub struct Allocation {
     core: Arc<Core>,
-    device: Option<Arc<DramRegion>>,
+    device: Option<Arc<dyn Device>>,
     before: usize,
     behind: Option<BlockKey>,
     in_flight: usize,
@@ -304,11 +307,13 @@ impl Allocation {
         self.refused
     }
 
-    /// The slot of block `position`, to be written. `None`: it is not among [`blocks`](Self::blocks).
-    pub fn slot(&mut self, position: usize) -> Option<&mut [u8]> {
-        let (_, frames) = self.run.as_mut()?;
-        let frame = frames.get_mut(position.checked_sub(self.before)?)?;
-        self.device.as_ref()?.write(frame)
+    /// Lets `fill` write block `position` into its slot; an engine on the GPU writes it there itself. False: it is
+    /// not among [`blocks`](Self::blocks), or the GPU failed.
+    pub fn fill(&mut self, position: usize, mut fill: impl FnMut(&mut [u8])) -> bool {
+        let place = position.checked_sub(self.before);
+        let frame = self.run.as_mut().and_then(|(_, frames)| frames.get_mut(place?));
+        let (Some(frame), Some(device)) = (frame, &self.device) else { return false };
+        device.fill(frame, &mut fill)
     }
 
     /// Makes the filled blocks resident. The answer's lease holds the chain on the device.

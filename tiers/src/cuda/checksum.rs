@@ -94,7 +94,9 @@ impl Desk {
                 .and_then(|()| stream.wait())
         };
         summed.map_err(gone)?;
-        Ok(self.result.read(0))
+        let mut sum = [0];
+        self.result.copy_to(&mut sum);
+        Ok(sum[0])
     }
 }
 

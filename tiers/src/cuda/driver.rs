@@ -229,14 +229,14 @@ impl<T: Copy> Pinned<T> {
         unsafe { self.start.copy_from_nonoverlapping(NonNull::from(values).cast(), values.len()) };
     }
 
-    /// Reads a value. No kernel uses the array now, and the value was written.
+    /// Reads the first values. No kernel uses the array now, and they were written.
     ///
     /// # Panics
-    /// If there is no such place.
-    pub(super) fn read(&self, place: usize) -> T {
-        assert!(place < self.capacity, "place {place} in an array of {}", self.capacity);
-        // SAFETY: within the array; every caller has written it before, through `write` or a kernel.
-        unsafe { self.start.add(place).read_volatile() }
+    /// If there are not as many.
+    pub(super) fn copy_to(&self, values: &mut [T]) {
+        assert!(values.len() <= self.capacity, "{} values of an array of {}", values.len(), self.capacity);
+        // SAFETY: the array has as many, which every caller has had written before.
+        unsafe { self.start.copy_to_nonoverlapping(NonNull::from(&mut *values).cast(), values.len()) };
     }
 
     /// Where kernels find it: locked memory has one address for all (unified addressing).

@@ -10,6 +10,7 @@
 //! | [`CudaBackend`] | blocks between host and device: copy engines for large pieces, a kernel for small ones |
 //! | [`GdsBackend`] | blocks between disk and device, through cuFile |
 //! | [`DeviceChecksum`] | checksums of blocks that never pass the CPU |
+//! | [`DeviceWindow`] | single blocks, for those who look at their bytes |
 //! | [`Rearranger`] | a [`Transform`](crate::Transform) on the GPU |
 
 mod backend;
@@ -20,6 +21,7 @@ mod gds;
 mod kernels;
 mod probe;
 mod rearrange;
+mod window;
 
 pub use backend::CudaBackend;
 pub use checksum::DeviceChecksum;
@@ -29,3 +31,4 @@ pub use gds::GdsBackend;
 pub use kernels::{KernelOrigin, SOURCE as KERNEL_SOURCE};
 pub use probe::{Availability, Device, Driver, MIN_DRIVER, Probe, probe};
 pub use rearrange::Rearranger;
+pub use window::DeviceWindow;

@@ -39,9 +39,7 @@ impl<'r> Bed<'r> {
         for chain in &self.chains {
             let mut allocation = self.manager.allocate(chain, self.manager.lease(chain))?;
             for position in allocation.blocks() {
-                if let Some(slot) = allocation.slot(position) {
-                    Pattern::of(chain[position]).fill(slot);
-                }
+                allocation.fill(position, |slot| Pattern::of(chain[position]).fill(slot));
             }
             self.runtime.block_on(allocation.publish()?)?;
         }

@@ -1,0 +1,66 @@
+//! The device tier in the memory of a GPU, and what connects it.
+
+use std::sync::Arc;
+
+use kvbm_settings::{DeviceBackend, Settings};
+use kvbm_tiers::cuda::{CuFileMode, CuFileOptions, CudaBackend, DeviceWindow, GdsBackend, Gpu};
+use kvbm_tiers::{Backend, Checksums, DeviceRegion, DiskRegion, FramePool, Geometry, Memory};
+
+use super::setup;
+use crate::device::Device;
+use crate::error::{Error, ErrorKind, Result};
+
+/// The device tier on a GPU.
+#[derive(Debug)]
+pub(super) struct GpuTier {
+    gpu: Gpu,
+    region: Arc<DeviceRegion>,
+}
+
+impl GpuTier {
+    /// `None`: the device tier is to be emulated, or may be and there is no GPU.
+    pub(super) fn open(settings: &Settings, geometry: Geometry) -> Result<Option<Self>> {
+        let gpu = match (settings.device.backend, Gpu::open(settings.device.ordinal)) {
+            (DeviceBackend::Emulated, _) => return Ok(None),
+            (_, Ok(gpu)) => gpu,
+            (DeviceBackend::Auto, Err(error)) => {
+                tracing::info!(%error, "the device tier is emulated in host memory");
+                return Ok(None);
+            }
+            (DeviceBackend::Cuda, Err(error)) => return Err(setup(error)),
+        };
+        let region = Arc::new(gpu.allocate(geometry).map_err(setup)?);
+        Ok(Some(Self { gpu, region }))
+    }
+
+    pub(super) fn frames(&self) -> Result<FramePool> {
+        self.region.frames().ok_or_else(|| Error::new(ErrorKind::Invalid, "a region has one ledger only"))
+    }
+
+    /// Where its blocks can be looked at.
+    pub(super) fn window(&self) -> Result<Arc<dyn Device>> {
+        Ok(Arc::new(DeviceWindow::new(&self.gpu, Arc::clone(&self.region)).map_err(setup)?))
+    }
+
+    /// Between it and host memory.
+    pub(super) fn connect_memory(&self, memory: Arc<dyn Memory>) -> Result<Arc<dyn Backend>> {
+        Ok(Arc::new(CudaBackend::new(&self.gpu, memory, &self.region).map_err(setup)?))
+    }
+
+    /// Between it and the disk tier. `asked_for`: any way of cuFile's is welcome; else only one without host memory.
+    pub(super) fn connect_disk(
+        &self,
+        disk: Arc<DiskRegion>,
+        checksums: Arc<Checksums>,
+        depth: u32,
+        asked_for: bool,
+    ) -> Result<Arc<dyn Backend>> {
+        let (device, options) = (Arc::clone(&self.region), CuFileOptions::default());
+        let gds = GdsBackend::new(&self.gpu, device, disk, checksums, depth, &options).map_err(setup)?;
+        if gds.mode() == CuFileMode::Compatibility && !asked_for {
+            let message = "cuFile works in compatibility mode only, through host memory";
+            return Err(Error::new(ErrorKind::Unavailable, message));
+        }
+        Ok(Arc::new(gds))
+    }
+}

@@ -1,0 +1,45 @@
+//! The device tier's bytes, for engines that produce or look at them on the CPU.
+
+use std::fmt;
+use std::sync::Arc;
+
+use kvbm_tiers::{DramRegion, Frame, Loan};
+
+/// Where the device tier's blocks can be looked at, whosever memory it is.
+pub(crate) trait Device: Send + Sync + fmt::Debug {
+    /// Lets `fill` write a block into the frame's slot. False: the slot is not of this device, or it failed.
+    fn fill(&self, frame: &mut Frame, fill: &mut dyn FnMut(&mut [u8])) -> bool;
+
+    /// Shows `read` the block in a lent slot. False as for [`fill`](Self::fill).
+    fn read(&self, loan: &Loan, read: &mut dyn FnMut(&[u8])) -> bool;
+}
+
+/// The emulated device is host memory.
+impl Device for Arc<DramRegion> {
+    fn fill(&self, frame: &mut Frame, fill: &mut dyn FnMut(&mut [u8])) -> bool {
+        self.write(frame).map(fill).is_some()
+    }
+
+    fn read(&self, loan: &Loan, read: &mut dyn FnMut(&[u8])) -> bool {
+        self.read_loan(loan).map(read).is_some()
+    }
+}
+
+/// A GPU's blocks are copied to where the CPU can see them, one by one.
+#[cfg(feature = "cuda")]
+impl Device for kvbm_tiers::cuda::DeviceWindow {
+    fn fill(&self, frame: &mut Frame, fill: &mut dyn FnMut(&mut [u8])) -> bool {
+        let mut block = vec![0; self.block_bytes()];
+        fill(&mut block);
+        self.write(frame, &block).is_some_and(|written| noted(written).is_some())
+    }
+
+    fn read(&self, loan: &Loan, read: &mut dyn FnMut(&[u8])) -> bool {
+        Self::read(self, loan).and_then(noted).map(|block| read(&block)).is_some()
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn noted<T>(result: Result<T, kvbm_tiers::CopyError>) -> Option<T> {
+    result.inspect_err(|error| tracing::warn!(%error, "a block on the device cannot be looked at")).ok()
+}

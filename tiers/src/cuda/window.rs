@@ -1,0 +1,106 @@
+//! The bytes of blocks on a GPU, for those who look at them one by one: demonstrations, tests, an engine without
+//! kernels.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::driver::{Gpu, Pinned, Stream, failed};
+use crate::copy::{CopyError, CopyErrorKind, SlotId};
+use crate::device::{DeviceRegion, Space};
+use crate::error::{SetupError, SetupErrorKind};
+use crate::frame::{Frame, Loan, PoolId};
+use crate::segments::{Segment, pieces};
+
+/// Copies single blocks out of and into a GPU's memory, one at a time, and waits for it.
+#[derive(Debug)]
+pub struct DeviceWindow {
+    region: Arc<DeviceRegion>,
+    desk: Mutex<Desk>,
+}
+
+type Desk = (Stream, Pinned<u8>);
+
+/// Which way a block goes.
+#[derive(Clone, Copy)]
+enum Direction {
+    Out,
+    In,
+}
+
+impl DeviceWindow {
+    /// On `region`, which is in this GPU's memory.
+    ///
+    /// # Errors
+    /// `Invalid`: the region is elsewhere. `Unavailable`: the GPU gives no stream or no locked memory.
+    pub fn new(gpu: &Gpu, region: Arc<DeviceRegion>) -> Result<Self, SetupError> {
+        if region.space() != Space::Cuda(gpu.ordinal()) {
+            let message = format!("{region:?} is not in the memory of {gpu:?}");
+            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+        }
+        let stream = Stream::new(gpu)?;
+        let buffer = Pinned::new(gpu, region.segments().block_bytes());
+        let buffer = buffer.map_err(|error| failed("no locked memory", error))?;
+        Ok(Self { region, desk: Mutex::new((stream, buffer)) })
+    }
+
+    /// The block in a slot that its pool lent; `None`: the loan is not of this region's pool.
+    ///
+    /// # Errors
+    /// `Io`: the GPU failed.
+    pub fn read(&self, loan: &Loan) -> Option<Result<Vec<u8>, CopyError>> {
+        let slot = self.own(loan.pool(), loan.slot())?;
+        let mut desk = self.desk.lock();
+        let mut block = vec![0; self.block_bytes()];
+        let crossed = self.cross(&mut desk, slot, Direction::Out);
+        Some(crossed.map(|()| {
+            desk.1.copy_to(&mut block);
+            block
+        }))
+    }
+
+    /// Overwrites the block in the frame's slot; `None` as for [`read`](Self::read).
+    ///
+    /// # Errors
+    /// `Refused`: the block is not of the region's size. `Io`: the GPU failed.
+    pub fn write(&self, frame: &mut Frame, block: &[u8]) -> Option<Result<(), CopyError>> {
+        let slot = self.own(frame.pool(), frame.slot())?;
+        if block.len() != self.block_bytes() {
+            let message = format!("a block of {} bytes does not fit {:?}", block.len(), self.region);
+            return Some(Err(CopyError::new(CopyErrorKind::Refused, message)));
+        }
+        let mut desk = self.desk.lock();
+        desk.1.write(block);
+        Some(self.cross(&mut desk, slot, Direction::In))
+    }
+
+    /// Bytes of a block.
+    pub fn block_bytes(&self) -> usize {
+        self.region.segments().block_bytes()
+    }
+
+    fn own(&self, pool: PoolId, slot: SlotId) -> Option<SlotId> {
+        self.region.owns(pool).then_some(slot)
+    }
+
+    /// Copies between the slot and the buffer. Whoever calls holds a title to the slot that allows it.
+    fn cross(&self, desk: &mut Desk, slot: SlotId, direction: Direction) -> Result<(), CopyError> {
+        let refused = || CopyError::new(CopyErrorKind::Refused, format!("device slot {} does not exist", slot.0));
+        let device = self.region.segments().segments(slot).ok_or_else(refused)?;
+        let (stream, buffer) = desk;
+        let ours = std::iter::once(Segment { address: buffer.address() as usize, bytes: self.block_bytes() });
+        let copied = stream.gpu().enter().and_then(|()| {
+            pieces(device, ours).try_for_each(|piece| {
+                let (from, to) = match direction {
+                    Direction::Out => (piece.from, piece.to),
+                    Direction::In => (piece.to, piece.from),
+                };
+                // SAFETY: the desk is the caller's until the wait below has ended, and so is the slot.
+                unsafe { stream.copy(from, to, piece.bytes) }
+            })
+        });
+        // Also after an error: copies that were started before it must end.
+        let copied = stream.wait().and(copied);
+        copied.map_err(|error| CopyError::caused(CopyErrorKind::Io, format!("CUDA: a copy failed: {error}"), error))
+    }
+}
