@@ -61,7 +61,10 @@ pub fn serve(manager: &Manager, chain: &[BlockHash]) -> Served {
     };
     for position in allocation.blocks() {
         let key = Chain::from(chain).key(position);
-        assert!(allocation.fill(position, |block| fill_pattern(number(key), block)), "a block of the allocation");
+        assert!(
+            allocation.fill(position, |block| fill_pattern(number(key), block)),
+            "a block of the allocation"
+        );
         served.computed += 1;
     }
     let ticket = allocation.publish().expect("published once");

@@ -1,10 +1,14 @@
 //! `kvbm doctor`: what this machine offers, and what the settings would make of it.
 
+mod measure;
+
+use std::collections::HashMap;
 use std::fs;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::thread::available_parallelism;
 
+use clap::Args;
 use kvbm::{Manager, Options, Tier};
 use kvbm_settings::{Capacity, DiskBackend, Loaded, ObjectBackend, Settings};
 use kvbm_tiers::UringBackend;
@@ -18,6 +22,14 @@ use crate::failure::{Failure, with_causes};
 use crate::output;
 use crate::scratch::Scratch;
 use crate::stop;
+
+/// What is examined.
+#[derive(Args, Debug)]
+pub(crate) struct DoctorArgs {
+    /// Also measure the bandwidth of the routes, with 64 MiB of blocks that go to and fro
+    #[arg(long)]
+    measure: bool,
+}
 
 /// Serialises to the command's JSON.
 #[derive(Debug, Serialize)]
@@ -34,6 +46,9 @@ struct Check {
     name: String,
     #[serde(flatten)]
     state: State,
+    /// Of a route that was measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mib_s: Option<f64>,
 }
 
 #[derive(Debug, Serialize)]
@@ -56,15 +71,15 @@ use State::{Disabled, Ready, Unavailable};
 
 impl Check {
     fn ready(name: impl Into<String>, detail: impl Into<String>) -> Self {
-        Self { name: name.into(), state: Ready { detail: detail.into() } }
+        Self { name: name.into(), state: Ready { detail: detail.into() }, mib_s: None }
     }
 
     fn unavailable(name: impl Into<String>, detail: impl Into<String>) -> Self {
-        Self { name: name.into(), state: Unavailable { detail: detail.into() } }
+        Self { name: name.into(), state: Unavailable { detail: detail.into() }, mib_s: None }
     }
 
     fn disabled(name: impl Into<String>, detail: impl Into<String>) -> Self {
-        Self { name: name.into(), state: Disabled { detail: detail.into() } }
+        Self { name: name.into(), state: Disabled { detail: detail.into() }, mib_s: None }
     }
 
     fn of(name: impl Into<String>, found: Result<String, String>) -> Self {
@@ -75,14 +90,18 @@ impl Check {
     }
 }
 
-pub(crate) fn run(global: &Global) -> Result<(), Failure> {
+pub(crate) fn run(args: &DoctorArgs, global: &Global) -> Result<(), Failure> {
     let loaded = global.load(|loader| loader)?;
     let nixl = nixl(&loaded);
     let settings = loaded.settings;
     let runtime = stop::runtime()?;
     let tiers: Vec<_> = configured(&settings).map(|tier| try_tier(&runtime, &settings, tier)).collect();
     let ready = tiers.iter().filter(|(_, check)| matches!(check.state, Ready { .. })).map(|(tier, _)| *tier);
-    let routes = try_routes(&runtime, &settings, &ready.collect::<Vec<_>>());
+    let ready: Vec<_> = ready.collect();
+    let mut routes = try_routes(&runtime, &settings, &ready);
+    if args.measure {
+        measure_routes(&runtime, &settings, &ready, &mut routes);
+    }
     let tiers = tiers.into_iter().map(|(_, check)| check).collect();
     let examination = Examination { machine: machine(&settings), nixl, tiers, routes };
     if global.json { output::print_json(&examination) } else { output::print(&examination.to_text()) }
@@ -107,9 +126,10 @@ fn section(title: &str, checks: &[Check], otherwise: &str) -> String {
         return format!("{title}: {otherwise}");
     }
     let mut table = output::table(&[title, "state"], usize::MAX);
-    for Check { name, state } in checks {
+    for Check { name, state, mib_s } in checks {
+        let rate = mib_s.map_or_else(String::new, |rate| format!(", {rate:.0} MiB/s"));
         let state = match state {
-            Ready { detail } => format!("ready: {detail}"),
+            Ready { detail } => format!("ready: {detail}{rate}"),
             Unavailable { detail } => format!("unavailable: {detail}"),
             Disabled { detail } => format!("disabled {detail}"),
         };
@@ -131,10 +151,11 @@ fn machine(settings: &Settings) -> Vec<Check> {
         io_uring(),
     ];
     checks.extend(settings.disk.dirs.iter().map(|dir| direct_io(dir)));
-    checks.push(Check::unavailable(
-        "GPU",
-        "this build has no GPU backend; the device tier is emulated in host memory",
-    ));
+    let gpu = kvbm::probe_gpu();
+    checks.push(numa());
+    checks.push(Check::of("CUDA", gpu.cuda));
+    checks.push(Check::of("NVRTC", gpu.nvrtc));
+    checks.push(Check::of("GDS", gpu.gds));
     checks
 }
 
@@ -205,6 +226,13 @@ fn io_uring() -> Check {
     }
 }
 
+fn numa() -> Check {
+    match fs::read_to_string("/sys/devices/system/node/online") {
+        Ok(nodes) => Check::ready("NUMA", format!("nodes {}", nodes.trim())),
+        Err(error) => Check::unavailable("NUMA", format!("the kernel does not tell the nodes: {error}")),
+    }
+}
+
 fn direct_io(dir: &Path) -> Check {
     let name = format!("O_DIRECT in {}", dir.display());
     let file = match tempfile::Builder::new().prefix("kvbm-doctor-").tempfile_in(dir) {
@@ -254,7 +282,7 @@ fn configured(settings: &Settings) -> impl Iterator<Item = Tier> + use<> {
 fn try_tier(runtime: &Runtime, settings: &Settings, tier: Tier) -> (Tier, Check) {
     let opened = open(runtime, miniature(settings, &[tier]));
     let check = match opened {
-        Ok(_) => Check::ready(tier.name(), place(settings, tier)),
+        Ok(opened) => Check::ready(tier.name(), place(settings, tier, opened.device)),
         Err(failure) => Check::unavailable(tier.name(), failure.to_string()),
     };
     (tier, check)
@@ -262,17 +290,46 @@ fn try_tier(runtime: &Runtime, settings: &Settings, tier: Tier) -> (Tier, Check)
 
 fn try_routes(runtime: &Runtime, settings: &Settings, tiers: &[Tier]) -> Vec<Check> {
     match open(runtime, miniature(settings, tiers)) {
-        Ok(routes) => routes,
+        Ok(opened) => opened.routes,
         Err(failure) => vec![Check::unavailable("all", failure.to_string())],
     }
 }
 
+/// What became of some tiers.
+struct Opened {
+    routes: Vec<Check>,
+    /// Whose memory the device tier is.
+    device: Option<&'static str>,
+}
+
 /// Opens the tiers and lists their routes.
-fn open(runtime: &Runtime, mut settings: Settings) -> Result<Vec<Check>, Failure> {
+fn open(runtime: &Runtime, mut settings: Settings) -> Result<Opened, Failure> {
     let _scratch = Scratch::divert(&mut settings)?;
     let manager = runtime.block_on(Manager::open(settings, Options::default()))?;
     let routes = manager.routes().iter();
-    Ok(routes.map(|route| Check::ready(format!("{} → {}", route.from, route.to), &route.backend)).collect())
+    let routes = routes.map(|route| Check::ready(route_name(route.from, route.to), &route.backend));
+    Ok(Opened { routes: routes.collect(), device: manager.device() })
+}
+
+fn route_name(from: Tier, to: Tier) -> String {
+    format!("{from} → {to}")
+}
+
+/// Adds to the routes how fast they are; those through a tier that is not set up stay without.
+fn measure_routes(runtime: &Runtime, settings: &Settings, tiers: &[Tier], routes: &mut Vec<Check>) {
+    let mut rates = HashMap::new();
+    for &bottom in tiers.iter().filter(|&&tier| tier > Tier::Device) {
+        match measure::routes(runtime, settings, bottom) {
+            Ok(measured) => rates.extend(measured.map(|((from, to), rate)| (route_name(from, to), rate))),
+            Err(failure) => {
+                let name = format!("{bottom}, measured");
+                routes.push(Check::unavailable(name, failure.to_string()));
+            }
+        }
+    }
+    for route in routes {
+        route.mib_s = rates.get(&route.name).map(|rate| rate.round());
+    }
 }
 
 /// The settings with these tiers alone, each as small as it can be.
@@ -285,6 +342,9 @@ fn miniature(settings: &Settings, tiers: &[Tier]) -> Settings {
     small.disk.capacity = one(Tier::Disk).map(|_| Capacity::Blocks(settings.disk.dirs.len() as u64));
     small.object.url = settings.object.url.clone().filter(|_| tiers.contains(&Tier::Object));
     small.object.capacity = None;
+    if small.disk.capacity.is_some() && small.disk.backend == DiskBackend::Gds {
+        small.device.capacity = settings.device.capacity.map(|_| Capacity::Blocks(1));
+    }
     only_needed_plugins(&mut small);
     small
 }
@@ -304,11 +364,14 @@ fn only_needed_plugins(settings: &mut Settings) {
     settings.nixl.backends = needed.map(|(name, is_needed)| (name.to_owned(), is_needed)).into();
 }
 
-fn place(settings: &Settings, tier: Tier) -> String {
+fn place(settings: &Settings, tier: Tier, device: Option<&str>) -> String {
     let size =
         |capacity: Option<Capacity>| capacity.map_or_else(|| "unlimited".to_owned(), |size| size.to_string());
     match tier {
-        Tier::Device => format!("{}, emulated in host memory", size(settings.device.capacity)),
+        Tier::Device => match device {
+            Some("emulated") => format!("{}, emulated in host memory", size(settings.device.capacity)),
+            _ => format!("{}, on GPU {}", size(settings.device.capacity), settings.device.ordinal),
+        },
         Tier::Host => size(settings.host.capacity),
         Tier::Disk => {
             let dirs: Vec<_> = settings.disk.dirs.iter().map(|dir| dir.display().to_string()).collect();

@@ -81,7 +81,7 @@ enum Command {
     /// Show the effective settings and where each came from
     Config,
     /// Check what this machine offers and what the settings would use
-    Doctor,
+    Doctor(doctor::DoctorArgs),
     /// Measure
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -94,7 +94,7 @@ impl Command {
             Self::Replay(args) => replay::run(*args, global),
             Self::Plan(args) => plan::run(&args, global),
             Self::Config => config::run(global),
-            Self::Doctor => doctor::run(global),
+            Self::Doctor(args) => doctor::run(&args, global),
             Self::Bench(bench) => bench.run(global),
         }
     }

@@ -1,5 +1,10 @@
 //! Builds a manager's parts from its settings: the only place that names concrete backends and policies.
 
+#[cfg(feature = "cuda")]
+mod gpu;
+#[cfg(not(feature = "cuda"))]
+#[path = "assemble/without_gpu.rs"]
+mod gpu;
 #[cfg(feature = "nixl")]
 mod nixl;
 #[cfg(not(feature = "nixl"))]
@@ -23,20 +28,27 @@ use kvbm_tiers::{
 };
 use prometheus::Registry;
 
+use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::manager::{Options, RouteReport};
 use crate::metrics::{Gauges, Metrics};
 use crate::scheduler::{Core, Executor, Parts, Tuning};
 use crate::table::{Table, TierSpec};
 
-pub use report::{NixlReport, PluginReport};
+pub use report::{GpuReport, NixlReport, PluginReport};
 
+use gpu::GpuTier;
 use nixl::Nixl;
 
 /// What this machine has of NIXL, and what becomes of the plugins that `settings` turn on. Starts them, and
 /// takes a second.
 pub fn probe_nixl(settings: &Settings) -> NixlReport {
     nixl::probe(settings)
+}
+
+/// What this machine has of CUDA and GPUDirect Storage. Starts the drivers behind them, and may take seconds.
+pub fn probe_gpu() -> GpuReport {
+    gpu::probe()
 }
 
 /// The plugins of NIXL that this machine has as files; `library` as
@@ -48,7 +60,7 @@ pub fn installed_nixl_plugins(library: Option<&str>) -> Vec<String> {
 /// A manager's parts.
 pub(crate) struct Assembled {
     pub(crate) core: Arc<Core>,
-    pub(crate) device: Option<Arc<DramRegion>>,
+    pub(crate) device: Option<Arc<dyn Device>>,
     pub(crate) routes: Vec<RouteReport>,
 }
 
@@ -62,7 +74,8 @@ pub(crate) async fn open(settings: Settings, options: &Options) -> Result<Assemb
         let tiers = Tiers::open(&settings)?;
         let tuning = tuning(&settings, block_bytes, block_tokens);
         let routes = tiers.routes();
-        let Tiers { device, specs, staging, executor, .. } = tiers;
+        let Tiers { device, specs, staging, executor, fallbacks, .. } = tiers;
+        fallbacks.into_iter().for_each(|wanted| metrics.fell_back(wanted));
         let parts = Parts { table: Table::new(specs), executor, staging, clock, metrics, tuning };
         Ok(Assembled { core: Core::new(parts), device, routes })
     };
@@ -93,11 +106,15 @@ fn prefill_block_s(settings: &Settings, block_tokens: u64) -> Option<f64> {
 /// Tiers as they are opened, fastest first.
 #[derive(Default)]
 struct Tiers {
-    device: Option<Arc<DramRegion>>,
+    device: Option<Arc<dyn Device>>,
+    emulated: Option<Arc<DramRegion>>,
+    gpu: Option<GpuTier>,
     host: Option<Arc<DramRegion>>,
     specs: Vec<TierSpec>,
     staging: Vec<Frame>,
     executor: Executor,
+    /// What would have been better, and is not there.
+    fallbacks: Vec<&'static str>,
 }
 
 impl Tiers {
@@ -117,9 +134,16 @@ impl Tiers {
     fn open_device(&mut self, settings: &Settings) -> Result<()> {
         let Some(capacity) = settings.device.capacity else { return Ok(()) };
         let slots = slots(capacity, settings)?;
-        let region = DramRegion::emulated_device(dram(slots, settings)?).map_err(setup)?;
+        if let Some(gpu) = GpuTier::open(settings, geometry(slots, settings)?)? {
+            self.add_tier(gpu.frames()?, settings);
+            self.device = Some(gpu.window()?);
+            self.gpu = Some(gpu);
+            return Ok(());
+        }
+        let region = Arc::new(DramRegion::emulated_device(dram(slots, settings)?).map_err(setup)?);
         self.add_tier(frames(&region)?, settings);
-        self.device = Some(Arc::new(region));
+        self.device = Some(Arc::new(Arc::clone(&region)));
+        self.emulated = Some(region);
         Ok(())
     }
 
@@ -142,11 +166,13 @@ impl Tiers {
     }
 
     fn connect_memory(&mut self, settings: &Settings) -> Result<()> {
-        let regions = [&self.device, &self.host].into_iter().flatten();
-        let regions: Vec<Arc<dyn Memory>> = regions.map(|region| Arc::clone(region) as _).collect();
-        if regions.len() == 2 {
+        let Some(host) = self.host.clone() else { return Ok(()) };
+        if let Some(gpu) = &self.gpu {
+            let backend = gpu.connect_memory(host)?;
+            self.connect(backend);
+        } else if let Some(device) = self.emulated.clone() {
             let threads = settings.transfer.copy_threads as usize;
-            self.connect(MemcpyBackend::new(regions, threads).map_err(setup)?);
+            self.connect(MemcpyBackend::new(vec![device, host], threads).map_err(setup)?);
         }
         Ok(())
     }
@@ -168,20 +194,49 @@ impl Tiers {
     }
 
     fn connect_disk(&mut self, region: &Arc<DiskRegion>, settings: &DiskSettings, nixl: &Nixl) -> Result<()> {
-        let (memory, region, depth) = (self.memory()?, Arc::clone(region), settings.queue_depth);
+        let ends = DiskEnds {
+            memory: self.memory()?,
+            region: Arc::clone(region),
+            depth: settings.queue_depth,
+            checksums: Arc::new(Checksums::new()),
+        };
+        self.connect_disk_and_device(&ends, settings.backend)?;
+        let DiskEnds { memory, region, depth, checksums } = ends;
         match settings.backend {
-            DiskBackend::Auto => self.connect_ring_or_threads(memory, region, depth),
+            DiskBackend::Auto | DiskBackend::Gds => {
+                self.connect_ring_or_threads(memory, region, depth, checksums)
+            }
             DiskBackend::Uring => {
                 let ring = UringBackend::new(Arc::clone(&memory), region, depth).map_err(setup)?;
-                self.connect_verified_aside(ring, memory)
+                self.connect_verified_aside(ring, memory, checksums)
             }
-            DiskBackend::Threads => self.connect_threads(memory, region, depth),
+            DiskBackend::Threads => self.connect_threads(memory, region, depth, checksums),
             DiskBackend::Nixl => {
                 let backend = nixl.disk(Arc::clone(&memory), region, depth)?;
-                self.connect_verified_aside(backend, memory)
+                self.connect_verified_aside(backend, memory, checksums)
             }
-            DiskBackend::Gds => Err(no_gds()),
         }
+    }
+
+    /// Past host memory, where that can be done and may be.
+    fn connect_disk_and_device(&mut self, ends: &DiskEnds, backend: DiskBackend) -> Result<()> {
+        let asked_for = backend == DiskBackend::Gds;
+        let (region, checksums) = (Arc::clone(&ends.region), Arc::clone(&ends.checksums));
+        match &self.gpu {
+            Some(gpu) if asked_for || backend == DiskBackend::Auto => {
+                match gpu.connect_disk(region, checksums, ends.depth, asked_for) {
+                    Ok(gds) => self.connect(gds),
+                    Err(error) if asked_for => return Err(error),
+                    Err(error) => {
+                        tracing::info!(%error, "blocks go from disk to the device through host memory");
+                        self.fallbacks.push("gds");
+                    }
+                }
+            }
+            None if asked_for => return Err(no_gpu_for_gds()),
+            _ => {}
+        }
+        Ok(())
     }
 
     fn connect_ring_or_threads(
@@ -189,12 +244,13 @@ impl Tiers {
         memory: Arc<dyn Memory>,
         region: Arc<DiskRegion>,
         depth: u32,
+        checksums: Arc<Checksums>,
     ) -> Result<()> {
         match UringBackend::new(Arc::clone(&memory), Arc::clone(&region), depth) {
-            Ok(ring) => self.connect_verified_aside(ring, memory),
+            Ok(ring) => self.connect_verified_aside(ring, memory, checksums),
             Err(error) => {
                 tracing::warn!(%error, "no io_uring: the disk tier uses threads");
-                self.connect_threads(memory, region, depth)
+                self.connect_threads(memory, region, depth, checksums)
             }
         }
     }
@@ -204,9 +260,10 @@ impl Tiers {
         memory: Arc<dyn Memory>,
         region: Arc<DiskRegion>,
         depth: u32,
+        checksums: Arc<Checksums>,
     ) -> Result<()> {
         let threads = ThreadsBackend::new(Arc::clone(&memory), region, depth).map_err(setup)?;
-        self.connect_verified(threads, memory, Arc::new(Checksums::new()))
+        self.connect_verified(threads, memory, checksums)
     }
 
     fn open_object(&mut self, settings: &Settings, nixl: &Nixl) -> Result<()> {
@@ -219,7 +276,7 @@ impl Tiers {
             ObjectChoice::Nixl => {
                 let memory = self.memory()?;
                 let backend = nixl.objects(Arc::clone(&memory), store, slots, settings)?;
-                self.connect_verified_aside(backend, memory)?;
+                self.connect_verified_aside(backend, memory, Arc::default())?;
             }
         }
         self.add_tier(FramePool::new(Tier::Object, slots), settings);
@@ -267,8 +324,9 @@ impl Tiers {
         &mut self,
         backend: impl Backend + 'static,
         memory: Arc<dyn Memory>,
+        checksums: Arc<Checksums>,
     ) -> Result<()> {
-        let verified = Verified::new(backend, memory, Arc::new(Checksums::new()));
+        let verified = Verified::new(backend, memory, checksums);
         self.connect(verified.and_then(Verified::on_a_thread_of_its_own).map_err(setup)?);
         Ok(())
     }
@@ -306,9 +364,18 @@ impl Tiers {
     }
 }
 
-fn no_gds() -> Error {
-    let message = "disk.backend (DYN_KVBM_DISK_BACKEND) is gds, and this build has no cuFile backend: \
-         set it to auto, uring, threads or nixl";
+/// What a backend of the disk tier works with.
+struct DiskEnds {
+    memory: Arc<dyn Memory>,
+    region: Arc<DiskRegion>,
+    depth: u32,
+    /// Of the tier's blocks, whoever writes them.
+    checksums: Arc<Checksums>,
+}
+
+fn no_gpu_for_gds() -> Error {
+    let message = "disk.backend (DYN_KVBM_DISK_BACKEND) is gds, and the device tier is not on a GPU: set \
+         device.capacity and device.backend = \"cuda\", or disk.backend to auto, uring, threads or nixl";
     Error::new(ErrorKind::Unavailable, message)
 }
 

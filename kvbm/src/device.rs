@@ -7,6 +7,9 @@ use kvbm_tiers::{DramRegion, Frame, Loan};
 
 /// Where the device tier's blocks can be looked at, whosever memory it is.
 pub(crate) trait Device: Send + Sync + fmt::Debug {
+    /// Whose memory it is, for reports.
+    fn name(&self) -> &'static str;
+
     /// Lets `fill` write a block into the frame's slot. False: the slot is not of this device, or it failed.
     fn fill(&self, frame: &mut Frame, fill: &mut dyn FnMut(&mut [u8])) -> bool;
 
@@ -16,6 +19,10 @@ pub(crate) trait Device: Send + Sync + fmt::Debug {
 
 /// The emulated device is host memory.
 impl Device for Arc<DramRegion> {
+    fn name(&self) -> &'static str {
+        "emulated"
+    }
+
     fn fill(&self, frame: &mut Frame, fill: &mut dyn FnMut(&mut [u8])) -> bool {
         self.write(frame).map(fill).is_some()
     }
@@ -28,6 +35,10 @@ impl Device for Arc<DramRegion> {
 /// A GPU's blocks are copied to where the CPU can see them, one by one.
 #[cfg(feature = "cuda")]
 impl Device for kvbm_tiers::cuda::DeviceWindow {
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
     fn fill(&self, frame: &mut Frame, fill: &mut dyn FnMut(&mut [u8])) -> bool {
         let mut block = vec![0; self.block_bytes()];
         fill(&mut block);

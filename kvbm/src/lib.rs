@@ -32,7 +32,7 @@ mod sync;
 pub mod table;
 mod ticket;
 
-pub use assemble::{NixlReport, PluginReport, installed_nixl_plugins, probe_nixl};
+pub use assemble::{GpuReport, NixlReport, PluginReport, installed_nixl_plugins, probe_gpu, probe_nixl};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use error::{Error, ErrorKind, Result};
 pub use hash::{BlockHash, Chain, ChainHasher};

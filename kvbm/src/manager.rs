@@ -234,6 +234,11 @@ impl Manager {
         routes.map(|route| self.core.metrics().failures(route)).sum()
     }
 
+    /// Whose memory the device tier is: `emulated` (the host's) or `cuda`; `None`: there is no such tier.
+    pub fn device(&self) -> Option<&'static str> {
+        self.device.as_ref().map(|device| device.name())
+    }
+
     /// The routing table: which backend moves blocks from where to where.
     pub fn routes(&self) -> &[RouteReport] {
         &self.routes

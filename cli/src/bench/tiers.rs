@@ -16,11 +16,11 @@ use kvbm::Tier;
 use kvbm_bench::measure::Spread;
 #[cfg(feature = "nixl")]
 use kvbm_settings::DiskBackend;
-use kvbm_settings::{Capacity, Settings, format_size, parse_size};
+use kvbm_settings::{Capacity, DeviceBackend, Settings, format_size, parse_size};
 use serde::Serialize;
 use tokio::runtime::Runtime;
 
-use self::bed::Bed;
+pub(crate) use self::bed::Bed;
 use self::raw::Raw;
 use crate::failure::Failure;
 use crate::output;
@@ -140,6 +140,7 @@ impl Contest {
         }
         let mut settings = Settings { block_bytes: Some(size), ..Settings::default() };
         settings.device.capacity = Some(Capacity::Blocks(blocks));
+        settings.device.backend = DeviceBackend::Emulated;
         settings.host.capacity = Some(Capacity::Blocks(blocks));
         // Nothing is flushed before it is asked for.
         settings.flush.interval_ms = 86_400_000;

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use kvbm::Tier;
-use kvbm_settings::{Capacity, Settings};
+use kvbm_settings::{Capacity, DeviceBackend, Settings};
 use prometheus::Registry;
 use tempfile::NamedTempFile;
 
@@ -59,6 +59,7 @@ fn settings(global: &Global, objects: &Path) -> Result<Settings, Failure> {
         loader
             .set("block_bytes", |s| s.block_bytes = Some(BLOCK_BYTES))
             .set("device.capacity", |s| s.device.capacity = Some(Capacity::Blocks(DEVICE_BLOCKS)))
+            .set("device.backend", |s| s.device.backend = DeviceBackend::Emulated)
             .set("host.capacity", |s| s.host.capacity = Some(Capacity::Blocks(HOST_BLOCKS)))
             .set("disk.capacity", |s| s.disk.capacity = Some(Capacity::Blocks(DISK_BLOCKS)))
             .set("disk.dirs", |s| s.disk.dirs = vec![std::env::temp_dir()])

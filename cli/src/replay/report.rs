@@ -61,7 +61,7 @@ impl Report {
             unsaved_blocks: tally.unsaved_blocks,
             bytes: bytes.map(|(from, to, bytes)| (format!("{from}_{to}"), bytes)).collect(),
             slots: engine.slots().into_iter().map(|(tier, counts)| (tier.name(), counts)).collect(),
-            device: "emulated",
+            device: engine.manager().device().unwrap_or("none"),
             drained: settled.drained,
             drift: settled.drift,
             seconds: (seconds * 1e3).round() / 1e3,
@@ -84,7 +84,7 @@ impl Report {
             let Some(slots) = self.slots.get(tier.name()) else { continue };
             let hits = self.hit_tokens.of(tier);
             table.add_row([
-                if tier == Tier::Device { "device (emulated)".to_owned() } else { tier.to_string() },
+                if tier == Tier::Device { format!("device ({})", self.device) } else { tier.to_string() },
                 output::count(hits),
                 output::percent(output::share(hits, self.prompt_tokens)),
                 output::count(slots.total.into()),

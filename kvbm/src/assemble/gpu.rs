@@ -3,9 +3,12 @@
 use std::sync::Arc;
 
 use kvbm_settings::{DeviceBackend, Settings};
-use kvbm_tiers::cuda::{CuFileMode, CuFileOptions, CudaBackend, DeviceWindow, GdsBackend, Gpu};
+use kvbm_tiers::cuda::{
+    self, CuFileMode, CuFileOptions, CudaBackend, DeviceWindow, Driver, GdsBackend, Gpu, probe_cufile,
+};
 use kvbm_tiers::{Backend, Checksums, DeviceRegion, DiskRegion, FramePool, Geometry, Memory};
 
+use super::report::GpuReport;
 use super::setup;
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
@@ -20,14 +23,16 @@ pub(super) struct GpuTier {
 impl GpuTier {
     /// `None`: the device tier is to be emulated, or may be and there is no GPU.
     pub(super) fn open(settings: &Settings, geometry: Geometry) -> Result<Option<Self>> {
-        let gpu = match (settings.device.backend, Gpu::open(settings.device.ordinal)) {
-            (DeviceBackend::Emulated, _) => return Ok(None),
-            (_, Ok(gpu)) => gpu,
-            (DeviceBackend::Auto, Err(error)) => {
+        if settings.device.backend == DeviceBackend::Emulated {
+            return Ok(None);
+        }
+        let gpu = match Gpu::open(settings.device.ordinal) {
+            Ok(gpu) => gpu,
+            Err(error) if settings.device.backend == DeviceBackend::Cuda => return Err(setup(error)),
+            Err(error) => {
                 tracing::info!(%error, "the device tier is emulated in host memory");
                 return Ok(None);
             }
-            (DeviceBackend::Cuda, Err(error)) => return Err(setup(error)),
         };
         let region = Arc::new(gpu.allocate(geometry).map_err(setup)?);
         Ok(Some(Self { gpu, region }))
@@ -63,4 +68,23 @@ impl GpuTier {
         }
         Ok(Arc::new(gds))
     }
+}
+
+/// Driver, compiler and cuFile, as they are here.
+pub(super) fn probe() -> GpuReport {
+    let found = cuda::probe();
+    let gds = probe_cufile(&CuFileOptions::default());
+    GpuReport {
+        cuda: found.driver.ready().map(|driver| shown(&driver)),
+        nvrtc: found.nvrtc.ready().map(|()| "kernels are compiled for this GPU".to_owned()),
+        gds: gds.ready().map(|mode| mode.to_string()),
+    }
+}
+
+fn shown(driver: &Driver) -> String {
+    let devices = driver.devices.iter().enumerate().map(|(ordinal, gpu)| {
+        let node = gpu.numa_node().map_or_else(String::new, |node| format!(", NUMA node {node}"));
+        format!("GPU {ordinal}: {}, {} GiB{node}", gpu.name, gpu.memory >> 30)
+    });
+    format!("CUDA {}; {}", driver.version, devices.collect::<Vec<_>>().join("; "))
 }

@@ -19,3 +19,14 @@ pub struct PluginReport {
     /// What became of it, or why it does not run and what to do.
     pub state: Result<String, String>,
 }
+
+/// What there is of GPUs: each as it is, or why it is not and how to get it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuReport {
+    /// Driver and devices.
+    pub cuda: std::result::Result<String, String>,
+    /// The compiler of kernels, which may be missing.
+    pub nvrtc: std::result::Result<String, String>,
+    /// Transfers between disk and GPU.
+    pub gds: std::result::Result<String, String>,
+}

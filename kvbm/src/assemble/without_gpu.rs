@@ -5,6 +5,7 @@ use std::sync::Arc;
 use kvbm_settings::{DeviceBackend, Settings};
 use kvbm_tiers::{Backend, Checksums, DiskRegion, FramePool, Geometry, Memory};
 
+use super::report::GpuReport;
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -43,4 +44,9 @@ impl GpuTier {
     ) -> Result<Arc<dyn Backend>> {
         match *self {}
     }
+}
+
+pub(super) fn probe() -> GpuReport {
+    let no = || Err("this build has no GPU backend; build with --features cuda".to_owned());
+    GpuReport { cuda: no(), nvrtc: no(), gds: no() }
 }

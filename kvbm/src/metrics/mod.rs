@@ -32,6 +32,7 @@ pub struct Metrics {
     checksum_failures: IntCounterVec,
     lost_copies: IntCounterVec,
     flushes_waived: IntCounterVec,
+    fallbacks: IntCounterVec,
     requests: IntCounter,
     requested_tokens: IntCounter,
     hit_tokens: IntCounterVec,
@@ -112,6 +113,11 @@ impl Metrics {
                 "Blocks not flushed: the tier below was away.",
                 &["tier"],
             )?,
+            fallbacks: b.counters(
+                "kvbm_backend_fallbacks_total",
+                "Backends that `auto` would have taken, and that this machine has not.",
+                &["backend"],
+            )?,
             requests: b.counter("kvbm_requests_total", "Chains leased.")?,
             requested_tokens: b.counter("kvbm_requested_tokens_total", "Tokens of leased chains.")?,
             hit_tokens: b.counters(
@@ -177,6 +183,11 @@ impl Metrics {
 
     pub(crate) fn lost(&self, route: Route) {
         self.lost_copies.with_label_values(&[route.0.name(), route.1.name()]).inc();
+    }
+
+    /// `auto` took another backend than the best.
+    pub(crate) fn fell_back(&self, wanted: &'static str) {
+        self.fallbacks.with_label_values(&[wanted]).inc();
     }
 
     pub(crate) fn flushes_waived(&self, tier: Tier, blocks: usize) {

@@ -85,7 +85,8 @@ impl DeviceWindow {
 
     /// Copies between the slot and the buffer. Whoever calls holds a title to the slot that allows it.
     fn cross(&self, desk: &mut Desk, slot: SlotId, direction: Direction) -> Result<(), CopyError> {
-        let refused = || CopyError::new(CopyErrorKind::Refused, format!("device slot {} does not exist", slot.0));
+        let refused =
+            || CopyError::new(CopyErrorKind::Refused, format!("device slot {} does not exist", slot.0));
         let device = self.region.segments().segments(slot).ok_or_else(refused)?;
         let (stream, buffer) = desk;
         let ours = std::iter::once(Segment { address: buffer.address() as usize, bytes: self.block_bytes() });
@@ -101,6 +102,8 @@ impl DeviceWindow {
         });
         // Also after an error: copies that were started before it must end.
         let copied = stream.wait().and(copied);
-        copied.map_err(|error| CopyError::caused(CopyErrorKind::Io, format!("CUDA: a copy failed: {error}"), error))
+        copied.map_err(|error| {
+            CopyError::caused(CopyErrorKind::Io, format!("CUDA: a copy failed: {error}"), error)
+        })
     }
 }

@@ -16,7 +16,7 @@ const LIMIT: Duration = Duration::from_mins(2);
 
 /// A manager whose device, host and, unless that is the host, bottom tier hold exactly the working set.
 #[derive(Debug)]
-pub(super) struct Bed<'r> {
+pub(crate) struct Bed<'r> {
     manager: Manager,
     chains: Vec<Vec<BlockHash>>,
     blocks: usize,
@@ -25,7 +25,7 @@ pub(super) struct Bed<'r> {
 }
 
 impl<'r> Bed<'r> {
-    pub(super) fn open(settings: Settings, bottom: Tier, runtime: &'r Runtime) -> Result<Self, Failure> {
+    pub(crate) fn open(settings: Settings, bottom: Tier, runtime: &'r Runtime) -> Result<Self, Failure> {
         // The clock stands still: only what is asked for is flushed.
         let options = Options { clock: std::sync::Arc::new(ManualClock::default()), ..Options::default() };
         let manager = runtime.block_on(Manager::open(settings, options))?;
@@ -47,7 +47,7 @@ impl<'r> Bed<'r> {
     }
 
     /// Whatever is to be written lies in the tier above the bottom, and nowhere below.
-    pub(super) fn prepare_write(&self) -> Result<(), Failure> {
+    pub(crate) fn prepare_write(&self) -> Result<(), Failure> {
         if self.manager.counts(Tier::Device).resident == 0 {
             self.move_all(Manager::load)?;
         }
@@ -60,7 +60,7 @@ impl<'r> Bed<'r> {
     }
 
     /// Whatever is to be read lies in the bottom tier alone.
-    pub(super) fn prepare_read(&self) -> Result<(), Failure> {
+    pub(crate) fn prepare_read(&self) -> Result<(), Failure> {
         Tier::ALL.into_iter().filter(|&tier| tier < self.bottom).for_each(|tier| {
             self.manager.evict(tier, self.blocks);
         });
@@ -69,7 +69,7 @@ impl<'r> Bed<'r> {
     }
 
     /// Saves to the host, or flushes from there.
-    pub(super) fn write(&self) -> Result<Duration, Failure> {
+    pub(crate) fn write(&self) -> Result<Duration, Failure> {
         let started = Instant::now();
         if self.bottom == Tier::Host {
             self.move_all(Manager::save)?;
@@ -82,7 +82,7 @@ impl<'r> Bed<'r> {
     }
 
     /// Loads from the host, or brings up to there.
-    pub(super) fn read(&self) -> Result<Duration, Failure> {
+    pub(crate) fn read(&self) -> Result<Duration, Failure> {
         let started = Instant::now();
         let top = if self.bottom == Tier::Host {
             self.move_all(Manager::load)?;
@@ -97,7 +97,7 @@ impl<'r> Bed<'r> {
     }
 
     /// Every block that went through all of this is as it was made.
-    pub(super) fn check(&self) -> Result<(), Failure> {
+    pub(crate) fn check(&self) -> Result<(), Failure> {
         self.move_all(Manager::load)?;
         for chain in &self.chains {
             let lease = self.manager.lease(chain);
