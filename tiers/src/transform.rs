@@ -185,6 +185,11 @@ impl Transform {
         self.from.extents.iter().product::<usize>() * self.from.row_bytes
     }
 
+    /// Bytes of the arrays that blocks come from and go to.
+    pub const fn array_bytes(&self) -> (usize, usize) {
+        (self.from.bytes, self.to.bytes)
+    }
+
     /// The same copy in the longest rows: axes that lie innermost and dense at both ends become part of the row.
     #[must_use]
     pub fn with_long_rows(mut self) -> Self {

@@ -15,6 +15,7 @@ use kvbm_tiers::checksum::checksum;
 use kvbm_tiers::cuda::{
     self, CuFileMode, CuFileOptions, CudaBackend, DeviceChecksum, GdsBackend, Gpu, Rearranger, probe_cufile,
 };
+use kvbm_tiers::raw::RawGpu;
 use kvbm_tiers::testing::conformance::{self, Pair};
 use kvbm_tiers::testing::{fill_pattern, host, order, run, skip, start};
 use kvbm_tiers::transform::{Layout, Shape, Transform, View};
@@ -309,6 +310,35 @@ fn large_blocks_cross_in_every_way_of_copying() {
             assert!(kvbm_tiers::testing::has_pattern(number, block));
         }
     }
+}
+
+#[test]
+fn yardsticks_do_what_they_time() {
+    let Some(gpu) = gpu() else { return };
+    let mut raw = RawGpu::open(&gpu, 1 << 20).unwrap();
+    for per_call in [1 << 20, 4096, 5000] {
+        raw.to_device(per_call).unwrap();
+        raw.to_host(per_call).unwrap();
+    }
+    raw.within_device().unwrap();
+    raw.matmul(16, 2).unwrap();
+    assert_eq!(raw.matmul(512, 1).unwrap_err().kind(), SetupErrorKind::Invalid);
+    let shape = Shape { blocks: 4, layers: 2, kv: 2, tokens: 16, heads: 8, row_bytes: 256 };
+    let [nhd, hnd] =
+        [Layout::BLOCKS_NHD, Layout::LAYERS_HND].map(|order| Layout::new(shape, order).unwrap().whole());
+    raw.transform(&Transform::new(nhd, hnd).unwrap(), 4).unwrap();
+    let error = raw.transform(&Transform::new(nhd, hnd).unwrap(), 5).unwrap_err();
+    assert_eq!(error.kind(), SetupErrorKind::Invalid);
+}
+
+#[test]
+fn tensors_of_our_own_lie_apart() {
+    let Some(gpu) = gpu() else { return };
+    let region = gpu.allocate_tensors(3, &[4096, 512, 4096]).unwrap();
+    assert_eq!(region.segments().parts().len(), 3);
+    assert_eq!(region.segments().block_bytes(), 2 * 4096 + 512);
+    assert_eq!(gpu.allocate_tensors(3, &[]).unwrap_err().kind(), SetupErrorKind::Invalid);
+    assert_eq!(gpu.allocate_tensors(3, &[usize::MAX]).unwrap_err().kind(), SetupErrorKind::Invalid);
 }
 
 #[test]

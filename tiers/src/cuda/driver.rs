@@ -14,7 +14,7 @@ use crate::device::{DeviceRegion, Space};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::geometry::Geometry;
 use crate::memory::Memory;
-use crate::segments::SegmentMap;
+use crate::segments::{Part, SegmentMap};
 
 /// A GPU that this process uses. Cheap to clone.
 #[derive(Clone)]
@@ -75,6 +75,27 @@ impl Gpu {
         Ok(unsafe { self.adopt(map, memory) })
     }
 
+    /// Takes device memory as engines do: a block is a piece of each of several tensors, of these sizes.
+    ///
+    /// # Errors
+    /// `NoSpace`: the GPU has not that much left. `Invalid`: a piece without bytes, or no piece.
+    pub fn allocate_tensors(&self, slots: u32, pieces: &[usize]) -> Result<DeviceRegion, SetupError> {
+        let parts = |base: usize| {
+            let mut end = base;
+            let part = |&bytes: &usize| {
+                let base = end;
+                end = base.saturating_add(bytes.saturating_mul(slots as usize));
+                Part { base, stride: bytes, bytes }
+            };
+            pieces.iter().map(part).collect::<Vec<_>>()
+        };
+        let room = SegmentMap::new(slots, &parts(0))?.block_bytes().saturating_mul(slots as usize);
+        let memory = DeviceMemory::new(self, room)?;
+        let map = SegmentMap::new(slots, &parts(memory.address as usize))?;
+        // SAFETY: the memory is the region's, and nobody else knows it.
+        Ok(unsafe { self.adopt(map, memory) })
+    }
+
     /// Takes over device memory that an engine in this process allocated.
     ///
     /// # Safety
@@ -89,12 +110,12 @@ impl Gpu {
     }
 
     /// Whether the driver takes many copies in one call.
-    pub(super) fn copies_batches(&self) -> bool {
+    pub(crate) fn copies_batches(&self) -> bool {
         self.0.copies_batches
     }
 
     /// Makes the context current in this thread: whatever follows uses it.
-    pub(super) fn enter(&self) -> Result<(), DriverError> {
+    pub(crate) fn enter(&self) -> Result<(), DriverError> {
         // SAFETY: the context is retained as long as `self` lives.
         unsafe { result::ctx::set_current(self.0.primary) }
     }
@@ -115,13 +136,13 @@ impl Drop for Context {
 
 /// Memory of a GPU.
 #[derive(Debug)]
-pub(super) struct DeviceMemory {
+pub(crate) struct DeviceMemory {
     gpu: Gpu,
-    pub(super) address: sys::CUdeviceptr,
+    pub(crate) address: sys::CUdeviceptr,
 }
 
 impl DeviceMemory {
-    pub(super) fn new(gpu: &Gpu, bytes: usize) -> Result<Self, SetupError> {
+    pub(crate) fn new(gpu: &Gpu, bytes: usize) -> Result<Self, SetupError> {
         // SAFETY: the context is current; the size is not zero.
         let taken = gpu.enter().and_then(|()| unsafe { result::malloc_sync(bytes.max(1)) });
         let address = taken.map_err(|error| {
@@ -144,7 +165,7 @@ impl Drop for DeviceMemory {
 
 /// Host memory of a region, locked and mapped for GPUs.
 #[derive(Debug)]
-pub(super) struct Registration {
+pub(crate) struct Registration {
     gpu: Gpu,
     memory: Arc<dyn Memory>,
     /// What to add to a host address to get the address that kernels use for it.
@@ -152,7 +173,7 @@ pub(super) struct Registration {
 }
 
 impl Registration {
-    pub(super) fn new(gpu: &Gpu, memory: Arc<dyn Memory>) -> Result<Self, SetupError> {
+    pub(crate) fn new(gpu: &Gpu, memory: Arc<dyn Memory>) -> Result<Self, SetupError> {
         let (base, bytes) = (memory.base(), memory.geometry().bytes());
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
         // SAFETY: the region's memory stays mapped as long as `memory` lives, which is longer than this.
@@ -173,12 +194,12 @@ impl Registration {
         Ok(registration)
     }
 
-    pub(super) fn memory(&self) -> &Arc<dyn Memory> {
+    pub(crate) fn memory(&self) -> &Arc<dyn Memory> {
         &self.memory
     }
 
     /// The address that a kernel uses for an address of the region.
-    pub(super) fn mapped(&self, address: usize) -> usize {
+    pub(crate) fn mapped(&self, address: usize) -> usize {
         address.wrapping_add(self.shift)
     }
 }
@@ -193,7 +214,7 @@ impl Drop for Registration {
 
 /// An array in locked host memory that both sides can read and write.
 #[derive(Debug)]
-pub(super) struct Pinned<T: Copy> {
+pub(crate) struct Pinned<T: Copy> {
     gpu: Gpu,
     start: NonNull<T>,
     capacity: usize,
@@ -206,7 +227,7 @@ unsafe impl<T: Copy + Sync> Sync for Pinned<T> {}
 
 impl<T: Copy> Pinned<T> {
     /// The context is current.
-    pub(super) fn new(gpu: &Gpu, capacity: usize) -> Result<Self, DriverError> {
+    pub(crate) fn new(gpu: &Gpu, capacity: usize) -> Result<Self, DriverError> {
         let bytes = capacity.max(1) * size_of::<T>();
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: the size is not zero; the driver's memory is aligned to pages.
@@ -215,7 +236,7 @@ impl<T: Copy> Pinned<T> {
         Ok(Self { gpu: gpu.clone(), start, capacity: capacity.max(1) })
     }
 
-    pub(super) const fn capacity(&self) -> usize {
+    pub(crate) const fn capacity(&self) -> usize {
         self.capacity
     }
 
@@ -223,7 +244,7 @@ impl<T: Copy> Pinned<T> {
     ///
     /// # Panics
     /// If there are more than fit.
-    pub(super) fn write(&mut self, values: &[T]) {
+    pub(crate) fn write(&mut self, values: &[T]) {
         assert!(values.len() <= self.capacity, "{} values in an array of {}", values.len(), self.capacity);
         // SAFETY: they fit, and the array is borrowed mutably.
         unsafe { self.start.copy_from_nonoverlapping(NonNull::from(values).cast(), values.len()) };
@@ -233,14 +254,14 @@ impl<T: Copy> Pinned<T> {
     ///
     /// # Panics
     /// If there are not as many.
-    pub(super) fn copy_to(&self, values: &mut [T]) {
+    pub(crate) fn copy_to(&self, values: &mut [T]) {
         assert!(values.len() <= self.capacity, "{} values of an array of {}", values.len(), self.capacity);
         // SAFETY: the array has as many, which every caller has had written before.
         unsafe { self.start.copy_to_nonoverlapping(NonNull::from(&mut *values).cast(), values.len()) };
     }
 
     /// Where kernels find it: locked memory has one address for all (unified addressing).
-    pub(super) fn address(&self) -> u64 {
+    pub(crate) fn address(&self) -> u64 {
         self.start.addr().get() as u64
     }
 }
@@ -254,7 +275,7 @@ impl<T: Copy> Drop for Pinned<T> {
 
 /// Work in order.
 #[derive(Debug)]
-pub(super) struct Stream {
+pub(crate) struct Stream {
     gpu: Gpu,
     stream: sys::CUstream,
 }
@@ -266,18 +287,18 @@ unsafe impl Sync for Stream {}
 
 impl Stream {
     /// One that does not wait for the default stream, which may be the engine's.
-    pub(super) fn new(gpu: &Gpu) -> Result<Self, SetupError> {
+    pub(crate) fn new(gpu: &Gpu) -> Result<Self, SetupError> {
         let made = gpu.enter().and_then(|()| result::stream::create(result::stream::StreamKind::NonBlocking));
         let stream = made.map_err(|error| failed("no stream", error))?;
         Ok(Self { gpu: gpu.clone(), stream })
     }
 
-    pub(super) const fn gpu(&self) -> &Gpu {
+    pub(crate) const fn gpu(&self) -> &Gpu {
         &self.gpu
     }
 
     /// Waits for all that was started.
-    pub(super) fn wait(&self) -> Result<(), DriverError> {
+    pub(crate) fn wait(&self) -> Result<(), DriverError> {
         // SAFETY: the stream lives.
         unsafe { result::stream::synchronize(self.stream) }
     }
@@ -287,7 +308,7 @@ impl Stream {
     /// # Safety
     /// Both ends stay allocated, the source unwritten and the destination untouched by others, until the stream
     /// has got past it. The context is current.
-    pub(super) unsafe fn copy(&self, from: usize, to: usize, bytes: usize) -> Result<(), DriverError> {
+    pub(crate) unsafe fn copy(&self, from: usize, to: usize, bytes: usize) -> Result<(), DriverError> {
         // SAFETY: as the caller promises.
         unsafe { sys::cuMemcpyAsync(to as u64, from as u64, bytes, self.stream).result() }
     }
@@ -296,7 +317,7 @@ impl Stream {
     ///
     /// # Safety
     /// There are so many bytes, and nobody else touches them until the stream has got past it.
-    pub(super) unsafe fn zero(&self, memory: &DeviceMemory, bytes: usize) -> Result<(), DriverError> {
+    pub(crate) unsafe fn zero(&self, memory: &DeviceMemory, bytes: usize) -> Result<(), DriverError> {
         // SAFETY: as the caller promises.
         unsafe { result::memset_d8_async(memory.address, 0, bytes, self.stream) }
     }
@@ -305,7 +326,7 @@ impl Stream {
     ///
     /// # Safety
     /// Those of [`copy`](Self::copy) for each; the driver copies batches.
-    pub(super) unsafe fn copy_all(
+    pub(crate) unsafe fn copy_all(
         &self,
         from: &mut [u64],
         to: &mut [u64],
@@ -336,7 +357,7 @@ impl Stream {
     ///
     /// # Safety
     /// `parameters` are the kernel's, and what they point to obeys what [`copy`](Self::copy) asks for.
-    pub(super) unsafe fn launch(
+    pub(crate) unsafe fn launch(
         &self,
         kernel: Kernel,
         grid: (u32, u32),
@@ -358,7 +379,7 @@ impl Drop for Stream {
 
 /// A mark in a stream.
 #[derive(Debug)]
-pub(super) struct Event {
+pub(crate) struct Event {
     gpu: Gpu,
     event: sys::CUevent,
 }
@@ -368,14 +389,14 @@ unsafe impl Send for Event {}
 
 impl Event {
     /// The context is current. `timed`: [`since`](Self::since) works.
-    pub(super) fn new(gpu: &Gpu, timed: bool) -> Result<Self, DriverError> {
+    pub(crate) fn new(gpu: &Gpu, timed: bool) -> Result<Self, DriverError> {
         use sys::CUevent_flags as Flags;
         let flags = if timed { Flags::CU_EVENT_DEFAULT } else { Flags::CU_EVENT_DISABLE_TIMING };
         Ok(Self { gpu: gpu.clone(), event: result::event::create(flags)? })
     }
 
     /// Marks all that was started in the stream so far.
-    pub(super) fn record(&self, stream: &Stream) -> Result<(), DriverError> {
+    pub(crate) fn record(&self, stream: &Stream) -> Result<(), DriverError> {
         // SAFETY: both live.
         unsafe { result::event::record(self.event, stream.stream) }
     }
@@ -384,7 +405,7 @@ impl Event {
     ///
     /// # Errors
     /// The GPU is lost, or some earlier work failed in a way that ends the context.
-    pub(super) fn has_passed(&self) -> Result<bool, DriverError> {
+    pub(crate) fn has_passed(&self) -> Result<bool, DriverError> {
         // SAFETY: the event lives.
         match unsafe { result::event::query(self.event) } {
             Ok(()) => Ok(true),
@@ -403,7 +424,7 @@ impl Drop for Event {
 
 /// Compiled kernels.
 #[derive(Debug)]
-pub(super) struct Module {
+pub(crate) struct Module {
     gpu: Gpu,
     module: sys::CUmodule,
 }
@@ -415,7 +436,7 @@ unsafe impl Sync for Module {}
 
 /// A kernel of a module that is still loaded.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Kernel(sys::CUfunction);
+pub(crate) struct Kernel(sys::CUfunction);
 
 // SAFETY: a name for code; see `Module`.
 unsafe impl Send for Kernel {}
@@ -424,13 +445,13 @@ unsafe impl Sync for Kernel {}
 
 impl Module {
     /// Loads PTX. The context is current.
-    pub(super) fn load(gpu: &Gpu, ptx: &CStr) -> Result<Self, DriverError> {
+    pub(crate) fn load(gpu: &Gpu, ptx: &CStr) -> Result<Self, DriverError> {
         // SAFETY: PTX is text that ends in a zero.
         let module = unsafe { result::module::load_data(ptx.as_ptr().cast()) }?;
         Ok(Self { gpu: gpu.clone(), module })
     }
 
-    pub(super) fn kernel(&self, name: &CStr) -> Result<Kernel, DriverError> {
+    pub(crate) fn kernel(&self, name: &CStr) -> Result<Kernel, DriverError> {
         // SAFETY: the module is loaded.
         unsafe { result::module::get_function(self.module, name.to_owned()) }.map(Kernel)
     }
@@ -447,7 +468,7 @@ fn unavailable(message: String) -> SetupError {
     SetupError::new(SetupErrorKind::Unavailable, message)
 }
 
-pub(super) fn failed(what: &str, error: DriverError) -> SetupError {
+pub(crate) fn failed(what: &str, error: DriverError) -> SetupError {
     SetupError::caused(SetupErrorKind::Unavailable, format!("CUDA: {what}: {error}"), error)
 }
 

@@ -176,3 +176,12 @@ extern "C" __global__ void kvbm_crc32c(const Summand *summands, u32 count, u32 *
         }
     }
 }
+
+// What an engine does meanwhile, for benches: c = a b, square matrices of n rows, a thread for each value of c.
+extern "C" __global__ void kvbm_matmul(const float *a, const float *b, float *c, u32 n) {
+    const u32 column = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
+    if (column >= n) return;
+    float sum = 0;
+    for (u32 k = 0; k < n; k++) sum += a[(u64)row * n + k] * b[(u64)k * n + column];
+    c[(u64)row * n + column] = sum;
+}

@@ -22,6 +22,7 @@ const EMBEDDED: &str = include_str!("kernels.ptx");
 const COPY_PIECES: &CStr = c"kvbm_copy_pieces";
 const TRANSFORM: &CStr = c"kvbm_transform";
 const CRC32C: &CStr = c"kvbm_crc32c";
+const MATMUL: &CStr = c"kvbm_matmul";
 
 /// Threads of a group.
 const THREADS: u32 = 256;
@@ -51,10 +52,11 @@ impl fmt::Display for KernelOrigin {
 
 /// The kernels, loaded.
 #[derive(Debug)]
-pub(super) struct Kernels {
+pub(crate) struct Kernels {
     copy_pieces: Kernel,
     transform: Kernel,
     crc32c: Kernel,
+    matmul: Kernel,
     origin: KernelOrigin,
     /// Keeps the code.
     _module: Module,
@@ -63,20 +65,20 @@ pub(super) struct Kernels {
 /// A piece of a block whose checksum is computed: `struct Summand` of `kernels.cu`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub(super) struct Summand {
-    pub(super) address: u64,
-    pub(super) bytes: u64,
+pub(crate) struct Summand {
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
     /// Bytes of the block behind it.
-    pub(super) after: u64,
+    pub(crate) after: u64,
     /// Which of the sums.
-    pub(super) block: u32,
-    pub(super) unused: u32,
+    pub(crate) block: u32,
+    pub(crate) unused: u32,
 }
 
 impl Kernels {
     /// # Errors
     /// `Unavailable`: the GPU takes neither.
-    pub(super) fn load(gpu: &Gpu) -> Result<Self, SetupError> {
+    pub(crate) fn load(gpu: &Gpu) -> Result<Self, SetupError> {
         gpu.enter().map_err(|error| failed("no context", error))?;
         match compile_here(gpu) {
             Ok(kernels) => Ok(kernels),
@@ -95,12 +97,13 @@ impl Kernels {
             copy_pieces: module.kernel(COPY_PIECES)?,
             transform: module.kernel(TRANSFORM)?,
             crc32c: module.kernel(CRC32C)?,
+            matmul: module.kernel(MATMUL)?,
             origin,
             _module: module,
         })
     }
 
-    pub(super) const fn origin(&self) -> &KernelOrigin {
+    pub(crate) const fn origin(&self) -> &KernelOrigin {
         &self.origin
     }
 
@@ -108,7 +111,7 @@ impl Kernels {
     ///
     /// # Safety
     /// The table, and what it names, stay as they are until the stream has got past it; the GPU can address all of it.
-    pub(super) unsafe fn copy_pieces(
+    pub(crate) unsafe fn copy_pieces(
         &self,
         stream: &Stream,
         mut table: u64,
@@ -126,7 +129,7 @@ impl Kernels {
     ///
     /// # Safety
     /// As for [`copy_pieces`](Self::copy_pieces); `from` and `to` are arrays as `plan` says.
-    pub(super) unsafe fn transform(
+    pub(crate) unsafe fn transform(
         &self,
         stream: &Stream,
         (mut from, mut to): (u64, u64),
@@ -154,7 +157,7 @@ impl Kernels {
     ///
     /// # Safety
     /// As for [`copy_pieces`](Self::copy_pieces).
-    pub(super) unsafe fn crc32c(
+    pub(crate) unsafe fn crc32c(
         &self,
         stream: &Stream,
         mut table: u64,
@@ -166,6 +169,23 @@ impl Kernels {
         let parameters = &mut [pointer(&mut table), pointer(&mut number), pointer(&mut sums)];
         // SAFETY: these are the kernel's parameters; else as the caller promises.
         unsafe { stream.launch(self.crc32c, (number.clamp(1, COPY_GROUPS), 1), THREADS, parameters) }
+    }
+}
+
+impl Kernels {
+    /// Starts multiplying two matrices of `n` rows of floats.
+    ///
+    /// # Safety
+    /// As for [`copy_pieces`](Self::copy_pieces): all three are arrays of `n * n` floats, the last distinct.
+    pub(crate) unsafe fn matmul(
+        &self,
+        stream: &Stream,
+        (mut a, mut b, mut c): (u64, u64, u64),
+        mut n: u32,
+    ) -> Result<(), DriverError> {
+        let parameters = &mut [pointer(&mut a), pointer(&mut b), pointer(&mut c), pointer(&mut n)];
+        // SAFETY: these are the kernel's parameters; else as the caller promises.
+        unsafe { stream.launch(self.matmul, (n.div_ceil(THREADS), n), THREADS, parameters) }
     }
 }
 
@@ -184,7 +204,7 @@ fn widest_unit(from: u64, to: u64, plan: &Plan) -> u32 {
 
 /// What the checksum kernel leaves out, being linear: start value and final complement. The kernel's sum of a
 /// block combined (exclusive or) with this is the block's [`checksum`].
-pub(super) fn checksum_of_zeroes(mut bytes: usize) -> u32 {
+pub(crate) fn checksum_of_zeroes(mut bytes: usize) -> u32 {
     // The sum of a block of zeroes is zero.
     let zeroes = [0; 4096];
     let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
@@ -254,7 +274,7 @@ mod tests {
 
     #[test]
     fn the_source_compiles_and_the_embedded_kernels_are_of_it() {
-        let names = [COPY_PIECES, TRANSFORM, CRC32C].map(|name| name.to_str().unwrap());
+        let names = [COPY_PIECES, TRANSFORM, CRC32C, MATMUL].map(|name| name.to_str().unwrap());
         match probe().nvrtc.ready() {
             Err(why) => skip("nvrtc", &why),
             Ok(()) => {

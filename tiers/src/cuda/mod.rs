@@ -16,9 +16,9 @@
 mod backend;
 mod checksum;
 mod cufile;
-mod driver;
+pub(crate) mod driver;
 mod gds;
-mod kernels;
+pub(crate) mod kernels;
 mod probe;
 mod rearrange;
 mod window;

@@ -4,7 +4,11 @@
 //! say how long that took. A manager cannot be faster for long; how close it gets is its efficiency.
 
 mod copy;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod ring;
 
 pub use copy::RawCopy;
+#[cfg(feature = "cuda")]
+pub use gpu::RawGpu;
 pub use ring::RawRing;

@@ -6,7 +6,6 @@
 // KVBM_SIMULATED names a fault: no-device, old-driver, out-of-memory, copies-fail, streams-hang, no-lock. The macro
 // WITHOUT_BATCHES leaves out the symbol of batched copies, WITHOUT_LOCK one that is needed.
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -19,7 +18,6 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <vector>
 
 // What kernels see of their place in a launch.
 struct Place {
@@ -251,8 +249,15 @@ static Call crc32c(void **arguments) {
     auto sums = argument<u32 *>(arguments[2]);
     return [=] { kvbm_crc32c(summands, count, sums); };
 }
+static Call matmul(void **arguments) {
+    auto a = argument<const float *>(arguments[0]), b = argument<const float *>(arguments[1]);
+    auto c = argument<float *>(arguments[2]);
+    auto n = argument<u32>(arguments[3]);
+    return [=] { kvbm_matmul(a, b, c, n); };
+}
 static const std::map<std::string, Binder> &kernels = *new std::map<std::string, Binder>{
-    {"kvbm_copy_pieces", copy_pieces}, {"kvbm_transform", transform_blocks}, {"kvbm_crc32c", crc32c}};
+    {"kvbm_copy_pieces", copy_pieces}, {"kvbm_transform", transform_blocks}, {"kvbm_crc32c", crc32c},
+    {"kvbm_matmul", matmul}};
 
 API cuModuleGetFunction(Binder *function, void *, const char *name) {
     const auto found = kernels.find(name);

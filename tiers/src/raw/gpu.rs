@@ -1,0 +1,123 @@
+use std::time::{Duration, Instant};
+
+use cudarc::driver::result::DriverError;
+
+use crate::cuda::Gpu;
+use crate::cuda::driver::{DeviceMemory, Pinned, Stream, failed};
+use crate::cuda::kernels::Kernels;
+use crate::error::{SetupError, SetupErrorKind};
+use crate::transform::Transform;
+
+/// Locked host memory and two arrays on a GPU, and what the driver's own copies and a busy engine do with them.
+/// Times are from the start of a call to the end of its work.
+#[derive(Debug)]
+pub struct RawGpu {
+    stream: Stream,
+    kernels: Kernels,
+    host: Pinned<u8>,
+    device: [DeviceMemory; 2],
+    pairs: Pinned<(u32, u32)>,
+    bytes: usize,
+}
+
+impl RawGpu {
+    /// Three arrays of `bytes` bytes.
+    ///
+    /// # Errors
+    /// `NoSpace`: the GPU has not that much. `Unavailable`: no locked memory, or no kernels.
+    pub fn open(gpu: &Gpu, bytes: usize) -> Result<Self, SetupError> {
+        let refused = |error| failed("no locked memory", error);
+        let device = [DeviceMemory::new(gpu, bytes)?, DeviceMemory::new(gpu, bytes)?];
+        Ok(Self {
+            stream: Stream::new(gpu)?,
+            kernels: Kernels::load(gpu)?,
+            host: Pinned::new(gpu, bytes).map_err(refused)?,
+            pairs: Pinned::new(gpu, 1 << 16).map_err(refused)?,
+            device,
+            bytes,
+        })
+    }
+
+    /// Copies all of the host's array to the device, so many bytes with each call.
+    ///
+    /// # Errors
+    /// `Unavailable`: the GPU failed.
+    pub fn to_device(&mut self, per_call: usize) -> Result<Duration, SetupError> {
+        self.copy(self.host.address(), self.device[0].address, per_call)
+    }
+
+    /// Copies all of the device's first array to the host, so many bytes with each call.
+    ///
+    /// # Errors
+    /// `Unavailable`: the GPU failed.
+    pub fn to_host(&mut self, per_call: usize) -> Result<Duration, SetupError> {
+        self.copy(self.device[0].address, self.host.address(), per_call)
+    }
+
+    /// Copies the device's first array to its second.
+    ///
+    /// # Errors
+    /// `Unavailable`: the GPU failed.
+    pub fn within_device(&mut self) -> Result<Duration, SetupError> {
+        self.copy(self.device[0].address, self.device[1].address, self.bytes)
+    }
+
+    fn copy(&self, from: u64, to: u64, per_call: usize) -> Result<Duration, SetupError> {
+        self.timed(|| {
+            (0..self.bytes).step_by(per_call.max(1)).try_for_each(|at| {
+                let bytes = per_call.min(self.bytes - at);
+                // SAFETY: within two of the arrays, which are disjoint and ours until the work has ended.
+                unsafe { self.stream.copy(from as usize + at, to as usize + at, bytes) }
+            })
+        })
+    }
+
+    /// Rearranges the first `blocks` blocks of the device's first array into its second.
+    ///
+    /// # Errors
+    /// `Invalid`: there are not as many blocks, or the arrays are not as large as the layouts say. `Unavailable`:
+    /// the GPU failed.
+    pub fn transform(&mut self, transform: &Transform, blocks: u32) -> Result<Duration, SetupError> {
+        let pairs: Vec<_> = (0..blocks).map(|block| (block, block)).collect();
+        transform.check(&pairs)?;
+        let (source, target) = transform.array_bytes();
+        if source.max(target) > self.bytes || pairs.len() > self.pairs.capacity() {
+            return Err(SetupError::new(SetupErrorKind::Invalid, "the arrays are smaller than the layouts"));
+        }
+        self.pairs.write(&pairs);
+        let (ends, plan) =
+            ((self.device[0].address, self.device[1].address), transform.with_long_rows().plan());
+        self.timed(|| {
+            // SAFETY: the arrays are as large as the layouts, disjoint, and ours until the work has ended.
+            unsafe { self.kernels.transform(&self.stream, ends, self.pairs.address(), pairs.len(), plan) }
+        })
+    }
+
+    /// Multiplies square matrices of `n` rows of floats `times` times, as an engine would keep a GPU busy.
+    ///
+    /// # Errors
+    /// `Invalid`: the matrices do not fit. `Unavailable`: the GPU failed.
+    pub fn matmul(&mut self, n: u32, times: usize) -> Result<Duration, SetupError> {
+        let matrix = u64::from(n) * u64::from(n) * size_of::<f32>() as u64;
+        if 2 * matrix > self.bytes as u64 {
+            return Err(SetupError::new(SetupErrorKind::Invalid, "the matrices do not fit"));
+        }
+        let (a, c) = (self.device[0].address, self.device[1].address);
+        self.timed(|| {
+            (0..times).try_for_each(|_| {
+                // SAFETY: three arrays of so many floats, ours until the work has ended; any bits are floats.
+                unsafe { self.kernels.matmul(&self.stream, (a, a + matrix, c), n) }
+            })
+        })
+    }
+
+    fn timed(&self, start: impl FnOnce() -> Result<(), DriverError>) -> Result<Duration, SetupError> {
+        let gone = |error| failed("a measurement failed", error);
+        self.stream.gpu().enter().map_err(gone)?;
+        let started = Instant::now();
+        let outcome = start();
+        // Also after an error: what was started must end.
+        self.stream.wait().and(outcome).map_err(gone)?;
+        Ok(started.elapsed())
+    }
+}
