@@ -77,7 +77,8 @@ impl Plan {
     fn run(&self, gpu: &Gpu) -> Result<bool, SetupError> {
         let mut raw = RawGpu::open(gpu, self.bytes())?;
         let whole = gpu.allocate(Geometry::new(self.shape.blocks as u32, self.block_bytes())?)?;
-        let mut rows = self.crossing(&mut Bed::new(gpu, whole)?, &mut raw, "whole blocks", 0.95)?;
+        let mut rows =
+            Vec::from(self.crossing(&mut Bed::new(gpu, whole)?, &mut raw, "whole blocks", 0.95)?);
         // A piece for each layer and for keys and values: 32 KiB.
         let pieces =
             vec![self.block_bytes() / self.shape.layers / self.shape.kv; self.shape.layers * self.shape.kv];
@@ -241,7 +242,10 @@ impl Bed {
             to: slot(to, number),
         };
         let (report, reports) = mpsc::channel();
-        let done = Done::new(move |_, result: Result<(), _>| drop(report.send(result.is_ok())));
+        let done = Done::new(move |_, result: Result<(), _>| {
+            // Who stopped listening has failed already.
+            let _ = report.send(result.is_ok());
+        });
         let ops: Vec<_> = (0..self.there.slots()).map(op).collect();
         ops.chunks(BATCH).for_each(|batch| self.backend.submit(batch.to_vec(), done.clone()));
         reports
