@@ -75,6 +75,14 @@ impl Builder<'_> {
         self.register(IntCounter::new(name, help))
     }
 
+    /// There from the start on, since what it counts happens at the start or never.
+    fn fallbacks(&self) -> Result<IntCounterVec> {
+        let help = "Backends that `auto` would have taken, and that this machine has not.";
+        let fallbacks = self.counters("kvbm_backend_fallbacks_total", help, &["backend"])?;
+        fallbacks.with_label_values(&["gds"]);
+        Ok(fallbacks)
+    }
+
     fn counters(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec> {
         self.register(IntCounterVec::new(Opts::new(name, help), labels))
     }
@@ -113,11 +121,7 @@ impl Metrics {
                 "Blocks not flushed: the tier below was away.",
                 &["tier"],
             )?,
-            fallbacks: b.counters(
-                "kvbm_backend_fallbacks_total",
-                "Backends that `auto` would have taken, and that this machine has not.",
-                &["backend"],
-            )?,
+            fallbacks: b.fallbacks()?,
             requests: b.counter("kvbm_requests_total", "Chains leased.")?,
             requested_tokens: b.counter("kvbm_requested_tokens_total", "Tokens of leased chains.")?,
             hit_tokens: b.counters(
