@@ -98,10 +98,30 @@ fn kept_places_stay_and_are_used_again() {
 fn people_get_tables() {
     let place = Place::new();
     let trace = place.trace("trace.jsonl", 10, 2);
-    let output = place.run(&["replay", trace.to_str().expect("UTF-8"), "--host-blocks", "100"]);
+    let mut command = place.command(&["replay", trace.to_str().expect("UTF-8"), "--host-blocks", "100"]);
+    // Whatever this machine has of GPUs and NIXL, and without a word about what it lacks.
+    command.env("DYN_KVBM_DEVICE_BACKEND", "emulated").env("DYN_KVBM_NIXL_BACKEND_UCX", "false");
+    let output = command.output().expect("the binary starts");
     let stdout = crate::text(&output.stdout);
     assert!(output.status.success() && output.stderr.is_empty(), "{}", crate::text(&output.stderr));
     for part in ["device (emulated)", "host", "device → host", "0 mismatches"] {
         assert!(stdout.contains(part), "{part} in {stdout}");
+    }
+}
+
+#[test]
+fn a_gpu_that_is_asked_for_and_missing_is_an_error_with_a_remedy() {
+    if kvbm::probe_gpu().cuda.is_ok() {
+        return eprintln!("SKIPPED: there is a GPU here");
+    }
+    let place = Place::new();
+    let trace = place.trace("trace.jsonl", 10, 2);
+    for (variable, value, remedy) in [
+        ("DYN_KVBM_DEVICE_BACKEND", "cuda", "install NVIDIA's driver"),
+        ("DYN_KVBM_DISK_BACKEND", "gds", "disk.backend to auto"),
+    ] {
+        let arguments = ["replay", trace.to_str().expect("UTF-8"), "--disk-blocks", "100"];
+        let output = place.command(&arguments).env(variable, value).output().expect("the binary starts");
+        crate::assert_fails(&output, 2, &[remedy]);
     }
 }
