@@ -1,5 +1,5 @@
 //! Every pair of a region and a backend that a manager can be assembled from passes the suite of
-//! `kvbm_tiers`. What this machine lacks is skipped aloud; `KVBM_REQUIRE` makes that a failure.
+//! `kvbm_tiers` (pairs on a GPU: `tiers/tests/gpu.rs`). What this machine lacks is skipped aloud; `KVBM_REQUIRE` makes that a failure.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -113,11 +113,4 @@ fn verified(
     checksums: Arc<Checksums>,
 ) -> Arc<dyn Backend> {
     Arc::new(Verified::new(backend, Arc::clone(memory) as _, checksums).unwrap())
-}
-
-#[test]
-fn what_is_not_built_in_is_skipped_aloud() {
-    for what in ["cuda", "gds"] {
-        skip(what, &"this build has no such backend");
-    }
 }
