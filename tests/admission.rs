@@ -65,6 +65,25 @@ fn written_back_is_what_leaves_and_nothing_is_lost() {
     assert_eq!(manager.audit(), []);
 }
 
+/// The background thread asks about blocks as if they were merely used; a drain must not lose to it.
+#[test]
+fn a_drain_sends_down_everything_however_much_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = settings(&dir, |disk| {
+        disk.admission = AdmissionMode::WriteBack;
+        disk.capacity = Some(Capacity::Blocks(1_000));
+    });
+    settings.host.capacity = Some(Capacity::Blocks(600));
+    let manager = engine::open(settings, &Registry::new()).unwrap();
+    for n in 0..120 {
+        serve_fully(&manager, &chain(n));
+    }
+    assert!(manager.stats(Tier::Disk).published < 480);
+    assert!(manager.drain(LIMIT));
+    assert_eq!(manager.counts(Tier::Disk).resident, 480);
+    assert_eq!(manager.audit(), []);
+}
+
 #[test]
 fn no_day_sees_more_writes_than_the_budget() {
     let dir = tempfile::tempdir().unwrap();

@@ -259,7 +259,8 @@ pub(crate) static KEYS: &[Key] = &[
         variables: &[own("DYN_KVBM_DISK_ADMISSION", Form::Plain)],
         doc: "Which blocks of the host tier are written to disk, and when. `write_through`: all, soon; `write_back`: \
               all, when they are about to leave the host; `selective`: of these, what is likely enough to return \
-              (docs/policies.md).",
+              (docs/policies.md). Other than with `write_through`, a sixteenth of the host tier (4,096 slots at most) is \
+              kept free, and a save that finds less room is cut short. The object tier is fed from disk.",
         in_use: true,
     },
     Key {
@@ -267,7 +268,8 @@ pub(crate) static KEYS: &[Key] = &[
         field: Field::Budget(|s| &mut s.disk.write_budget),
         variables: &[own("DYN_KVBM_DISK_WRITE_BUDGET", Form::Plain)],
         doc: "How much is written to the disk tier in a day at most, the blocks likeliest to return first; `none`: no \
-              limit. `0`: nothing is written.",
+              limit. `0`: nothing is written. Each start of the process brings an hour's share; what is prefetched \
+              to disk from objects does not count.",
         in_use: true,
     },
     Key {

@@ -35,7 +35,7 @@ impl Gauges {
         Ok(Self {
             core,
             slots: gauges("kvbm_slots", "Slots by state.", &["tier", "state"])?,
-            dirty_blocks: gauges("kvbm_dirty_blocks", "Blocks that the tier below lacks.", &tier)?,
+            dirty_blocks: gauges("kvbm_dirty_blocks", "Blocks that wait to be flushed.", &tier)?,
             published_blocks: gauges(
                 "kvbm_published_blocks",
                 "Blocks that became resident since the start.",

@@ -9,10 +9,12 @@ use kvbm_tiers::Tier;
 
 use super::Core;
 use crate::sync::{AtomicUsize, Mutex};
-use crate::table::{FlushRun, Table};
+use crate::table::{FlushRun, Headroom, Table};
 
 /// Where blocks go down only when they leave, one slot in so many is kept free.
-const HEADROOM: usize = 64;
+const HEADROOM: usize = 16;
+/// No more than so many.
+const MOST_HEADROOM: usize = 4_096;
 
 /// State of flushing.
 #[derive(Debug, Default)]
@@ -21,6 +23,8 @@ pub(super) struct Flushing {
     in_flight: [AtomicUsize; Tier::COUNT],
     /// Per source: dirty blocks still to be flushed since flushing was last due.
     goals: Mutex<[usize; Tier::COUNT]>,
+    /// Calls of [`Core::drain`] under way: everything goes down as if it left.
+    drains: AtomicUsize,
     /// Wakes whoever runs [`Core::tick`].
     waker: Mutex<Option<std::sync::mpsc::SyncSender<()>>>,
 }
@@ -75,22 +79,21 @@ impl Core {
             return self.keep_headroom(from, to, false);
         }
         self.set_goal(from, all);
-        let moment = if all { Moment::Leaving } else { Moment::Used };
+        let moment =
+            if self.flushing.drains.load(Ordering::Acquire) > 0 { Moment::Leaving } else { Moment::Used };
         while self.flush_some(from, to, moment) {}
         self.keep_headroom(from, to, true);
     }
 
     /// Sends down what leaves `from` next, so that there is room when somebody needs it.
     fn keep_headroom(self: &Arc<Self>, from: Tier, to: Tier, can_write: bool) {
-        let in_flight = &self.flushing.in_flight[to.index()];
-        let window = self.flush_window(to);
-        if in_flight.load(Ordering::Acquire) >= window {
-            return;
-        }
+        let in_flight = self.flushing.in_flight[to.index()].load(Ordering::Acquire);
+        let copies = self.flush_window(to).saturating_sub(in_flight);
         let mut table = self.table();
-        let slots = (table.counts(from).total as usize / HEADROOM).clamp(1, window);
-        let runs = table.make_headroom(from, slots, can_write);
+        let slots = (table.counts(from).total as usize / HEADROOM).clamp(1, MOST_HEADROOM);
+        let Headroom { runs, dropped } = table.make_headroom(from, slots, copies, can_write);
         drop(table);
+        self.metrics.flushes_waived(from, dropped);
         self.start_flushes(to, runs);
     }
 
@@ -139,7 +142,13 @@ impl Core {
     /// Copies everything dirty down and waits until nothing is in flight, at most for `limit`. True if it
     /// got there.
     pub fn drain(self: &Arc<Self>, limit: Duration) -> bool {
-        let deadline = Instant::now() + limit;
+        self.flushing.drains.fetch_add(1, Ordering::AcqRel);
+        let is_drained = self.drain_until(Instant::now() + limit);
+        self.flushing.drains.fetch_sub(1, Ordering::AcqRel);
+        is_drained
+    }
+
+    fn drain_until(self: &Arc<Self>, deadline: Instant) -> bool {
         Tier::ALL
             .into_iter()
             .filter(|&tier| self.table().has(tier))

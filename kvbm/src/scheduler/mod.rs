@@ -257,6 +257,9 @@ impl Core {
         let visit = lease.grip().visit();
         let (promotion, bounces) = self.bounces(&mut table, class, to, (way, behind), visit);
         drop(table);
+        if no_room > 0 {
+            self.flushing.wake();
+        }
         let outline = Outline {
             class,
             dest: to,

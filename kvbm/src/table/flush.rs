@@ -90,9 +90,26 @@ impl Table {
         runs: &mut Vec<FlushRun>,
     ) -> bool {
         if let Some(&last) = group.blocks.last().filter(|_| self.tier(tier).admission.is_some()) {
-            group.blocks = self.admitted(tier, to, last, moment);
+            group.blocks = self.admitted_above(tier, to, last, moment);
         }
-        self.launch(tier, to, group, runs)
+        let usage = group.usage;
+        let left = self.launch(tier, to, group, runs);
+        self.requeue(tier, &left, usage);
+        left.is_empty()
+    }
+
+    /// What is admitted of the path to `last`. Where everything is to be asked about as if it left, a block that is
+    /// refused does not keep those above it from being asked about.
+    fn admitted_above(&mut self, tier: Tier, to: Tier, last: RecordId, moment: Moment) -> Vec<RecordId> {
+        let mut path = self.missing_path(to, last);
+        while let Some(&last) = path.last() {
+            let admitted = self.admitted(tier, to, last, moment);
+            if !admitted.is_empty() || moment == Moment::Used {
+                return admitted;
+            }
+            path.pop();
+        }
+        path
     }
 
     /// Whether a queue entry still stands for a block that the lower tier lacks and does not await.
@@ -119,22 +136,21 @@ impl Table {
         path
     }
 
-    /// Turns a group of successive blocks into a run. What finds no room goes back to the queue's head:
-    /// false.
+    /// Turns a group of successive blocks into a run. Answers those that find no room below now.
     pub(super) fn launch(
         &mut self,
         tier: Tier,
         to: Tier,
         group: &mut Group,
         runs: &mut Vec<FlushRun>,
-    ) -> bool {
+    ) -> Vec<RecordId> {
         let Group { blocks: group, usage } = std::mem::take(group);
-        let Some((&first, &last)) = group.first().zip(group.last()) else { return true };
+        let Some((&first, &last)) = group.first().zip(group.last()) else { return Vec::new() };
         let visit = Visit { usage, path: self.records.at(last).depth() };
         // The deepest source is pinned first: claiming slots below must not make room out of it above.
         let (source, deepest) = self.source_of(tier, last);
         if !self.tier_mut(source).at_mut(deepest).pin() {
-            return true;
+            return Vec::new();
         }
         let mut grip = Grip::of_nothing(visit);
         grip.hold(source, deepest, 0);
@@ -142,9 +158,9 @@ impl Table {
         let parent = self.records.at(first).parent();
         let (reserved, declined) = self.reserve_run(to, parent, &keys, visit);
         let placed = reserved.as_ref().map_or(0, |(_, frames)| frames.len());
+        self.tier_mut(tier).refund(group.len() - placed);
         let (group, declined) = group.split_at(group.len() - declined);
         declined.iter().for_each(|&record| self.waive_above(to, record));
-        self.requeue(tier, &group[placed..], usage);
         match reserved {
             Some((run, frames)) => {
                 let sources = group.iter().map(|&r| self.slot_ref(source, self.records.at(r).slot(source)));
@@ -156,7 +172,7 @@ impl Table {
             }
             None => self.release(grip),
         }
-        placed == group.len()
+        group[placed..].to_vec()
     }
 
     /// The fastest tier below the device from which all blocks down to `deepest` can be read.
@@ -174,8 +190,13 @@ impl Table {
         }
     }
 
-    /// Waives all waiting flushes of `tier`; answers how many blocks that were.
+    /// Waives all waiting flushes of `tier`; answers how many blocks that were. Under a rule they are asked about
+    /// when they leave.
     pub fn waive_all(&mut self, tier: Tier) -> usize {
+        if let Some(held) = self.tiers[tier.index()].as_mut().filter(|held| held.admission.is_some()) {
+            held.dirty.clear();
+            return 0;
+        }
         let Some(to) = self.tiers[tier.index()].as_ref().and_then(|held| held.flush_to) else { return 0 };
         let queue = std::mem::take(&mut self.tier_mut(tier).dirty);
         let mut waived = 0;

@@ -9,7 +9,22 @@ use kvbm_tiers::{SlotId, Tier};
 use super::flush::{FlushRun, Group};
 use super::index::RecordId;
 use super::tier::Dirty;
-use super::{Table, Usage};
+use super::{MissReason, Table, Usage};
+
+/// What was done to make room.
+#[derive(Debug, Default)]
+pub struct Headroom {
+    /// What goes down.
+    pub runs: Vec<FlushRun>,
+    /// Blocks that left although they were to go down, because nothing can be written there.
+    pub dropped: usize,
+}
+
+impl Headroom {
+    fn copies(&self) -> usize {
+        self.runs.iter().map(|run| run.copies.len()).sum()
+    }
+}
 
 /// What became of a block that is about to leave.
 enum Fate {
@@ -23,49 +38,44 @@ enum Fate {
 
 impl Table {
     /// Lets leave what its policy gives up next, until `slots` slots of `tier` are free or will be after the
-    /// answered runs. Blocks that are to go down and cannot, where `can_write` is false, are lost to the tier
-    /// below. Nothing, where blocks go down as soon as they come.
-    pub fn make_headroom(&mut self, tier: Tier, slots: usize, can_write: bool) -> Vec<FlushRun> {
-        let mut runs = Vec::new();
+    /// answered runs, or these copy `copies` blocks. What is to go down and cannot, where `can_write` is false, is
+    /// lost to the tier below. Nothing, where blocks go down as soon as they come.
+    pub fn make_headroom(&mut self, tier: Tier, slots: usize, copies: usize, can_write: bool) -> Headroom {
+        let mut room = Headroom::default();
         let held = self.tiers[tier.index()].as_ref().filter(|held| held.admission.is_some());
-        let Some(to) = held.and_then(|held| held.flush_to) else { return runs };
+        let Some(to) = held.and_then(|held| held.flush_to) else { return room };
         let mut promised = 0;
-        while self.tier(tier).pool.free() as usize + promised < slots {
+        while self.tier(tier).pool.free() as usize + promised < slots && room.copies() < copies {
             let (held, records) = self.tier_and_records(tier);
             let Some(leaf) = held.next_to_leave(records) else { break };
-            match self.send_off(tier, to, leaf, can_write, &mut runs) {
+            match self.send_off(tier, to, leaf, can_write, &mut room) {
                 Fate::Gone => {}
                 Fate::Sent => promised += 1,
                 Fate::Stuck => break,
             }
         }
-        runs
+        room
     }
 
-    fn send_off(
-        &mut self,
-        tier: Tier,
-        to: Tier,
-        leaf: SlotId,
-        can_write: bool,
-        runs: &mut Vec<FlushRun>,
-    ) -> Fate {
+    fn send_off(&mut self, tier: Tier, to: Tier, leaf: SlotId, can_write: bool, room: &mut Headroom) -> Fate {
         let record = self.tier(tier).at(leaf).record;
         let is_clean = self.tier(tier).is_clean(leaf, &self.records);
-        let admitted = if is_clean || !can_write {
-            Vec::new()
-        } else {
-            self.admitted(tier, to, record, Moment::Leaving)
-        };
-        let goes_too = admitted.last() == Some(&record);
-        let mut group = Group { blocks: admitted, usage: Usage::default() };
-        if !self.launch(tier, to, &mut group, runs) {
-            return Fate::Stuck;
+        if !is_clean && can_write {
+            let blocks = self.admitted(tier, to, record, Moment::Leaving);
+            let mut group = Group { blocks, usage: Usage::default() };
+            if !self.launch(tier, to, &mut group, &mut room.runs).is_empty() {
+                return Fate::Stuck;
+            }
+            if self.records.at(record).filling().has(to) {
+                return Fate::Sent;
+            }
         }
-        if goes_too {
-            return Fate::Sent;
-        }
+        room.dropped += usize::from(!is_clean && !can_write);
+        let key = self.records.at(record).key();
         self.let_go(tier, leaf);
+        if !is_clean && self.find(key).is_none() {
+            self.departures.note(key, MissReason::Admission, to, self.now_ms);
+        }
         Fate::Gone
     }
 
@@ -91,12 +101,16 @@ impl Table {
         let record = held.at(slot).record;
         let lacks = |below: Tier| !records.at(record).resident().has(below);
         if held.admission.is_some() && held.flush_to.is_some_and(lacks) {
-            held.dirty.push_back(Dirty { slot, record, since_ms, usage });
+            held.at_mut(slot).ask();
+            held.queue(Dirty { slot, record, since_ms, usage });
         }
     }
 
     /// Has everything in `tier` that the tier below lacks asked about as if it left now. Linear in the blocks.
     pub fn call_in(&mut self, tier: Tier) {
+        if self.tiers[tier.index()].as_ref().is_none_or(|held| held.admission.is_none()) {
+            return;
+        }
         let resident = self.records.live().filter(|(_, record)| record.resident().has(tier));
         let slots = resident.map(|(_, record)| record.slot(tier));
         let leaves: Vec<SlotId> = slots.filter(|&slot| self.tier(tier).at(slot).children == 0).collect();

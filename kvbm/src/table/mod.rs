@@ -43,6 +43,7 @@ pub use self::audit::Drift;
 pub use self::departures::{Miss, MissReason};
 pub use self::flush::FlushRun;
 pub use self::index::RecordId;
+pub use self::leaving::Headroom;
 pub use self::prefix::Match;
 pub use self::record::TierSet;
 pub use self::run::RunId;
@@ -146,6 +147,8 @@ pub struct Table {
     watched: HashSet<(Tier, RecordId)>,
     settled: Vec<(Tier, BlockKey)>,
     departures: Departures,
+    /// The name given last to a request that had none.
+    nameless: u64,
     now_ms: u64,
 }
 
@@ -168,6 +171,7 @@ impl Table {
             watched: HashSet::new(),
             settled: Vec::new(),
             departures: Departures::with_room_for(largest as usize),
+            nameless: 1 << 63,
             now_ms: 0,
         }
     }
@@ -202,7 +206,7 @@ impl Table {
     /// Leases a chain: pins and touches the deepest block that each tier holds of it.
     pub fn lease(&mut self, chain: Chain<'_>, usage: Usage) -> Grip {
         let Found { held, deepest } = self.locate(chain);
-        let visit = Visit { usage, path: chain.len() as u32 };
+        let visit = Visit { usage: self.named(usage), path: chain.len() as u32 };
         let mut grip = Grip { held, ..Grip::of_nothing(visit) };
         for tier in Tier::ALL {
             if let Some(record) = deepest[tier.index()] {
@@ -210,6 +214,15 @@ impl Table {
             }
         }
         grip
+    }
+
+    /// Names a request that the engine has no name for, so that the parts of its use are told together.
+    fn named(&mut self, usage: Usage) -> Usage {
+        let request = usage.request.unwrap_or_else(|| {
+            self.nameless += 1;
+            RequestId(self.nameless)
+        });
+        Usage { request: Some(request), ..usage }
     }
 
     fn grasp(&mut self, grip: &mut Grip, tier: Tier, record: RecordId, depth: u32) {
@@ -370,7 +383,7 @@ impl Table {
         let resident = self.matches(chain).blocks(tier);
         let parent = resident.checked_sub(1).map(|last| chain.key(last));
         let keys: Vec<_> = (resident..chain.len()).map(|i| chain.key(i)).collect();
-        let visit = Visit { usage, path: chain.len() as u32 };
+        let visit = Visit { usage: self.named(usage), path: chain.len() as u32 };
         Reserved { resident, ..self.reserve_after(tier, parent, &keys, visit) }
     }
 

@@ -276,7 +276,7 @@ impl Table {
         let slot = held.pool.deposit(frame);
         held.settle(slot, record);
         if held.flush_to.is_some_and(|below| !resident.has(below)) {
-            held.dirty.push_back(Dirty { slot, record, since_ms, usage });
+            held.queue(Dirty { slot, record, since_ms, usage });
         }
         self.cleanse_above(tier, record);
         self.tell(tier, record);

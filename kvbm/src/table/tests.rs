@@ -98,8 +98,8 @@ impl History {
                 self.start(runs);
             }
             Step::Headroom { tier, slots, can_write } => {
-                let runs = self.table.make_headroom(Tier::ALL[tier], slots, can_write);
-                self.start(runs);
+                let room = self.table.make_headroom(Tier::ALL[tier], slots, 4, can_write);
+                self.start(room.runs);
             }
             Step::Evict { tier, blocks } => {
                 self.table.evict(Tier::ALL[tier], blocks);
@@ -175,8 +175,8 @@ impl History {
             self.table.waive_all(tier);
         }
         for (tier, slots, _) in SLOTS {
-            let runs = self.table.make_headroom(tier, slots as usize, false);
-            assert!(runs.is_empty(), "nothing can be written");
+            let room = self.table.make_headroom(tier, slots as usize, usize::MAX, false);
+            assert!(room.runs.is_empty(), "nothing can be written");
         }
         for (tier, slots, _) in SLOTS {
             self.table.evict(tier, slots as usize);

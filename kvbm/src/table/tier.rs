@@ -88,6 +88,11 @@ impl Slot {
         self.state |= CONDEMNED;
     }
 
+    /// It is to be flushed after all.
+    pub(super) const fn ask(&mut self) {
+        self.state &= !WAIVED;
+    }
+
     /// It may be evicted although the tier below lacks it.
     pub(super) const fn is_waived(self) -> bool {
         self.state & WAIVED != 0
@@ -204,6 +209,21 @@ impl TierTable {
     /// What may leave at once; `None` also where what leaves next must be flushed first.
     pub(super) fn victim(&mut self, records: &Records) -> Option<SlotId> {
         self.next_to_leave(records).filter(|&leaf| self.is_clean(leaf, records))
+    }
+
+    /// Has a block flushed, or asked about. Under a rule no more wait than the tier has slots: they are asked about
+    /// when they leave in any case.
+    pub(super) fn queue(&mut self, entry: Dirty) {
+        if self.admission.is_none() || self.dirty.len() < self.total as usize {
+            self.dirty.push_back(entry);
+        }
+    }
+
+    /// So many admitted blocks were not written.
+    pub(super) fn refund(&mut self, blocks: usize) {
+        if let Some(admission) = &mut self.admission {
+            admission.refund(blocks as u32);
+        }
     }
 
     /// Whether the tier below has the block, or need not have it.

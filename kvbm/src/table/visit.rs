@@ -6,7 +6,7 @@ use kvbm_tiers::SlotId;
 /// What an engine says about the request that uses a chain. Nothing need be said.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Ties together all that one request does, until [`Manager::finished`](crate::Manager::finished).
+    /// Below 2⁶³. Ties together all that one request does, until [`Manager::finished`](crate::Manager::finished).
     pub request: Option<RequestId>,
     /// What policies may go by.
     pub hints: Hints,

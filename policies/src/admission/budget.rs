@@ -62,6 +62,12 @@ impl Budgeted {
 }
 
 impl Admission for Budgeted {
+    fn refund(&mut self, blocks: u32) {
+        self.inner.refund(blocks);
+        let level = self.bucket.level.saturating_add(u64::from(blocks) * self.block_bytes);
+        self.bucket.level = level.min(self.bucket.most());
+    }
+
     fn touch(&mut self, access: &Access, forest: &dyn Forest) {
         self.inner.touch(access, forest);
         self.estimator.touch(access, forest);

@@ -70,6 +70,9 @@ pub trait Admission: Send + fmt::Debug {
 
     /// How many of the candidates to write, from the first one on. The caller writes them.
     fn admit(&mut self, candidates: Candidates, moment: Moment, now_ms: u64, forest: &dyn Forest) -> u32;
+
+    /// So many of the blocks just admitted were not written, because the lower tier had no room for them.
+    fn refund(&mut self, _blocks: u32) {}
 }
 
 /// The rules that a live tier may use, by name.
