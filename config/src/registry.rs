@@ -258,9 +258,10 @@ pub(crate) static KEYS: &[Key] = &[
         field: Field::Choice(|s| &mut s.disk.admission),
         variables: &[own("DYN_KVBM_DISK_ADMISSION", Form::Plain)],
         doc: "Which blocks of the host tier are written to disk, and when. `write_through`: all, soon; `write_back`: \
-              all, when they are about to leave the host; `selective`: of these, what is likely enough to return \
-              (docs/policies.md). Other than with `write_through`, a sixteenth of the host tier (4,096 slots at most) is \
-              kept free, and a save that finds less room is cut short. The object tier is fed from disk.",
+              all, when they are about to leave the host; `selective`: of these, what is likely enough to return; \
+              `auto`: as whichever of these serves best on a sample of the blocks (docs/policies.md). Other than with \
+              `write_through`, a sixteenth of the host tier (4,096 slots at most) is kept free, and a save that finds \
+              less room is cut short. The object tier is fed from disk.",
         in_use: true,
     },
     Key {

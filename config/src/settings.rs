@@ -403,11 +403,13 @@ pub enum AdmissionMode {
     WriteBack,
     /// What is about to leave the tier above and likely enough to return.
     Selective,
+    /// As whichever of the others finds the most on a sample of the blocks.
+    Auto,
 }
 
 impl AdmissionMode {
     /// Every choice.
-    pub const ALL: &'static [Self] = &[Self::WriteThrough, Self::WriteBack, Self::Selective];
+    pub const ALL: &'static [Self] = &[Self::WriteThrough, Self::WriteBack, Self::Selective, Self::Auto];
 
     /// How the choice is written.
     pub const fn name(self) -> &'static str {
@@ -415,6 +417,7 @@ impl AdmissionMode {
             Self::WriteThrough => "write_through",
             Self::WriteBack => "write_back",
             Self::Selective => "selective",
+            Self::Auto => "auto",
         }
     }
 }

@@ -343,13 +343,13 @@ impl Tiers {
 
     /// Each tier below the device flushes to the next one.
     fn link_flushes(&mut self, settings: &Settings) {
-        let below: Vec<Tier> =
-            self.specs.iter().map(|spec| spec.pool.tier()).filter(|&t| t > Tier::Device).collect();
+        let places = self.specs.iter().map(|spec| (spec.pool.tier(), spec.pool.total()));
+        let below: Vec<policies::Place> = places.filter(|&(tier, _)| tier > Tier::Device).collect();
         for spec in &mut self.specs {
-            let own = below.iter().position(|&tier| tier == spec.pool.tier());
-            spec.flush_to = own.and_then(|own| below.get(own + 1).copied());
-            spec.admission =
-                spec.flush_to.and_then(|lower| policies::admission(lower, spec.pool.total(), settings));
+            let own = below.iter().position(|&(tier, _)| tier == spec.pool.tier());
+            let Some([upper, lower]) = own.and_then(|own| below.get(own..own + 2)) else { continue };
+            spec.flush_to = Some(lower.0);
+            spec.admission = policies::admission(*upper, *lower, settings);
         }
     }
 

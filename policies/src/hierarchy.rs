@@ -8,11 +8,11 @@
 //! is written at once. A block that goes down when it leaves is told to the lower tier's policy as part of
 //! the use by the request that used it last.
 
-use crate::admission::{Admission, AdmissionKind, Candidates, Moment};
-use crate::eviction::{Access, BlockId, Eviction, EvictionKind, Hints, RequestId};
+use crate::admission::{Admission, AdmissionKind, Edge, Side};
+use crate::eviction::{Eviction, EvictionKind, Hints, RequestId};
 use crate::running::Running;
-use crate::simulate::Tier;
-use crate::workload::{BLOCK_TOKENS, Visit, Workload};
+use crate::stages::{Stages, Use};
+use crate::workload::Workload;
 
 /// A tier to simulate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,11 +78,13 @@ impl HierarchyOutcome {
 impl Hierarchy {
     /// The tiers of `plans`, each with fresh policies.
     pub fn new(plans: &[TierPlan]) -> Self {
-        let uppers = plans.iter().take(1).chain(plans);
-        let levels = plans.iter().zip(uppers).map(|(plan, upper)| Level {
+        let sides = plans.iter().map(|plan| Side { capacity: plan.capacity, eviction: plan.eviction });
+        let uppers = sides.clone().take(1).chain(sides.clone());
+        let edges = uppers.zip(sides).map(|(upper, lower)| Edge { upper, lower });
+        let levels = plans.iter().zip(edges).map(|(plan, edge)| Level {
             capacity: plan.capacity,
             eviction: plan.eviction.build(plan.capacity),
-            admission: plan.admission.build(upper.capacity),
+            admission: plan.admission.build(&edge),
         });
         Self(levels.collect())
     }
@@ -98,166 +100,23 @@ impl Hierarchy {
     /// If a policy names no victim in a full tier, or one that is not a resident leaf: no block is ever busy
     /// here, so that is an error in the policy.
     pub fn simulate(self, workload: &Workload) -> HierarchyOutcome {
-        let stages = self.0.into_iter().map(|level| Stage::new(level, workload)).collect();
-        let mut simulation = Simulation { workload, stages };
+        let mut stages = Stages::new(self.0);
         let mut running = Running::default();
         for (visit, request) in workload.visits().iter().zip((0..).map(RequestId)) {
             while let Some(ended) = running.next_ended(visit.timestamp_ms) {
-                for stage in &mut simulation.stages {
-                    stage.level.eviction.finished(ended.request, ended.output_tokens, ended.at_ms);
-                    stage.level.admission.finished(ended.request, ended.output_tokens, ended.at_ms);
-                }
+                stages.finished(ended);
             }
-            if let Some(deepest) = visit.deepest {
-                simulation.request(visit, deepest, request);
-                running.start(request, visit.timestamp_ms, visit.output_tokens);
-            }
+            let Some(deepest) = visit.deepest else { continue };
+            let hints = Hints::default();
+            stages.take(workload, &Use { now_ms: visit.timestamp_ms, request, deepest, hints });
+            stages.take_upkeep().into_iter().for_each(|upkeep| upkeep());
+            running.start(request, visit.timestamp_ms, visit.output_tokens);
         }
         HierarchyOutcome {
-            tiers: simulation.stages.into_iter().map(|stage| stage.outcome).collect(),
+            tiers: stages.outcomes().collect(),
             prompt_tokens: workload.visits().iter().map(|visit| u64::from(visit.prompt_tokens)).sum(),
             requests: workload.requests() as u64,
         }
-    }
-}
-
-struct Simulation<'w> {
-    workload: &'w Workload,
-    stages: Vec<Stage<'w>>,
-}
-
-impl Simulation<'_> {
-    fn request(&mut self, visit: &Visit, deepest: BlockId, request: RequestId) {
-        self.count_reads(deepest);
-        for index in 0..self.stages.len() {
-            self.take_path(index, visit.timestamp_ms, deepest, request);
-        }
-        for index in 0..self.stages.len() {
-            self.make_room(index, visit.timestamp_ms);
-        }
-    }
-
-    fn count_reads(&mut self, deepest: BlockId) {
-        let mut covered = 0;
-        for stage in &mut self.stages {
-            let held = stage.tier.deepest_resident(deepest).map_or(0, |block| self.workload.depth(block));
-            let read = u64::from(held.saturating_sub(covered));
-            stage.outcome.blocks_read += read;
-            stage.outcome.hit_tokens += read * u64::from(BLOCK_TOKENS);
-            covered = covered.max(held);
-        }
-    }
-
-    /// Brings the path into a tier, as far as it is admitted, and tells the policies of the use.
-    fn take_path(&mut self, index: usize, now_ms: u64, deepest: BlockId, request: RequestId) {
-        let inserted = match index.checked_sub(1) {
-            None => self.stages[0].write(deepest),
-            Some(upper) => match self.stages[upper].tier.deepest_resident(deepest) {
-                Some(last) => self.offer(upper, last, Moment::Used, now_ms).map_or(0, |(_, written)| written),
-                None => 0,
-            },
-        };
-        let path = self.workload.depth(deepest);
-        let Some(deepest) = self.stages[index].tier.deepest_resident(deepest) else { return };
-        self.touch(index, now_ms, deepest, inserted, path, request);
-    }
-
-    fn touch(
-        &mut self,
-        index: usize,
-        now_ms: u64,
-        deepest: BlockId,
-        inserted: u32,
-        path: u32,
-        request: RequestId,
-    ) {
-        let depth = self.workload.depth(deepest);
-        let hints = Hints::default();
-        let access = Access { now_ms, request: Some(request), deepest, depth, inserted, path, hints };
-        let stage = &mut self.stages[index];
-        stage.last_use[deepest.0 as usize] = Some(request);
-        stage.level.eviction.touch(&access, &stage.tier);
-        if let Some(upkeep) = stage.level.eviction.upkeep() {
-            upkeep();
-        }
-        if let [stage, lower, ..] = &mut self.stages[index..] {
-            lower.level.admission.touch(&access, &stage.tier);
-            if let Some(upkeep) = lower.level.admission.upkeep() {
-                upkeep();
-            }
-        }
-    }
-
-    fn make_room(&mut self, index: usize, now_ms: u64) {
-        loop {
-            let stage = &mut self.stages[index];
-            if stage.tier.resident() <= stage.level.capacity {
-                return;
-            }
-            let victim = stage.level.eviction.victim(&stage.tier);
-            let victim = victim.expect("nothing is busy, so every leaf is evictable");
-            let request = stage.forget_use(victim);
-            if index + 1 < self.stages.len()
-                && let Some((deepest, written)) = self.offer(index, victim, Moment::Leaving, now_ms)
-                && let Some(request) = request
-            {
-                self.touch(index + 1, now_ms, deepest, written, self.workload.depth(victim), request);
-            }
-            let exposed = self.stages[index].tier.remove(victim);
-            self.stages[index].level.eviction.remove(victim, exposed);
-            if let Some(lower) = self.stages.get_mut(index + 1) {
-                lower.level.admission.remove(victim, exposed);
-            }
-        }
-    }
-
-    /// Asks whether the path to `last`, a block of tier `upper`, is to go down, and writes it as far as it is.
-    /// Answers where it ends in the lower tier and how many of its blocks are new there, if any.
-    fn offer(&mut self, upper: usize, last: BlockId, moment: Moment, now_ms: u64) -> Option<(BlockId, u32)> {
-        let [stage, lower, ..] = &mut self.stages[upper..] else { return None };
-        let held = lower.tier.deepest_resident(last).map_or(0, |block| self.workload.depth(block));
-        let blocks = self.workload.depth(last) - held;
-        let candidates = Candidates { last, blocks };
-        if blocks == 0 {
-            return None;
-        }
-        let admitted = lower.level.admission.admit(candidates, moment, now_ms, &stage.tier).min(blocks);
-        let deepest = self.workload.path(last).nth((blocks - admitted) as usize).filter(|_| admitted > 0)?;
-        Some((deepest, lower.write(deepest)))
-    }
-}
-
-/// A tier in use.
-struct Stage<'w> {
-    tier: Tier<'w>,
-    level: Level,
-    /// By block: who used it last, exact once it is a leaf. A use marks the deepest block alone; what leaves
-    /// hands its mark to its parent.
-    last_use: Vec<Option<RequestId>>,
-    workload: &'w Workload,
-    outcome: TierOutcome,
-}
-
-impl<'w> Stage<'w> {
-    fn new(level: Level, workload: &'w Workload) -> Self {
-        let last_use = vec![None; workload.blocks() as usize];
-        Self { tier: Tier::new(workload), level, last_use, workload, outcome: TierOutcome::default() }
-    }
-
-    /// Answers how many blocks of the path that ends at `deepest` are new.
-    fn write(&mut self, deepest: BlockId) -> u32 {
-        let written = self.tier.insert_path(deepest);
-        self.outcome.blocks_written += u64::from(written);
-        written
-    }
-
-    fn forget_use(&mut self, leaf: BlockId) -> Option<RequestId> {
-        let request = self.last_use[leaf.0 as usize].take();
-        if let Some(parent) = self.workload.parent(leaf) {
-            let above = &mut self.last_use[parent.0 as usize];
-            *above = request.max(*above);
-        }
-        request
     }
 }
 
@@ -267,7 +126,7 @@ mod tests {
 
     use super::*;
     use crate::simulate::Policy;
-    use crate::workload::Request;
+    use crate::workload::{BLOCK_TOKENS, Request};
 
     /// Requests over few blocks, with much reuse. An id tells its whole chain, as in a real trace.
     fn workload() -> impl Strategy<Value = Workload> {

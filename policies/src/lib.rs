@@ -28,6 +28,8 @@ pub mod running;
 pub mod sample;
 pub mod simulate;
 pub mod split;
+mod stages;
+mod tier;
 pub mod workload;
 
 pub use admission::{Admission, AdmissionKind, Candidates, Moment, UnknownAdmission};

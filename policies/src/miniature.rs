@@ -11,6 +11,7 @@ use std::collections::{HashMap, HashSet};
 use crate::miss_ratio::MissRatio;
 use crate::sample::Sample;
 use crate::simulate::{Outcome, Policy};
+use crate::tier::Chains;
 use crate::workload::{BLOCK_TOKENS, Request, Workload};
 
 /// A block is left out that one request in so many begins with.

@@ -10,10 +10,9 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::eviction::{
-    Access, Belady, BlockId, Eviction, EvictionKind, Forest, Hints, RequestId, Standing, UnknownEviction,
-};
+use crate::eviction::{Access, Belady, Eviction, EvictionKind, Hints, RequestId, UnknownEviction};
 use crate::running::Running;
+use crate::tier::{Chains, Tier, View};
 use crate::workload::{BLOCK_TOKENS, Workload};
 
 /// What a simulation counted.
@@ -38,7 +37,7 @@ impl Outcome {
 /// If the policy names no victim in a full tier, or one that is not a resident leaf: no block is ever busy
 /// here, so that is an error in the policy.
 pub fn simulate(workload: &Workload, policy: &mut dyn Eviction, capacity: u32) -> Outcome {
-    let mut tier = Tier::new(workload);
+    let mut tier = Tier::default();
     let mut outcome = Outcome::default();
     let mut running = Running::default();
     for (visit, request) in workload.visits().iter().zip((0..).map(RequestId)) {
@@ -48,7 +47,7 @@ pub fn simulate(workload: &Workload, policy: &mut dyn Eviction, capacity: u32) -
         outcome.prompt_tokens += u64::from(visit.prompt_tokens);
         let Some(deepest) = visit.deepest else { continue };
         let depth = workload.depth(deepest);
-        let inserted = tier.insert_path(deepest);
+        let inserted = tier.insert_path(workload, deepest);
         outcome.hit_tokens += u64::from(depth - inserted) * u64::from(BLOCK_TOKENS);
         let access = Access {
             now_ms: visit.timestamp_ms,
@@ -59,8 +58,8 @@ pub fn simulate(workload: &Workload, policy: &mut dyn Eviction, capacity: u32) -
             path: depth,
             hints: Hints::default(),
         };
-        policy.touch(&access, &tier);
-        tier.evict_down_to(capacity, policy);
+        policy.touch(&access, &View { tier: &tier, chains: workload });
+        tier.evict_down_to(capacity, workload, policy);
         running.start(request, visit.timestamp_ms, visit.output_tokens);
         if let Some(upkeep) = policy.upkeep() {
             upkeep();
@@ -115,80 +114,6 @@ impl FromStr for Policy {
         Self::all()
             .find(|policy| policy.name() == name)
             .ok_or_else(|| UnknownEviction::new(name, Self::all().map(Self::name)))
-    }
-}
-
-/// The blocks that are resident.
-pub(crate) struct Tier<'w> {
-    workload: &'w Workload,
-    /// By block: how many of its children are resident; `None` where it is not itself.
-    children: Vec<Option<u32>>,
-    resident: u32,
-}
-
-impl<'w> Tier<'w> {
-    pub(crate) fn new(workload: &'w Workload) -> Self {
-        Self { workload, children: vec![None; workload.blocks() as usize], resident: 0 }
-    }
-
-    /// Makes the path that ends at `deepest` resident. Returns how many of its blocks were not.
-    pub(crate) fn insert_path(&mut self, deepest: BlockId) -> u32 {
-        let before = self.resident;
-        let mut children = 0;
-        for block in self.workload.path(deepest) {
-            if let Some(present) = &mut self.children[block.0 as usize] {
-                *present += children;
-                break;
-            }
-            self.children[block.0 as usize] = Some(children);
-            self.resident += 1;
-            children = 1;
-        }
-        self.resident - before
-    }
-
-    fn evict_down_to(&mut self, capacity: u32, policy: &mut dyn Eviction) {
-        while self.resident > capacity {
-            let victim = policy.victim(self).expect("nothing is busy, so every leaf is evictable");
-            policy.remove(victim, self.remove(victim));
-        }
-    }
-
-    /// How many blocks are resident.
-    pub(crate) fn resident(&self) -> u32 {
-        self.resident
-    }
-
-    /// The deepest resident block of the path that ends at `deepest`.
-    pub(crate) fn deepest_resident(&self, deepest: BlockId) -> Option<BlockId> {
-        self.workload.path(deepest).find(|&block| self.children[block.0 as usize].is_some())
-    }
-
-    /// Returns the parent where this made it a leaf.
-    pub(crate) fn remove(&mut self, leaf: BlockId) -> Option<BlockId> {
-        assert_eq!(self.children[leaf.0 as usize].take(), Some(0), "victims are leaves");
-        self.resident -= 1;
-        let parent = self.workload.parent(leaf)?;
-        let siblings = self.children[parent.0 as usize].as_mut().expect("a tier is prefix-closed");
-        *siblings -= 1;
-        (*siblings == 0).then_some(parent)
-    }
-}
-
-impl Forest for Tier<'_> {
-    fn standing(&self, block: BlockId) -> Standing {
-        match self.children[block.0 as usize] {
-            Some(1..) => Standing::Interior,
-            _ => Standing::Evictable,
-        }
-    }
-
-    fn parent(&self, block: BlockId) -> Option<BlockId> {
-        self.workload.parent(block)
-    }
-
-    fn key(&self, block: BlockId) -> u64 {
-        u64::from(block.0)
     }
 }
 

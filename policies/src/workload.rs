@@ -1,10 +1,10 @@
 //! The requests of a trace, as paths through one forest of blocks.
 
 use std::collections::HashMap;
-use std::iter::successors;
 
 use crate::eviction::BlockId;
 use crate::eviction::belady::NEVER;
+use crate::tier::Chains;
 
 /// Tokens in a block of a Mooncake trace.
 pub const BLOCK_TOKENS: u32 = 512;
@@ -104,25 +104,26 @@ impl Workload {
         &self.visits
     }
 
-    pub(crate) fn parent(&self, block: BlockId) -> Option<BlockId> {
-        self.blocks[block.0 as usize].parent
-    }
-
-    pub(crate) fn depth(&self, block: BlockId) -> u32 {
-        self.blocks[block.0 as usize].depth
-    }
-
-    /// `deepest` and its ancestors, from the deepest up.
-    pub(crate) fn path(&self, deepest: BlockId) -> impl Iterator<Item = BlockId> {
-        successors(Some(deepest), |&block| self.parent(block))
-    }
-
     fn intern(&mut self, parent: Option<BlockId>, hash_id: u64) -> BlockId {
         *self.ids.entry((parent, hash_id)).or_insert_with(|| {
             let depth = 1 + parent.map_or(0, |parent| self.blocks[parent.0 as usize].depth);
             self.blocks.push(Block { parent, depth });
             BlockId(self.blocks.len() as u32 - 1)
         })
+    }
+}
+
+impl Chains for Workload {
+    fn parent(&self, block: BlockId) -> Option<BlockId> {
+        self.blocks[block.0 as usize].parent
+    }
+
+    fn depth(&self, block: BlockId) -> u32 {
+        self.blocks[block.0 as usize].depth
+    }
+
+    fn key(&self, block: BlockId) -> u64 {
+        u64::from(block.0)
     }
 }
 

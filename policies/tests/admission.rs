@@ -4,7 +4,7 @@ mod traces;
 
 use std::collections::HashMap;
 
-use kvbm_policies::admission::{Candidates, Moment};
+use kvbm_policies::admission::{Candidates, Moment, WriteBack, WriteThrough};
 use kvbm_policies::hierarchy::Level;
 use kvbm_policies::{
     Access, Admission, AdmissionKind, EvictionKind, Forest, Hierarchy, HierarchyOutcome, TierPlan, Workload,
@@ -38,9 +38,8 @@ const SECOND_USE: [Published; 2] = [
 
 #[test]
 fn tiers_hit_as_often_as_published() {
-    let fixed = |kind: AdmissionKind| move || kind.build(0);
-    check("write-back", &WRITE_BACK, fixed(AdmissionKind::WriteBack));
-    check("write-through", &WRITE_THROUGH, fixed(AdmissionKind::WriteThrough));
+    check("write-back", &WRITE_BACK, || Box::new(WriteBack));
+    check("write-through", &WRITE_THROUGH, || Box::new(WriteThrough));
     check("second use", &SECOND_USE, || Box::new(SecondUse::default()));
 }
 
@@ -55,7 +54,7 @@ fn check(rule: &str, published: &[Published; 2], admission: impl Fn() -> Box<dyn
                 eviction: EvictionKind::Lru.build(capacity),
                 admission,
             };
-            let levels = vec![level(device, AdmissionKind::WriteBack.build(0)), level(host, admission())];
+            let levels = vec![level(device, Box::new(WriteBack)), level(host, admission())];
             let outcome = Hierarchy::of_levels(levels).simulate(&workload);
             let percent = outcome.token_hit_rate() * 100.0;
             let to_host = outcome.per_request(outcome.tiers[1].blocks_written);
@@ -92,6 +91,30 @@ fn with_disk(trace: &str, workload: &Workload, disk: AdmissionKind) -> Hierarchy
     let to_disk = outcome.per_request(outcome.tiers[2].blocks_written);
     eprintln!("{trace}, hazard, {disk} to disk: {percent:.2} % [{to_disk:.2}]");
     outcome
+}
+
+#[test]
+fn auto_keeps_up_with_the_best() {
+    for trace in TRACES {
+        let Some(workload) = load(trace).map(|requests| requests.iter().collect::<Workload>()) else {
+            return;
+        };
+        for eviction in [EvictionKind::Lru, EvictionKind::Hazard] {
+            // With every assertion on, one size takes as long as all do without.
+            let is_slow = cfg!(debug_assertions) && eviction == EvictionKind::Hazard;
+            for sizes in &SIZES[..if is_slow { 1 } else { SIZES.len() }] {
+                let rates = AdmissionKind::ALL.map(|admission| {
+                    let plans = sizes.map(|capacity| TierPlan { capacity, eviction, admission });
+                    let rate = Hierarchy::new(&plans).simulate(&workload).token_hit_rate();
+                    eprintln!("{trace}, {eviction}, {admission} at {sizes:?}: {:.2} %", rate * 100.0);
+                    (admission, rate)
+                });
+                let best = rates.iter().map(|&(_, rate)| rate).fold(0.0, f64::max);
+                let auto = rates.iter().find(|(admission, _)| *admission == AdmissionKind::Auto);
+                assert!(auto.is_some_and(|&(_, rate)| rate >= 0.99 * best));
+            }
+        }
+    }
 }
 
 /// Writes what was used before.

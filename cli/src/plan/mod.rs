@@ -63,7 +63,7 @@ pub(crate) struct PlanArgs {
     /// Tiers to simulate together: device, host, disk, object, each with blocks or a size
     #[arg(long, value_name = "TIER=CAPACITY", value_delimiter = ',', value_parser = TierAmount::parse)]
     tiers: Vec<TierAmount>,
-    /// When blocks go down a tier; selective is for disk and object, or for the last tier
+    /// When blocks go down a tier; selective and auto are for disk and object, or for the last tier
     #[arg(long, value_name = "MODE", default_value_t, value_parser = admissions())]
     admission: AdmissionKind,
     /// Say what more or less of each tier would bring [tiers by default: device=1000,host=5000,disk=50000]

@@ -93,12 +93,12 @@ pub(super) fn simulate(
     traffic
 }
 
-/// What `selective` refuses is lost to all tiers further down, so memory takes everything unless it is the last.
+/// What is refused is lost to all tiers further down, so memory takes everything unless it is the last.
 fn admission_to(tier: Tier, sizes: &[&TierSize], chosen: AdmissionKind) -> AdmissionKind {
     let is_memory = matches!(tier, Tier::Device | Tier::Host);
     let is_last = sizes.last().is_some_and(|last| last.tier == tier);
     match chosen {
-        AdmissionKind::Selective if is_memory && !is_last => AdmissionKind::WriteBack,
+        AdmissionKind::Selective | AdmissionKind::Auto if is_memory && !is_last => AdmissionKind::WriteBack,
         _ => chosen,
     }
 }

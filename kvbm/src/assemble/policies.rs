@@ -1,6 +1,6 @@
 //! Policies by their settings.
 
-use kvbm_policies::admission::{Budget, Budgeted, WriteThrough};
+use kvbm_policies::admission::{Budget, Budgeted, Edge, Side, WriteThrough};
 use kvbm_policies::{Admission, AdmissionKind, Eviction, EvictionKind};
 use kvbm_settings::{AdmissionMode, DiskSettings, EvictionPolicy, Settings, WriteBudget};
 use kvbm_tiers::Tier;
@@ -9,7 +9,11 @@ use crate::error::{Error, ErrorKind, Result};
 
 /// A fresh policy for a tier of `slots` slots.
 pub(super) fn eviction(eviction: EvictionPolicy, slots: u32) -> Box<dyn Eviction> {
-    let kind = match eviction {
+    eviction_kind(eviction).build(slots)
+}
+
+const fn eviction_kind(eviction: EvictionPolicy) -> EvictionKind {
+    match eviction {
         EvictionPolicy::Hazard => EvictionKind::Hazard,
         EvictionPolicy::Lru => EvictionKind::Lru,
         EvictionPolicy::Fifo => EvictionKind::Fifo,
@@ -21,21 +25,26 @@ pub(super) fn eviction(eviction: EvictionPolicy, slots: u32) -> Box<dyn Eviction
         EvictionPolicy::Sieve => EvictionKind::Sieve,
         EvictionPolicy::Lirs => EvictionKind::Lirs,
         EvictionPolicy::Turn => EvictionKind::Turn,
-    };
-    kind.build(slots)
+    }
 }
 
-/// The rule by which blocks go from a tier of `upper` slots to `lower`; `None` where all do, soon.
-pub(super) fn admission(lower: Tier, upper: u32, settings: &Settings) -> Option<Box<dyn Admission>> {
-    let disk = Some(&settings.disk).filter(|_| lower == Tier::Disk)?;
+/// A tier and its slots.
+pub(super) type Place = (Tier, u32);
+
+/// The rule by which blocks go from `upper` to `lower`; `None` where all do, soon.
+pub(super) fn admission(upper: Place, lower: Place, settings: &Settings) -> Option<Box<dyn Admission>> {
+    let disk = Some(&settings.disk).filter(|_| lower.0 == Tier::Disk)?;
+    let side = |(_, capacity)| Side { capacity, eviction: eviction_kind(settings.eviction) };
+    let edge = Edge { upper: side(upper), lower: side(lower) };
     let rule = match disk.admission {
         AdmissionMode::WriteThrough => None,
-        AdmissionMode::WriteBack => Some(AdmissionKind::WriteBack.build(upper)),
-        AdmissionMode::Selective => Some(AdmissionKind::Selective.build(upper)),
+        AdmissionMode::WriteBack => Some(AdmissionKind::WriteBack.build(&edge)),
+        AdmissionMode::Selective => Some(AdmissionKind::Selective.build(&edge)),
+        AdmissionMode::Auto => Some(AdmissionKind::Auto.build(&edge)),
     };
     let Some(budget) = budget(disk, settings.block_bytes.unwrap_or_default()) else { return rule };
     let rule = rule.unwrap_or_else(|| Box::new(WriteThrough));
-    Some(Box::new(Budgeted::new(rule, budget, upper, settings.block_bytes.unwrap_or_default())))
+    Some(Box::new(Budgeted::new(rule, budget, upper.1, settings.block_bytes.unwrap_or_default())))
 }
 
 fn budget(disk: &DiskSettings, block_bytes: u64) -> Option<Budget> {

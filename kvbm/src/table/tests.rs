@@ -1,5 +1,6 @@
 //! Random histories of a small table, with every invariant checked after every step.
 
+use kvbm_policies::admission::{Edge, Side};
 use kvbm_policies::eviction::EvictionKind;
 use kvbm_policies::{AdmissionKind, Hints, Moment};
 use kvbm_tiers::{Frame, FramePool, Tier};
@@ -20,7 +21,12 @@ fn small_table(eviction: EvictionKind, admission: Option<AdmissionKind>) -> Tabl
         pool: FramePool::new(tier, slots),
         policy: eviction.build(slots),
         flush_to,
-        admission: admission.map(|kind| kind.build(slots)),
+        admission: admission.map(|kind| {
+            kind.build(&Edge {
+                upper: Side { capacity: slots, eviction },
+                lower: Side { capacity: 2 * slots, eviction },
+            })
+        }),
     }))
 }
 

@@ -10,14 +10,17 @@
 //! | [`fixed`] | `write_through` | every block as soon as it is used |
 //! | [`fixed`] | `write_back` | every block when it is about to leave the upper tier |
 //! | [`selective`] | `selective` | what is about to leave and likely enough to return |
+//! | [`auto`] | `auto` | as whichever of these serves best on a sample |
 //! | [`budget`] | | at most so many bytes a day, the likeliest to return first |
 //! | `worth` | | how likely a block is to return, and compared to the others |
 
+pub mod auto;
 pub mod budget;
 pub mod fixed;
 #[cfg(test)]
 mod properties;
 pub mod selective;
+mod shadow;
 mod worth;
 
 use std::fmt;
@@ -25,11 +28,12 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
+pub use auto::Auto;
 pub use budget::{Budget, Budgeted};
 pub use fixed::{WriteBack, WriteThrough};
 pub use selective::Selective;
 
-use crate::eviction::{Access, BlockId, Forest, RequestId, Upkeep};
+use crate::eviction::{Access, BlockId, EvictionKind, Forest, RequestId, Upkeep};
 
 /// Blocks one below another that the lower tier lacks, while it holds everything above them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,6 +79,30 @@ pub trait Admission: Send + fmt::Debug {
     fn refund(&mut self, _blocks: u32) {}
 }
 
+/// The two tiers between which a rule stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Edge {
+    /// From which blocks go down.
+    pub upper: Side,
+    /// To which they go.
+    pub lower: Side,
+}
+
+/// A tier, as a rule needs to know it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Side {
+    /// Blocks that it holds.
+    pub capacity: u32,
+    /// Which block leaves it.
+    pub eviction: EvictionKind,
+}
+
+impl Side {
+    fn shrunk(self, by: u32) -> Self {
+        Self { capacity: (self.capacity / by).max(1), ..self }
+    }
+}
+
 /// The rules that a live tier may use, by name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum AdmissionKind {
@@ -85,11 +113,13 @@ pub enum AdmissionKind {
     WriteBack,
     /// [`Selective`].
     Selective,
+    /// [`Auto`].
+    Auto,
 }
 
 impl AdmissionKind {
     /// Every rule.
-    pub const ALL: [Self; 3] = [Self::WriteThrough, Self::WriteBack, Self::Selective];
+    pub const ALL: [Self; 4] = [Self::WriteThrough, Self::WriteBack, Self::Selective, Self::Auto];
 
     /// The name used in settings and reports.
     pub const fn name(self) -> &'static str {
@@ -97,15 +127,17 @@ impl AdmissionKind {
             Self::WriteThrough => "write_through",
             Self::WriteBack => "write_back",
             Self::Selective => "selective",
+            Self::Auto => "auto",
         }
     }
 
-    /// A fresh rule of this kind below a tier of `upper` blocks.
-    pub fn build(self, upper: u32) -> Box<dyn Admission> {
+    /// A fresh rule of this kind.
+    pub fn build(self, edge: &Edge) -> Box<dyn Admission> {
         match self {
             Self::WriteThrough => Box::new(WriteThrough),
             Self::WriteBack => Box::new(WriteBack),
-            Self::Selective => Box::new(Selective::with_capacity(upper)),
+            Self::Selective => Box::new(Selective::with_capacity(edge.upper.capacity)),
+            Self::Auto => Box::new(Auto::new(edge)),
         }
     }
 }

@@ -4,13 +4,18 @@ use std::sync::{Arc, Mutex};
 
 use proptest::prelude::*;
 
-use super::{Admission, AdmissionKind, Budget, Budgeted, Candidates, Moment};
+use super::{Admission, AdmissionKind, Budget, Budgeted, Candidates, Edge, Moment, Side, WriteBack};
 use crate::eviction::{Access, BlockId, EvictionKind, Forest, RequestId, Upkeep};
 use crate::hierarchy::{Hierarchy, Level};
 use crate::workload::{BLOCK_TOKENS, Request, Workload};
 
 const DEVICE: u32 = 6;
 const HOST: u32 = 12;
+
+const EDGE: Edge = Edge {
+    upper: Side { capacity: DEVICE, eviction: EvictionKind::Lru },
+    lower: Side { capacity: HOST, eviction: EvictionKind::Lru },
+};
 
 /// One question and its answer.
 type Decision = (Candidates, Moment, u64, u32);
@@ -74,13 +79,13 @@ fn rule() -> impl Strategy<Value = (AdmissionKind, Option<Budget>)> {
 fn decisions(requests: &[Request], (kind, budget): (AdmissionKind, Option<Budget>)) -> Vec<Decision> {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let inner = match budget {
-        Some(budget) => Box::new(Budgeted::new(kind.build(DEVICE), budget, DEVICE, 1)),
-        None => kind.build(DEVICE),
+        Some(budget) => Box::new(Budgeted::new(kind.build(&EDGE), budget, DEVICE, 1)),
+        None => kind.build(&EDGE),
     };
     let witness = Witness { inner, seen: Arc::clone(&seen) };
     let level =
         |capacity, admission| Level { capacity, eviction: EvictionKind::Lru.build(capacity), admission };
-    let levels = vec![level(DEVICE, AdmissionKind::WriteBack.build(0)), level(HOST, Box::new(witness))];
+    let levels = vec![level(DEVICE, Box::new(WriteBack)), level(HOST, Box::new(witness))];
     Hierarchy::of_levels(levels).simulate(&requests.iter().collect::<Workload>());
     std::mem::take(&mut *seen.lock().unwrap())
 }

@@ -1,0 +1,286 @@
+//! What would be if the tiers were run otherwise: two small tiers of names without content.
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::eviction::{Access, BlockId, Forest, Hints, RequestId, Upkeep};
+use crate::hierarchy::Level;
+use crate::running::Ended;
+use crate::stages::{Stages, Use};
+use crate::tier::Chains;
+
+/// Picks a few blocks of an upper tier to stand for all: one in `stride`, by content. A sampled block hangs on
+/// its next sampled ancestor, so what is left of a forest is a forest.
+///
+/// O(new blocks + path ÷ stride) a use, 4 bytes a block.
+#[derive(Debug)]
+pub(super) struct Sampling {
+    stride: u64,
+    /// By block: the next sampled block on the way up, itself included, plus 1; 0 where there is none.
+    nearest: Vec<u32>,
+    /// The newest requests.
+    seen: VecDeque<RequestId>,
+    unnamed: u64,
+}
+
+/// A use, as far as it is sampled.
+#[derive(Debug)]
+pub(super) struct SampledUse {
+    pub(super) now_ms: u64,
+    pub(super) request: RequestId,
+    pub(super) hints: Hints,
+    /// The sampled blocks of the path, by content, root first.
+    pub(super) path: Vec<u64>,
+    /// So many of them, the first ones, the same request was known to use before.
+    pub(super) counted: usize,
+}
+
+impl Sampling {
+    /// Requests whose parts are told from new requests.
+    const SEEN: usize = 64;
+    /// Names for requests that have none; an engine's own do not come so far.
+    const UNNAMED: u64 = 1 << 63;
+
+    pub(super) fn one_in(stride: u32) -> Self {
+        Self { stride: stride.max(1).into(), nearest: Vec::new(), seen: VecDeque::new(), unnamed: 0 }
+    }
+
+    /// `None`: nothing of the path is in the sample.
+    pub(super) fn sample(&mut self, access: &Access, forest: &dyn Forest) -> Option<SampledUse> {
+        let above = self.note_inserted(access, forest);
+        let path = self.sampled_path(Some(access.deepest), forest);
+        let (request, is_part) = self.identify(access);
+        let counted = if is_part { self.sampled_path(above, forest).len() } else { 0 };
+        let is_news = !path.is_empty() && (counted < path.len() || !is_part);
+        is_news.then_some(SampledUse { now_ms: access.now_ms, request, hints: access.hints, path, counted })
+    }
+
+    /// Answers the block above the inserted ones.
+    fn note_inserted(&mut self, access: &Access, forest: &dyn Forest) -> Option<BlockId> {
+        let upward = std::iter::successors(Some(access.deepest), |&block| forest.parent(block));
+        let mut path: Vec<_> = upward.take(access.inserted as usize + 1).collect();
+        let above = path.get(access.inserted as usize).copied();
+        path.truncate(access.inserted as usize);
+        let mut nearest = above.map_or(0, |block| self.nearest(block));
+        for &block in path.iter().rev() {
+            if mixed(forest.key(block)).is_multiple_of(self.stride) {
+                nearest = block.0 + 1;
+            }
+            let at = block.0 as usize;
+            if self.nearest.len() <= at {
+                self.nearest.resize(at + 1, 0);
+            }
+            self.nearest[at] = nearest;
+        }
+        above
+    }
+
+    fn nearest(&self, block: BlockId) -> u32 {
+        self.nearest.get(block.0 as usize).copied().unwrap_or(0)
+    }
+
+    fn sampled_path(&self, deepest: Option<BlockId>, forest: &dyn Forest) -> Vec<u64> {
+        let up = |block: BlockId| self.nearest(block).checked_sub(1).map(BlockId);
+        let path = std::iter::successors(deepest.and_then(up), |&block| forest.parent(block).and_then(up));
+        let mut path: Vec<_> = path.map(|block| forest.key(block)).collect();
+        path.reverse();
+        path
+    }
+
+    /// The request, and whether it is one that was seen before and goes on.
+    fn identify(&mut self, access: &Access) -> (RequestId, bool) {
+        let Some(request) = access.request else {
+            self.unnamed += 1;
+            return (RequestId(Self::UNNAMED + self.unnamed), access.inserted > 0);
+        };
+        let is_known = self.seen.contains(&request);
+        if !is_known {
+            self.seen.truncate(Self::SEEN - 1);
+            self.seen.push_front(request);
+        }
+        (request, is_known)
+    }
+}
+
+/// The finaliser of splitmix64: every bit of the result depends on every bit of `key`.
+const fn mixed(key: u64) -> u64 {
+    let key = (key ^ (key >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let key = (key ^ (key >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    key ^ (key >> 31)
+}
+
+/// Two tiers that run beside the real ones on a sample of the blocks.
+#[derive(Debug)]
+pub(super) struct Shadow {
+    stages: Stages,
+    names: Names,
+    /// Blocks found lately: the older, the less they count.
+    pub(super) hits: f64,
+}
+
+impl Shadow {
+    pub(super) fn new(upper: Level, lower: Level) -> Self {
+        Self { stages: Stages::new(vec![upper, lower]), names: Names::default(), hits: 0.0 }
+    }
+
+    pub(super) fn take(&mut self, used: &SampledUse) {
+        let Some(deepest) = self.names.intern(&used.path) else { return };
+        let SampledUse { now_ms, request, hints, counted, .. } = *used;
+        let hits = self.stages.take(&self.names, &Use { now_ms, request, deepest, hints });
+        self.hits += f64::from(hits.saturating_sub(counted as u32));
+        for block in self.stages.take_departed() {
+            self.names.forget(block);
+        }
+    }
+
+    pub(super) fn finished(&mut self, request: RequestId, output_tokens: u32, at_ms: u64) {
+        self.stages.finished(Ended { request, output_tokens, at_ms });
+    }
+
+    pub(super) fn take_upkeep(&mut self) -> Vec<Upkeep> {
+        self.stages.take_upkeep()
+    }
+}
+
+/// The blocks of a shadow: those that any of its tiers holds.
+#[derive(Debug, Default)]
+struct Names {
+    by_key: HashMap<u64, BlockId>,
+    blocks: Vec<Name>,
+    free: Vec<BlockId>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Name {
+    key: u64,
+    parent: Option<BlockId>,
+    depth: u32,
+}
+
+impl Names {
+    /// The id of the last block of a path, which is given from the root on.
+    fn intern(&mut self, path: &[u64]) -> Option<BlockId> {
+        path.iter().zip(1..).fold(None, |parent, (&key, depth)| {
+            let name = Name { key, parent, depth };
+            let known = self.by_key.get(&key).copied();
+            Some(known.unwrap_or_else(|| self.add(name)))
+        })
+    }
+
+    fn add(&mut self, name: Name) -> BlockId {
+        let id = self.free.pop().unwrap_or_else(|| {
+            self.blocks.push(name);
+            BlockId(self.blocks.len() as u32 - 1)
+        });
+        self.blocks[id.0 as usize] = name;
+        self.by_key.insert(name.key, id);
+        id
+    }
+
+    fn forget(&mut self, block: BlockId) {
+        self.by_key.remove(&self.blocks[block.0 as usize].key);
+        self.free.push(block);
+    }
+}
+
+impl Chains for Names {
+    fn parent(&self, block: BlockId) -> Option<BlockId> {
+        self.blocks[block.0 as usize].parent
+    }
+
+    fn depth(&self, block: BlockId) -> u32 {
+        self.blocks[block.0 as usize].depth
+    }
+
+    fn key(&self, block: BlockId) -> u64 {
+        self.blocks[block.0 as usize].key
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::WriteBack;
+    use super::*;
+    use crate::eviction::{EvictionKind, Standing};
+
+    const CAPACITY: u32 = 8;
+
+    fn shadow() -> Shadow {
+        let level = || Level {
+            capacity: CAPACITY,
+            eviction: EvictionKind::Lru.build(CAPACITY),
+            admission: Box::new(WriteBack),
+        };
+        Shadow::new(level(), level())
+    }
+
+    proptest! {
+        #[test]
+        fn a_shadow_knows_only_what_its_tiers_hold(
+            uses in prop::collection::vec(prop::collection::vec(1_u64..4, 1..12), 0..60),
+        ) {
+            let mut shadow = shadow();
+            for (steps, now_ms) in uses.into_iter().zip(0..) {
+                let chained = steps.iter().scan(0, |chain, step| {
+                    *chain = *chain * 4 + step;
+                    Some(*chain)
+                });
+                let path = chained.collect();
+                let hints = Hints::default();
+                shadow.take(&SampledUse { now_ms, request: RequestId(now_ms), hints, path, counted: 0 });
+                prop_assert!(shadow.names.by_key.len() <= 2 * CAPACITY as usize);
+                prop_assert_eq!(shadow.names.by_key.len() + shadow.names.free.len(), shadow.names.blocks.len());
+            }
+        }
+    }
+
+    /// One path whose blocks are named by their position.
+    struct Line;
+
+    impl Forest for Line {
+        fn standing(&self, _block: BlockId) -> Standing {
+            Standing::Interior
+        }
+
+        fn parent(&self, block: BlockId) -> Option<BlockId> {
+            block.0.checked_sub(1).map(BlockId)
+        }
+
+        fn key(&self, block: BlockId) -> u64 {
+            block.0.into()
+        }
+    }
+
+    fn access(request: u64, depth: u32, inserted: u32) -> Access {
+        Access {
+            now_ms: 0,
+            request: Some(RequestId(request)),
+            deepest: BlockId(depth - 1),
+            depth,
+            inserted,
+            path: depth,
+            hints: Hints::default(),
+        }
+    }
+
+    #[test]
+    fn a_use_in_parts_counts_each_block_once() {
+        let mut sampling = Sampling::one_in(1);
+        let mut lengths = |access: &Access| {
+            let used = sampling.sample(access, &Line)?;
+            Some((used.path.len(), used.counted))
+        };
+        assert_eq!(lengths(&access(1, 3, 3)), Some((3, 0)));
+        assert_eq!(lengths(&access(1, 5, 2)), Some((5, 3)));
+        assert_eq!(lengths(&access(1, 5, 0)), None);
+        assert_eq!(lengths(&access(2, 5, 0)), Some((5, 0)));
+    }
+
+    #[test]
+    fn about_one_block_in_so_many_is_sampled() {
+        let used = Sampling::one_in(10).sample(&access(1, 10_000, 10_000), &Line);
+        let sampled = used.map_or(0, |used| used.path.len());
+        assert!((900..1_100).contains(&sampled), "{sampled}");
+    }
+}
