@@ -17,6 +17,7 @@
 //! | [`sieve`] | `sieve` | the first leaf ahead of the hand that was not used since it came by |
 //! | [`lirs`] | `lirs` | the leaf that came first among those with a long gap between uses |
 //! | [`turn`] | `turn` | the leaf used least recently, with grace for late turns and frequent use |
+//! | [`tenants`] | | as another policy, fair between tenants |
 //! | [`belady`] | `belady` | the leaf used again last; needs the future, so it only serves as a bound |
 
 mod age_list;
@@ -38,6 +39,7 @@ mod residents;
 pub mod s3fifo;
 pub mod sieve;
 pub mod slru;
+pub mod tenants;
 pub mod turn;
 
 use std::fmt;
@@ -56,6 +58,7 @@ pub use lru2::Lru2;
 pub use s3fifo::S3Fifo;
 pub use sieve::Sieve;
 pub use slru::Slru;
+pub use tenants::Tenants;
 pub use turn::Turn;
 
 /// Memory is set aside for so many blocks at most, whatever a tier's nominal size. Beyond, policies grow as
@@ -98,6 +101,10 @@ pub struct Hints {
     pub expected_output_tokens: Option<u32>,
     /// Nobody will continue it: what it alone used is worthless from now on.
     pub will_not_return: bool,
+    /// Whose it is: see [`Tenants`].
+    pub tenant: Option<u32>,
+    /// How much its blocks matter beside others of the same tenant, from 0 to 100; 50 is usual.
+    pub priority: Option<u8>,
 }
 
 /// Work that a policy wants done off the request path. It holds what it needs and hands its result back to

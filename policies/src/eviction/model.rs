@@ -67,9 +67,24 @@ struct Block {
 pub(super) struct Tree {
     blocks: Vec<Option<Block>>,
     now: u64,
+    has_tenants: bool,
 }
 
 impl Tree {
+    /// A tier that three tenants share, and requests of nobody, at two priorities.
+    pub(super) fn with_tenants() -> Self {
+        Self { has_tenants: true, ..Self::default() }
+    }
+
+    fn hints(&self) -> Hints {
+        if !self.has_tenants {
+            return Hints::default();
+        }
+        let tenant = (self.now % 4) as u32;
+        let priority = self.now.is_multiple_of(3).then_some(80);
+        Hints { tenant: Some(tenant).filter(|&tenant| tenant < 3), priority, ..Hints::default() }
+    }
+
     /// Plays `op` to the tree and to `policy`. Returns what left the tier.
     ///
     /// Panics where the policy names a block that may not go, or none though one may.
@@ -114,7 +129,7 @@ impl Tree {
             depth,
             inserted: grown as u32,
             path: depth,
-            hints: Hints::default(),
+            hints: self.hints(),
         };
         policy.touch(&access, self);
     }
