@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvbm::{BlockHash, ErrorKind, Manager, Tier};
+use kvbm::{BlockHash, ErrorKind, Hints, Manager, Tier, Usage};
 use kvbm_settings::{AdmissionMode, Capacity, DiskSettings, EvictionPolicy, Settings, WriteBudget};
 use kvbm_tests::engine::{self, serve};
 use kvbm_tests::rig::hash;
@@ -144,4 +144,27 @@ fn a_pin_keeps_a_chain_until_it_expires() {
         manager.evict(Tier::Host, 16);
     }
     assert_eq!((manager.matches(&brief).longest(), manager.matches(&pinned).longest()), (0, 4));
+}
+
+#[test]
+fn a_tenant_that_takes_all_gives_way_to_another() {
+    let mut settings = engine::settings(BLOCK, 8, 16);
+    (settings.eviction, settings.fair_tenants) = (EvictionPolicy::Lru, true);
+    let manager = engine::open(settings, &Registry::new()).unwrap();
+    let of = |tenant| Usage { hints: Hints { tenant: Some(tenant), ..Hints::default() }, request: None };
+    let serve_for = |tenant, chain: &[BlockHash]| {
+        let lease = manager.load(manager.lease_for(of(tenant), chain)).wait().unwrap().lease;
+        let filled = manager.allocate(chain, lease).unwrap().publish().unwrap().wait().unwrap();
+        manager.save(filled.lease).wait().unwrap().blocks
+    };
+    assert_eq!(serve_for(1, &chain(1)), 4);
+    for n in 10..20 {
+        assert_eq!(serve_for(2, &chain(n)), 4);
+    }
+    assert_eq!(
+        manager.matches(&chain(1)).blocks(Tier::Host),
+        4,
+        "tenant 2 is above its share, tenant 1 is not"
+    );
+    assert_eq!(manager.audit(), []);
 }

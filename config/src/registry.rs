@@ -150,6 +150,14 @@ pub(crate) static KEYS: &[Key] = &[
         in_use: true,
     },
     Key {
+        path: "fair_tenants",
+        field: Field::Flag(|s| &mut s.fair_tenants),
+        variables: &[own("DYN_KVBM_FAIR_TENANTS", Form::Plain)],
+        doc: "Evict from the tenant that holds the most of a tier, its blocks of low priority first, and within these in \
+              the order of the policy. Engines say whose a request is (`Hints::tenant`, `Hints::priority`).",
+        in_use: true,
+    },
+    Key {
         path: "device.capacity",
         field: Field::Capacity(|s| &mut s.device.capacity),
         variables: &[

@@ -26,6 +26,8 @@ pub struct Settings {
     pub flush: FlushSettings,
     /// Which block leaves a tier.
     pub eviction: EvictionPolicy,
+    /// Share each tier fairly between tenants.
+    pub fair_tenants: bool,
     /// What is exported.
     pub metrics: MetricsSettings,
     /// NVIDIA's transfer library.

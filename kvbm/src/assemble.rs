@@ -337,7 +337,7 @@ impl Tiers {
     }
 
     fn add_tier(&mut self, pool: FramePool, settings: &Settings) {
-        let policy = policies::eviction(settings.eviction, pool.total());
+        let policy = policies::eviction(settings, pool.total());
         self.specs.push(TierSpec { pool, policy, flush_to: None, admission: None });
     }
 

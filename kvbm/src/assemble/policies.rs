@@ -1,6 +1,9 @@
 //! Policies by their settings.
 
+use std::collections::HashMap;
+
 use kvbm_policies::admission::{Budget, Budgeted, Edge, Side, WriteThrough};
+use kvbm_policies::eviction::Tenants;
 use kvbm_policies::{Admission, AdmissionKind, Eviction, EvictionKind};
 use kvbm_settings::{AdmissionMode, DiskSettings, EvictionPolicy, Settings, WriteBudget};
 use kvbm_tiers::Tier;
@@ -8,8 +11,9 @@ use kvbm_tiers::Tier;
 use crate::error::{Error, ErrorKind, Result};
 
 /// A fresh policy for a tier of `slots` slots.
-pub(super) fn eviction(eviction: EvictionPolicy, slots: u32) -> Box<dyn Eviction> {
-    eviction_kind(eviction).build(slots)
+pub(super) fn eviction(settings: &Settings, slots: u32) -> Box<dyn Eviction> {
+    let policy = eviction_kind(settings.eviction).build(slots);
+    if settings.fair_tenants { Box::new(Tenants::new(policy, HashMap::new())) } else { policy }
 }
 
 const fn eviction_kind(eviction: EvictionPolicy) -> EvictionKind {
