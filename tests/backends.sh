@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The transfer backends as users choose them: toggles, a replay with disk and objects on NIXL against an
 # S3-protocol server, and how close the manager comes to NIXL called directly. Installs NIXL and the server into a
-# virtual environment of its own. The last line is one JSON object; exits 0 only if all that it says holds, and 77
-# where nothing can be installed.
+# virtual environment of its own. The last line is one JSON object; exits 0 only if all that it says holds, 3 if
+# nothing is wrong but a figure falls short in the median of three runs, and 77 where nothing can be installed.
 #
 #   tests/backends.sh [--long] [--profile PROFILE]
 #
@@ -154,34 +154,54 @@ expect 'the replay ends well' with_nixl DYN_KVBM_NIXL_BACKEND_POSIX=on DYN_KVBM_
 
 say 'figures'
 if $long; then set=512MiB rounds=15; else set=128MiB rounds=7; fi
-expect 'POSIX is timed' with_nixl "$kvbm" bench tiers --tier nixl --size 1MiB,4MiB --working-set "$set" --rounds "$rounds" \
-    --dir "$scratch/bench" --json >"$scratch/posix.json"
-expect 'UCX is timed' with_nixl "$kvbm" bench nixl --working-set "$set" --rounds "$rounds" --json >"$scratch/ucx.json"
-
-status=0
-"$python" - "$scratch" "${failed[@]}" <<'PYTHON' || status=$?
-import json, pathlib, sys
+measure() {
+    expect 'POSIX is timed' with_nixl "$kvbm" bench tiers --tier nixl --size 1MiB,4MiB --working-set "$set" \
+        --rounds "$rounds" --dir "$scratch/bench" --json >"$scratch/posix.$1.json"
+    expect 'UCX is timed' with_nixl "$kvbm" bench nixl --working-set "$set" --rounds "$rounds" --json >"$scratch/ucx.$1.json"
+}
+# Sums up: 0 if all holds, 1 if anything is wrong, 3 if only figures fall short.
+judge() {
+    "$python" - "$scratch" "${failed[@]}" <<'PYTHON'
+import collections, json, pathlib, statistics, sys
 
 place, failed = pathlib.Path(sys.argv[1]), sys.argv[2:]
 # What did not end well left nothing, and is among the failed already.
-read = lambda name: json.loads((place / name).read_text() or "{}")
-replay, posix, ucx = read("replay.json"), read("posix.json"), read("ucx.json")
+read = lambda path: json.loads(path.read_text() or "{}")
+replay = read(place / "replay.json")
+ratios, layer = collections.defaultdict(list), []
+for run in map(read, place.glob("posix.*.json")):
+    for row in run.get("rows", []):
+        ratios[f"posix_{row['op']}_{row['size'] >> 20}MiB"].append(row["ratio"])
+for run in map(read, place.glob("ucx.*.json")):
+    for row in run.get("rows", []):
+        ratios[f"ucx_{row['op']}"].append(row["ratio"]["median"])
+    layer += [run["layer_us"]["median"]] if run else []
 
-ratios = {f"posix_{row['op']}_{row['size'] >> 20}MiB": row["ratio"] for row in posix.get("rows", [])}
-ratios |= {f"ucx_{row['op']}": row["ratio"]["median"] for row in ucx.get("rows", [])}
-goals = {name: ratio >= 0.9 for name, ratio in ratios.items()}
-layer = ucx["layer_us"]["median"] if ucx else float("inf")
-goals["layer_us"] = layer <= 2
-goals["mismatches"] = replay.get("mismatches") == 0 and replay["blocks_verified"] > 0
-goals["lost"] = all(tier["lost"] == 0 for tier in replay.get("slots", {}).values())
-holds = not failed and all(goals.values())
+# Medians over the runs: a machine with others on it is noisy.
+ratios = {name: statistics.median(values) for name, values in ratios.items()}
+layer = statistics.median(layer) if layer else None
+short = [name for name, ratio in ratios.items() if ratio < 0.9]
+short += [] if layer is not None and layer <= 2 else ["layer_us"]
+wrong = failed + [name for name, good in {
+    "mismatches": replay.get("mismatches") == 0 and replay["blocks_verified"] > 0,
+    "lost": all(tier["lost"] == 0 for tier in replay.get("slots", {}).values()),
+}.items() if not good]
 print(json.dumps({
-    "holds": holds,
-    "failed": failed + [name for name, good in goals.items() if not good],
+    "holds": not wrong and not short,
+    "failed": wrong + short,
     "ratios": {name: round(ratio, 3) for name, ratio in ratios.items()},
-    "layer_us_per_16_blocks": round(layer, 3) if ucx else None,
+    "layer_us_per_16_blocks": None if layer is None else round(layer, 3),
     "replay": {name: replay.get(name) for name in ("requests", "blocks_verified", "mismatches")},
 }))
-sys.exit(not holds)
+sys.exit(1 if wrong else 3 if short else 0)
 PYTHON
+}
+# What falls short is measured again.
+for attempt in 1 2 3; do
+    measure "$attempt"
+    status=0
+    verdict=$(judge) || status=$?
+    ((status == 3)) || break
+done
+echo "$verdict"
 exit "$status"
