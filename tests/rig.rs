@@ -139,6 +139,7 @@ pub const TIGHT: Tuning = Tuning {
     segment_blocks: 4,
     queue_blocks: 16,
     timeout: Duration::ZERO,
+    object_timeout: Duration::ZERO,
     flush_interval_ms: 1_000,
     dirty_watermark: 0.5,
     prefill_block_s: None,

@@ -391,7 +391,8 @@ pub(crate) static KEYS: &[Key] = &[
         path: "transfer.timeout_ms",
         field: Field::Millis(|s| &mut s.transfer.timeout_ms, 1..=DAY_MS),
         variables: &[own("DYN_KVBM_TRANSFER_TIMEOUT_MS", Form::Plain)],
-        doc: "After so long a transfer counts as failed and its slot as lost.",
+        doc: "After so long a transfer counts as failed and its slot as lost; to and from the object tier, whose client \
+              gives up by itself within 20 s, after 30 s at least.",
         in_use: true,
     },
     Key {

@@ -308,7 +308,7 @@ impl Default for TransferSettings {
         Self {
             max_concurrent: 4,
             max_batch: 16,
-            timeout_ms: 30_000,
+            timeout_ms: 5_000,
             queue_blocks: 16_384,
             copy_threads: 2,
             prefill_tokens_per_second: 0,

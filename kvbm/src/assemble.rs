@@ -84,6 +84,9 @@ pub(crate) async fn open(settings: Settings, options: &Options) -> Result<Assemb
         .map_err(|error| Error::caused(ErrorKind::Unavailable, "opening the tiers was interrupted", error))?
 }
 
+/// The object client gives up by itself within 20 s.
+const OBJECT_TIMEOUT: Duration = Duration::from_secs(30);
+
 fn tuning(settings: &Settings, block_bytes: u64, block_tokens: u64) -> Tuning {
     Tuning {
         max_concurrent: settings.transfer.max_concurrent as usize,
@@ -91,6 +94,7 @@ fn tuning(settings: &Settings, block_bytes: u64, block_tokens: u64) -> Tuning {
         segment_blocks: (settings.object.segment_bytes / block_bytes.max(1)).max(1) as usize,
         queue_blocks: settings.transfer.queue_blocks as usize,
         timeout: Duration::from_millis(settings.transfer.timeout_ms),
+        object_timeout: OBJECT_TIMEOUT,
         flush_interval_ms: settings.flush.interval_ms,
         dirty_watermark: settings.flush.dirty_watermark,
         prefill_block_s: prefill_block_s(settings, block_tokens),

@@ -170,7 +170,7 @@ impl Core {
     }
 
     fn write_off_overdue(self: &Arc<Self>) {
-        for batch in self.batches.overdue(self.tuning.timeout) {
+        for batch in self.batches.overdue(|route| self.tuning.limit(route)) {
             let orders = batch.write_off(|order| self.table().hold_source(order.op().from));
             for order in orders {
                 self.metrics.lost(batch.route);

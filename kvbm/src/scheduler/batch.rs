@@ -88,10 +88,15 @@ impl Batches {
         self.in_flight.lock().batches.remove(&batch.id);
     }
 
-    /// Batches that were started longer than `limit` ago.
-    pub(super) fn overdue(&self, limit: Duration) -> Vec<Arc<Batch>> {
+    /// Batches that were started longer ago than their route's limit.
+    pub(super) fn overdue(&self, limit: impl Fn(Route) -> Duration) -> Vec<Arc<Batch>> {
         let register = self.in_flight.lock();
-        register.batches.values().filter(|batch| batch.started.elapsed() > limit).cloned().collect()
+        register
+            .batches
+            .values()
+            .filter(|batch| batch.started.elapsed() > limit(batch.route))
+            .cloned()
+            .collect()
     }
 
     pub(super) fn is_empty(&self) -> bool {

@@ -38,7 +38,7 @@ use std::time::Duration;
 
 use dashmap::DashMap;
 use kvbm_policies::{Leg, split};
-use kvbm_tiers::{BlockKey, Done, Frame, SlotRef, Tier};
+use kvbm_tiers::{BlockKey, Done, Frame, Route, SlotRef, Tier};
 
 use self::background::Flushing;
 use self::batch::Batches;
@@ -73,12 +73,23 @@ pub struct Tuning {
     pub queue_blocks: usize,
     /// When a copy counts as lost.
     pub timeout: Duration,
+    /// The same for copies to and from the object tier, if that is longer: a client that still tries must not cost
+    /// slots.
+    pub object_timeout: Duration,
     /// A block is flushed at the latest so long after it became resident, in milliseconds of the clock.
     pub flush_interval_ms: u64,
     /// Share of a tier that may be dirty before flushing starts at once.
     pub dirty_watermark: f64,
     /// Seconds that the engine takes to compute a block; `None`: not known, so what is held is loaded.
     pub prefill_block_s: Option<f64>,
+}
+
+impl Tuning {
+    /// When a copy on `route` counts as lost.
+    fn limit(&self, (from, to): Route) -> Duration {
+        let is_object = from == Tier::Object || to == Tier::Object;
+        if is_object { self.timeout.max(self.object_timeout) } else { self.timeout }
+    }
 }
 
 /// Everything that moves blocks. Shared by the manager, its leases and the callbacks of its backends.
@@ -180,7 +191,7 @@ impl Core {
     }
 
     /// Blocks that wait on a route, and batches in flight there.
-    pub(crate) fn traffic(&self, route: kvbm_tiers::Route) -> (usize, usize) {
+    pub(crate) fn traffic(&self, route: Route) -> (usize, usize) {
         let lanes = self.lanes.lock();
         (lanes.waiting(route), lanes.in_flight(route))
     }
