@@ -152,7 +152,7 @@ impl Core {
         Tier::ALL
             .into_iter()
             .filter(|&tier| self.table().has(tier))
-            .for_each(|tier| self.table().call_in(tier));
+            .for_each(|tier| self.table().ask_about_all(tier));
         loop {
             Tier::ALL.into_iter().for_each(|tier| self.flush(tier, true));
             let is_dirty =

@@ -38,13 +38,13 @@ impl Core {
 
     fn go_on(&self, order: Order) {
         let order = Order { halfway: true, ..order };
-        self.lanes.lock().push(order.flow.class, order);
+        self.lanes.lock().push(order.flow.outline.class, order);
     }
 
     fn arrived(self: &Arc<Self>, order: Order) {
         let Order { to, entry, bounce, flow, .. } = order;
         let mut table = self.table();
-        if let Some(run) = flow.run {
+        if let Some(run) = flow.outline.run {
             table.filled(run, entry, to);
         }
         self.settle_bounce(&mut table, bounce, true);
@@ -60,7 +60,7 @@ impl Core {
             tracing::error!(tier = %order.from.tier, dropped, "corrupt bytes: block and descendants quarantined");
         }
         let Order { to, entry, bounce, halfway, flow, .. } = order;
-        if let Some(run) = flow.run {
+        if let Some(run) = flow.outline.run {
             table.failed(run, entry, to);
         }
         self.settle_bounce(&mut table, bounce, halfway);
@@ -73,7 +73,7 @@ impl Core {
         let Order { to, entry, bounce, halfway, flow, .. } = order;
         let mut table = self.table();
         let touches_destination = halfway || matches!(bounce, Bounce::NotNeeded);
-        match flow.run {
+        match flow.outline.run {
             Some(run) if touches_destination => table.lost(run, entry, to),
             Some(run) => table.failed(run, entry, to),
             None => {}
@@ -102,7 +102,7 @@ impl Core {
 
     fn leave(self: &Arc<Self>, mut table: crate::sync::MutexGuard<'_, Table>, flow: &Arc<Flow>) {
         let settled = table.take_settled();
-        let flush_is_due = self.flush_is_due(&table, flow.dest);
+        let flush_is_due = self.flush_is_due(&table, flow.outline.dest);
         drop(table);
         self.announce(settled);
         if flow.order_ended() {
@@ -125,8 +125,8 @@ impl Core {
     /// All orders of a flow have ended. If an ancestor is on the way in another flow, this waits for it.
     pub(super) fn finish_flow(self: &Arc<Self>, flow: &Arc<Flow>) {
         let mut table = self.table();
-        if let Some(behind) = flow.behind.filter(|&behind| table.watch(flow.dest, behind)) {
-            self.flights.entry((flow.dest, behind)).or_default().push(Arc::clone(flow));
+        if let Some(behind) = flow.outline.behind.filter(|&behind| table.watch(flow.outline.dest, behind)) {
+            self.flights.entry((flow.outline.dest, behind)).or_default().push(Arc::clone(flow));
             return;
         }
         let Some(mut end) = flow.take_end() else { return };
@@ -138,33 +138,35 @@ impl Core {
     }
 
     fn report(&self, flow: &Flow, end: End, copied: usize) {
-        if flow.class == Class::Flush {
-            self.flushing.ended(flow.dest, flow.orders);
+        if flow.outline.class == Class::Flush {
+            self.flushing.ended(flow.outline.dest, flow.outline.orders);
         }
-        if let Some(source) = flow.source.filter(|_| flow.class == Class::Load && copied == flow.orders) {
+        if let Some(source) =
+            flow.outline.source.filter(|_| flow.outline.class == Class::Load && copied == flow.outline.orders)
+        {
             self.paces.learn(source, copied, flow.started.elapsed());
         }
         end.report(|lease| Brought {
-            blocks: lease.blocks(flow.dest),
+            blocks: lease.blocks(flow.outline.dest),
             copied,
-            recompute: flow.recompute,
-            declined: flow.declined,
-            refused: flow.refused,
-            failed: flow.orders - copied,
+            recompute: flow.outline.recompute,
+            declined: flow.outline.declined,
+            refused: flow.outline.refused,
+            failed: flow.outline.orders - copied,
             lease,
         });
     }
 }
 
 fn close_runs(table: &mut Table, flow: &Flow, lease: &mut Lease) -> usize {
-    if let Some(promotion) = flow.promotion {
+    if let Some(promotion) = flow.outline.promotion {
         table.close(promotion, None);
     }
-    let grip = (flow.class != Class::Flush).then(|| (lease.grip_mut(), flow.before));
-    let copied = flow.run.map_or(0, |run| table.close(run, grip));
-    match flow.behind {
-        Some(behind) if copied == 0 && flow.class != Class::Flush => {
-            table.hold_if_resident(lease.grip_mut(), flow.dest, behind, flow.before);
+    let grip = (flow.outline.class != Class::Flush).then(|| (lease.grip_mut(), flow.outline.before));
+    let copied = flow.outline.run.map_or(0, |run| table.close(run, grip));
+    match flow.outline.behind {
+        Some(behind) if copied == 0 && flow.outline.class != Class::Flush => {
+            table.hold_if_resident(lease.grip_mut(), flow.outline.dest, behind, flow.outline.before);
         }
         _ => {}
     }

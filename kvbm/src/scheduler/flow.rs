@@ -37,24 +37,8 @@ pub struct Brought {
 /// Shared by the orders of a flow; the last one to end finishes it.
 #[derive(Debug)]
 pub(super) struct Flow {
-    pub(super) class: Class,
-    pub(super) dest: Tier,
-    /// The blocks' run in the destination; `None` if all of them are on the way in other flows.
-    pub(super) run: Option<RunId>,
-    /// The host run of the blocks that are promoted on their way up.
-    pub(super) promotion: Option<RunId>,
-    /// Leading blocks of the chain that come before the run.
-    pub(super) before: usize,
-    /// Orders of this flow.
-    pub(super) orders: usize,
-    pub(super) refused: usize,
-    pub(super) recompute: usize,
-    pub(super) declined: usize,
-    /// The tier that all its blocks come from, if it is one.
-    pub(super) source: Option<Tier>,
+    pub(super) outline: Outline,
     pub(super) started: Instant,
-    /// The last of these; it may be on the way in another flow.
-    pub(super) behind: Option<BlockKey>,
     /// Orders that have not ended.
     left: AtomicUsize,
     /// What the end needs; taken by it.
@@ -74,57 +58,35 @@ impl End {
     }
 }
 
-/// What a flow is made of.
-#[derive(Clone, Copy)]
+/// What a flow brings, and where.
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Outline {
     pub(super) class: Class,
     pub(super) dest: Tier,
+    /// The blocks' run in the destination; `None` if all of them are on the way in other flows.
     pub(super) run: Option<RunId>,
+    /// The host run of the blocks that are promoted on their way up.
     pub(super) promotion: Option<RunId>,
+    /// Leading blocks of the chain that come before the run.
     pub(super) before: usize,
+    /// The last of these; it may be on the way in another flow.
+    pub(super) behind: Option<BlockKey>,
+    /// Orders of this flow.
     pub(super) orders: usize,
-    pub(super) refused: usize,
+    /// The tier that all its blocks come from, if it is one.
+    pub(super) source: Option<Tier>,
+    /// These three as in [`Brought`].
     pub(super) recompute: usize,
     pub(super) declined: usize,
-    pub(super) source: Option<Tier>,
-    pub(super) behind: Option<BlockKey>,
+    pub(super) refused: usize,
 }
 
 impl Flow {
     pub(super) fn start(outline: Outline, lease: Lease) -> (Arc<Self>, Ticket<Brought>) {
         let (report, ticket) = oneshot::channel();
-        let Outline {
-            class,
-            dest,
-            run,
-            promotion,
-            before,
-            orders,
-            refused,
-            recompute,
-            declined,
-            source,
-            behind,
-        } = outline;
-        let left = AtomicUsize::new(orders);
+        let left = AtomicUsize::new(outline.orders);
         let end = Mutex::new(Some(End { lease, report }));
-        let started = Instant::now();
-        let flow = Self {
-            class,
-            dest,
-            run,
-            promotion,
-            before,
-            orders,
-            refused,
-            recompute,
-            declined,
-            source,
-            started,
-            behind,
-            left,
-            end,
-        };
+        let flow = Self { outline, started: Instant::now(), left, end };
         (Arc::new(flow), Ticket::new(ticket))
     }
 

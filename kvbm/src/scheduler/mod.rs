@@ -431,7 +431,7 @@ impl Core {
             return self.finish_flow(flow);
         }
         let mut lanes = self.lanes.lock();
-        orders.into_iter().for_each(|order| lanes.push(flow.class, order));
+        orders.into_iter().for_each(|order| lanes.push(flow.outline.class, order));
         drop(lanes);
         self.pump();
     }

@@ -146,7 +146,7 @@ impl Table {
     ) -> Vec<RecordId> {
         let Group { blocks: group, usage } = std::mem::take(group);
         let Some((&first, &last)) = group.first().zip(group.last()) else { return Vec::new() };
-        let visit = Visit { usage, path: self.records.at(last).depth() };
+        let visit = Visit { usage: self.named(usage), path: self.records.at(last).depth() };
         // The deepest source is pinned first: claiming slots below must not make room out of it above.
         let (source, deepest) = self.source_of(tier, last);
         if !self.tier_mut(source).at_mut(deepest).pin() {

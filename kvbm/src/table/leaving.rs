@@ -107,7 +107,7 @@ impl Table {
     }
 
     /// Has everything in `tier` that the tier below lacks asked about as if it left now. Linear in the blocks.
-    pub fn call_in(&mut self, tier: Tier) {
+    pub fn ask_about_all(&mut self, tier: Tier) {
         if self.tiers[tier.index()].as_ref().is_none_or(|held| held.admission.is_none()) {
             return;
         }

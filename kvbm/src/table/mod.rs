@@ -14,18 +14,18 @@
 //! | `evict` | eviction and quarantine |
 //! | `flush` | which dirty blocks to copy down next, root-first |
 //! | `visit` | whose use something is: the request, and what the engine says about it |
-//! | `entry` | which blocks a full tier takes in |
+//! | `newcomers` | which blocks a full tier takes in |
 //! | `departures` | why blocks are gone: the reasons for misses |
 //! | `leaving` | blocks that go down when they leave, not before |
 //! | `audit` | the invariants, checked one by one |
 
 mod audit;
 mod departures;
-mod entry;
 mod evict;
 mod flush;
 mod index;
 mod leaving;
+mod newcomers;
 mod prefix;
 mod record;
 mod run;

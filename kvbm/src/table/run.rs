@@ -133,6 +133,10 @@ impl Table {
         keys: &[BlockKey],
         visit: Visit,
     ) -> (Option<(RunId, Vec<Frame>)>, usize) {
+        debug_assert!(
+            visit.usage.request.is_some(),
+            "a policy could not tell the parts of this use together"
+        );
         if keys.is_empty() {
             return (None, 0);
         }
