@@ -60,7 +60,7 @@ fn written_back_is_what_leaves_and_nothing_is_lost() {
         assert_eq!(manager.matches(&chain(n)).longest(), 4, "chain {n}");
         serve_fully(&manager, &chain(n));
     }
-    assert!(manager.drain(LIMIT));
+    assert!(manager.drain(LIMIT).is_complete());
     assert_eq!(manager.counts(Tier::Disk).resident, 48, "everything goes down in the end");
     assert_eq!(manager.audit(), []);
 }
@@ -79,7 +79,7 @@ fn a_drain_sends_down_everything_however_much_it_is() {
         serve_fully(&manager, &chain(n));
     }
     assert!(manager.stats(Tier::Disk).published < 480);
-    assert!(manager.drain(LIMIT));
+    assert!(manager.drain(LIMIT).is_complete());
     assert_eq!(manager.counts(Tier::Disk).resident, 480);
     assert_eq!(manager.audit(), []);
 }
@@ -92,7 +92,7 @@ fn no_day_sees_more_writes_than_the_budget() {
     for n in 0..12 {
         serve_fully(&manager, &chain(n));
     }
-    assert!(manager.drain(LIMIT));
+    assert!(manager.drain(LIMIT).is_complete());
     let written = manager.stats(Tier::Disk).published;
     assert!(written <= 4, "{written} blocks within an hour, of a budget of 4 an hour");
     assert_eq!(manager.audit(), []);
@@ -108,7 +108,7 @@ fn a_budget_of_nothing_writes_nothing_and_serves_on() {
     for n in 0..12 {
         serve_fully(&manager, &chain(n));
     }
-    assert!(manager.drain(LIMIT));
+    assert!(manager.drain(LIMIT).is_complete());
     assert_eq!(manager.stats(Tier::Disk).published, 0);
 }
 
@@ -154,7 +154,9 @@ fn a_tenant_that_takes_all_gives_way_to_another() {
     let of = |tenant| Usage { hints: Hints { tenant: Some(tenant), ..Hints::default() }, request: None };
     let serve_for = |tenant, chain: &[BlockHash]| {
         let lease = manager.load(manager.lease_for(of(tenant), chain)).wait().unwrap().lease;
-        let filled = manager.allocate(chain, lease).unwrap().publish().unwrap().wait().unwrap();
+        let mut allocation = manager.allocate(chain, lease).unwrap();
+        allocation.blocks().for_each(|position| assert!(allocation.mark_filled(position)));
+        let filled = allocation.publish().unwrap().wait().unwrap();
         manager.save(filled.lease).wait().unwrap().blocks
     };
     assert_eq!(serve_for(1, &chain(1)), 4);

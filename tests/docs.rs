@@ -80,7 +80,7 @@ fn everyday() -> Registry {
     let manager = engine::open(settings, &registry).unwrap();
     engine::serve(&manager, &chain(1));
     engine::serve(&manager, &chain(1));
-    assert!(manager.drain(Duration::from_secs(10)));
+    assert!(manager.drain(Duration::from_secs(10)).is_complete());
     for tier in [Tier::Device, Tier::Host, Tier::Disk] {
         manager.evict(tier, 16);
     }
@@ -110,7 +110,7 @@ fn mishaps() -> Registry {
         let filled = rig.fill(Chain::from(&chain(n)));
         drop(rig.publish(filled, Chain::from(&chain(n))).wait().unwrap());
         drop(bring(Tier::Host, n).wait().unwrap());
-        rig.core.drain(Duration::from_secs(10));
+        let _ = rig.core.drain(Duration::from_secs(10));
     };
     let both = [(Tier::Host, Tier::Disk), (Tier::Disk, Tier::Host)];
     compute(1);

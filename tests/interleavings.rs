@@ -146,7 +146,7 @@ fn compute(core: &Arc<Core>, chain: &[BlockHash]) {
         Some((run, frames)) if shuttle::rand::thread_rng().gen_range(0..3) == 0 => core.abandon(run, frames),
         run => {
             let lease = core.lease(Chain::from(chain), Usage::default());
-            drop(core.publish(Tier::Device, run, (resident + in_flight, behind), lease));
+            drop(core.publish(Tier::Device, run, usize::MAX, (resident + in_flight, behind), lease));
         }
     }
 }
@@ -200,7 +200,7 @@ fn saves_flushes_and_evictions_get_along() {
         let core = Arc::clone(&machine.core);
         let flusher = thread::spawn(move || {
             for _ in 0..2 {
-                core.drain(Duration::ZERO);
+                let _ = core.drain(Duration::ZERO);
                 core.table().evict(Tier::Host, 2);
             }
         });

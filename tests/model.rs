@@ -8,10 +8,11 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use kvbm::scheduler::Class;
+use kvbm::scheduler::{Class, Tuning};
 use kvbm::table::Match;
 use kvbm::{BlockHash, Brought, Chain, Clock, Lease, Ticket, Tier, Usage};
-use kvbm_tests::rig::{DISK, Filled, MEMORY, OBJECT, Rig, Sizes, TIGHT, hash};
+use kvbm_policies::AdmissionKind;
+use kvbm_tests::rig::{DISK, Filled, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, hash};
 use kvbm_tiers::testing::{ParkedBackend, Pending};
 use kvbm_tiers::{Backend, BlockKey, CopyError, CopyErrorKind, SlotId};
 use proptest::prelude::*;
@@ -19,8 +20,10 @@ use proptest_state_machine::{ReferenceStateMachine, StateMachineTest, prop_state
 
 const SIZES: Sizes = Sizes { tiers: [8, 12, 16, 24], staging: 4 };
 const CHAINS: usize = 7;
-/// Copies that a history may lose: fewer than there are staging slots, so that blocks can still bounce.
-const MOST_LOST: u64 = 3;
+/// A medium may complete nothing for so long.
+const LIMIT: Duration = Duration::from_millis(100);
+const TUNING: Tuning =
+    Tuning { timeout: LIMIT, object_timeout: LIMIT, breaker_pause: Duration::from_millis(10), ..TIGHT };
 
 /// Three families of chains; members of a family share their first blocks.
 fn chain(n: usize) -> Vec<BlockHash> {
@@ -39,8 +42,10 @@ enum Transition {
     },
     Publish(usize),
     Abandon(usize),
+    /// Of `blocks` blocks of a chain, without its first `skip` ones.
     Lease {
         chain: usize,
+        skip: usize,
         blocks: usize,
     },
     Release(usize),
@@ -56,7 +61,7 @@ enum Transition {
         which: usize,
         outcome: Outcome,
     },
-    /// Ends all copies but two; these time out.
+    /// Media complete nothing for longer than they may.
     TimeOut,
     /// A bit of a stored block flips.
     Rot {
@@ -79,11 +84,15 @@ enum Outcome {
     Success,
     Failure,
     Corrupt,
+    Unavailable,
+    NoSpace,
 }
 
 /// What may be found anywhere: blocks that were written before, and nothing else.
 #[derive(Clone, Debug, Default)]
 struct Model {
+    /// What goes from the host tier to disk.
+    rule: Option<AdmissionKind>,
     filled: Vec<(usize, usize)>,
     written: BTreeSet<u128>,
 }
@@ -99,7 +108,8 @@ impl ReferenceStateMachine for Model {
     type Transition = Transition;
 
     fn init_state() -> BoxedStrategy<Self> {
-        Just(Self::default()).boxed()
+        let rule = proptest::option::of(proptest::sample::select(&AdmissionKind::ALL));
+        rule.prop_map(|rule| Self { rule, ..Self::default() }).boxed()
     }
 
     fn transitions(_: &Self) -> BoxedStrategy<Transition> {
@@ -119,12 +129,15 @@ impl ReferenceStateMachine for Model {
             12 => Just(Outcome::Success),
             1 => Just(Outcome::Failure),
             2 => Just(Outcome::Corrupt),
+            1 => Just(Outcome::Unavailable),
+            1 => Just(Outcome::NoSpace),
         ];
         prop_oneof![
             5 => (chain.clone(), 1..9usize).prop_map(|(chain, blocks)| Transition::Fill { chain, blocks }),
             4 => any.clone().prop_map(Transition::Publish),
             1 => any.clone().prop_map(Transition::Abandon),
-            4 => (chain.clone(), 1..9usize).prop_map(|(chain, blocks)| Transition::Lease { chain, blocks }),
+            4 => (chain.clone(), prop_oneof![4 => Just(0), 1 => 1..4usize], 1..9usize)
+                .prop_map(|(chain, skip, blocks)| Transition::Lease { chain, skip, blocks }),
             3 => any.clone().prop_map(Transition::Release),
             8 => (target, chain.clone(), proptest::option::of(any.clone())).prop_map(
                 |((class, to), chain, held)| Transition::Bring { class, to, chain, held }
@@ -181,13 +194,12 @@ struct System {
     leases: Vec<Held>,
     tickets: Vec<Waiting>,
     rotten: HashSet<(Tier, BlockKey)>,
-    lost: u64,
 }
 
 impl System {
-    fn new() -> Self {
+    fn new(rule: Option<AdmissionKind>) -> Self {
         let mut backends = None;
-        let rig = Rig::new(SIZES, TIGHT, |places| {
+        let rig = Rig::with(TestClock::simulated(), rule, SIZES, TUNING, |places| {
             let parked = |routes: [_; 2]| ParkedBackend::new(places.all(), routes.to_vec()).map(Arc::new);
             let parked = [MEMORY, DISK, OBJECT].map(|routes| parked(routes).expect("tiers of one geometry"));
             let [memory, disk, object] = backends.insert(parked).clone();
@@ -200,7 +212,6 @@ impl System {
             leases: Vec::new(),
             tickets: Vec::new(),
             rotten: HashSet::new(),
-            lost: 0,
         }
     }
 
@@ -216,8 +227,8 @@ impl System {
                     self.rig.abandon(filled);
                 }
             }
-            Transition::Lease { chain: n, blocks } => {
-                let hashes: Vec<_> = chain(n).into_iter().take(blocks).collect();
+            Transition::Lease { chain: n, skip, blocks } => {
+                let hashes: Vec<_> = chain(n).into_iter().skip(skip).take(blocks).collect();
                 let lease = self.rig.core.lease(Chain::from(&hashes), Usage::default());
                 self.hold(lease, hashes, self.quarantined());
             }
@@ -228,7 +239,7 @@ impl System {
             Transition::TimeOut => self.time_out(),
             Transition::Rot { tier, chain, depth } => self.rot(tier, chain, depth),
             Transition::FlushAll => {
-                self.rig.core.drain(Duration::ZERO);
+                let _ = self.rig.core.drain(Duration::ZERO);
             }
             Transition::Tick { after_ms } => self.tick(after_ms),
             Transition::Evict { tier, blocks } => {
@@ -276,27 +287,22 @@ impl System {
         let result = match outcome {
             Outcome::Success => Ok(()),
             Outcome::Corrupt if op.from.tier > Tier::Host => fail(CopyErrorKind::Corrupt),
-            Outcome::Failure | Outcome::Corrupt => fail(CopyErrorKind::Io),
+            Outcome::Unavailable => fail(CopyErrorKind::Unavailable),
+            Outcome::NoSpace if op.to.tier > Tier::Host => fail(CopyErrorKind::NoSpace),
+            Outcome::Failure | Outcome::Corrupt | Outcome::NoSpace => fail(CopyErrorKind::Io),
         };
         assert!(self.backends[backend].finish(id, result));
     }
 
-    fn time_out(&mut self) {
-        while self.parked().len() > 2 {
-            self.finish(0, Outcome::Success);
-        }
-        if self.lost + self.parked().len() as u64 <= MOST_LOST {
-            self.lost += self.parked().len() as u64;
-            self.rig.core.tick();
-        }
+    fn time_out(&self) {
+        self.rig.clock.pass(LIMIT + Duration::from_millis(1));
+        self.rig.core.tick();
     }
 
-    /// A tick would declare every copy in flight lost, which is what [`Self::time_out`] is for.
     fn tick(&self, after_ms: u64) {
         self.rig.clock.advance_to(self.rig.clock.now_ms() + after_ms);
-        if self.parked().is_empty() {
-            self.rig.core.tick();
-        }
+        self.rig.clock.pass(Duration::from_millis(after_ms % 30));
+        self.rig.core.tick();
     }
 
     /// Flips a bit where the medium may do so: in a block that nobody is reading.
@@ -319,7 +325,10 @@ impl System {
     }
 
     fn quarantined(&self) -> [u64; Tier::COUNT] {
-        Tier::ALL.map(|tier| self.rig.core.table().stats(tier).quarantined)
+        Tier::ALL.map(|tier| {
+            let stats = self.rig.core.table().stats(tier);
+            stats.quarantined + stats.unreadable
+        })
     }
 
     fn check(&mut self, model: &Model, quarantined_before: [u64; Tier::COUNT]) {
@@ -408,7 +417,7 @@ impl System {
         self.tickets = waiting;
     }
 
-    /// Lets everything end. Then every slot is free or lost.
+    /// Lets everything end, overdue or not. Then every slot is free.
     fn end(mut self, model: &Model) {
         for (filled, _) in std::mem::take(&mut self.filled) {
             self.rig.abandon(filled);
@@ -421,19 +430,18 @@ impl System {
         self.leases.clear();
         let mut table = self.rig.core.table();
         for tier in Tier::ALL {
-            table.waive_all(tier);
+            table.block_flushes(tier, true);
         }
         for tier in Tier::ALL {
             table.evict(tier, SIZES.tiers[tier.index()] as usize);
             let counts = table.counts(tier);
             assert_eq!((counts.resident, counts.filling), (0, 0), "{tier} cannot be emptied: {counts:?}");
-            assert_eq!(counts.free + counts.lost, counts.total, "{tier}: {counts:?}");
+            assert_eq!(counts.free, counts.total, "{tier}: {counts:?}");
         }
         assert!(table.is_empty());
-        let lost: u32 = Tier::ALL.iter().map(|&tier| table.counts(tier).lost).sum();
         drop(table);
-        let staging = self.rig.core.idle_staging() as u32;
-        assert!(staging <= SIZES.staging && staging + lost >= SIZES.staging, "staging slots leaked");
+        let staging = self.rig.core.staging();
+        assert_eq!((staging.idle, staging.lost), (SIZES.staging as usize, 0), "staging slots leaked");
     }
 }
 
@@ -451,8 +459,8 @@ impl StateMachineTest for Manager {
     type SystemUnderTest = System;
     type Reference = Model;
 
-    fn init_test(_: &Model) -> System {
-        System::new()
+    fn init_test(model: &Model) -> System {
+        System::new(model.rule)
     }
 
     fn apply(mut system: System, model: &Model, transition: Transition) -> System {

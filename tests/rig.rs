@@ -1,11 +1,14 @@
 //! A block manager's core over small tiers in memory, whose backends a test chooses.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvbm::scheduler::{Core, Executor, Parts, Tuning};
 use kvbm::table::{Reserved, RunId, Table, TierSpec};
-use kvbm::{BlockHash, Brought, Chain, ManualClock, Metrics, Ticket, Usage};
+use kvbm::{BlockHash, Brought, Chain, Clock, ManualClock, Metrics, Ticket, Usage};
+use kvbm_policies::AdmissionKind;
+use kvbm_policies::admission::{Edge, Side};
 use kvbm_policies::eviction::EvictionKind;
 use kvbm_tiers::testing::{MemoryStore, fill_pattern, has_pattern, host};
 use kvbm_tiers::{
@@ -24,6 +27,49 @@ pub const MEMORY: [Route; 2] = [(Tier::Device, Tier::Host), (Tier::Host, Tier::D
 pub const DISK: [Route; 2] = [(Tier::Host, Tier::Disk), (Tier::Disk, Tier::Host)];
 /// Routes between the host and the object store.
 pub const OBJECT: [Route; 2] = [(Tier::Host, Tier::Object), (Tier::Object, Tier::Host)];
+
+/// Time that a test moves: that of policies always, that of hardware where the test plays the hardware as well.
+#[derive(Debug, Default)]
+pub struct TestClock {
+    policies: ManualClock,
+    /// Microseconds; `None`: the time that passes.
+    hardware: Option<AtomicU64>,
+}
+
+impl TestClock {
+    /// A clock whose [`uptime`](Clock::uptime) stands still until the test moves it.
+    pub fn simulated() -> Self {
+        Self { policies: ManualClock::default(), hardware: Some(AtomicU64::new(0)) }
+    }
+
+    /// Moves the time of policies to `now_ms`.
+    pub fn advance_to(&self, now_ms: u64) {
+        self.policies.advance_to(now_ms);
+    }
+
+    /// Lets `time` pass for hardware and policies.
+    ///
+    /// # Panics
+    /// If the hardware is real.
+    pub fn pass(&self, time: Duration) {
+        let hardware = self.hardware.as_ref().expect("a simulated clock");
+        let now = hardware.fetch_add(time.as_micros() as u64, Ordering::AcqRel) + time.as_micros() as u64;
+        self.policies.advance_to(now / 1_000);
+    }
+}
+
+impl Clock for TestClock {
+    fn now_ms(&self) -> u64 {
+        self.policies.now_ms()
+    }
+
+    fn uptime(&self) -> Duration {
+        match &self.hardware {
+            Some(hardware) => Duration::from_micros(hardware.load(Ordering::Acquire)),
+            None => self.policies.uptime(),
+        }
+    }
+}
 
 /// How many slots each tier has.
 #[derive(Clone, Copy, Debug)]
@@ -91,23 +137,25 @@ pub fn bare_core(sizes: Sizes, tuning: Tuning, backend: &Arc<dyn Backend>) -> Ar
         FramePool::new(tier, sizes.tiers[tier.index()] + staging)
     });
     let backends = std::slice::from_ref(backend);
-    make_core(pools, sizes.staging, tuning, backends, Arc::default(), &Registry::new())
+    let clock = Arc::new(TestClock::default());
+    make_core((pools, None), sizes.staging, tuning, backends, clock, &Registry::new())
 }
 
 /// Staging slots are taken from the host's pool first; what is left is the tier's.
 fn make_core(
-    mut pools: [FramePool; Tier::COUNT],
+    (mut pools, rule): ([FramePool; Tier::COUNT], Option<AdmissionKind>),
     staging: u32,
     tuning: Tuning,
     backends: &[Arc<dyn Backend>],
-    clock: Arc<ManualClock>,
+    clock: Arc<TestClock>,
     registry: &Registry,
 ) -> Arc<Core> {
     let staging = (0..staging).filter_map(|_| pools[Tier::Host.index()].take()).collect();
     let mut executor = Executor::default();
     backends.iter().for_each(|backend| executor.add(backend));
     let metrics = Metrics::new(registry, BLOCK_BYTES as u64, 1).expect("a registry of its own");
-    Core::new(Parts { table: Table::new(pools.map(specify)), executor, staging, clock, metrics, tuning })
+    let table = Table::new(pools.map(|pool| specify(pool, rule)));
+    Core::new(Parts { table, executor, staging, clock, metrics, tuning })
 }
 
 /// Makes a chain resident in a tier, as if it had been brought there.
@@ -126,13 +174,14 @@ pub struct Rig {
     pub core: Arc<Core>,
     /// Where the blocks lie.
     pub places: Places,
-    /// Its clock for flushing and policies.
-    pub clock: Arc<ManualClock>,
+    /// Its clock.
+    pub clock: Arc<TestClock>,
     /// Where it counts.
     pub registry: Registry,
 }
 
-/// Few batches of few blocks, so that queues fill; copies that `tick` looks at are overdue at once.
+/// Few batches of few blocks, so that queues fill; copies that `tick` looks at are overdue at once, and breakers let a
+/// probe through at once.
 pub const TIGHT: Tuning = Tuning {
     max_concurrent: 2,
     max_batch: 3,
@@ -140,6 +189,7 @@ pub const TIGHT: Tuning = Tuning {
     queue_blocks: 16,
     timeout: Duration::ZERO,
     object_timeout: Duration::ZERO,
+    breaker_pause: Duration::ZERO,
     flush_interval_ms: 1_000,
     dirty_watermark: 0.5,
     prefill_block_s: None,
@@ -148,11 +198,22 @@ pub const TIGHT: Tuning = Tuning {
 impl Rig {
     /// Tiers of these sizes, joined by what `connect` makes.
     pub fn new(sizes: Sizes, tuning: Tuning, connect: impl FnOnce(&Places) -> Vec<Arc<dyn Backend>>) -> Self {
+        Self::with(TestClock::default(), None, sizes, tuning, connect)
+    }
+
+    /// [`new`](Self::new), by another clock, and with a rule for what goes from the host tier to disk.
+    pub fn with(
+        clock: TestClock,
+        rule: Option<AdmissionKind>,
+        sizes: Sizes,
+        tuning: Tuning,
+        connect: impl FnOnce(&Places) -> Vec<Arc<dyn Backend>>,
+    ) -> Self {
         let places = Places::new(sizes);
         let backends = connect(&places);
         let pools = Tier::ALL.map(|tier| places.region(tier).frames().expect("a region of its own"));
-        let (clock, registry) = (Arc::new(ManualClock::default()), Registry::new());
-        let core = make_core(pools, sizes.staging, tuning, &backends, Arc::clone(&clock), &registry);
+        let (clock, registry) = (Arc::new(clock), Registry::new());
+        let core = make_core((pools, rule), sizes.staging, tuning, &backends, Arc::clone(&clock), &registry);
         Self { core, places, clock, registry }
     }
 
@@ -172,7 +233,8 @@ impl Rig {
     /// Makes filled blocks resident.
     pub fn publish(&self, filled: Filled, chain: Chain<'_>) -> Ticket<Brought> {
         let Filled { run, before, behind, .. } = filled;
-        self.core.publish(Tier::Device, run, (before, behind), self.core.lease(chain, Usage::default()))
+        let lease = self.core.lease(chain, Usage::default());
+        self.core.publish(Tier::Device, run, usize::MAX, (before, behind), lease)
     }
 
     /// Gives the slots back unpublished.
@@ -197,14 +259,17 @@ impl Rig {
     }
 }
 
-fn specify(pool: FramePool) -> TierSpec {
+fn specify(pool: FramePool, rule: Option<AdmissionKind>) -> TierSpec {
     let flush_to = match pool.tier() {
         Tier::Host => Some(Tier::Disk),
         Tier::Disk => Some(Tier::Object),
         Tier::Device | Tier::Object => None,
     };
-    let policy = EvictionKind::default().build(pool.total());
-    TierSpec { pool, policy, flush_to, admission: None }
+    let eviction = EvictionKind::default();
+    let capacity = pool.total() - pool.out();
+    let edge = Edge { upper: Side { capacity, eviction }, lower: Side { capacity: 2 * capacity, eviction } };
+    let admission = rule.filter(|_| pool.tier() == Tier::Host).map(|rule| rule.build(&edge));
+    TierSpec { pool, policy: eviction.build(capacity), flush_to, admission }
 }
 
 /// Device slots that were filled and not yet published.

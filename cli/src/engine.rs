@@ -332,7 +332,7 @@ impl Engine {
         let deadline = Instant::now() + LIMIT;
         let mut drained = false;
         while !drained && self.stop.check().is_ok() && Instant::now() < deadline {
-            drained = self.manager.drain(Duration::from_millis(200));
+            drained = self.manager.drain(Duration::from_millis(200)).is_complete();
         }
         let drift = if drained { self.manager.audit() } else { Vec::new() };
         Settled { drained, drift: drift.iter().map(|drift| format!("{drift:?}")).collect() }

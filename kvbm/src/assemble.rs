@@ -84,6 +84,8 @@ pub(crate) async fn open(settings: Settings, options: &Options) -> Result<Assemb
         .map_err(|error| Error::caused(ErrorKind::Unavailable, "opening the tiers was interrupted", error))?
 }
 
+/// Long enough for a store that refuses for a moment, short enough to notice soon that it does not any more.
+const BREAKER_PAUSE: Duration = Duration::from_millis(500);
 /// The object client gives up by itself within 20 s.
 const OBJECT_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -95,6 +97,7 @@ fn tuning(settings: &Settings, block_bytes: u64, block_tokens: u64) -> Tuning {
         queue_blocks: settings.transfer.queue_blocks as usize,
         timeout: Duration::from_millis(settings.transfer.timeout_ms),
         object_timeout: OBJECT_TIMEOUT,
+        breaker_pause: BREAKER_PAUSE,
         flush_interval_ms: settings.flush.interval_ms,
         dirty_watermark: settings.flush.dirty_watermark,
         prefill_block_s: prefill_block_s(settings, block_tokens),
@@ -341,13 +344,14 @@ impl Tiers {
     }
 
     fn add_tier(&mut self, pool: FramePool, settings: &Settings) {
-        let policy = policies::eviction(settings, pool.total());
+        // Staging slots are taken from the pool already, and never hold a block of the tier.
+        let policy = policies::eviction(settings, pool.total() - pool.out());
         self.specs.push(TierSpec { pool, policy, flush_to: None, admission: None });
     }
 
     /// Each tier below the device flushes to the next one.
     fn link_flushes(&mut self, settings: &Settings) {
-        let places = self.specs.iter().map(|spec| (spec.pool.tier(), spec.pool.total()));
+        let places = self.specs.iter().map(|spec| (spec.pool.tier(), spec.pool.total() - spec.pool.out()));
         let below: Vec<policies::Place> = places.filter(|&(tier, _)| tier > Tier::Device).collect();
         for spec in &mut self.specs {
             let own = below.iter().position(|&(tier, _)| tier == spec.pool.tier());

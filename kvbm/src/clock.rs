@@ -1,16 +1,24 @@
 //! Time, from one place.
 //!
-//! Policies and flush ages use the [`Clock`], which a replay drives by its trace's timestamps. Time-outs of
-//! hardware use real time, always.
+//! Policies and flush ages go by [`Clock::now_ms`], which a replay drives by its trace's timestamps. Hardware is
+//! judged by [`Clock::uptime`], which is real time everywhere but in simulations of hardware.
 
 use std::fmt;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Milliseconds since any origin, for policies and flush ages.
 pub trait Clock: Send + Sync + fmt::Debug {
     /// Now. May stand still or jump forward, never back.
     fn now_ms(&self) -> u64;
+
+    /// Time since any origin, for time-outs and pauses: it passes although [`now_ms`](Self::now_ms) may not. The
+    /// default is the time that the process has been running.
+    fn uptime(&self) -> Duration {
+        static START: OnceLock<Instant> = OnceLock::new();
+        START.get_or_init(Instant::now).elapsed()
+    }
 }
 
 /// The time that passes.

@@ -38,6 +38,10 @@ impl Error {
         Self { kind, message: message.into(), source: Some(Arc::new(source)) }
     }
 
+    pub(crate) fn closed() -> Self {
+        Self::new(ErrorKind::Closed, "the block manager was shut down before the transfer ended")
+    }
+
     /// What can be done about it.
     pub const fn kind(&self) -> ErrorKind {
         self.kind

@@ -30,6 +30,11 @@ impl Lease {
         self.held().blocks(tier)
     }
 
+    /// Whether `core` made it.
+    pub(crate) fn is_of(&self, core: &Arc<Core>) -> bool {
+        Arc::ptr_eq(&self.core, core)
+    }
+
     /// The grip; there until the drop.
     pub(crate) fn grip(&self) -> &Grip {
         self.grip.as_ref().expect("a lease has its grip until it is dropped")

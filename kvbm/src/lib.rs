@@ -41,6 +41,6 @@ pub use kvbm_tiers::{BlockKey, Tier};
 pub use lease::Lease;
 pub use manager::{Allocation, Manager, Options, RouteReport};
 pub use metrics::Metrics;
-pub use scheduler::Brought;
+pub use scheduler::{Brought, Drained};
 pub use table::Usage;
 pub use ticket::Ticket;

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
@@ -18,7 +19,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::pins::Pins;
-use crate::scheduler::{Brought, Class, Core};
+use crate::scheduler::{Brought, Class, Core, Drained, foreign_lease};
 use crate::sync::{JoinHandle, Mutex, spawn};
 use crate::table::{Drift, Match, RunId, SlotCounts, TierStats, Usage};
 use crate::ticket::Ticket;
@@ -113,8 +114,10 @@ impl Manager {
     /// first, and pin the answer's lease.
     ///
     /// # Errors
-    /// [`ErrorKind::Full`] if too many chains are pinned; the lease ends then.
+    /// [`ErrorKind::Full`] if too many chains are pinned; [`ErrorKind::Invalid`] if the lease is of another manager.
+    /// The lease ends then.
     pub fn pin(&self, lease: Lease, ttl_ms: u64) -> Result<()> {
+        self.check_lease(&lease)?;
         let until_ms = self.core.now_ms().saturating_add(ttl_ms);
         self.pins.add(lease, until_ms)
     }
@@ -145,13 +148,21 @@ impl Manager {
     /// Takes device slots for the blocks of `chain` that the device lacks, to be filled by the engine.
     ///
     /// # Errors
-    /// [`ErrorKind::Full`] if not one of them finds room: every leaf of the device is in use.
+    /// [`ErrorKind::Full`] if not one of them finds room: every leaf of the device is in use. [`ErrorKind::Invalid`] if
+    /// there is no device tier, or the lease is of another manager or of another chain; one of a beginning of `chain`,
+    /// or of a longer chain that begins with it, will do.
     pub fn allocate<'a>(&self, chain: impl Into<Chain<'a>>, lease: Lease) -> Result<Allocation> {
         let chain = chain.into();
         if self.device.is_none() {
             return Err(Error::new(ErrorKind::Invalid, "there is no device tier: set device.capacity"));
         }
-        let reserved = self.core.table().reserve(Tier::Device, chain, lease.grip().visit().usage);
+        self.check_lease(&lease)?;
+        let mut table = self.core.table();
+        if !table.is_lease_of(lease.grip(), chain) {
+            return Err(Error::new(ErrorKind::Invalid, "the lease is of another chain: lease this one"));
+        }
+        let reserved = table.reserve(Tier::Device, chain, lease.grip().visit().usage);
+        drop(table);
         let before = reserved.resident + reserved.in_flight;
         if reserved.run.is_none() && reserved.refused > 0 {
             return Err(Error::new(ErrorKind::Full, "every block of the device tier is in use"));
@@ -163,13 +174,18 @@ impl Manager {
             behind: reserved.behind,
             in_flight: reserved.in_flight,
             refused: reserved.refused,
+            filled: vec![false; reserved.run.as_ref().map_or(0, |(_, frames)| frames.len())],
             run: reserved.run,
             lease: Some(lease),
         })
     }
 
+    fn check_lease(&self, lease: &Lease) -> Result<()> {
+        if lease.is_of(&self.core) { Ok(()) } else { Err(foreign_lease()) }
+    }
+
     /// Shows the bytes of a block on the device: block `position` of `chain`, which `lease` holds there. `None` if
-    /// it does not, or the GPU failed.
+    /// it does not, it is of another manager, or the GPU failed.
     pub fn read_device<'a, R>(
         &self,
         lease: &Lease,
@@ -178,8 +194,8 @@ impl Manager {
         read: impl FnOnce(&[u8]) -> R,
     ) -> Option<R> {
         let chain = chain.into();
-        let device =
-            self.device.as_ref().filter(|_| position < lease.blocks(Tier::Device).min(chain.len()))?;
+        let is_held = lease.is_of(&self.core) && position < lease.blocks(Tier::Device).min(chain.len());
+        let device = self.device.as_ref().filter(|_| is_held)?;
         let loan = self.core.table().lend(Tier::Device, chain.key(position))?;
         let lent = Lent { core: &self.core, loan: Some(loan) };
         let (mut read, mut answer) = (Some(read), None);
@@ -192,9 +208,9 @@ impl Manager {
         self.core.wake();
     }
 
-    /// Flushes everything dirty and waits until nothing is in flight, at most for `limit`. False if it did
-    /// not get there.
-    pub fn drain(&self, limit: Duration) -> bool {
+    /// Flushes everything dirty and waits until nothing is in flight, at most for `limit`. Tells what did not get
+    /// there: a tier that is away is waited for until then.
+    pub fn drain(&self, limit: Duration) -> Drained {
         self.core.drain(limit)
     }
 
@@ -249,9 +265,12 @@ impl Manager {
         self.core.table().audit()
     }
 
-    /// Stops the background work. Copies in flight end by themselves and keep their memory until then.
+    /// Stops everything: background work ends, what waits for its turn is not copied, and every [`Ticket`] has its
+    /// answer soon. What is asked for afterwards is refused as [`ErrorKind::Closed`]. Copies that a medium works on end
+    /// by themselves and keep their memory until then.
     pub fn close(&self) {
         drop(self.background.lock().take());
+        self.core.close();
         self.pins.clear();
     }
 }
@@ -286,6 +305,8 @@ pub struct Allocation {
     in_flight: usize,
     refused: usize,
     run: Option<(RunId, Vec<Frame>)>,
+    /// Which of the run's blocks have their bytes.
+    filled: Vec<bool>,
     lease: Option<Lease>,
 }
 
@@ -312,16 +333,28 @@ impl Allocation {
         self.refused
     }
 
-    /// Lets `fill` write block `position` into its slot; an engine on the GPU writes it there itself. False: it is
-    /// not among [`blocks`](Self::blocks), or the GPU failed.
+    /// Lets `fill` write block `position` into its slot. False: it is not among [`blocks`](Self::blocks), or the GPU
+    /// failed.
     pub fn fill(&mut self, position: usize, mut fill: impl FnMut(&mut [u8])) -> bool {
-        let place = position.checked_sub(self.before);
-        let frame = self.run.as_mut().and_then(|(_, frames)| frames.get_mut(place?));
+        let Some(place) = position.checked_sub(self.before).filter(|&place| place < self.filled.len()) else {
+            return false;
+        };
+        let frame = self.run.as_mut().and_then(|(_, frames)| frames.get_mut(place));
         let (Some(frame), Some(device)) = (frame, &self.device) else { return false };
-        device.fill(frame, &mut fill)
+        self.filled[place] = device.fill(frame, &mut fill);
+        self.filled[place]
     }
 
-    /// Makes the filled blocks resident. The answer's lease holds the chain on the device.
+    /// Says that the engine has written block `position` into its slot itself. False: it is not among
+    /// [`blocks`](Self::blocks).
+    pub fn mark_filled(&mut self, position: usize) -> bool {
+        let place = position.checked_sub(self.before);
+        let filled = place.and_then(|place| self.filled.get_mut(place));
+        filled.map(|filled| *filled = true).is_some()
+    }
+
+    /// Makes the filled blocks resident, as far as they follow on the chain without a gap; the slots of the others are
+    /// given back. The answer's lease holds the chain on the device.
     ///
     /// # Errors
     /// Never for an allocation of [`Manager::allocate`]; the type keeps the door shut on using one twice.
@@ -329,7 +362,8 @@ impl Allocation {
         let lease = self.lease.take();
         let lease =
             lease.ok_or_else(|| Error::new(ErrorKind::Invalid, "this allocation was published before"))?;
-        Ok(self.core.publish(Tier::Device, self.run.take(), (self.before, self.behind), lease))
+        let filled = self.filled.iter().take_while(|&&filled| filled).count();
+        Ok(self.core.publish(Tier::Device, self.run.take(), filled, (self.before, self.behind), lease))
     }
 }
 
@@ -341,7 +375,7 @@ impl Drop for Allocation {
     }
 }
 
-/// The thread that flushes and writes off.
+/// The thread that flushes and gives up what is overdue.
 struct Background {
     stop: Option<SyncSender<()>>,
     thread: Option<JoinHandle>,
@@ -366,8 +400,17 @@ fn run(core: &Arc<Core>, pins: &Pins, woken: &Receiver<()>) {
     loop {
         match woken.recv_timeout(Background::PERIOD) {
             Ok(()) | Err(RecvTimeoutError::Timeout) => {
-                pins.expire(core.now_ms());
-                core.tick();
+                // Flushing must go on whatever a policy or a backend does.
+                let round = AssertUnwindSafe(|| {
+                    pins.expire(core.now_ms());
+                    core.tick();
+                });
+                if catch_unwind(round).is_err() {
+                    core.metrics().background_panicked();
+                    tracing::error!(
+                        "a round of background work panicked: please report it with the message above"
+                    );
+                }
             }
             Err(RecvTimeoutError::Disconnected) => return,
         }

@@ -7,7 +7,7 @@ use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{GaugeVec, IntGaugeVec, Opts};
 
-use crate::scheduler::Core;
+use crate::scheduler::{Core, StagingCounts};
 
 /// Asks a [`Core`] for its state at each scrape. Shows the last state after the core is gone.
 pub(crate) struct Gauges {
@@ -18,6 +18,11 @@ pub(crate) struct Gauges {
     evicted_blocks: IntGaugeVec,
     declined_blocks: IntGaugeVec,
     quarantined_blocks: IntGaugeVec,
+    unreadable_blocks: IntGaugeVec,
+    flush_failures: IntGaugeVec,
+    unflushed_blocks: IntGaugeVec,
+    staging_slots: IntGaugeVec,
+    overdue_copies: IntGaugeVec,
     full_reservations: IntGaugeVec,
     queue_blocks: IntGaugeVec,
     batches_in_flight: IntGaugeVec,
@@ -52,6 +57,27 @@ impl Gauges {
                 "Blocks dropped as corrupt since the start.",
                 &tier,
             )?,
+            unreadable_blocks: gauges(
+                "kvbm_unreadable_blocks",
+                "Blocks dropped because they could not be read any more, since the start.",
+                &tier,
+            )?,
+            flush_failures: gauges(
+                "kvbm_flush_failures",
+                "Blocks whose flush failed since the start. It is tried again.",
+                &tier,
+            )?,
+            unflushed_blocks: gauges(
+                "kvbm_unflushed_blocks",
+                "Blocks that left since the start before the tier below had them: it could not be written.",
+                &tier,
+            )?,
+            staging_slots: gauges(
+                "kvbm_staging_slots",
+                "DRAM slots through which blocks bounce, by state.",
+                &["state"],
+            )?,
+            overdue_copies: gauges("kvbm_overdue_copies", "Copies that are overdue now.", &route)?,
             full_reservations: gauges(
                 "kvbm_full_reservations",
                 "Reservations without room since the start.",
@@ -69,7 +95,7 @@ impl Gauges {
         })
     }
 
-    fn all(&self) -> [&dyn Collector; 10] {
+    fn all(&self) -> [&dyn Collector; 15] {
         [
             &self.slots,
             &self.dirty_blocks,
@@ -77,6 +103,11 @@ impl Gauges {
             &self.evicted_blocks,
             &self.declined_blocks,
             &self.quarantined_blocks,
+            &self.unreadable_blocks,
+            &self.flush_failures,
+            &self.unflushed_blocks,
+            &self.staging_slots,
+            &self.overdue_copies,
             &self.full_reservations,
             &self.queue_blocks,
             &self.batches_in_flight,
@@ -85,6 +116,7 @@ impl Gauges {
     }
 
     fn update(&self, core: &Core) {
+        self.update_staging(core);
         let present: Vec<Tier> = Tier::ALL.into_iter().filter(|&tier| core.table().has(tier)).collect();
         for &tier in &present {
             self.update_tier(core, tier);
@@ -93,7 +125,16 @@ impl Gauges {
                 let labels = [tier.name(), to.name()];
                 self.queue_blocks.with_label_values(&labels).set(waiting as i64);
                 self.batches_in_flight.with_label_values(&labels).set(in_flight as i64);
+                let overdue = core.metrics().overdue_now((tier, to));
+                self.overdue_copies.with_label_values(&labels).set(overdue as i64);
             }
+        }
+    }
+
+    fn update_staging(&self, core: &Core) {
+        let StagingCounts { total, idle, lost } = core.staging();
+        for (state, slots) in [("free", idle), ("filling", total - idle - lost), ("lost", lost)] {
+            self.staging_slots.with_label_values(&[state]).set(slots as i64);
         }
     }
 
@@ -120,6 +161,9 @@ impl Gauges {
             (&self.evicted_blocks, stats.evicted),
             (&self.declined_blocks, stats.declined),
             (&self.quarantined_blocks, stats.quarantined),
+            (&self.unreadable_blocks, stats.unreadable),
+            (&self.flush_failures, stats.flush_failures),
+            (&self.unflushed_blocks, stats.unflushed),
             (&self.full_reservations, stats.full),
         ];
         totals

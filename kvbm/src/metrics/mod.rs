@@ -30,8 +30,9 @@ pub struct Metrics {
     transfer_failures: IntCounterVec,
     transfer_seconds: HistogramVec,
     checksum_failures: IntCounterVec,
-    lost_copies: IntCounterVec,
-    flushes_waived: IntCounterVec,
+    overdue_copies: IntCounterVec,
+    returned_copies: IntCounterVec,
+    background_panics: IntCounter,
     fallbacks: IntCounterVec,
     requests: IntCounter,
     requested_tokens: IntCounter,
@@ -115,12 +116,18 @@ impl Metrics {
                 "Blocks whose bytes had changed.",
                 &["tier"],
             )?,
-            lost_copies: b.counters("kvbm_lost_copies_total", "Copies that never ended.", &route)?,
-            flushes_waived: b.counters(
-                "kvbm_flushes_waived_total",
-                "Blocks not flushed: the tier below was away.",
-                &["tier"],
+            overdue_copies: b.counters(
+                "kvbm_overdue_copies_total",
+                "Copies that were given up because their medium completed nothing for the limit.",
+                &route,
             )?,
+            returned_copies: b.counters(
+                "kvbm_returned_copies_total",
+                "Copies that were given up and ended after all.",
+                &route,
+            )?,
+            background_panics: b
+                .counter("kvbm_background_panics_total", "Rounds of background work that panicked.")?,
             fallbacks: b.fallbacks()?,
             requests: b.counter("kvbm_requests_total", "Chains leased.")?,
             requested_tokens: b.counter("kvbm_requested_tokens_total", "Tokens of leased chains.")?,
@@ -185,17 +192,30 @@ impl Metrics {
         self.upstream.failed(route);
     }
 
-    pub(crate) fn lost(&self, route: Route) {
-        self.lost_copies.with_label_values(&[route.0.name(), route.1.name()]).inc();
+    pub(crate) fn went_overdue(&self, route: Route) {
+        self.overdue_copies.with_label_values(&[route.0.name(), route.1.name()]).inc();
+        self.failed(route, CopyErrorKind::TimedOut);
+    }
+
+    /// A copy that went overdue ended.
+    pub(crate) fn came_back(&self, route: Route) {
+        self.returned_copies.with_label_values(&[route.0.name(), route.1.name()]).inc();
+    }
+
+    /// Copies on a route that are overdue now.
+    pub(crate) fn overdue_now(&self, route: Route) -> u64 {
+        let labels = [route.0.name(), route.1.name()];
+        let returned = self.returned_copies.with_label_values(&labels).get();
+        self.overdue_copies.with_label_values(&labels).get().saturating_sub(returned)
+    }
+
+    pub(crate) fn background_panicked(&self) {
+        self.background_panics.inc();
     }
 
     /// `auto` took another backend than the best.
     pub(crate) fn fell_back(&self, wanted: &'static str) {
         self.fallbacks.with_label_values(&[wanted]).inc();
-    }
-
-    pub(crate) fn flushes_waived(&self, tier: Tier, blocks: usize) {
-        self.flushes_waived.with_label_values(&[tier.name()]).inc_by(blocks as u64);
     }
 
     /// A chain of `blocks` blocks was leased.

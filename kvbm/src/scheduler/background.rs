@@ -1,15 +1,16 @@
-//! What nobody asks for but must happen: flushing dirty blocks, and writing off copies that never end.
+//! What nobody asks for but must happen: flushing dirty blocks, and giving up copies that are overdue.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvbm_policies::Moment;
-use kvbm_tiers::Tier;
+use kvbm_tiers::{CopyErrorKind, Tier};
 
 use super::Core;
+use super::breaker::Passage;
 use crate::sync::{AtomicUsize, Mutex};
-use crate::table::{FlushRun, Headroom, Table};
+use crate::table::{FlushRun, Table};
 
 /// Where blocks go down only when they leave, one slot in so many is kept free.
 const HEADROOM: usize = 16;
@@ -43,6 +44,26 @@ impl Flushing {
     }
 }
 
+/// What a [`Core::drain`] came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[must_use]
+pub struct Drained {
+    /// By tier: blocks that the tier below is to have and has not.
+    pub unflushed: [usize; Tier::COUNT],
+    /// Whether copies are still under way.
+    pub in_flight: bool,
+}
+
+impl Drained {
+    /// Whether everything is where it is to be, and nothing is under way.
+    pub fn is_complete(&self) -> bool {
+        !self.in_flight && self.unflushed == [0; Tier::COUNT]
+    }
+}
+
+/// Between two tries of what failed, while somebody waits for everything to be flushed.
+const DRAIN_RETRY: Duration = Duration::from_millis(20);
+
 impl Core {
     /// Blocks of one batch into `to`.
     const fn flush_batch(&self, to: Tier) -> usize {
@@ -57,7 +78,7 @@ impl Core {
 
     /// One round of background work.
     pub fn tick(self: &Arc<Self>) {
-        self.write_off_overdue();
+        self.give_up_overdue();
         let upkeep = self.table().upkeep();
         upkeep.into_iter().for_each(|work| work());
         for from in Tier::ALL {
@@ -73,34 +94,56 @@ impl Core {
     /// Starts to flush `from` if that is due, or in any case if `all`.
     fn flush(self: &Arc<Self>, from: Tier, all: bool) {
         let Some(to) = self.table().flushes_to(from) else { return };
-        if !self.breakers.can_write(to) {
-            let waived = self.table().waive_all(from);
-            self.metrics.flushes_waived(from, waived);
-            return self.keep_headroom(from, to, false);
-        }
-        self.set_goal(from, all);
         let moment =
             if self.flushing.drains.load(Ordering::Acquire) > 0 { Moment::Leaving } else { Moment::Used };
+        let is_blocked = self.legs((from, to)).last().is_some_and(|leg| self.breakers.is_open(leg));
+        self.table().block_flushes(from, is_blocked);
+        if self.legs((from, to)).any(|leg| self.breakers.is_open(leg)) {
+            return self.probe_flush(from, to, moment);
+        }
+        self.table().revive_flushes(from, false);
+        self.set_goal(from, all);
         while self.flush_some(from, to, moment) {}
-        self.keep_headroom(from, to, true);
+        self.keep_headroom(from, to);
+    }
+
+    /// Sends the block that waits longest, if it is time to see whether the media that it passes are well again.
+    fn probe_flush(self: &Arc<Self>, from: Tier, to: Tier, moment: Moment) {
+        if self.pass((from, to)) == Passage::Blocked {
+            return;
+        }
+        let mut table = self.table();
+        let is_blocked = table.block_flushes(from, false);
+        let mut runs = table.take_flush(from, 1, moment);
+        if runs.is_empty() {
+            let slots = headroom(&table, from);
+            runs = table.make_headroom(from, slots, 1);
+        }
+        table.block_flushes(from, is_blocked);
+        drop(table);
+        // A probe is of a medium that a copy touches: a block that lies in DRAM as well is not read from disk.
+        let sources = runs.iter().flat_map(|run| run.copies.iter().map(|(_, source, _)| source.tier));
+        if !sources.into_iter().any(|source| source == from) {
+            self.retract_probe((from, if runs.is_empty() { to } else { Tier::Host }));
+        }
+        self.start_flushes(to, runs, true);
     }
 
     /// Sends down what leaves `from` next, so that there is room when somebody needs it.
-    fn keep_headroom(self: &Arc<Self>, from: Tier, to: Tier, can_write: bool) {
+    fn keep_headroom(self: &Arc<Self>, from: Tier, to: Tier) {
         let in_flight = self.flushing.in_flight[to.index()].load(Ordering::Acquire);
         let copies = self.flush_window(to).saturating_sub(in_flight);
         let mut table = self.table();
-        let slots = (table.counts(from).total as usize / HEADROOM).clamp(1, MOST_HEADROOM);
-        let Headroom { runs, dropped } = table.make_headroom(from, slots, copies, can_write);
+        let slots = headroom(&table, from);
+        let runs = table.make_headroom(from, slots, copies);
         drop(table);
-        self.metrics.flushes_waived(from, dropped);
-        self.start_flushes(to, runs);
+        self.start_flushes(to, runs, false);
     }
 
-    fn start_flushes(self: &Arc<Self>, to: Tier, runs: Vec<FlushRun>) {
+    fn start_flushes(self: &Arc<Self>, to: Tier, runs: Vec<FlushRun>, is_probe: bool) {
         let blocks = runs.iter().map(|run| run.copies.len()).sum();
         self.flushing.in_flight[to.index()].fetch_add(blocks, Ordering::AcqRel);
-        runs.into_iter().for_each(|run| self.flush_run(to, run));
+        runs.into_iter().for_each(|run| self.flush_run(to, run, is_probe));
     }
 
     fn set_goal(&self, from: Tier, all: bool) {
@@ -130,7 +173,7 @@ impl Core {
             goals[from.index()] = goals[from.index()].saturating_sub(before.saturating_sub(after));
         }
         let started = !runs.is_empty();
-        self.start_flushes(to, runs);
+        self.start_flushes(to, runs, false);
         started
     }
 
@@ -139,44 +182,62 @@ impl Core {
         table.flush_is_due(from, self.tuning.flush_interval_ms, watermark)
     }
 
-    /// Copies everything dirty down and waits until nothing is in flight, at most for `limit`. True if it
-    /// got there.
-    pub fn drain(self: &Arc<Self>, limit: Duration) -> bool {
+    /// Copies everything dirty down and waits until nothing is in flight, at most for `limit`. Tells what did not
+    /// get there.
+    pub fn drain(self: &Arc<Self>, limit: Duration) -> Drained {
         self.flushing.drains.fetch_add(1, Ordering::AcqRel);
-        let is_drained = self.drain_until(Instant::now() + limit);
+        self.drain_until(self.clock.uptime() + limit);
         self.flushing.drains.fetch_sub(1, Ordering::AcqRel);
-        is_drained
+        self.drained()
     }
 
-    fn drain_until(self: &Arc<Self>, deadline: Instant) -> bool {
+    fn drained(&self) -> Drained {
+        let table = self.table();
+        Drained { unflushed: Tier::ALL.map(|tier| table.unflushed(tier)), in_flight: self.is_busy(&table) }
+    }
+
+    /// A quick look, for who asks often.
+    fn is_drained(&self) -> bool {
+        let table = self.table();
+        !self.is_busy(&table) && !Tier::ALL.into_iter().any(|tier| table.has_dirty(tier))
+    }
+
+    fn is_busy(&self, table: &Table) -> bool {
+        !self.batches.is_empty()
+            || [Tier::Disk, Tier::Object].into_iter().any(|tier| table.awaits_blocks(tier))
+    }
+
+    fn drain_until(self: &Arc<Self>, deadline: Duration) {
         Tier::ALL
             .into_iter()
             .filter(|&tier| self.table().has(tier))
             .for_each(|tier| self.table().ask_about_all(tier));
+        let mut retry_at = Duration::ZERO;
         loop {
-            Tier::ALL.into_iter().for_each(|tier| self.flush(tier, true));
-            let is_dirty =
-                |tier: &Tier| self.table().flushes_to(*tier).is_some() && self.table().dirty(*tier) > 0;
-            let awaits = |tier: &Tier| self.table().awaits_blocks(*tier);
-            let is_idle = self.batches.is_empty() && ![Tier::Disk, Tier::Object].iter().any(awaits);
-            if is_idle && !Tier::ALL.iter().any(is_dirty) {
-                return true;
+            let now = self.clock.uptime();
+            if now >= retry_at {
+                retry_at = now + DRAIN_RETRY;
+                Tier::ALL.into_iter().for_each(|tier| self.table().revive_flushes(tier, true));
             }
-            if Instant::now() > deadline {
-                return false;
+            Tier::ALL.into_iter().for_each(|tier| self.flush(tier, true));
+            if self.is_drained() || self.clock.uptime() >= deadline {
+                return;
             }
             std::thread::sleep(Duration::from_micros(200));
         }
     }
 
-    fn write_off_overdue(self: &Arc<Self>) {
-        for batch in self.batches.overdue(|route| self.tuning.limit(route)) {
-            let orders = batch.write_off(|order| self.table().hold_source(order.op().from));
-            for order in orders {
-                self.metrics.lost(batch.route);
-                self.write_off(order);
-                self.order_left(&batch);
-            }
+    fn give_up_overdue(self: &Arc<Self>) {
+        let now = self.clock.uptime();
+        for batch in self.batches.overdue(now, |route| self.tuning.limit(route)) {
+            tracing::error!(from = %batch.route.0, to = %batch.route.1, "copies are overdue: nobody waits for them");
+            self.breakers.failed(batch.route, CopyErrorKind::TimedOut, now);
+            self.give_up(&batch);
         }
     }
+}
+
+/// How many slots are kept free where blocks go down only when they leave.
+fn headroom(table: &Table, tier: Tier) -> usize {
+    (table.counts(tier).total as usize / HEADROOM).clamp(1, MOST_HEADROOM)
 }

@@ -1,105 +1,242 @@
-//! Batches: the orders that the hardware is working on, and what becomes of those that never end.
+//! Batches: the orders that a medium is working on, and which of them are overdue.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
-use kvbm_tiers::Route;
+use kvbm_tiers::{Frame, Route, Tier};
 
+use super::flow::Flow;
 use super::order::{Class, Order};
 use crate::sync::{AtomicUsize, Mutex};
 use crate::table::Grip;
 
-/// Orders handed to a backend together. Each is taken out once: by its completion or by the time-out.
+/// Orders handed to a backend together. Each counts as ended once: when it completes or when it is overdue.
 #[derive(Debug)]
 pub(super) struct Batch {
     id: u64,
     pub(super) route: Route,
     pub(super) class: Class,
-    pub(super) started: Instant,
+    pub(super) started: Duration,
+    /// When one of its copies completed last.
+    progress: Moment,
     orders: Vec<Mutex<Place>>,
     left: AtomicUsize,
+}
+
+/// A point in time that is written often and read seldom.
+#[derive(Debug, Default)]
+struct Moment(AtomicU64);
+
+impl Moment {
+    fn set(&self, now: Duration) {
+        self.0.fetch_max(now.as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> Duration {
+        Duration::from_nanos(self.0.load(Ordering::Relaxed))
+    }
 }
 
 #[derive(Debug)]
 enum Place {
     Working(Box<Order>),
-    /// Timed out. Its source stays pinned until the hardware says that it is done, if it ever does.
-    WrittenOff(Grip),
+    Overdue(Overdue),
     Ended,
 }
 
+/// An order of which nobody expects anything any more, with all that the medium may still touch.
+#[derive(Debug)]
+pub(super) struct Overdue {
+    pub(super) flow: Arc<Flow>,
+    /// Slots of tiers.
+    pub(super) frames: Vec<Frame>,
+    /// A staging slot.
+    pub(super) staging: Option<Frame>,
+    /// The source, where the flow does not pin it.
+    pub(super) source: Option<Grip>,
+}
+
+/// What a completion is about.
+pub(super) enum Completed {
+    /// An order that is waited for.
+    Order(Order),
+    /// One that was given up.
+    Overdue(Overdue),
+    /// The operation was completed before: the backend breaks its contract.
+    Twice,
+}
+
 impl Batch {
-    /// The `i`-th operation was reported. `Err`: it had timed out; its source may be released.
-    pub(super) fn take(&self, i: usize) -> Result<Order, Option<Grip>> {
+    /// The `i`-th operation was reported.
+    pub(super) fn take(&self, i: usize) -> Completed {
         match std::mem::replace(&mut *self.orders[i].lock(), Place::Ended) {
-            Place::Working(order) => Ok(*order),
-            Place::WrittenOff(grip) => Err(Some(grip)),
-            Place::Ended => Err(None),
+            Place::Working(order) => Completed::Order(*order),
+            Place::Overdue(overdue) => Completed::Overdue(overdue),
+            Place::Ended => Completed::Twice,
         }
     }
 
-    /// Takes out what is still being worked on; `hold` pins each order's source.
-    pub(super) fn write_off(&self, mut hold: impl FnMut(&Order) -> Grip) -> Vec<Order> {
-        let write_off = |place: &Mutex<Place>| {
+    /// Gives up what is still being worked on. `part` says what the medium may still touch; it works under the
+    /// order's lock, so that a completion finds the order or what is left of it.
+    pub(super) fn give_up<T>(&self, mut part: impl FnMut(Order) -> (Overdue, T)) -> Vec<T> {
+        let give_up = |place: &Mutex<Place>| {
             let mut place = place.lock();
-            let Place::Working(order) = &*place else { return None };
-            let grip = hold(order);
-            match std::mem::replace(&mut *place, Place::WrittenOff(grip)) {
-                Place::Working(order) => Some(*order),
-                _ => None,
+            match std::mem::replace(&mut *place, Place::Ended) {
+                Place::Working(order) => {
+                    let (overdue, rest) = part(*order);
+                    *place = Place::Overdue(overdue);
+                    Some(rest)
+                }
+                other => {
+                    *place = other;
+                    None
+                }
             }
         };
-        self.orders.iter().filter_map(write_off).collect()
+        self.orders.iter().filter_map(give_up).collect()
     }
 
-    /// One order was taken out and dealt with. True for the last one.
+    /// One order ended. True for the last one.
     pub(super) fn order_ended(&self) -> bool {
         self.left.fetch_sub(1, Ordering::AcqRel) == 1
     }
+
+    /// The tier whose medium does the work: the lower one.
+    fn medium(&self) -> Tier {
+        self.route.0.max(self.route.1)
+    }
 }
 
-/// All batches in flight.
+/// All batches in flight, and how the media behind them get on.
+///
+/// A copy waits in the queues of its backend and of the medium, behind copies of other routes and requests. So
+/// what is judged is the medium's progress, not the age of a copy: a copy is overdue when its medium has completed
+/// nothing at all for the limit, or when its batch has been the medium's oldest for that long without any
+/// completion of its own. A healthy medium may be as slow and as busy as it likes.
 #[derive(Debug, Default)]
 pub(super) struct Batches {
     in_flight: Mutex<Register>,
+    progress: [Moment; Tier::COUNT],
 }
 
 #[derive(Debug, Default)]
 struct Register {
-    batches: HashMap<u64, Arc<Batch>>,
+    /// In the order in which they were started.
+    batches: BTreeMap<u64, Arc<Batch>>,
     next: u64,
+    /// The oldest batch of each medium, and since when it has been that.
+    oldest: [Option<(u64, Duration)>; Tier::COUNT],
 }
 
 impl Batches {
-    pub(super) fn start(&self, route: Route, class: Class, orders: Vec<Order>) -> Arc<Batch> {
+    pub(super) fn start(&self, route: Route, class: Class, orders: Vec<Order>, now: Duration) -> Arc<Batch> {
         let left = AtomicUsize::new(orders.len());
         let orders = orders.into_iter().map(|order| Mutex::new(Place::Working(Box::new(order)))).collect();
         let mut register = self.in_flight.lock();
         let id = register.next;
         register.next += 1;
-        let batch = Arc::new(Batch { id, route, class, started: Instant::now(), orders, left });
+        let batch = Batch { id, route, class, started: now, progress: Moment::default(), orders, left };
+        let batch = Arc::new(batch);
         register.batches.insert(id, Arc::clone(&batch));
         batch
+    }
+
+    /// A copy completed, well or not, in time or not.
+    pub(super) fn progressed(&self, batch: &Batch, now: Duration) {
+        batch.progress.set(now);
+        self.progress[batch.medium().index()].set(now);
     }
 
     pub(super) fn end(&self, batch: &Batch) {
         self.in_flight.lock().batches.remove(&batch.id);
     }
 
-    /// Batches that were started longer ago than their route's limit.
-    pub(super) fn overdue(&self, limit: impl Fn(Route) -> Duration) -> Vec<Arc<Batch>> {
-        let register = self.in_flight.lock();
-        register
-            .batches
-            .values()
-            .filter(|batch| batch.started.elapsed() > limit(batch.route))
-            .cloned()
-            .collect()
+    /// Batches whose copies are overdue.
+    pub(super) fn overdue(&self, now: Duration, limit: impl Fn(Route) -> Duration) -> Vec<Arc<Batch>> {
+        let mut register = self.in_flight.lock();
+        let Register { batches, oldest, .. } = &mut *register;
+        for medium in Tier::ALL {
+            let first = batches.values().find(|batch| batch.medium() == medium).map(|batch| batch.id);
+            let known = &mut oldest[medium.index()];
+            if known.map(|(id, _)| id) != first {
+                *known = first.map(|id| (id, now));
+            }
+        }
+        let is_overdue = |batch: &&Arc<Batch>| {
+            let medium = batch.medium().index();
+            let limit = limit(batch.route);
+            let is_over = |since: Duration| now.saturating_sub(since) > limit;
+            let first = oldest[medium].filter(|&(id, _)| id == batch.id);
+            is_over(batch.started.max(self.progress[medium].get()))
+                || first.is_some_and(|(_, since)| is_over(since.max(batch.started).max(batch.progress.get())))
+        };
+        batches.values().filter(is_overdue).cloned().collect()
+    }
+
+    /// All batches in flight.
+    pub(super) fn all(&self) -> Vec<Arc<Batch>> {
+        self.in_flight.lock().batches.values().cloned().collect()
     }
 
     pub(super) fn is_empty(&self) -> bool {
         self.in_flight.lock().batches.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const READ: Route = (Tier::Disk, Tier::Host);
+    const WRITE: Route = (Tier::Host, Tier::Disk);
+
+    const fn at(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    fn overdue(batches: &Batches, now: u64) -> Vec<u64> {
+        batches.overdue(at(now), |_| at(100)).iter().map(|batch| batch.id).collect()
+    }
+
+    fn start(batches: &Batches, route: Route, now: u64) -> Arc<Batch> {
+        batches.start(route, Class::Load, Vec::new(), at(now))
+    }
+
+    #[test]
+    fn a_medium_that_gets_on_makes_nothing_overdue_however_long_its_queue() {
+        let batches = Batches::default();
+        let queue: Vec<_> = (0..20).map(|_| start(&batches, READ, 0)).collect();
+        for (turn, batch) in (1..).zip(&queue) {
+            let now = 60 * turn;
+            assert_eq!(overdue(&batches, now), [0; 0], "at {now} ms");
+            batches.progressed(batch, at(now));
+            batches.end(batch);
+        }
+    }
+
+    #[test]
+    fn a_medium_that_stands_still_makes_all_overdue_at_once() {
+        let batches = Batches::default();
+        let first = start(&batches, READ, 0);
+        let _second = start(&batches, WRITE, 50);
+        let _elsewhere = start(&batches, (Tier::Host, Tier::Device), 120);
+        batches.progressed(&first, at(60));
+        assert_eq!(overdue(&batches, 160), [0; 0]);
+        assert_eq!(overdue(&batches, 161), [0, 1]);
+    }
+
+    #[test]
+    fn a_copy_that_hangs_amid_others_is_found() {
+        let batches = Batches::default();
+        let _hangs = start(&batches, READ, 0);
+        for turn in 1..=10 {
+            let other = start(&batches, READ, 20 * turn - 20);
+            batches.progressed(&other, at(20 * turn));
+            batches.end(&other);
+            let expected: &[u64] = if 20 * turn > 120 { &[0] } else { &[] };
+            assert_eq!(overdue(&batches, 20 * turn), expected, "at {} ms", 20 * turn);
+        }
     }
 }

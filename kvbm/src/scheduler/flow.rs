@@ -2,15 +2,15 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::Duration;
 
 use kvbm_tiers::{BlockKey, Tier};
 use tokio::sync::oneshot;
 
-use super::order::Class;
+use super::order::{Class, Order};
 use crate::lease::Lease;
 use crate::sync::{AtomicUsize, Mutex};
-use crate::table::RunId;
+use crate::table::{Grip, RunId};
 use crate::ticket::Ticket;
 
 /// How a flow ended.
@@ -28,21 +28,47 @@ pub struct Brought {
     pub recompute: usize,
     /// Blocks that the destination does not think worth the room that they would take.
     pub declined: usize,
-    /// Blocks that it found no room or no queue space for.
+    /// Blocks that it found no room or no queue space for, or whose medium is left alone for now.
     pub refused: usize,
     /// Blocks whose copy failed, with those behind them.
     pub failed: usize,
 }
 
-/// Shared by the orders of a flow; the last one to end finishes it.
+/// Who waits for a block that another flow brings.
+#[derive(Debug)]
+pub(super) enum Waiter {
+    /// A flow whose own blocks hang on it.
+    Flow(Arc<Flow>),
+    /// An order that copies it on from there.
+    Order(Box<Order>),
+}
+
+/// Shared by the orders of a flow.
 #[derive(Debug)]
 pub(super) struct Flow {
     pub(super) outline: Outline,
-    pub(super) started: Instant,
-    /// Orders that have not ended.
-    left: AtomicUsize,
+    pub(super) started: Duration,
+    progress: Mutex<Progress>,
+    /// Pins what its copies read until the last of them is out of the medium's hands, whatever becomes of the
+    /// caller's lease.
+    sources: Mutex<Option<Grip>>,
+    /// Orders whose titles have not come home.
+    abroad: AtomicUsize,
     /// What the end needs; taken by it.
     end: Mutex<Option<End>>,
+}
+
+/// How far the orders of a flow have come. A flow ends when everything before its first failure has ended: what
+/// comes after that can never be published, so nobody waits for it.
+#[derive(Debug)]
+struct Progress {
+    ended: Vec<bool>,
+    /// Leading orders that have ended.
+    leading: usize,
+    /// The first order that failed, or their number.
+    failed_from: usize,
+    /// When the flow had no copy to wait for any more.
+    settled: Option<Duration>,
 }
 
 #[derive(Debug)]
@@ -59,7 +85,7 @@ impl End {
 }
 
 /// What a flow brings, and where.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(super) struct Outline {
     pub(super) class: Class,
     pub(super) dest: Tier,
@@ -71,32 +97,136 @@ pub(super) struct Outline {
     pub(super) before: usize,
     /// The last of these; it may be on the way in another flow.
     pub(super) behind: Option<BlockKey>,
+    /// Those of them that were on the way in other flows, root first.
+    pub(super) joined: Vec<BlockKey>,
     /// Orders of this flow.
     pub(super) orders: usize,
     /// The tier that all its blocks come from, if it is one.
     pub(super) source: Option<Tier>,
+    /// It tries whether a medium is well again, although its breaker is open.
+    pub(super) is_probe: bool,
     /// These three as in [`Brought`].
     pub(super) recompute: usize,
     pub(super) declined: usize,
     pub(super) refused: usize,
 }
 
+impl Outline {
+    /// Of a flow that copies nothing.
+    pub(super) const fn of_nothing(class: Class, dest: Tier) -> Self {
+        Self {
+            class,
+            dest,
+            run: None,
+            promotion: None,
+            before: 0,
+            behind: None,
+            joined: Vec::new(),
+            orders: 0,
+            source: None,
+            is_probe: false,
+            recompute: 0,
+            declined: 0,
+            refused: 0,
+        }
+    }
+}
+
 impl Flow {
-    pub(super) fn start(outline: Outline, lease: Lease) -> (Arc<Self>, Ticket<Brought>) {
+    pub(super) fn start(
+        outline: Outline,
+        lease: Lease,
+        sources: Option<Grip>,
+        now: Duration,
+    ) -> (Arc<Self>, Ticket<Brought>) {
         let (report, ticket) = oneshot::channel();
-        let left = AtomicUsize::new(outline.orders);
-        let end = Mutex::new(Some(End { lease, report }));
-        let flow = Self { outline, started: Instant::now(), left, end };
+        let orders = outline.orders;
+        let progress =
+            Progress { ended: vec![false; orders], leading: 0, failed_from: orders, settled: None };
+        let flow = Self {
+            outline,
+            started: now,
+            progress: Mutex::new(progress),
+            sources: Mutex::new(sources),
+            abroad: AtomicUsize::new(orders),
+            end: Mutex::new(Some(End { lease, report })),
+        };
         (Arc::new(flow), Ticket::new(ticket))
     }
 
-    /// One order ended. True for the last one.
-    pub(super) fn order_ended(&self) -> bool {
-        self.left.fetch_sub(1, Ordering::AcqRel) == 1
+    /// An order ended. True when the flow has nothing to wait for any more, once.
+    pub(super) fn order_ended(&self, entry: usize, arrived: bool, now: Duration) -> bool {
+        let mut progress = self.progress.lock();
+        let Progress { ended, leading, failed_from, settled } = &mut *progress;
+        ended[entry] = true;
+        if !arrived {
+            *failed_from = entry.min(*failed_from);
+        }
+        while *leading < *failed_from && ended[*leading] {
+            *leading += 1;
+        }
+        let settles = settled.is_none() && *leading >= *failed_from;
+        if settles {
+            *settled = Some(now);
+        }
+        settles
+    }
+
+    /// Whether an order can be dropped: something before it has failed.
+    pub(super) fn is_given_up(&self, entry: usize) -> bool {
+        entry >= self.progress.lock().failed_from
+    }
+
+    /// How long its copies took, time in queues included.
+    pub(super) fn took(&self) -> Option<Duration> {
+        Some(self.progress.lock().settled?.saturating_sub(self.started))
+    }
+
+    /// No medium touches the slots of one of its orders any more. The last one returns what pinned the sources.
+    pub(super) fn title_returned(&self) -> Option<Grip> {
+        (self.abroad.fetch_sub(1, Ordering::AcqRel) == 1).then(|| self.sources.lock().take())?
     }
 
     /// What the end needs, once.
     pub(super) fn take_end(&self) -> Option<End> {
         self.end.lock().take()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn progress(orders: usize) -> Flow {
+        let outline = Outline { orders, ..Outline::of_nothing(Class::Load, Tier::Device) };
+        let progress =
+            Progress { ended: vec![false; orders], leading: 0, failed_from: orders, settled: None };
+        Flow {
+            outline,
+            started: Duration::ZERO,
+            progress: Mutex::new(progress),
+            sources: Mutex::new(None),
+            abroad: AtomicUsize::new(orders),
+            end: Mutex::new(None),
+        }
+    }
+
+    #[test]
+    fn a_flow_ends_with_its_first_failure_and_what_comes_before_that() {
+        let flow = progress(5);
+        let end = |entry, arrived| flow.order_ended(entry, arrived, Duration::ZERO);
+        assert!(!end(4, true));
+        assert!(!end(2, false));
+        assert!(flow.is_given_up(3) && !flow.is_given_up(1));
+        assert!(!end(0, true));
+        assert!(end(1, true), "0 and 1 have arrived, 2 has failed");
+        assert!(!end(3, false), "it ends once");
+    }
+
+    #[test]
+    fn a_flow_without_failures_ends_with_its_last_order() {
+        let flow = progress(3);
+        let ends = [1, 2, 0].map(|entry| flow.order_ended(entry, true, Duration::ZERO));
+        assert_eq!(ends, [false, false, true]);
     }
 }

@@ -1,10 +1,31 @@
 //! Queues of orders, one lane per route, and the decision what goes to the hardware next.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 
-use kvbm_tiers::{Route, Tier};
+use kvbm_tiers::{BlockKey, Route, Tier};
 
 use super::order::{Class, Order};
+
+/// What is to be done with an order whose turn has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// It goes to the backend.
+    Send,
+    /// It waits for a staging slot, and those behind it with it.
+    Wait,
+    /// It is not sent at all.
+    Drop,
+}
+
+/// What goes to the hardware next.
+#[derive(Debug)]
+pub(super) struct Next {
+    pub(super) route: Route,
+    pub(super) class: Class,
+    /// May be none, when some were dropped.
+    pub(super) orders: Vec<Order>,
+    pub(super) dropped: Vec<Order>,
+}
 
 /// How much may be in flight.
 #[derive(Clone, Copy, Debug)]
@@ -68,11 +89,26 @@ impl Lanes {
         self.lanes[from.index()][to.index()].batches()
     }
 
-    /// A batch that should start now. `admit` may refuse an order (no staging slot), which ends the batch.
-    pub(super) fn next_batch(
-        &mut self,
-        mut admit: impl FnMut(&mut Order) -> bool,
-    ) -> Option<(Route, Class, Vec<Order>)> {
+    /// Makes the prefetches of these blocks loads: an engine waits for them now.
+    pub(super) fn raise(&mut self, blocks: &HashSet<BlockKey>) {
+        let (load, prefetch) = (Class::Load as usize, Class::Prefetch as usize);
+        for lane in self.lanes.iter_mut().flatten() {
+            let waiting = std::mem::take(&mut lane.queues[prefetch]);
+            let (raised, others): (VecDeque<_>, _) =
+                waiting.into_iter().partition(|order| blocks.contains(&order.block));
+            lane.queues[load].extend(raised);
+            lane.queues[prefetch] = others;
+        }
+    }
+
+    /// Everything that waits.
+    pub(super) fn take_all(&mut self) -> Vec<Order> {
+        let queues = self.lanes.iter_mut().flatten().flat_map(|lane| &mut lane.queues);
+        queues.flat_map(std::mem::take).collect()
+    }
+
+    /// A batch that should start now; `turn` says of each order in its turn what is to be done with it.
+    pub(super) fn next_batch(&mut self, mut turn: impl FnMut(&mut Order) -> Turn) -> Option<Next> {
         let loading = Tier::ALL.map(|tier| self.is_loading_from(tier));
         for route in routes() {
             let limit = self.batch_limit(route);
@@ -84,13 +120,20 @@ impl Lanes {
                 continue;
             }
             let queue = &mut lane.queues[class as usize];
-            let mut batch = Vec::with_capacity(limit.min(queue.len()));
-            while batch.len() < limit && queue.front_mut().is_some_and(&mut admit) {
-                batch.extend(queue.pop_front());
+            let mut orders = Vec::with_capacity(limit.min(queue.len()));
+            let mut dropped = Vec::new();
+            while orders.len() < limit {
+                match queue.front_mut().map(&mut turn) {
+                    Some(Turn::Send) => orders.extend(queue.pop_front()),
+                    Some(Turn::Drop) => dropped.extend(queue.pop_front()),
+                    Some(Turn::Wait) | None => break,
+                }
             }
-            if !batch.is_empty() {
+            if !orders.is_empty() {
                 lane.batches[class as usize] += 1;
-                return Some((route, class, batch));
+            }
+            if !(orders.is_empty() && dropped.is_empty()) {
+                return Some(Next { route, class, orders, dropped });
             }
         }
         None

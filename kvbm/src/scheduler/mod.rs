@@ -9,16 +9,16 @@
 //! |---|---|
 //! | `order` | one block on its way, with its titles |
 //! | `lane` | queues per route and class; what goes next |
-//! | `batch` | what the hardware works on; time-outs |
-//! | `breaker` | tiers that are down or full are left alone for a while |
+//! | `batch` | what the media work on; which copies are overdue |
+//! | `breaker` | media that are away, full or hanging are left alone for a while |
 //! | `flow` | the orders of one request; its ticket |
 //! | `pace` | how long a block takes from each tier |
 //! | `executor` | which backend serves which route |
 //! | `complete` | what happens when a copy ends |
 //! | `background` | flushing and time-outs |
 //!
-//! Locks: the table's, the lanes' and a batch's are never held together, but for the table's inside the
-//! time-out of a batch. Callbacks of backends take them for microseconds and never wait for I/O.
+//! Locks, outermost first: an order's place in its batch, the table, then any one of the lanes', the staging slots',
+//! a flow's and a breaker's. Callbacks of backends take them for microseconds and never wait for I/O.
 
 mod background;
 mod batch;
@@ -42,23 +42,25 @@ use kvbm_tiers::{BlockKey, Done, Frame, Route, SlotRef, Tier};
 
 use self::background::Flushing;
 use self::batch::Batches;
-use self::breaker::Breakers;
-use self::flow::{Flow, Outline};
-use self::lane::{Lanes, Limits};
+use self::breaker::{Breakers, Passage, Times};
+use self::flow::{Flow, Outline, Waiter};
+use self::lane::{Lanes, Limits, Next, Turn};
 use self::order::{Bounce, Order, Staging};
 use self::pace::Paces;
 use crate::clock::Clock;
 use crate::demand::Demand;
+use crate::error::{Error, ErrorKind};
 use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::metrics::Metrics;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
-use crate::table::{FlushRun, Match, Missing, Reserved, RunId, Table, Usage, Visit};
+use crate::table::{FlushRun, Grip, Match, Missing, Reserved, RunId, Table, Usage, Visit};
 use crate::ticket::Ticket;
 
+pub use self::background::Drained;
 pub use self::executor::Executor;
 pub use self::flow::Brought;
-pub use self::order::Class;
+pub use self::order::{Class, StagingCounts};
 
 /// Limits and times of the scheduler.
 #[derive(Clone, Debug)]
@@ -71,11 +73,12 @@ pub struct Tuning {
     pub segment_blocks: usize,
     /// Blocks that may wait per route before more of the same are refused.
     pub queue_blocks: usize,
-    /// When a copy counts as lost.
+    /// How long a medium may complete nothing before what it works on is overdue.
     pub timeout: Duration,
-    /// The same for copies to and from the object tier, if that is longer: a client that still tries must not cost
-    /// slots.
+    /// The same for the object tier, if that is longer: its client still tries until then.
     pub object_timeout: Duration,
+    /// How long a medium that failed is left alone before one copy tries it. Doubles up to 64-fold while that fails.
+    pub breaker_pause: Duration,
     /// A block is flushed at the latest so long after it became resident, in milliseconds of the clock.
     pub flush_interval_ms: u64,
     /// Share of a tier that may be dirty before flushing starts at once.
@@ -85,7 +88,7 @@ pub struct Tuning {
 }
 
 impl Tuning {
-    /// When a copy on `route` counts as lost.
+    /// How long the medium of `route` may complete nothing.
     fn limit(&self, (from, to): Route) -> Duration {
         let is_object = from == Tier::Object || to == Tier::Object;
         if is_object { self.timeout.max(self.object_timeout) } else { self.timeout }
@@ -100,7 +103,7 @@ pub struct Core {
     batches: Batches,
     staging: Mutex<Staging>,
     /// Who waits for a block that another flow brings.
-    flights: DashMap<(Tier, BlockKey), Vec<Arc<Flow>>>,
+    flights: DashMap<(Tier, BlockKey), Vec<Waiter>>,
     flushing: Flushing,
     breakers: Breakers,
     paces: Paces,
@@ -110,6 +113,8 @@ pub struct Core {
     tuning: Tuning,
     /// Calls of [`Core::pump`] that somebody has to act on.
     pumps: AtomicUsize,
+    /// 1 when nothing is taken on any more.
+    closed: AtomicUsize,
 }
 
 impl fmt::Debug for Core {
@@ -153,13 +158,17 @@ impl Core {
             staging: Mutex::new(Staging::new(staging)),
             flights: DashMap::new(),
             flushing: Flushing::default(),
-            breakers: Breakers::default(),
+            breakers: Breakers::new(Times {
+                pause: tuning.breaker_pause,
+                verdict: tuning.timeout.max(tuning.breaker_pause),
+            }),
             paces: Paces::default(),
             demand: Demand::of_tiers(largest),
             clock,
             metrics,
             tuning,
             pumps: AtomicUsize::new(0),
+            closed: AtomicUsize::new(0),
         })
     }
 
@@ -185,9 +194,9 @@ impl Core {
         &self.metrics
     }
 
-    /// Staging slots that no copy uses.
-    pub fn idle_staging(&self) -> usize {
-        self.staging.lock().idle()
+    /// Occupancy of the staging slots.
+    pub fn staging(&self) -> StagingCounts {
+        self.staging.lock().counts()
     }
 
     /// Blocks that wait on a route, and batches in flight there.
@@ -225,9 +234,10 @@ impl Core {
     /// `None` where the engine's pace is not known.
     fn worth_loading(&self, held: &Match) -> Option<u32> {
         let prefill_s = self.tuning.prefill_block_s?;
+        let now = self.clock.uptime();
         let leg = |(tier, range): (Tier, Range<usize>)| Leg {
             blocks: range.len() as u32,
-            block_s: if tier == Tier::Device { Some(0.0) } else { self.paces.block_s(tier) },
+            block_s: if tier == Tier::Device { Some(0.0) } else { self.paces.block_s(tier, now) },
         };
         Some(split(held.plan().map(leg), prefill_s))
     }
@@ -239,10 +249,37 @@ impl Core {
 
     /// Makes the leading blocks of a leased chain resident in `to`: as many as the lease holds anywhere, as
     /// far as there is room.
+    ///
+    /// The answer is an error of kind [`Invalid`](crate::ErrorKind::Invalid) for a lease of another manager, and of
+    /// kind [`Closed`](crate::ErrorKind::Closed) after [`close`](Self::close).
     pub fn bring(self: &Arc<Self>, class: Class, to: Tier, lease: Lease) -> Ticket<Brought> {
+        if !lease.is_of(self) {
+            return Ticket::failed(foreign_lease());
+        }
+        if self.is_closed() {
+            return Ticket::failed(Error::closed());
+        }
         let (flow, ticket, orders) = self.plan(class, to, lease);
         self.launch(&flow, orders);
         ticket
+    }
+
+    /// Ends everything: what waits is not sent, who waits is answered, and nothing is taken on any more. Copies that a
+    /// medium works on end by themselves and keep their slots until then.
+    pub fn close(self: &Arc<Self>) {
+        self.closed.store(1, Ordering::Release);
+        let waiting = self.lanes.lock().take_all();
+        waiting.into_iter().for_each(|order| self.abandoned(order));
+        self.batches.all().iter().for_each(|batch| self.give_up(batch));
+        // Who began to wait before it was closed did so under the table's lock, and is seen from here on. They wait for
+        // blocks that an engine was to fill.
+        drop(self.table());
+        let waited_for: Vec<_> = self.flights.iter().map(|flight| *flight.key()).collect();
+        self.announce(waited_for);
+    }
+
+    fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire) > 0
     }
 
     fn plan(
@@ -258,7 +295,7 @@ impl Core {
             missing = Missing { before: 0, behind: None, blocks: Vec::new() };
         }
         let recompute = self.leave_to_engine(class, lease.grip().held(), &mut missing);
-        let refused = self.shorten(class, to, &mut missing);
+        let Shortened { refused, probe } = self.shorten(class, to, &mut missing);
         let keys: Vec<BlockKey> = missing.blocks.iter().map(|&(key, _)| key).collect();
         let Reserved { resident, in_flight, behind, run, declined, refused: no_room } =
             table.reserve_after(to, missing.behind, &keys, lease.grip().visit());
@@ -267,9 +304,13 @@ impl Core {
         let way = &missing.blocks[known..known + frames.len()];
         let visit = lease.grip().visit();
         let (promotion, bounces) = self.bounces(&mut table, class, to, (way, behind), visit);
+        let sources = (!frames.is_empty()).then(|| table.pin_again(lease.grip()));
         drop(table);
         if no_room > 0 {
             self.flushing.wake();
+        }
+        if let Some(route) = probe.filter(|_| frames.len() < missing.blocks.len() - known) {
+            self.retract_probe(route);
         }
         let outline = Outline {
             class,
@@ -282,14 +323,19 @@ impl Core {
             recompute,
             declined,
             source: only_source(way),
+            is_probe: probe.is_some(),
             behind,
+            joined: keys[resident..known].to_vec(),
         };
-        let (flow, ticket) = Flow::start(outline, lease);
-        let orders = way.iter().zip(frames).zip(bounces).enumerate();
-        let orders = orders.map(|(entry, ((&(block, from), to), bounce))| Order {
+        let (flow, ticket) = Flow::start(outline, lease, sources, self.clock.uptime());
+        let run = run.into_iter().cycle();
+        let orders = way.iter().zip(frames).zip(bounces).zip(run).enumerate();
+        let orders = orders.map(|(entry, (((&(block, from), to), bounce), run))| Order {
             block,
             from,
+            source: None,
             to,
+            run,
             entry,
             bounce,
             halfway: false,
@@ -311,19 +357,62 @@ impl Core {
         recompute
     }
 
-    /// Cuts off what cannot be read now, and what the queue has no room for; answers how many blocks.
-    fn shorten(&self, class: Class, to: Tier, missing: &mut Missing) -> usize {
+    /// Cuts off what cannot be copied now, and what the queue has no room for.
+    fn shorten(&self, class: Class, to: Tier, missing: &mut Missing) -> Shortened {
         let all = missing.blocks.len();
-        let readable =
-            missing.blocks.iter().take_while(|(_, from)| self.breakers.can_read(from.tier)).count();
-        missing.blocks.truncate(readable);
         if class != Class::Load {
             let lanes = self.lanes.lock();
-            let room = |from: Tier| self.tuning.queue_blocks.saturating_sub(lanes.waiting((from, to)));
+            let first_leg = |from: Tier| self.legs((from, to)).next().unwrap_or((from, to));
+            let room = |from: Tier| self.tuning.queue_blocks.saturating_sub(lanes.waiting(first_leg(from)));
             let room = missing.blocks.first().map_or(0, |&(_, from)| room(from.tier));
             missing.blocks.truncate(room);
         }
-        all - missing.blocks.len()
+        let mut passages = [None; Tier::COUNT];
+        let mut probe = None;
+        for place in 0..missing.blocks.len() {
+            let from = missing.blocks[place].1.tier;
+            match *passages[from.index()].get_or_insert_with(|| self.pass((from, to))) {
+                Passage::Free => {}
+                Passage::Probe => {
+                    // One block, and none behind it: nobody waits for more than that on a medium that may hang.
+                    probe = Some((from, to));
+                    missing.blocks.truncate(place + 1);
+                    break;
+                }
+                Passage::Blocked => {
+                    missing.blocks.truncate(place);
+                    break;
+                }
+            }
+        }
+        Shortened { refused: all - missing.blocks.len(), probe }
+    }
+
+    /// The routes that a block takes from one tier to another.
+    fn legs(&self, (from, to): Route) -> impl Iterator<Item = Route> + use<> {
+        let is_direct = self.executor.connects((from, to));
+        let legs = if is_direct {
+            [Some((from, to)), None]
+        } else {
+            [Some((from, Tier::Host)), Some((Tier::Host, to))]
+        };
+        legs.into_iter().flatten()
+    }
+
+    /// Whether blocks may go from one tier to another now.
+    fn pass(&self, route: Route) -> Passage {
+        let now = self.clock.uptime();
+        let passage = self.legs(route).map(|leg| self.breakers.pass(leg, now)).max().unwrap_or(Passage::Free);
+        if passage == Passage::Blocked {
+            // One leg is blocked: whatever probe the other was granted is not made.
+            self.retract_probe(route);
+        }
+        passage
+    }
+
+    fn retract_probe(&self, route: Route) {
+        let now = self.clock.uptime();
+        self.legs(route).for_each(|leg| self.breakers.retract_probe(leg, now));
     }
 
     /// How each block of `way` gets across: directly, or through DRAM. Blocks on their way up to the device
@@ -347,6 +436,8 @@ impl Core {
         let behind = if first == 0 { behind } else { Some(way[first - 1].0) };
         let keys: Vec<BlockKey> = way[first..].iter().map(|&(key, _)| key).collect();
         let Reserved { resident, in_flight, run, .. } = table.reserve_after(Tier::Host, behind, &keys, visit);
+        // What is on its way into the host tier need not be read twice.
+        bounces[first..first + resident + in_flight].fill_with(|| Bounce::Awaited);
         let Some((run, frames)) = run else { return (None, bounces) };
         let places = bounces[first + resident + in_flight..].iter_mut();
         for (entry, (place, frame)) in places.zip(frames).enumerate() {
@@ -356,58 +447,60 @@ impl Core {
     }
 
     /// Copies dirty blocks down.
-    fn flush_run(self: &Arc<Self>, to: Tier, run: FlushRun) {
+    fn flush_run(self: &Arc<Self>, to: Tier, run: FlushRun, is_probe: bool) {
         let FlushRun { run, behind, grip, copies } = run;
         let outline = Outline {
-            class: Class::Flush,
-            dest: to,
             run: Some(run),
-            promotion: None,
-            before: 0,
             orders: copies.len(),
-            refused: 0,
-            recompute: 0,
-            declined: 0,
-            source: None,
             behind,
+            is_probe,
+            ..Outline::of_nothing(Class::Flush, to)
         };
-        let (flow, ticket) = Flow::start(outline, Lease::new(Arc::clone(self), grip));
+        let lease = Lease::new(Arc::clone(self), Grip::of_nothing(grip.visit()));
+        let (flow, ticket) = Flow::start(outline, lease, Some(grip), self.clock.uptime());
         drop(ticket);
         let order = |(entry, (block, from, to)): (usize, (BlockKey, SlotRef, Frame))| {
             let is_direct = self.executor.connects((from.tier, to.tier()));
             let bounce = if is_direct { Bounce::NotNeeded } else { Bounce::Wanted };
-            Order { block, from, to, entry, bounce, halfway: false, flow: Arc::clone(&flow) }
+            let flow = Arc::clone(&flow);
+            Order { block, from, source: None, to, run, entry, bounce, halfway: false, flow }
         };
         let orders = copies.into_iter().enumerate().map(order).collect();
         self.launch(&flow, orders);
     }
 
-    /// Publishes blocks that were written in place, as the last part of their chain in `to`: the run that the
-    /// table reserved behind `before` blocks, the last of which is `behind`.
+    /// Publishes blocks that were written in place, as the last part of their chain in `to`: the first `filled` ones of
+    /// the run that the table reserved behind `before` blocks, the last of which is `behind`.
     pub fn publish(
         self: &Arc<Self>,
         to: Tier,
         run: Option<(RunId, Vec<Frame>)>,
+        filled: usize,
         (before, behind): (usize, Option<BlockKey>),
         lease: Lease,
     ) -> Ticket<Brought> {
+        if !lease.is_of(self) {
+            run.into_iter().for_each(|(run, frames)| self.abandon(run, frames));
+            return Ticket::failed(foreign_lease());
+        }
+        let reserved = run.as_ref().map_or(0, |(_, frames)| frames.len());
         let outline = Outline {
-            class: Class::Save,
-            dest: to,
             run: run.as_ref().map(|&(run, _)| run),
-            promotion: None,
             before,
-            orders: run.as_ref().map_or(0, |(_, frames)| frames.len()),
-            refused: 0,
-            recompute: 0,
-            declined: 0,
-            source: None,
             behind,
+            orders: reserved.min(filled),
+            ..Outline::of_nothing(Class::Save, to)
         };
-        let (flow, ticket) = Flow::start(outline, lease);
+        let (flow, ticket) = Flow::start(outline, lease, None, self.clock.uptime());
         let mut table = self.table();
         if let Some((run, frames)) = run {
-            frames.into_iter().enumerate().for_each(|(entry, frame)| table.filled(run, entry, frame));
+            frames.into_iter().enumerate().for_each(|(entry, frame)| {
+                if entry < filled {
+                    table.filled(run, entry, frame);
+                } else {
+                    table.failed(run, entry, frame);
+                }
+            });
         }
         let settled = table.take_settled();
         drop(table);
@@ -430,10 +523,32 @@ impl Core {
         if orders.is_empty() {
             return self.finish_flow(flow);
         }
+        let (awaited, ready): (Vec<_>, Vec<_>) =
+            orders.into_iter().partition(|order| matches!(order.bounce, Bounce::Awaited));
         let mut lanes = self.lanes.lock();
-        orders.into_iter().for_each(|order| lanes.push(flow.outline.class, order));
+        ready.into_iter().for_each(|order| lanes.push(flow.outline.class, order));
+        if !awaited.is_empty() {
+            lanes.raise(&awaited.iter().map(|order| order.block).collect());
+        }
         drop(lanes);
+        awaited.into_iter().for_each(|order| self.wait_for_host(order));
         self.pump();
+        if self.is_closed() {
+            // It was closed while this was planned.
+            self.close();
+        }
+    }
+
+    /// Sends an order on when its block has reached the host tier.
+    fn wait_for_host(self: &Arc<Self>, order: Order) {
+        let mut table = self.table();
+        if !self.is_closed() && table.watch(Tier::Host, order.block) {
+            let flight = (Tier::Host, order.block);
+            self.flights.entry(flight).or_default().push(Waiter::Order(Box::new(order)));
+            return;
+        }
+        drop(table);
+        self.resume(order);
     }
 
     /// Hands waiting orders to the backends. A backend may complete a batch, and so come back here, before
@@ -442,39 +557,70 @@ impl Core {
         if self.pumps.fetch_add(1, Ordering::AcqRel) > 0 {
             return;
         }
+        let turn = PumpTurn(&self.pumps);
         loop {
             let asked = self.pumps.load(Ordering::Acquire);
             while self.start_batch() {}
             if self.pumps.fetch_sub(asked, Ordering::AcqRel) == asked {
+                std::mem::forget(turn);
                 return;
             }
         }
     }
 
     fn start_batch(self: &Arc<Self>) -> bool {
-        let next = self.lanes.lock().next_batch(|order| self.admit(order));
-        let Some((route, class, orders)) = next else { return false };
+        let next = self.lanes.lock().next_batch(|order| self.turn_of(order));
+        let Some(Next { route, class, orders, dropped }) = next else { return false };
+        dropped.into_iter().for_each(|order| self.abandoned(order));
+        if orders.is_empty() {
+            return true;
+        }
         let ops = orders.iter().map(Order::op).collect();
-        let batch = self.batches.start(route, class, orders);
+        let batch = self.batches.start(route, class, orders, self.clock.uptime());
         let core = Arc::clone(self);
         let done = Done::new(move |op, result| core.copy_ended(&batch, op, result));
         self.executor.submit(route, ops, &done);
         true
     }
 
-    /// Gives an order the staging slot that it needs; false if it must wait for one. Where there will never
-    /// be one the order goes without, and the backend refuses it: a miss.
-    fn admit(&self, order: &mut Order) -> bool {
+    /// What becomes of an order whose turn has come. It gets the staging slot that it needs.
+    fn turn_of(&self, order: &mut Order) -> Turn {
+        let is_in_vain = self.is_closed() || order.flow.is_given_up(order.entry);
+        if is_in_vain || (!order.flow.outline.is_probe && self.breakers.is_open(order.route())) {
+            return Turn::Drop;
+        }
         if !matches!(order.bounce, Bounce::Wanted) {
-            return true;
+            return Turn::Send;
         }
         let mut staging = self.staging.lock();
         match staging.take() {
             Some(frame) => order.bounce = Bounce::Held { frame, promotes: None },
-            None => return staging.is_gone(),
+            None if staging.is_gone() => return Turn::Drop,
+            None => return Turn::Wait,
         }
-        true
+        Turn::Send
     }
+}
+
+/// Somebody pumps. If a backend panics meanwhile, others may.
+struct PumpTurn<'a>(&'a AtomicUsize);
+
+impl Drop for PumpTurn<'_> {
+    fn drop(&mut self) {
+        self.0.store(0, Ordering::Release);
+    }
+}
+
+/// What is left of what is missing.
+struct Shortened {
+    /// Blocks that were cut off.
+    refused: usize,
+    /// The last block is to try whether the media between these tiers are well again.
+    probe: Option<Route>,
+}
+
+pub(crate) fn foreign_lease() -> Error {
+    Error::new(ErrorKind::Invalid, "the lease is of another manager: give it to the one that made it")
 }
 
 /// The tier that all blocks of `way` come from, if it is one.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvbm_tiers::{BlockKey, CopyOp, Frame, SlotRef};
 
 use super::flow::Flow;
-use crate::table::RunId;
+use crate::table::{Grip, RunId};
 
 /// What kind of work a copy is; also its precedence, most urgent first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -42,6 +42,8 @@ pub(super) enum Bounce {
     NotNeeded,
     /// A staging slot is taken when the order's turn comes.
     Wanted,
+    /// Another flow brings the block into the host tier: it is copied on from there.
+    Awaited,
     /// The block is in this slot, or on the way there.
     Held {
         frame: Frame,
@@ -54,22 +56,34 @@ pub(super) enum Bounce {
 #[derive(Debug)]
 pub(super) struct Staging {
     idle: Vec<Frame>,
-    /// Slots that are idle or will be again: those not lost.
-    live: usize,
+    total: usize,
+    /// Slots that overdue copies may still touch.
+    lost: usize,
+}
+
+/// Occupancy of the staging slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StagingCounts {
+    /// All.
+    pub total: usize,
+    /// Used by no copy.
+    pub idle: usize,
+    /// Held by copies that are overdue.
+    pub lost: usize,
 }
 
 impl Staging {
     pub(super) const fn new(idle: Vec<Frame>) -> Self {
-        Self { live: idle.len(), idle }
+        Self { total: idle.len(), idle, lost: 0 }
     }
 
-    pub(super) const fn idle(&self) -> usize {
-        self.idle.len()
+    pub(super) const fn counts(&self) -> StagingCounts {
+        StagingCounts { total: self.total, idle: self.idle.len(), lost: self.lost }
     }
 
-    /// Whether waiting for a slot is in vain.
+    /// Whether waiting for a slot is in vain: none will come back soon.
     pub(super) const fn is_gone(&self) -> bool {
-        self.live == 0
+        self.total == self.lost
     }
 
     pub(super) fn take(&mut self) -> Option<Frame> {
@@ -80,9 +94,15 @@ impl Staging {
         self.idle.push(frame);
     }
 
-    /// A slot that was taken will not come back.
+    /// The copy through a slot that was taken is overdue.
     pub(super) const fn lose(&mut self) {
-        self.live -= 1;
+        self.lost += 1;
+    }
+
+    /// It has ended after all.
+    pub(super) fn regain(&mut self, frame: Frame) {
+        self.lost -= 1;
+        self.idle.push(frame);
     }
 }
 
@@ -90,10 +110,12 @@ impl Staging {
 #[derive(Debug)]
 pub(super) struct Order {
     pub(super) block: BlockKey,
-    /// The source, pinned by the flow.
+    /// The source, pinned by the flow or by `source`.
     pub(super) from: SlotRef,
-    /// The title to the destination, which is entry `entry` of the flow's run.
+    pub(super) source: Option<Grip>,
+    /// The title to the destination, which is entry `entry` of `run`.
     pub(super) to: Frame,
+    pub(super) run: RunId,
     pub(super) entry: usize,
     pub(super) bounce: Bounce,
     /// The block has reached its bounce slot.

@@ -1,6 +1,6 @@
 //! How long a block takes from each tier to the device, as measured lately.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvbm_tiers::Tier;
 
@@ -16,7 +16,13 @@ const VALID: Duration = Duration::from_secs(30);
 struct Pace {
     seconds: f64,
     blocks: f64,
-    measured: Instant,
+    measured: Duration,
+}
+
+impl Pace {
+    fn is_valid(&self, now: Duration) -> bool {
+        now.saturating_sub(self.measured) < VALID
+    }
 }
 
 /// Measures loads.
@@ -25,20 +31,20 @@ pub(super) struct Paces([Mutex<Option<Pace>>; Tier::COUNT]);
 
 impl Paces {
     /// `blocks` blocks came from `tier` within `took`, one load's time in the queue included.
-    pub(super) fn learn(&self, tier: Tier, blocks: usize, took: Duration) {
+    pub(super) fn learn(&self, tier: Tier, blocks: usize, took: Duration, now: Duration) {
         let mut pace = self.0[tier.index()].lock();
-        let before = pace.filter(|pace| pace.measured.elapsed() < VALID);
+        let before = pace.filter(|pace| pace.is_valid(now));
         let of = |known: fn(&Pace) -> f64| before.as_ref().map_or(0.0, known) * KEPT;
         *pace = Some(Pace {
             seconds: of(|pace| pace.seconds) + took.as_secs_f64(),
             blocks: of(|pace| pace.blocks) + blocks as f64,
-            measured: Instant::now(),
+            measured: now,
         });
     }
 
     /// Seconds a block; `None` where nothing was loaded lately.
-    pub(super) fn block_s(&self, tier: Tier) -> Option<f64> {
-        let pace = self.0[tier.index()].lock().filter(|pace| pace.measured.elapsed() < VALID)?;
+    pub(super) fn block_s(&self, tier: Tier, now: Duration) -> Option<f64> {
+        let pace = self.0[tier.index()].lock().filter(|pace| pace.is_valid(now))?;
         (pace.blocks > 0.0).then(|| pace.seconds / pace.blocks)
     }
 }
@@ -50,12 +56,15 @@ mod tests {
     #[test]
     fn the_pace_follows_what_is_measured() {
         let paces = Paces::default();
-        assert_eq!(paces.block_s(Tier::Disk), None);
-        let near = |expected: f64| paces.block_s(Tier::Disk).is_some_and(|s| (s - expected).abs() < 1e-4);
-        paces.learn(Tier::Disk, 10, Duration::from_millis(10));
+        let now = Duration::from_mins(1);
+        assert_eq!(paces.block_s(Tier::Disk, now), None);
+        let near =
+            |expected: f64| paces.block_s(Tier::Disk, now).is_some_and(|s| (s - expected).abs() < 1e-4);
+        paces.learn(Tier::Disk, 10, Duration::from_millis(10), now);
         assert!(near(0.001));
-        (0..100).for_each(|_| paces.learn(Tier::Disk, 10, Duration::from_millis(50)));
+        (0..100).for_each(|_| paces.learn(Tier::Disk, 10, Duration::from_millis(50), now));
         assert!(near(0.005));
-        assert_eq!(paces.block_s(Tier::Host), None);
+        assert_eq!(paces.block_s(Tier::Host, now), None);
+        assert_eq!(paces.block_s(Tier::Disk, now + VALID), None, "a tier that was slow is tried again");
     }
 }

@@ -18,19 +18,22 @@ pub enum MissReason {
     IoError,
     /// Its bytes, or those of a block before it, had changed.
     Corrupt,
+    /// It, or a block before it, could not be read any more.
+    Unreadable,
     /// It is on its way.
     Late,
 }
 
 impl MissReason {
     /// Every reason.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::NeverSeen,
         Self::Evicted,
         Self::Capacity,
         Self::Admission,
         Self::IoError,
         Self::Corrupt,
+        Self::Unreadable,
         Self::Late,
     ];
 
@@ -43,6 +46,7 @@ impl MissReason {
             Self::Admission => "admission",
             Self::IoError => "io_error",
             Self::Corrupt => "corrupt",
+            Self::Unreadable => "unreadable",
             Self::Late => "late",
         }
     }

@@ -1,32 +1,70 @@
 //! How blocks leave a tier: evicted to make room, leaf by leaf, or quarantined with all their descendants.
 
+use std::collections::HashMap;
+
 use kvbm_policies::BlockId;
-use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
+use kvbm_tiers::{BlockKey, Frame, SlotId, SlotRef, Tier};
 
 use super::index::RecordId;
 use super::run::{Anchor, RunId};
-use super::tier::{Slot, Ward};
-use super::{MissReason, Table};
+use super::tier::{Dirty, Slot, Ward};
+use super::{MissReason, Table, Usage};
+
+/// Why a block's bytes in a tier are given up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Defect {
+    /// They are not those that were written.
+    Corrupt,
+    /// They cannot be read any more.
+    Unreadable,
+}
+
+impl Defect {
+    const fn miss_reason(self) -> MissReason {
+        match self {
+            Self::Corrupt => MissReason::Corrupt,
+            Self::Unreadable => MissReason::Unreadable,
+        }
+    }
+}
 
 impl Table {
     /// A title to a slot of `tier`, evicting a leaf if none is free. `None`: every leaf is busy.
     pub(super) fn claim(&mut self, tier: Tier) -> Option<Frame> {
-        let (held, records) = self.tier_and_records(tier);
-        if let Some(frame) = held.pool.take() {
-            return Some(frame);
+        if self.tier(tier).pool.free() == 0 {
+            let Some(victim) = self.victim(tier) else {
+                let held = self.tier_mut(tier);
+                held.pressed = true;
+                held.stats.full += 1;
+                return None;
+            };
+            self.let_go(tier, victim);
         }
-        let Some(victim) = held.victim(records) else {
-            held.pressed = true;
-            held.stats.full += 1;
-            return None;
-        };
-        self.let_go(tier, victim);
         self.tier_mut(tier).pool.take()
+    }
+
+    /// What may leave `tier` now. While the tier below cannot be written, that includes what waits to be flushed,
+    /// oldest first and no more than is needed: a disk that is away must not close the host tier as well.
+    fn victim(&mut self, tier: Tier) -> Option<SlotId> {
+        loop {
+            let now_ms = self.now_ms;
+            let (held, records) = self.tier_and_records(tier);
+            let victim = held.victim(records);
+            if victim.is_some() || !held.is_flush_blocked {
+                return victim;
+            }
+            let entry = held.next_dirty()?;
+            if held.at(entry.slot).record == entry.record {
+                held.put_off(entry, now_ms);
+            }
+        }
     }
 
     /// Evicts a leaf.
     pub(super) fn let_go(&mut self, tier: Tier, leaf: SlotId) {
-        self.tier_mut(tier).stats.evicted += 1;
+        let (held, records) = self.tier_and_records(tier);
+        held.stats.evicted += 1;
+        held.stats.unflushed += u64::from(held.awaits_flush(leaf, records));
         let frame = self.detach(tier, leaf);
         self.tier_mut(tier).pool.give_back(frame);
     }
@@ -34,8 +72,7 @@ impl Table {
     /// Evicts up to `blocks` leaves of `tier`; answers how many it could.
     pub fn evict(&mut self, tier: Tier, blocks: usize) -> usize {
         for done in 0..blocks {
-            let (held, records) = self.tier_and_records(tier);
-            let Some(victim) = held.victim(records) else { return done };
+            let Some(victim) = self.victim(tier) else { return done };
             self.let_go(tier, victim);
         }
         blocks
@@ -45,8 +82,11 @@ impl Table {
     fn detach(&mut self, tier: Tier, slot: SlotId) -> Frame {
         let record = self.tier(tier).at(slot).record;
         self.uproot(tier, slot, record);
-        let frame =
-            self.tier_mut(tier).pool.withdraw(slot).expect("a resident block's title lies in the pool");
+        self.waive_above(tier, record);
+        let held = self.tier_mut(tier);
+        // So that entries of queues which still name the slot find nobody there.
+        *held.at_mut(slot) = Slot::EMPTY;
+        let frame = held.pool.withdraw(slot).expect("a resident block's title lies in the pool");
         self.forget_if_nowhere(record, MissReason::Evicted, tier);
         frame
     }
@@ -59,7 +99,6 @@ impl Table {
         let held = self.tier_mut(tier);
         held.forget(slot, exposed);
         held.resident -= 1;
-        self.waive_above(tier, record);
     }
 
     /// The parent, if it is a leaf now.
@@ -82,22 +121,56 @@ impl Table {
         }
     }
 
-    /// Drops a block whose bytes in `tier` are bad, with its descendants there. Slots that are being read
-    /// are freed when the readers leave. Answers how many blocks went.
+    /// Drops a block whose bytes in the slot `found` are bad, with its descendants in that tier. Slots that are being
+    /// read are freed when the readers leave. Answers how many blocks went: none, if the block is not in that slot's
+    /// life any more, because it was dropped and perhaps written anew elsewhere since the read began.
     ///
-    /// Looks at every slot of the tier: corruption is rare, and child lists would cost every block.
-    pub fn quarantine(&mut self, tier: Tier, key: BlockKey) -> usize {
-        let Some(bad) = self.find(key).filter(|&r| self.records.at(r).resident().has(tier)) else { return 0 };
+    /// Looks at every slot of the tier: bad bytes are rare, and child lists would cost every block.
+    pub fn quarantine(&mut self, key: BlockKey, found: SlotRef, defect: Defect) -> usize {
+        let tier = found.tier;
+        let is_there = |&r: &RecordId| {
+            let known = self.records.at(r);
+            known.resident().has(tier)
+                && known.slot(tier) == found.slot
+                && self.tier(tier).pool.resident_ref(found.slot) == Some(found)
+        };
+        let Some(bad) = self.find(key).filter(is_there) else { return 0 };
         let doomed = self.descendants(tier, bad);
-        self.tier_mut(tier).stats.quarantined += doomed.len() as u64;
+        let stats = &mut self.tier_mut(tier).stats;
+        match defect {
+            Defect::Corrupt => stats.quarantined += doomed.len() as u64,
+            Defect::Unreadable => stats.unreadable += doomed.len() as u64,
+        }
         self.abort_runs_on(tier, &doomed);
         let pins = doomed.iter().map(|&(slot, _)| self.tier(tier).at(slot).pins()).sum();
         let anchor = if pins > 0 { self.pin_parent(tier, bad) } else { None };
-        let slots = doomed.iter().map(|&(slot, _)| slot).collect();
+        let slots = self.depths_below(tier, bad, &doomed);
         let blocks = doomed.len();
-        self.uproot_all(tier, doomed);
+        self.uproot_all(tier, doomed, defect);
         self.admit_to_ward(tier, Ward { slots, pins, anchor });
         blocks
+    }
+
+    /// How many blocks below the parent of `top` each of `doomed` lies.
+    fn depths_below(&self, tier: Tier, top: RecordId, doomed: &[(SlotId, RecordId)]) -> HashMap<SlotId, u32> {
+        let mut depths = HashMap::from([(self.records.at(top).slot(tier), 1)]);
+        let mut path = Vec::new();
+        for &(_, record) in doomed {
+            let mut at = record;
+            let above = loop {
+                let slot = self.records.at(at).slot(tier);
+                match (depths.get(&slot), self.records.at(at).parent()) {
+                    (Some(&depth), _) => break depth,
+                    (None, Some(parent)) => {
+                        path.push(slot);
+                        at = parent;
+                    }
+                    (None, None) => break 0,
+                }
+            };
+            depths.extend(path.drain(..).rev().zip(above + 1..));
+        }
+        depths
     }
 
     /// Whoever reads a doomed block may also be reading its ancestors, which his pin on it protected: from now
@@ -109,7 +182,7 @@ impl Table {
     }
 
     /// Ends the residency of a block with all its descendants, leaves first.
-    fn uproot_all(&mut self, tier: Tier, doomed: Vec<(SlotId, RecordId)>) {
+    fn uproot_all(&mut self, tier: Tier, doomed: Vec<(SlotId, RecordId)>, defect: Defect) {
         let slots: std::collections::HashSet<_> = doomed.iter().map(|&(slot, _)| slot).collect();
         let mut leaves: Vec<_> =
             doomed.into_iter().filter(|&(slot, _)| self.tier(tier).at(slot).children == 0).collect();
@@ -118,10 +191,35 @@ impl Table {
             let above = parent.map(|parent| (self.records.at(parent).slot(tier), parent));
             self.uproot(tier, slot, record);
             self.tier_mut(tier).at_mut(slot).condemn();
-            self.forget_if_nowhere(record, MissReason::Corrupt, tier);
+            self.flush_again(tier, record);
+            self.forget_if_nowhere(record, defect.miss_reason(), tier);
             let is_next =
                 |&(above, _): &(SlotId, _)| slots.contains(&above) && self.tier(tier).at(above).children == 0;
             leaves.extend(above.filter(is_next));
+        }
+    }
+
+    /// A good copy above of what `tier` has lost is written there anew.
+    fn flush_again(&mut self, tier: Tier, record: RecordId) {
+        let (known, since_ms) = (*self.records.at(record), self.now_ms);
+        for above in self.tiers.iter_mut().flatten().filter(|above| above.flush_to == Some(tier)) {
+            if known.resident().has(above.tier) {
+                let slot = known.slot(above.tier);
+                above.at_mut(slot).ask();
+                above.queue(Dirty { slot, record, since_ms, usage: Usage::default() });
+            }
+        }
+    }
+
+    /// The copy of a block into `tier` failed: where it was to come from it is tried again later, and may leave
+    /// until then.
+    pub(super) fn retry_above(&mut self, tier: Tier, record: RecordId) {
+        let (known, since_ms) = (*self.records.at(record), self.now_ms);
+        for above in self.tiers.iter_mut().flatten().filter(|above| above.flush_to == Some(tier)) {
+            if known.resident().has(above.tier) {
+                let slot = known.slot(above.tier);
+                above.retry_later(Dirty { slot, record, since_ms, usage: Usage::default() }, since_ms);
+            }
         }
     }
 
@@ -177,7 +275,7 @@ impl Table {
     fn empty_ward(&mut self, tier: Tier, ward: usize) {
         let held = self.tier_mut(tier);
         let Ward { slots, anchor, .. } = held.wards.swap_remove(ward);
-        for slot in slots {
+        for slot in slots.into_keys() {
             *held.at_mut(slot) = Slot::EMPTY;
             if let Some(frame) = held.pool.withdraw(slot) {
                 held.pool.give_back(frame);

@@ -1,7 +1,8 @@
 //! Which dirty blocks to copy to the tier below next.
 //!
 //! Blocks queue in the order of their publication, which is root-first along every chain. A block whose
-//! ancestors the lower tier has lost takes them along, so that nothing is ever written as an orphan.
+//! ancestors the lower tier has lost takes them along, so that nothing is ever written as an orphan. A flush that
+//! fails is tried again while the block is there; until then the block may leave, and is counted if it does.
 
 use kvbm_policies::Moment;
 use kvbm_tiers::{BlockKey, Frame, SlotId, SlotRef, Tier};
@@ -38,6 +39,40 @@ impl Table {
         self.tiers[tier.index()].as_ref().map_or(0, |held| held.dirty.len())
     }
 
+    /// Whether any block of `tier` waits to be flushed, or for another try.
+    pub fn has_dirty(&self, tier: Tier) -> bool {
+        let held = self.tiers[tier.index()].as_ref().filter(|held| held.flush_to.is_some());
+        held.is_some_and(|held| !held.dirty.is_empty() || !held.retries.is_empty())
+    }
+
+    /// Blocks of `tier` that the tier below is to have and lacks. Linear in those that wait.
+    pub fn unflushed(&self, tier: Tier) -> usize {
+        let Some(held) = &self.tiers[tier.index()] else { return 0 };
+        let Some(to) = held.flush_to else { return 0 };
+        let waiting = held.dirty.iter().chain(held.retries.iter().map(|retry| &retry.entry));
+        waiting.filter(|&&entry| self.is_missing_below(tier, to, entry)).count()
+    }
+
+    /// Says whether the tier below `tier` cannot be written now, and returns what was said before. While it cannot,
+    /// blocks may leave without it.
+    pub fn block_flushes(&mut self, tier: Tier, blocked: bool) -> bool {
+        let Some(held) = &mut self.tiers[tier.index()] else { return false };
+        let before = std::mem::replace(&mut held.is_flush_blocked, blocked);
+        if before && !blocked {
+            // It is well again: what failed need not wait out its pause.
+            held.revive_flushes(u64::MAX);
+        }
+        before
+    }
+
+    /// Has failed flushes of `tier` tried again: those whose pause is over, or `all`.
+    pub fn revive_flushes(&mut self, tier: Tier, all: bool) {
+        let now_ms = if all { u64::MAX } else { self.now_ms };
+        if let Some(held) = &mut self.tiers[tier.index()] {
+            held.revive_flushes(now_ms);
+        }
+    }
+
     /// Whether the blocks that wait in `tier` should be flushed now: one waits longer than `interval_ms`,
     /// they are more than `watermark` blocks, or somebody found no room because of them.
     pub fn flush_is_due(&self, tier: Tier, interval_ms: u64, watermark: usize) -> bool {
@@ -56,7 +91,7 @@ impl Table {
         let mut group = Group::default();
         let mut taken = 0;
         while taken < blocks {
-            let Some(next) = self.tier_mut(tier).dirty.pop_front() else { break };
+            let Some(next) = self.tier_mut(tier).next_dirty() else { break };
             if !self.awaits_flush(tier, to, next) {
                 continue;
             }
@@ -65,7 +100,7 @@ impl Table {
                 || group.blocks.last().copied() != self.records.at(next.record).parent()
             {
                 if !self.launch_admitted(tier, to, &mut group, moment, &mut runs) {
-                    self.tier_mut(tier).dirty.push_front(next);
+                    self.tier_mut(tier).queue_first(next);
                     return runs;
                 }
                 group.blocks = self.missing_path(to, next.record);
@@ -114,14 +149,19 @@ impl Table {
 
     /// Whether a queue entry still stands for a block that the lower tier lacks and does not await.
     fn awaits_flush(&self, tier: Tier, to: Tier, entry: Dirty) -> bool {
-        let held = self.tier(tier).at(entry.slot);
         let known = self.records.at(entry.record);
-        held.record == entry.record
+        self.is_missing_below(tier, to, entry)
+            && !self.tier(tier).at(entry.slot).is_waived()
+            && !known.filling().has(to)
+    }
+
+    /// Whether a queue entry still stands for a block that the lower tier lacks.
+    fn is_missing_below(&self, tier: Tier, to: Tier, entry: Dirty) -> bool {
+        let known = self.records.at(entry.record);
+        self.tier(tier).at(entry.slot).record == entry.record
             && known.resident().has(tier)
             && known.slot(tier) == entry.slot
-            && !held.is_waived()
             && !known.resident().has(to)
-            && !known.filling().has(to)
     }
 
     /// `record` and those of its ancestors that `to` neither has nor awaits, root first.
@@ -186,28 +226,7 @@ impl Table {
         let since_ms = self.now_ms;
         for &record in records.iter().rev() {
             let slot = self.records.at(record).slot(tier);
-            self.tier_mut(tier).dirty.push_front(Dirty { slot, record, since_ms, usage });
+            self.tier_mut(tier).queue_first(Dirty { slot, record, since_ms, usage });
         }
-    }
-
-    /// Waives all waiting flushes of `tier`; answers how many blocks that were. Under a rule they are asked about
-    /// when they leave.
-    pub fn waive_all(&mut self, tier: Tier) -> usize {
-        if let Some(held) = self.tiers[tier.index()].as_mut().filter(|held| held.admission.is_some()) {
-            held.dirty.clear();
-            return 0;
-        }
-        let Some(to) = self.tiers[tier.index()].as_ref().and_then(|held| held.flush_to) else { return 0 };
-        let queue = std::mem::take(&mut self.tier_mut(tier).dirty);
-        let mut waived = 0;
-        for entry in queue {
-            if self.awaits_flush(tier, to, entry) {
-                let held = self.tier_mut(tier);
-                held.at_mut(entry.slot).waive();
-                held.reconsider(entry.slot);
-                waived += 1;
-            }
-        }
-        waived
     }
 }

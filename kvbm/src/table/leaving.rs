@@ -11,21 +11,6 @@ use super::index::RecordId;
 use super::tier::Dirty;
 use super::{MissReason, Table, Usage};
 
-/// What was done to make room.
-#[derive(Debug, Default)]
-pub struct Headroom {
-    /// What goes down.
-    pub runs: Vec<FlushRun>,
-    /// Blocks that left although they were to go down, because nothing can be written there.
-    pub dropped: usize,
-}
-
-impl Headroom {
-    fn copies(&self) -> usize {
-        self.runs.iter().map(|run| run.copies.len()).sum()
-    }
-}
-
 /// What became of a block that is about to leave.
 enum Fate {
     /// It is gone.
@@ -38,39 +23,39 @@ enum Fate {
 
 impl Table {
     /// Lets leave what its policy gives up next, until `slots` slots of `tier` are free or will be after the
-    /// answered runs, or these copy `copies` blocks. What is to go down and cannot, where `can_write` is false, is
-    /// lost to the tier below. Nothing, where blocks go down as soon as they come.
-    pub fn make_headroom(&mut self, tier: Tier, slots: usize, copies: usize, can_write: bool) -> Headroom {
-        let mut room = Headroom::default();
+    /// returned runs, or these copy `copies` blocks. Nothing, where blocks go down as soon as they come.
+    pub fn make_headroom(&mut self, tier: Tier, slots: usize, copies: usize) -> Vec<FlushRun> {
+        let mut runs: Vec<FlushRun> = Vec::new();
         let held = self.tiers[tier.index()].as_ref().filter(|held| held.admission.is_some());
-        let Some(to) = held.and_then(|held| held.flush_to) else { return room };
+        let Some(to) = held.and_then(|held| held.flush_to) else { return runs };
         let mut promised = 0;
-        while self.tier(tier).pool.free() as usize + promised < slots && room.copies() < copies {
+        while self.tier(tier).pool.free() as usize + promised < slots
+            && runs.iter().map(|run| run.copies.len()).sum::<usize>() < copies
+        {
             let (held, records) = self.tier_and_records(tier);
             let Some(leaf) = held.next_to_leave(records) else { break };
-            match self.send_off(tier, to, leaf, can_write, &mut room) {
+            match self.send_off(tier, to, leaf, &mut runs) {
                 Fate::Gone => {}
                 Fate::Sent => promised += 1,
                 Fate::Stuck => break,
             }
         }
-        room
+        runs
     }
 
-    fn send_off(&mut self, tier: Tier, to: Tier, leaf: SlotId, can_write: bool, room: &mut Headroom) -> Fate {
+    fn send_off(&mut self, tier: Tier, to: Tier, leaf: SlotId, runs: &mut Vec<FlushRun>) -> Fate {
         let record = self.tier(tier).at(leaf).record;
         let is_clean = self.tier(tier).is_clean(leaf, &self.records);
-        if !is_clean && can_write {
+        if !is_clean {
             let blocks = self.admitted(tier, to, record, Moment::Leaving);
             let mut group = Group { blocks, usage: Usage::default() };
-            if !self.launch(tier, to, &mut group, &mut room.runs).is_empty() {
+            if !self.launch(tier, to, &mut group, runs).is_empty() {
                 return Fate::Stuck;
             }
             if self.records.at(record).filling().has(to) {
                 return Fate::Sent;
             }
         }
-        room.dropped += usize::from(!is_clean && !can_write);
         let key = self.records.at(record).key();
         self.let_go(tier, leaf);
         if !is_clean && self.find(key).is_none() {

@@ -41,9 +41,9 @@ use kvbm_tiers::{BlockKey, Frame, Loan, SlotId, SlotRef, Tier};
 
 pub use self::audit::Drift;
 pub use self::departures::{Miss, MissReason};
+pub use self::evict::Defect;
 pub use self::flush::FlushRun;
 pub use self::index::RecordId;
-pub use self::leaving::Headroom;
 pub use self::prefix::Match;
 pub use self::record::TierSet;
 pub use self::run::RunId;
@@ -69,7 +69,7 @@ pub struct SlotCounts {
     pub filling: u32,
     /// Readable.
     pub resident: u32,
-    /// Held for ever by a copy that never ended.
+    /// Held by copies that are overdue: free again when these end after all.
     pub lost: u32,
 }
 
@@ -84,7 +84,8 @@ pub struct Grip {
 }
 
 impl Grip {
-    const fn of_nothing(visit: Visit) -> Self {
+    /// Holds nothing anywhere.
+    pub(crate) const fn of_nothing(visit: Visit) -> Self {
         Self { held: Match::new([0; Tier::COUNT]), deepest: [None; Tier::COUNT], visit }
     }
 
@@ -262,7 +263,7 @@ impl Table {
 
     /// Extends a lease to the `blocks` leading blocks that end with `deepest`, if `tier` has that. A lease that
     /// holds more there already keeps it.
-    pub fn hold_if_resident(&mut self, grip: &mut Grip, tier: Tier, deepest: BlockKey, blocks: usize) {
+    fn hold_if_resident(&mut self, grip: &mut Grip, tier: Tier, deepest: BlockKey, blocks: usize) {
         if grip.held.blocks(tier) >= blocks {
             return;
         }
@@ -276,31 +277,87 @@ impl Table {
         }
     }
 
-    /// Pins one slot that a copy reads from, so that it stays although the lease ends. A slot that is not
-    /// resident (a bounce slot) needs no pin: its title is somewhere else.
-    pub fn hold_source(&mut self, slot: SlotRef) -> Grip {
-        let mut grip = Grip::of_nothing(Visit::default());
-        let held = self.tiers[slot.tier.index()].as_mut();
-        let held = held.filter(|held| held.pool.resident_ref(slot.slot) == Some(slot));
-        if let Some(held) = held
-            && held.at_mut(slot.slot).pin()
-        {
-            grip.hold(slot.tier, slot.slot, 0);
-            if held.at(slot.slot).is_condemned() {
-                let ward = held.ward_of(slot.slot);
-                held.wards[ward].pins += 1;
-            }
+    /// Extends a lease to those of the successive blocks `keys`, which come after `before` leading ones, that `tier`
+    /// has.
+    pub fn hold_leading(&mut self, grip: &mut Grip, tier: Tier, before: usize, keys: &[BlockKey]) {
+        let is_there =
+            |key: &BlockKey| self.find(*key).is_some_and(|r| self.records.at(r).resident().has(tier));
+        // Residency along a chain is true up to a boundary.
+        let there = keys.partition_point(is_there);
+        if let Some(last) = there.checked_sub(1) {
+            self.hold_if_resident(grip, tier, keys[last], before + there);
         }
-        grip
     }
 
-    /// Ends the lease in those tiers whose blocks were quarantined meanwhile: they are not there any more.
-    pub fn drop_condemned(&mut self, grip: &mut Grip) {
+    /// Pins once more what a lease pins: for copies that may outlive it. Not for a lease that may hold quarantined
+    /// blocks: [`drop_condemned`](Self::drop_condemned) comes first.
+    pub fn pin_again(&mut self, grip: &Grip) -> Grip {
+        let mut again = Grip::of_nothing(grip.visit);
         for tier in Tier::ALL {
-            if grip.deepest[tier.index()].is_some_and(|slot| self.tier(tier).at(slot).is_condemned()) {
-                self.release_tier(grip, tier);
+            if let Some(slot) =
+                grip.deepest[tier.index()].filter(|&slot| self.tier_mut(tier).at_mut(slot).pin())
+            {
+                again.hold(tier, slot, grip.held.blocks(tier));
             }
         }
+        again
+    }
+
+    /// Pins a block that `tier` holds, and names its slot. `None`: it does not.
+    pub fn pin_resident(&mut self, tier: Tier, key: BlockKey) -> Option<(SlotRef, Grip)> {
+        let record = self.find(key).filter(|&r| self.records.at(r).resident().has(tier))?;
+        let slot = self.records.at(record).slot(tier);
+        let mut grip = Grip::of_nothing(Visit::default());
+        self.tier_mut(tier).at_mut(slot).pin().then(|| grip.hold(tier, slot, 0))?;
+        Some((self.slot_ref(tier, slot), grip))
+    }
+
+    /// Shortens the lease in those tiers where blocks were quarantined meanwhile, to what is left before these.
+    pub fn drop_condemned(&mut self, grip: &mut Grip) {
+        for tier in Tier::ALL {
+            while let Some(slot) =
+                grip.deepest[tier.index()].filter(|&slot| self.tier(tier).at(slot).is_condemned())
+            {
+                self.retreat(grip, tier, slot);
+            }
+        }
+    }
+
+    /// Moves a lease from a condemned slot up to the last block before the quarantined ones.
+    fn retreat(&mut self, grip: &mut Grip, tier: Tier, condemned: SlotId) {
+        let held = self.tier_mut(tier);
+        let ward = &held.wards[held.ward_of(condemned)];
+        let below = ward.slots.get(&condemned).map_or(0, |&depth| depth as usize);
+        let left = grip.held.blocks(tier).saturating_sub(below);
+        let anchor = ward.anchor.filter(|_| left > 0);
+        // The ward's own pin keeps the anchor where it is until the lease has one there.
+        let anchor = anchor.filter(|&anchor| held.at_mut(anchor).pin());
+        if let Some(anchor) = anchor.filter(|&anchor| held.at(anchor).is_condemned()) {
+            let outer = held.ward_of(anchor);
+            held.wards[outer].pins += 1;
+        }
+        self.release_tier(grip, tier);
+        if let Some(anchor) = anchor {
+            grip.hold(tier, anchor, left);
+        }
+    }
+
+    /// Whether all that `grip` holds belongs to `chain`.
+    pub fn is_lease_of(&self, grip: &Grip, chain: Chain<'_>) -> bool {
+        Tier::ALL.into_iter().all(|tier| {
+            let Some(slot) =
+                grip.deepest[tier.index()].filter(|&slot| !self.tier(tier).at(slot).is_condemned())
+            else {
+                return true;
+            };
+            let blocks = grip.held.blocks(tier);
+            let shared = blocks.min(chain.len());
+            let ancestors = std::iter::successors(Some(self.tier(tier).at(slot).record), |&r| {
+                self.records.at(r).parent()
+            });
+            let mut ancestors = ancestors.skip(blocks - shared);
+            shared == 0 || ancestors.next().is_some_and(|r| self.records.at(r).is(chain.key(shared - 1)))
+        })
     }
 
     /// Ends the lease in one tier only.
@@ -363,7 +420,11 @@ impl Table {
         let deepest = grip.deepest[longest.index()].filter(|_| before > 0);
         let mut at = deepest.map(|slot| self.tier(longest).at(slot).record);
         let mut blocks = Vec::new();
-        while let Some(record) = at.map(|id| self.records.at(id)).filter(|record| !record.resident().has(to))
+        // A chain may begin in the middle of a longer one: what comes before its first block is not its own.
+        while let Some(record) = at
+            .filter(|_| before > 0)
+            .map(|id| self.records.at(id))
+            .filter(|record| !record.resident().has(to))
         {
             before -= 1;
             let fastest = Tier::ALL.into_iter().find(|&tier| held(tier) > before).unwrap_or(longest);
@@ -381,10 +442,19 @@ impl Table {
     /// Reserves slots in `tier` for the blocks of `chain` that it lacks, evicting where it must.
     pub fn reserve(&mut self, tier: Tier, chain: Chain<'_>, usage: Usage) -> Reserved {
         let resident = self.matches(chain).blocks(tier);
-        let parent = resident.checked_sub(1).map(|last| chain.key(last));
+        let parent = match resident.checked_sub(1) {
+            Some(last) => Some(chain.key(last)),
+            None => self.parent_of_first(chain),
+        };
         let keys: Vec<_> = (resident..chain.len()).map(|i| chain.key(i)).collect();
         let visit = Visit { usage: self.named(usage), path: chain.len() as u32 };
         Reserved { resident, ..self.reserve_after(tier, parent, &keys, visit) }
+    }
+
+    /// What comes before a chain that is known to begin in the middle of a longer one.
+    fn parent_of_first(&self, chain: Chain<'_>) -> Option<BlockKey> {
+        let first = self.find((!chain.is_empty()).then(|| chain.key(0))?)?;
+        self.records.at(first).parent().map(|parent| self.records.at(parent).key())
     }
 
     /// Reserves slots in `tier` for successive blocks behind `parent`, which the tier has. Blocks that it
@@ -447,15 +517,6 @@ impl Table {
         self.tiers.iter_mut().flatten().flat_map(TierTable::upkeep).collect()
     }
 
-    /// Takes in a title that was never the table's own and whose slot something may still write to: a lost
-    /// staging slot. It counts as a slot of its tier from now on.
-    pub fn lose(&mut self, frame: Frame) {
-        if let Some(held) = &mut self.tiers[frame.tier().index()] {
-            held.total += 1;
-            held.pool.lose(frame);
-        }
-    }
-
     /// The tier into which the blocks of `tier` are flushed.
     pub fn flushes_to(&self, tier: Tier) -> Option<Tier> {
         self.tiers[tier.index()].as_ref().and_then(|held| held.flush_to)
@@ -464,7 +525,7 @@ impl Table {
     /// Occupancy of `tier`; zeroes if there is none.
     pub fn counts(&self, tier: Tier) -> SlotCounts {
         let Some(held) = &self.tiers[tier.index()] else { return SlotCounts::default() };
-        let (total, free, lost) = (held.total, held.pool.free(), held.pool.lost());
+        let (total, free, lost) = (held.total, held.pool.free(), held.lost);
         let resident = held.resident;
         let idle = free + resident + lost;
         SlotCounts { total, free, resident, lost, filling: total.saturating_sub(idle) }

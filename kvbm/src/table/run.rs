@@ -214,10 +214,18 @@ impl Table {
         self.tier_mut(frame.tier()).pool.give_back(frame);
     }
 
-    /// The copy never ended: like [`failed`](Self::failed), but the slot is not used again.
-    pub fn lost(&mut self, run: RunId, entry: usize, frame: Frame) {
+    /// The copy is overdue: the block and everything behind it will not come. The order keeps the title, since the
+    /// medium may still touch the slot of `tier`, until [`came_back`](Self::came_back).
+    pub fn overdue(&mut self, run: RunId, entry: usize, tier: Tier) {
         self.abort(run, entry);
-        self.tier_mut(frame.tier()).pool.lose(frame);
+        self.tier_mut(tier).lost += 1;
+    }
+
+    /// An overdue copy has ended after all: its slot is free.
+    pub fn came_back(&mut self, frame: Frame) {
+        let held = self.tier_mut(frame.tier());
+        held.lost -= 1;
+        held.pool.give_back(frame);
     }
 
     /// Ends a run all of whose titles came back. Answers how many of its blocks were published. If `grip`
@@ -291,6 +299,7 @@ impl Table {
         let known = *self.records.at(record);
         for above in self.tiers.iter_mut().flatten().filter(|above| above.flush_to == Some(tier)) {
             if known.resident().has(above.tier) {
+                above.flush_succeeded();
                 above.reconsider(known.slot(above.tier));
             }
         }
@@ -349,7 +358,7 @@ impl Table {
                 doomed.extend(self.cut_waiting(tier, record));
                 self.tell(tier, record);
                 self.records.at_mut(record).leave(tier);
-                self.waive_above(tier, record);
+                self.retry_above(tier, record);
                 self.forget_if_nowhere(record, MissReason::IoError, tier);
             }
             self.close_if_detached(id);

@@ -3,10 +3,10 @@
 use kvbm_policies::admission::{Edge, Side};
 use kvbm_policies::eviction::EvictionKind;
 use kvbm_policies::{AdmissionKind, Hints, Moment};
-use kvbm_tiers::{Frame, FramePool, Tier};
+use kvbm_tiers::{BlockKey, Frame, FramePool, Tier};
 use proptest::prelude::*;
 
-use super::{FlushRun, Grip, Match, MissReason, RunId, Table, TierSpec, Usage};
+use super::{Defect, FlushRun, Grip, Match, MissReason, RunId, Table, TierSpec, Usage};
 use crate::hash::{BlockHash, Chain};
 
 const SLOTS: [(Tier, u32, Option<Tier>); 4] = [
@@ -46,7 +46,8 @@ enum Step {
     Release(usize),
     Quarantine { tier: usize, chain: u8, depth: usize },
     Flush { tier: usize, blocks: usize },
-    Headroom { tier: usize, slots: usize, can_write: bool },
+    Headroom { tier: usize, slots: usize },
+    Block { tier: usize, blocked: bool },
     Evict { tier: usize, blocks: usize },
 }
 
@@ -60,8 +61,8 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0..4usize, 0..12u8, 0..9usize)
             .prop_map(|(tier, chain, depth)| Step::Quarantine { tier, chain, depth }),
         4 => (1..3usize, 1..9usize).prop_map(|(tier, blocks)| Step::Flush { tier, blocks }),
-        2 => (1..3usize, 1..9usize, any::<bool>())
-            .prop_map(|(tier, slots, can_write)| Step::Headroom { tier, slots, can_write }),
+        2 => (1..3usize, 1..9usize).prop_map(|(tier, slots)| Step::Headroom { tier, slots }),
+        1 => (1..3usize, any::<bool>()).prop_map(|(tier, blocked)| Step::Block { tier, blocked }),
         1 => (0..4usize, 1..5usize).prop_map(|(tier, blocks)| Step::Evict { tier, blocks }),
     ]
 }
@@ -77,7 +78,8 @@ struct History {
     table: Table,
     works: Vec<Work>,
     grips: Vec<(Grip, Vec<BlockHash>)>,
-    lost: u32,
+    /// Titles that overdue copies keep.
+    overdue: Vec<Frame>,
 }
 
 impl History {
@@ -97,15 +99,19 @@ impl History {
             Step::Quarantine { tier, chain: n, depth } => {
                 let hashes = chain(n);
                 let key = Chain::from(&hashes).key(depth.min(hashes.len() - 1));
-                self.table.quarantine(Tier::ALL[tier], key);
+                let defect = if depth % 2 == 0 { Defect::Corrupt } else { Defect::Unreadable };
+                quarantine(&mut self.table, Tier::ALL[tier], key, defect);
             }
             Step::Flush { tier, blocks } => {
                 let runs = self.table.take_flush(Tier::ALL[tier], blocks, Moment::Used);
                 self.start(runs);
             }
-            Step::Headroom { tier, slots, can_write } => {
-                let room = self.table.make_headroom(Tier::ALL[tier], slots, 4, can_write);
-                self.start(room.runs);
+            Step::Headroom { tier, slots } => {
+                let runs = self.table.make_headroom(Tier::ALL[tier], slots, 4);
+                self.start(runs);
+            }
+            Step::Block { tier, blocked } => {
+                self.table.block_flushes(Tier::ALL[tier], blocked);
             }
             Step::Evict { tier, blocks } => {
                 self.table.evict(Tier::ALL[tier], blocks);
@@ -137,9 +143,13 @@ impl History {
         let (entry, frame) = work.frames.swap_remove(entry % work.frames.len());
         match outcome {
             0 => self.table.failed(work.run, entry, frame),
-            1 if self.lost < 4 => {
-                self.lost += 1;
-                self.table.lost(work.run, entry, frame);
+            1 if self.overdue.len() < 4 => {
+                self.table.overdue(work.run, entry, frame.tier());
+                self.overdue.push(frame);
+            }
+            2 if !self.overdue.is_empty() => {
+                self.table.came_back(self.overdue.remove(0));
+                self.table.filled(work.run, entry, frame);
             }
             _ => self.table.filled(work.run, entry, frame),
         }
@@ -168,30 +178,38 @@ impl History {
         Match::new(Tier::ALL.map(blocks))
     }
 
-    /// Lets everything end; then every slot that was not lost can be emptied again.
+    /// Lets everything end; then every slot can be emptied again.
     fn end(mut self) {
         while !self.works.is_empty() {
             self.finish(0, 0, 9);
         }
+        let lost: u32 = Tier::ALL.iter().map(|&tier| self.table.counts(tier).lost).sum();
+        assert_eq!(lost as usize, self.overdue.len());
+        self.overdue.drain(..).for_each(|frame| self.table.came_back(frame));
         for (grip, _) in std::mem::take(&mut self.grips) {
             self.table.release(grip);
         }
         self.check();
         for tier in Tier::ALL {
-            self.table.waive_all(tier);
-        }
-        for (tier, slots, _) in SLOTS {
-            let room = self.table.make_headroom(tier, slots as usize, usize::MAX, false);
-            assert!(room.runs.is_empty(), "nothing can be written");
+            self.table.block_flushes(tier, true);
         }
         for (tier, slots, _) in SLOTS {
             self.table.evict(tier, slots as usize);
             let counts = self.table.counts(tier);
             assert_eq!((counts.resident, counts.filling), (0, 0), "{tier} cannot be emptied: {counts:?}");
-            assert_eq!(counts.free + counts.lost, counts.total);
+            assert_eq!(counts.free, counts.total);
         }
         assert!(self.table.is_empty());
         assert_eq!(self.table.audit(), []);
+    }
+}
+
+/// Drops a block where it is resident.
+fn quarantine(table: &mut Table, tier: Tier, key: BlockKey, defect: Defect) {
+    if let Some((found, grip)) = table.pin_resident(tier, key) {
+        table.release(grip);
+        assert!(table.quarantine(key, found, defect) > 0);
+        assert_eq!(table.quarantine(key, found, defect), 0, "it is not there any more");
     }
 }
 
@@ -204,7 +222,7 @@ proptest! {
         admission in prop::option::of(prop::sample::select(&AdmissionKind::ALL)),
         steps in prop::collection::vec(step(), 1..120),
     ) {
-        let mut history = History { table: small_table(eviction, admission), works: Vec::new(), grips: Vec::new(), lost: 0 };
+        let mut history = History { table: small_table(eviction, admission), works: Vec::new(), grips: Vec::new(), overdue: Vec::new() };
         for step in &steps {
             history.take(step);
             history.check();
@@ -264,7 +282,7 @@ fn readers_of_a_quarantined_chain_keep_its_ancestors() {
     fill(&mut table, Tier::Device, &held);
     let grip = table.lease(Chain::from(&held), Usage::default());
     for depth in [6, 4] {
-        table.quarantine(Tier::Device, Chain::from(&held).key(depth));
+        quarantine(&mut table, Tier::Device, Chain::from(&held).key(depth), Defect::Corrupt);
         assert_eq!(table.evict(Tier::Device, 12), 0);
         assert_eq!(table.matches(Chain::from(&held)).blocks(Tier::Device), depth);
     }

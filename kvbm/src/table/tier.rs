@@ -1,6 +1,6 @@
 //! One tier of the table: its slots, who sits in them, and the policy that ranks them.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 use kvbm_policies::{
     Access, Admission, BlockId, Candidates, Eviction, Forest, Moment, RequestId, Standing, Upkeep,
@@ -37,6 +37,12 @@ pub struct TierStats {
     pub full: u64,
     /// Blocks dropped because their bytes were found corrupt, descendants included.
     pub quarantined: u64,
+    /// Blocks dropped because they could not be read any more, descendants included.
+    pub unreadable: u64,
+    /// Blocks whose copy to the tier below failed; each is tried again while it is here.
+    pub flush_failures: u64,
+    /// Blocks that left before the tier below had them, because it could not be written.
+    pub unflushed: u64,
 }
 
 /// A resident block's place. 12 bytes; without meaning while the slot is free or filling.
@@ -50,6 +56,7 @@ pub(super) struct Slot {
 
 const CONDEMNED: u32 = 1;
 const WAIVED: u32 = 2;
+const QUEUED: u32 = 4;
 const ONE_PIN: u32 = 1 << 8;
 
 impl Slot {
@@ -101,6 +108,15 @@ impl Slot {
     pub(super) const fn waive(&mut self) {
         self.state |= WAIVED;
     }
+
+    /// It waits in the queue of dirty blocks: once is enough, however often it is used.
+    pub(super) const fn is_queued(self) -> bool {
+        self.state & QUEUED != 0
+    }
+
+    const fn set_queued(&mut self, queued: bool) {
+        self.state = if queued { self.state | QUEUED } else { self.state & !QUEUED };
+    }
 }
 
 /// A block that waits for its flush. Stale entries are recognised by the slot's occupant.
@@ -116,11 +132,24 @@ pub(super) struct Dirty {
 /// Slots of quarantined blocks that still have readers; they are freed together when the last one leaves.
 #[derive(Debug)]
 pub(super) struct Ward {
-    pub(super) slots: Vec<SlotId>,
+    /// Each with how many blocks below the anchor it was.
+    pub(super) slots: HashMap<SlotId, u32>,
     pub(super) pins: u32,
     /// The pinned parent of the topmost of them.
     pub(super) anchor: Option<SlotId>,
 }
+
+/// A flush that failed and is tried again.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Retry {
+    pub(super) due_ms: u64,
+    pub(super) entry: Dirty,
+}
+
+/// First pause after a failed flush, and the longest, in milliseconds. The pause doubles while flushes of the tier
+/// go on failing, so that a medium that refuses writes for an hour is not asked a million times.
+const FIRST_PAUSE_MS: u64 = 500;
+const MAX_PAUSE_MS: u64 = 60_000;
 
 #[derive(Debug)]
 pub(super) struct TierTable {
@@ -132,8 +161,17 @@ pub(super) struct TierTable {
     pub(super) flush_to: Option<Tier>,
     pub(super) admission: Option<Box<dyn Admission>>,
     pub(super) dirty: VecDeque<Dirty>,
+    /// Failed flushes, in the order in which they are due.
+    pub(super) retries: VecDeque<Retry>,
+    /// When failed flushes are tried again, and how much later if they fail once more.
+    retry_at_ms: u64,
+    retry_pause_ms: u64,
+    /// The tier below cannot be written now: what is dirty may leave without it.
+    pub(super) is_flush_blocked: bool,
     pub(super) wards: Vec<Ward>,
     pub(super) resident: u32,
+    /// Slots that an overdue copy may still touch.
+    pub(super) lost: u32,
     /// Somebody found no room although blocks only wait to be flushed.
     pub(super) pressed: bool,
     pub(super) stats: TierStats,
@@ -150,8 +188,13 @@ impl TierTable {
             flush_to: spec.flush_to,
             admission: spec.admission,
             dirty: VecDeque::new(),
+            retries: VecDeque::new(),
+            retry_at_ms: 0,
+            retry_pause_ms: FIRST_PAUSE_MS,
+            is_flush_blocked: false,
             wards: Vec::new(),
             resident: 0,
+            lost: 0,
             pressed: false,
             stats: TierStats::default(),
         }
@@ -186,7 +229,7 @@ impl TierTable {
 
     /// The ward in which a condemned slot lies.
     pub(super) fn ward_of(&self, slot: SlotId) -> usize {
-        let ward = self.wards.iter().position(|ward| ward.slots.contains(&slot));
+        let ward = self.wards.iter().position(|ward| ward.slots.contains_key(&slot));
         ward.expect("a condemned slot lies in a ward")
     }
 
@@ -196,7 +239,7 @@ impl TierTable {
         &'a mut self,
         records: &'a Records,
     ) -> (&'a mut dyn Eviction, Structure<'a>) {
-        let awaited = self.flush_to.filter(|_| self.admission.is_none());
+        let awaited = self.flush_to.filter(|_| self.admission.is_none() && !self.is_flush_blocked);
         (self.policy.as_mut(), Structure { tier: self.tier, slots: &self.slots, awaited, records })
     }
 
@@ -211,12 +254,66 @@ impl TierTable {
         self.next_to_leave(records).filter(|&leaf| self.is_clean(leaf, records))
     }
 
-    /// Has a block flushed, or asked about. Under a rule no more wait than the tier has slots: they are asked about
-    /// when they leave in any case.
+    /// Has a block flushed, or asked about. A block that waits already keeps its place.
     pub(super) fn queue(&mut self, entry: Dirty) {
-        if self.admission.is_none() || self.dirty.len() < self.total as usize {
+        if !self.at(entry.slot).is_queued() {
+            self.at_mut(entry.slot).set_queued(true);
             self.dirty.push_back(entry);
         }
+    }
+
+    /// Puts back what was taken out and could not be dealt with.
+    pub(super) fn queue_first(&mut self, entry: Dirty) {
+        self.at_mut(entry.slot).set_queued(true);
+        self.dirty.push_front(entry);
+    }
+
+    /// What waits longest.
+    pub(super) fn next_dirty(&mut self) -> Option<Dirty> {
+        let entry = self.dirty.pop_front()?;
+        // The slot may be another block's by now, whose own entry is elsewhere in the queue.
+        if self.at(entry.slot).record == entry.record {
+            self.at_mut(entry.slot).set_queued(false);
+        }
+        Some(entry)
+    }
+
+    /// Has a failed flush tried again after a pause. Until then the block may leave.
+    pub(super) fn retry_later(&mut self, entry: Dirty, now_ms: u64) {
+        self.stats.flush_failures += 1;
+        // The blocks of a batch fail together: that is one failure.
+        if now_ms >= self.retry_at_ms {
+            self.retry_at_ms = now_ms + self.retry_pause_ms;
+            self.retry_pause_ms = (self.retry_pause_ms * 2).min(MAX_PAUSE_MS);
+        }
+        self.put_off(entry, self.retry_at_ms);
+    }
+
+    /// Lets a block leave unflushed, and has it flushed at `due_ms` if it is still there.
+    pub(super) fn put_off(&mut self, entry: Dirty, due_ms: u64) {
+        let slot = self.at_mut(entry.slot);
+        if !slot.is_queued() {
+            slot.set_queued(true);
+            slot.waive();
+            self.retries.push_back(Retry { due_ms, entry });
+            self.reconsider(entry.slot);
+        }
+    }
+
+    /// Has those failed flushes tried again whose pause is over by `now_ms`.
+    pub(super) fn revive_flushes(&mut self, now_ms: u64) {
+        while let Some(Retry { entry, .. }) = self.retries.pop_front_if(|retry| retry.due_ms <= now_ms) {
+            let slot = self.at_mut(entry.slot);
+            if slot.record == entry.record {
+                slot.ask();
+                self.dirty.push_back(Dirty { since_ms: 0, ..entry });
+            }
+        }
+    }
+
+    /// A block reached the tier below: the next failure starts with a short pause again.
+    pub(super) const fn flush_succeeded(&mut self) {
+        (self.retry_at_ms, self.retry_pause_ms) = (0, FIRST_PAUSE_MS);
     }
 
     /// So many admitted blocks were not written.
@@ -229,8 +326,15 @@ impl TierTable {
     /// Whether the tier below has the block, or need not have it.
     pub(super) fn is_clean(&self, slot: SlotId, records: &Records) -> bool {
         let held = self.at(slot);
-        let below = self.flush_to.filter(|_| !held.is_waived());
+        let below = self.flush_to.filter(|_| !held.is_waived() && !self.is_flush_blocked);
         below.is_none_or(|below| records.at(held.record).resident().has(below))
+    }
+
+    /// Whether a block is to go down, or to be asked about, and has not been.
+    pub(super) fn awaits_flush(&self, slot: SlotId, records: &Records) -> bool {
+        let held = self.at(slot);
+        let lacks = |below: Tier| !records.at(held.record).resident().has(below);
+        held.is_queued() && self.admission.is_none() && self.flush_to.is_some_and(lacks)
     }
 
     /// How many of the candidates go down.

@@ -73,7 +73,7 @@ impl<'r> Bed<'r> {
         let started = Instant::now();
         if self.bottom == Tier::Host {
             self.move_all(Manager::save)?;
-        } else if !self.manager.drain(LIMIT) {
+        } else if !self.manager.drain(LIMIT).is_complete() {
             return Err(Failure::unexpected("flushing did not end"));
         }
         let time = started.elapsed();
