@@ -146,6 +146,7 @@ impl Gauges {
             ("free", counts.free),
             ("filling", counts.filling),
             ("resident", counts.resident),
+            ("quarantined", counts.quarantined),
             ("lost", counts.lost),
         ];
         for (state, slots) in by_state {

@@ -251,7 +251,7 @@ const fn defect_of(kind: CopyErrorKind) -> Option<Defect> {
 }
 
 fn close_runs(table: &mut Table, flow: &Flow, lease: &mut Lease) -> usize {
-    let Outline { class, dest, run, promotion, before, ref joined, .. } = flow.outline;
+    let Outline { class, dest, run, promotion, before, ref found, .. } = flow.outline;
     if let Some(promotion) = promotion {
         table.close(promotion, None);
     }
@@ -261,7 +261,7 @@ fn close_runs(table: &mut Table, flow: &Flow, lease: &mut Lease) -> usize {
     let copied = run.map_or(0, |run| table.close(run, Some((lease.grip_mut(), before))));
     if copied == 0 {
         // Of what other flows brought, as much as arrived.
-        table.hold_leading(lease.grip_mut(), dest, before - joined.len(), joined);
+        table.hold_leading(lease.grip_mut(), dest, before - found.len(), found);
     }
     table.drop_condemned(lease.grip_mut());
     copied

@@ -97,8 +97,9 @@ pub(super) struct Outline {
     pub(super) before: usize,
     /// The last of these; it may be on the way in another flow.
     pub(super) behind: Option<BlockKey>,
-    /// Those of them that were on the way in other flows, root first.
-    pub(super) joined: Vec<BlockKey>,
+    /// The last of them, root first: those of which the caller's lease may not know in the destination, because they
+    /// came there since or are on the way in other flows.
+    pub(super) found: Vec<BlockKey>,
     /// Orders of this flow.
     pub(super) orders: usize,
     /// The tier that all its blocks come from, if it is one.
@@ -121,7 +122,7 @@ impl Outline {
             promotion: None,
             before: 0,
             behind: None,
-            joined: Vec::new(),
+            found: Vec::new(),
             orders: 0,
             source: None,
             is_probe: false,

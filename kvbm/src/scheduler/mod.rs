@@ -54,7 +54,7 @@ use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::metrics::Metrics;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
-use crate::table::{FlushRun, Grip, Match, Missing, Reserved, RunId, Table, Usage, Visit};
+use crate::table::{FlushRun, Grip, Match, Missing, Reserved, RunId, Table, TierSet, Usage, Visit};
 use crate::ticket::Ticket;
 
 pub use self::background::Drained;
@@ -199,6 +199,12 @@ impl Core {
         self.staging.lock().counts()
     }
 
+    /// Copies on a route that are overdue now. Each holds the slot that it writes, and pins the one that it reads with
+    /// its ancestors.
+    pub fn overdue(&self, route: Route) -> u64 {
+        self.metrics.overdue_now(route)
+    }
+
     /// Blocks that wait on a route, and batches in flight there.
     pub(crate) fn traffic(&self, route: Route) -> (usize, usize) {
         let lanes = self.lanes.lock();
@@ -304,7 +310,8 @@ impl Core {
         let way = &missing.blocks[known..known + frames.len()];
         let visit = lease.grip().visit();
         let (promotion, bounces) = self.bounces(&mut table, class, to, (way, behind), visit);
-        let sources = (!frames.is_empty()).then(|| table.pin_again(lease.grip()));
+        let read = way.iter().fold(TierSet::default(), |tiers, (_, from)| tiers.with(from.tier));
+        let sources = (!frames.is_empty()).then(|| table.pin_again(lease.grip(), read));
         drop(table);
         if no_room > 0 {
             self.flushing.wake();
@@ -325,7 +332,12 @@ impl Core {
             source: only_source(way),
             is_probe: probe.is_some(),
             behind,
-            joined: keys[resident..known].to_vec(),
+            found: missing
+                .behind
+                .filter(|_| missing.before > 0)
+                .into_iter()
+                .chain(keys[..known].iter().copied())
+                .collect(),
         };
         let (flow, ticket) = Flow::start(outline, lease, sources, self.clock.uptime());
         let run = run.into_iter().cycle();

@@ -69,6 +69,8 @@ pub struct SlotCounts {
     pub filling: u32,
     /// Readable.
     pub resident: u32,
+    /// Of blocks that were dropped because their bytes are bad, while somebody still reads them.
+    pub quarantined: u32,
     /// Held by copies that are overdue: free again when these end after all.
     pub lost: u32,
 }
@@ -289,11 +291,11 @@ impl Table {
         }
     }
 
-    /// Pins once more what a lease pins: for copies that may outlive it. Not for a lease that may hold quarantined
-    /// blocks: [`drop_condemned`](Self::drop_condemned) comes first.
-    pub fn pin_again(&mut self, grip: &Grip) -> Grip {
+    /// Pins once more what a lease pins in `tiers`: for copies that may outlive it. Not for a lease that may hold
+    /// quarantined blocks: [`drop_condemned`](Self::drop_condemned) comes first.
+    pub fn pin_again(&mut self, grip: &Grip, tiers: TierSet) -> Grip {
         let mut again = Grip::of_nothing(grip.visit);
-        for tier in Tier::ALL {
+        for tier in Tier::ALL.into_iter().filter(|&tier| tiers.has(tier)) {
             if let Some(slot) =
                 grip.deepest[tier.index()].filter(|&slot| self.tier_mut(tier).at_mut(slot).pin())
             {
@@ -527,8 +529,9 @@ impl Table {
         let Some(held) = &self.tiers[tier.index()] else { return SlotCounts::default() };
         let (total, free, lost) = (held.total, held.pool.free(), held.lost);
         let resident = held.resident;
-        let idle = free + resident + lost;
-        SlotCounts { total, free, resident, lost, filling: total.saturating_sub(idle) }
+        let quarantined = held.wards.iter().map(|ward| ward.slots.len() as u32).sum();
+        let filling = total.saturating_sub(free + resident + lost + quarantined);
+        SlotCounts { total, free, filling, resident, quarantined, lost }
     }
 
     /// Counts of `tier` since the start.

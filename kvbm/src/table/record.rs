@@ -17,6 +17,12 @@ impl TierSet {
         self.0 >> tier.index() & 1 == 1
     }
 
+    /// The set with `tier` in it.
+    #[must_use]
+    pub const fn with(self, tier: Tier) -> Self {
+        Self(self.0 | bit(tier))
+    }
+
     pub(super) const fn bits(self) -> u8 {
         self.0
     }

@@ -1,0 +1,208 @@
+//! Media that are slow, hang, hang and then go on, or never end a copy: what that costs, and that it comes back.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvbm::scheduler::{Class, Tuning};
+use kvbm::{BlockHash, Brought, Chain, ErrorKind, Ticket, Tier, Usage};
+use kvbm_tests::rig::{DISK, Rig, Sizes, TIGHT, hash};
+use kvbm_tiers::testing::{Fault, FaultBackend, MemoryStore};
+use kvbm_tiers::{Backend, MemcpyBackend};
+
+const FROM_DISK: (Tier, Tier) = DISK[1];
+const LIMIT: Duration = Duration::from_millis(50);
+const SOON: Duration = Duration::from_secs(20);
+const SIZES: Sizes = Sizes { tiers: [64, 64, 128, 128], staging: 4 };
+
+fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
+    (0..blocks).map(|i| hash(1_000 * n + i + 1)).collect()
+}
+
+struct System {
+    rig: Rig,
+    disk: Arc<FaultBackend<Arc<MemoryStore>>>,
+}
+
+impl System {
+    fn new(sizes: Sizes) -> Self {
+        let tuning = Tuning { timeout: LIMIT, object_timeout: LIMIT, queue_blocks: 2_000, ..TIGHT };
+        let mut kept = None;
+        let rig = Rig::new(sizes, tuning, |places| {
+            let memory = vec![Arc::clone(&places.device) as _, Arc::clone(&places.host) as _];
+            let disk = FaultBackend::new(Arc::clone(&places.disk), places.all()).expect("one geometry");
+            let disk = kept.insert(Arc::new(disk));
+            vec![
+                Arc::new(MemcpyBackend::new(memory, 1).expect("threads")) as Arc<dyn Backend>,
+                places.verified(Arc::clone(disk)),
+                places.verified(Arc::clone(&places.object)),
+            ]
+        });
+        Self { rig, disk: kept.expect("made with the rig") }
+    }
+
+    /// Brings a chain to disk, and nowhere else.
+    fn sink(&self, chain: &[BlockHash]) {
+        let filled = self.rig.fill(Chain::from(chain));
+        let published = self.rig.publish(filled, Chain::from(chain)).wait().unwrap();
+        drop(self.rig.core.bring(Class::Save, Tier::Host, published.lease).wait().unwrap());
+        assert!(self.rig.core.drain(SOON).is_complete());
+        let mut table = self.rig.core.table();
+        for tier in [Tier::Device, Tier::Host, Tier::Object] {
+            table.evict(tier, 1_000);
+        }
+    }
+
+    fn load(&self, chain: &[BlockHash]) -> Ticket<Brought> {
+        let lease = self.rig.core.lease(Chain::from(chain), Usage::default());
+        self.rig.core.bring(Class::Load, Tier::Device, lease)
+    }
+
+    /// Waits for an answer while background work goes on.
+    fn wait(&self, ticket: Ticket<Brought>) -> (Brought, Duration) {
+        let began = Instant::now();
+        let answer = std::thread::spawn(move || ticket.wait().unwrap());
+        while !answer.is_finished() {
+            assert!(began.elapsed() < SOON, "a load waits for ever");
+            self.rig.core.tick();
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        (answer.join().unwrap(), began.elapsed())
+    }
+
+    fn lost(&self) -> usize {
+        let tiers = Tier::ALL.map(|tier| self.rig.core.table().counts(tier).lost as usize);
+        tiers.iter().sum::<usize>() + self.rig.core.staging().lost
+    }
+
+    fn wait_until_nothing_is_lost(&self) {
+        let began = Instant::now();
+        while self.lost() > 0 {
+            assert!(began.elapsed() < SOON, "{} slots do not come back", self.lost());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Full capacity, and every way is open.
+    #[track_caller]
+    fn assert_well(&self, chains: &[Vec<BlockHash>]) {
+        self.wait_until_nothing_is_lost();
+        for chain in chains {
+            // The first load may be the probe, of one block.
+            drop(self.wait(self.load(chain)));
+            let brought = self.wait(self.load(chain)).0;
+            assert_eq!(brought.blocks, chain.len(), "{brought:?}");
+            for position in 0..chain.len() {
+                assert_eq!(self.rig.is_intact(Tier::Device, Chain::from(chain).key(position)), Some(true));
+            }
+        }
+        assert!(self.rig.core.drain(SOON).is_complete());
+        let staging = self.rig.core.staging();
+        assert_eq!((staging.idle, staging.lost), (staging.total, 0));
+        for tier in Tier::ALL {
+            let counts = self.rig.core.table().counts(tier);
+            assert_eq!((counts.filling, counts.lost), (0, 0), "{tier}: {counts:?}");
+        }
+        assert_eq!(self.rig.core.table().audit(), []);
+    }
+}
+
+/// Every read takes longer than a medium may complete nothing, and succeeds in the end.
+#[test]
+fn a_slow_disk_costs_no_slot() {
+    let system = System::new(SIZES);
+    let prompts: Vec<_> = (1..=4).map(|n| chain(n, 12)).collect();
+    prompts.iter().for_each(|chain| system.sink(chain));
+    system.disk.inject(Fault::Slow(LIMIT + Duration::from_millis(30)), &[FROM_DISK]);
+    for chain in prompts.iter().cycle().take(12) {
+        drop(system.wait(system.load(chain)));
+        let lost = system.lost();
+        assert!(lost <= 16, "{lost} slots are held by a disk that may work on 6 copies");
+    }
+    system.disk.heal();
+    system.assert_well(&prompts);
+    let overdue = system.rig.metric("kvbm_overdue_copies_total", &[]);
+    assert!(overdue > 0);
+    assert_eq!(system.rig.metric("kvbm_returned_copies_total", &[]), overdue);
+}
+
+/// A disk may be busy for longer than the limit: what counts is that it gets on.
+#[test]
+fn a_long_queue_makes_nothing_overdue() {
+    let system = System::new(SIZES);
+    let prompt = chain(1, 48);
+    system.sink(&prompt);
+    // One copy after another: the last of a batch waits for the others.
+    system.disk.inject(Fault::Slow(Duration::from_millis(25)), &[FROM_DISK]);
+    let (brought, took) = system.wait(system.load(&prompt));
+    assert_eq!((brought.blocks, system.rig.metric("kvbm_overdue_copies_total", &[])), (48, 0));
+    assert!(took > LIMIT * 2);
+}
+
+#[test]
+fn a_load_from_a_disk_that_hangs_fails_after_one_limit_however_long_it_is() {
+    let system = System::new(Sizes { tiers: [256, 256, 512, 512], staging: 4 });
+    let prompt = chain(1, 192);
+    system.sink(&prompt);
+    system.disk.inject(Fault::NeverCompletes, &[FROM_DISK]);
+    let (brought, took) = system.wait(system.load(&prompt));
+    assert_eq!((brought.blocks, brought.failed), (0, 192));
+    let batches = TIGHT.max_concurrent * TIGHT.max_batch;
+    assert!(
+        system.lost() <= batches,
+        "{} slots are lost to the {batches} copies that were sent",
+        system.lost()
+    );
+    // With 192 blocks in batches of 3, two at a time, a limit for each batch would be 32 limits.
+    assert!(took < LIMIT * 16, "it took {took:?}");
+    let (again, took) = system.wait(system.load(&prompt));
+    assert!(again.failed <= 1 && took < LIMIT * 16, "a probe at most: {again:?} after {took:?}");
+    system.disk.heal();
+    drop(system.wait(system.load(&prompt)));
+    let (brought, _) = system.wait(system.load(&prompt));
+    assert_eq!(brought.blocks, 192, "{brought:?}");
+}
+
+#[test]
+fn what_never_completes_stays_lost_and_nothing_else_does() {
+    let system = System::new(SIZES);
+    let (one, two) = (chain(1, 3), chain(2, 12));
+    system.sink(&one);
+    system.sink(&two);
+    system.disk.inject(Fault::NeverCompletes, &[FROM_DISK]);
+    assert_eq!(system.wait(system.load(&one)).0.blocks, 0);
+    system.disk.heal();
+    drop(system.wait(system.load(&two)));
+    assert_eq!(system.wait(system.load(&two)).0.blocks, 12);
+    assert_eq!(system.lost(), 3);
+    assert_eq!(system.rig.core.overdue(FROM_DISK), 3);
+    assert!(system.wait(system.load(&one)).0.blocks == 3, "its blocks are on disk still");
+    assert_eq!(system.rig.core.table().audit(), []);
+}
+
+#[test]
+fn closing_answers_everybody_and_takes_nothing_on() {
+    let system = System::new(SIZES);
+    let (one, two) = (chain(1, 12), chain(2, 6));
+    system.sink(&one);
+    system.sink(&two);
+    let waits_for_engine = {
+        let filled = system.rig.fill(Chain::from(&two[..3]));
+        let ticket = system.load(&two);
+        std::mem::forget(filled);
+        ticket
+    };
+    system.disk.inject(Fault::NeverCompletes, &[FROM_DISK]);
+    let hangs = system.load(&one);
+    system.rig.core.close();
+    assert_eq!(hangs.wait().unwrap().blocks, 0);
+    drop(waits_for_engine.wait().unwrap());
+    assert_eq!(system.load(&one).wait().unwrap_err().kind(), ErrorKind::Closed);
+    // Nobody holds a lease any more, so nothing but the copies that hang keeps the core alive.
+    let core = Arc::downgrade(&system.rig.core);
+    drop(system);
+    let began = Instant::now();
+    while core.upgrade().is_some() {
+        assert!(began.elapsed() < SOON, "a closed core is kept alive by what nobody waits for");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}

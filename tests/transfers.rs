@@ -1,0 +1,329 @@
+//! How transfers share copies, bound their queues and refuse nonsense: with backends that end copies when told to.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvbm::scheduler::{Class, Core, Tuning};
+use kvbm::table::Defect;
+use kvbm::{BlockHash, Brought, Chain, ErrorKind, Ticket, Tier, Usage};
+use kvbm_settings::Capacity;
+use kvbm_tests::engine;
+use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, hash, seed};
+use kvbm_tiers::testing::ParkedBackend;
+use kvbm_tiers::{Backend, CopyError, CopyErrorKind, Route};
+use prometheus::Registry;
+
+const SIZES: Sizes = Sizes { tiers: [16, 16, 32, 64], staging: 4 };
+const PATIENT: Tuning =
+    Tuning { timeout: Duration::from_mins(1), object_timeout: Duration::from_mins(1), max_batch: 8, ..TIGHT };
+
+fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
+    (0..blocks).map(|i| hash(1_000 * n + i + 1)).collect()
+}
+
+struct Parked {
+    core: Arc<Core>,
+    parked: Arc<ParkedBackend>,
+}
+
+impl Parked {
+    fn new(sizes: Sizes, tuning: Tuning) -> Self {
+        let routes = [MEMORY, DISK, OBJECT].concat();
+        let parked = Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
+        let core = bare_core(sizes, tuning, &(Arc::clone(&parked) as Arc<dyn Backend>));
+        Self { core, parked }
+    }
+
+    fn seed(&self, tier: Tier, chain: &[BlockHash]) {
+        seed(&self.core, tier, Chain::from(chain));
+    }
+
+    fn bring(&self, class: Class, to: Tier, chain: &[BlockHash]) -> Ticket<Brought> {
+        let lease = self.core.lease(Chain::from(chain), Usage::default());
+        self.core.bring(class, to, lease)
+    }
+
+    fn pending(&self) -> Vec<(u64, Route)> {
+        self.parked.pending().into_iter().map(|pending| (pending.id, pending.op.route())).collect()
+    }
+
+    fn pending_on(&self, route: Route) -> usize {
+        self.pending().into_iter().filter(|&(_, other)| other == route).count()
+    }
+
+    fn finish(&self, id: u64, result: Result<(), CopyErrorKind>) {
+        assert!(self.parked.finish(id, result.map_err(|kind| CopyError::new(kind, "as the test says"))));
+    }
+
+    fn finish_all(&self) {
+        while let Some(&(id, _)) = self.pending().first() {
+            self.finish(id, Ok(()));
+        }
+    }
+
+    fn held(&self, tier: Tier, chain: &[BlockHash]) -> usize {
+        self.core.table().matches(Chain::from(chain)).blocks(tier)
+    }
+
+    /// Drops block `depth` of a chain from a tier.
+    fn quarantine(&self, tier: Tier, chain: &[BlockHash], depth: usize) {
+        let key = Chain::from(chain).key(depth);
+        let mut table = self.core.table();
+        let (found, grip) = table.pin_resident(tier, key).expect("a resident block");
+        table.release(grip);
+        assert!(table.quarantine(key, found, Defect::Corrupt) > 0);
+    }
+}
+
+#[test]
+fn a_load_that_joins_another_gets_what_arrives() {
+    for fails in 0..6 {
+        let system = Parked::new(SIZES, PATIENT);
+        let chain = chain(1, 6);
+        system.seed(Tier::Host, &chain);
+        let tickets = [(); 2].map(|()| system.bring(Class::Load, Tier::Device, &chain));
+        assert_eq!(system.pending().len(), 6, "the blocks are copied once");
+        for (place, (id, _)) in system.pending().into_iter().enumerate() {
+            system.finish(id, if place == fails { Err(CopyErrorKind::Unavailable) } else { Ok(()) });
+        }
+        for brought in tickets.map(|ticket| ticket.wait().unwrap()) {
+            assert_eq!(brought.blocks, fails, "{brought:?}");
+        }
+    }
+}
+
+#[test]
+fn a_lease_keeps_what_lies_before_a_quarantined_block() {
+    let system = Parked::new(SIZES, PATIENT);
+    let chain = chain(1, 6);
+    system.seed(Tier::Disk, &chain);
+    let lease = system.core.lease(Chain::from(&chain), Usage::default());
+    system.quarantine(Tier::Disk, &chain, 5);
+    system.quarantine(Tier::Disk, &chain, 3);
+    let ticket = system.core.bring(Class::Load, Tier::Device, lease);
+    system.finish_all();
+    let brought = ticket.wait().unwrap();
+    assert_eq!((brought.blocks, brought.lease.blocks(Tier::Disk)), (3, 3), "{brought:?}");
+    assert_eq!(system.core.table().audit(), []);
+    drop(brought);
+    system.core.table().block_flushes(Tier::Disk, true);
+    system.core.table().evict(Tier::Disk, 32);
+    assert_eq!(system.core.table().counts(Tier::Disk).free, 32, "nothing stays pinned");
+}
+
+#[test]
+fn a_bad_read_of_an_old_slot_spares_the_block_that_was_written_anew() {
+    let system = Parked::new(SIZES, PATIENT);
+    let chain = chain(1, 1);
+    system.seed(Tier::Disk, &chain);
+    let load = system.bring(Class::Load, Tier::Device, &chain);
+    let save = system.bring(Class::Save, Tier::Object, &chain);
+    let pending = system.pending();
+    system.finish(pending[0].0, Err(CopyErrorKind::Corrupt));
+    assert_eq!(system.held(Tier::Disk, &chain), 0);
+    system.seed(Tier::Disk, &chain);
+    system.finish(pending[1].0, Err(CopyErrorKind::Corrupt));
+    assert_eq!(system.held(Tier::Disk, &chain), 1, "the verdict was on another slot's bytes");
+    system.finish_all();
+    drop((load.wait(), save.wait()));
+}
+
+#[test]
+fn a_chain_may_begin_in_the_middle_of_a_longer_one() {
+    let system = Parked::new(SIZES, PATIENT);
+    let all = chain(1, 6);
+    system.seed(Tier::Disk, &all);
+    let load = system.bring(Class::Load, Tier::Device, &all[3..]);
+    let brought = load.wait().unwrap();
+    assert_eq!((brought.blocks, brought.recompute, brought.refused), (0, 0, 3), "its root is not there");
+    drop(brought);
+    let root = system.bring(Class::Load, Tier::Device, &all[..3]);
+    system.finish_all();
+    drop(root.wait());
+    let load = system.bring(Class::Load, Tier::Device, &all[3..]);
+    system.finish_all();
+    assert_eq!(load.wait().unwrap().blocks, 3);
+    assert_eq!(system.held(Tier::Device, &all), 6);
+    assert_eq!(system.core.table().audit(), []);
+}
+
+#[test]
+fn the_queue_of_a_route_that_bounces_is_bounded_like_any_other() {
+    let sizes = Sizes { tiers: [128, 128, 128, 64], staging: 4 };
+    let queue_blocks = TIGHT.queue_blocks;
+    for to in [Tier::Host, Tier::Disk] {
+        let system = Parked::new(sizes, Tuning { max_batch: 3, ..PATIENT });
+        let tickets: Vec<_> = (0..6)
+            .map(|n| {
+                system.seed(Tier::Device, &chain(n, 16));
+                system.bring(Class::Save, to, &chain(n, 16))
+            })
+            .collect();
+        system.finish_all();
+        let brought: Vec<_> = tickets.into_iter().map(|ticket| ticket.wait().unwrap()).collect();
+        let copied: usize = brought.iter().map(|brought| brought.copied).sum();
+        let in_flight = TIGHT.max_concurrent * 3;
+        assert!(copied <= queue_blocks + in_flight, "{copied} blocks were taken on to {to}");
+        assert_eq!(brought.iter().map(|brought| brought.refused).sum::<usize>(), 96 - copied);
+    }
+}
+
+#[test]
+fn second_legs_do_not_wait_for_the_first_legs_of_others() {
+    let system = Parked::new(SIZES, PATIENT);
+    let chain = chain(1, 3);
+    system.seed(Tier::Disk, &chain);
+    let load = system.bring(Class::Load, Tier::Device, &chain);
+    let reads = system.pending();
+    assert_eq!(system.pending_on((Tier::Disk, Tier::Host)), 3);
+    system.finish(reads[0].0, Ok(()));
+    assert_eq!(system.pending_on((Tier::Host, Tier::Device)), 1);
+    system.finish_all();
+    assert_eq!(load.wait().unwrap().blocks, 3);
+}
+
+#[test]
+fn a_load_during_a_prefetch_reads_no_block_twice() {
+    for prefetch_fails in [false, true] {
+        let system = Parked::new(SIZES, PATIENT);
+        let chain = chain(1, 3);
+        system.seed(Tier::Disk, &chain);
+        let prefetch = system.bring(Class::Prefetch, Tier::Host, &chain);
+        let load = system.bring(Class::Load, Tier::Device, &chain);
+        let reads = system.pending();
+        assert_eq!(reads.len(), 3, "{reads:?}");
+        if prefetch_fails {
+            reads.iter().for_each(|&(id, _)| system.finish(id, Err(CopyErrorKind::Refused)));
+            assert_eq!(system.pending_on((Tier::Disk, Tier::Host)), 3, "the load reads for itself then");
+        }
+        system.finish_all();
+        assert_eq!(load.wait().unwrap().blocks, 3);
+        assert_eq!(prefetch.wait().unwrap().blocks, if prefetch_fails { 0 } else { 3 });
+        assert_eq!(system.core.table().audit(), []);
+    }
+}
+
+/// A prefetch that waits behind others becomes urgent when an engine waits for its blocks.
+#[test]
+fn a_load_raises_the_prefetch_that_it_waits_for() {
+    let system = Parked::new(SIZES, Tuning { max_concurrent: 1, max_batch: 1, ..PATIENT });
+    let (first, second) = (chain(1, 1), chain(2, 1));
+    let other = chain(3, 3);
+    [&first, &second, &other].into_iter().for_each(|chain| system.seed(Tier::Disk, chain));
+    let early: Vec<_> =
+        [&first, &other, &second].map(|c| system.bring(Class::Prefetch, Tier::Host, c)).into();
+    let load = system.bring(Class::Load, Tier::Device, &second);
+    system.finish(system.pending()[0].0, Ok(()));
+    let next = system.parked.pending()[0].op.block;
+    assert_eq!(next, Chain::from(&second).key(0), "it overtakes the prefetches that nobody waits for");
+    system.finish_all();
+    assert_eq!(load.wait().unwrap().blocks, 1);
+    early.into_iter().for_each(|ticket| drop(ticket.wait()));
+}
+
+#[test]
+fn waiting_for_an_engine_does_not_count_as_the_pace_of_a_tier() {
+    let system = Parked::new(SIZES, Tuning { prefill_block_s: Some(0.05), ..PATIENT });
+    let one = chain(1, 6);
+    system.seed(Tier::Host, &one);
+    let reserved = system.core.table().reserve(Tier::Device, Chain::from(&one[..3]), Usage::default());
+    let load = system.bring(Class::Load, Tier::Device, &one);
+    system.finish_all();
+    std::thread::sleep(Duration::from_millis(200));
+    let lease = system.core.lease(Chain::from(&one[..3]), Usage::default());
+    drop(system.core.publish(Tier::Device, reserved.run, 3, (0, None), lease).wait());
+    assert_eq!(load.wait().unwrap().blocks, 6);
+    let other = chain(2, 6);
+    system.seed(Tier::Host, &other);
+    let held = system.core.matches(Chain::from(&other));
+    assert_eq!(held.worth_loading(), 6, "the copies took no time, the engine did");
+}
+
+#[test]
+fn an_overdue_copy_is_counted_with_the_source_that_it_pins() {
+    let system = Parked::new(SIZES, TIGHT);
+    let chain = chain(1, 3);
+    system.seed(Tier::Host, &chain);
+    let load = system.bring(Class::Load, Tier::Device, &chain);
+    std::thread::sleep(Duration::from_millis(1));
+    system.core.tick();
+    assert_eq!(load.wait().unwrap().failed, 3);
+    assert_eq!(system.core.table().counts(Tier::Device).lost, 3);
+    assert_eq!(system.core.overdue((Tier::Host, Tier::Device)), 3);
+    system.core.table().block_flushes(Tier::Host, true);
+    assert_eq!(system.core.table().evict(Tier::Host, 16), 0, "a medium may still read them");
+    system.finish_all();
+    assert_eq!(system.core.overdue((Tier::Host, Tier::Device)), 0);
+    assert_eq!(system.core.table().counts(Tier::Device).lost, 0);
+    system.core.table().block_flushes(Tier::Host, true);
+    assert_eq!(system.core.table().evict(Tier::Host, 16), 3);
+}
+
+#[test]
+fn what_nobody_filled_is_not_published() {
+    let manager = manager();
+    let chain = chain(1, 4);
+    let mut allocation = manager.allocate(&chain, manager.lease(&chain)).unwrap();
+    for position in [0, 1, 3] {
+        assert!(allocation.fill(position, |block| block.fill(7)));
+    }
+    let published = allocation.publish().unwrap().wait().unwrap();
+    assert_eq!((published.blocks, manager.matches(&chain).blocks(Tier::Device)), (2, 2));
+    drop(published);
+    assert_eq!(manager.counts(Tier::Device).free, 14);
+    let allocation = manager.allocate(&chain, manager.lease(&chain)).unwrap();
+    assert_eq!(allocation.blocks(), 2..4, "the others can be computed again");
+}
+
+#[test]
+fn misuse_is_an_error_that_says_what_is_wrong() {
+    let (one, two) = (manager(), manager());
+    let (chain, other) = (chain(1, 4), [&chain(1, 2)[..], &chain(2, 2)[..]].concat());
+    let kept = fill(&one, &chain);
+    let foreign = || one.lease(&chain);
+    for ticket in [two.load(foreign()), two.save(foreign()), two.prefetch(foreign(), Tier::Host)] {
+        assert_eq!(ticket.wait().unwrap_err().kind(), ErrorKind::Invalid);
+    }
+    assert_eq!(two.pin(foreign(), 1_000).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(two.allocate(&chain, foreign()).unwrap_err().kind(), ErrorKind::Invalid);
+    assert!(two.read_device(&kept, &chain, 0, |_| ()).is_none());
+    let error = one.allocate(&other, one.lease(&chain)).unwrap_err();
+    assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("another chain"), "{error}");
+    let longer = [&chain[..], &other[2..]].concat();
+    assert!(one.allocate(&longer, one.lease(&chain)).is_ok(), "a beginning of the chain will do");
+    assert!(one.allocate(&chain[..2], one.lease(&chain)).is_ok(), "so will a longer one");
+    assert_eq!((one.audit(), two.audit()), (Vec::new(), Vec::new()));
+}
+
+#[test]
+fn blocks_that_a_rule_refuses_wait_once_however_often_they_are_used() {
+    let mut settings = settings();
+    settings.disk.capacity = Some(Capacity::Blocks(16));
+    settings.disk.admission = kvbm_settings::AdmissionMode::WriteBack;
+    let dir = tempfile::tempdir().unwrap();
+    settings.disk.dirs = vec![dir.path().to_owned()];
+    settings.flush.interval_ms = 1_000_000;
+    let registry = Registry::new();
+    let manager = engine::open(settings, &registry).unwrap();
+    let chain = chain(1, 4);
+    engine::serve(&manager, &chain);
+    (0..1_000).for_each(|_| drop(manager.lease(&chain)));
+    let dirty = kvbm_tests::rig::metric(&registry, "kvbm_dirty_blocks", &[("tier", "host")]);
+    assert!(dirty <= 4, "{dirty} blocks wait, and there are 4");
+}
+
+fn settings() -> kvbm_settings::Settings {
+    engine::settings(4 << 10, 16, 16)
+}
+
+fn manager() -> kvbm::Manager {
+    engine::open(settings(), &Registry::new()).unwrap()
+}
+
+fn fill(manager: &kvbm::Manager, chain: &[BlockHash]) -> kvbm::Lease {
+    let mut allocation = manager.allocate(chain, manager.lease(chain)).unwrap();
+    for position in allocation.blocks() {
+        assert!(allocation.fill(position, |block| block.fill(1)));
+    }
+    allocation.publish().unwrap().wait().unwrap().lease
+}
