@@ -35,7 +35,7 @@ pub struct NixlBackend {
 }
 
 impl NixlBackend {
-    /// Between `memory` and `disk`, at most `depth` blocks at a time; more wait inside. `plugin` is one for
+    /// Between `memory` and `disk`, at most `depth` blocks at a time each way; more wait inside. `plugin` is one for
     /// files: `POSIX`, for example.
     ///
     /// # Errors
@@ -85,7 +85,8 @@ impl NixlBackend {
             far,
             depth: depth.max(1) as usize,
             failure,
-            waiting: VecDeque::new(),
+            reads: VecDeque::new(),
+            writes: VecDeque::new(),
             flights: Vec::new(),
             stirred: Instant::now(),
         };
@@ -148,9 +149,8 @@ unsafe impl Backend for NixlBackend {
 
     fn submit(&self, ops: Vec<CopyOp>, done: Done) {
         let Some(batches) = &self.batches else { unreachable!("taken in drop only") };
-        if let Err(unsent) = batches.send(Batch { ops, done }) {
-            unsent.0.refuse();
-        }
+        // What nobody receives any more is refused when it is dropped.
+        let _ = batches.send(Batch::new(ops, done));
     }
 }
 
