@@ -35,7 +35,7 @@ const SECTIONS: &[(&str, &str, &str)] = &[
     (
         "nixl",
         "`[nixl]`",
-        "NVIDIA's transfer library, loaded where it is installed (`pip install nixl-cu12`). `kvbm doctor` shows which of its \
+        "NVIDIA's transfer library, 1.5 or later, loaded where it is installed (`pip install nixl-cu12`). `kvbm doctor` shows which of its \
          plugins work here.",
     ),
 ];

@@ -494,7 +494,9 @@ pub(crate) static KEYS: &[Key] = &[
             Form::Plain,
             "Names may hold `_`, so GDS_MT can be set.",
         )],
-        doc: "Plugins of NIXL by name, on or off. None named: UCX alone, if NIXL is installed; all of them off: none.",
+        doc: "Plugins of NIXL by name, on or off. None named: UCX alone, if NIXL is installed; all of them off: none. \
+              POSIX serves `disk.backend`, OBJ `object.backend`; what is on and serves nothing is said at the start and by \
+              `kvbm doctor`.",
         in_use: true,
     },
     Key {
