@@ -253,8 +253,8 @@ fn direct_io(dir: &Path) -> Check {
 fn nixl(loaded: &Loaded) -> Vec<Check> {
     let settings = &loaded.settings.nixl;
     let report = kvbm::probe_nixl(&loaded.settings);
-    let native =
-        |why: String| if settings.is_default() { format!("{why}. Blocks move natively") } else { why };
+    let nobody_asked = settings.is_default() && settings.library.is_none();
+    let native = |why: String| if nobody_asked { format!("{why}. Blocks move natively") } else { why };
     let mut checks = vec![Check::of("library", report.library.map_err(native))];
     checks.extend(report.plugins.into_iter().map(|plugin| Check::of(plugin.name, plugin.state)));
     let is_off = |name: &&String| !settings.is_enabled(name);

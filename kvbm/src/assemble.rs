@@ -129,7 +129,7 @@ struct Tiers {
 
 impl Tiers {
     fn open(settings: &Settings) -> Result<Self> {
-        policies::check(settings)?;
+        policies::warn_of_no_budget(settings);
         let mut tiers = Self::default();
         tiers.open_device(settings)?;
         tiers.open_host(settings)?;

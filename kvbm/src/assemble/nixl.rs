@@ -93,11 +93,12 @@ pub(super) fn probe(settings: &Settings) -> NixlReport {
         Ok(format!("{version}{}", library.path().display()))
     });
     let installed = installed(settings.nixl.library.as_deref());
-    let agent = library.as_ref().map_err(|_| format!("no NIXL here; {REMEDY}")).and_then(|_| {
-        // Nothing is started where nothing is asked for.
-        let agent = (!enabled.is_empty()).then(|| agent(settings)).transpose();
-        agent.map_err(|error| error.to_string())
-    });
+    let agent =
+        library.as_ref().map_err(|_| format!("no NIXL here that can be used; {REMEDY}")).and_then(|_| {
+            // Nothing is started where nothing is asked for.
+            let agent = (!enabled.is_empty()).then(|| agent(settings)).transpose();
+            agent.map_err(|error| error.to_string())
+        });
     let plugins = enabled.into_iter().map(|name| {
         let state = match &agent {
             Ok(Some(agent)) => start(agent, name, settings).map_err(|error| error.to_string()),
@@ -173,7 +174,7 @@ fn idle(name: &str, settings: &Settings) -> Option<String> {
         "OBJ" => {
             "set object.url (DYN_KVBM_OBJECT_URL) to s3://… and object.backend (DYN_KVBM_OBJECT_BACKEND) to nixl, or "
         }
-        _ => "no tier moves its blocks with it: ",
+        _ => "no tier has a use for it; ",
     };
     Some(format!(
         "{name} is on and nothing uses it: {to_use_it}turn it off (nixl.backends.{name}, DYN_KVBM_NIXL_BACKEND_{name}=false)"
