@@ -135,8 +135,8 @@ fn name_of(plugin: &str) -> &'static str {
     }
 }
 
-// SAFETY: the thread completes an operation once, when its request has ended; requests whose end is in doubt
-// are never completed. It ends itself only when all have. The lists that requests hold keep the regions alive;
+// SAFETY: an operation is completed once: by the thread when its request has ended, or as refused when it is dropped
+// before one was posted; those whose end is in doubt are never completed. The thread ends only when all have ended. The lists that requests hold keep the regions alive;
 // they name whole slots that exist.
 unsafe impl Backend for NixlBackend {
     fn name(&self) -> &'static str {

@@ -293,8 +293,10 @@ impl Mover {
     /// Operations whose slots may still be touched are never completed. The scheduler writes them off.
     fn give_up(&mut self, orders: Vec<Order>, error: &CopyError) {
         if error.kind() == CopyErrorKind::TimedOut {
-            tracing::error!(%error, blocks = orders.len(), "blocks are left to their time-out");
+            let blocks = orders.len();
+            // First of all: nothing that fails from here on may report them.
             orders.into_iter().for_each(|order| order.ending.never());
+            tracing::error!(%error, blocks, "blocks are left to their time-out");
         } else if orders.len() > 1 {
             let alone = orders.into_iter().map(|order| Order { alone: true, ..order });
             alone.for_each(|order| self.queue(order.direction).push_back(order));
