@@ -74,7 +74,7 @@ effective value of each and where it came from.
 Each source overrides the one above it:
 
 1. the defaults below (a command such as `kvbm replay` may bring its own);
-2. the TOML file named by `--config FILE` or, without that, by `DYN_KVBM_CONFIG`;
+2. the TOML file named by `--config FILE` or, without that, by `DYN_KVBM_CONFIG`, of 1 MiB at most;
 3. the environment: `DYN_KVBM_*`;
 4. the command line.
 

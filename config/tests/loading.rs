@@ -328,6 +328,8 @@ fn errors_name_the_variable_and_the_nearest_one() {
     assert!(message.contains("valid: hazard, lru, "), "{message}");
     let missing = Loader::new().file("/nonexistent/kvbm.toml").load().expect_err("no such file");
     assert!(matches!(missing, SettingsError::Read { .. }));
+    let endless = Loader::new().file("/dev/zero").load().expect_err("no settings file").to_string();
+    assert!(endless.contains("larger than 1 MiB"), "{endless}");
     let mistyped = Loader::new().set("host.size", |_| ()).load().expect_err("no such key");
     assert!(matches!(mistyped, SettingsError::Unknown { .. }));
 }
