@@ -10,7 +10,7 @@ use std::thread::available_parallelism;
 
 use clap::Args;
 use kvbm::{Manager, Options, Tier};
-use kvbm_settings::{Capacity, DiskBackend, Loaded, ObjectBackend, Settings};
+use kvbm_settings::{AdmissionMode, Capacity, DiskBackend, Loaded, ObjectBackend, Settings};
 use kvbm_tiers::UringBackend;
 use rustix::fs::OFlags;
 use rustix::process::{Resource, getrlimit, getuid};
@@ -253,8 +253,8 @@ fn direct_io(dir: &Path) -> Check {
 fn nixl(loaded: &Loaded) -> Vec<Check> {
     let settings = &loaded.settings.nixl;
     let report = kvbm::probe_nixl(&loaded.settings);
-    let native =
-        |why: String| if settings.is_default() { format!("{why}. Blocks move natively") } else { why };
+    let nobody_asked = settings.is_default() && settings.library.is_none();
+    let native = |why: String| if nobody_asked { format!("{why}. Blocks move natively") } else { why };
     let mut checks = vec![Check::of("library", report.library.map_err(native))];
     checks.extend(report.plugins.into_iter().map(|plugin| Check::of(plugin.name, plugin.state)));
     let is_off = |name: &&String| !settings.is_enabled(name);
@@ -274,7 +274,7 @@ fn configured(settings: &Settings) -> impl Iterator<Item = Tier> + use<> {
         settings.device.capacity.is_some(),
         settings.host.capacity.is_some(),
         settings.disk.capacity.is_some(),
-        settings.object.url.is_some(),
+        settings.object.place().is_some(),
     ];
     Tier::ALL.into_iter().zip(is_present).filter_map(|(tier, is_present)| is_present.then_some(tier))
 }
@@ -342,6 +342,11 @@ fn miniature(settings: &Settings, tiers: &[Tier]) -> Settings {
     small.disk.capacity = one(Tier::Disk).map(|_| Capacity::Blocks(settings.disk.dirs.len() as u64));
     small.object.url = settings.object.url.clone().filter(|_| tiers.contains(&Tier::Object));
     small.object.capacity = None;
+    if small.host.capacity.is_none() {
+        // Such rules choose among the blocks of the host tier, which is tried by itself.
+        small.disk.admission = AdmissionMode::WriteThrough;
+        small.disk.write_budget = None;
+    }
     if small.disk.capacity.is_some() && small.disk.backend == DiskBackend::Gds {
         small.device.capacity = settings.device.capacity.map(|_| Capacity::Blocks(1));
     }

@@ -394,7 +394,7 @@ fn present(settings: &Settings) -> Vec<Tier> {
         Tier::Device => settings.device.capacity.is_some(),
         Tier::Host => settings.host.capacity.is_some(),
         Tier::Disk => settings.disk.capacity.is_some(),
-        Tier::Object => settings.object.url.is_some(),
+        Tier::Object => settings.object.place().is_some(),
     };
     Tier::ALL.into_iter().filter(is_present).collect()
 }

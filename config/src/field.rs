@@ -9,15 +9,18 @@ use std::str::FromStr;
 use crate::nixl::{parameter_name, plugin_name};
 use crate::settings::{
     AdmissionMode, Capacity, DeviceBackend, DiskBackend, EvictionPolicy, ObjectBackend, SECRET_SET, Settings,
-    WriteBudget, may_hold_credentials, shown_url,
+    URL_HIDDEN, WriteBudget, may_hold_credentials, shown_parameter, shown_url,
 };
 use crate::value::{
-    BOOLEANS, BUDGETS, CAPACITIES, DIRECTORIES, InvalidValue, SIZES, format_size, parse_boolean,
-    parse_directories, parse_share, parse_size, parse_text, parse_whole, split_directories, whole_numbers,
+    BOOLEANS, BUDGETS, CAPACITIES, DIRECTORIES, InvalidValue, LIMITS, SIZES, TEXTS, format_size,
+    parse_boolean, parse_directories, parse_share, parse_size, parse_text, parse_whole, split_directories,
+    whole_numbers,
 };
 
 /// How an optional setting is written that is not set.
 pub(crate) const NONE: &str = "none";
+/// How a limit is written that is not set.
+pub(crate) const UNLIMITED: &str = "unlimited";
 
 /// A value before it is parsed.
 #[derive(Clone, Debug, PartialEq)]
@@ -50,7 +53,10 @@ pub(crate) enum Field {
     Millis(At<u64>, RangeInclusive<u64>),
     Bytes(At<u64>, RangeInclusive<u64>),
     BytesIfSet(At<Option<u64>>, RangeInclusive<u64>),
+    /// Of a tier that is there if it has one.
     Capacity(At<Option<Capacity>>),
+    /// Of a tier that something else brings into being: unlimited unless it is set.
+    Limit(At<Option<Capacity>>),
     Budget(At<Option<WriteBudget>>),
     Share(At<f64>),
     Port(At<u16>),
@@ -77,7 +83,7 @@ impl Field {
             }
             (Self::Parameters(at), Raw::Member { name, value }) => {
                 let (plugin, name) = parameter_name(name)?;
-                at(settings).entry(plugin).or_default().insert(name, parse_text(value)?);
+                at(settings).entry(plugin).or_default().insert(name, parse_parameter(value)?);
                 Ok(())
             }
             (Self::Directories(at), Raw::One(text)) => {
@@ -100,6 +106,7 @@ impl Field {
             Self::Bytes(at, range) => put(at(settings), parse_size_in(text, range)),
             Self::BytesIfSet(at, range) => put(at(settings), if_set(text, |text| parse_size_in(text, range))),
             Self::Capacity(at) => put(at(settings), if_set(text, str::parse).map(some_room)),
+            Self::Limit(at) => put(at(settings), parse_limit(text)),
             Self::Budget(at) => put(at(settings), if_set(text, str::parse)),
             Self::Share(at) => put(at(settings), parse_share(text)),
             Self::Port(at) => put(at(settings), parse_whole(text, &(0..=65_535)).map(|port| port as u16)),
@@ -108,8 +115,7 @@ impl Field {
                 put(at(settings), address.map_err(|_| InvalidValue::new("not an IP address", self.valid())))
             }
             Self::Url(at, schemes) => put(at(settings), if_set(text, |text| parse_url(text, schemes))),
-            Self::Text(at) => put(at(settings), if_set(text, parse_text)),
-            Self::Secret(at) => put(at(settings), parse_text(text).map(Some)),
+            Self::Text(at) | Self::Secret(at) => put(at(settings), if_set(text, parse_text)),
             Self::Choice(at) => at(settings).choose(text.trim()),
             Self::Directories(_) | Self::Toggles(_) | Self::Parameters(_) => {
                 Err(InvalidValue::new("not a single value", self.valid()))
@@ -127,6 +133,7 @@ impl Field {
             Self::Bytes(at, _) => Some(format_size(*at(settings))),
             Self::BytesIfSet(at, _) => at(settings).map(format_size),
             Self::Capacity(at) => at(settings).map(|capacity| capacity.to_string()),
+            Self::Limit(at) => Some(limit_text(*at(settings))),
             Self::Budget(at) => at(settings).map(|budget| budget.to_string()),
             Self::Share(at) => Some(at(settings).to_string()),
             Self::Port(at) => Some(at(settings).to_string()),
@@ -146,7 +153,12 @@ impl Field {
     pub(crate) fn shown(&self, raw: &Raw) -> String {
         match self {
             Self::Secret(_) => SECRET_SET.to_owned(),
-            Self::Url(..) => shown_url(&raw.text()).to_owned(),
+            Self::Url(..) => match raw {
+                Raw::One(url) => shown_url(url).to_owned(),
+                // No setting takes several.
+                Raw::Many(_) | Raw::Member { .. } => URL_HIDDEN.to_owned(),
+            },
+            Self::Parameters(_) => shown_member(raw),
             _ => raw.text(),
         }
     }
@@ -167,12 +179,13 @@ impl Field {
             Self::Millis(_, range) => format!("{}, in milliseconds", whole_numbers(range)),
             Self::Bytes(_, range) | Self::BytesIfSet(_, range) => sizes(range),
             Self::Capacity(_) => CAPACITIES.to_owned(),
+            Self::Limit(_) => LIMITS.to_owned(),
             Self::Budget(_) => BUDGETS.to_owned(),
             Self::Share(_) => "a number from 0 to 1".to_owned(),
             Self::Port(_) => whole_numbers(&(0..=65_535)),
             Self::Address(_) => "an IPv4 or IPv6 address".to_owned(),
             Self::Url(_, schemes) => urls(schemes),
-            Self::Text(_) | Self::Secret(_) | Self::Parameters(_) => "any text".to_owned(),
+            Self::Text(_) | Self::Secret(_) | Self::Parameters(_) => TEXTS.to_owned(),
             Self::Directories(_) => DIRECTORIES.to_owned(),
             Self::Choice(at) => at(&mut Settings::default()).names().join(", "),
         }
@@ -191,9 +204,26 @@ fn if_set<T>(
     if text.trim().eq_ignore_ascii_case(NONE) { Ok(None) } else { parse(text).map(Some) }
 }
 
+/// `None`: unlimited; a capacity of nothing: no tier.
+fn parse_limit(text: &str) -> Result<Option<Capacity>, InvalidValue> {
+    if text.trim().eq_ignore_ascii_case(UNLIMITED) {
+        return Ok(None);
+    }
+    let capacity = if_set(text, str::parse).map_err(|invalid: InvalidValue| invalid.but_valid(LIMITS))?;
+    Ok(Some(some_room(capacity).unwrap_or(Capacity::Blocks(0))))
+}
+
+fn limit_text(limit: Option<Capacity>) -> String {
+    match limit {
+        None => UNLIMITED.to_owned(),
+        Some(capacity) if capacity.is_zero() => NONE.to_owned(),
+        Some(capacity) => capacity.to_string(),
+    }
+}
+
 /// A capacity of nothing is no tier.
 fn some_room(capacity: Option<Capacity>) -> Option<Capacity> {
-    capacity.filter(|capacity| !matches!(capacity, Capacity::Bytes(0) | Capacity::Blocks(0)))
+    capacity.filter(|capacity| !capacity.is_zero())
 }
 
 fn member((name, on): (&String, &bool)) -> Raw {
@@ -206,6 +236,25 @@ fn parameters((plugin, values): (&String, &BTreeMap<String, String>)) -> Vec<Raw
         value: value.clone(),
     };
     values.iter().map(parameter).collect()
+}
+
+/// The value of a plugin's parameter as it may be shown.
+fn shown_member(raw: &Raw) -> String {
+    match raw {
+        Raw::Member { name, value } => shown_parameter(name, value).to_owned(),
+        other => other.text(),
+    }
+}
+
+fn parse_parameter(value: &str) -> Result<String, InvalidValue> {
+    let value = parse_text(value)?;
+    if value.contains("://") && may_hold_credentials(&value) {
+        return Err(InvalidValue::new(
+            "a user, password or query has no place here",
+            "any text without credentials",
+        ));
+    }
+    Ok(value)
 }
 
 fn parameter_path((plugin, name): (String, String)) -> String {
@@ -228,9 +277,6 @@ pub(crate) fn size_range(range: &RangeInclusive<u64>) -> String {
 fn parse_url(text: &str, schemes: &[&str]) -> Result<String, InvalidValue> {
     let text = parse_text(text)?;
     let invalid = |reason: &str| InvalidValue::new(reason, urls(schemes));
-    if may_hold_credentials(&text) {
-        return Err(invalid("a user, password or query has no place in the URL"));
-    }
     let (scheme, rest) = text.split_once("://").ok_or_else(|| invalid("not a URL"))?;
     match scheme {
         _ if !schemes.contains(&scheme) => Err(invalid("not a scheme that is known here")),
@@ -238,6 +284,10 @@ fn parse_url(text: &str, schemes: &[&str]) -> Result<String, InvalidValue> {
         "file" if !rest.starts_with('/') => Err(invalid("`file://` takes an absolute path")),
         "s3" | "http" | "https" if rest.is_empty() || rest.starts_with('/') => {
             Err(invalid("nothing after `://`"))
+        }
+        "file" if rest.contains(['?', '#']) => Err(invalid("the store takes no `?` and no `#` in a path")),
+        _ if may_hold_credentials(&text) => {
+            Err(invalid("a user, password, query or colon has no place in the URL, but for a port of http"))
         }
         _ => Ok(text),
     }
@@ -324,12 +374,30 @@ mod tests {
 
     #[test]
     fn zero_and_none_mean_no_tier() {
+        let host = Field::Capacity(|settings| &mut settings.host.capacity);
+        let object = Field::Limit(|settings| &mut settings.object.capacity);
         for text in ["0", "0GB", "0 blocks", "none", " None "] {
-            let field = Field::Capacity(|settings| &mut settings.host.capacity);
             let mut settings = Settings::default();
             settings.host.capacity = Some(Capacity::Blocks(1));
-            field.assign(&mut settings, &Raw::One(text.to_owned())).expect(text);
+            host.assign(&mut settings, &Raw::One(text.to_owned())).expect(text);
+            object.assign(&mut settings, &Raw::One(text.to_owned())).expect(text);
             assert_eq!(settings.host.capacity, None, "{text}");
+            assert!(settings.object.capacity.is_some_and(Capacity::is_zero), "{text}");
+        }
+    }
+
+    #[test]
+    fn only_a_limit_can_be_unlimited() {
+        let unlimited = Raw::One(" Unlimited".to_owned());
+        let mut settings = Settings::default();
+        settings.object.capacity = Some(Capacity::Blocks(1));
+        Field::Limit(|s| &mut s.object.capacity)
+            .assign(&mut settings, &unlimited)
+            .expect("a word for no limit");
+        assert_eq!(settings.object.capacity, None);
+        for key in KEYS.iter().filter(|key| matches!(key.field, Field::Capacity(_))) {
+            let error = key.field.assign(&mut settings, &unlimited).expect_err(key.path);
+            assert!(error.to_string().ends_with(CAPACITIES), "{error}");
         }
     }
 
@@ -338,7 +406,7 @@ mod tests {
         let schemes = ["file", "s3", "memory"];
         for url in [
             "file:///data/kv",
-            "file:///a@b?c",
+            "file:///a@b:c",
             "s3://bucket",
             "s3://bucket/prefix",
             "memory:///",
@@ -355,13 +423,53 @@ mod tests {
             "memory:///x",
             "gs://bucket",
             "S3://b",
+            "s3://bucket:9000",
+            "s3://bucket/a:b",
+            "file:///a?b",
+            "file:///a#b",
         ];
         for url in bad {
             assert!(parse_url(url, &schemes).is_err(), "{url}");
         }
-        for url in ["s3://key:secret@bucket", "s3://bucket?X-Signature=secret", "key:secret@bucket"] {
-            assert!(!parse_url(url, &schemes).unwrap_err().to_string().contains("secret"));
-            assert!(!shown_url(url).contains("secret"));
+        for url in [
+            "http://host",
+            "https://host:9000/",
+            "http://127.0.0.1:9000",
+            "http://[::1]:9000",
+            "https://a-b.c_d/x",
+        ] {
+            assert!(parse_url(url, &["http", "https"]).is_ok(), "{url}");
+        }
+    }
+
+    /// Whoever wrote it, and however wrong.
+    #[test]
+    fn urls_with_credentials_are_neither_accepted_nor_shown() {
+        let schemes = ["file", "s3", "memory", "http", "https"];
+        for url in [
+            "s3://key:secret@bucket",
+            "s3://key:secret",
+            "s3://secret@bucket",
+            "s3://bucket/key:secret",
+            "s3:///key:secret",
+            "s3://key%3Asecret%40bucket",
+            "s3://bucket?X-Signature=secret",
+            "s3://bucket#secret",
+            "s3:key:secret",
+            "key:secret@bucket",
+            "key:secret",
+            "http://key:secret",
+            "http://key:secret@host:9000",
+            "https://host:9000:secret",
+            "https://[::1]secret:9000",
+            "file://key:secret@host/path",
+            "memory://key:secret/",
+            "gs://key:secret@bucket",
+            " s3://key:secret",
+        ] {
+            let error = parse_url(url, &schemes).expect_err(url).to_string();
+            assert!(!error.contains("secret"), "{error}");
+            assert!(!shown_url(url).contains("secret"), "{url}");
         }
     }
 

@@ -1,5 +1,7 @@
 //! A TOML file as a list of `path = value`, each with its line.
 
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::path::Path;
 
 use toml::de::{DeTable, DeValue};
@@ -17,16 +19,28 @@ pub(crate) struct Entry {
     pub(crate) line: usize,
 }
 
+/// Of a settings file, in bytes.
+const MAX_BYTES: u64 = 1 << 20;
+
 /// All entries of the file at `path`.
 pub(crate) fn read(path: &Path) -> Result<Vec<Entry>, SettingsError> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|source| SettingsError::Read { path: path.to_owned(), source })?;
+    let text = read_text(path).map_err(|source| SettingsError::Read { path: path.to_owned(), source })?;
     // The parser's own display quotes the line, which may hold a secret: only its message goes on.
     parse(&text).map_err(|error| SettingsError::Syntax {
         path: path.to_owned(),
         line: line_of(&text, error.span().map_or(0, |span| span.start)),
         message: error.message().to_owned(),
     })
+}
+
+/// Whatever was named by mistake, a device or a trace, does not fill the memory.
+fn read_text(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    File::open(path)?.take(MAX_BYTES + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > MAX_BYTES {
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, "larger than 1 MiB: is it a settings file?"));
+    }
+    Ok(text)
 }
 
 fn parse(text: &str) -> Result<Vec<Entry>, toml::de::Error> {

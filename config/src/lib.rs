@@ -41,7 +41,7 @@ pub use nixl::NIXL_PLUGINS;
 pub use reference::reference_markdown;
 pub use settings::{
     AdmissionMode, Capacity, DeviceBackend, DeviceSettings, DiskBackend, DiskSettings, EvictionPolicy,
-    FlushSettings, HostSettings, MetricsSettings, NixlSettings, ObjectBackend, ObjectSettings, Settings,
-    TransferSettings, WriteBudget,
+    FlushSettings, HostSettings, MAX_BLOCK_BYTES, MAX_DISK_THREADS, MAX_TIER_BLOCKS, MetricsSettings,
+    NixlSettings, ObjectBackend, ObjectSettings, Settings, TransferSettings, WriteBudget,
 };
 pub use value::{InvalidValue, format_size, parse_size};

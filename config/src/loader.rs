@@ -176,7 +176,7 @@ pub struct Loaded {
     pub settings: Settings,
     /// By TOML path; what is not here is a default.
     pub origins: BTreeMap<String, Origin>,
-    /// What was given, is valid, and changes nothing yet: worth telling the operator once.
+    /// What was given, is valid, and changes nothing: worth telling the operator once.
     pub accepted: Vec<Accepted>,
 }
 
@@ -184,6 +184,18 @@ impl Loaded {
     /// Every setting in the order of the reference. Secrets appear as `(set)`.
     pub fn rows(&self) -> Vec<Row> {
         KEYS.iter().flat_map(|key| self.rows_of(key)).collect()
+    }
+
+    /// A place for objects that gets none, since their tier has no room.
+    fn lost_object_tier(&self) -> Option<Accepted> {
+        let object = &self.settings.object;
+        if object.url.is_none() || !object.has_no_room() {
+            return None;
+        }
+        let row = |key: &str| self.rows().into_iter().find(|row| row.key == key);
+        let (url, capacity) = (row("object.url")?, row("object.capacity")?);
+        let remark = format!("no object tier, since object.capacity is 0 ({})", capacity.origin);
+        Some(Accepted { name: url.key, value: url.value, origin: url.origin, remark })
     }
 
     fn rows_of(&self, key: &Key) -> Vec<Row> {
@@ -210,7 +222,7 @@ pub struct Row {
     pub origin: Origin,
 }
 
-/// Something that was recognised and checked but has no effect yet.
+/// Something that was recognised and checked but has no effect.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Accepted {
     /// The setting's TOML path or, where it has none, its variable.
@@ -219,11 +231,16 @@ pub struct Accepted {
     pub value: String,
     /// Who gave it.
     pub origin: Origin,
+    /// What that means.
+    pub remark: String,
 }
+
+/// Of what nothing follows.
+const NO_EFFECT: &str = "accepted, no effect yet";
 
 impl fmt::Display for Accepted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} = \"{}\" ({}): accepted, no effect yet", self.name, self.value, self.origin)
+        write!(f, "{} = \"{}\" ({}): {}", self.name, self.value, self.origin, self.remark)
     }
 }
 
@@ -299,7 +316,7 @@ impl Loading {
             if let Err(problem) = ignored.check(text) {
                 return Err(SettingsError::Invalid { key: name, value, origin, problem });
             }
-            self.loaded.accepted.push(Accepted { name, value, origin });
+            self.loaded.accepted.push(Accepted { name, value, origin, remark: NO_EFFECT.to_owned() });
         }
         Ok(())
     }
@@ -326,8 +343,9 @@ impl Loading {
         settings.check(|path| origins.get(path).cloned().unwrap_or_default())?;
         let unused = KEYS.iter().filter(|key| !key.in_use).flat_map(|key| self.loaded.rows_of(key));
         let given = unused.filter(|row| row.origin != Origin::Default);
-        let accepted: Vec<_> =
-            given.map(|Row { key, value, origin }| Accepted { name: key, value, origin }).collect();
+        let without_effect =
+            |Row { key, value, origin }| Accepted { name: key, value, origin, remark: NO_EFFECT.to_owned() };
+        let accepted: Vec<_> = given.map(without_effect).chain(self.loaded.lost_object_tier()).collect();
         self.loaded.accepted.extend(accepted);
         Ok(self.loaded)
     }

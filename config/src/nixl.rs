@@ -42,12 +42,18 @@ pub(crate) fn parameter_name(name: &str) -> Result<(String, String), InvalidValu
         parts.ok_or_else(|| InvalidValue::new("not a plugin and a parameter", PARAMETER_NAMES))?;
     let is_shouted = !key.bytes().any(|byte| byte.is_ascii_lowercase());
     let key = if is_shouted { key.to_ascii_lowercase() } else { key.to_owned() };
-    if SECRETS.iter().any(|secret| key.to_ascii_lowercase().contains(secret)) {
+    if names_a_secret(&key) {
         let elsewhere =
             "object.access_key and object.secret_key, or the variables that the plugin reads itself";
         return Err(InvalidValue::new("credentials have no place here", elsewhere));
     }
     Ok((plugin_name(plugin)?, key))
+}
+
+/// Whether a parameter of this name holds a credential.
+pub(crate) fn names_a_secret(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    SECRETS.iter().any(|secret| name.contains(secret))
 }
 
 /// The plugin that a setting is about, by the setting's path.

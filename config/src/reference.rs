@@ -28,14 +28,14 @@ const SECTIONS: &[(&str, &str, &str)] = &[
     ),
     ("host", "`[host]`: G2", "Capacity `none`: no host tier."),
     ("disk", "`[disk]`: G3", "Capacity `none`: no disk tier."),
-    ("object", "`[object]`: G4", "URL `none`: no object tier, whatever the other keys say."),
+    ("object", "`[object]`: G4", "URL `none` or capacity `0`: no object tier, whatever the other keys say."),
     ("transfer", "`[transfer]`", "How blocks move between tiers."),
     ("flush", "`[flush]`", "When blocks are copied to the tier below."),
     ("metrics", "`[metrics]`", "What is exported for Prometheus."),
     (
         "nixl",
         "`[nixl]`",
-        "NVIDIA's transfer library, loaded where it is installed (`pip install nixl-cu12`). `kvbm doctor` shows which of its \
+        "NVIDIA's transfer library, 1.5 or later, loaded where it is installed (`pip install nixl-cu12`). `kvbm doctor` shows which of its \
          plugins work here.",
     ),
 ];
@@ -74,14 +74,14 @@ effective value of each and where it came from.
 Each source overrides the one above it:
 
 1. the defaults below (a command such as `kvbm replay` may bring its own);
-2. the TOML file named by `--config FILE` or, without that, by `DYN_KVBM_CONFIG`;
+2. the TOML file named by `--config FILE` or, without that, by `DYN_KVBM_CONFIG`, of 1 MiB at most;
 3. the environment: `DYN_KVBM_*`;
 4. the command line.
 
 Nothing is guessed. A `DYN_KVBM_*` variable or TOML key that does not exist is an error that names the nearest one that
 does, and a value that is not valid is an error that names the key, the value, the variable or line it came from, and
 what is valid. Settings are also checked together: a tier needs `block_bytes`, a size must hold at least one block, the
-two S3 keys come as a pair.
+two S3 keys come as a pair. A URL with a user, a password or a query is refused and never shown.
 
 ```toml
 {example}```
@@ -93,9 +93,9 @@ White space around a value never matters; an empty value is an error.
 |---|---|
 | toggle | `true`, `1`, `on`, `yes`, or `false`, `0`, `off`, `no`, in any case. `=false` always means off. |
 | size | `65536` (bytes), `64KiB`, `1.5GB`, `1.5 GiB`: decimal units are powers of 1000, binary ones of 1024 |
-| capacity | a size, rounded down to whole blocks, or `5000 blocks`; `0` or `none`: no tier |
-| `…_GB` | a plain number counts decimal gigabytes, 10⁹ bytes; a size with its unit is also taken |
-| `…_NUM_BLOCKS` | wins over the `…_GB` of the same tier in the environment; `0` is the same as not set |
+| capacity | a size, rounded down to whole blocks, or `5000 blocks`, at most 1,073,741,816 of them; `0` or `none`: no tier; of the object tier also `unlimited` |
+| `…_GB` | a capacity, but a plain number counts decimal gigabytes, 10⁹ bytes, and blocks are not taken |
+| `…_NUM_BLOCKS` | a whole number, which wins over the `…_GB` of the same tier in the environment. With `OVERRIDE` in the name, `0` or `none` leaves the size to the other variable; without it, `0` or `none` means no tier, and `unlimited` is taken |
 | duration | a whole number in the unit that the key's name ends with |
 | directories | separated by `:` or `,`; in TOML also an array, which a directory with such a name needs |
 | secret | never printed: `kvbm config` says `(set)` |
@@ -159,6 +159,7 @@ fn valid_values(key: &Key) -> String {
     match &key.field {
         Field::Flag(_) | Field::Toggles(_) => "toggle".to_owned(),
         Field::Capacity(_) => "capacity".to_owned(),
+        Field::Limit(_) => "capacity, or `unlimited`".to_owned(),
         Field::Directories(_) => "directories".to_owned(),
         Field::Secret(_) => "secret".to_owned(),
         Field::Millis(_, range) => format!("ms; {}", whole_numbers(range)),

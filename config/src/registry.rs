@@ -2,8 +2,9 @@
 
 use std::ops::RangeInclusive;
 
-use crate::field::{Field, NONE};
-use crate::value::{InvalidValue, parse_boolean, parse_size, parse_text, parse_whole, whole_numbers};
+use crate::field::{Field, NONE, UNLIMITED};
+use crate::settings::{MAX_BLOCK_BYTES, MAX_TIER_BLOCKS};
+use crate::value::{InvalidValue, TEXTS, parse_boolean, parse_size, parse_text, parse_whole, whole_numbers};
 
 /// All variables start with this.
 pub(crate) const PREFIX: &str = "DYN_KVBM_";
@@ -11,7 +12,8 @@ pub(crate) const PREFIX: &str = "DYN_KVBM_";
 pub(crate) const CONFIG_VARIABLE: &str = "DYN_KVBM_CONFIG";
 
 const KIB: u64 = 1 << 10;
-const GIB: u64 = 1 << 30;
+const MIB: u64 = 1 << 20;
+const HOUR_MS: u64 = 3_600_000;
 const DAY_MS: u64 = 86_400_000;
 
 /// One setting.
@@ -59,6 +61,8 @@ pub(crate) enum Form {
     /// A plain number counts decimal gigabytes.
     Gigabytes,
     /// Blocks; 0 leaves the size to the other variable.
+    Override,
+    /// Blocks; 0 is no tier.
     Blocks,
     /// The bucket of an `s3://` URL.
     Bucket,
@@ -83,10 +87,16 @@ impl Form {
             Self::Plain => Meaning::Value(text.to_owned()),
             Self::Negated => Meaning::Value((!parse_boolean(text)?).to_string()),
             Self::Gigabytes => Meaning::Value(gigabytes(text)?),
-            Self::Blocks => match parse_whole(text, &BLOCKS)? {
+            Self::Override if is_word(text, NONE) => Meaning::Silent,
+            Self::Override => match parse_blocks(text, OVERRIDES)? {
                 0 => Meaning::Silent,
                 blocks => Meaning::Value(format!("{blocks} blocks")),
             },
+            Self::Blocks if is_word(text, NONE) || is_word(text, UNLIMITED) => {
+                Meaning::Value(text.to_owned())
+            }
+            Self::Blocks => Meaning::Value(format!("{} blocks", parse_blocks(text, COUNTS)?)),
+            Self::Bucket if is_word(text, NONE) => Meaning::Value(NONE.to_owned()),
             Self::Bucket => Meaning::Value(format!("s3://{}", bucket(text)?)),
             Self::Switch if parse_boolean(text)? => Meaning::Required,
             Self::Switch => Meaning::Value(NONE.to_owned()),
@@ -94,13 +104,26 @@ impl Form {
     }
 }
 
-const BLOCKS: RangeInclusive<u64> = 0..=u32::MAX as u64;
-const GIGABYTES: &str =
-    "decimal gigabytes such as 20 or 1.5, or a size with a unit such as 64GiB; 0: no tier";
-const BUCKETS: &str = "the name of a bucket: letters, digits, `.`, `-`, `_`";
+const OVERRIDES: &str =
+    "a number of blocks from 0 to 1073741816; 0 or none: the size is left to the other variable";
+const COUNTS: &str = "a number of blocks from 0 to 1073741816, or unlimited; 0 or none: no tier";
+const GIGABYTES: &str = "decimal gigabytes such as 20 or 1.5, or a size with a unit such as 64GiB; 0 or none: no \
+                         tier; unlimited of the object tier";
+const BUCKETS: &str = "the name of a bucket: letters, digits, `.`, `-`, `_`; or none";
+
+fn is_word(text: &str, word: &str) -> bool {
+    text.trim().eq_ignore_ascii_case(word)
+}
+
+fn parse_blocks(text: &str, valid: &str) -> Result<u64, InvalidValue> {
+    parse_whole(text, &(0..=u64::from(MAX_TIER_BLOCKS))).map_err(|invalid| invalid.but_valid(valid))
+}
 
 fn gigabytes(text: &str) -> Result<String, InvalidValue> {
     let text = text.trim();
+    if is_word(text, NONE) || is_word(text, UNLIMITED) {
+        return Ok(text.to_owned());
+    }
     let plain = text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
     let size = if plain { format!("{text}GB") } else { text.to_owned() };
     parse_size(&size).map(|_| size).map_err(|_| InvalidValue::new("not a size", GIGABYTES))
@@ -134,7 +157,7 @@ const FALSE_IS_FALSE: &str = "`false` means off; upstream reads any value as on.
 pub(crate) static KEYS: &[Key] = &[
     Key {
         path: "block_bytes",
-        field: Field::BytesIfSet(|s| &mut s.block_bytes, 1..=GIB),
+        field: Field::BytesIfSet(|s| &mut s.block_bytes, 1..=MAX_BLOCK_BYTES),
         variables: &[own("DYN_KVBM_BLOCK_BYTES", Form::Plain)],
         doc: "Bytes of one KV block, all layers together. Needed by every tier; an engine states its own.",
         in_use: true,
@@ -162,7 +185,7 @@ pub(crate) static KEYS: &[Key] = &[
         field: Field::Capacity(|s| &mut s.device.capacity),
         variables: &[
             own("DYN_KVBM_DEVICE_CACHE_GB", Form::Gigabytes),
-            own("DYN_KVBM_DEVICE_CACHE_OVERRIDE_NUM_BLOCKS", Form::Blocks),
+            own("DYN_KVBM_DEVICE_CACHE_OVERRIDE_NUM_BLOCKS", Form::Override),
         ],
         doc: "Size of the device tier.",
         in_use: true,
@@ -186,7 +209,7 @@ pub(crate) static KEYS: &[Key] = &[
         field: Field::Capacity(|s| &mut s.host.capacity),
         variables: &[
             upstream("DYN_KVBM_CPU_CACHE_GB", Form::Gigabytes, STRICT),
-            upstream("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", Form::Blocks, STRICT),
+            upstream("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", Form::Override, STRICT),
         ],
         doc: "Size of the host tier.",
         in_use: true,
@@ -210,7 +233,7 @@ pub(crate) static KEYS: &[Key] = &[
         field: Field::Capacity(|s| &mut s.disk.capacity),
         variables: &[
             upstream("DYN_KVBM_DISK_CACHE_GB", Form::Gigabytes, STRICT),
-            upstream("DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", Form::Blocks, STRICT),
+            upstream("DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", Form::Override, STRICT),
         ],
         doc: "Size of the disk tier, over all its directories.",
         in_use: true,
@@ -251,7 +274,8 @@ pub(crate) static KEYS: &[Key] = &[
         path: "disk.queue_depth",
         field: Field::Count(|s| &mut s.disk.queue_depth, 1..=4096),
         variables: &[own("DYN_KVBM_DISK_QUEUE_DEPTH", Form::Plain)],
-        doc: "Operations in flight.",
+        doc: "Operations in flight; with NIXL so many each way. With `threads` or `gds` so many threads start: 256 at \
+              most, also where `auto` falls back to them.",
         in_use: true,
     },
     Key {
@@ -302,12 +326,17 @@ pub(crate) static KEYS: &[Key] = &[
     },
     Key {
         path: "object.capacity",
-        field: Field::Capacity(|s| &mut s.object.capacity),
+        field: Field::Limit(|s| &mut s.object.capacity),
         variables: &[
             own("DYN_KVBM_OBJECT_CACHE_GB", Form::Gigabytes),
-            upstream("DYN_KVBM_OBJECT_NUM_BLOCKS", Form::Blocks, STRICT),
+            upstream(
+                "DYN_KVBM_OBJECT_NUM_BLOCKS",
+                Form::Blocks,
+                "A value that is no number is an error, not 0. `0` means no object tier.",
+            ),
         ],
-        doc: "Size of the object tier; `none`: as much as can be numbered.",
+        doc: "Size of the object tier; `unlimited`: as much as can be numbered. `0`: no object tier, even with a URL, \
+              which a warning then says.",
         in_use: true,
     },
     Key {
@@ -347,16 +376,17 @@ pub(crate) static KEYS: &[Key] = &[
     },
     Key {
         path: "object.segment_bytes",
-        field: Field::Bytes(|s| &mut s.object.segment_bytes, 4 * KIB..=4 * GIB),
+        field: Field::Bytes(|s| &mut s.object.segment_bytes, 4 * KIB..=256 * MIB),
         variables: &[own("DYN_KVBM_OBJECT_SEGMENT_BYTES", Form::Plain)],
-        doc: "Largest segment object; blocks that are flushed together share one.",
+        doc: "Largest segment object; blocks that are flushed together share one. A request must end within 15 s, which \
+              256 MiB need a fast network for.",
         in_use: true,
     },
     Key {
         path: "object.concurrency",
-        field: Field::Count(|s| &mut s.object.concurrency, 1..=1024),
+        field: Field::Count(|s| &mut s.object.concurrency, 1..=256),
         variables: &[own("DYN_KVBM_OBJECT_CONCURRENCY", Form::Plain)],
-        doc: "Requests in flight.",
+        doc: "Requests in flight; with NIXL so many each way.",
         in_use: true,
     },
     Key {
@@ -389,7 +419,7 @@ pub(crate) static KEYS: &[Key] = &[
     },
     Key {
         path: "transfer.timeout_ms",
-        field: Field::Millis(|s| &mut s.transfer.timeout_ms, 1..=DAY_MS),
+        field: Field::Millis(|s| &mut s.transfer.timeout_ms, 100..=HOUR_MS),
         variables: &[own("DYN_KVBM_TRANSFER_TIMEOUT_MS", Form::Plain)],
         doc: "After so long a transfer counts as failed and its slot as lost; to and from the object tier, whose client \
               gives up by itself within 20 s, after 30 s at least.",
@@ -397,14 +427,14 @@ pub(crate) static KEYS: &[Key] = &[
     },
     Key {
         path: "transfer.queue_blocks",
-        field: Field::Count(|s| &mut s.transfer.queue_blocks, 1..=u32::MAX),
+        field: Field::Count(|s| &mut s.transfer.queue_blocks, 1..=1 << 22),
         variables: &[own("DYN_KVBM_TRANSFER_QUEUE_BLOCKS", Form::Plain)],
         doc: "Blocks that may wait per route; beyond it a save is refused as full.",
         in_use: true,
     },
     Key {
         path: "transfer.copy_threads",
-        field: Field::Count(|s| &mut s.transfer.copy_threads, 1..=1024),
+        field: Field::Count(|s| &mut s.transfer.copy_threads, 1..=256),
         variables: &[own("DYN_KVBM_TRANSFER_COPY_THREADS", Form::Plain)],
         doc: "Threads that copy between memory tiers.",
         in_use: true,
@@ -464,7 +494,9 @@ pub(crate) static KEYS: &[Key] = &[
             Form::Plain,
             "Names may hold `_`, so GDS_MT can be set.",
         )],
-        doc: "Plugins of NIXL by name, on or off. None named: UCX alone, if NIXL is installed; all of them off: none.",
+        doc: "Plugins of NIXL by name, on or off. None named: UCX alone, if NIXL is installed; all of them off: none. \
+              POSIX serves `disk.backend`, OBJ `object.backend`; what is on and serves nothing is said at the start and by \
+              `kvbm doctor`.",
         in_use: true,
     },
     Key {
@@ -512,7 +544,7 @@ impl Ignored {
         match &self.takes {
             Takes::Flag => "toggle".to_owned(),
             Takes::Whole(range) => whole_numbers(range),
-            Takes::Text => "any text".to_owned(),
+            Takes::Text => TEXTS.to_owned(),
         }
     }
 }
@@ -626,6 +658,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::field::Raw;
+    use crate::settings::Settings;
+    use crate::value::{BOOLEANS, format_size};
 
     proptest! {
         #[test]
@@ -636,6 +671,139 @@ mod tests {
             for ignored in IGNORED {
                 let _ = ignored.check(&text);
             }
+        }
+    }
+
+    fn texts<T: ToString>(values: impl IntoIterator<Item = T>) -> Vec<String> {
+        values.into_iter().map(|value| value.to_string()).collect()
+    }
+
+    fn booleans() -> Vec<String> {
+        texts(BOOLEANS.split(", "))
+    }
+
+    /// What the reference says that TOML may hold: for a range its ends, for a form its examples.
+    fn documented(field: &Field) -> Vec<String> {
+        match field {
+            Field::Flag(_) | Field::Toggles(_) => booleans(),
+            Field::Count(_, range) => texts([range.start(), range.end()]),
+            Field::Millis(_, range) => texts([range.start(), range.end()]),
+            Field::Bytes(_, range) => texts([range.start(), range.end()].map(|&bytes| format_size(bytes))),
+            Field::BytesIfSet(_, range) => {
+                texts([NONE, &format_size(*range.start()), &format_size(*range.end())])
+            }
+            Field::Capacity(_) => texts(["65536", "64KiB", "1.5GB", "1.5 GiB", "5000 blocks", "0", NONE]),
+            Field::Limit(_) => texts(["65536", "1.5 GiB", "5000 blocks", "0", NONE, UNLIMITED]),
+            Field::Budget(_) => texts(["500GB", "0.5dwpd", "1000dwpd", "0", NONE]),
+            Field::Share(_) => texts(["0", "1", "0.5"]),
+            Field::Port(_) => texts(["0", "65535"]),
+            Field::Address(_) => texts(["127.0.0.1", "0.0.0.0", "::1"]),
+            Field::Url(..) => texts(examples(&field.valid()).chain([NONE.to_owned()])),
+            Field::Text(_) | Field::Secret(_) => texts(["any text", NONE]),
+            Field::Parameters(_) => texts(["any text"]),
+            Field::Directories(_) => texts(["/a", "/a:/b", "/a, /b"]),
+            Field::Choice(_) => texts(field.valid().split(", ")),
+        }
+    }
+
+    /// What stands between backquotes, with a port in the place of the word.
+    fn examples(valid: &str) -> impl Iterator<Item = String> + '_ {
+        valid.split('`').skip(1).step_by(2).map(|example| example.replace(":port", ":9000"))
+    }
+
+    fn documented_of_variable(key: &Key, variable: &Variable) -> Vec<String> {
+        match variable.form {
+            Form::Plain => documented(&key.field),
+            Form::Negated | Form::Switch => booleans(),
+            Form::Gigabytes if matches!(key.field, Field::Limit(_)) => {
+                texts(["20", "1.5", "64GiB", "0", NONE, UNLIMITED])
+            }
+            Form::Gigabytes => texts(["20", "1.5", "64GiB", "0", NONE]),
+            Form::Override => texts(["0", NONE, "1", "1073741816"]),
+            Form::Blocks => texts(["0", NONE, UNLIMITED, "1", "1073741816"]),
+            Form::Bucket => texts(["kv-cache", "a.b_c", NONE]),
+        }
+    }
+
+    fn raw(key: &Key, text: &str) -> Raw {
+        let value = text.to_owned();
+        match key.field {
+            Field::Toggles(_) => Raw::Member { name: "UCX".to_owned(), value },
+            Field::Parameters(_) => Raw::Member { name: "posix.use_uring".to_owned(), value },
+            _ => Raw::One(value),
+        }
+    }
+
+    /// That the key takes the text, keeps it as something that may be written, and so would take it again.
+    #[track_caller]
+    fn assert_taken(key: &Key, name: &str, text: &str) {
+        let mut settings = Settings::default();
+        let told = |error: InvalidValue| panic!("{name} = {text}: {error}");
+        key.field.assign(&mut settings, &raw(key, text)).unwrap_or_else(told);
+        for shown in key.field.values(&settings) {
+            key.field.assign(&mut settings, &shown).unwrap_or_else(told);
+        }
+    }
+
+    #[test]
+    fn every_documented_value_of_every_key_and_variable_is_taken() {
+        for key in KEYS {
+            documented(&key.field).iter().for_each(|text| assert_taken(key, key.path, text));
+            for variable in key.variables {
+                for text in documented_of_variable(key, variable) {
+                    let meaning = variable.form.interpret(&text);
+                    match meaning.unwrap_or_else(|error| panic!("{} = {text}: {error}", variable.name)) {
+                        Meaning::Value(value) => assert_taken(key, variable.name, &value),
+                        Meaning::Silent | Meaning::Required => {}
+                    }
+                }
+            }
+        }
+        for ignored in IGNORED {
+            let values = match &ignored.takes {
+                Takes::Flag => booleans(),
+                Takes::Whole(range) => texts([range.start(), range.end()]),
+                Takes::Text => texts(["any text"]),
+            };
+            values.iter().for_each(|text| ignored.check(text).expect(ignored.name));
+        }
+    }
+
+    #[test]
+    fn every_number_has_bounds_and_an_error_beyond_names_them() {
+        for key in KEYS {
+            let (least, most) = match &key.field {
+                Field::Count(_, range) => (u64::from(*range.start()), u64::from(*range.end())),
+                Field::Millis(_, range) | Field::Bytes(_, range) | Field::BytesIfSet(_, range) => {
+                    (*range.start(), *range.end())
+                }
+                _ => continue,
+            };
+            assert!(most < u64::from(u32::MAX), "{} has no bound", key.path);
+            let beyond = [least.checked_sub(1), Some(most + 1), Some(u64::MAX)];
+            for number in beyond.into_iter().flatten() {
+                let refused = key.field.assign(&mut Settings::default(), &raw(key, &number.to_string()));
+                let error = refused.expect_err(key.path);
+                assert!(
+                    error.to_string().ends_with(&key.field.valid()) || error.to_string().contains(" from "),
+                    "{error}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn texts_and_lists_are_bounded() {
+        let long = "x".repeat(4097);
+        let many = (0..65).map(|dir| format!("/{dir}")).collect::<Vec<_>>().join(":");
+        for key in KEYS {
+            let text = match key.field {
+                Field::Text(_) | Field::Secret(_) | Field::Parameters(_) => &long,
+                Field::Directories(_) => &many,
+                _ => continue,
+            };
+            let refused = key.field.assign(&mut Settings::default(), &raw(key, text));
+            assert!(refused.expect_err(key.path).to_string().ends_with(&key.field.valid()), "{}", key.path);
         }
     }
 
@@ -683,12 +851,22 @@ mod tests {
 
     #[test]
     fn gigabytes_are_decimal_unless_a_unit_says_otherwise() {
-        let cases = [("20", "20GB"), (" 1.5 ", "1.5GB"), ("64GiB", "64GiB"), ("0", "0GB")];
+        let cases = [("20", "20GB"), (" 1.5 ", "1.5GB"), ("64GiB", "64GiB"), ("0", "0GB"), (" none", "none")];
         for (text, size) in cases {
             assert_eq!(Form::Gigabytes.interpret(text), Ok(Meaning::Value(size.to_owned())));
         }
         for text in ["", "abc", "-1", "1e3", "1.5.2", "20G"] {
             assert!(Form::Gigabytes.interpret(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn counts_of_blocks_end_where_slots_do() {
+        let most = MAX_TIER_BLOCKS.to_string();
+        assert!(OVERRIDES.contains(&most) && COUNTS.contains(&most));
+        for form in [Form::Override, Form::Blocks] {
+            let error = form.interpret(&(MAX_TIER_BLOCKS + 1).to_string()).unwrap_err().to_string();
+            assert!(error.starts_with("out of range; ") && error.contains(&most), "{error}");
         }
     }
 

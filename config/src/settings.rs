@@ -2,10 +2,22 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::PathBuf;
 
 use serde::{Serialize, Serializer};
+
+use crate::nixl::names_a_secret;
+
+/// The most blocks that a tier can have, and the host tier together with its staging blocks: slots are numbered in
+/// 30 bits. The crate that has the slots says the same, which `kvbm` asserts.
+pub const MAX_TIER_BLOCKS: u32 = (1 << 30) - 8;
+
+/// The largest block, in bytes. So many of them as a tier can have still fit into an address space.
+pub const MAX_BLOCK_BYTES: u64 = 1 << 30;
+
+/// The most threads that a disk tier has. More serve no drive better, and each takes a stack.
+pub const MAX_DISK_THREADS: u32 = 256;
 
 /// Everything that an operator can choose. `Settings::default()` is a manager with no tier at all.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -51,6 +63,11 @@ impl Capacity {
             Self::Bytes(bytes) => bytes / block_bytes.max(1),
             Self::Blocks(blocks) => blocks,
         }
+    }
+
+    /// Whether it is written as nothing at all.
+    pub const fn is_zero(self) -> bool {
+        matches!(self, Self::Bytes(0) | Self::Blocks(0))
     }
 }
 
@@ -187,7 +204,7 @@ pub struct ObjectSettings {
     /// `file:///dir`, `s3://bucket/prefix` or `memory:///`; `None`: no object tier.
     #[serde(serialize_with = "without_credentials")]
     pub url: Option<String>,
-    /// Blocks that it may hold; `None`: as many as the slot numbers allow.
+    /// Blocks that it may hold; `None`: unlimited, as many as can be numbered. Zero: no object tier, whatever the URL.
     pub capacity: Option<Capacity>,
     /// S3 endpoint, when it is not AWS.
     #[serde(serialize_with = "without_credentials")]
@@ -224,6 +241,18 @@ impl Default for ObjectSettings {
             concurrency: 8,
             keep: false,
         }
+    }
+}
+
+impl ObjectSettings {
+    /// Where the tier lives; `None`: there is no object tier.
+    pub fn place(&self) -> Option<&str> {
+        self.url.as_deref().filter(|_| !self.has_no_room())
+    }
+
+    /// Whether somebody gave the tier a size of nothing.
+    pub(crate) fn has_no_room(&self) -> bool {
+        self.capacity.is_some_and(Capacity::is_zero)
     }
 }
 
@@ -271,14 +300,49 @@ impl ObjectBackend {
 /// What stands in for a secret wherever settings are shown.
 pub(crate) const SECRET_SET: &str = "(set)";
 
-/// Whether a URL may carry a user, a password or a signed query. Local paths can't.
-pub(crate) fn may_hold_credentials(url: &str) -> bool {
-    !url.starts_with("file:") && url.contains(['@', '?'])
+/// What stands in for a URL that may hold credentials.
+pub(crate) const URL_HIDDEN: &str = "(hidden: it may hold credentials)";
+
+/// Whether a text that is or should be a URL may carry a user, a password or a signed query, well-formed or not:
+/// who forgets the `@` must not find the secret in a log. Local paths can't.
+pub(crate) fn may_hold_credentials(text: &str) -> bool {
+    if text.starts_with("file:///") {
+        return false;
+    }
+    let (scheme, rest) = text.split_once("://").unwrap_or(("", text));
+    let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
+    let host = if is_web(scheme) { without_port(authority) } else { authority };
+    !scheme.bytes().chain(host.bytes()).all(is_plain) || path.contains(['@', '?', '#', ':'])
+}
+
+/// Whether the scheme is one whose URLs have ports.
+fn is_web(scheme: &str) -> bool {
+    matches!(scheme, "http" | "https")
+}
+
+/// The host of `host:port`, without the brackets of an IPv6 address; all of it where no port follows.
+fn without_port(authority: &str) -> &str {
+    let host = match authority.rsplit_once(':') {
+        Some((host, port)) if port.parse::<u16>().is_ok() => host,
+        _ => authority,
+    };
+    let address = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    if address.is_some_and(|address| address.parse::<Ipv6Addr>().is_ok()) { "" } else { host }
 }
 
 /// The URL as it may be shown.
 pub(crate) fn shown_url(url: &str) -> &str {
-    if may_hold_credentials(url) { "(hidden: it may hold credentials)" } else { url }
+    if may_hold_credentials(url) { URL_HIDDEN } else { url }
+}
+
+/// The value of a plugin's parameter as it may be shown: its name may tell that it is a secret, and it may be a URL.
+pub(crate) fn shown_parameter<'v>(name: &str, value: &'v str) -> &'v str {
+    match value {
+        _ if names_a_secret(name) => SECRET_SET,
+        url if url.contains("://") => shown_url(url),
+        value => value,
+    }
 }
 
 #[expect(clippy::ref_option, reason = "the shape that serde asks for")]
@@ -424,6 +488,9 @@ impl AdmissionMode {
     }
 }
 
+/// The most times in a day that a drive is written in full: no drive is that fast.
+pub(crate) const MAX_DRIVE_WRITES_PER_DAY: f64 = 1000.0;
+
 /// How much may be written to a medium that wears out.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -452,14 +519,40 @@ impl Default for MetricsSettings {
 }
 
 /// NVIDIA's transfer library.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Default, PartialEq, Eq, Serialize)]
 pub struct NixlSettings {
     /// `libnixl_capi.so`; `None`: where Python packages and the system's loader have it.
     pub library: Option<String>,
     /// Plugins by name (upper case), on or off. None named: UCX alone; all named ones off: none.
     pub backends: BTreeMap<String, bool>,
     /// By plugin (upper case), then by name: what differs from the plugin's defaults.
+    #[serde(serialize_with = "without_secrets")]
     pub parameters: BTreeMap<String, BTreeMap<String, String>>,
+}
+
+impl fmt::Debug for NixlSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NixlSettings")
+            .field("library", &self.library)
+            .field("backends", &self.backends)
+            .field("parameters", &shown_parameters(&self.parameters))
+            .finish()
+    }
+}
+
+/// By plugin, then by name.
+type Parameters<T> = BTreeMap<String, BTreeMap<String, T>>;
+
+fn shown_parameters(all: &Parameters<String>) -> Parameters<&str> {
+    all.iter().map(|(plugin, given)| (plugin.clone(), shown_values(given))).collect()
+}
+
+fn shown_values(given: &BTreeMap<String, String>) -> BTreeMap<String, &str> {
+    given.iter().map(|(name, value)| (name.clone(), shown_parameter(name, value))).collect()
+}
+
+fn without_secrets<S: Serializer>(all: &Parameters<String>, serializer: S) -> Result<S::Ok, S::Error> {
+    shown_parameters(all).serialize(serializer)
 }
 
 impl NixlSettings {

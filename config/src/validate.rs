@@ -3,18 +3,18 @@
 use crate::error::SettingsError;
 use crate::loader::Origin;
 use crate::registry::KEYS;
-use crate::settings::{Capacity, DiskBackend, ObjectBackend, Settings};
+use crate::settings::{
+    AdmissionMode, Capacity, DiskBackend, MAX_DISK_THREADS, MAX_TIER_BLOCKS, ObjectBackend, Settings,
+};
 use crate::value::{InvalidValue, format_size};
-
-/// Slots are numbered in 32 bits.
-const MAX_BLOCKS: u64 = u32::MAX as u64;
 
 impl Settings {
     /// Checks every value and what holds between them. [`Loader::load`](crate::Loader::load) has done so already.
     ///
     /// # Errors
     /// [`SettingsError::Invalid`] for the first value that is out of its range, for a tier without a block size, a
-    /// size that holds less than one block or more than 2³² of them, and one half of a pair of S3 keys.
+    /// size that holds less than one block or more than [`MAX_TIER_BLOCKS`], one half of a pair of S3 keys, and
+    /// whatever else no manager can be opened with on any machine.
     pub fn validate(&self) -> Result<(), SettingsError> {
         self.check(|_| Origin::Program)
     }
@@ -24,6 +24,7 @@ impl Settings {
         let violation = self
             .check_values()
             .and_then(|()| self.check_sizes())
+            .and_then(|()| self.check_disk())
             .and_then(|()| self.check_keys())
             .and_then(|()| self.check_nixl());
         violation.map_err(|(path, problem)| SettingsError::Invalid {
@@ -50,25 +51,67 @@ impl Settings {
             ("device.capacity", self.device.capacity),
             ("host.capacity", self.host.capacity),
             ("disk.capacity", self.disk.capacity),
-            ("object.capacity", self.object.capacity.filter(|_| self.object.url.is_some())),
+            ("object.capacity", self.object.capacity.filter(|_| self.object.place().is_some())),
         ];
         for (path, capacity) in tiers {
             if let Some(capacity) = capacity {
                 self.check_capacity(capacity).map_err(|problem| (path, problem))?;
             }
         }
-        if self.object.url.is_some() { self.check_segments() } else { Ok(()) }
+        self.check_staging()?;
+        if self.object.place().is_some() { self.check_segments() } else { Ok(()) }
     }
 
     fn check_capacity(&self, capacity: Capacity) -> Result<(), InvalidValue> {
         let block_bytes = self.block_bytes.ok_or_else(no_block_size)?;
         let blocks = capacity.blocks(block_bytes);
-        let valid = format!("1 to {MAX_BLOCKS} blocks of {} (block_bytes)", format_size(block_bytes));
         match blocks {
-            0 => Err(InvalidValue::new("holds less than one block", valid)),
-            1..=MAX_BLOCKS => Ok(()),
-            _ => Err(InvalidValue::new("more blocks than can be numbered", valid)),
+            0 => {
+                let valid =
+                    format!("1 to {MAX_TIER_BLOCKS} blocks of {} (block_bytes)", format_size(block_bytes));
+                Err(InvalidValue::new("holds less than one block", valid))
+            }
+            blocks if blocks <= u64::from(MAX_TIER_BLOCKS) => Ok(()),
+            blocks => {
+                let valid = format!("at most {MAX_TIER_BLOCKS}, or larger blocks (block_bytes)");
+                Err(InvalidValue::new(format!("a tier of {blocks} blocks is too large"), valid))
+            }
         }
+    }
+
+    /// Staging blocks lie in the same region as the host tier.
+    fn check_staging(&self) -> Result<(), Violation> {
+        let has_lower = self.disk.capacity.is_some() || self.object.place().is_some();
+        let (Some(capacity), true) = (self.host.capacity, has_lower) else { return Ok(()) };
+        let blocks = capacity.blocks(self.block_bytes.unwrap_or_default());
+        let staging = u64::from(self.host.staging_blocks);
+        if blocks + staging <= u64::from(MAX_TIER_BLOCKS) {
+            return Ok(());
+        }
+        let reason = format!("a tier of {blocks} blocks and {staging} staging blocks is too large");
+        let valid = format!("at most {MAX_TIER_BLOCKS} together with host.staging_blocks, or larger blocks");
+        Err(("host.capacity", InvalidValue::new(reason, valid)))
+    }
+
+    fn check_disk(&self) -> Result<(), Violation> {
+        let disk = &self.disk;
+        let has_threads = matches!(disk.backend, DiskBackend::Threads | DiskBackend::Gds);
+        if has_threads && disk.queue_depth > MAX_DISK_THREADS {
+            let backend = disk.backend.name();
+            let valid =
+                format!("1 to {MAX_DISK_THREADS} where disk.backend is {backend}, or another disk.backend");
+            return Err(("disk.queue_depth", InvalidValue::new("so many threads would start", valid)));
+        }
+        let is_ruled = disk.admission != AdmissionMode::WriteThrough || disk.write_budget.is_some();
+        if is_ruled && disk.capacity.is_some() && self.host.capacity.is_none() {
+            let path = if disk.write_budget.is_some() { "disk.write_budget" } else { "disk.admission" };
+            let reason = "disk.admission and disk.write_budget choose among the blocks of the host tier, and there is none";
+            return Err((
+                path,
+                InvalidValue::new(reason, "set host.capacity, or leave both at their defaults"),
+            ));
+        }
+        Ok(())
     }
 
     fn check_segments(&self) -> Result<(), Violation> {
@@ -101,7 +144,7 @@ impl Settings {
         if !self.nixl.is_enabled("OBJ") {
             return Err(("object.backend", plugin_off("OBJ")));
         }
-        if self.object.url.as_ref().is_some_and(|url| !url.starts_with("s3://")) {
+        if self.object.place().is_some_and(|url| !url.starts_with("s3://")) {
             let problem =
                 InvalidValue::new("NIXL reaches no other stores", "s3://bucket/prefix (object.url)");
             return Err(("object.backend", problem));
@@ -182,8 +225,72 @@ mod tests {
         let less = |capacity| with(|s| s.host.capacity = Some(capacity));
         assert_refused(less(Capacity::Bytes(65_535)), "host.capacity", "less than one block");
         assert_refused(less(Capacity::Blocks(0)), "host.capacity", "less than one block");
-        assert_refused(less(Capacity::Blocks(1 << 32)), "host.capacity", "more blocks");
-        assert_refused(less(Capacity::Bytes(u64::MAX)), "host.capacity", "more blocks");
+        let most = u64::from(MAX_TIER_BLOCKS);
+        less(Capacity::Blocks(most)).expect("as many as can be numbered");
+        assert_refused(
+            less(Capacity::Blocks(most + 1)),
+            "host.capacity",
+            "a tier of 1073741817 blocks is too large",
+        );
+        assert_refused(less(Capacity::Bytes(u64::MAX)), "host.capacity", "too large");
+    }
+
+    #[test]
+    fn the_host_tier_and_its_staging_blocks_are_numbered_together() {
+        let with_staging = |staging, has_disk: bool| {
+            with(|s| {
+                s.host.capacity = Some(Capacity::Blocks(u64::from(MAX_TIER_BLOCKS) - 64));
+                s.host.staging_blocks = staging;
+                s.disk.capacity = has_disk.then_some(Capacity::Blocks(1));
+            })
+        };
+        with_staging(64, true).expect("they fit");
+        with_staging(65, false).expect("nothing is staged without a tier below");
+        assert_refused(with_staging(65, true), "host.capacity", "host.staging_blocks");
+    }
+
+    #[test]
+    fn no_more_threads_start_than_serve_a_drive() {
+        let with_depth = |backend, depth| {
+            with(|s| {
+                s.disk.backend = backend;
+                s.disk.queue_depth = depth;
+            })
+        };
+        for backend in [DiskBackend::Threads, DiskBackend::Gds] {
+            with_depth(backend, 256).expect("as many as allowed");
+            assert_refused(with_depth(backend, 257), "disk.queue_depth", "1 to 256");
+        }
+        with_depth(DiskBackend::Uring, 4096).expect("a ring is no thread");
+    }
+
+    #[test]
+    fn rules_for_the_disk_need_a_host_tier_to_choose_from() {
+        let changes: [(&str, Change); 2] = [
+            ("disk.admission", |s| s.disk.admission = AdmissionMode::Selective),
+            ("disk.write_budget", |s| s.disk.write_budget = Some(crate::WriteBudget::BytesPerDay(1))),
+        ];
+        for (key, change) in changes {
+            let result = with(|s| {
+                s.disk.capacity = Some(Capacity::Blocks(1));
+                change(s);
+            });
+            assert_refused(result, key, "set host.capacity");
+        }
+    }
+
+    #[test]
+    fn an_object_tier_without_room_needs_nothing() {
+        let off = Settings {
+            object: crate::ObjectSettings {
+                url: Some("memory:///".to_owned()),
+                capacity: Some(Capacity::Bytes(0)),
+                ..crate::ObjectSettings::default()
+            },
+            ..Settings::default()
+        };
+        off.validate().expect("there is no tier that could need a block size");
+        assert_eq!(off.object.place(), None);
     }
 
     #[test]

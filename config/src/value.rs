@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::{fmt, path::PathBuf};
 
-use crate::settings::{Capacity, WriteBudget};
+use crate::settings::{Capacity, MAX_DRIVE_WRITES_PER_DAY, WriteBudget};
 
 /// Why a text is not a value of its sort, and what would be.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -20,15 +20,30 @@ impl InvalidValue {
     pub(crate) fn new(reason: impl Into<Box<str>>, valid: impl Into<Box<str>>) -> Self {
         Self { reason: reason.into(), valid: valid.into() }
     }
+
+    /// The same reason where other values are valid.
+    pub(crate) fn but_valid(self, valid: impl Into<Box<str>>) -> Self {
+        Self { valid: valid.into(), ..self }
+    }
 }
 
 pub(crate) const BOOLEANS: &str = "true, 1, on, yes, false, 0, off, no";
 pub(crate) const SIZES: &str = "bytes as a whole number, or a number with a unit (B, kB, MB, GB, TB, KiB, MiB, GiB, \
                                 TiB) such as 64KiB or 1.5GB";
 pub(crate) const CAPACITIES: &str =
-    "a size such as 1.5GB, a number of blocks such as `5000 blocks`, or 0 for no tier";
-pub(crate) const BUDGETS: &str = "a size a day such as 500GB, drive-writes a day such as 0.5dwpd, or none";
-pub(crate) const DIRECTORIES: &str = "directories separated by `:` or `,`; in TOML also an array";
+    "a size such as 1.5GB, a number of blocks such as `5000 blocks`, or 0 or none for no tier";
+/// Of a tier that need not have a size.
+pub(crate) const LIMITS: &str = "a size such as 1.5GB, a number of blocks such as `5000 blocks`, unlimited, or 0 or \
+                                 none for no tier";
+pub(crate) const BUDGETS: &str =
+    "a size a day such as 500GB, drive-writes a day such as 0.5dwpd (at most 1000dwpd), or none";
+pub(crate) const DIRECTORIES: &str = "directories separated by `:` or `,`, at most 64; in TOML also an array";
+pub(crate) const TEXTS: &str = "any text of at most 4096 bytes";
+
+/// As long as a path may be, and longer than any name or key.
+const MAX_TEXT: usize = 4096;
+/// Of one tier: each has a file open, and more than there are drives are of no use.
+const MAX_DIRECTORIES: usize = 64;
 
 /// Units of [`parse_size`], in bytes.
 const UNITS: [(&str, u64); 9] = [
@@ -146,7 +161,8 @@ impl FromStr for WriteBudget {
                 .map_err(|no| InvalidValue::new(no.reason, BUDGETS));
         };
         let times: f64 = times.trim().parse().map_err(|_| InvalidValue::new("not a number", BUDGETS))?;
-        if times.is_finite() && times >= 0.0 {
+        // NaN is in no range.
+        if (0.0..=MAX_DRIVE_WRITES_PER_DAY).contains(&times) {
             Ok(Self::DriveWritesPerDay(times))
         } else {
             Err(InvalidValue::new("out of range", BUDGETS))
@@ -190,7 +206,11 @@ pub(crate) fn parse_share(text: &str) -> Result<f64, InvalidValue> {
 
 pub(crate) fn parse_text(text: &str) -> Result<String, InvalidValue> {
     let text = text.trim();
-    if text.is_empty() { Err(InvalidValue::new("empty", "any text")) } else { Ok(text.to_owned()) }
+    match text.len() {
+        0 => Err(InvalidValue::new("empty", TEXTS)),
+        1..=MAX_TEXT => Ok(text.to_owned()),
+        _ => Err(InvalidValue::new("too long", TEXTS)),
+    }
 }
 
 /// Directories in one text: a variable has no arrays.
@@ -201,6 +221,9 @@ pub(crate) fn split_directories(text: &str) -> Vec<String> {
 pub(crate) fn parse_directories(names: &[String]) -> Result<Vec<PathBuf>, InvalidValue> {
     if names.is_empty() || names.iter().any(String::is_empty) {
         return Err(InvalidValue::new("a directory without a name", DIRECTORIES));
+    }
+    if names.len() > MAX_DIRECTORIES {
+        return Err(InvalidValue::new("too many directories", DIRECTORIES));
     }
     let directories: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
     let twice = directories.iter().enumerate().any(|(at, directory)| directories[..at].contains(directory));
@@ -332,7 +355,7 @@ mod tests {
             assert_eq!(text.parse(), Ok(budget), "{text}");
             assert_eq!(budget.to_string().parse(), Ok(budget));
         }
-        for text in ["", "-1dwpd", "NaN dwpd", "dwpd", "inf dwpd", "lots"] {
+        for text in ["", "-1dwpd", "NaN dwpd", "dwpd", "inf dwpd", "1e300dwpd", "lots"] {
             let error = text.parse::<WriteBudget>().unwrap_err();
             assert!(error.to_string().ends_with(BUDGETS), "{text}");
         }

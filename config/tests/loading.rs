@@ -131,6 +131,55 @@ fn the_environment_beats_the_file_whichever_way_it_states_a_size() {
 }
 
 #[test]
+fn zero_is_no_tier_whichever_the_tier_and_the_variable() {
+    type Is = fn(&Settings) -> bool;
+    let tiers: [(&str, Is); 4] = [
+        ("DYN_KVBM_DEVICE_CACHE_GB", |s| s.device.capacity.is_some()),
+        ("DYN_KVBM_CPU_CACHE_GB", |s| s.host.capacity.is_some()),
+        ("DYN_KVBM_DISK_CACHE_GB", |s| s.disk.capacity.is_some()),
+        ("DYN_KVBM_OBJECT_CACHE_GB", |s| s.object.place().is_some()),
+    ];
+    let url = ("DYN_KVBM_OBJECT_URL", "memory:///");
+    for (variable, is_there) in tiers {
+        assert!(is_there(&settings(&[BLOCK, url, (variable, "1")])), "{variable}=1");
+        for nothing in ["0", "0.0", "0GiB", "none", " NONE "] {
+            assert!(!is_there(&settings(&[BLOCK, url, (variable, nothing)])), "{variable}={nothing}");
+        }
+    }
+    for nothing in ["0", "none"] {
+        let blocks = ("DYN_KVBM_OBJECT_NUM_BLOCKS", nothing);
+        assert_eq!(settings(&[BLOCK, url, blocks]).object.place(), None, "{nothing}");
+    }
+}
+
+#[test]
+fn an_object_tier_without_room_is_warned_of() {
+    let variables = [("DYN_KVBM_OBJECT_URL", "memory:///"), ("DYN_KVBM_OBJECT_CACHE_GB", "0")];
+    let loaded = load(&variables).expect("no tier needs no block size");
+    let told: Vec<_> = loaded.accepted.iter().map(ToString::to_string).collect();
+    let expected = "object.url = \"memory:///\" (DYN_KVBM_OBJECT_URL): no object tier, since object.capacity is 0 \
+                    (DYN_KVBM_OBJECT_CACHE_GB)";
+    assert_eq!(told, [expected]);
+    assert_eq!(row(&loaded, "object.capacity").0, "none");
+    let hidden = load(&[variables[1]]).expect("nothing to lose");
+    assert!(hidden.accepted.is_empty());
+}
+
+#[test]
+fn the_object_tier_is_unlimited_by_default_and_by_name() {
+    let url = ("DYN_KVBM_OBJECT_URL", "memory:///");
+    let loaded = load(&[BLOCK, url]).expect("valid");
+    assert_eq!(row(&loaded, "object.capacity"), ("unlimited".to_owned(), "default".to_owned()));
+    let file = file("object.capacity = '5 blocks'\n");
+    for variable in ["DYN_KVBM_OBJECT_CACHE_GB", "DYN_KVBM_OBJECT_NUM_BLOCKS"] {
+        let loaded = environment(&[BLOCK, url, (variable, "Unlimited")]).file(file.path()).load();
+        let object = loaded.expect(variable).settings.object;
+        assert!(object.capacity.is_none() && object.place().is_some(), "{variable}");
+    }
+    load(&[BLOCK, ("DYN_KVBM_CPU_CACHE_GB", "unlimited")]).expect_err("memory has an end");
+}
+
+#[test]
 fn the_object_tier_is_a_bucket_or_a_url_unless_turned_off() {
     let bucket = ("DYN_KVBM_OBJECT_BUCKET", "kv-cache");
     let url = |variables: &[(&str, &str)]| settings(variables).object.url;
@@ -279,6 +328,8 @@ fn errors_name_the_variable_and_the_nearest_one() {
     assert!(message.contains("valid: hazard, lru, "), "{message}");
     let missing = Loader::new().file("/nonexistent/kvbm.toml").load().expect_err("no such file");
     assert!(matches!(missing, SettingsError::Read { .. }));
+    let endless = Loader::new().file("/dev/zero").load().expect_err("no settings file").to_string();
+    assert!(endless.contains("larger than 1 MiB"), "{endless}");
     let mistyped = Loader::new().set("host.size", |_| ()).load().expect_err("no such key");
     assert!(matches!(mistyped, SettingsError::Unknown { .. }));
 }
@@ -299,6 +350,8 @@ fn secrets_are_in_no_output() {
     }
 
     let refused = [
+        load(&[("DYN_KVBM_NIXL_PARAM_OBJ__SECRET_KEY", SECRET)]),
+        load(&[("DYN_KVBM_NIXL_PARAM_OBJ__ENDPOINT_OVERRIDE", "http://id:hunter2@minio:9000")]),
         load(&keys[1..]),
         load(&[("DYN_KVBM_OBJECT_SECRET_KEYS", SECRET)]),
         load(&[("DYN_KVBM_OBJECT_URL", "s3://id:hunter2@bucket")]),
@@ -313,6 +366,62 @@ fn secrets_are_in_no_output() {
         ["object.secret_key = \"hunter2", "object.secret_key = ['hunter2']", "object.secret_key = hunter2"];
     for text in files {
         assert!(!file_error(text).contains(SECRET), "{}", file_error(text));
+    }
+}
+
+/// Well-formed or not, with or without the `@` that somebody forgot.
+const LEAKS: [&str; 6] = [
+    "s3://id:hunter2@bucket",
+    "s3://id:hunter2",
+    "s3://bucket/id:hunter2",
+    "http://id:hunter2",
+    "file://id:hunter2@host/path",
+    "id:hunter2",
+];
+
+#[test]
+fn credentials_in_urls_are_refused_and_in_no_output() {
+    let variables = [
+        "DYN_KVBM_OBJECT_URL",
+        "DYN_KVBM_OBJECT_ENDPOINT",
+        "DYN_KVBM_OBJECT_BUCKET",
+        "DYN_KVBM_OBJECT_ENABLED",
+    ];
+    for url in LEAKS {
+        for variable in variables {
+            let error = load(&[BLOCK, (variable, url)]).expect_err(url);
+            assert!(!format!("{error} {error:?}").contains("hunter2"), "{variable}: {error}");
+        }
+        for text in [format!("object.url = '{url}'"), format!("object.url = ['file:///x', '{url}']")] {
+            assert!(!file_error(&text).contains("hunter2"), "{}", file_error(&text));
+        }
+    }
+}
+
+/// A program may put anything into the settings, and print them before it has them checked.
+#[test]
+fn credentials_in_unchecked_settings_are_shown_nowhere() {
+    for url in LEAKS {
+        let mut settings = Settings { block_bytes: Some(4096), ..Settings::default() };
+        settings.object.url = Some(url.to_owned());
+        settings.object.endpoint = Some(url.to_owned());
+        let values = [("access_key", "hunter2"), ("endpoint_override", "http://id:hunter2@minio")];
+        let values = values.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        settings.nixl.parameters.insert("OBJ".to_owned(), values.into());
+        let refused = settings.validate().expect_err(url);
+        let on_the_command_line = Loader::new()
+            .set("object.url", move |s| s.object.url = Some(url.to_owned()))
+            .load()
+            .expect_err(url);
+        let outputs = [
+            format!("{settings:?}"),
+            toml::to_string(&settings).expect("settings serialise"),
+            format!("{refused} {refused:?}"),
+            format!("{on_the_command_line} {on_the_command_line:?}"),
+        ];
+        for output in outputs {
+            assert!(!output.contains("hunter2"), "{url}: {output}");
+        }
     }
 }
 

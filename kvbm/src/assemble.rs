@@ -18,9 +18,10 @@ use std::thread::available_parallelism;
 use std::time::Duration;
 
 use kvbm_settings::{
-    Capacity, DiskBackend, DiskSettings, ObjectBackend as ObjectChoice, ObjectSettings, Settings,
+    Capacity, DiskBackend, DiskSettings, MAX_BLOCK_BYTES, MAX_DISK_THREADS, MAX_TIER_BLOCKS,
+    ObjectBackend as ObjectChoice, ObjectSettings, Settings,
 };
-use kvbm_tiers::geometry::MAX_SLOTS;
+use kvbm_tiers::geometry::{ALIGNMENT, MAX_SLOTS};
 use kvbm_tiers::object::{ObjectBackend, ObjectOptions, Store, StoreOptions};
 use kvbm_tiers::{
     Backend, Checksums, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool, Geometry,
@@ -39,6 +40,11 @@ pub use report::{GpuReport, NixlReport, PluginReport};
 
 use gpu::GpuTier;
 use nixl::Nixl;
+
+// Settings that are valid must not be refused here: the two leaves agree, and the largest tier fits.
+const _: () = assert!(MAX_TIER_BLOCKS == MAX_SLOTS);
+const _: () = assert!(MAX_BLOCK_BYTES.is_multiple_of(ALIGNMENT as u64));
+const _: () = assert!(MAX_BLOCK_BYTES <= i64::MAX as u64 / MAX_SLOTS as u64 && size_of::<usize>() == 8);
 
 /// What this machine has of NIXL, and what becomes of the plugins that `settings` turn on. Starts them, and
 /// takes a second.
@@ -126,7 +132,7 @@ struct Tiers {
 
 impl Tiers {
     fn open(settings: &Settings) -> Result<Self> {
-        policies::check(settings)?;
+        policies::warn_of_no_budget(settings);
         let mut tiers = Self::default();
         tiers.open_device(settings)?;
         tiers.open_host(settings)?;
@@ -156,16 +162,14 @@ impl Tiers {
 
     /// The host region also holds the staging slots, with or without a host tier.
     fn open_host(&mut self, settings: &Settings) -> Result<()> {
-        let tier_slots = settings.host.capacity.map(|capacity| slots(capacity, settings)).transpose()?;
-        let has_lower = settings.disk.capacity.is_some() || settings.object.url.is_some();
-        if tier_slots.is_none() && !has_lower {
+        let HostSlots { tier, staging } = host_slots(settings)?;
+        if tier + staging == 0 {
             return Ok(());
         }
-        let staging = if has_lower { settings.host.staging_blocks } else { 0 };
-        let region = DramRegion::host(dram(tier_slots.unwrap_or(0) + staging, settings)?).map_err(setup)?;
+        let region = DramRegion::host(dram(tier + staging, settings)?).map_err(setup)?;
         let mut pool = frames(&region)?;
         self.staging.extend((0..staging).filter_map(|_| pool.take()));
-        if tier_slots.is_some() {
+        if tier > 0 {
             self.add_tier(pool, settings);
         }
         self.host = Some(Arc::new(region));
@@ -257,7 +261,7 @@ impl Tiers {
             Ok(ring) => self.connect_verified_aside(ring, memory, checksums),
             Err(error) => {
                 tracing::warn!(%error, "no io_uring: the disk tier uses threads");
-                self.connect_threads(memory, region, depth, checksums)
+                self.connect_threads(memory, region, depth.min(MAX_DISK_THREADS), checksums)
             }
         }
     }
@@ -275,9 +279,9 @@ impl Tiers {
 
     fn open_object(&mut self, settings: &Settings, nixl: &Nixl) -> Result<()> {
         let object = &settings.object;
-        let Some(url) = &object.url else { return Ok(()) };
+        let Some(url) = object.place() else { return Ok(()) };
         let store = Store::open(url, &store_options(object)).map_err(setup)?;
-        let slots = object.capacity.map_or(Ok(MAX_SLOTS), |capacity| slots(capacity, settings))?;
+        let slots = object_slots(settings)?;
         match object.backend {
             ObjectChoice::Native => self.connect_objects(store, settings)?,
             ObjectChoice::Nixl => {
@@ -405,6 +409,25 @@ fn geometry(slots: u32, settings: &Settings) -> Result<Geometry> {
     Geometry::new(slots, block_bytes).map_err(setup)
 }
 
+/// Slots of the host region: those of the tier, and those beside it.
+#[derive(Debug)]
+struct HostSlots {
+    tier: u32,
+    staging: u32,
+}
+
+fn host_slots(settings: &Settings) -> Result<HostSlots> {
+    let has_lower = settings.disk.capacity.is_some() || settings.object.place().is_some();
+    Ok(HostSlots {
+        tier: settings.host.capacity.map_or(Ok(0), |capacity| slots(capacity, settings))?,
+        staging: if has_lower { settings.host.staging_blocks } else { 0 },
+    })
+}
+
+fn object_slots(settings: &Settings) -> Result<u32> {
+    settings.object.capacity.map_or(Ok(MAX_SLOTS), |capacity| slots(capacity, settings))
+}
+
 fn slots(capacity: Capacity, settings: &Settings) -> Result<u32> {
     let blocks = capacity.blocks(settings.block_bytes.unwrap_or_default());
     u32::try_from(blocks).ok().filter(|&slots| slots <= MAX_SLOTS).ok_or_else(|| {
@@ -442,4 +465,67 @@ pub(crate) fn export(registry: &Registry, core: &Arc<Core>) -> Result<()> {
     let refused = |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);
     let gauges = Gauges::new(Arc::downgrade(core)).map_err(refused)?;
     registry.register(Box::new(gauges)).map_err(refused)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn capacities() -> impl Strategy<Value = Option<Capacity>> {
+        let near_the_end = (0..100_u64).prop_map(|less| u64::from(MAX_SLOTS) + 20 - less);
+        prop_oneof![
+            Just(None),
+            any::<u64>().prop_map(|bytes| Some(Capacity::Bytes(bytes))),
+            (0..1_u64 << 40).prop_map(|bytes| Some(Capacity::Bytes(bytes))),
+            (0..1_u64 << 33).prop_map(|blocks| Some(Capacity::Blocks(blocks))),
+            near_the_end.prop_map(|blocks| Some(Capacity::Blocks(blocks))),
+        ]
+    }
+
+    fn any_settings() -> impl Strategy<Value = Settings> {
+        let sizes = (capacities(), capacities(), capacities(), capacities());
+        let block_bytes =
+            prop_oneof![any::<u64>(), 1..5_000_u64, Just(MAX_BLOCK_BYTES), Just(MAX_BLOCK_BYTES + 1)];
+        (sizes, block_bytes, 0..200_u32, any::<bool>()).prop_map(|(sizes, block_bytes, staging, has_url)| {
+            let mut settings = Settings { block_bytes: Some(block_bytes), ..Settings::default() };
+            (settings.device.capacity, settings.host.capacity) = (sizes.0, sizes.1);
+            (settings.disk.capacity, settings.object.capacity) = (sizes.2, sizes.3);
+            settings.host.staging_blocks = staging;
+            settings.object.url = has_url.then(|| "memory:///".to_owned());
+            settings
+        })
+    }
+
+    /// Every size that [`Tiers::open`] takes from the settings.
+    fn sizes(settings: &Settings) -> Result<()> {
+        for capacity in [settings.device.capacity, settings.disk.capacity].into_iter().flatten() {
+            geometry(slots(capacity, settings)?, settings)?;
+        }
+        let HostSlots { tier, staging } = host_slots(settings)?;
+        if tier + staging > 0 {
+            geometry(tier + staging, settings)?;
+        }
+        settings.object.place().map_or(Ok(0), |_| object_slots(settings)).map(drop)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(4_000))]
+        #[test]
+        fn valid_settings_have_sizes_that_can_be_opened(settings in any_settings()) {
+            if settings.validate().is_ok() {
+                prop_assert!(sizes(&settings).is_ok(), "{:?}", sizes(&settings));
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_numbered_is_refused_in_the_same_words_before_and_after() {
+        let mut settings = Settings { block_bytes: Some(4096), ..Settings::default() };
+        settings.disk.capacity = Some(Capacity::Blocks(u64::from(MAX_SLOTS) + 1));
+        let words = "a tier of 1073741817 blocks is too large";
+        assert!(settings.validate().expect_err(words).to_string().contains(words));
+        assert!(sizes(&settings).expect_err(words).to_string().contains(words));
+    }
 }

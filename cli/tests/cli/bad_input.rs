@@ -3,7 +3,7 @@
 use std::fs;
 use std::net::TcpListener;
 
-use crate::{Place, assert_fails};
+use crate::{Place, assert_fails, text};
 
 const LINE: &str = r#"{"timestamp":0,"input_length":512,"output_length":1,"hash_ids":[7]}"#;
 
@@ -67,6 +67,34 @@ fn a_store_that_is_not_there_names_the_setting() {
     assert!(!stderr.contains("hunter2") && !stderr.contains("an-access-key"), "{stderr}");
     for url in ["nonsense", "ftp://host/x", "file://relative/x"] {
         assert_fails(&place.run(&["replay", "trace.jsonl", "--object", url]), 2, &["object.url"]);
+    }
+    place.assert_clean(&["trace.jsonl"]);
+}
+
+#[test]
+fn credentials_in_a_url_are_printed_by_no_command() {
+    let place = Place::new();
+    place.trace("trace.jsonl", 1, 1);
+    let commands: [&[&str]; 5] = [
+        &["config"],
+        &["config", "--json"],
+        &["doctor", "--json"],
+        &["replay", "trace.jsonl", "-vv"],
+        &["demo", "-vv"],
+    ];
+    for url in ["s3://id:hunter2@bucket", "s3://id:hunter2", "s3://bucket/id:hunter2", "id:hunter2"] {
+        for args in commands {
+            for variable in ["DYN_KVBM_OBJECT_URL", "DYN_KVBM_OBJECT_ENDPOINT"] {
+                let mut command = place.command(args);
+                let output = command.env(variable, url).env("RUST_LOG", "trace").output().expect("it starts");
+                let shown = [text(&output.stdout), text(&output.stderr)].concat();
+                assert!(!shown.contains("hunter2"), "{args:?} with {variable}={url}: {shown}");
+                assert_eq!(output.status.code(), Some(2), "{args:?} with {variable}={url}: {shown}");
+            }
+        }
+        let output = place.run(&["replay", "trace.jsonl", "-vv", "--object", url]);
+        assert_fails(&output, 2, &["object.url"]);
+        assert!(!text(&output.stderr).contains("hunter2"), "{}", text(&output.stderr));
     }
     place.assert_clean(&["trace.jsonl"]);
 }

@@ -83,6 +83,35 @@ fn the_doctor_tries_each_tier_and_leaves_nothing() {
 }
 
 #[test]
+fn a_tier_of_nothing_is_none_and_the_loss_is_said() {
+    let place = Place::new();
+    let mut command = place.command(&["doctor", "--json"]);
+    command.env("DYN_KVBM_OBJECT_URL", place.url("objects")).env("DYN_KVBM_OBJECT_CACHE_GB", "0");
+    let output = command.output().expect("the binary starts");
+    assert_eq!(json(&output)["tiers"].as_array().map(Vec::len), Some(0));
+    let stderr = text(&output.stderr);
+    assert!(
+        stderr.contains("no object tier, since object.capacity is 0 (DYN_KVBM_OBJECT_CACHE_GB)"),
+        "{stderr}"
+    );
+    place.assert_clean(&[]);
+}
+
+/// What chooses among the blocks of the host tier does not make a disk tier fail that is tried without one.
+#[test]
+fn the_doctor_tries_a_disk_with_a_rule() {
+    let place = Place::new();
+    let mut command = place.command(&["doctor", "--json"]);
+    command.env("DYN_KVBM_BLOCK_BYTES", "64KiB").env("DYN_KVBM_CPU_CACHE_GB", "0.1");
+    command.env("DYN_KVBM_DISK_CACHE_GB", "0.1").env("DYN_KVBM_DISK_CACHE_DIR", place.path("tmp"));
+    command.env("DYN_KVBM_DISK_ADMISSION", "selective").env("DYN_KVBM_DISK_WRITE_BUDGET", "1dwpd");
+    let found = json(&command.output().expect("the binary starts"));
+    let disk = found["tiers"].as_array().expect("tiers").iter().find(|tier| tier["name"] == "disk");
+    assert_eq!(disk.map(|tier| &tier["state"]), Some(&"ready".into()), "{found}");
+    place.assert_clean(&[]);
+}
+
+#[test]
 fn the_demo_tells_its_story() {
     let place = Place::new();
     let output = place.run(&["demo"]);

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Once};
 
-use kvbm_settings::Settings;
+use kvbm_settings::{DiskBackend, ObjectBackend, Settings};
 use kvbm_tiers::nixl::{
     Agent, BackendHandle, Library, NixlBackend, NixlObjectOptions, REMEDY, check_plugin_directory, find,
     installed_plugins, object_parameters,
@@ -38,6 +38,9 @@ impl Nixl {
         let agent = agent(settings).map_err(|error| asked_for(&enabled.join(", "), &error))?;
         let mut plugins = BTreeMap::new();
         for name in enabled {
+            if let Some(why) = idle(name, settings) {
+                tracing::warn!("{why}");
+            }
             let started = start(&agent, name, settings).map_err(|error| asked_for(name, &error))?;
             plugins.extend(started.map(|handle| (name.to_owned(), Arc::new(handle))));
         }
@@ -90,20 +93,21 @@ pub(super) fn probe(settings: &Settings) -> NixlReport {
         Ok(format!("{version}{}", library.path().display()))
     });
     let installed = installed(settings.nixl.library.as_deref());
-    let agent = library.as_ref().map_err(|_| format!("no NIXL here; {REMEDY}")).and_then(|_| {
-        // Nothing is started where nothing is asked for.
-        let agent = (!enabled.is_empty()).then(|| agent(settings)).transpose();
-        agent.map_err(|error| error.to_string())
-    });
+    let agent =
+        library.as_ref().map_err(|_| format!("no NIXL here that can be used; {REMEDY}")).and_then(|_| {
+            // Nothing is started where nothing is asked for.
+            let agent = (!enabled.is_empty()).then(|| agent(settings)).transpose();
+            agent.map_err(|error| error.to_string())
+        });
     let plugins = enabled.into_iter().map(|name| {
         let state = match &agent {
             Ok(Some(agent)) => start(agent, name, settings).map_err(|error| error.to_string()),
             Ok(None) => Ok(None),
             Err(why) => Err(why.clone()),
         };
-        let told = |started: Option<BackendHandle>| match started {
-            Some(_) => "started".to_owned(),
-            None => "loaded; started when object.url (DYN_KVBM_OBJECT_URL) is s3://…".to_owned(),
+        let told = |started: Option<BackendHandle>| {
+            let state = if started.is_some() { "started" } else { "loaded" };
+            idle(name, settings).map_or_else(|| state.to_owned(), |why| format!("{state}, but {why}"))
         };
         PluginReport { name: name.to_owned(), state: state.map(told) }
     });
@@ -142,7 +146,7 @@ fn parameters(
     settings: &Settings,
 ) -> std::result::Result<Option<BTreeMap<String, String>>, SetupError> {
     let mut parameters = BTreeMap::new();
-    match (name, &settings.object.url) {
+    match (name, settings.object.place()) {
         // Twice as fast as the plugin's own choice.
         ("POSIX", _) if !chooses_queue(settings) && UringBackend::probe().is_ok() => {
             parameters.insert("use_uring".to_owned(), "true".to_owned());
@@ -156,6 +160,25 @@ fn parameters(
     }
     parameters.extend(settings.nixl.parameters.get(name).cloned().unwrap_or_default());
     Ok(Some(parameters))
+}
+
+/// That a plugin is on and nothing uses it, and what to set; `None`: something does.
+fn idle(name: &str, settings: &Settings) -> Option<String> {
+    let (disk, object) = (&settings.disk, &settings.object);
+    let to_use_it = match name {
+        "POSIX" if disk.backend == DiskBackend::Nixl && disk.capacity.is_some() => return None,
+        "OBJ" if object.backend == ObjectBackend::Nixl && object.place().is_some() => return None,
+        "POSIX" => {
+            "give the disk tier a size (DYN_KVBM_DISK_CACHE_GB) and set disk.backend (DYN_KVBM_DISK_BACKEND) to nixl, or "
+        }
+        "OBJ" => {
+            "set object.url (DYN_KVBM_OBJECT_URL) to s3://… and object.backend (DYN_KVBM_OBJECT_BACKEND) to nixl, or "
+        }
+        _ => "no tier has a use for it; ",
+    };
+    Some(format!(
+        "{name} is on and nothing uses it: {to_use_it}turn it off (nixl.backends.{name}, DYN_KVBM_NIXL_BACKEND_{name}=false)"
+    ))
 }
 
 fn chooses_queue(settings: &Settings) -> bool {
@@ -181,4 +204,34 @@ fn asked_for(plugins: &str, error: &SetupError) -> Error {
          or turn it off (nixl.backends, DYN_KVBM_NIXL_BACKEND_<NAME>=false)"
     );
     Error::caused(kind, message, error.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use kvbm_settings::Capacity;
+
+    use super::*;
+
+    #[test]
+    fn a_plugin_that_nothing_uses_is_told_with_what_to_set() {
+        let mut settings = Settings::default();
+        for (name, setting) in [("POSIX", "DYN_KVBM_DISK_BACKEND"), ("OBJ", "DYN_KVBM_OBJECT_BACKEND")] {
+            let why = idle(name, &settings).expect(name);
+            assert!(
+                why.contains(setting) && why.contains(&format!("DYN_KVBM_NIXL_BACKEND_{name}=false")),
+                "{why}"
+            );
+        }
+        settings.disk.capacity = Some(Capacity::Blocks(1));
+        assert!(idle("POSIX", &settings).is_some(), "the disk tier is there, on another backend");
+        settings.disk.backend = DiskBackend::Nixl;
+        settings.object.backend = ObjectBackend::Nixl;
+        assert!(idle("OBJ", &settings).is_some(), "there is no object tier");
+        settings.object.url = Some("s3://bucket".to_owned());
+        assert_eq!((idle("POSIX", &settings), idle("OBJ", &settings)), (None, None));
+        settings.object.capacity = Some(Capacity::Blocks(0));
+        assert!(idle("OBJ", &settings).is_some(), "there is no object tier again");
+        let ucx = idle("UCX", &settings).expect("no tier moves anything with it");
+        assert!(ucx.starts_with("UCX is on and nothing uses it"), "{ucx}");
+    }
 }

@@ -8,8 +8,6 @@ use kvbm_policies::{Admission, AdmissionKind, Eviction, EvictionKind};
 use kvbm_settings::{AdmissionMode, DiskSettings, EvictionPolicy, Settings, WriteBudget};
 use kvbm_tiers::Tier;
 
-use crate::error::{Error, ErrorKind, Result};
-
 /// A fresh policy for a tier of `slots` slots.
 pub(super) fn eviction(settings: &Settings, slots: u32) -> Box<dyn Eviction> {
     let policy = eviction_kind(settings.eviction).build(slots);
@@ -61,21 +59,10 @@ fn budget(disk: &DiskSettings, block_bytes: u64) -> Option<Budget> {
     })
 }
 
-/// Rules ask about what is in the host tier. What is saved to disk directly nobody is asked about.
-pub(super) fn check(settings: &Settings) -> Result<()> {
-    let disk = &settings.disk;
-    let is_ruled = disk.admission != AdmissionMode::WriteThrough || disk.write_budget.is_some();
-    if disk.capacity.is_none() || !is_ruled {
-        return Ok(());
-    }
-    if settings.host.capacity.is_none() {
-        let message = "disk.admission and disk.write_budget choose among the blocks of the host tier, and there is \
-                       none: set host.capacity, or leave both at their defaults";
-        return Err(Error::new(ErrorKind::Invalid, message));
-    }
-    if budget(disk, settings.block_bytes.unwrap_or_default()).is_some_and(|budget| budget.bytes_per_day == 0)
-    {
+/// A disk tier that nothing can get into is allowed, and odd.
+pub(super) fn warn_of_no_budget(settings: &Settings) {
+    let budget = budget(&settings.disk, settings.block_bytes.unwrap_or_default());
+    if settings.disk.capacity.is_some() && budget.is_some_and(|budget| budget.bytes_per_day == 0) {
         tracing::warn!("disk.write_budget is 0: nothing is ever written to the disk tier");
     }
-    Ok(())
 }

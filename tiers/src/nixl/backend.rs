@@ -35,7 +35,7 @@ pub struct NixlBackend {
 }
 
 impl NixlBackend {
-    /// Between `memory` and `disk`, at most `depth` blocks at a time; more wait inside. `plugin` is one for
+    /// Between `memory` and `disk`, at most `depth` blocks at a time each way; more wait inside. `plugin` is one for
     /// files: `POSIX`, for example.
     ///
     /// # Errors
@@ -85,7 +85,8 @@ impl NixlBackend {
             far,
             depth: depth.max(1) as usize,
             failure,
-            waiting: VecDeque::new(),
+            reads: VecDeque::new(),
+            writes: VecDeque::new(),
             flights: Vec::new(),
             stirred: Instant::now(),
         };
@@ -134,8 +135,8 @@ fn name_of(plugin: &str) -> &'static str {
     }
 }
 
-// SAFETY: the thread completes an operation once, when its request has ended; requests whose end is in doubt
-// are never completed. It ends itself only when all have. The lists that requests hold keep the regions alive;
+// SAFETY: an operation is completed once: by the thread when its request has ended, or as refused when it is dropped
+// before one was posted; those whose end is in doubt are never completed. The thread ends only when all have ended. The lists that requests hold keep the regions alive;
 // they name whole slots that exist.
 unsafe impl Backend for NixlBackend {
     fn name(&self) -> &'static str {
@@ -148,9 +149,8 @@ unsafe impl Backend for NixlBackend {
 
     fn submit(&self, ops: Vec<CopyOp>, done: Done) {
         let Some(batches) = &self.batches else { unreachable!("taken in drop only") };
-        if let Err(unsent) = batches.send(Batch { ops, done }) {
-            unsent.0.refuse();
-        }
+        // What nobody receives any more is refused when it is dropped.
+        let _ = batches.send(Batch::new(ops, done));
     }
 }
 

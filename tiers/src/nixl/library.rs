@@ -10,11 +10,11 @@ use std::path::{Path, PathBuf};
 use libloading::os::unix::{self as dl, RTLD_LOCAL, RTLD_NOW};
 use parking_lot::Mutex;
 
-use super::sys::Api;
+use super::sys::{Api, SINCE_1_5};
 use crate::error::{SetupError, SetupErrorKind};
 
 /// How to get NIXL, for messages.
-pub const REMEDY: &str = "pip install nixl-cu12 (or nixl-cu13), \
+pub const REMEDY: &str = "pip install nixl-cu12 (or nixl-cu13) 1.5 or later, \
      or name the library in nixl.library (DYN_KVBM_NIXL_LIBRARY)";
 
 const FILE_NAME: &str = "libnixl_capi.so";
@@ -29,8 +29,8 @@ impl Library {
     /// Loads the library at `path`, or the one that [`find`] finds. Takes 30 to 250 ms the first time.
     ///
     /// # Errors
-    /// `Unavailable`: there is none, it cannot be loaded, or it lacks a function that is needed. The message
-    /// says how to get one.
+    /// `Unavailable`: there is none, it cannot be loaded, it lacks a function that is needed, or it is older than
+    /// 1.5. The message says how to get one.
     pub fn load(path: Option<&Path>) -> Result<&'static Self, SetupError> {
         static LOADED: Mutex<BTreeMap<PathBuf, &'static Library>> = Mutex::new(BTreeMap::new());
         let path = path.map_or_else(find, |path| Ok(path.to_owned()))?;
@@ -63,9 +63,13 @@ impl Library {
         // SAFETY: a library of this name is NIXL's C interface, and `NODELETE` keeps it.
         let api = unsafe { Api::resolve(&library) }.map_err(|missing| {
             let message =
-                format!("{} has no function {missing}: not NIXL 1.4 or later; {REMEDY}", path.display());
+                format!("{} has no function {missing}: not NIXL 1.5 or later; {REMEDY}", path.display());
             SetupError::new(SetupErrorKind::Unavailable, message)
         })?;
+        // SAFETY: the symbol is looked up, and not used.
+        if unsafe { library.get::<*const ()>(SINCE_1_5) }.is_err() {
+            return Err(too_old(path));
+        }
         // SAFETY: takes nothing and touches nothing.
         if unsafe { (api.is_stub)() } {
             let message = format!("{} is a stub without NIXL behind it; {REMEDY}", path.display());
@@ -73,6 +77,19 @@ impl Library {
         }
         Ok(Self { api, path: path.to_owned() })
     }
+}
+
+/// An older library answers for its plugin POSIX that a request has failed, or is complete, while parts of it are
+/// in flight: into memory that has another owner by then.
+fn too_old(path: &Path) -> SetupError {
+    let version = package_version(path).unwrap_or_else(|| "a version before 1.5".to_owned());
+    let message = format!(
+        "{} is NIXL {version}: 1.5 or later is needed, since earlier ones may write to memory after they reported the \
+         end of a transfer; upgrade it with: pip install 'nixl-cu12>=1.5' (or nixl-cu13), or name another library in \
+         nixl.library (DYN_KVBM_NIXL_LIBRARY)",
+        path.display()
+    );
+    SetupError::new(SetupErrorKind::Unavailable, message)
 }
 
 impl fmt::Debug for Library {

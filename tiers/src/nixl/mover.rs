@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::num::NonZeroU64;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
@@ -22,17 +23,60 @@ const SPIN: Duration = Duration::from_micros(10);
 /// The longest pause between two looks.
 const LONGEST_NAP: Duration = Duration::from_millis(1);
 
-/// Operations submitted together.
+/// Operations submitted together. Those that nobody takes out of it are refused when it goes.
 pub(super) struct Batch {
-    pub(super) ops: Vec<CopyOp>,
-    pub(super) done: Done,
+    ops: Vec<CopyOp>,
+    done: Done,
 }
 
 impl Batch {
-    /// The thread died of a panic in a completion.
-    pub(super) fn refuse(self) {
-        for op in 0..self.ops.len() {
-            self.done.complete(op, Err(CopyError::new(CopyErrorKind::Refused, "the NIXL thread died")));
+    pub(super) const fn new(ops: Vec<CopyOp>, done: Done) -> Self {
+        Self { ops, done }
+    }
+
+    /// Each with the duty to report its end.
+    fn take(&mut self) -> Vec<(CopyOp, Ending)> {
+        let ops = std::mem::take(&mut self.ops).into_iter().enumerate();
+        ops.map(|(index, op)| (op, Ending { done: self.done.clone(), index, is_open: true })).collect()
+    }
+}
+
+impl Drop for Batch {
+    fn drop(&mut self) {
+        drop(self.take());
+    }
+}
+
+/// The duty to report the end of an operation. Whoever loses it, by a panic on the way, reports a failure: nobody
+/// waits for ever, and nothing was in flight.
+struct Ending {
+    done: Done,
+    index: usize,
+    is_open: bool,
+}
+
+impl Ending {
+    fn report(mut self, result: Result<(), CopyError>) {
+        self.is_open = false;
+        self.done.complete(self.index, result);
+    }
+
+    /// The hardware may touch the operation's slots for ever: nothing is reported.
+    fn never(mut self) {
+        self.is_open = false;
+    }
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        if self.is_open {
+            let lost = CopyError::new(
+                CopyErrorKind::Refused,
+                "the NIXL thread failed, or had ended, before it copied the block",
+            );
+            // A second panic while the first one unwinds would end the process.
+            let report = || self.done.complete(self.index, Err(lost));
+            let _ = catch_unwind(AssertUnwindSafe(report));
         }
     }
 }
@@ -43,11 +87,14 @@ pub(super) struct Mover {
     pub(super) near: Spans,
     pub(super) other: Tier,
     pub(super) far: Spans,
-    /// The most blocks in flight.
+    /// The most blocks in flight, each way.
     pub(super) depth: usize,
     /// What a failed transfer means for the other tier.
     pub(super) failure: CopyErrorKind,
-    pub(super) waiting: VecDeque<Order>,
+    /// What loads wait for, and what flushes do. Each way has a depth of its own: a load never waits for writes to
+    /// end, however many there are, nor does either starve the other.
+    pub(super) reads: VecDeque<Order>,
+    pub(super) writes: VecDeque<Order>,
     pub(super) flights: Vec<Flight>,
     /// When something last began or ended.
     pub(super) stirred: Instant,
@@ -56,8 +103,7 @@ pub(super) struct Mover {
 /// One operation, and where its ends are.
 pub(super) struct Order {
     op: CopyOp,
-    index: usize,
-    done: Done,
+    ending: Ending,
     direction: Direction,
     near: Position,
     far: Position,
@@ -65,10 +111,16 @@ pub(super) struct Order {
     alone: bool,
 }
 
-/// A request in flight.
+/// A request in flight. Its orders are reported once it has ended, and never if it is lost before.
 pub(super) struct Flight {
     request: Request,
     orders: Vec<Order>,
+}
+
+impl Drop for Flight {
+    fn drop(&mut self) {
+        self.orders.drain(..).for_each(|order| order.ending.never());
+    }
 }
 
 impl Mover {
@@ -78,17 +130,25 @@ impl Mover {
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
         let mut open = true;
         while open || self.is_busy() {
-            open = open && self.receive(batches);
-            self.launch();
-            self.land();
+            self.survive(|mover| open = open && mover.receive(batches));
+            self.survive(Self::launch);
+            self.survive(Self::land);
             if !open && self.is_busy() {
                 std::thread::sleep(self.nap());
             }
         }
     }
 
+    /// A panic takes along the operations in hand, which end as failed. Those that wait or are in flight stay: the
+    /// thread goes on, since nobody else could tell when the hardware is done with them.
+    fn survive(&mut self, step: impl FnOnce(&mut Self)) {
+        if catch_unwind(AssertUnwindSafe(|| step(self))).is_err() {
+            tracing::error!("the NIXL thread recovered from a panic; the copies that it had in hand failed");
+        }
+    }
+
     fn is_busy(&self) -> bool {
-        !self.waiting.is_empty() || !self.flights.is_empty()
+        !self.reads.is_empty() || !self.writes.is_empty() || !self.flights.is_empty()
     }
 
     /// Takes what has been submitted; waits for it if there is nothing else to do. False: nothing will come.
@@ -120,54 +180,63 @@ impl Mover {
     }
 
     /// Queues a batch, its operations in the order of the other tier's slots: neighbours travel as one.
-    fn accept(&mut self, Batch { ops, done }: Batch) {
-        let mut orders = Vec::with_capacity(ops.len());
-        for (index, op) in ops.into_iter().enumerate() {
-            match self.order(op, index, &done) {
-                Some(order) => orders.push(order),
-                None => done.complete(index, Err(no_such_slot(op.from))),
+    fn accept(&mut self, mut batch: Batch) {
+        let mut orders = Vec::new();
+        for (op, ending) in batch.take() {
+            match self.place(op) {
+                Some((direction, near, far)) => {
+                    orders.push(Order { op, ending, direction, near, far, alone: false });
+                }
+                None => ending.report(Err(no_such_slot(op.from))),
             }
         }
-        orders.sort_by_key(|order| (order.direction == Direction::Read, order.near.span, order.far));
-        self.waiting.extend(orders);
+        orders.sort_by_key(|order| (order.near.span, order.far));
+        orders.into_iter().for_each(|order| self.queue(order.direction).push_back(order));
+    }
+
+    const fn queue(&mut self, direction: Direction) -> &mut VecDeque<Order> {
+        match direction {
+            Direction::Read => &mut self.reads,
+            Direction::Write => &mut self.writes,
+        }
     }
 
     /// `None`: the operation is not between slots of ours.
-    fn order(&self, op: CopyOp, index: usize, done: &Done) -> Option<Order> {
+    fn place(&self, op: CopyOp) -> Option<(Direction, Position, Position)> {
         let ours = self.memory.tier();
         let (direction, near, far) = match op.route() {
             (from, to) if (from, to) == (ours, self.other) => (Direction::Write, op.from, op.to),
             (from, to) if (from, to) == (self.other, ours) => (Direction::Read, op.to, op.from),
             _ => return None,
         };
-        let (near, far) = (self.near.position(near.slot)?, self.far.position(far.slot)?);
-        Some(Order { op, index, done: done.clone(), direction, near, far, alone: false })
+        Some((direction, self.near.position(near.slot)?, self.far.position(far.slot)?))
     }
 
-    /// Starts requests, up to the depth.
+    /// Starts requests, up to the depth each way. Somebody waits for what is read, so reads go first.
     fn launch(&mut self) {
-        let mut room = self.depth.saturating_sub(self.flights.iter().map(|flight| flight.orders.len()).sum());
-        while room > 0 && !self.waiting.is_empty() {
-            let orders = self.take_request(room);
-            room -= orders.len();
-            self.start(orders);
+        for direction in [Direction::Read, Direction::Write] {
+            let mut room = self.depth.saturating_sub(self.in_flight(direction));
+            while room > 0 && !self.queue(direction).is_empty() {
+                let orders = self.take_request(direction, room);
+                room -= orders.len();
+                self.start(orders);
+            }
         }
+    }
+
+    fn in_flight(&self, direction: Direction) -> usize {
+        let flights = self.flights.iter().map(|flight| &flight.orders);
+        flights.filter(|orders| orders[0].direction == direction).map(Vec::len).sum()
     }
 
     /// The next operations that fit into one request, at least one.
-    fn take_request(&mut self, room: usize) -> Vec<Order> {
+    fn take_request(&mut self, direction: Direction, room: usize) -> Vec<Order> {
         let most = (REQUEST_BYTES / self.memory.stride()).clamp(1, room);
-        let mut orders: Vec<Order> = Vec::with_capacity(most.min(self.waiting.len()));
-        while orders.len() < most
-            && let Some(order) = self.waiting.pop_front()
-        {
-            if orders.first().is_some_and(|first| !first.goes_with(&order)) {
-                self.waiting.push_front(order);
-                break;
-            }
-            orders.push(order);
-        }
-        orders
+        let waiting = self.queue(direction);
+        let first = waiting.front();
+        let together = |order: &&Order| first.is_some_and(|first| first.goes_with(order));
+        let others = waiting.iter().skip(1).take(most - 1).take_while(together).count();
+        waiting.drain(..=others).collect()
     }
 
     fn start(&mut self, orders: Vec<Order>) {
@@ -208,8 +277,9 @@ impl Mover {
                 flight += 1;
                 continue;
             };
-            let Flight { orders, request } = self.flights.swap_remove(flight);
-            drop(request);
+            let mut ended = self.flights.swap_remove(flight);
+            let orders = std::mem::take(&mut ended.orders);
+            drop(ended);
             self.stirred = Instant::now();
             match result {
                 Ok(()) => orders.into_iter().for_each(|order| order.end(Ok(()))),
@@ -223,10 +293,13 @@ impl Mover {
     /// Operations whose slots may still be touched are never completed. The scheduler writes them off.
     fn give_up(&mut self, orders: Vec<Order>, error: &CopyError) {
         if error.kind() == CopyErrorKind::TimedOut {
-            tracing::error!(%error, blocks = orders.len(), "blocks are left to their time-out");
+            let blocks = orders.len();
+            // First of all: nothing that fails from here on may report them.
+            orders.into_iter().for_each(|order| order.ending.never());
+            tracing::error!(%error, blocks, "blocks are left to their time-out");
         } else if orders.len() > 1 {
             let alone = orders.into_iter().map(|order| Order { alone: true, ..order });
-            alone.for_each(|order| self.waiting.push_back(order));
+            alone.for_each(|order| self.queue(order.direction).push_back(order));
         } else {
             let kind = if error.kind() == CopyErrorKind::Io { self.failure } else { error.kind() };
             let result = |order: &Order| {
@@ -240,18 +313,55 @@ impl Mover {
 
 impl Order {
     fn goes_with(&self, other: &Self) -> bool {
-        !self.alone
-            && !other.alone
-            && self.direction == other.direction
-            && (self.near.span, self.far.span) == (other.near.span, other.far.span)
+        !self.alone && !other.alone && (self.near.span, self.far.span) == (other.near.span, other.far.span)
     }
 
     fn end(self, result: Result<(), CopyError>) {
-        self.done.complete(self.index, result);
+        self.ending.report(result);
     }
 
     fn end_with(self, error: impl Fn(&Self) -> CopyError) {
         let error = error(&self);
         self.end(Err(error));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, channel};
+
+    use super::*;
+    use crate::copy::{SlotId, SlotRef};
+    use crate::testing::order;
+
+    fn ops(count: usize) -> Vec<CopyOp> {
+        let slot = |tier| SlotRef { tier, slot: SlotId(0), generation: 0 };
+        (0..count).map(|number| order(number, slot(Tier::Host), slot(Tier::Disk))).collect()
+    }
+
+    fn reports() -> (Done, Receiver<(usize, Option<CopyErrorKind>)>) {
+        let (report, reports) = channel();
+        let kind = |result: Result<(), CopyError>| result.err().map(|error| error.kind());
+        (Done::new(move |index, result| report.send((index, kind(result))).unwrap()), reports)
+    }
+
+    #[test]
+    fn a_batch_that_nobody_receives_is_refused() {
+        let (done, reports) = reports();
+        drop(Batch::new(ops(2), done));
+        assert_eq!(
+            reports.iter().collect::<Vec<_>>(),
+            [0, 1].map(|index| (index, Some(CopyErrorKind::Refused)))
+        );
+    }
+
+    #[test]
+    fn an_operation_lost_on_the_way_is_reported_once() {
+        let (done, reports) = reports();
+        let mut endings = Batch::new(ops(3), done).take().into_iter().map(|(_, ending)| ending);
+        endings.next().unwrap().report(Ok(()));
+        endings.next().unwrap().never();
+        drop(endings);
+        assert_eq!(reports.iter().collect::<Vec<_>>(), [(0, None), (2, Some(CopyErrorKind::Refused))]);
     }
 }

@@ -23,7 +23,7 @@ pub struct NixlObjectOptions {
     pub namespace: String,
     /// Slots of the tier.
     pub slots: u32,
-    /// The most blocks in flight.
+    /// The most blocks in flight, each way.
     pub concurrency: u32,
 }
 
@@ -87,7 +87,8 @@ pub fn object_parameters(
         ("access_key", options.access_key.as_deref()),
         ("secret_key", options.secret_key.as_deref()),
     ];
-    let threads = concurrency.max(1).to_string();
+    // A thread moves one object at a time: those that write must leave as many for those that read.
+    let threads = concurrency.max(1).saturating_mul(2).to_string();
     let fixed = [
         ("bucket", bucket),
         ("num_threads", &threads),
@@ -116,7 +117,7 @@ mod tests {
         let parameters = object_parameters("s3://bucket/some/prefix", &options, 8).unwrap();
         let get = |key: &str| parameters.get(key).map(String::as_str);
         assert_eq!((get("bucket"), get("scheme"), get("region")), (Some("bucket"), Some("http"), None));
-        assert_eq!((get("access_key"), get("num_threads")), (Some("key"), Some("8")));
+        assert_eq!((get("access_key"), get("num_threads")), (Some("key"), Some("16")));
         for url in ["file:///tmp/objects", "memory:///", "s3://", "nonsense"] {
             let error = object_parameters(url, &options, 8).unwrap_err();
             assert_eq!(error.kind(), SetupErrorKind::Invalid);

@@ -24,6 +24,9 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use libloading::os::unix::Library;
 
+/// A function that NIXL has since 1.5.0, and 1.4.1 lacks: it tells the versions apart however the library came here.
+pub(super) const SINCE_1_5: &[u8] = b"nixl_capi_create_remote_dlist\0";
+
 /// `nixl_capi_status_t`.
 pub(super) type Status = c_int;
 

@@ -9,7 +9,7 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::copy::{CopyError, CopyErrorKind, Tier};
+use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Tier};
 use crate::disk::{DiskOptions, DiskRegion};
 use crate::dram::DramRegion;
 use crate::error::SetupErrorKind;
@@ -96,6 +96,106 @@ fn a_short_file_fails_its_blocks_and_no_others() {
         let expected = (there[i].slot().0 >= 4).then_some(CopyErrorKind::Io);
         assert_eq!(result.err().map(|error| error.kind()), expected, "block {i}");
     }
+}
+
+/// Host memory and a disk, with all titles to both.
+struct Bed {
+    backend: NixlBackend,
+    memory: Arc<DramRegion>,
+    here: Vec<crate::Frame>,
+    there: Vec<crate::Frame>,
+    _home: tempfile::TempDir,
+}
+
+impl Bed {
+    fn new(library: &'static Library, slots: u32, depth: u32) -> Self {
+        let home = tempfile::tempdir().unwrap();
+        let memory = Arc::new(host(slots, BLOCK));
+        let disk = disk(&[home.path().to_owned()], true, slots, BLOCK);
+        let posix = plugin(library, "POSIX", &[("use_uring", "true")]);
+        let backend = NixlBackend::disk(&posix, Arc::clone(&memory) as _, disk, depth).unwrap();
+        let all = |mut pool: crate::FramePool| std::iter::from_fn(|| pool.take()).collect();
+        let (here, there) = (all(memory.frames().unwrap()), all(crate::FramePool::new(Tier::Disk, slots)));
+        Self { backend, memory, here, there, _home: home }
+    }
+
+    fn out(&self, slot: usize) -> CopyOp {
+        order(slot, self.here[slot].slot_ref(), self.there[slot].slot_ref())
+    }
+
+    fn back(&self, slot: usize) -> CopyOp {
+        order(slot, self.there[slot].slot_ref(), self.here[slot].slot_ref())
+    }
+}
+
+/// Of many operations one way and one the other way behind them: how many had ended when the one did.
+fn ended_before(bed: &Bed, many: Vec<CopyOp>, one: CopyOp) -> usize {
+    let (report, reports) = std::sync::mpsc::channel();
+    let done = |is_one: bool| {
+        let report = report.clone();
+        Done::new(move |_, result: Result<(), CopyError>| report.send((is_one, result)).unwrap())
+    };
+    bed.backend.submit(many, done(false));
+    bed.backend.submit(vec![one], done(true));
+    drop(report);
+    let ends: Vec<_> = reports.iter().collect();
+    assert!(ends.iter().all(|(_, result)| result.is_ok()));
+    ends.iter().position(|(is_one, _)| *is_one).unwrap()
+}
+
+#[test]
+fn loads_wait_for_no_flushes_and_starve_none() {
+    const MANY: usize = 1_500;
+    let Some(library) = library() else { return };
+    let bed = Bed::new(library, MANY as u32 + 1, 8);
+    assert!(run(&bed.backend, vec![bed.out(MANY)]).iter().all(Result::is_ok));
+    let writes = (0..MANY).map(|slot| bed.out(slot)).collect();
+    let before = ended_before(&bed, writes, bed.back(MANY));
+    assert!(before < MANY / 4, "a read waited for {before} of {MANY} writes");
+    let reads = (0..MANY).map(|slot| bed.back(slot)).collect();
+    let before = ended_before(&bed, reads, bed.out(MANY));
+    assert!(before < MANY / 4, "a write waited for {before} of {MANY} reads");
+}
+
+/// What the disk holds, the thread still moves: nobody else could tell when the hardware is done.
+#[test]
+fn a_panic_in_a_completion_loses_no_other_operation() {
+    const COUNT: usize = 64;
+    let Some(library) = library() else { return };
+    let mut bed = Bed::new(library, COUNT as u32, 32);
+    for (number, frame) in bed.here.iter_mut().enumerate() {
+        fill_pattern(number, bed.memory.write(frame).unwrap());
+    }
+    let (report, reports) = std::sync::mpsc::channel();
+    let done = Done::new(move |index, _| {
+        report.send(index).unwrap();
+        assert!(index % 7 != 3, "a completion panics, as this test wants it");
+    });
+    bed.backend.submit((0..COUNT).map(|slot| bed.out(slot)).collect(), done);
+    let mut reported: Vec<_> = reports.iter().collect();
+    reported.sort_unstable();
+    assert_eq!(reported, (0..COUNT).collect::<Vec<_>>(), "each is reported once");
+    // And then it heals, and everything works again.
+    for ops in [Bed::out, Bed::back] {
+        let batch = (0..COUNT).map(|slot| ops(&bed, slot)).collect();
+        assert!(run(&bed.backend, batch).iter().all(Result::is_ok));
+    }
+    let blocks = bed.here.iter().enumerate();
+    assert!(blocks.into_iter().all(|(number, frame)| has_pattern(number, bed.memory.read(frame).unwrap())));
+}
+
+/// The library of an old version, to see it refused.
+const OLD_LIBRARY: &str = "KVBM_TEST_NIXL_1_4";
+
+#[test]
+fn a_library_before_1_5_is_refused_with_the_way_to_upgrade() {
+    let Some(path) = std::env::var_os(OLD_LIBRARY) else {
+        return skip("nixl 1.4", &format!("{OLD_LIBRARY} is not set"));
+    };
+    let error = Library::load(Some(Path::new(&path))).unwrap_err();
+    assert_eq!(error.kind(), SetupErrorKind::Unavailable);
+    let message = error.to_string();
+    assert!(message.contains("is NIXL 1.4") && message.contains("pip install 'nixl-cu12>=1.5'"), "{message}");
 }
 
 #[test]

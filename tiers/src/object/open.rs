@@ -207,7 +207,9 @@ pub(super) fn parse(text: &str, setting: &str) -> Result<Url, SetupError> {
     let url = Url::parse(text).map_err(|e| {
         SetupError::caused(SetupErrorKind::Invalid, format!("{setting} is not a URL: {FORMS}"), e)
     })?;
-    if !url.username().is_empty() || url.password().is_some() {
+    // A bucket has no port: what looks like one may be a secret whose `@` was forgotten.
+    let is_odd = url.scheme() == "s3" && url.port().is_some();
+    if !url.username().is_empty() || url.password().is_some() || is_odd {
         return Err(invalid(format!("{setting} contains credentials: move them to {KEYS}")));
     }
     if url.query().is_some() || url.fragment().is_some() {
@@ -293,6 +295,8 @@ mod tests {
             texts(&open_error("s3://bucket", &StoreOptions { endpoint, ..options })),
             texts(&open_error("s3://AKIAEXAMPLE:s3cr3t@bucket", &lone)),
             texts(&open_error("://AKIAEXAMPLE:s3cr3t@bucket", &lone)),
+            texts(&open_error("s3://AKIAEXAMPLE:s3cr3t", &lone)),
+            texts(&open_error("s3://AKIAEXAMPLE:12345", &lone)),
         ];
         for text in shown {
             assert!(!text.contains("AKIAEXAMPLE") && !text.contains("s3cr3t"), "{text}");
