@@ -110,7 +110,7 @@ fn mishaps() -> Registry {
         let filled = rig.fill(Chain::from(&chain(n)));
         drop(rig.publish(filled, Chain::from(&chain(n))).wait().unwrap());
         drop(bring(Tier::Host, n).wait().unwrap());
-        let _ = rig.core.drain(Duration::from_secs(10));
+        let _ = rig.core.drain(Duration::from_millis(50));
     };
     let both = [(Tier::Host, Tier::Disk), (Tier::Disk, Tier::Host)];
     compute(1);

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use kvbm::scheduler::{Class, Tuning};
 use kvbm::table::Match;
-use kvbm::{BlockHash, Brought, Chain, Clock, Lease, Ticket, Tier, Usage};
+use kvbm::{BlockHash, Brought, Chain, Clock, ErrorKind, Lease, Ticket, Tier, Usage};
 use kvbm_policies::AdmissionKind;
 use kvbm_tests::rig::{DISK, Filled, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, hash};
 use kvbm_tiers::testing::{ParkedBackend, Pending};
@@ -68,6 +68,12 @@ enum Transition {
         tier: Tier,
         chain: usize,
         depth: usize,
+    },
+    /// A lease of another manager.
+    Misuse {
+        class: Class,
+        to: Tier,
+        chain: usize,
     },
     FlushAll,
     Tick {
@@ -139,6 +145,8 @@ impl ReferenceStateMachine for Model {
             4 => (chain.clone(), prop_oneof![4 => Just(0), 1 => 1..4usize], 1..9usize)
                 .prop_map(|(chain, skip, blocks)| Transition::Lease { chain, skip, blocks }),
             3 => any.clone().prop_map(Transition::Release),
+            1 => (target.clone(), chain.clone())
+                .prop_map(|((class, to), chain)| Transition::Misuse { class, to, chain }),
             8 => (target, chain.clone(), proptest::option::of(any.clone())).prop_map(
                 |((class, to), chain, held)| Transition::Bring { class, to, chain, held }
             ),
@@ -189,6 +197,8 @@ struct Waiting {
 
 struct System {
     rig: Rig,
+    /// Another manager.
+    stranger: Rig,
     backends: [Arc<ParkedBackend>; 3],
     filled: Vec<(Filled, Vec<BlockHash>)>,
     leases: Vec<Held>,
@@ -207,6 +217,7 @@ impl System {
         });
         Self {
             rig,
+            stranger: Rig::new(SIZES, TUNING, |_| Vec::new()),
             backends: backends.expect("made with the rig"),
             filled: Vec::new(),
             leases: Vec::new(),
@@ -238,6 +249,12 @@ impl System {
             Transition::Finish { which, outcome } => self.finish(which, outcome),
             Transition::TimeOut => self.time_out(),
             Transition::Rot { tier, chain, depth } => self.rot(tier, chain, depth),
+            Transition::Misuse { class, to, chain: n } => {
+                let hashes = chain(n);
+                let foreign = self.stranger.core.lease(Chain::from(&hashes), Usage::default());
+                let refused = self.rig.core.bring(class, to, foreign).wait().unwrap_err();
+                assert_eq!(refused.kind(), ErrorKind::Invalid);
+            }
             Transition::FlushAll => {
                 let _ = self.rig.core.drain(Duration::ZERO);
             }

@@ -348,14 +348,13 @@ impl Tiers {
     }
 
     fn add_tier(&mut self, pool: FramePool, settings: &Settings) {
-        // Staging slots are taken from the pool already, and never hold a block of the tier.
-        let policy = policies::eviction(settings, pool.total() - pool.out());
+        let policy = policies::eviction(settings, own_slots(&pool));
         self.specs.push(TierSpec { pool, policy, flush_to: None, admission: None });
     }
 
     /// Each tier below the device flushes to the next one.
     fn link_flushes(&mut self, settings: &Settings) {
-        let places = self.specs.iter().map(|spec| (spec.pool.tier(), spec.pool.total() - spec.pool.out()));
+        let places = self.specs.iter().map(|spec| (spec.pool.tier(), own_slots(&spec.pool)));
         let below: Vec<policies::Place> = places.filter(|&(tier, _)| tier > Tier::Device).collect();
         for spec in &mut self.specs {
             let own = below.iter().position(|&(tier, _)| tier == spec.pool.tier());
@@ -389,6 +388,11 @@ fn no_gpu_for_gds() -> Error {
     let message = "disk.backend (DYN_KVBM_DISK_BACKEND) is gds, and the device tier is not on a GPU: set \
          device.capacity and device.backend = \"cuda\", or disk.backend to auto, uring, threads or nixl";
     Error::new(ErrorKind::Unavailable, message)
+}
+
+/// Slots that can hold a block of the tier: staging slots are taken from the host's pool beforehand.
+const fn own_slots(pool: &FramePool) -> u32 {
+    pool.total() - pool.out()
 }
 
 fn frames(region: &DramRegion) -> Result<FramePool> {
@@ -472,6 +476,13 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn policies_are_not_sized_with_staging_slots() {
+        let mut pool = FramePool::new(Tier::Host, 20);
+        let _staging: Vec<_> = (0..4).filter_map(|_| pool.take()).collect();
+        assert_eq!(own_slots(&pool), 16);
+    }
 
     fn capacities() -> impl Strategy<Value = Option<Capacity>> {
         let near_the_end = (0..100_u64).prop_map(|less| u64::from(MAX_SLOTS) + 20 - less);
