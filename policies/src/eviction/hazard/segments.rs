@@ -102,7 +102,8 @@ impl Visit {
     fn traits(&self) -> Traits {
         Traits {
             output: self.output,
-            fresh: factors::size(self.path - self.known),
+            // A block that leaves and comes back while its request goes on was known twice.
+            fresh: factors::size(self.path.saturating_sub(self.known)),
             path: factors::size(self.path),
             gap: factors::gap(self.gap),
         }
