@@ -228,3 +228,33 @@ fn a_core_dropped_amid_transfers_goes_with_the_last_of_them() {
         assert!(weak.upgrade().is_none(), "the core outlives its last copy");
     });
 }
+
+#[test]
+fn whoever_asks_while_it_closes_gets_an_answer() {
+    check(|| {
+        let machine = Machine::start(SIZES, Some(6));
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
+        let asks = |class, to| {
+            let core = Arc::clone(&machine.core);
+            thread::spawn(move || {
+                let lease = core.lease(Chain::from(&chain(1)), Usage::default());
+                drop(block_on(core.bring(class, to, lease)));
+            })
+        };
+        let askers = [
+            asks(Class::Load, Tier::Device),
+            asks(Class::Prefetch, Tier::Host),
+            asks(Class::Load, Tier::Device),
+        ];
+        let core = Arc::clone(&machine.core);
+        let closer = thread::spawn(move || {
+            core.tick();
+            core.close();
+        });
+        askers.into_iter().for_each(|asker| asker.join().unwrap());
+        closer.join().unwrap();
+        let (core, _) = machine.stop();
+        let staging = core.staging();
+        assert_eq!((staging.idle, staging.lost), (staging.total, 0), "every copy ended, and slots are out");
+    });
+}
