@@ -213,9 +213,9 @@ impl ObjectBackend {
 }
 
 // SAFETY: a `Pending` completes its operation exactly once, when it is dropped. A write's are owned by every
-// `Bytes` that the client got, so they go when nobody can read the slots any more; a read's by the only task
-// or thread that writes to the slots. Each holds the region. Destinations are written through slices of one
-// block, and finished with `Ok` only when filled to the end.
+// `Bytes` that shows the client a slot, so they go when nobody can read the slots any more; a read's by the only
+// task or thread that writes to the slots. Each holds the region, also after this backend has gone. Destinations
+// are written through slices of one block, and finished with `Ok` only when filled to the end.
 unsafe impl Backend for ObjectBackend {
     fn name(&self) -> &'static str {
         "object_store"

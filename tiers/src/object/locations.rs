@@ -62,8 +62,11 @@ pub(super) struct Victim {
     pub(super) live: Vec<(Location, SlotId)>,
 }
 
-/// How often a segment could not be read, the share of its blocks that fill a slot, in millionths, and its number.
-type Emptiness = (u32, u64, u32);
+/// Share of a segment's blocks that fill a slot, in millionths, and its number.
+type Emptiness = (u64, u32);
+
+/// A segment that could not be read counts as so much fuller each time: soon others go first.
+const FAILURE: u64 = 100_000;
 
 #[derive(Debug)]
 struct Segment {
@@ -76,7 +79,7 @@ struct Segment {
     readers: u32,
     /// Nobody compacts it.
     compactable: bool,
-    /// How often it could not be read when it was to be compacted: others go first.
+    /// How often it could not be read when it was to be compacted.
     failures: u32,
 }
 
@@ -85,7 +88,7 @@ impl Segment {
         let blocks = self.slots.len() as u64;
         let live = u64::from(self.live);
         let wasteful = self.compactable && live > 0 && live < blocks;
-        wasteful.then(|| (self.failures, live * 1_000_000 / blocks, number))
+        wasteful.then(|| (live * 1_000_000 / blocks + u64::from(self.failures) * FAILURE, number))
     }
 }
 
@@ -144,7 +147,7 @@ impl Locations {
         let mut victims: Vec<Victim> = Vec::new();
         let mut room = most;
         while self.is_wasteful(more as u64)
-            && let Some(&(.., number)) = self.wasteful.first()
+            && let Some(&(_, number)) = self.wasteful.first()
             && let Some(victim) =
                 self.victim(number).filter(|victim| victims.is_empty() || victim.live.len() <= room)
         {
@@ -263,8 +266,10 @@ mod tests {
         /// `name` was said to be dead.
         fn bury(&mut self, name: SegmentName) {
             let blocks = self.segments.remove(&name).expect("it was not dead yet");
-            let needed = blocks.iter().any(|(slot, version)| self.content.get(slot) == Some(version));
-            assert!(!needed, "a segment with a live block is dead");
+            for (slot, version) in blocks {
+                let is_elsewhere = || self.segments.values().flatten().any(|block| *block == (slot, version));
+                assert!(self.content.get(&slot) != Some(&version) || is_elsewhere(), "its last copy is dead");
+            }
         }
 
         fn check(&self, locations: &mut Locations) {

@@ -210,9 +210,12 @@ fn writers_and_readers_at_once_never_see_a_wrong_byte() {
         }
     };
     std::thread::scope(|scope| (0..THREADS).for_each(|thread| _ = scope.spawn(move || work(thread))));
-    let stats = backend.stats();
-    assert!(stats.stored_blocks * 10 <= stats.live_blocks * 13, "{stats:?}");
-    assert!(stats.moved_blocks > 0);
-    settle(&backend);
-    assert_eq!(segment_files(dir.path()).len() as u64, stats.segments);
+    assert!(backend.stats().moved_blocks > 0);
+    // The last readers may still be at segments that were emptied meanwhile.
+    eventually("segments are left that nobody needs", || {
+        let stats = backend.stats();
+        stats.undeleted == 0
+            && stats.stored_blocks * 10 <= stats.live_blocks * 13
+            && stats.segments == segment_files(dir.path()).len() as u64
+    });
 }
