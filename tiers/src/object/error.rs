@@ -83,8 +83,7 @@ impl Store {
 
 /// Whether the service said more than that it refuses us.
 fn is_an_answer(error: &object_store::Error) -> bool {
-    matches!(error, object_store::Error::Generic { .. })
-        && !causes(error).any(|cause| cause.is::<HttpError>())
+    matches!(error, object_store::Error::Generic { .. }) && !causes(error).any(<dyn Error>::is::<HttpError>)
 }
 
 fn remote_kind(error: &object_store::Error) -> CopyErrorKind {
@@ -107,8 +106,8 @@ pub(super) fn file_kind(error: &io::Error) -> CopyErrorKind {
     };
     match (error.kind(), error.raw_os_error()) {
         (StorageFull | QuotaExceeded, _) => CopyErrorKind::NoSpace,
-        (PermissionDenied | ReadOnlyFilesystem | OutOfMemory | TimedOut, _) => CopyErrorKind::Unavailable,
-        (_, Some(libc::EMFILE | libc::ENFILE)) => CopyErrorKind::Unavailable,
+        (PermissionDenied | ReadOnlyFilesystem | OutOfMemory | TimedOut, _)
+        | (_, Some(libc::EMFILE | libc::ENFILE)) => CopyErrorKind::Unavailable,
         _ => CopyErrorKind::Io,
     }
 }

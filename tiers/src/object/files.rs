@@ -13,8 +13,8 @@ use futures::stream::BoxStream;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, PutMode,
-    PutMultipartOptions, PutOptions, PutPayload, PutResult, RenameOptions, Result,
+    CopyOptions, Error, Extensions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta,
+    ObjectStore, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, RenameOptions, Result,
 };
 
 /// Directories vanish with their last file, possibly between our making one and a file in it.
@@ -60,7 +60,7 @@ impl ObjectStore for PrivateFiles {
         let write = tokio::task::spawn_blocking(move || write_new(&path, &payload, &still_wanted));
         write.await??;
         drop(wanted);
-        Ok(PutResult { e_tag: None, version: None, extensions: Default::default() })
+        Ok(PutResult { e_tag: None, version: None, extensions: Extensions::default() })
     }
 
     async fn put_multipart_opts(&self, _: &Path, _: PutMultipartOptions) -> Result<Box<dyn MultipartUpload>> {
@@ -114,7 +114,7 @@ fn unsupported(operation: &str) -> Error {
 fn write_new(path: &FilePath, payload: &PutPayload, wanted: &Weak<()>) -> Result<()> {
     let (mut file, staged) = stage(path).map_err(generic)?;
     let mut write = || {
-        for part in payload.iter() {
+        for part in payload {
             check(wanted)?;
             file.write_all(part)?;
         }
@@ -222,7 +222,7 @@ mod tests {
             assert!(put.now_or_never().is_none(), "it takes a while");
         });
         // Waits for the thread that writes.
-        runtime.shutdown_timeout(Duration::from_secs(60));
+        runtime.shutdown_timeout(Duration::from_mins(1));
         assert!(modes(home.path()).is_empty());
     }
 

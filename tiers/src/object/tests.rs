@@ -6,6 +6,7 @@ mod server;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fmt;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path as FilePath, PathBuf};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -237,6 +238,22 @@ fn eventually(otherwise: &str, reached: impl Fn() -> bool) {
         assert!(Instant::now() < deadline, "{otherwise}");
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+#[test]
+fn segments_are_private_in_a_directory_that_was_there() {
+    let (dir, heap) = (tempfile::tempdir().unwrap(), Heap::new());
+    let set = |mode| std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(mode)).unwrap();
+    let mode = |path: &FilePath| path.metadata().unwrap().permissions().mode() & 0o777;
+    set(0o755);
+    let backend = backend(open_directory(dir.path()), &heap, &options(4));
+    assert!(all_ok(&write(&backend, &heap, &[(0, 1), (1, 2)])));
+    let file = &segment_files(dir.path())[0];
+    let modes: Vec<_> = file.ancestors().take(5).map(mode).collect();
+    assert_eq!(modes, [0o600, 0o700, 0o700, 0o700, 0o755]);
+    // Only the owner may change a directory's mode: what is open to others stays so.
+    drop(backend);
+    assert_eq!(mode(dir.path()), 0o755);
 }
 
 #[test]

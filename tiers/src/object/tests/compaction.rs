@@ -72,13 +72,13 @@ fn draw(state: &mut u64, count: usize, slots: u32) -> Vec<u32> {
 fn space_is_bounded_when_slots_are_written_in_random_order() {
     let slots = 3200;
     let mut tier = Fixture::new(slots, Fault::None);
-    let (mut state, mut moved, rounds) = (1, 0, 600);
+    let (mut random, mut moved, rounds) = (1, 0, 600);
     for round in 0..rounds {
         if round == rounds / 2 {
             // It takes a while until segments are as empty as they will be.
             moved = tier.backend.stats().moved_blocks;
         }
-        let picked = draw(&mut state, PER_SEGMENT, slots);
+        let picked = draw(&mut random, PER_SEGMENT, slots);
         assert!(all_ok(&tier.write(&picked)));
         tier.assert_bounded();
     }
@@ -135,9 +135,9 @@ fn a_compaction_that_fails_half_way_changes_nothing() {
 fn a_reader_keeps_the_segment_that_a_compaction_empties() {
     let mut tier = Fixture::new(128, Fault::HoldsFirstGet(AtomicBool::new(false)));
     let seed = tier.content[0].unwrap();
-    let (send, receive) = std::sync::mpsc::channel();
+    let (reports, receive) = std::sync::mpsc::channel();
     let read_op = op((Tier::Object, 0), (Tier::Host, 63), seed);
-    tier.backend.submit(vec![read_op], Done::new(move |_, result| send.send(result).unwrap()));
+    tier.backend.submit(vec![read_op], Done::new(move |_, result| reports.send(result).unwrap()));
     let Fault::HoldsFirstGet(held) = &tier.store.fault else { unreachable!() };
     eventually("the read did not begin", || held.load(Ordering::Relaxed));
     for round in 0..8 {

@@ -89,6 +89,30 @@ fn a_store_that_refuses_for_a_while_keeps_its_blocks() {
 }
 
 #[test]
+fn a_compaction_that_the_store_refuses_is_made_up_for() {
+    let (server, heap) = (Server::start(), Heap::new());
+    let backend = backend(server.open(), &heap, &limited(8));
+    let old = some_blocks(40);
+    assert!(all_ok(&write(&backend, &heap, &old)));
+    server.feel(Mood::Refuses(503));
+    // Three slots of each segment, whose content is gone whether or not the new one arrives.
+    let new: Vec<_> = (0..40).filter(|slot| slot % 8 < 3).map(|slot| (slot, slot + 100)).collect();
+    assert_all_unavailable(&write(&backend, &heap, &new));
+    assert_eq!(backend.stats().moved_blocks, 0);
+    server.feel(Mood::Well);
+    let kept: Vec<_> = old.into_iter().filter(|(slot, _)| slot % 8 >= 3).collect();
+    assert!(all_ok(&read(&backend, &heap, &kept)));
+    assert!(all_ok(&write(&backend, &heap, &new)));
+    let stats = backend.stats();
+    assert!(stats.stored_blocks * 10 <= stats.live_blocks * 13, "{stats:?}");
+    assert!(stats.moved_blocks > 0);
+    assert!(all_ok(&read(&backend, &heap, &kept)));
+    assert!(all_ok(&read(&backend, &heap, &new)));
+    settle(&backend);
+    assert_eq!(server.objects() as u64, backend.stats().segments);
+}
+
+#[test]
 fn an_answer_that_is_cut_off_is_no_loss() {
     let (server, heap) = (Server::start(), Heap::new());
     let backend = backend(server.open(), &heap, &options(4));

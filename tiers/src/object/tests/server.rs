@@ -58,7 +58,7 @@ impl Server {
                     return;
                 }
                 let state = Arc::clone(&state);
-                thread::spawn(move || serve(connection.unwrap(), &state));
+                thread::spawn(move || serve(&connection.unwrap(), &state));
             }
         });
     }
@@ -120,7 +120,7 @@ struct Request {
 }
 
 /// Ends with the connection.
-fn serve(connection: TcpStream, state: &Mutex<State>) {
+fn serve(connection: &TcpStream, state: &Mutex<State>) {
     let mut reader = BufReader::new(connection.try_clone().unwrap());
     loop {
         while state.lock().mood == Mood::Deaf {
@@ -142,7 +142,7 @@ fn serve(connection: TcpStream, state: &Mutex<State>) {
         if state.lock().mood == Mood::Down {
             return;
         }
-        let is_over = answer(&connection, &request, body, &mut state.lock());
+        let is_over = answer(connection, &request, body, &mut state.lock());
         if is_over.unwrap_or(true) {
             // The reader's clone would keep the connection open.
             let _ = connection.shutdown(std::net::Shutdown::Both);
@@ -210,7 +210,7 @@ fn send(mut to: &TcpStream, status: u16, headers: &[&str], body: &[u8]) -> std::
 }
 
 fn head(mut to: &TcpStream, status: u16, headers: &[&str], length: usize) -> std::io::Result<()> {
-    let headers: String = headers.iter().map(|header| format!("{header}\r\n")).collect();
+    let headers = headers.iter().fold(String::new(), |all, header| all + header + "\r\n");
     let date = "Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT";
     // No body may follow these, not even an empty one.
     let length = if status == 204 { String::new() } else { format!("Content-Length: {length}\r\n") };
