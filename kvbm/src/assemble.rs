@@ -22,7 +22,7 @@ use kvbm_settings::{
     ObjectBackend as ObjectChoice, ObjectSettings, Settings,
 };
 use kvbm_tiers::geometry::{ALIGNMENT, MAX_SLOTS};
-use kvbm_tiers::object::{ObjectBackend, ObjectOptions, Store, StoreOptions};
+use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions};
 use kvbm_tiers::{
     Backend, Checksums, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool, Geometry,
     MemcpyBackend, Memory, SetupError, SetupErrorKind, ThreadsBackend, Tier, UringBackend, Verified,
@@ -92,8 +92,8 @@ pub(crate) async fn open(settings: Settings, options: &Options) -> Result<Assemb
 
 /// Long enough for a store that refuses for a moment, short enough to notice soon that it does not any more.
 const BREAKER_PAUSE: Duration = Duration::from_millis(500);
-/// The object client gives up by itself within 20 s.
-const OBJECT_TIMEOUT: Duration = Duration::from_secs(30);
+/// The object client gives up by itself before.
+const OBJECT_TIMEOUT: Duration = Duration::from_secs(OPERATION_LIMIT.as_secs() + 10);
 
 fn tuning(settings: &Settings, block_bytes: u64, block_tokens: u64) -> Tuning {
     Tuning {
@@ -300,6 +300,7 @@ impl Tiers {
             namespace: namespace(settings),
             segment_bytes: object.segment_bytes,
             concurrency: object.concurrency,
+            operation_limit: OPERATION_LIMIT,
             keep: object.keep,
         };
         let memory = self.memory()?;

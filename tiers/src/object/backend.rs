@@ -3,20 +3,20 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread;
 use std::time::Duration;
 
-use crossbeam_channel::{Receiver, Sender, bounded};
-use futures::StreamExt;
+use crossbeam_channel::bounded;
 use object_store::ObjectStoreExt;
 use object_store::path::Path;
 use parking_lot::Mutex;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::block::Pending;
-use super::executor::{Executor, Ticket, drained};
+use super::error::StoreError;
+use super::executor::{Executor, Work};
 use super::locations::Locations;
-use super::open::{OPERATION_LIMIT, Store};
+use super::open::Store;
 use super::segment::{SegmentName, SegmentNames};
 use super::{read, write};
 use crate::checksum::Checksums;
@@ -25,8 +25,10 @@ use crate::error::{SetupError, SetupErrorKind};
 use crate::geometry::MAX_SLOTS;
 use crate::memory::{Memory, forget_checksum};
 
-/// How long closing waits for requests that have begun: their own limit, and a little to report it.
-const CLOSE_LIMIT: Duration = Duration::from_secs(OPERATION_LIMIT.as_secs() + 2);
+/// How long the last handle's owner waits. What takes longer goes on without it.
+const CLOSE_LIMIT: Duration = Duration::from_secs(1);
+/// Of the requests in flight one in so many may compact: each holds up to three segments in memory.
+const COMPACTIONS_SHARE: usize = 4;
 
 /// How blocks are laid out in the store.
 #[derive(Clone, Debug)]
@@ -37,31 +39,38 @@ pub struct ObjectOptions {
     pub segment_bytes: u64,
     /// Requests in flight, reads and writes together.
     pub concurrency: u32,
+    /// An operation ends so long after it was submitted at the latest: waiting for others, retries and all.
+    /// Only a file system that hangs can take longer, because nobody else can stop what it does to a slot.
+    pub operation_limit: Duration,
     /// Leave the segments in place at the end.
     pub keep: bool,
 }
 
-/// Counts since the backend was made.
+/// What there is now, and counts since the backend was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ObjectStats {
-    /// Segments that hold the content of a slot.
+    /// Segments that hold the content of a slot, or are being read.
     pub segments: u64,
-    /// Segments that could not be deleted and may be left in the store.
-    pub failed_deletions: u64,
+    /// Blocks in them.
+    pub stored_blocks: u64,
+    /// Blocks that are the content of a slot.
+    pub live_blocks: u64,
+    /// Blocks that compactions wrote again.
+    pub moved_blocks: u64,
+    /// Segments that nobody needs and that are, or may be, still in the store: they are deleted soon, or when
+    /// the store is well again.
+    pub undeleted: u64,
 }
 
 /// Moves blocks between a memory region and an object store, both ways.
 ///
-/// Dropping it refuses what has not begun, waits for what has (at most 22 s) and, unless told to keep them,
-/// deletes the segments that it wrote.
+/// Dropping it refuses what has not begun and, unless told to keep them, deletes the segments that it wrote. It
+/// waits a second for that; what takes longer goes on as long as the process lives, with the region kept alive.
 pub struct ObjectBackend {
     shared: Arc<Shared>,
     memory: Arc<dyn Memory>,
     routes: [Route; 2],
     keep: bool,
-    /// Every operation holds a clone. `None` only while dropping.
-    ticket: Option<Sender<Ticket>>,
-    last_ticket: Receiver<Ticket>,
 }
 
 /// What the tasks need.
@@ -72,13 +81,27 @@ pub(super) struct Shared {
     pub(super) checksums: Option<Arc<Checksums>>,
     pub(super) names: SegmentNames,
     pub(super) locations: Mutex<Locations>,
+    pub(super) blocks_per_segment: usize,
+    /// Of an operation.
+    pub(super) limit: Duration,
+    /// One for each compaction at a time.
+    pub(super) compactions: Semaphore,
+    pub(super) moved_blocks: AtomicU64,
     /// One for each request in flight. Closed at the end.
-    pub(super) requests: Semaphore,
-    concurrency: usize,
+    requests: Arc<Semaphore>,
+    /// One for each deletion in flight.
+    deletions: Semaphore,
+    work: Work,
     /// `<root>/<namespace>/segments`.
     directory: Path,
-    blocks_per_segment: usize,
-    failed_deletions: AtomicU64,
+    undeleted: AtomicU64,
+}
+
+/// Keeps a segment in the store while it is read.
+pub(super) struct Pin {
+    shared: Arc<Shared>,
+    /// The segment's.
+    number: u32,
 }
 
 impl ObjectBackend {
@@ -88,7 +111,7 @@ impl ObjectBackend {
     /// they are computed here.
     ///
     /// # Errors
-    /// `Invalid`: no request may be in flight.
+    /// `Invalid`: no request may be in flight, or none may take any time.
     pub fn new(
         store: Store,
         memory: Arc<dyn Memory>,
@@ -100,11 +123,14 @@ impl ObjectBackend {
             let message = "object.concurrency (DYN_KVBM_OBJECT_CONCURRENCY) is 0: allow at least one request";
             return Err(SetupError::new(SetupErrorKind::Invalid, message));
         }
+        if options.operation_limit.is_zero() {
+            let message = "operations of the object tier may take no time at all: allow them some";
+            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+        }
         let block_bytes = memory.block_bytes();
         let blocks_per_segment = (options.segment_bytes / block_bytes as u64).clamp(1, u64::from(u32::MAX));
         let namespace = Path::from(options.namespace.as_str());
         let directory = store.root.parts().chain(namespace.parts()).collect::<Path>().join("segments");
-        let (ticket, last_ticket) = bounded(0);
         let shared = Shared {
             store,
             block_bytes,
@@ -112,26 +138,32 @@ impl ObjectBackend {
             directory,
             names: SegmentNames::new(),
             locations: Mutex::default(),
-            requests: Semaphore::new(concurrency),
-            concurrency,
             blocks_per_segment: blocks_per_segment as usize,
-            failed_deletions: AtomicU64::new(0),
+            limit: options.operation_limit,
+            compactions: Semaphore::new(concurrency.div_ceil(COMPACTIONS_SHARE)),
+            moved_blocks: AtomicU64::new(0),
+            requests: Arc::new(Semaphore::new(concurrency)),
+            deletions: Semaphore::new(concurrency),
+            work: Work::default(),
+            undeleted: AtomicU64::new(0),
         };
         Ok(Self {
             shared: Arc::new(shared),
             routes: [(memory.tier(), Tier::Object), (Tier::Object, memory.tier())],
             memory,
             keep: options.keep,
-            ticket: Some(ticket),
-            last_ticket,
         })
     }
 
     /// Counts for metrics and tests.
     pub fn stats(&self) -> ObjectStats {
+        let locations = self.shared.locations.lock();
         ObjectStats {
-            segments: self.shared.locations.lock().segments().count() as u64,
-            failed_deletions: self.shared.failed_deletions.load(Ordering::Relaxed),
+            segments: locations.segments().count() as u64,
+            stored_blocks: locations.blocks().stored,
+            live_blocks: locations.blocks().live,
+            moved_blocks: self.shared.moved_blocks.load(Ordering::Relaxed),
+            undeleted: self.shared.undeleted.load(Ordering::Relaxed),
         }
     }
 
@@ -142,7 +174,7 @@ impl ObjectBackend {
             route if route == self.routes[1] => (op.to.slot, op.from.slot),
             _ => (SlotId(u32::MAX), SlotId(u32::MAX)),
         };
-        let ticket = self.ticket.clone()?;
+        let ticket = self.shared.work.ticket();
         let block = (op.block, object);
         let pending = (object.0 < MAX_SLOTS)
             .then(|| Pending::new((index, done.clone()), (&self.memory, memory), block, ticket))
@@ -154,12 +186,13 @@ impl ObjectBackend {
         pending
     }
 
-    fn write(&self, blocks: Vec<Pending>) {
+    fn write(&self, blocks: Vec<Pending>, deadline: Instant) {
         self.vacate(&blocks);
         let mut blocks = blocks.into_iter().peekable();
         while blocks.peek().is_some() {
             let segment = blocks.by_ref().take(self.shared.blocks_per_segment).collect();
-            self.shared.store.executor.spawn(write::upload(Arc::clone(&self.shared), segment));
+            let upload = write::upload(Arc::clone(&self.shared), segment, deadline);
+            self.shared.store.executor.spawn(upload);
         }
     }
 
@@ -168,27 +201,21 @@ impl ObjectBackend {
         let mut locations = self.shared.locations.lock();
         let dead: Vec<_> = blocks.iter().filter_map(|block| locations.vacate(block.object)).collect();
         drop(locations);
-        for name in dead {
-            let (shared, ticket) = (Arc::clone(&self.shared), self.ticket.clone());
-            self.shared.store.executor.spawn(async move {
-                shared.delete(name).await;
-                drop(ticket);
-            });
-        }
+        dead.into_iter().for_each(|name| self.shared.discard(name, Duration::ZERO));
     }
 
-    fn read(&self, blocks: Vec<Pending>) {
+    fn read(&self, blocks: Vec<Pending>, deadline: Instant) {
         blocks.iter().for_each(|block| forget_checksum(&*self.memory, block.memory));
         for run in read::plan(&self.shared, blocks) {
-            self.shared.store.executor.spawn(read::fetch(Arc::clone(&self.shared), run));
+            self.shared.store.executor.spawn(read::fetch(Arc::clone(&self.shared), run, deadline));
         }
     }
 }
 
 // SAFETY: a `Pending` completes its operation exactly once, when it is dropped. A write's are owned by every
-// `Bytes` that the client got, so they go when nobody can read the slots any more; a read's by the only task
-// or thread that writes to the slots. Each holds the region. Destinations are written through slices of one
-// block, and finished with `Ok` only when filled to the end.
+// `Bytes` that shows the client a slot, so they go when nobody can read the slots any more; a read's by the only
+// task or thread that writes to the slots. Each holds the region, also after this backend has gone. Destinations
+// are written through slices of one block, and finished with `Ok` only when filled to the end.
 unsafe impl Backend for ObjectBackend {
     fn name(&self) -> &'static str {
         "object_store"
@@ -199,29 +226,32 @@ unsafe impl Backend for ObjectBackend {
     }
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
+        let deadline = Instant::now() + self.shared.limit;
         let (mut writes, mut reads) = (Vec::new(), Vec::new());
         for (index, op) in batch.iter().enumerate() {
             let accepted = if op.to.tier == Tier::Object { &mut writes } else { &mut reads };
             accepted.extend(self.accept(index, op, &done));
         }
-        self.write(writes);
-        self.read(reads);
+        self.write(writes, deadline);
+        self.read(reads, deadline);
     }
 }
 
-/// Ends what was submitted, and deletes what is not kept.
 impl Drop for ObjectBackend {
     fn drop(&mut self) {
         self.shared.requests.close();
-        let Some(ticket) = self.ticket.take() else { return };
-        let (shared, last_ticket, keep) = (Arc::clone(&self.shared), self.last_ticket.clone(), self.keep);
-        let close = move || shared.close(ticket, &last_ticket, keep);
-        if !Executor::is_own_thread() {
-            return close();
-        }
-        // The last report held the last handle: the thread that makes it cannot wait for its end.
-        if let Err(error) = thread::Builder::new().name("kvbm-object-close".to_owned()).spawn(close) {
-            tracing::warn!(store = %self.shared.store, %error, "segments are left in the object store");
+        self.shared.work.hurry();
+        let (shared, keep) = (Arc::clone(&self.shared), self.keep);
+        let (ended, end) = bounded::<()>(0);
+        self.shared.store.executor.spawn(async move {
+            shared.close(keep).await;
+            drop(ended);
+        });
+        // The last report may have held the last handle: the thread that makes it cannot wait for its end.
+        if !Executor::is_own_thread() && end.recv_timeout(CLOSE_LIMIT).is_err_and(|error| error.is_timeout())
+        {
+            let store = &self.shared.store;
+            tracing::warn!(%store, "the object store is slow: requests and deletions go on in the background");
         }
     }
 }
@@ -237,41 +267,77 @@ impl Shared {
         self.directory.clone().join(name.to_string())
     }
 
-    fn close(self: &Arc<Self>, ticket: Sender<Ticket>, last_ticket: &Receiver<Ticket>, keep: bool) {
-        if !drained(ticket, last_ticket, CLOSE_LIMIT) {
-            tracing::warn!(store = %self.store, "requests to the object store did not end");
-        }
-        if !keep {
-            self.delete_all();
+    /// A request's turn. Whoever does not get it in time ends without one.
+    pub(super) async fn request(&self, deadline: Instant) -> Result<OwnedSemaphorePermit, CopyError> {
+        match timeout_at(deadline, Arc::clone(&self.requests).acquire_owned()).await {
+            Ok(Ok(request)) if Instant::now() < deadline => Ok(request),
+            Ok(Err(_closed)) => {
+                Err(CopyError::new(CopyErrorKind::Refused, "the object tier is shutting down"))
+            }
+            _ => Err(self.too_late(&format!("no request to {} was free", self.store))),
         }
     }
 
-    fn delete_all(self: &Arc<Self>) {
-        let names: Vec<_> = self.locations.lock().segments().collect();
-        let shared = Arc::clone(self);
-        let deletions = futures::stream::iter(names)
-            .map(move |name| {
-                let shared = Arc::clone(&shared);
-                async move { shared.delete(name).await }
-            })
-            .buffer_unordered(self.concurrency)
-            .collect::<()>();
-        if self.store.executor.wait(CLOSE_LIMIT, deletions).is_none() {
-            tracing::warn!(store = %self.store, directory = %self.directory, "segments are left in the object store");
+    pub(super) fn too_late(&self, context: &str) -> CopyError {
+        let message = format!("{context}: it took more than {:?}", self.limit);
+        CopyError::new(CopyErrorKind::Unavailable, message)
+    }
+
+    /// Deletes a segment that nobody needs, as soon as `delay` is over and the store lets us.
+    pub(super) fn discard(self: &Arc<Self>, name: SegmentName, delay: Duration) {
+        self.undeleted.fetch_add(1, Ordering::Relaxed);
+        let (shared, mut ticket, mut delay) = (Arc::clone(self), self.work.ticket(), delay);
+        let mut pause = self.limit / 10;
+        self.store.executor.spawn(async move {
+            loop {
+                let is_last_try = ticket.sleep(delay).await;
+                match shared.delete(name).await {
+                    Ok(()) => break,
+                    Err(error) if is_last_try => {
+                        let path = shared.path(name);
+                        return tracing::warn!(%path, %error, "a dead segment is left in the object store");
+                    }
+                    Err(error) => tracing::debug!(%error, "a dead segment will be deleted later"),
+                }
+                delay = pause;
+                pause = (pause * 2).min(shared.limit * 3);
+            }
+            shared.undeleted.fetch_sub(1, Ordering::Relaxed);
+        });
+    }
+
+    /// That it is gone already is no failure.
+    async fn delete(&self, name: SegmentName) -> Result<(), StoreError> {
+        let _turn = self.deletions.acquire().await;
+        match timeout(self.limit, self.store.client.delete(&self.path(name))).await {
+            Ok(Ok(()) | Err(object_store::Error::NotFound { .. })) => Ok(()),
+            Ok(Err(error)) => Err(self.store.secrets.scrub(&error)),
+            Err(elapsed) => Err(StoreError::from(elapsed)),
+        }
+    }
+
+    /// Waits for what is under way, then deletes what is not kept.
+    async fn close(self: &Arc<Self>, keep: bool) {
+        self.work.ended().await;
+        if !keep {
+            let names: Vec<_> = self.locations.lock().segments().collect();
+            names.into_iter().for_each(|name| self.discard(name, Duration::ZERO));
+            self.work.ended().await;
         }
         self.store.remove_directory();
     }
+}
 
-    /// Deletes a segment. That it is gone already is no failure.
-    pub(super) async fn delete(&self, name: SegmentName) {
-        let path = self.path(name);
-        let deletion = tokio::time::timeout(OPERATION_LIMIT, self.store.client.delete(&path)).await;
-        let error = match deletion {
-            Ok(Ok(()) | Err(object_store::Error::NotFound { .. })) => return,
-            Ok(Err(e)) => self.store.secrets.scrub(&e).to_string(),
-            Err(elapsed) => elapsed.to_string(),
-        };
-        self.failed_deletions.fetch_add(1, Ordering::Relaxed);
-        tracing::warn!(%path, error, "a dead segment is left in the object store");
+impl Pin {
+    /// Of a segment that its caller has marked as being read.
+    pub(super) fn new(shared: &Arc<Shared>, number: u32) -> Self {
+        Self { shared: Arc::clone(shared), number }
+    }
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        let unneeded = self.shared.locations.lock().release(self.number);
+        unneeded.into_iter().for_each(|name| self.shared.discard(name, Duration::ZERO));
     }
 }

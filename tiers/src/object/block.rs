@@ -4,8 +4,6 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crossbeam_channel::Sender;
-
 use super::executor::Ticket;
 use crate::copy::{BlockKey, CopyError, CopyErrorKind, Done, SlotId};
 use crate::memory::Memory;
@@ -21,7 +19,7 @@ pub(super) struct Pending {
     /// Keeps `start` mapped.
     _region: Arc<dyn Memory>,
     /// Keeps the backend from closing.
-    ticket: Sender<Ticket>,
+    _ticket: Ticket,
     /// What is copied.
     pub(super) block: BlockKey,
     /// Its slot in memory.
@@ -42,14 +40,14 @@ impl Pending {
         (index, done): (usize, Done),
         (region, memory): (&Arc<dyn Memory>, SlotId),
         (block, object): (BlockKey, SlotId),
-        ticket: Sender<Ticket>,
+        ticket: Ticket,
     ) -> Option<Self> {
         let refused = CopyError::new(CopyErrorKind::Refused, "the object tier is shutting down");
         Some(Self {
             start: region.slot(memory)?.cast(),
             bytes: region.block_bytes(),
             _region: Arc::clone(region),
-            ticket,
+            _ticket: ticket,
             result: Err(refused),
             index,
             done,
@@ -67,11 +65,6 @@ impl Pending {
     /// Bytes of the block.
     pub(super) const fn bytes(&self) -> usize {
         self.bytes
-    }
-
-    /// To hold while there is work left after the end was reported.
-    pub(super) fn ticket(&self) -> Sender<Ticket> {
-        self.ticket.clone()
     }
 
     /// The block's bytes, as the source of a write.

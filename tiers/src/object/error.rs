@@ -1,7 +1,26 @@
 //! What a store's errors mean for a copy.
+//!
+//! A caller drops a block that is not there, and keeps one that cannot be had for now. So an error says which:
+//!
+//! | the store says | kind | the block |
+//! |---|---|---|
+//! | 404, no such file | `Io` | is gone |
+//! | 416, or an object or file that ends before the block does | `Io` | is gone |
+//! | EIO and other errors of a file | `Io` | cannot be read any more |
+//! | 412 or 409 on a write, and the object is not ours | `Io` | was not written |
+//! | 500, 503, 429, 401, 403 and other refusals | `Unavailable` | stays |
+//! | connection refused or lost, no answer in time, an answer that is cut off | `Unavailable` | stays |
+//! | a file that we may not open (EACCES, EROFS), or not now (EMFILE, ENFILE, ENOMEM) | `Unavailable` | stays |
+//! | a file system that is full (ENOSPC, EDQUOT) | `NoSpace` | was not written |
 
 use std::error::Error;
 use std::io;
+
+use object_store::ObjectStoreExt;
+use object_store::client::HttpError;
+use object_store::path::Path;
+use tokio::time::error::Elapsed;
+use tokio::time::{Instant, timeout_at};
 
 use super::open::Store;
 use crate::copy::{CopyError, CopyErrorKind};
@@ -10,6 +29,12 @@ use crate::copy::{CopyError, CopyErrorKind};
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(super) struct StoreError(String);
+
+impl From<Elapsed> for StoreError {
+    fn from(elapsed: Elapsed) -> Self {
+        Self(elapsed.to_string())
+    }
+}
 
 /// Texts that no message may contain.
 #[derive(Clone, Default)]
@@ -29,33 +54,67 @@ impl Secrets {
 impl Store {
     /// `message` says what was being done.
     pub(super) fn copy_error(&self, message: String, error: &object_store::Error) -> CopyError {
-        let kind = if is_full(error) {
-            CopyErrorKind::NoSpace
-        } else if self.is_remote() && !is_about_the_object(error) {
-            CopyErrorKind::Unavailable
-        } else {
-            CopyErrorKind::Io
-        };
+        let kind = if self.is_remote() { remote_kind(error) } else { local_kind(error) };
         CopyError::caused(kind, message, self.secrets.scrub(error))
     }
-}
 
-/// Whether the store answered and only this object is not as it should be.
-const fn is_about_the_object(error: &object_store::Error) -> bool {
-    use object_store::Error::{AlreadyExists, NotFound, Precondition};
-    matches!(error, NotFound { .. } | AlreadyExists { .. } | Precondition { .. })
-}
-
-fn is_full(error: &object_store::Error) -> bool {
-    let mut cause: Option<&(dyn Error + 'static)> = Some(error);
-    while let Some(error) = cause {
-        let kind = error.downcast_ref().map(io::Error::kind);
-        if matches!(kind, Some(io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)) {
-            return true;
+    /// What the failure of a request for a range up to `end` means. The client does not tell an object that is
+    /// shorter from a service that refuses, so we look.
+    pub(super) async fn read_error(
+        &self,
+        path: &Path,
+        end: u64,
+        message: String,
+        error: &object_store::Error,
+        deadline: Instant,
+    ) -> CopyError {
+        let result = self.copy_error(message.clone(), error);
+        if result.kind() != CopyErrorKind::Unavailable || !is_an_answer(error) {
+            return result;
         }
-        cause = error.source();
+        match timeout_at(deadline, self.client.head(path)).await {
+            Ok(Ok(meta)) if meta.size < end => {
+                CopyError::caused(CopyErrorKind::Io, message, self.secrets.scrub(error))
+            }
+            _ => result,
+        }
     }
-    false
+}
+
+/// Whether the service said more than that it refuses us.
+fn is_an_answer(error: &object_store::Error) -> bool {
+    matches!(error, object_store::Error::Generic { .. }) && !causes(error).any(<dyn Error>::is::<HttpError>)
+}
+
+fn remote_kind(error: &object_store::Error) -> CopyErrorKind {
+    use object_store::Error::{AlreadyExists, NotFound, Precondition};
+    match error {
+        NotFound { .. } | AlreadyExists { .. } | Precondition { .. } => CopyErrorKind::Io,
+        _ => CopyErrorKind::Unavailable,
+    }
+}
+
+fn local_kind(error: &object_store::Error) -> CopyErrorKind {
+    let cause = causes(error).find_map(|cause| cause.downcast_ref::<io::Error>());
+    cause.map_or(CopyErrorKind::Io, file_kind)
+}
+
+/// What an error of a file system means.
+pub(super) fn file_kind(error: &io::Error) -> CopyErrorKind {
+    use io::ErrorKind::{
+        OutOfMemory, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull, TimedOut,
+    };
+    match (error.kind(), error.raw_os_error()) {
+        (StorageFull | QuotaExceeded, _) => CopyErrorKind::NoSpace,
+        (PermissionDenied | ReadOnlyFilesystem | OutOfMemory | TimedOut, _)
+        | (_, Some(libc::EMFILE | libc::ENFILE)) => CopyErrorKind::Unavailable,
+        _ => CopyErrorKind::Io,
+    }
+}
+
+/// An error and what is behind it.
+fn causes<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item = &'a (dyn Error + 'static)> {
+    std::iter::successors(Some(error), |&error| error.source())
 }
 
 #[cfg(test)]
@@ -71,11 +130,20 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_is_found_below_other_errors() {
-        let io = io::Error::from(io::ErrorKind::StorageFull);
-        let inner = object_store::Error::Generic { store: "inner", source: Box::new(io) };
-        assert!(is_full(&object_store::Error::Generic { store: "outer", source: Box::new(inner) }));
-        let other = io::Error::from(io::ErrorKind::TimedOut);
-        assert!(!is_full(&object_store::Error::Generic { store: "outer", source: Box::new(other) }));
+    fn what_a_file_system_says_is_found_below_other_errors() {
+        let kind = |errno| {
+            let inner = generic(io::Error::from_raw_os_error(errno));
+            local_kind(&generic(inner))
+        };
+        assert_eq!(kind(libc::ENOSPC), CopyErrorKind::NoSpace);
+        assert_eq!(kind(libc::EDQUOT), CopyErrorKind::NoSpace);
+        assert_eq!(kind(libc::EACCES), CopyErrorKind::Unavailable);
+        assert_eq!(kind(libc::EMFILE), CopyErrorKind::Unavailable);
+        assert_eq!(kind(libc::EIO), CopyErrorKind::Io);
+        assert_eq!(kind(libc::ESTALE), CopyErrorKind::Io);
+    }
+
+    fn generic(source: impl Error + Send + Sync + 'static) -> object_store::Error {
+        object_store::Error::Generic { store: "files", source: Box::new(source) }
     }
 }

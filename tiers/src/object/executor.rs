@@ -3,8 +3,9 @@
 use std::future::Future;
 use std::time::Duration;
 
-use crossbeam_channel::{RecvTimeoutError, bounded};
+use crossbeam_channel::bounded;
 use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::sync::watch;
 
 use crate::error::{SetupError, SetupErrorKind};
 
@@ -72,16 +73,34 @@ impl Drop for Executor {
     }
 }
 
-/// Waits until every clone of `ticket` has been dropped, at most for `limit`. Returns whether they were.
-pub(super) fn drained(
-    ticket: crossbeam_channel::Sender<Ticket>,
-    last: &crossbeam_channel::Receiver<Ticket>,
-    limit: Duration,
-) -> bool {
-    drop(ticket);
-    matches!(last.recv_timeout(limit), Err(RecvTimeoutError::Disconnected))
+/// What is under way, so that closing can wait for it, and it can hurry when closing waits.
+#[derive(Debug, Default)]
+pub(super) struct Work(watch::Sender<bool>);
+
+impl Work {
+    /// To hold while at work.
+    pub(super) fn ticket(&self) -> Ticket {
+        Ticket(self.0.subscribe())
+    }
+
+    /// Asks everybody to come to an end.
+    pub(super) fn hurry(&self) {
+        self.0.send_replace(true);
+    }
+
+    /// Waits until nobody is at work.
+    pub(super) async fn ended(&self) {
+        self.0.closed().await;
+    }
 }
 
-/// Never sent: holding a sender of it means to be at work.
+/// Holding it means to be at work.
 #[derive(Debug)]
-pub(super) enum Ticket {}
+pub(super) struct Ticket(watch::Receiver<bool>);
+
+impl Ticket {
+    /// Sleeps, but not when closing waits. Returns whether it does.
+    pub(super) async fn sleep(&mut self, time: Duration) -> bool {
+        tokio::time::timeout(time, self.0.wait_for(|hurry| *hurry)).await.is_ok()
+    }
+}

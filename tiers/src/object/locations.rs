@@ -1,4 +1,6 @@
-//! Which block of which segment fills a slot, and which segments nobody needs any more.
+//! Which block of which segment fills a slot, which segments are worth compacting, and which nobody needs.
+
+use std::collections::BTreeSet;
 
 use super::segment::SegmentName;
 use crate::copy::SlotId;
@@ -6,95 +8,237 @@ use crate::copy::SlotId;
 /// Slots whose locations are allocated together: 16 KiB.
 const CHUNK: usize = 2048;
 
-/// Slot → place. Slots are numbers only: memory grows with those that were used, 8 bytes each.
+/// Segments may hold so many blocks for every hundred that fill a slot. Less space would cost more copying
+/// (figures: `docs/object-format.md`).
+const MAX_SPACE_PERCENT: u64 = 130;
+
+/// Slot → place. Slots are numbers only: memory grows with those that were used, 12 bytes each.
 #[derive(Debug, Default)]
 pub(super) struct Locations {
     chunks: Vec<Option<Box<[Location; CHUNK]>>>,
     segments: Vec<Option<Segment>>,
     /// Free places in `segments`.
     vacant: Vec<u32>,
+    /// Segments that hold blocks which fill no slot, emptiest first.
+    wasteful: BTreeSet<Emptiness>,
+    blocks: Blocks,
 }
 
-/// Where a block is.
+/// How many blocks there are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Blocks {
+    /// In segments.
+    pub(super) stored: u64,
+    /// That fill a slot.
+    pub(super) live: u64,
+}
+
+/// Where a block is that somebody reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Place {
     pub(super) segment: SegmentName,
-    /// Which block of the segment.
-    pub(super) position: u32,
+    pub(super) location: Location,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Location {
-    segment: u32,
-    position: u32,
+/// Which block of which segment; a segment keeps its number as long as it is read or fills a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Location {
+    pub(super) segment: u32,
+    pub(super) position: u32,
 }
 
 impl Location {
     const NOWHERE: Self = Self { segment: u32::MAX, position: 0 };
 }
 
+/// A segment to compact. Until it is released it stays, and nobody else compacts it.
+#[derive(Debug)]
+pub(super) struct Victim {
+    pub(super) segment: SegmentName,
+    pub(super) number: u32,
+    /// How many blocks it holds.
+    pub(super) blocks: usize,
+    /// Those that fill a slot, in the order of their positions.
+    pub(super) live: Vec<(Location, SlotId)>,
+}
+
+/// Share of a segment's blocks that fill a slot, in millionths, and its number.
+type Emptiness = (u64, u32);
+
+/// A segment that could not be read counts as so much fuller each time: soon others go first.
+const FAILURE: u64 = 100_000;
+
 #[derive(Debug)]
 struct Segment {
     name: SegmentName,
+    /// For which slots its blocks were written.
+    slots: Box<[SlotId]>,
     /// Slots that lie in it.
     live: u32,
+    /// It is not deleted while somebody reads it.
+    readers: u32,
+    /// Nobody compacts it.
+    compactable: bool,
+    /// How often it could not be read when it was to be compacted.
+    failures: u32,
+}
+
+impl Segment {
+    fn emptiness(&self, number: u32) -> Option<Emptiness> {
+        let blocks = self.slots.len() as u64;
+        let live = u64::from(self.live);
+        let wasteful = self.compactable && live > 0 && live < blocks;
+        wasteful.then(|| (live * 1_000_000 / blocks + u64::from(self.failures) * FAILURE, number))
+    }
 }
 
 impl Locations {
-    /// Where the content of `slot` is; `None`: it has none.
-    pub(super) fn find(&self, slot: SlotId) -> Option<Place> {
-        let (chunk, at) = split(slot);
-        let location = self.chunks.get(chunk)?.as_ref()?[at];
-        let segment = self.segments.get(location.segment as usize)?.as_ref()?;
-        Some(Place { segment: segment.name, position: location.position })
+    /// Where the content of `slot` is; `None`: it has none. The segment stays until it is released.
+    pub(super) fn read(&mut self, slot: SlotId) -> Option<Place> {
+        let location = self.find(slot)?;
+        let segment = self.segments.get_mut(location.segment as usize)?.as_mut()?;
+        segment.readers += 1;
+        Some(Place { segment: segment.name, location })
     }
 
-    /// Forgets the content of `slot`. Returns its segment if no other slot lies in that.
+    /// One reader of a segment less. Returns the segment if nobody needs it any more.
+    pub(super) fn release(&mut self, number: u32) -> Option<SegmentName> {
+        self.change(number, |segment| segment.readers -= 1)
+    }
+
+    /// Forgets the content of `slot`. Returns its segment if nobody needs that any more.
     pub(super) fn vacate(&mut self, slot: SlotId) -> Option<SegmentName> {
-        let (chunk, at) = split(slot);
-        let location = self.chunks.get_mut(chunk)?.as_mut()?.get_mut(at)?;
-        let number = std::mem::replace(location, Location::NOWHERE).segment;
-        let entry = self.segments.get_mut(number as usize)?;
-        let segment = entry.as_mut()?;
-        segment.live -= 1;
-        if segment.live > 0 {
-            return None;
-        }
-        let name = segment.name;
-        *entry = None;
-        self.vacant.push(number);
-        Some(name)
+        let location = self.find(slot)?;
+        self.set(slot, Location::NOWHERE);
+        self.change(location.segment, |segment| segment.live -= 1)
     }
 
     /// The blocks of the new segment `name` are the content of these slots, each of which is vacant.
     pub(super) fn place(&mut self, name: SegmentName, slots: &[SlotId]) {
-        let segment = self.number(Segment { name, live: slots.len() as u32 });
-        for (position, &slot) in slots.iter().enumerate() {
-            let (chunk, at) = split(slot);
-            self.chunk(chunk)[at] = Location { segment, position: position as u32 };
+        let number = self.add(name, slots.into());
+        for (position, &slot) in (0..).zip(slots) {
+            self.set(slot, Location { segment: number, position });
         }
+        self.change(number, |segment| segment.live = slots.len() as u32);
     }
 
-    /// The segments that hold the content of a slot.
+    /// The blocks of the new segment `name` are copies of those that are, or were, at these locations. They
+    /// replace those that are still the content of these slots. Returns `name` if none is.
+    pub(super) fn relocate(
+        &mut self,
+        name: SegmentName,
+        copied: &[(Location, SlotId)],
+    ) -> Option<SegmentName> {
+        let number = self.add(name, copied.iter().map(|&(_, slot)| slot).collect());
+        let mut live = 0;
+        for (position, &(from, slot)) in (0..).zip(copied) {
+            if self.find(slot) == Some(from) {
+                self.set(slot, Location { segment: number, position });
+                self.change(from.segment, |segment| segment.live -= 1);
+                live += 1;
+            }
+        }
+        self.change(number, |segment| segment.live = live)
+    }
+
+    /// Segments to compact before `more` blocks are written: the emptiest ones, whose blocks fill at most one
+    /// segment of `most`. None where space is not wasted.
+    pub(super) fn victims(&mut self, more: usize, most: usize) -> Vec<Victim> {
+        let mut victims: Vec<Victim> = Vec::new();
+        let mut room = most;
+        while self.is_wasteful(more as u64)
+            && let Some(&(_, number)) = self.wasteful.first()
+            && let Some(victim) =
+                self.victim(number).filter(|victim| victims.is_empty() || victim.live.len() <= room)
+        {
+            self.change(number, |segment| {
+                segment.compactable = false;
+                segment.readers += 1;
+            });
+            room = room.saturating_sub(victim.live.len());
+            victims.push(victim);
+        }
+        victims
+    }
+
+    /// A victim was not compacted, or not wholly. It is worth another try, if it could be read before others.
+    pub(super) fn spare(&mut self, number: u32, could_be_read: bool) {
+        self.change(number, |segment| {
+            segment.compactable = true;
+            segment.failures += u32::from(!could_be_read);
+        });
+    }
+
+    /// How many blocks there are.
+    pub(super) const fn blocks(&self) -> Blocks {
+        self.blocks
+    }
+
+    /// The segments that hold the content of a slot, or are being read.
     pub(super) fn segments(&self) -> impl Iterator<Item = SegmentName> {
         self.segments.iter().flatten().map(|segment| segment.name)
     }
 
-    fn number(&mut self, segment: Segment) -> u32 {
+    /// Whether too much space will be wasted when `more` blocks have been written.
+    const fn is_wasteful(&self, more: u64) -> bool {
+        (self.blocks.stored + more) * 100 > (self.blocks.live + more) * MAX_SPACE_PERCENT
+    }
+
+    fn victim(&self, number: u32) -> Option<Victim> {
+        let segment = self.segments.get(number as usize)?.as_ref()?;
+        let locations = (0..).map(|position| Location { segment: number, position });
+        let live = locations.zip(segment.slots.iter().copied());
+        let live = live.filter(|&(location, slot)| self.find(slot) == Some(location)).collect();
+        Some(Victim { segment: segment.name, number, blocks: segment.slots.len(), live })
+    }
+
+    fn find(&self, slot: SlotId) -> Option<Location> {
+        let (chunk, at) = split(slot);
+        let location = self.chunks.get(chunk)?.as_ref()?[at];
+        (location != Location::NOWHERE).then_some(location)
+    }
+
+    fn set(&mut self, slot: SlotId, location: Location) {
+        let (chunk, at) = split(slot);
+        if self.chunks.len() <= chunk {
+            self.chunks.resize_with(chunk + 1, || None);
+        }
+        self.chunks[chunk].get_or_insert_with(|| Box::new([Location::NOWHERE; CHUNK]))[at] = location;
+    }
+
+    /// A segment without live blocks yet.
+    fn add(&mut self, name: SegmentName, slots: Box<[SlotId]>) -> u32 {
+        self.blocks.stored += slots.len() as u64;
+        let segment = Some(Segment { name, slots, live: 0, readers: 0, compactable: true, failures: 0 });
         if let Some(number) = self.vacant.pop() {
-            self.segments[number as usize] = Some(segment);
+            self.segments[number as usize] = segment;
             return number;
         }
-        self.segments.push(Some(segment));
+        self.segments.push(segment);
         // There are fewer segments than slots, and those are numbered with 32 bits.
         (self.segments.len() - 1) as u32
     }
 
-    fn chunk(&mut self, index: usize) -> &mut [Location; CHUNK] {
-        if self.chunks.len() <= index {
-            self.chunks.resize_with(index + 1, || None);
+    /// Changes a segment and whatever follows from that. Returns its name, and forgets it, if nobody needs it
+    /// any more.
+    fn change(&mut self, number: u32, change: impl FnOnce(&mut Segment)) -> Option<SegmentName> {
+        let entry = self.segments.get_mut(number as usize)?;
+        let segment = entry.as_mut()?;
+        let (before, live) = (segment.emptiness(number), segment.live);
+        change(segment);
+        let (after, needed) = (segment.emptiness(number), segment.live > 0 || segment.readers > 0);
+        self.blocks.live = self.blocks.live + u64::from(segment.live) - u64::from(live);
+        if before != after {
+            before.inspect(|before| _ = self.wasteful.remove(before));
+            self.wasteful.extend(after);
         }
-        self.chunks[index].get_or_insert_with(|| Box::new([Location::NOWHERE; CHUNK]))
+        if needed {
+            return None;
+        }
+        let dead = entry.take()?;
+        self.blocks.stored -= dead.slots.len() as u64;
+        self.vacant.push(number);
+        Some(dead.name)
     }
 }
 
@@ -111,42 +255,131 @@ mod tests {
     use super::super::segment::SegmentNames;
     use super::*;
 
+    /// The obvious model: what every segment holds, and which writing of a slot is the last.
+    #[derive(Default)]
+    struct Model {
+        segments: HashMap<SegmentName, Vec<(SlotId, usize)>>,
+        content: HashMap<SlotId, usize>,
+    }
+
+    impl Model {
+        /// `name` was said to be dead.
+        fn bury(&mut self, name: SegmentName) {
+            let blocks = self.segments.remove(&name).expect("it was not dead yet");
+            for (slot, version) in blocks {
+                let is_elsewhere = || self.segments.values().flatten().any(|block| *block == (slot, version));
+                assert!(self.content.get(&slot) != Some(&version) || is_elsewhere(), "its last copy is dead");
+            }
+        }
+
+        fn check(&self, locations: &mut Locations) {
+            for (&slot, &version) in &self.content {
+                let place = locations.read(slot).expect("the slot has content");
+                let block = self.segments[&place.segment][place.location.position as usize];
+                assert_eq!(block, (slot, version));
+                assert_eq!(locations.release(place.location.segment), None);
+            }
+            let stored = self.segments.values().map(Vec::len).sum::<usize>() as u64;
+            assert_eq!(locations.blocks(), Blocks { stored, live: self.content.len() as u64 });
+            assert_eq!(locations.segments().count(), self.segments.len());
+        }
+    }
+
+    fn compact(locations: &mut Locations, model: &mut Model, victims: &[Victim], name: SegmentName) {
+        let copied: Vec<_> = victims.iter().flat_map(|victim| victim.live.iter().copied()).collect();
+        let blocks = victims.iter().flat_map(|victim| {
+            let blocks = &model.segments[&victim.segment];
+            victim.live.iter().map(|(location, _)| blocks[location.position as usize])
+        });
+        let blocks = blocks.collect();
+        model.segments.insert(name, blocks);
+        assert_eq!(locations.relocate(name, &copied), None);
+        for victim in victims {
+            model.bury(locations.release(victim.number).expect("nothing is left in it"));
+        }
+    }
+
     proptest! {
-        /// Against the obvious model: a map from slot to place.
         #[test]
-        fn a_segment_dies_with_its_last_slot(
+        fn every_slot_is_found_and_space_is_bounded(
             batches in prop::collection::vec(prop::collection::hash_set(0u32..40, 1..8), 1..60)
         ) {
             let names = SegmentNames::new();
-            let mut locations = Locations::default();
-            let mut model: HashMap<SlotId, Place> = HashMap::new();
-            for batch in batches {
+            let (mut locations, mut model) = (Locations::default(), Model::default());
+            for (version, batch) in batches.into_iter().enumerate() {
                 // Spread over chunks.
                 let slots: Vec<_> = batch.into_iter().map(|slot| SlotId(slot * 1000)).collect();
                 for &slot in &slots {
-                    let old = model.remove(&slot).map(|place| place.segment);
-                    let dead = old.filter(|&name| !model.values().any(|place| place.segment == name));
-                    prop_assert_eq!(locations.vacate(slot), dead);
+                    model.content.remove(&slot);
+                    locations.vacate(slot).into_iter().for_each(|name| model.bury(name));
+                }
+                loop {
+                    let victims = locations.victims(slots.len(), 8);
+                    if victims.is_empty() {
+                        break;
+                    }
+                    compact(&mut locations, &mut model, &victims, names.next());
                 }
                 let segment = names.next();
                 locations.place(segment, &slots);
-                for (position, &slot) in (0..).zip(&slots) {
-                    model.insert(slot, Place { segment, position });
-                }
-                for slot in (0..40).map(|slot| SlotId(slot * 1000)) {
-                    prop_assert_eq!(locations.find(slot), model.get(&slot).copied());
-                }
+                model.content.extend(slots.iter().map(|&slot| (slot, version)));
+                model.segments.insert(segment, slots.into_iter().map(|slot| (slot, version)).collect());
+                model.check(&mut locations);
+                let Blocks { stored, live } = locations.blocks();
+                prop_assert!(stored * 100 <= live * MAX_SPACE_PERCENT);
             }
         }
+    }
+
+    /// Four slots in one segment, of which one is written again.
+    fn wasteful() -> (Locations, SegmentName) {
+        let (mut locations, name) = (Locations::default(), SegmentNames::new().next());
+        locations.place(name, &[0, 1, 2, 3].map(SlotId));
+        assert_eq!(locations.vacate(SlotId(0)), None);
+        (locations, name)
+    }
+
+    #[test]
+    fn a_slot_that_is_written_during_a_compaction_keeps_its_new_content() {
+        let (mut locations, old) = wasteful();
+        let [victim] = &locations.victims(0, 4)[..] else { panic!("one segment") };
+        assert!(locations.victims(0, 4).is_empty(), "it is under way");
+        locations.vacate(SlotId(1));
+        let [new, compacted] = [1, 2].map(|_| SegmentNames::new().next());
+        locations.place(new, &[SlotId(1)]);
+        assert_eq!(locations.relocate(compacted, &victim.live), None);
+        assert_eq!(locations.read(SlotId(1)).unwrap().segment, new);
+        assert_eq!(locations.read(SlotId(2)).unwrap().segment, compacted);
+        assert_eq!(locations.release(victim.number), Some(old));
+    }
+
+    #[test]
+    fn a_segment_stays_as_long_as_it_is_read() {
+        let (mut locations, old) = wasteful();
+        let place = locations.read(SlotId(3)).unwrap();
+        let [victim] = &locations.victims(0, 4)[..] else { panic!("one segment") };
+        locations.relocate(SegmentNames::new().next(), &victim.live);
+        assert_eq!(locations.release(victim.number), None, "somebody reads it");
+        assert_eq!(locations.release(place.location.segment), Some(old));
+    }
+
+    #[test]
+    fn a_segment_that_could_not_be_compacted_is_tried_again_if_told_so() {
+        let (mut locations, _) = wasteful();
+        let victims = locations.victims(0, 4);
+        assert_eq!(locations.release(victims[0].number), None);
+        assert!(locations.victims(0, 4).is_empty());
+        locations.spare(victims[0].number, true);
+        assert_eq!(locations.victims(0, 4).len(), 1);
     }
 
     #[test]
     fn the_highest_slot_costs_little() {
         let mut locations = Locations::default();
         let slot = SlotId(u32::MAX);
-        assert_eq!((locations.find(slot), locations.vacate(slot)), (None, None));
+        assert_eq!((locations.read(slot), locations.vacate(slot)), (None, None));
         locations.place(SegmentNames::new().next(), &[slot]);
-        assert!(locations.find(slot).is_some());
+        assert!(locations.read(slot).is_some());
         assert_eq!(locations.chunks.iter().flatten().count(), 1);
     }
 }

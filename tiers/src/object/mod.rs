@@ -10,13 +10,16 @@
 //! ```
 //!
 //! The slots of this tier are mere numbers. [`ObjectBackend`] remembers which block of which segment each one
-//! stands for, and moves blocks between them and a memory region without intermediate copies: the client sends
-//! from the region's slots, and received bytes go straight into them.
+//! stands for, and moves blocks between them and a memory region: received bytes go straight into the region's
+//! slots; what is sent to a service is copied first, so that no operation has to wait until a service that
+//! stopped reading has let go of it.
 
 mod backend;
 mod block;
+mod compact;
 mod error;
 mod executor;
+mod files;
 mod locations;
 mod open;
 mod read;
@@ -29,3 +32,6 @@ mod tests;
 
 pub use backend::{ObjectBackend, ObjectOptions, ObjectStats};
 pub use open::{Store, StoreOptions};
+
+/// How long an operation may take unless told otherwise: [`ObjectOptions::operation_limit`].
+pub const OPERATION_LIMIT: std::time::Duration = std::time::Duration::from_secs(20);

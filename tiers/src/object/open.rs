@@ -1,15 +1,12 @@
 //! Opening the store that a URL names.
 
 use std::fmt;
-use std::fs::DirBuilder;
-use std::os::unix::fs::DirBuilderExt;
-use std::path::{Path as FilePath, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 #[cfg(feature = "nixl")]
 use futures::{StreamExt, TryStreamExt};
-use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode};
@@ -17,13 +14,11 @@ use url::Url;
 
 use super::error::Secrets;
 use super::executor::Executor;
+use super::files::{PrivateFiles, make_directory};
 use super::s3::open_s3;
 use super::segment::SegmentNames;
 use crate::error::{SetupError, SetupErrorKind};
 
-/// Everything that one operation may take, retries included. Shorter than the scheduler's own limit (30 s by
-/// default), after which a slot counts as lost.
-pub(super) const OPERATION_LIMIT: Duration = Duration::from_secs(20);
 /// Objects are deleted one by one, and at the end only.
 #[cfg(feature = "nixl")]
 const DELETION_LIMIT: Duration = Duration::from_mins(1);
@@ -120,7 +115,7 @@ impl Store {
     #[cfg(all(test, feature = "nixl"))]
     pub(crate) fn count_objects(&self) -> usize {
         let listing = self.client.list(Some(&self.root)).try_collect::<Vec<_>>();
-        self.executor.wait(OPERATION_LIMIT, listing).and_then(Result::ok).map_or(0, |all| all.len())
+        self.executor.wait(PROBE_LIMIT, listing).and_then(Result::ok).map_or(0, |all| all.len())
     }
 
     /// Whether a network lies between.
@@ -225,7 +220,7 @@ fn path_of(url: &Url) -> Result<Path, SetupError> {
     })
 }
 
-fn open_directory(url: &Url) -> Result<(LocalFileSystem, Where), SetupError> {
+fn open_directory(url: &Url) -> Result<(PrivateFiles, Where), SetupError> {
     let path = url
         .to_file_path()
         .map_err(|()| invalid(format!("{URL} is '{url}', which is not an absolute path: {FORMS}")))?;
@@ -234,11 +229,9 @@ fn open_directory(url: &Url) -> Result<(LocalFileSystem, Where), SetupError> {
         let message = format!("cannot create the directory {}: check {URL}", path.display());
         SetupError::caused(SetupErrorKind::NotWritable, message, std::io::Error::other(e))
     };
-    // Prompts can be guessed from KV blocks: nobody else may read them.
-    let make = |path: &FilePath| DirBuilder::new().recursive(true).mode(0o700).create(path);
-    make(&path).map_err(|e| fail(e.into()))?;
-    let files = LocalFileSystem::new_with_prefix(&path).map_err(|e| fail(e.into()))?;
-    Ok((files.with_automatic_cleanup(true), Where::Directory { path, created }))
+    make_directory(&path).map_err(|e| fail(e.into()))?;
+    let files = PrivateFiles::open(&path).map_err(|e| fail(e.into()))?;
+    Ok((files, Where::Directory { path, created }))
 }
 
 pub(super) fn secrets(options: &StoreOptions) -> Secrets {

@@ -9,13 +9,16 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use futures::stream::{BoxStream, StreamExt};
+use object_store::path::Path;
 use object_store::{GetOptions, GetResult, GetResultPayload};
+use parking_lot::Mutex;
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
-use super::backend::Shared;
+use super::backend::{Pin, Shared};
 use super::block::{Pending, finish_all};
+use super::error::file_kind;
 use super::locations::Place;
-use super::open::OPERATION_LIMIT;
 use super::segment::SegmentName;
 use crate::copy::{CopyError, CopyErrorKind};
 
@@ -36,14 +39,17 @@ struct Wanted {
     offset: u64,
     filled: usize,
     pending: Pending,
+    /// The segment is not deleted meanwhile, though its blocks may be compacted into another.
+    _pin: Pin,
 }
 
 /// Groups the blocks into few requests. Those without a place are reported here.
-pub(super) fn plan(shared: &Shared, blocks: Vec<Pending>) -> Vec<Run> {
+pub(super) fn plan(shared: &Arc<Shared>, blocks: Vec<Pending>) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for (place, pending) in find(shared, blocks) {
-        let offset = u64::from(place.position) * shared.block_bytes as u64;
-        let wanted = Wanted { offset, filled: 0, pending };
+        let offset = u64::from(place.location.position) * shared.block_bytes as u64;
+        let pin = Pin::new(shared, place.location.segment);
+        let wanted = Wanted { offset, filled: 0, pending, _pin: pin };
         match runs.last_mut() {
             Some(run) if run.takes(place.segment, &wanted) => run.blocks.push(wanted),
             _ => runs.push(Run { segment: place.segment, blocks: vec![wanted] }),
@@ -53,8 +59,8 @@ pub(super) fn plan(shared: &Shared, blocks: Vec<Pending>) -> Vec<Run> {
 }
 
 fn find(shared: &Shared, blocks: Vec<Pending>) -> Vec<(Place, Pending)> {
-    let locations = shared.locations.lock();
-    let places: Vec<_> = blocks.iter().map(|block| locations.find(block.object)).collect();
+    let mut locations = shared.locations.lock();
+    let places: Vec<_> = blocks.iter().map(|block| locations.read(block.object)).collect();
     drop(locations);
     let mut found = Vec::with_capacity(blocks.len());
     for (place, pending) in places.into_iter().zip(blocks) {
@@ -102,87 +108,102 @@ impl Wanted {
 }
 
 /// Fetches a run and reports its blocks, each as soon as it is complete.
-pub(super) async fn fetch(shared: Arc<Shared>, run: Run) {
-    let Ok(_request) = shared.requests.acquire().await else { return };
-    let range = run.range();
-    let path = shared.path(run.segment);
-    let options = GetOptions { range: Some(range.clone().into()), ..GetOptions::default() };
+pub(super) async fn fetch(shared: Arc<Shared>, run: Run, deadline: Instant) {
+    let (range, path) = (run.range(), shared.path(run.segment));
     let context = format!("cannot read {path} from {}", shared.store);
-    let deadline = Instant::now() + OPERATION_LIMIT;
-    let answer = timeout_at(deadline, shared.store.client.get_opts(&path, options)).await;
     let blocks = run.blocks.into();
-    let (rest, result) = match answer {
-        Ok(Ok(GetResult { payload: GetResultPayload::File(file, _), .. })) => {
-            copy_file(file, blocks, context).await
-        }
-        Ok(Ok(GetResult { payload: GetResultPayload::Stream(stream), range: sent, .. })) => {
-            let mut body = Body { shared: &shared, stream, at: sent.start, deadline, context };
-            body.copy(blocks, range.start).await
-        }
-        Ok(Err(e)) => (blocks, Err(shared.store.copy_error(context, &e))),
-        Err(_) => (blocks, Err(too_late(&context))),
+    let (rest, result) = match shared.request(deadline).await {
+        Ok(request) => Fetch { shared: &shared, path, range, deadline, context }.copy(blocks, request).await,
+        Err(error) => (blocks, Err(error)),
     };
     finish_all(rest.into_iter().map(|wanted| wanted.pending), &result);
+}
+
+/// A request for a range of a segment.
+struct Fetch<'a> {
+    shared: &'a Shared,
+    path: Path,
+    range: Range<u64>,
+    deadline: Instant,
+    context: String,
 }
 
 /// The blocks that were not reported, and why.
 type Rest = (VecDeque<Wanted>, Result<(), CopyError>);
 
-/// A store in files lends us the file: read into the slots, without a buffer between.
-async fn copy_file(file: File, mut blocks: VecDeque<Wanted>, context: String) -> Rest {
-    let copy = move || {
-        while let Some(mut wanted) = blocks.pop_front() {
-            let read = file.read_exact_at(wanted.pending.destination(), wanted.offset);
-            wanted.pending.finish(read.map_err(|e| file_error(&context, e)));
+impl Fetch<'_> {
+    async fn copy(&self, blocks: VecDeque<Wanted>, request: OwnedSemaphorePermit) -> Rest {
+        let options = GetOptions { range: Some(self.range.clone().into()), ..GetOptions::default() };
+        match timeout_at(self.deadline, self.shared.store.client.get_opts(&self.path, options)).await {
+            Ok(Ok(GetResult { payload: GetResultPayload::File(file, _), .. })) => {
+                self.copy_file(file, blocks, request).await
+            }
+            Ok(Ok(GetResult { payload: GetResultPayload::Stream(stream), range: sent, .. })) => {
+                self.copy_body(stream, sent, blocks).await
+            }
+            Ok(Err(error)) => (blocks, Err(self.failed(&error).await)),
+            Err(_) => (blocks, Err(self.shared.too_late(&self.context))),
         }
-    };
-    // A panic in there drops, and so reports, the blocks.
-    let _ = tokio::task::spawn_blocking(copy).await;
-    (VecDeque::new(), Ok(()))
-}
+    }
 
-fn file_error(context: &str, error: io::Error) -> CopyError {
-    CopyError::caused(CopyErrorKind::Io, context, error)
-}
+    /// A store in files lends us the file: read into the slots, without a buffer between. Nobody can stop a
+    /// read that hangs in the kernel: its block is reported, and its request over, when it ends.
+    async fn copy_file(&self, file: File, blocks: VecDeque<Wanted>, request: OwnedSemaphorePermit) -> Rest {
+        let rest = Arc::new(Mutex::new(blocks));
+        let (waiting, context) = (Arc::clone(&rest), self.context.clone());
+        let copy = move || {
+            let next = || waiting.lock().pop_front();
+            while let Some(mut wanted) = next() {
+                let read = file.read_exact_at(wanted.pending.destination(), wanted.offset);
+                wanted.pending.finish(read.map_err(|error| file_error(&context, error)));
+            }
+            drop(request);
+        };
+        // A panic in there drops, and so reports, the block that it was at.
+        let ended = timeout_at(self.deadline, tokio::task::spawn_blocking(copy)).await;
+        let result = ended.map(|_| ()).map_err(|_| self.shared.too_late(&self.context));
+        (std::mem::take(&mut *rest.lock()), result)
+    }
 
-/// The body of an answer.
-struct Body<'a> {
-    shared: &'a Shared,
-    stream: BoxStream<'static, object_store::Result<Bytes>>,
-    /// Where in the segment the next chunk starts.
-    at: u64,
-    deadline: Instant,
-    context: String,
-}
-
-impl Body<'_> {
-    async fn copy(&mut self, mut blocks: VecDeque<Wanted>, start: u64) -> Rest {
-        if self.at != start {
-            return (blocks, Err(self.error("the store sent another range")));
+    async fn copy_body(&self, mut stream: Body, sent: Range<u64>, mut blocks: VecDeque<Wanted>) -> Rest {
+        let mut at = sent.start;
+        if at != self.range.start {
+            return (blocks, Err(self.error(CopyErrorKind::Unavailable, "the store sent another range")));
         }
         while !blocks.is_empty() {
-            let chunk = match self.next().await {
-                Ok(chunk) => chunk,
-                Err(e) => return (blocks, Err(e)),
-            };
-            deliver(&mut blocks, self.at, &chunk);
-            self.at += chunk.len() as u64;
+            match timeout_at(self.deadline, stream.next()).await {
+                Ok(Some(Ok(chunk))) => {
+                    deliver(&mut blocks, at, &chunk);
+                    at += chunk.len() as u64;
+                }
+                Ok(Some(Err(error))) => {
+                    return (blocks, Err(self.shared.store.copy_error(self.context.clone(), &error)));
+                }
+                Ok(None) if at < sent.end => {
+                    return (blocks, Err(self.error(CopyErrorKind::Unavailable, "the answer was cut off")));
+                }
+                Ok(None) => return (blocks, Err(self.error(CopyErrorKind::Io, "the object is too short"))),
+                Err(_) => return (blocks, Err(self.shared.too_late(&self.context))),
+            }
         }
         (blocks, Ok(()))
     }
 
-    async fn next(&mut self) -> Result<Bytes, CopyError> {
-        match timeout_at(self.deadline, self.stream.next()).await {
-            Ok(Some(Ok(chunk))) => Ok(chunk),
-            Ok(Some(Err(e))) => Err(self.shared.store.copy_error(self.context.clone(), &e)),
-            Ok(None) => Err(self.error("the object is too short")),
-            Err(_) => Err(too_late(&self.context)),
-        }
+    async fn failed(&self, error: &object_store::Error) -> CopyError {
+        let context = self.context.clone();
+        self.shared.store.read_error(&self.path, self.range.end, context, error, self.deadline).await
     }
 
-    fn error(&self, why: &str) -> CopyError {
-        CopyError::new(CopyErrorKind::Io, format!("{}: {why}", self.context))
+    fn error(&self, kind: CopyErrorKind, why: &str) -> CopyError {
+        CopyError::new(kind, format!("{}: {why}", self.context))
     }
+}
+
+/// The body of an answer.
+type Body = BoxStream<'static, object_store::Result<Bytes>>;
+
+fn file_error(context: &str, error: io::Error) -> CopyError {
+    CopyError::caused(file_kind(&error), context, error)
 }
 
 /// Copies a chunk to the blocks that it belongs to and reports those that it completes.
@@ -197,7 +218,16 @@ fn deliver(blocks: &mut VecDeque<Wanted>, at: u64, chunk: &[u8]) {
     }
 }
 
-fn too_late(context: &str) -> CopyError {
-    let limit = OPERATION_LIMIT.as_secs();
-    CopyError::new(CopyErrorKind::Unavailable, format!("{context}: no answer within {limit} s"))
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_cannot_be_read_any_more_is_no_outage() {
+        // Nothing is mapped at address 0: the kernel answers EIO, as for a bad sector.
+        let memory = File::open("/proc/self/mem").unwrap();
+        let error = memory.read_exact_at(&mut [0], 0).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EIO));
+        assert_eq!(file_error("reading", error).kind(), CopyErrorKind::Io);
+    }
 }

@@ -78,9 +78,14 @@ pub enum FormatError {
     Corrupt,
 }
 
+/// Bytes of the footer of a segment with so many blocks.
+pub(super) const fn footer_bytes(blocks: usize) -> usize {
+    blocks * ENTRY_BYTES + TRAILER_BYTES
+}
+
 /// The footer of a segment with these blocks.
 pub fn encode_footer(entries: &[Entry]) -> Bytes {
-    let footer_bytes = entries.len() * ENTRY_BYTES + TRAILER_BYTES;
+    let footer_bytes = footer_bytes(entries.len());
     let mut out = BytesMut::with_capacity(footer_bytes);
     for entry in entries {
         out.put_u128_le(entry.block.hash);

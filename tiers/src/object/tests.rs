@@ -1,12 +1,17 @@
 //! Behaviour of the backend over real and failing stores.
 
+mod compaction;
+mod faults;
+mod server;
+
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fmt;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path as FilePath, PathBuf};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use futures::stream::{BoxStream, StreamExt};
@@ -21,7 +26,7 @@ use parking_lot::Mutex;
 use url::Url;
 
 use super::segment::decode_footer;
-use super::{ObjectBackend, ObjectOptions, Store, StoreOptions};
+use super::{OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions};
 use crate::checksum::{Checksums, checksum};
 use crate::copy::{Backend, BlockKey, CopyError, CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
 use crate::geometry::{ALIGNMENT, Geometry};
@@ -149,7 +154,13 @@ fn all_ok(results: &Results) -> bool {
 
 fn options(blocks_per_segment: usize) -> ObjectOptions {
     let segment_bytes = (blocks_per_segment * BLOCK) as u64;
-    ObjectOptions { namespace: "model/tp0".into(), segment_bytes, concurrency: 3, keep: false }
+    ObjectOptions {
+        namespace: "model/tp0".into(),
+        segment_bytes,
+        concurrency: 3,
+        operation_limit: OPERATION_LIMIT,
+        keep: false,
+    }
 }
 
 fn backend(store: Store, heap: &Arc<Heap>, options: &ObjectOptions) -> ObjectBackend {
@@ -210,16 +221,39 @@ fn segments_go_with_their_last_slot() {
     let backend = backend(open_directory(dir.path()), &heap, &options(4));
     assert!(all_ok(&write(&backend, &heap, &[(0, 1), (1, 2), (2, 3), (3, 4)])));
     let first = segment_files(dir.path());
-    assert!(all_ok(&write(&backend, &heap, &[(0, 5), (1, 6), (2, 7)])));
-    assert_eq!(segment_files(dir.path()).len(), 2, "slot 3 still lies in the first");
-    assert!(all_ok(&write(&backend, &heap, &[(3, 8)])));
-    assert_eq!(backend.stats().segments, 2);
-    let deadline = std::time::Instant::now() + Duration::from_secs(10);
-    while first[0].exists() {
-        assert!(std::time::Instant::now() < deadline, "the dead segment is still there");
-        std::thread::yield_now();
+    assert!(all_ok(&write(&backend, &heap, &[(0, 5), (1, 6), (2, 7), (3, 8)])));
+    assert_eq!(backend.stats().segments, 1);
+    settle(&backend);
+    assert!(!first[0].exists());
+}
+
+/// Waits until nothing is left to delete.
+fn settle(backend: &ObjectBackend) {
+    eventually("dead segments are still there", || backend.stats().undeleted == 0);
+}
+
+fn eventually(otherwise: &str, reached: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !reached() {
+        assert!(Instant::now() < deadline, "{otherwise}");
+        std::thread::sleep(Duration::from_millis(1));
     }
-    assert_eq!(backend.stats().failed_deletions, 0);
+}
+
+#[test]
+fn segments_are_private_in_a_directory_that_was_there() {
+    let (dir, heap) = (tempfile::tempdir().unwrap(), Heap::new());
+    let set = |mode| std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(mode)).unwrap();
+    let mode = |path: &FilePath| path.metadata().unwrap().permissions().mode() & 0o777;
+    set(0o755);
+    let backend = backend(open_directory(dir.path()), &heap, &options(4));
+    assert!(all_ok(&write(&backend, &heap, &[(0, 1), (1, 2)])));
+    let file = &segment_files(dir.path())[0];
+    let modes: Vec<_> = file.ancestors().take(5).map(mode).collect();
+    assert_eq!(modes, [0o600, 0o700, 0o700, 0o700, 0o755]);
+    // Only the owner may change a directory's mode: what is open to others stays so.
+    drop(backend);
+    assert_eq!(mode(dir.path()), 0o755);
 }
 
 #[test]
@@ -283,7 +317,7 @@ fn a_lost_object_is_an_error_and_the_slot_can_be_written_again() {
     assert_eq!(kinds(&read(&backend, &heap, &[(5, 1)])), [Some(CopyErrorKind::Io)]);
     assert!(all_ok(&write(&backend, &heap, &[(5, 2)])));
     assert!(all_ok(&read(&backend, &heap, &[(5, 2)])));
-    assert_eq!(backend.stats().failed_deletions, 0, "gone is what was wanted");
+    settle(&backend);
 }
 
 #[test]
@@ -392,24 +426,30 @@ fn kinds(results: &Results) -> Vec<Option<CopyErrorKind>> {
 /// A store with a defect.
 #[derive(Debug)]
 struct Faulty {
-    inner: InMemory,
+    inner: Arc<InMemory>,
     fault: Fault,
     healed: AtomicBool,
 }
 
 #[derive(Debug)]
 enum Fault {
+    /// None.
+    None,
     /// Every request after so many fails.
     AfterRequests(AtomicI64),
     /// Does what it is asked and says that it failed.
     LostAnswers,
     /// Keeps what it was sent until it is healed.
     Hoards(Mutex<Vec<PutPayload>>),
+    /// Takes objects that nobody waits for any more, so long after they were sent.
+    TakesLate(Duration),
+    /// Answers the first question for an object when it is healed.
+    HoldsFirstGet(AtomicBool),
 }
 
 impl Faulty {
     fn new(fault: Fault) -> Arc<Self> {
-        Arc::new(Self { inner: InMemory::new(), fault, healed: AtomicBool::new(false) })
+        Arc::new(Self { inner: Arc::new(InMemory::new()), fault, healed: AtomicBool::new(false) })
     }
 
     fn heal(&self) {
@@ -419,10 +459,20 @@ impl Faulty {
         }
     }
 
+    fn is_healed(&self) -> bool {
+        self.healed.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of the objects that there are.
+    fn sizes(&self) -> Vec<u64> {
+        let listing = self.inner.list(None).map(|object| object.unwrap().size).collect();
+        FutureExt::now_or_never(listing).unwrap()
+    }
+
     fn request(&self) -> object_store::Result<()> {
         match &self.fault {
             Fault::AfterRequests(budget)
-                if budget.fetch_sub(1, Ordering::Relaxed) <= 0 && !self.healed.load(Ordering::Relaxed) =>
+                if budget.fetch_sub(1, Ordering::Relaxed) <= 0 && !self.is_healed() =>
             {
                 Err(failure())
             }
@@ -453,6 +503,16 @@ impl ObjectStore for Faulty {
         if let Fault::Hoards(payloads) = &self.fault {
             payloads.lock().push(payload.clone());
         }
+        if let Fault::TakesLate(delay) = self.fault
+            && !self.is_healed()
+        {
+            let (inner, location) = (self.inner.clone(), location.clone());
+            tokio::spawn(async move {
+                tokio::time::sleep(delay).await;
+                inner.put_opts(&location, payload.iter().cloned().collect(), opts).await
+            });
+            return std::future::pending().await;
+        }
         let result = self.inner.put_opts(location, payload, opts).await;
         if matches!(self.fault, Fault::LostAnswers) { Err(failure()) } else { result }
     }
@@ -467,6 +527,13 @@ impl ObjectStore for Faulty {
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> object_store::Result<GetResult> {
         self.request()?;
+        if let Fault::HoldsFirstGet(held) = &self.fault
+            && !held.swap(true, Ordering::Relaxed)
+        {
+            while !self.is_healed() {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        }
         self.inner.get_opts(location, options).await
     }
 

@@ -3,49 +3,61 @@
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
+use object_store::path::Path;
 use object_store::{Error, ObjectStoreExt, PutMode, PutPayload};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::{Instant, timeout_at};
 
 use super::backend::Shared;
 use super::block::{Pending, finish_all};
-use super::open::OPERATION_LIMIT;
+use super::compact::make_room;
 use super::segment::{Entry, SegmentName, encode_footer};
 use crate::checksum::{Checksums, checksum};
 use crate::copy::{CopyError, CopyErrorKind};
 
 /// Writes one segment and reports its blocks.
-pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>) {
-    let Ok(_request) = shared.requests.acquire().await else { return };
+pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>, deadline: Instant) {
+    make_room(&shared, blocks.len(), deadline).await;
+    let request = match shared.request(deadline).await {
+        Ok(request) => request,
+        Err(error) => return finish_all(blocks, &Err(error)),
+    };
     let name = shared.names.next();
     let slots: Vec<_> = blocks.iter().map(|block| block.object).collect();
-    let upload = Arc::new(Upload { blocks, result: OnceLock::new() });
-    let result = put(&shared, name, &upload).await;
+    let upload = Arc::new(Upload { blocks, result: OnceLock::new(), request: Arc::new(request) });
+    let result = match prepare(&shared, &upload).await {
+        Ok((payload, footer)) => create(&shared, name, payload, &footer, deadline).await,
+        Err(error) => Err(error),
+    };
     if result.is_ok() {
         shared.locations.lock().place(name, &slots);
     }
-    let failed = result.is_err();
     // Set once, here.
     let _ = upload.result.set(result);
-    let ticket = upload.blocks.first().map(Pending::ticket);
-    drop(upload);
-    if failed {
-        // A request without an answer may have arrived all the same.
-        shared.delete(name).await;
-    }
-    drop(ticket);
 }
 
-/// The blocks of a segment under way. The client may keep its `Bytes` for a while after it gave up, in a task
-/// or thread of its own; only when the last one is gone are the operations reported.
+/// The blocks of a segment under way. The client may keep its `Bytes` for a while after it gave up, in a thread
+/// of its own; only when the last one is gone are the operations reported.
 struct Upload {
     blocks: Vec<Pending>,
     result: OnceLock<Result<(), CopyError>>,
+    /// Over when the client has let go of the bytes.
+    request: Arc<OwnedSemaphorePermit>,
 }
 
 impl Upload {
-    /// Several parts, always: the client of `memory://` would keep a lone one as it is.
-    fn payload(self: &Arc<Self>, footer: Bytes) -> PutPayload {
+    /// The blocks where they are. Several parts, always: the client of `memory://` would keep a lone one as it is.
+    fn lend(self: &Arc<Self>, footer: Bytes) -> PutPayload {
         let source = |index| Bytes::from_owner(Source { upload: Arc::clone(self), index });
         (0..self.blocks.len()).map(source).chain([footer]).collect()
+    }
+
+    /// Copies of the blocks. A connection to a service that stopped reading keeps what it was given for half a
+    /// minute, whether or not anybody waits: no operation may depend on that.
+    fn copy(&self, footer: Bytes) -> PutPayload {
+        let bytes = self.blocks.iter().map(Pending::source).collect::<Vec<_>>().concat();
+        let copy = Copied { bytes, _request: Arc::clone(&self.request) };
+        [Bytes::from_owner(copy), footer].into_iter().collect()
     }
 
     fn footer(&self, recorded: Option<&Checksums>) -> Bytes {
@@ -80,41 +92,65 @@ impl AsRef<[u8]> for Source {
     }
 }
 
-async fn put(shared: &Shared, name: SegmentName, upload: &Arc<Upload>) -> Result<(), CopyError> {
-    let footer = footer(shared, upload).await?;
-    let path = shared.path(name);
-    let attempt = async {
-        let put = shared.store.client.put_opts(&path, upload.payload(footer.clone()), PutMode::Create.into());
-        match put.await {
-            Ok(_) => Ok(()),
-            Err(e) if arrived(shared, name, upload.blocks.len(), &footer, &e).await => Ok(()),
-            Err(e) => Err(shared.store.copy_error(format!("cannot write {path} to {}", shared.store), &e)),
-        }
-    };
-    tokio::time::timeout(OPERATION_LIMIT, attempt).await.unwrap_or_else(|_| {
-        let limit = OPERATION_LIMIT.as_secs();
-        let message = format!("{} did not take {path} within {limit} s", shared.store);
-        Err(CopyError::new(CopyErrorKind::Unavailable, message))
-    })
+/// Copies of blocks, sent to a service.
+struct Copied {
+    bytes: Vec<u8>,
+    _request: Arc<OwnedSemaphorePermit>,
 }
 
-/// On a thread of its own where it has to read the blocks: that takes milliseconds.
-async fn footer(shared: &Shared, upload: &Arc<Upload>) -> Result<Bytes, CopyError> {
-    let (checksums, upload) = (shared.checksums.clone(), Arc::clone(upload));
-    let encode = move || upload.footer(checksums.as_deref());
-    tokio::task::spawn_blocking(encode)
+impl AsRef<[u8]> for Copied {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// A segment's bytes, and of those its footer. On a thread of its own, which may read the blocks: that takes
+/// milliseconds.
+async fn prepare(shared: &Shared, upload: &Arc<Upload>) -> Result<(PutPayload, Bytes), CopyError> {
+    let (checksums, upload, is_remote) =
+        (shared.checksums.clone(), Arc::clone(upload), shared.store.is_remote());
+    let prepare = move || {
+        let footer = upload.footer(checksums.as_deref());
+        let payload = if is_remote { upload.copy(footer.clone()) } else { upload.lend(footer.clone()) };
+        (payload, footer)
+    };
+    tokio::task::spawn_blocking(prepare)
         .await
         .map_err(|e| CopyError::caused(CopyErrorKind::Refused, "the checksums were not computed", e))
 }
 
+/// Puts a new segment, which ends with `footer`, into the store.
+pub(super) async fn create(
+    shared: &Arc<Shared>,
+    name: SegmentName,
+    payload: PutPayload,
+    footer: &Bytes,
+    deadline: Instant,
+) -> Result<(), CopyError> {
+    let path = shared.path(name);
+    let end = payload.content_length() as u64;
+    let context = format!("cannot write {path} to {}", shared.store);
+    let attempt = async {
+        match shared.store.client.put_opts(&path, payload, PutMode::Create.into()).await {
+            Ok(_) => Ok(()),
+            Err(e) if arrived(shared, &path, end, footer, &e).await => Ok(()),
+            Err(e) => Err(shared.store.copy_error(context.clone(), &e)),
+        }
+    };
+    let result = timeout_at(deadline, attempt).await.unwrap_or_else(|_| Err(shared.too_late(&context)));
+    if result.is_err() {
+        // A request without an answer may arrive all the same, but not after a request's longest time.
+        shared.discard(name, shared.limit);
+    }
+    result
+}
+
 /// Whether the segment is in the store although the client reports `error`: the answer to its first attempt
 /// got lost, and the second one met the object that the first had made. Then the end is our footer.
-async fn arrived(shared: &Shared, name: SegmentName, blocks: usize, footer: &Bytes, error: &Error) -> bool {
+async fn arrived(shared: &Shared, path: &Path, end: u64, footer: &Bytes, error: &Error) -> bool {
     if !matches!(error, Error::AlreadyExists { .. } | Error::Generic { .. }) {
         return false;
     }
-    let start = (blocks * shared.block_bytes) as u64;
-    let range = start..start + footer.len() as u64;
-    let stored = shared.store.client.get_range(&shared.path(name), range).await;
+    let stored = shared.store.client.get_range(path, end - footer.len() as u64..end).await;
     stored.is_ok_and(|stored| stored == *footer)
 }

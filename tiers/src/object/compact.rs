@@ -1,0 +1,116 @@
+//! Making room: the blocks of segments that are nearly empty move together.
+//!
+//! A segment's space comes back when its last block is gone. Where slots are written again in random order,
+//! that takes so long that segments would hold several times as many blocks as there are slots. So a write
+//! first compacts: it fetches what is left of the emptiest segments and writes it as one new segment. Readers
+//! find the new places at once; those that read an old segment keep it until they have done.
+//!
+//! A compaction that fails changes nothing, and the next write tries again.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::future::join_all;
+use object_store::{ObjectStoreExt, PutPayload};
+use tokio::time::{Instant, timeout_at};
+
+use super::backend::{Pin, Shared};
+use super::locations::{Location, Victim};
+use super::segment::{Entry, decode_footer, encode_footer, footer_bytes};
+use super::write::create;
+use crate::checksum::checksum;
+use crate::copy::{CopyError, CopyErrorKind, SlotId};
+
+/// New segments that compactions write for one that is written for its own sake.
+const MAX_COMPACTIONS: usize = 4;
+
+/// A block that moves.
+struct Moved {
+    from: Location,
+    slot: SlotId,
+    entry: Entry,
+    bytes: Bytes,
+}
+
+/// Makes room for so many blocks, as far as that can be done with bounded work before the deadline.
+pub(super) async fn make_room(shared: &Arc<Shared>, blocks: usize, deadline: Instant) {
+    for _ in 0..MAX_COMPACTIONS {
+        // What is moved lies in memory of its own, so few may do it at a time.
+        let Ok(Ok(_turn)) = timeout_at(deadline, shared.compactions.acquire()).await else { return };
+        let victims = shared.locations.lock().victims(blocks, shared.blocks_per_segment);
+        if victims.is_empty() {
+            return;
+        }
+        if let Err(error) = compact(shared, victims, deadline).await {
+            tracing::debug!(store = %shared.store, %error, "a compaction failed and will be tried again");
+            return;
+        }
+    }
+}
+
+/// Writes what is left of the victims as one segment. That one of them cannot be read is no failure; that the
+/// store does not answer is, and then nothing moves.
+async fn compact(shared: &Arc<Shared>, victims: Vec<Victim>, deadline: Instant) -> Result<(), CopyError> {
+    let pins: Vec<_> = victims.iter().map(|victim| Pin::new(shared, victim.number)).collect();
+    let fetched = join_all(victims.iter().map(|victim| fetch(shared, victim, deadline))).await;
+    let (mut moved, mut left, mut result) = (Vec::new(), Vec::new(), Ok(()));
+    for (victim, fetched) in victims.iter().zip(fetched) {
+        let is_whole = fetched.as_ref().is_ok_and(|blocks| blocks.len() == victim.live.len());
+        let is_away = fetched.as_ref().is_err_and(|error| error.kind() != CopyErrorKind::Io);
+        left.push((victim.number, is_whole || is_away));
+        match fetched {
+            Ok(blocks) => moved.extend(blocks),
+            Err(error) if is_away => result = Err(error),
+            Err(error) => tracing::debug!(%error, "a segment cannot be compacted"),
+        }
+    }
+    if result.is_ok() && !moved.is_empty() {
+        result = write(shared, moved, deadline).await;
+    }
+    let mut locations = shared.locations.lock();
+    left.into_iter().for_each(|(number, could_be_read)| locations.spare(number, could_be_read));
+    drop(locations);
+    drop(pins);
+    result
+}
+
+/// The victim's live blocks, without those that are corrupt: whoever reads them where they are is told so.
+async fn fetch(shared: &Arc<Shared>, victim: &Victim, deadline: Instant) -> Result<Vec<Moved>, CopyError> {
+    let _request = shared.request(deadline).await?;
+    let offset = |position: u32| u64::from(position) * shared.block_bytes as u64;
+    let start = victim.live.first().map_or(0, |(location, _)| offset(location.position));
+    let end = victim.blocks as u64 * shared.block_bytes as u64 + footer_bytes(victim.blocks) as u64;
+    let path = shared.path(victim.segment);
+    let context = format!("cannot compact {path} of {}", shared.store);
+    let tail = match timeout_at(deadline, shared.store.client.get_range(&path, start..end)).await {
+        Ok(Ok(tail)) => tail,
+        Ok(Err(error)) => return Err(shared.store.read_error(&path, end, context, &error, deadline).await),
+        Err(_) => return Err(shared.too_late(&context)),
+    };
+    let entries =
+        decode_footer(&tail, end).map_err(|error| CopyError::caused(CopyErrorKind::Io, context, error))?;
+    let moved = victim.live.iter().filter_map(|&(from, slot)| {
+        let entry = *entries.get(from.position as usize)?;
+        let at = entry.offset.checked_sub(start)? as usize;
+        let bytes = tail.slice(at..at + entry.length as usize);
+        (checksum(&bytes) == entry.crc32c).then_some(Moved { from, slot, entry, bytes })
+    });
+    Ok(moved.collect())
+}
+
+async fn write(shared: &Arc<Shared>, moved: Vec<Moved>, deadline: Instant) -> Result<(), CopyError> {
+    let _request = shared.request(deadline).await?;
+    let offsets = (0..).step_by(shared.block_bytes);
+    let entries = moved.iter().zip(offsets).map(|(block, offset)| Entry { offset, ..block.entry });
+    let footer = encode_footer(&entries.collect::<Vec<_>>());
+    let copied: Vec<_> = moved.iter().map(|block| (block.from, block.slot)).collect();
+    let payload = moved.into_iter().map(|block| block.bytes).chain([footer.clone()]).collect::<PutPayload>();
+    let name = shared.names.next();
+    create(shared, name, payload, &footer, deadline).await?;
+    shared.moved_blocks.fetch_add(copied.len() as u64, Ordering::Relaxed);
+    let unneeded = shared.locations.lock().relocate(name, &copied);
+    unneeded.into_iter().for_each(|name| shared.discard(name, Duration::ZERO));
+    Ok(())
+}
