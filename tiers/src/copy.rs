@@ -1,7 +1,9 @@
 //! The vocabulary of data movement: tiers, slots, copy orders and the trait that executes them.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
@@ -161,10 +163,24 @@ impl Done {
     }
 
     /// The `op`-th operation of the batch ended and nothing touches its slots any more.
+    ///
+    /// If the report panics, that is logged and counted ([`panics`](Self::panics)) and goes no further: the thread
+    /// that called has other operations to look after, of other callers, and a ring's thread would take all of them
+    /// along.
     pub fn complete(&self, op: usize, result: Result<(), CopyError>) {
-        (self.0)(op, result);
+        if catch_unwind(AssertUnwindSafe(|| (self.0)(op, result))).is_err() {
+            PANICS.fetch_add(1, Ordering::Relaxed);
+            tracing::error!(op, "the report of a copy's end panicked; whoever waits for it may wait in vain");
+        }
+    }
+
+    /// How many reports of this process have panicked. Anything but 0 is a defect.
+    pub fn panics() -> u64 {
+        PANICS.load(Ordering::Relaxed)
     }
 }
+
+static PANICS: AtomicU64 = AtomicU64::new(0);
 
 impl fmt::Debug for Done {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

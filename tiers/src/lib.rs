@@ -34,6 +34,7 @@ pub mod device;
 pub mod disk;
 pub mod dram;
 pub mod error;
+mod fork;
 pub mod frame;
 pub mod geometry;
 pub mod huge;

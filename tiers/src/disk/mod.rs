@@ -14,10 +14,12 @@
 //! Files are readable by their owner only (mode 0600) and locked as long as they are open.
 
 mod files;
+mod queue;
 pub(crate) mod ring;
 mod threads;
 mod transfer;
 mod uring;
+mod wake;
 
 use std::fs::File;
 use std::path::PathBuf;
