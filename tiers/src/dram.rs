@@ -258,6 +258,8 @@ fn kilobytes(text: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fork::tests::holds_in_a_child;
+    use crate::testing::skip;
 
     fn options(slots: u32, block_bytes: usize) -> DramOptions {
         let geometry = Geometry::new(slots, block_bytes).unwrap();
@@ -291,6 +293,57 @@ mod tests {
         assert!(theirs.frames().is_none());
         assert!(ours.read(&frame).is_none() && ours.write(&mut frame).is_none());
         assert_eq!(theirs.label(), "emulated device");
+    }
+
+    /// What the kernel says of the region's pages: KiB in memory, KiB in huge pages.
+    fn pages(region: &DramRegion) -> [u64; 2] {
+        let start = region.base().addr().get();
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut lines = smaps
+            .lines()
+            .skip_while(|line| !address_range(line).is_some_and(|(from, to)| from <= start && start < to));
+        ["Rss:", "AnonHugePages:"]
+            .map(|field| kilobytes(lines.find_map(|line| line.strip_prefix(field)).unwrap()).unwrap())
+    }
+
+    /// With a ring, whose registered memory the kernel would copy at the fork.
+    #[test]
+    fn a_fork_copies_nothing_of_the_pool() {
+        for open in [DramRegion::host, DramRegion::emulated_device] {
+            let region = open(options(64, 1 << 20)).unwrap();
+            let ring = crate::disk::ring::build(1).inspect_err(|error| skip("uring", error)).ok();
+            ring.iter().for_each(|ring| drop(crate::disk::ring::register_memory(ring, &region)));
+            let before = pages(&region);
+            let start = region.base().as_ptr();
+            assert!(
+                holds_in_a_child(|| {
+                    // SAFETY: the kernel is asked what lies at an address and writes the answer for one page.
+                    let found = unsafe { libc::mincore(start.cast(), ALIGNMENT, [0].as_mut_ptr()) };
+                    found == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::ENOMEM)
+                }),
+                "the child has the pool"
+            );
+            assert_eq!(pages(&region), before);
+        }
+    }
+
+    #[test]
+    fn a_child_that_drops_the_pool_unmaps_nothing() {
+        let mut region = Some(DramRegion::host(options(4, 4096)).unwrap());
+        let start = region.as_ref().unwrap().base();
+        assert!(holds_in_a_child(|| {
+            // Something else of the child's lies where the pool was.
+            // SAFETY: nothing lies there in the child, else this fails.
+            let place = unsafe {
+                let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+                libc::mmap(start.as_ptr().cast(), ALIGNMENT, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
+            };
+            drop(region.take());
+            // SAFETY: mapped above, unless the drop has unmapped it, which ends the child and fails the test.
+            place == start.as_ptr().cast() && unsafe { start.read_volatile() } == 0
+        }));
+        let mut frame = region.as_ref().unwrap().frames().unwrap().take().unwrap();
+        region.as_ref().unwrap().write(&mut frame).unwrap().fill(1);
     }
 
     #[test]

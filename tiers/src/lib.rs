@@ -49,6 +49,7 @@ mod stream;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod transform;
+mod verifiers;
 pub mod verify;
 
 pub use checksum::Checksums;
