@@ -276,11 +276,22 @@ fn open_ours(path: &Path) -> Result<Option<File>, SetupError> {
     // O_NONBLOCK: somebody may have put a device or a pipe there.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     match OpenOptions::new().read(true).write(true).custom_flags(flags).open(path) {
-        Ok(file) => check_ours(path, &file).map(|()| Some(file)),
+        Ok(file) => {
+            check_ours(path, &file)?;
+            block_again(&file).map_err(|error| failed(path, &error))?;
+            Ok(Some(file))
+        }
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) if error.raw_os_error() == Some(libc::ELOOP) => Err(not_ours(path, "is a symbolic link")),
         Err(error) => Err(failed(path, &error)),
     }
+}
+
+/// Rings of older kernels return EAGAIN for files that must not block, instead of waiting elsewhere.
+fn block_again(file: &File) -> io::Result<()> {
+    let flags = rustix::fs::fcntl_getfl(file)?;
+    rustix::fs::fcntl_setfl(file, flags - OFlags::NONBLOCK)?;
+    Ok(())
 }
 
 fn check_ours(path: &Path, file: &File) -> Result<(), SetupError> {
@@ -429,4 +440,175 @@ pub(super) fn failed(path: &Path, error: &io::Error) -> SetupError {
 fn short_of(path: &Path, error: &io::Error) -> SetupError {
     let message = format!("{}: {error}; raise the limit on open files, or free memory", path.display());
     SetupError::new(SetupErrorKind::Unavailable, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+    use std::time::Duration;
+
+    use super::*;
+
+    const NAME: &str = "kvbm-test-0of1.blocks";
+    const KEPT: SlotFileOptions =
+        SlotFileOptions { bytes: 16 * 4096, o_direct: false, zerofill_fallback: true, keep: true };
+    const UNKEPT: SlotFileOptions = SlotFileOptions { keep: false, ..KEPT };
+
+    fn open(dir: &Path, options: SlotFileOptions) -> Result<SlotFile, SetupError> {
+        SlotFile::open(dir, NAME, options, &mut Patience::new(Duration::ZERO))
+    }
+
+    fn names(dir: &Path) -> Vec<String> {
+        let entries = fs::read_dir(dir).unwrap();
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    }
+
+    /// A file such as a process leaves that is killed while it writes zeroes.
+    fn leave_half(path: &Path) {
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).unwrap();
+        file.set_len(4096).unwrap();
+    }
+
+    #[test]
+    fn what_a_stranger_put_there_is_not_written_to() {
+        type Put = fn(&Path);
+        let stranger: Put = |path| {
+            fs::write(path, "").unwrap();
+            fs::set_permissions(path, PermissionsExt::from_mode(0o600)).unwrap();
+            std::os::unix::fs::chown(path, Some(65534), None).unwrap();
+        };
+        let open_to_all: Put = |path| {
+            fs::write(path, vec![0; KEPT.bytes as usize]).unwrap();
+            fs::set_permissions(path, PermissionsExt::from_mode(0o666)).unwrap();
+        };
+        let two_names: Put = |path| {
+            leave_half(path);
+            fs::hard_link(path, path.with_extension("other")).unwrap();
+        };
+        let link: Put = |path| std::os::unix::fs::symlink(path.with_extension("other"), path).unwrap();
+        let pipe: Put = |path| {
+            rustix::fs::mkfifoat(rustix::fs::CWD, path, rustix::fs::Mode::RUSR.union(rustix::fs::Mode::WUSR))
+                .unwrap()
+        };
+        let mut cases = vec![
+            (open_to_all, "has mode 666"),
+            (two_names, "has 2 names"),
+            (link, "is a symbolic link"),
+            (pipe, "is not a regular file"),
+        ];
+        if rustix::process::geteuid().is_root() {
+            cases.push((stranger, "belongs to user 65534"));
+        }
+        for (put, wrong) in cases {
+            // Where the file is to be, and where it lies until it is complete.
+            for name in [NAME.to_owned(), format!("{NAME}.{PARTIAL}")] {
+                let home = tempfile::tempdir().unwrap();
+                let path = home.path().join(name);
+                put(&path);
+                let error = open(home.path(), KEPT).unwrap_err();
+                assert_eq!(error.kind(), SetupErrorKind::NotWritable, "{error}");
+                let message = error.to_string();
+                for part in [wrong, path.to_str().unwrap(), "remove it", "DYN_KVBM_DISK_CACHE_DIR"] {
+                    assert!(message.contains(part), "{part}: {message}");
+                }
+                fs::remove_file(&path).unwrap();
+                open(home.path(), KEPT).unwrap();
+                drop(open(home.path(), KEPT).unwrap());
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_kept_never_has_a_name_that_others_could_take() {
+        let home = tempfile::tempdir().unwrap();
+        // A stranger has guessed every name.
+        for name in [NAME.to_owned(), format!("{NAME}.{PARTIAL}")] {
+            fs::write(home.path().join(name), "").unwrap();
+        }
+        let slots = open(home.path(), UNKEPT).unwrap();
+        let made = slots.file().metadata().unwrap();
+        assert_eq!((made.nlink(), made.mode() & 0o7777, made.len()), (0, 0o600, UNKEPT.bytes));
+    }
+
+    #[test]
+    fn without_nameless_files_the_name_is_new_and_soon_gone() {
+        let home = tempfile::tempdir().unwrap();
+        let path = home.path().join(NAME);
+        let open = || open_unlinked(&path, &mut Patience::new(Duration::ZERO));
+        let made = open().unwrap().metadata().unwrap();
+        assert_eq!((made.nlink(), made.mode() & 0o7777), (0, 0o600));
+        assert!(names(home.path()).is_empty());
+        fs::write(partial(&path), "a stranger's").unwrap();
+        fs::set_permissions(partial(&path), PermissionsExt::from_mode(0o666)).unwrap();
+        assert_eq!(open().unwrap_err().kind(), SetupErrorKind::NotWritable);
+        fs::remove_file(partial(&path)).unwrap();
+        open().unwrap();
+    }
+
+    #[test]
+    fn a_start_that_was_killed_while_it_wrote_zeroes_does_not_forbid_the_next() {
+        let home = tempfile::tempdir().unwrap();
+        let others = home.path().join("kvbm-of-another-namespace-0of1.blocks.partial");
+        leave_half(&home.path().join(NAME).with_added_extension(PARTIAL));
+        leave_half(&others);
+        let slots = open(home.path(), KEPT).unwrap();
+        assert_eq!(slots.file().metadata().unwrap().len(), KEPT.bytes);
+        assert_eq!(names(home.path()), [NAME]);
+    }
+
+    #[test]
+    fn what_a_living_process_is_making_is_left_to_it() {
+        let home = tempfile::tempdir().unwrap();
+        let path = home.path().join(NAME);
+        let theirs = create_locked(&partial(&path), &mut Patience::new(Duration::ZERO)).unwrap();
+        assert_eq!(open(home.path(), KEPT).unwrap_err().kind(), SetupErrorKind::InUse);
+        assert!(is_at(&theirs, &partial(&path)).unwrap());
+        drop(theirs);
+        open(home.path(), KEPT).unwrap();
+    }
+
+    #[test]
+    fn a_failed_start_leaves_nothing() {
+        let home = tempfile::tempdir().unwrap();
+        for options in [KEPT, UNKEPT] {
+            let error = open(home.path(), SlotFileOptions { bytes: 1 << 60, ..options }).unwrap_err();
+            assert_eq!(error.kind(), SetupErrorKind::NoSpace, "{error}");
+            assert!(names(home.path()).is_empty());
+        }
+        open(home.path(), KEPT).unwrap();
+    }
+
+    /// Each makes the file or finds it, and one in three removes it, all at the same time.
+    #[test]
+    fn starts_that_race_for_a_file_have_it_one_after_the_other() {
+        let home = tempfile::tempdir().unwrap();
+        let owned = parking_lot::Mutex::new(());
+        let start = |number: usize| {
+            for round in 0..20 {
+                let mut patience = Patience::new(Duration::from_secs(30));
+                let slots = SlotFile::open(home.path(), NAME, KEPT, &mut patience).unwrap();
+                let alone = owned.try_lock().expect("two have it at once");
+                assert_eq!(slots.file().metadata().unwrap().len(), KEPT.bytes);
+                if (number + round).is_multiple_of(3) {
+                    unlink(&home.path().join(NAME));
+                }
+                drop(alone);
+            }
+        };
+        std::thread::scope(|scope| {
+            for number in 0..4 {
+                scope.spawn(move || start(number));
+            }
+        });
+        open(home.path(), KEPT).unwrap();
+        assert_eq!(names(home.path()), [NAME]);
+    }
+
+    #[test]
+    fn being_short_of_files_or_memory_is_not_the_mediums_fault() {
+        for errno in [libc::EMFILE, libc::ENFILE, libc::ENOMEM] {
+            let error = failed(Path::new("x"), &io::Error::from_raw_os_error(errno));
+            assert_eq!(error.kind(), SetupErrorKind::Unavailable, "{error}");
+        }
+    }
 }

@@ -103,6 +103,13 @@ impl DiskRegion {
         Ok(Self { geometry, files, file_bytes, direct })
     }
 
+    /// Files that a test made, whatever they are.
+    #[cfg(test)]
+    fn of_files(geometry: Geometry, files: Vec<File>) -> Self {
+        let files = files.into_iter().map(SlotFile::of).collect();
+        Self { geometry, files, file_bytes: 0, direct: false }
+    }
+
     /// How it is cut.
     pub const fn geometry(&self) -> Geometry {
         self.geometry

@@ -248,28 +248,32 @@ impl Ring {
     }
 
     fn reap(&mut self) {
-        for event in self.uring.completion() {
+        while let Some(event) = self.next_completion() {
             if event.user_data() == WAKE {
                 self.wake.polled(event.result(), cqueue::more(event.flags()));
-                continue;
+            } else {
+                self.ended(event.user_data() as u32, event.result());
             }
-            let number = event.user_data() as u32;
-            let moved = usize::try_from(event.result())
-                .map_err(|_| io::Error::from_raw_os_error(event.result().saturating_neg()));
-            let flight = self.flights.get_mut(number as usize);
-            let Some((place, mut flight)) = flight.and_then(|place| place.take().map(|f| (place, f))) else {
-                tracing::error!(number, "the ring completed an operation that it was not given");
-                continue;
-            };
-            if is_transient(&moved) && flight.tries < MAX_TRIES {
-                flight.tries += 1;
-                *place = Some(flight);
-                self.again.push(number);
-                continue;
-            }
-            self.grounded.push(number);
-            self.landed.push_back((flight.report, flight.transfer.outcome(moved)));
         }
+    }
+
+    fn next_completion(&mut self) -> Option<cqueue::Entry> {
+        self.uring.completion().next()
+    }
+
+    fn ended(&mut self, number: u32, result: i32) {
+        let moved =
+            usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(result.saturating_neg()));
+        let Some(place) = self.flights.get_mut(number as usize) else { return stray(number) };
+        let Some(mut flight) = place.take() else { return stray(number) };
+        if is_transient(&moved) && flight.tries < MAX_TRIES {
+            flight.tries += 1;
+            *place = Some(flight);
+            self.again.push(number);
+            return;
+        }
+        self.grounded.push(number);
+        self.landed.push_back((flight.report, flight.transfer.outcome(moved)));
     }
 
     /// Reports a few completions. Whoever receives them may verify the block, which takes time: the kernel
@@ -280,6 +284,10 @@ impl Ring {
             done.complete(index, result);
         }
     }
+}
+
+fn stray(number: u32) {
+    tracing::error!(number, "the ring completed an operation that it was not given");
 }
 
 /// Registers all slots, in buffers as large as the kernel allows that end between slots.
@@ -298,5 +306,113 @@ pub(crate) fn register_memory(uring: &IoUring, memory: &dyn Memory) -> Option<u3
             tracing::warn!(%error, "memory is not registered with io_uring (is the memlock limit too low?)");
             None
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Instant;
+
+    use rustix::event::EventfdFlags;
+
+    use super::*;
+    use crate::copy::{CopyErrorKind, SlotId, SlotRef};
+    use crate::disk::DiskOptions;
+    use crate::testing::{host, options, order, skip};
+
+    type Reports = mpsc::Receiver<(usize, Result<(), CopyError>)>;
+
+    /// A ring of two at a time between eight slots in memory and as many on disk; `None`: no rings here.
+    fn ring(home: &std::path::Path) -> Option<(Ring, Arc<OwnedFd>)> {
+        if let Err(error) = probe() {
+            skip("uring", &error);
+            return None;
+        }
+        let disk = DiskOptions {
+            geometry: options(8, 4096).geometry,
+            dirs: vec![home.to_owned()],
+            o_direct: true,
+            zerofill_fallback: true,
+            keep: None,
+        };
+        let disk = Arc::new(DiskRegion::open(&disk).unwrap());
+        let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let event = Arc::new(event);
+        Some((Ring::open(Arc::new(host(8, 4096)), disk, 2, Arc::clone(&event)).unwrap(), event))
+    }
+
+    fn write_of(slot: u32) -> (Batch, Reports) {
+        let slot = |tier| SlotRef { tier, slot: SlotId(slot), generation: 1 };
+        let (report, reports) = mpsc::channel();
+        let done = Done::new(move |op, result| report.send((op, result)).unwrap());
+        (Batch { ops: vec![order(0, slot(Tier::Host), slot(Tier::Disk))], done }, reports)
+    }
+
+    /// Serves one batch, with `result` in place of what the kernel says, so many times.
+    fn outcome(ring: &mut Ring, result: i32, times: u32) -> Result<(), CopyError> {
+        let (batch, reports) = write_of(3);
+        ring.queue(batch);
+        for _ in 0..times {
+            ring.launch();
+            ring.enter(1);
+            let number = ring.next_completion().unwrap().user_data();
+            ring.ended(number as u32, result);
+        }
+        while ring.is_busy() {
+            ring.launch();
+            ring.enter(usize::from(ring.landed.is_empty()));
+            ring.reap();
+            ring.report();
+        }
+        reports.recv().unwrap().1
+    }
+
+    #[test]
+    fn what_the_kernel_did_not_try_is_tried_again_and_in_the_end_unavailable() {
+        let home = tempfile::tempdir().unwrap();
+        let Some((mut ring, _)) = ring(home.path()) else { return };
+        for errno in [libc::EINTR, libc::EAGAIN] {
+            outcome(&mut ring, -errno, 1).unwrap();
+            outcome(&mut ring, -errno, MAX_TRIES - 1).unwrap();
+            let error = outcome(&mut ring, -errno, MAX_TRIES).unwrap_err();
+            assert_eq!(error.kind(), CopyErrorKind::Unavailable, "{error}");
+        }
+        assert_eq!(outcome(&mut ring, -libc::EIO, 1).unwrap_err().kind(), CopyErrorKind::Io);
+        outcome(&mut ring, 4096, 1).unwrap();
+    }
+
+    /// Of this thread.
+    fn cpu_time() -> Duration {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: the kernel writes one time to a place for it.
+        assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) }, 0);
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    }
+
+    #[test]
+    fn without_multishot_polls_a_ring_wakes_up_each_time_and_sleeps_in_between() {
+        let home = tempfile::tempdir().unwrap();
+        let Some((mut ring, event)) = ring(home.path()) else { return };
+        ring.wake = Wake::one_shot(Arc::clone(&event));
+        let (batches, incoming) = crossbeam_channel::unbounded();
+        let work = thread::spawn(move || {
+            let wake = || rustix::io::write(&event, &1_u64.to_ne_bytes()).unwrap();
+            for slot in 0..8 {
+                let (batch, reports) = write_of(slot);
+                batches.send(batch).unwrap_or_else(|_| panic!("the ring is gone"));
+                wake();
+                reports.recv_timeout(Duration::from_secs(10)).expect("the ring slept on").1.unwrap();
+                thread::sleep(Duration::from_millis(5));
+            }
+            drop(batches);
+            wake();
+        });
+        let (began, busy_before) = (Instant::now(), cpu_time());
+        ring.serve(&incoming);
+        let (passed, busy) = (began.elapsed(), cpu_time() - busy_before);
+        work.join().unwrap();
+        assert!(busy < passed / 2, "busy for {busy:?} of {passed:?}");
     }
 }

@@ -96,6 +96,18 @@ pub(super) fn is_transient(moved: &io::Result<usize>) -> bool {
     matches!(kind, Some(ErrorKind::Interrupted | ErrorKind::WouldBlock))
 }
 
+/// Tries until the kernel did, or did not want to for too long.
+pub(super) fn persistently(mut attempt: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
+    let mut moved = attempt();
+    for _ in 1..MAX_TRIES {
+        if !is_transient(&moved) {
+            break;
+        }
+        moved = attempt();
+    }
+    moved
+}
+
 fn kind_of(error: &io::Error) -> CopyErrorKind {
     match error.raw_os_error() {
         Some(libc::ENOSPC | libc::EDQUOT) => CopyErrorKind::NoSpace,
@@ -109,5 +121,49 @@ fn kind_of(error: &io::Error) -> CopyErrorKind {
             | libc::EAGAIN,
         ) => CopyErrorKind::Unavailable,
         _ => CopyErrorKind::Io,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_error_says_what_a_caller_can_do() {
+        let table = [
+            (libc::ENOSPC, CopyErrorKind::NoSpace),
+            (libc::EDQUOT, CopyErrorKind::NoSpace),
+            (libc::ENOMEM, CopyErrorKind::Unavailable),
+            (libc::ENOBUFS, CopyErrorKind::Unavailable),
+            (libc::EMFILE, CopyErrorKind::Unavailable),
+            (libc::ENFILE, CopyErrorKind::Unavailable),
+            (libc::EBUSY, CopyErrorKind::Unavailable),
+            (libc::EINTR, CopyErrorKind::Unavailable),
+            (libc::EAGAIN, CopyErrorKind::Unavailable),
+            (libc::EIO, CopyErrorKind::Io),
+            (libc::EROFS, CopyErrorKind::Io),
+            (libc::EINVAL, CopyErrorKind::Io),
+        ];
+        for (errno, kind) in table {
+            let error = io::Error::from_raw_os_error(errno);
+            assert_eq!(kind_of(&error), kind, "{error}");
+            assert_eq!(is_transient(&Err(error)), [libc::EINTR, libc::EAGAIN].contains(&errno));
+        }
+        assert!(!is_transient(&Ok(0)));
+    }
+
+    #[test]
+    fn the_kernel_is_asked_again_a_bounded_number_of_times() {
+        let busy_for = |times| {
+            let mut tries = 0;
+            let moved = persistently(|| {
+                tries += 1;
+                if tries > times { Ok(1) } else { Err(ErrorKind::Interrupted.into()) }
+            });
+            (moved.is_ok(), tries)
+        };
+        assert_eq!(busy_for(0), (true, 1));
+        assert_eq!(busy_for(MAX_TRIES - 1), (true, MAX_TRIES));
+        assert_eq!(busy_for(MAX_TRIES), (false, MAX_TRIES));
     }
 }
