@@ -151,7 +151,7 @@ mod tests {
 
     #[test]
     fn a_report_that_panics_ends_neither_the_thread_nor_the_batch() {
-        let pool = pool();
+        let (pool, panics) = (pool(), Done::panics());
         for _ in 0..3 {
             let (report, reports) = mpsc::channel();
             pool.submit(
@@ -165,5 +165,6 @@ mod tests {
             let ended = std::iter::from_fn(|| reports.recv_timeout(deadline).ok()).count();
             assert_eq!(ended, 64 - 8);
         }
+        assert!(Done::panics() >= panics + 3 * 8);
     }
 }

@@ -197,6 +197,17 @@ impl fmt::Debug for Done {
 ///
 /// Callers promise in turn that a slot named by a submitted operation is written by nobody else, and a
 /// destination read by nobody, until its completion.
+///
+/// # What upholds the callers' promise
+/// [`submit`](Self::submit) is a safe function although it asks this, so strictly it is unsound: safe code can make an
+/// operation for slots that it has no title to. No type or borrow can rule that out, since an operation is plain data
+/// and may come from another process; and an `unsafe fn` would move the promise into the `kvbm` crate, which forbids
+/// `unsafe` code. It is kept by convention, in one place. The only safe ways to a slot's bytes ask for its
+/// [`Frame`](crate::Frame) or a [`Loan`](crate::Loan) of its pool's; a frame is made once per slot and cannot be cloned;
+/// and the scheduler of the `kvbm` crate, the only caller outside tests and benches, keeps the destinations' frames and
+/// pins the sources from before the submission until the completion. An operation that never completes keeps them for
+/// ever. Backends check that slots exist, not who holds them: a mistake there is a wrong block that
+/// [`Verified`](crate::Verified) catches, never an access outside a region.
 pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// Short name for reports: `memcpy`, `io_uring`, `threads` …
     fn name(&self) -> &'static str;

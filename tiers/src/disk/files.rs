@@ -487,8 +487,8 @@ mod tests {
         };
         let link: Put = |path| std::os::unix::fs::symlink(path.with_extension("other"), path).unwrap();
         let pipe: Put = |path| {
-            rustix::fs::mkfifoat(rustix::fs::CWD, path, rustix::fs::Mode::RUSR.union(rustix::fs::Mode::WUSR))
-                .unwrap()
+            let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+            rustix::fs::mkfifoat(rustix::fs::CWD, path, mode).unwrap();
         };
         let mut cases = vec![
             (open_to_all, "has mode 666"),
