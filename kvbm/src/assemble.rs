@@ -331,15 +331,15 @@ impl Tiers {
         Ok(())
     }
 
-    /// What a backend with one thread reads is verified by another. Pools verify by themselves.
+    /// What a backend with one thread reads is verified by others. Pools verify by themselves.
     fn connect_verified_aside(
         &mut self,
         backend: impl Backend + 'static,
         memory: Arc<dyn Memory>,
         checksums: Arc<Checksums>,
     ) -> Result<()> {
-        let verified = Verified::new(backend, memory, checksums);
-        self.connect(verified.and_then(Verified::on_a_thread_of_its_own).map_err(setup)?);
+        let verified = Verified::new(backend, memory, checksums).map_err(setup)?;
+        self.connect(verified.on_threads_of_its_own());
         Ok(())
     }
 

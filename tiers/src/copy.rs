@@ -1,7 +1,9 @@
 //! The vocabulary of data movement: tiers, slots, copy orders and the trait that executes them.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
@@ -161,10 +163,24 @@ impl Done {
     }
 
     /// The `op`-th operation of the batch ended and nothing touches its slots any more.
+    ///
+    /// If the report panics, that is logged and counted ([`panics`](Self::panics)) and goes no further: the thread
+    /// that called has other operations to look after, of other callers, and a ring's thread would take all of them
+    /// along.
     pub fn complete(&self, op: usize, result: Result<(), CopyError>) {
-        (self.0)(op, result);
+        if catch_unwind(AssertUnwindSafe(|| (self.0)(op, result))).is_err() {
+            PANICS.fetch_add(1, Ordering::Relaxed);
+            tracing::error!(op, "the report of a copy's end panicked; whoever waits for it may wait in vain");
+        }
+    }
+
+    /// How many reports of this process have panicked. Anything but 0 is a defect.
+    pub fn panics() -> u64 {
+        PANICS.load(Ordering::Relaxed)
     }
 }
+
+static PANICS: AtomicU64 = AtomicU64::new(0);
 
 impl fmt::Debug for Done {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -181,6 +197,17 @@ impl fmt::Debug for Done {
 ///
 /// Callers promise in turn that a slot named by a submitted operation is written by nobody else, and a
 /// destination read by nobody, until its completion.
+///
+/// # What upholds the callers' promise
+/// [`submit`](Self::submit) is a safe function although it asks this, so strictly it is unsound: safe code can make an
+/// operation for slots that it has no title to. No type or borrow can rule that out, since an operation is plain data
+/// and may come from another process; and an `unsafe fn` would move the promise into the `kvbm` crate, which forbids
+/// `unsafe` code. It is kept by convention, in one place. The only safe ways to a slot's bytes ask for its
+/// [`Frame`](crate::Frame) or a [`Loan`](crate::Loan) of its pool's; a frame is made once per slot and cannot be cloned;
+/// and the scheduler of the `kvbm` crate, the only caller outside tests and benches, keeps the destinations' frames and
+/// pins the sources from before the submission until the completion. An operation that never completes keeps them for
+/// ever. Backends check that slots exist, not who holds them: a mistake there is a wrong block that
+/// [`Verified`](crate::Verified) catches, never an access outside a region.
 pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// Short name for reports: `memcpy`, `io_uring`, `threads` …
     fn name(&self) -> &'static str;

@@ -12,6 +12,10 @@ const HUGE_PAGE: usize = 2 << 20;
 
 /// A growing array of plain values. From 2 MiB on it starts on a huge page boundary and asks the kernel for
 /// huge pages; where there are none it is an ordinary array. It never shrinks.
+///
+/// Unlike the slots of a region it is not kept from children that the process forks. No hardware is given its
+/// pages, so a fork shares them and copies page tables only; and it comes from the allocator, which would hand
+/// the addresses to others later, also in a child, where nothing would lie behind them.
 pub struct HugeVec<T: Copy> {
     start: NonNull<T>,
     len: usize,

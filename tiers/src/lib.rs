@@ -34,6 +34,7 @@ pub mod device;
 pub mod disk;
 pub mod dram;
 pub mod error;
+mod fork;
 pub mod frame;
 pub mod geometry;
 pub mod huge;
@@ -48,6 +49,7 @@ mod stream;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod transform;
+mod verifiers;
 pub mod verify;
 
 pub use checksum::Checksums;

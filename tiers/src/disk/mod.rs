@@ -8,25 +8,35 @@
 //!
 //! A kept file is called `kvbm-<namespace>-<f>of<n>.blocks`, where the namespace is the caller's (it commits to
 //! everything that the bytes depend on) and `f` counts from 0, so that directories given in another order
-//! are not mistaken for these. A file that is not kept is called `kvbm-<pid>-<k>-<f>of<n>.blocks` and loses
-//! its name as soon as it is open: its space returns to the file system with the process, however that ends.
+//! are not mistaken for these. Until it has its full size it is called `….blocks.partial`: what a killed process
+//! leaves under such a name, the next one that opens a file in the directory removes. A file that is not kept has no
+//! name (`O_TMPFILE`), or where the file system cannot do that is called `kvbm-<pid>-<k>-<f>of<n>.blocks.partial`
+//! and loses its name as soon as it is open: its space returns to the file system with the process, however that
+//! ends.
 //!
-//! Files are readable by their owner only (mode 0600) and locked as long as they are open.
+//! Files are readable by their owner only (mode 0600), and kept ones locked as long as they are open. A kept file
+//! that is found is used only if it is a regular file of this user's with mode 0600 and no other name: in a directory
+//! that others may write, somebody could else have made it first, and read or change what is written to it.
 
 mod files;
+mod lock;
+mod queue;
 pub(crate) mod ring;
 mod threads;
 mod transfer;
 mod uring;
+mod wake;
 
 use std::fs::File;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::copy::SlotId;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::geometry::Geometry;
 
 use files::{SlotFile, SlotFileOptions};
+use lock::Patience;
 pub use threads::ThreadsBackend;
 pub use uring::UringBackend;
 
@@ -55,13 +65,20 @@ pub struct DiskOptions {
 }
 
 impl DiskRegion {
-    /// Makes or reopens the files.
+    /// Makes or reopens the files. Waits up to 5 s for a kept file that is in use: the kernel lets go of the files of
+    /// a killed process's ring a second or so after its end.
     ///
     /// # Errors
-    /// `NotWritable`: a directory. `NoSpace`: the file system lacks the space. `InUse`: another process has
-    /// a kept file open. `Invalid`: no directory, a namespace that is no file name, or a kept file of another
-    /// size. `Unavailable`: no `fallocate`, and writing zeroes was not allowed. `Io`: the medium failed.
+    /// `NotWritable`: a directory; or what lies at a kept file's place is not a file of this user's that is closed
+    /// to all others. `NoSpace`: the file system lacks the space. `InUse`: another process has a kept file open.
+    /// `Invalid`: no directory, a namespace that is no file name, or a kept file of another size. `Unavailable`: no
+    /// `fallocate`, and writing zeroes was not allowed; or the limit on open files is reached. `Io`: the medium
+    /// failed.
     pub fn open(options: &DiskOptions) -> Result<Self, SetupError> {
+        Self::open_within(options, Patience::FOR_A_DEAD_RING)
+    }
+
+    fn open_within(options: &DiskOptions, patience: Duration) -> Result<Self, SetupError> {
         if options.dirs.is_empty() {
             let message = "no directory for the disk tier; set disk.dirs (DYN_KVBM_DISK_CACHE_DIR)";
             return Err(SetupError::new(SetupErrorKind::Invalid, message));
@@ -76,13 +93,21 @@ impl DiskRegion {
             zerofill_fallback: options.zerofill_fallback,
             keep: options.keep.is_some(),
         };
-        let open = |(dir, name): (&PathBuf, String)| SlotFile::open(dir, &name, shape);
+        let mut patience = Patience::new(patience);
+        let open = |(dir, name): (&PathBuf, String)| SlotFile::open(dir, &name, shape, &mut patience);
         let files: Vec<_> = options.dirs.iter().zip(names).map(open).collect::<Result<_, _>>()?;
         let direct = files.iter().all(SlotFile::is_direct);
         if options.o_direct && !direct {
             tracing::warn!(dirs = ?options.dirs, "no O_DIRECT here: the disk tier goes through the page cache");
         }
         Ok(Self { geometry, files, file_bytes, direct })
+    }
+
+    /// Files that a test made, whatever they are.
+    #[cfg(test)]
+    fn of_files(geometry: Geometry, files: Vec<File>) -> Self {
+        let files = files.into_iter().map(SlotFile::of).collect();
+        Self { geometry, files, file_bytes: 0, direct: false }
     }
 
     /// How it is cut.

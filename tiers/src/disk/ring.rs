@@ -2,17 +2,20 @@
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
+use std::mem;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, TryRecvError};
-use io_uring::types::{Fd, Fixed};
-use io_uring::{IoUring, cqueue, opcode, squeue};
+use io_uring::types::Fixed;
+use io_uring::{IoUring, Probe, cqueue, opcode, squeue};
 
-use crate::copy::{CopyError, CopyOp, Done};
+use crate::copy::{CopyError, CopyOp, Done, Tier};
 use crate::disk::DiskRegion;
-use crate::disk::transfer::{Direction, Transfer};
+use crate::disk::queue::ReadsFirst;
+use crate::disk::transfer::{Direction, MAX_TRIES, Transfer, is_transient};
+use crate::disk::wake::Wake;
 use crate::memory::Memory;
 
 /// The most that the kernel registers as one buffer.
@@ -36,12 +39,13 @@ pub(super) struct Ring {
     disk: Arc<DiskRegion>,
     /// Slots per registered buffer; `None`: buffers are not registered.
     slots_per_buffer: Option<u32>,
-    wake: Arc<OwnedFd>,
-    wake_armed: bool,
-    waiting: VecDeque<Order>,
+    wake: Wake,
+    waiting: ReadsFirst<Order>,
     /// Operations that the kernel has, by the number that it returns.
     flights: Vec<Option<Flight>>,
     grounded: Vec<u32>,
+    /// Flights that the kernel returned untried.
+    again: Vec<u32>,
     /// Ended, not yet reported.
     landed: VecDeque<(Report, Result<(), CopyError>)>,
 }
@@ -54,6 +58,7 @@ struct Order {
 struct Flight {
     transfer: Transfer,
     report: Report,
+    tries: u32,
 }
 
 struct Report {
@@ -64,6 +69,7 @@ struct Report {
 /// Whether a ring can be made and answers.
 pub(super) fn probe() -> io::Result<()> {
     let mut ring = build(1)?;
+    check_operations(&ring)?;
     // SAFETY: a no-op has no buffers.
     unsafe { ring.submission().push(&opcode::Nop::new().build()) }.map_err(io::Error::other)?;
     ring.submit_and_wait(1)?;
@@ -71,6 +77,23 @@ pub(super) fn probe() -> io::Result<()> {
         Some(result) if result < 0 => Err(io::Error::from_raw_os_error(-result)),
         _ => Ok(()),
     }
+}
+
+/// Kernels before 5.6 lack reads and writes of plain memory, and the call that says so.
+fn check_operations(uring: &IoUring) -> io::Result<()> {
+    let mut probe = Probe::new();
+    uring.submitter().register_probe(&mut probe)?;
+    let needed = [
+        opcode::PollAdd::CODE,
+        opcode::Read::CODE,
+        opcode::Write::CODE,
+        opcode::ReadFixed::CODE,
+        opcode::WriteFixed::CODE,
+    ];
+    if needed.into_iter().all(|code| probe.is_supported(code)) {
+        return Ok(());
+    }
+    Err(io::Error::new(ErrorKind::Unsupported, "the kernel's rings cannot read, write or poll"))
 }
 
 /// Kernels before 6.1 refuse the flags that spare interrupts of the ring's thread.
@@ -91,6 +114,7 @@ impl Ring {
     ) -> io::Result<Self> {
         let depth = depth.clamp(1, MAX_DEPTH);
         let uring = build(depth + 1)?;
+        check_operations(&uring)?;
         let files: Vec<_> = disk.files().map(AsRawFd::as_raw_fd).collect();
         uring.submitter().register_files(&files)?;
         let slots_per_buffer = register_memory(&uring, &*memory);
@@ -99,11 +123,11 @@ impl Ring {
             memory,
             disk,
             slots_per_buffer,
-            wake,
-            wake_armed: false,
-            waiting: VecDeque::new(),
+            wake: Wake::new(wake),
+            waiting: ReadsFirst::new(),
             flights: std::iter::repeat_with(|| None).take(depth as usize).collect(),
             grounded: (0..depth).rev().collect(),
+            again: Vec::new(),
             landed: VecDeque::new(),
         })
     }
@@ -113,7 +137,9 @@ impl Ring {
         let mut open = true;
         while open || self.is_busy() {
             open = open && self.receive(batches);
-            self.arm_wake();
+            if let Some(poll) = self.wake.arm() {
+                self.push(&poll.user_data(WAKE));
+            }
             self.launch();
             if self.landed.is_empty() {
                 if open || self.is_busy() {
@@ -135,34 +161,42 @@ impl Ring {
     fn receive(&mut self, batches: &Receiver<Batch>) -> bool {
         loop {
             match batches.try_recv() {
-                Ok(Batch { ops, done }) => {
-                    let order = |(index, op)| Order { op, report: Report { index, done: done.clone() } };
-                    self.waiting.extend(ops.into_iter().enumerate().map(order));
-                }
+                Ok(batch) => self.queue(batch),
                 Err(TryRecvError::Empty) => return true,
                 Err(TryRecvError::Disconnected) => return false,
             }
         }
     }
 
-    /// A multishot poll reports each write to the event, so the event itself is never read.
-    fn arm_wake(&mut self) {
-        if !self.wake_armed {
-            let poll = opcode::PollAdd::new(Fd(self.wake.as_raw_fd()), libc::POLLIN as u32).multi(true);
-            self.push(&poll.build().user_data(WAKE));
-            self.wake_armed = true;
+    fn queue(&mut self, Batch { ops, done }: Batch) {
+        for (index, op) in ops.into_iter().enumerate() {
+            let order = Order { op, report: Report { index, done: done.clone() } };
+            if op.from.tier == Tier::Disk {
+                self.waiting.push_read(order);
+            } else {
+                self.waiting.push_write(order);
+            }
         }
     }
 
     /// Hands waiting operations to the kernel, up to the depth.
     fn launch(&mut self) {
+        self.launch_again();
         while !self.grounded.is_empty()
-            && let Some(Order { op, report }) = self.waiting.pop_front()
+            && let Some(Order { op, report }) = self.waiting.pop()
         {
             match Transfer::of(&op, &*self.memory, &self.disk) {
-                Ok(transfer) => self.launch_one(Flight { transfer, report }),
+                Ok(transfer) => self.launch_one(Flight { transfer, report, tries: 1 }),
                 Err(error) => self.landed.push_back((report, Err(error))),
             }
+        }
+    }
+
+    fn launch_again(&mut self) {
+        for number in mem::take(&mut self.again) {
+            let Some(flight) = &self.flights[number as usize] else { unreachable!("kept by reap") };
+            let entry = self.entry(&flight.transfer).user_data(u64::from(number));
+            self.push(&entry);
         }
     }
 
@@ -214,21 +248,32 @@ impl Ring {
     }
 
     fn reap(&mut self) {
-        for event in self.uring.completion() {
+        while let Some(event) = self.next_completion() {
             if event.user_data() == WAKE {
-                self.wake_armed = cqueue::more(event.flags());
-                continue;
+                self.wake.polled(event.result(), cqueue::more(event.flags()));
+            } else {
+                self.ended(event.user_data() as u32, event.result());
             }
-            let number = event.user_data() as u32;
-            let Some(flight) = self.flights.get_mut(number as usize).and_then(Option::take) else {
-                tracing::error!(number, "the ring completed an operation that it was not given");
-                continue;
-            };
-            self.grounded.push(number);
-            let moved = usize::try_from(event.result())
-                .map_err(|_| io::Error::from_raw_os_error(event.result().saturating_neg()));
-            self.landed.push_back((flight.report, flight.transfer.outcome(moved)));
         }
+    }
+
+    fn next_completion(&mut self) -> Option<cqueue::Entry> {
+        self.uring.completion().next()
+    }
+
+    fn ended(&mut self, number: u32, result: i32) {
+        let moved =
+            usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(result.saturating_neg()));
+        let Some(place) = self.flights.get_mut(number as usize) else { return stray(number) };
+        let Some(mut flight) = place.take() else { return stray(number) };
+        if is_transient(&moved) && flight.tries < MAX_TRIES {
+            flight.tries += 1;
+            *place = Some(flight);
+            self.again.push(number);
+            return;
+        }
+        self.grounded.push(number);
+        self.landed.push_back((flight.report, flight.transfer.outcome(moved)));
     }
 
     /// Reports a few completions. Whoever receives them may verify the block, which takes time: the kernel
@@ -239,6 +284,10 @@ impl Ring {
             done.complete(index, result);
         }
     }
+}
+
+fn stray(number: u32) {
+    tracing::error!(number, "the ring completed an operation that it was not given");
 }
 
 /// Registers all slots, in buffers as large as the kernel allows that end between slots.
@@ -257,5 +306,113 @@ pub(crate) fn register_memory(uring: &IoUring, memory: &dyn Memory) -> Option<u3
             tracing::warn!(%error, "memory is not registered with io_uring (is the memlock limit too low?)");
             None
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Instant;
+
+    use rustix::event::EventfdFlags;
+
+    use super::*;
+    use crate::copy::{CopyErrorKind, SlotId, SlotRef};
+    use crate::disk::DiskOptions;
+    use crate::testing::{host, options, order, skip};
+
+    type Reports = mpsc::Receiver<(usize, Result<(), CopyError>)>;
+
+    /// A ring of two at a time between eight slots in memory and as many on disk; `None`: no rings here.
+    fn ring(home: &std::path::Path) -> Option<(Ring, Arc<OwnedFd>)> {
+        if let Err(error) = probe() {
+            skip("uring", &error);
+            return None;
+        }
+        let disk = DiskOptions {
+            geometry: options(8, 4096).geometry,
+            dirs: vec![home.to_owned()],
+            o_direct: true,
+            zerofill_fallback: true,
+            keep: None,
+        };
+        let disk = Arc::new(DiskRegion::open(&disk).unwrap());
+        let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let event = Arc::new(event);
+        Some((Ring::open(Arc::new(host(8, 4096)), disk, 2, Arc::clone(&event)).unwrap(), event))
+    }
+
+    fn write_of(slot: u32) -> (Batch, Reports) {
+        let slot = |tier| SlotRef { tier, slot: SlotId(slot), generation: 1 };
+        let (report, reports) = mpsc::channel();
+        let done = Done::new(move |op, result| report.send((op, result)).unwrap());
+        (Batch { ops: vec![order(0, slot(Tier::Host), slot(Tier::Disk))], done }, reports)
+    }
+
+    /// Serves one batch, with `result` in place of what the kernel says, so many times.
+    fn outcome(ring: &mut Ring, result: i32, times: u32) -> Result<(), CopyError> {
+        let (batch, reports) = write_of(3);
+        ring.queue(batch);
+        for _ in 0..times {
+            ring.launch();
+            ring.enter(1);
+            let number = ring.next_completion().unwrap().user_data();
+            ring.ended(number as u32, result);
+        }
+        while ring.is_busy() {
+            ring.launch();
+            ring.enter(usize::from(ring.landed.is_empty()));
+            ring.reap();
+            ring.report();
+        }
+        reports.recv().unwrap().1
+    }
+
+    #[test]
+    fn what_the_kernel_did_not_try_is_tried_again_and_in_the_end_unavailable() {
+        let home = tempfile::tempdir().unwrap();
+        let Some((mut ring, _)) = ring(home.path()) else { return };
+        for errno in [libc::EINTR, libc::EAGAIN] {
+            outcome(&mut ring, -errno, 1).unwrap();
+            outcome(&mut ring, -errno, MAX_TRIES - 1).unwrap();
+            let error = outcome(&mut ring, -errno, MAX_TRIES).unwrap_err();
+            assert_eq!(error.kind(), CopyErrorKind::Unavailable, "{error}");
+        }
+        assert_eq!(outcome(&mut ring, -libc::EIO, 1).unwrap_err().kind(), CopyErrorKind::Io);
+        outcome(&mut ring, 4096, 1).unwrap();
+    }
+
+    /// Of this thread.
+    fn cpu_time() -> Duration {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: the kernel writes one time to a place for it.
+        assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) }, 0);
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    }
+
+    #[test]
+    fn without_multishot_polls_a_ring_wakes_up_each_time_and_sleeps_in_between() {
+        let home = tempfile::tempdir().unwrap();
+        let Some((mut ring, event)) = ring(home.path()) else { return };
+        ring.wake = Wake::one_shot(Arc::clone(&event));
+        let (batches, incoming) = crossbeam_channel::unbounded();
+        let work = thread::spawn(move || {
+            let wake = || rustix::io::write(&event, &1_u64.to_ne_bytes()).unwrap();
+            for slot in 0..8 {
+                let (batch, reports) = write_of(slot);
+                batches.send(batch).unwrap_or_else(|_| panic!("the ring is gone"));
+                wake();
+                reports.recv_timeout(Duration::from_secs(10)).expect("the ring slept on").1.unwrap();
+                thread::sleep(Duration::from_millis(5));
+            }
+            drop(batches);
+            wake();
+        });
+        let (began, busy_before) = (Instant::now(), cpu_time());
+        ring.serve(&incoming);
+        let (passed, busy) = (began.elapsed(), cpu_time().saturating_sub(busy_before));
+        work.join().unwrap();
+        assert!(busy < passed / 2, "busy for {busy:?} of {passed:?}");
     }
 }

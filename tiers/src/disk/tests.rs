@@ -1,17 +1,21 @@
 use std::fs::{self, File, OpenOptions};
+use std::io::Read;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::Duration;
 
 use super::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
-use crate::copy::{Backend, CopyErrorKind, SlotId, Tier};
+use crate::copy::{Backend, CopyErrorKind, Done, SlotId, Tier};
 use crate::dram::DramRegion;
 use crate::error::{SetupError, SetupErrorKind};
+use crate::fork::tests::{Child, holds_in_a_child};
 use crate::frame::Frame;
 use crate::geometry::Geometry;
 use crate::memory::Memory;
 use crate::testing::conformance::{self, Pair};
-use crate::testing::{fill_pattern, has_pattern, host, order, run, skip};
+use crate::testing::{fill_pattern, has_pattern, host, order, run, skip, start};
 use crate::verify::Verified;
 
 /// How a test's backend is made.
@@ -168,9 +172,156 @@ fn a_kept_file_has_one_user_and_one_owner() {
     let home = tempfile::tempdir().unwrap();
     let open = DiskRegion::open(&kept(home.path(), 8, 4096)).unwrap();
     assert_eq!(fs::metadata(kept_file(home.path())).unwrap().mode() & 0o777, 0o600);
-    assert_eq!(DiskRegion::open(&kept(home.path(), 8, 4096)).unwrap_err().kind(), SetupErrorKind::InUse);
+    assert!(is_in_use(home.path()));
     drop(open);
     DiskRegion::open(&kept(home.path(), 8, 4096)).unwrap();
+}
+
+fn is_in_use(home: &Path) -> bool {
+    let opened = DiskRegion::open_within(&kept(home, 8, 4096), Duration::ZERO);
+    opened.is_err_and(|error| error.kind() == SetupErrorKind::InUse)
+}
+
+/// As after kill -9, when the kernel has not yet let go of the files of the ring.
+#[test]
+fn a_start_waits_for_a_lock_that_soon_ends() {
+    let home = tempfile::tempdir().unwrap();
+    let dying = DiskRegion::open(&kept(home.path(), 8, 4096)).unwrap();
+    let dies = thread::spawn(move || {
+        thread::sleep(Duration::from_millis(50));
+        drop(dying);
+    });
+    DiskRegion::open(&kept(home.path(), 8, 4096)).unwrap();
+    dies.join().unwrap();
+}
+
+/// A process that is killed in the middle of its writes, whose ring the kernel ends some time later.
+#[test]
+fn a_start_follows_a_process_that_was_killed() {
+    let home = tempfile::tempdir().unwrap();
+    for make in backends() {
+        let killed = holds_in_a_child(|| {
+            let fixture = Fixture::new(&kept(home.path(), 8, 4096));
+            let backend = fixture.backend(make);
+            let write = order(1, fixture.here[0].slot_ref(), Fixture::stored(0));
+            let _reports = start(&*backend, vec![write; 8]);
+            // SAFETY: ends the child, as a test of that wants.
+            unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+            false
+        });
+        assert!(!killed);
+        let fixture = Fixture::new(&kept(home.path(), 8, 4096));
+        let backend = fixture.backend(make);
+        fixture.write(&*backend, 7).unwrap();
+        fixture.read(&*backend, 7).unwrap();
+    }
+}
+
+#[test]
+fn a_child_that_drops_everything_leaves_the_parent_its_files_and_threads() {
+    for make in backends() {
+        let home = tempfile::tempdir().unwrap();
+        let made = home.path().join("made");
+        let fixture = Fixture::new(&kept(home.path(), 8, 4096));
+        let mut all = Some((
+            fixture.backend(make),
+            DiskRegion::open(&options(&[&made], 8, 4096)).unwrap(),
+            Arc::clone(&fixture.disk),
+        ));
+        let Fixture { memory, disk, here } = fixture;
+        drop(disk);
+        let mut parents = Some(memory);
+        assert!(holds_in_a_child(|| {
+            drop((all.take(), parents.take()));
+            true
+        }));
+        assert!(is_in_use(home.path()), "the child unlocked the parent's file");
+        assert!(made.is_dir(), "the child removed the parent's directory");
+        let (backend, _, disk) = all.take().unwrap();
+        let fixture = Fixture { memory: parents.take().unwrap(), disk, here };
+        fixture.write(&*backend, 7).unwrap();
+        fixture.read(&*backend, 7).unwrap();
+        drop((backend, fixture));
+        assert!(!is_in_use(home.path()));
+    }
+}
+
+/// Another child may live on: it has a copy of the file, and with it of the lock.
+#[test]
+fn a_child_that_lives_on_does_not_keep_the_files_locked() {
+    let home = tempfile::tempdir().unwrap();
+    let disk = DiskRegion::open(&kept(home.path(), 8, 4096)).unwrap();
+    let (mut ended, end) = std::io::pipe().unwrap();
+    let mut end = Some(end);
+    let child = Child::fork(|| {
+        drop(end.take());
+        matches!(ended.read(&mut [0]), Ok(0))
+    });
+    drop(disk);
+    assert!(!is_in_use(home.path()));
+    drop(end.take());
+    assert!(child.held());
+}
+
+/// A ring of two at a time, and many writes before the read.
+#[test]
+fn a_read_does_not_wait_for_the_writes_before_it() {
+    const WRITES: usize = 256;
+    if let Err(error) = UringBackend::probe() {
+        return skip("uring", &error);
+    }
+    let home = tempfile::tempdir().unwrap();
+    let fixture = Fixture::new(&options(&[home.path()], 8, 256 << 10));
+    let backend = UringBackend::new(Arc::clone(&fixture.memory) as _, Arc::clone(&fixture.disk), 2).unwrap();
+    fixture.write(&backend, 0).unwrap();
+    let (report, reports) = mpsc::channel();
+    let submit = |ops: Vec<crate::CopyOp>, what, report: mpsc::Sender<_>| {
+        backend.submit(
+            ops,
+            Done::new(move |_, result| {
+                result.unwrap();
+                report.send(what).unwrap();
+            }),
+        );
+    };
+    let write = |n| order(1, fixture.here[0].slot_ref(), Fixture::stored(1 + n as u32 % 7));
+    submit((0..WRITES).map(write).collect(), Tier::Disk, report.clone());
+    submit(vec![order(1, Fixture::stored(0), fixture.here[1].slot_ref())], Tier::Host, report);
+    let order: Vec<_> = reports.into_iter().collect();
+    assert_eq!(order.len(), WRITES + 1);
+    let before = order.iter().position(|&to| to == Tier::Host).unwrap();
+    assert!(before < WRITES / 2, "the read waited for {before} writes");
+}
+
+/// What the kernel says when there really is no space, a bad medium, or nothing to do now.
+#[test]
+fn errors_of_the_kernel_say_what_a_caller_can_do() {
+    for make in backends() {
+        let on = |path| {
+            let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
+            fixture_on(file)
+        };
+        let full = on("/dev/full");
+        let error = full.write(&*full.backend(make), 0).unwrap_err();
+        assert_eq!(error.kind(), CopyErrorKind::NoSpace, "{error}");
+        full.read(&*full.backend(make), 0).unwrap();
+        // Nothing is mapped at address 0.
+        let broken = on("/proc/self/mem");
+        let error = broken.read(&*broken.backend(make), 0).unwrap_err();
+        assert_eq!(error.kind(), CopyErrorKind::Io, "{error}");
+        let short = on("/dev/null");
+        let error = short.read(&*short.backend(make), 0).unwrap_err();
+        assert_eq!(error.kind(), CopyErrorKind::Io, "{error}");
+        assert!(error.to_string().contains("0 of 4096"), "{error}");
+    }
+}
+
+/// Slots of 4 KiB in a file that is no slot file.
+fn fixture_on(file: File) -> Fixture {
+    let home = tempfile::tempdir().unwrap();
+    let mut fixture = Fixture::new(&options(&[home.path()], 2, 4096));
+    fixture.disk = Arc::new(DiskRegion::of_files(fixture.disk.geometry(), vec![file]));
+    fixture
 }
 
 #[test]

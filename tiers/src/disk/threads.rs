@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::batch::{CopyThreads, Execute};
 use crate::copy::{Backend, CopyError, CopyOp, Done, Route};
 use crate::disk::DiskRegion;
-use crate::disk::transfer::{self, Direction, Transfer};
+use crate::disk::transfer::{self, Direction, Transfer, persistently};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::Memory;
 
@@ -54,10 +54,10 @@ unsafe impl Backend for ThreadsBackend {
 fn execute(op: &CopyOp, memory: &dyn Memory, disk: &DiskRegion) -> Result<(), CopyError> {
     let transfer = Transfer::of(op, memory, disk)?;
     let file = disk.file(transfer.file);
-    let moved = match transfer.direction {
+    let moved = persistently(|| match transfer.direction {
         Direction::Read => read(&transfer, file),
         Direction::Write => write(&transfer, file),
-    };
+    });
     transfer.outcome(moved)
 }
 

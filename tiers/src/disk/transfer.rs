@@ -1,4 +1,13 @@
 //! What a copy between memory and disk comes down to, and what its result means.
+//!
+//! | result | becomes |
+//! |---|---|
+//! | all bytes of the slot | `Ok` |
+//! | fewer bytes, none | `Io`: a file that somebody truncated, a medium that gave up half-way |
+//! | EINTR, EAGAIN | tried again, up to [`MAX_TRIES`] times, then `Unavailable` |
+//! | ENOSPC, EDQUOT | `NoSpace`: also of files whose space was reserved, on file systems that copy on write |
+//! | ENOMEM, ENOBUFS, EMFILE, ENFILE, EBUSY | `Unavailable`: the system is short of something, the medium is not |
+//! | EIO and all others | `Io` |
 
 use std::io::{self, ErrorKind};
 use std::ptr::NonNull;
@@ -70,12 +79,91 @@ impl Transfer {
                 Err(CopyError::new(CopyErrorKind::Io, message))
             }
             Err(error) => {
-                let kind = match error.kind() {
-                    ErrorKind::StorageFull | ErrorKind::QuotaExceeded => CopyErrorKind::NoSpace,
-                    _ => CopyErrorKind::Io,
-                };
-                Err(CopyError::caused(kind, format!("{}: {verb} failed: {error}", self.slot), error))
+                let message = format!("{}: {verb} failed: {error}", self.slot);
+                Err(CopyError::caused(kind_of(&error), message, error))
             }
         }
+    }
+}
+
+/// How often an operation is tried that the kernel returns untried. Each try is a system call, so this is soon
+/// over; what lasts longer is for the caller's breaker to wait for.
+pub(super) const MAX_TRIES: u32 = 16;
+
+/// The kernel was interrupted, or would have had to wait: nothing is wrong.
+pub(super) fn is_transient(moved: &io::Result<usize>) -> bool {
+    let kind = moved.as_ref().err().map(io::Error::kind);
+    matches!(kind, Some(ErrorKind::Interrupted | ErrorKind::WouldBlock))
+}
+
+/// Tries until the kernel did, or did not want to for too long.
+pub(super) fn persistently(mut attempt: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
+    let mut moved = attempt();
+    for _ in 1..MAX_TRIES {
+        if !is_transient(&moved) {
+            break;
+        }
+        moved = attempt();
+    }
+    moved
+}
+
+fn kind_of(error: &io::Error) -> CopyErrorKind {
+    match error.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT) => CopyErrorKind::NoSpace,
+        Some(
+            libc::ENOMEM
+            | libc::ENOBUFS
+            | libc::EMFILE
+            | libc::ENFILE
+            | libc::EBUSY
+            | libc::EINTR
+            | libc::EAGAIN,
+        ) => CopyErrorKind::Unavailable,
+        _ => CopyErrorKind::Io,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_error_says_what_a_caller_can_do() {
+        let table = [
+            (libc::ENOSPC, CopyErrorKind::NoSpace),
+            (libc::EDQUOT, CopyErrorKind::NoSpace),
+            (libc::ENOMEM, CopyErrorKind::Unavailable),
+            (libc::ENOBUFS, CopyErrorKind::Unavailable),
+            (libc::EMFILE, CopyErrorKind::Unavailable),
+            (libc::ENFILE, CopyErrorKind::Unavailable),
+            (libc::EBUSY, CopyErrorKind::Unavailable),
+            (libc::EINTR, CopyErrorKind::Unavailable),
+            (libc::EAGAIN, CopyErrorKind::Unavailable),
+            (libc::EIO, CopyErrorKind::Io),
+            (libc::EROFS, CopyErrorKind::Io),
+            (libc::EINVAL, CopyErrorKind::Io),
+        ];
+        for (errno, kind) in table {
+            let error = io::Error::from_raw_os_error(errno);
+            assert_eq!(kind_of(&error), kind, "{error}");
+            assert_eq!(is_transient(&Err(error)), [libc::EINTR, libc::EAGAIN].contains(&errno));
+        }
+        assert!(!is_transient(&Ok(0)));
+    }
+
+    #[test]
+    fn the_kernel_is_asked_again_a_bounded_number_of_times() {
+        let busy_for = |times| {
+            let mut tries = 0;
+            let moved = persistently(|| {
+                tries += 1;
+                if tries > times { Ok(1) } else { Err(ErrorKind::Interrupted.into()) }
+            });
+            (moved.is_ok(), tries)
+        };
+        assert_eq!(busy_for(0), (true, 1));
+        assert_eq!(busy_for(MAX_TRIES - 1), (true, MAX_TRIES));
+        assert_eq!(busy_for(MAX_TRIES), (false, MAX_TRIES));
     }
 }

@@ -1,5 +1,6 @@
 //! Disk transfers through a ring of the kernel's.
 
+use std::mem;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -11,6 +12,7 @@ use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route};
 use crate::disk::ring::{self, Batch, Ring};
 use crate::disk::{DiskRegion, transfer};
 use crate::error::{SetupError, SetupErrorKind};
+use crate::fork::Maker;
 use crate::memory::Memory;
 
 /// `io_uring`, served by a thread of its own: files and memory are registered once, and the only system call
@@ -22,6 +24,7 @@ pub struct UringBackend {
     batches: Option<Sender<Batch>>,
     wake: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
+    maker: Maker,
 }
 
 impl UringBackend {
@@ -54,7 +57,8 @@ impl UringBackend {
             }
         };
         let thread = thread::Builder::new().name("kvbm-ring".into()).spawn(serve).map_err(refused)?;
-        let backend = Self { routes, batches: Some(batches), wake, thread: Some(thread) };
+        let maker = Maker::this_process();
+        let backend = Self { routes, batches: Some(batches), wake, thread: Some(thread), maker };
         match opened.recv() {
             Ok(Ok(())) => Ok(backend),
             Ok(Err(error)) => Err(refused(error)),
@@ -101,6 +105,9 @@ unsafe impl Backend for UringBackend {
 /// Finishes what was submitted.
 impl Drop for UringBackend {
     fn drop(&mut self) {
+        if !self.maker.is_this_process() {
+            return mem::forget((self.batches.take(), self.thread.take()));
+        }
         self.batches = None;
         self.wake();
         let Some(thread) = self.thread.take() else { return };
@@ -112,7 +119,7 @@ impl Drop for UringBackend {
 }
 
 impl Batch {
-    /// The ring thread died of a panic in a completion.
+    /// The ring thread is gone, which is a defect; but no operation may be lost.
     fn refuse(self) {
         for op in 0..self.ops.len() {
             self.done.complete(op, Err(CopyError::new(CopyErrorKind::Refused, "the ring thread died")));

@@ -1,0 +1,63 @@
+//! Locks on slot files, and how long a start waits for them.
+//!
+//! They are `flock`'s: of the open file, not of the process. So two regions of one process exclude each other too,
+//! and the kernel holds a killed process's lock until its ring has ended the last write to the file, which may be
+//! after the process is gone. Without it a successor would read blocks that are still being overwritten.
+
+use std::fs::{File, TryLockError};
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::disk::files::failed;
+use crate::error::{SetupError, SetupErrorKind};
+
+/// How long a start waits for locks, all files together.
+#[derive(Debug)]
+pub(super) struct Patience {
+    limit: Duration,
+    deadline: Instant,
+    told: bool,
+}
+
+impl Patience {
+    /// A ring outlives its process by a second or so.
+    pub(super) const FOR_A_DEAD_RING: Duration = Duration::from_secs(5);
+
+    pub(super) fn new(limit: Duration) -> Self {
+        Self { limit, deadline: Instant::now() + limit, told: false }
+    }
+
+    fn is_over(&self) -> bool {
+        Instant::now() >= self.deadline
+    }
+
+    /// Says once that it waits.
+    fn pause(&mut self, path: &Path) {
+        if !self.told {
+            tracing::warn!(path = %path.display(), limit = ?self.limit, "a slot file is in use: waiting for it");
+            self.told = true;
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+pub(super) fn lock(file: &File, path: &Path, patience: &mut Patience) -> Result<(), SetupError> {
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(()),
+            Err(TryLockError::WouldBlock) if patience.is_over() => return Err(in_use(path, patience.limit)),
+            Err(TryLockError::WouldBlock) => patience.pause(path),
+            Err(TryLockError::Error(error)) => return Err(failed(path, &error)),
+        }
+    }
+}
+
+fn in_use(path: &Path, waited: Duration) -> SetupError {
+    let message = format!(
+        "{} is still in use after {waited:?} by another process, or a child that a dead one forked; \
+         stop it, or choose another disk.dirs (DYN_KVBM_DISK_CACHE_DIR)",
+        path.display()
+    );
+    SetupError::new(SetupErrorKind::InUse, message)
+}

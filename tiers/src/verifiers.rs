@@ -1,0 +1,148 @@
+//! Threads that read blocks to sum them.
+
+use std::io;
+use std::mem;
+use std::thread;
+
+use crossbeam_channel::{Receiver, Sender, select_biased, unbounded};
+
+use crate::fork::Maker;
+
+/// A few threads that work off jobs. What has arrived is verified before what is about to leave is summed: an engine
+/// waits for the one, nobody for the other. The threads end by themselves when this is dropped and nothing is left;
+/// nobody waits for them, since the last to drop it may be a backend's thread that they wait for.
+///
+/// The queues have no bound of their own: a job is at most one copy that was submitted and has not ended, and of
+/// those a scheduler has a bounded number.
+#[derive(Debug)]
+pub(crate) struct Verifiers {
+    arrivals: Option<Sender<Job>>,
+    departures: Option<Sender<Job>>,
+    maker: Maker,
+}
+
+pub(crate) type Job = Box<dyn FnOnce() + Send>;
+
+/// More than a ring on the fastest drives needs: each sums about 10 GB/s, what one core gets from memory.
+const MAX_THREADS: usize = 4;
+
+/// So many arrivals may overtake a departure.
+const MAX_ARRIVALS_IN_A_ROW: usize = 15;
+
+impl Verifiers {
+    /// On half the cores: the others compute, or serve the rings.
+    pub(crate) fn start() -> io::Result<Self> {
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        Self::with_threads((cores / 2).clamp(1, MAX_THREADS))
+    }
+
+    fn with_threads(threads: usize) -> io::Result<Self> {
+        let ((arrivals, arrived), (departures, departing)) = (unbounded(), unbounded());
+        for number in 0..threads {
+            let (arrived, departing) = (arrived.clone(), departing.clone());
+            let thread = thread::Builder::new().name(format!("kvbm-verify-{number}"));
+            thread.spawn(move || work(&arrived, &departing))?;
+        }
+        Ok(Self { arrivals: Some(arrivals), departures: Some(departures), maker: Maker::this_process() })
+    }
+
+    /// Returns the job if there is no thread to do it.
+    pub(crate) fn verify(&self, job: Job) -> Option<Job> {
+        send(self.arrivals.as_ref(), job)
+    }
+
+    /// Returns the job if there is no thread to do it. The job must hold a handle of these threads, which end else
+    /// with it undone when the last arrival is.
+    pub(crate) fn sum(&self, job: Job) -> Option<Job> {
+        send(self.departures.as_ref(), job)
+    }
+}
+
+fn send(queue: Option<&Sender<Job>>, job: Job) -> Option<Job> {
+    match queue {
+        Some(queue) => queue.send(job).err().map(|unsent| unsent.0),
+        None => Some(job),
+    }
+}
+
+impl Drop for Verifiers {
+    fn drop(&mut self) {
+        if !self.maker.is_this_process() {
+            mem::forget((self.arrivals.take(), self.departures.take()));
+        }
+    }
+}
+
+fn work(arrived: &Receiver<Job>, departing: &Receiver<Job>) {
+    let mut arrivals_in_a_row = 0;
+    loop {
+        if arrivals_in_a_row >= MAX_ARRIVALS_IN_A_ROW {
+            arrivals_in_a_row = 0;
+            departing.try_iter().take(1).for_each(|job| job());
+        }
+        let job = select_biased! {
+            recv(arrived) -> job => {
+                arrivals_in_a_row += 1;
+                job
+            }
+            recv(departing) -> job => {
+                arrivals_in_a_row = 0;
+                job
+            }
+        };
+        match job {
+            Ok(job) => job(),
+            Err(_) => return,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, mpsc};
+    use std::time::Duration;
+
+    use super::*;
+
+    /// One thread, held up until the sender is dropped.
+    fn held_up() -> (Arc<Verifiers>, mpsc::Sender<()>) {
+        let verifiers = Arc::new(Verifiers::with_threads(1).unwrap());
+        let (release, released) = mpsc::channel::<()>();
+        // It errs when the sender is dropped.
+        let wait = move || assert!(released.recv().is_err());
+        assert!(verifiers.verify(Box::new(wait)).is_none());
+        (verifiers, release)
+    }
+
+    fn order_of(arrivals: usize, departures: usize) -> Vec<char> {
+        let (verifiers, release) = held_up();
+        let (report, reports) = mpsc::channel();
+        for _ in 0..departures {
+            let (report, verifiers_too) = (report.clone(), Arc::clone(&verifiers));
+            let job = move || {
+                report.send('d').unwrap();
+                drop(verifiers_too);
+            };
+            assert!(verifiers.sum(Box::new(job)).is_none());
+        }
+        for _ in 0..arrivals {
+            let report = report.clone();
+            assert!(verifiers.verify(Box::new(move || report.send('a').unwrap())).is_none());
+        }
+        drop((release, report, verifiers));
+        std::iter::from_fn(|| reports.recv_timeout(Duration::from_secs(10)).ok()).collect()
+    }
+
+    #[test]
+    fn what_arrived_overtakes_what_leaves() {
+        assert_eq!(order_of(2, 3), ['a', 'a', 'd', 'd', 'd']);
+    }
+
+    #[test]
+    fn what_leaves_waits_for_a_bounded_number_of_arrivals() {
+        let order = order_of(100, 2);
+        assert_eq!(order.len(), 102);
+        let second = order.iter().enumerate().filter(|&(_, &job)| job == 'd').nth(1).unwrap().0;
+        assert!(second <= 2 * (MAX_ARRIVALS_IN_A_ROW + 1), "{order:?}");
+    }
+}
