@@ -77,7 +77,7 @@ impl Desk {
 
     fn sum(&mut self, gpu: &Gpu, kernels: &Kernels, summands: &[Summand]) -> Result<u32, SetupError> {
         let gone = |error| failed("a checksum failed", error);
-        gpu.enter().map_err(gone)?;
+        let _entered = gpu.enter().map_err(gone)?;
         if self.table.capacity() < summands.len() {
             self.table = Pinned::new(gpu, summands.len()).map_err(gone)?;
         }

@@ -55,7 +55,7 @@ impl GdsBackend {
     ) -> Result<Self, SetupError> {
         check_fit(gpu, &device, &disk)?;
         let cufile = CuFile::open(options).ready().map_err(|why| unavailable(&why))?;
-        gpu.enter().map_err(|error| super::driver::failed("no context", error))?;
+        let _entered = gpu.enter().map_err(|error| super::driver::failed("no context", error))?;
         let handles = disk.files().map(|file| Handle::new(&cufile, file.as_fd())).collect::<Result<_, _>>();
         let handles = handles.map_err(|why| {
             unavailable(&format!(
@@ -131,7 +131,7 @@ unsafe impl Backend for GdsBackend {
 
 impl Ends {
     fn execute(&self, op: &CopyOp) -> Result<(), CopyError> {
-        self.gpu.enter().map_err(|error| {
+        let _entered = self.gpu.enter().map_err(|error| {
             CopyError::caused(CopyErrorKind::Io, format!("CUDA: no context: {error}"), error)
         })?;
         match op.route() {

@@ -79,7 +79,7 @@ impl Kernels {
     /// # Errors
     /// `Unavailable`: the GPU takes neither.
     pub(crate) fn load(gpu: &Gpu) -> Result<Self, SetupError> {
-        gpu.enter().map_err(|error| failed("no context", error))?;
+        let _entered = gpu.enter().map_err(|error| failed("no context", error))?;
         match compile_here(gpu) {
             Ok(kernels) => Ok(kernels),
             Err(why) => {

@@ -93,7 +93,8 @@ const GET_NVRTC: &str = "pip install nvidia-cuda-nvrtc-cu12 and name its directo
 
 /// Every symbol that this crate reaches the driver through, apart from optional ones.
 const SYMBOLS: &[&CStr] = &[
-    c"cuCtxSetCurrent",
+    c"cuCtxPopCurrent_v2",
+    c"cuCtxPushCurrent_v2",
     c"cuDeviceGet",
     c"cuDeviceGetAttribute",
     c"cuDeviceGetCount",
@@ -104,10 +105,8 @@ const SYMBOLS: &[&CStr] = &[
     c"cuDriverGetVersion",
     c"cuEventCreate",
     c"cuEventDestroy_v2",
-    c"cuEventElapsedTime",
     c"cuEventQuery",
     c"cuEventRecord",
-    c"cuEventSynchronize",
     c"cuGetErrorName",
     c"cuGetErrorString",
     c"cuInit",
@@ -126,7 +125,10 @@ const SYMBOLS: &[&CStr] = &[
     c"cuModuleUnload",
     c"cuStreamCreate",
     c"cuStreamDestroy_v2",
+    c"cuStreamIsCapturing",
     c"cuStreamSynchronize",
+    c"cuStreamWaitEvent",
+    c"cuThreadExchangeStreamCaptureMode",
 ];
 
 /// Looks for driver, devices and compiler. Never panics; takes a second on the first call where there is a GPU,

@@ -21,6 +21,23 @@ pub(crate) fn is_on() -> bool {
     std::env::var_os(VARIABLE).is_some()
 }
 
+/// How many things the simulated driver has made.
+pub(crate) fn allocations() -> i64 {
+    ask(b"simulated_allocations")
+}
+
+/// How many groups of threads had part in checksums since the last question.
+pub(crate) fn summing_groups() -> i64 {
+    ask(b"simulated_summing_groups")
+}
+
+fn ask(question: &[u8]) -> i64 {
+    // SAFETY: it is the library that this process uses already.
+    let driver = unsafe { libloading::Library::new("libcuda.so.1") }.expect("a simulated driver");
+    // SAFETY: the simulation's own functions, without arguments.
+    unsafe { driver.get::<unsafe extern "C" fn() -> i64>(question).expect("a simulation")() }
+}
+
 /// Runs all tests of this binary on a simulated GPU. `flags`: what the simulation is compiled with.
 ///
 /// # Panics
