@@ -24,7 +24,7 @@ use kvbm_tiers::geometry::MAX_SLOTS;
 use kvbm_tiers::object::{ObjectBackend, ObjectOptions, Store, StoreOptions};
 use kvbm_tiers::{
     Backend, Checksums, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool, Geometry,
-    MemcpyBackend, Memory, SetupError, SetupErrorKind, ThreadsBackend, Tier, UringBackend, Verified,
+    MemcpyBackend, Memory, SetupError, SetupErrorKind, ThreadsBackend, Tier, UringBackend, Verified, numa,
 };
 use prometheus::Registry;
 
@@ -159,7 +159,9 @@ impl Tiers {
             return Ok(());
         }
         let staging = if has_lower { settings.host.staging_blocks } else { 0 };
-        let region = DramRegion::host(dram(tier_slots.unwrap_or(0) + staging, settings)?).map_err(setup)?;
+        let options = dram(tier_slots.unwrap_or(0) + staging, settings)?;
+        let node = self.gpu.as_ref().and_then(GpuTier::numa_node);
+        let region = numa::near(node, || DramRegion::host(options)).map_err(setup)?;
         let mut pool = frames(&region)?;
         self.staging.extend((0..staging).filter_map(|_| pool.take()));
         if tier_slots.is_some() {

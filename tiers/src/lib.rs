@@ -42,6 +42,7 @@ pub mod memcpy;
 pub mod memory;
 #[cfg(feature = "nixl")]
 pub mod nixl;
+pub mod numa;
 pub mod object;
 pub mod raw;
 pub mod segments;

@@ -108,6 +108,16 @@ fn gds(
     home: &Path,
     checksums: Arc<Checksums>,
 ) -> Result<GdsBackend, SetupError> {
+    gds_with(gpu, device, home, checksums, &cufile_options())
+}
+
+fn gds_with(
+    gpu: &Gpu,
+    device: &Arc<DeviceRegion>,
+    home: &Path,
+    checksums: Arc<Checksums>,
+    options: &CuFileOptions,
+) -> Result<GdsBackend, SetupError> {
     let segments = device.segments();
     let disk = DiskRegion::open(&DiskOptions {
         geometry: Geometry::new(segments.slots(), segments.block_bytes()).unwrap(),
@@ -116,7 +126,7 @@ fn gds(
         zerofill_fallback: true,
         keep: None,
     });
-    GdsBackend::new(gpu, Arc::clone(device), Arc::new(disk.unwrap()), checksums, 4, &cufile_options())
+    GdsBackend::new(gpu, Arc::clone(device), Arc::new(disk.unwrap()), checksums, 4, options)
 }
 
 /// A list of modules that exists, and a short time-out.
@@ -263,7 +273,9 @@ proptest! {
     }
 
     #[test]
-    fn kernels_sum_as_the_cpu_does(block_bytes in 1_usize..9000, pieces in 1_usize..70, seed: usize) {
+    fn kernels_sum_as_the_cpu_does(
+        block_bytes in prop_oneof![1_usize..9000, 1_usize..3 << 20], pieces in 1_usize..70, seed: usize
+    ) {
         let Some(gpu) = gpu() else { return Ok(()) };
         let sums = DeviceChecksum::new(&gpu).unwrap();
         let mut bench = Bench::new(&gpu, tensors(&gpu, 2, block_bytes, pieces));
@@ -274,6 +286,24 @@ proptest! {
             prop_assert_eq!(sums.of(&bench.device, SlotId(1)).unwrap(), checksum(&block));
         }
     }
+}
+
+/// All of a GPU but one group would stand by while a request waits.
+#[test]
+fn a_block_is_summed_by_many_groups() {
+    let name = "a_block_is_summed_by_many_groups";
+    if simulation::is("no-fault") {
+        let gpu = Gpu::open(0).unwrap();
+        let sums = DeviceChecksum::new(&gpu).unwrap();
+        for (pieces, groups) in [(1, 16), (3, 18), (64, 64)] {
+            let mut bench = Bench::new(&gpu, tensors(&gpu, 1, 2 << 20, pieces));
+            bench.upload(0, &[7; 2 << 20]);
+            simulation::summing_groups();
+            assert_eq!(sums.of(&bench.device, SlotId(0)).unwrap(), checksum(&[7; 2 << 20]));
+            assert_eq!(simulation::summing_groups(), groups, "blocks of {pieces} pieces");
+        }
+    }
+    simulation::run_one_test("no-fault", "", name);
 }
 
 fn check_transform(gpu: &Gpu, from: View, to: View, (source, target): (usize, usize), pairs: &[(u32, u32)]) {
@@ -483,6 +513,21 @@ mod beside_an_engine {
         }
     }
 
+    /// Sets a flag, at the latest when the test fails: else the stream never ends.
+    struct Held(&'static AtomicBool);
+
+    impl Held {
+        fn free(&self) {
+            self.0.store(true, Ordering::Release);
+        }
+    }
+
+    impl Drop for Held {
+        fn drop(&mut self) {
+            self.free();
+        }
+    }
+
     fn current() -> sys::CUcontext {
         let mut context = std::ptr::null_mut();
         // SAFETY: the pointer is valid for the call.
@@ -539,6 +584,7 @@ mod beside_an_engine {
         let Some(mut engine) = Engine::new() else { return };
         engine.bench.upload(0, &[1; BLOCK]);
         engine.bench.upload(1, &[2; BLOCK]);
+        let computing = Held(&COMPUTED);
         engine.computes_until(&COMPUTED);
         engine.copies(1, 0);
         // SAFETY: the engine's stream lives.
@@ -548,7 +594,7 @@ mod beside_an_engine {
         let save = order(0, engine.bench.there[0].slot_ref(), engine.bench.here[2].slot_ref());
         engine.bench.backend.submit_fenced(vec![save], Fences { after, mark: None }, done);
         assert!(reports.recv_timeout(Duration::from_millis(20)).is_err());
-        COMPUTED.store(true, Ordering::Release);
+        computing.free();
         reports.recv().unwrap().unwrap();
         let saved = engine.bench.memory.read(&engine.bench.here[2]).unwrap();
         assert_eq!(saved[..BLOCK / 64], [2; BLOCK / 64]);
@@ -560,6 +606,7 @@ mod beside_an_engine {
         let Some(mut engine) = Engine::new() else { return };
         engine.bench.upload(0, &[1; BLOCK]);
         engine.bench.memory.write(&mut engine.bench.here[0]).unwrap().fill(5);
+        let reading = Held(&FREED);
         engine.computes_until(&FREED);
         // SAFETY: the engine's stream lives.
         let after = unsafe { engine.gpu.fence_behind(engine.handle()) }.unwrap();
@@ -587,7 +634,9 @@ mod beside_an_engine {
         // SAFETY: the engine's stream lives.
         unsafe { engine.gpu.hold(engine.handle(), &arrived) }.unwrap();
         engine.copies(0, 3);
-        FREED.store(true, Ordering::Release);
+        // Time for a copy that does not wait to read what was there before.
+        std::thread::sleep(Duration::from_millis(5));
+        reading.free();
         engine.waits();
         reports.recv().unwrap().unwrap();
         assert_eq!(engine.bench.download(3)[..BLOCK / 64], [5; BLOCK / 64]);
@@ -743,6 +792,8 @@ mod faults {
 }
 
 mod faults_of_cufile {
+    use std::os::unix::fs::MetadataExt;
+
     use super::*;
 
     /// A device region of two slots, and what opening GDS for it comes to.
@@ -793,6 +844,74 @@ mod faults_of_cufile {
             assert_eq!((gds.mode(), gds.name()), (CuFileMode::Compatibility, "gds (compatibility mode)"));
         }
         simulation::run_one_test("cufile-compatible", "", "faults_of_cufile::compatibility_mode_is_told");
+    }
+
+    /// The driver reaches NVMe, and the slot files may lie elsewhere.
+    #[test]
+    fn only_files_that_the_driver_reaches_are_direct() {
+        let name = "faults_of_cufile::only_files_that_the_driver_reaches_are_direct";
+        if simulation::is("no-fault") {
+            let gpu = Gpu::open(0).unwrap();
+            let (device, gds) = opened(&gpu);
+            let gds = gds.unwrap();
+            assert_eq!(gds.mode(), CuFileMode::Compatibility);
+            let why = gds.indirect().unwrap();
+            assert!(why.contains("no direct path") || why.contains("does not describe"), "{why}");
+            // A kernel that knows the drive as NVMe.
+            let (home, sysfs) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+            let on = std::fs::metadata(home.path()).unwrap().dev();
+            let block = sysfs.path().join("dev/block");
+            let (drive, link) =
+                (block.join("nvme0n1"), block.join(format!("{}:{}", libc::major(on), libc::minor(on))));
+            std::fs::create_dir_all(&drive).unwrap();
+            std::os::unix::fs::symlink(drive, link).unwrap();
+            let options = CuFileOptions { sysfs: sysfs.path().to_owned(), ..cufile_options() };
+            let gds = gds_with(&gpu, &device, home.path(), Arc::default(), &options).unwrap();
+            match gds.indirect() {
+                None => assert_eq!((gds.mode(), gds.name()), (CuFileMode::Direct, "gds")),
+                Some(why) => skip("direct", &why),
+            }
+        }
+        simulation::run_one_test("no-fault", "", name);
+    }
+
+    #[test]
+    fn a_block_of_many_pieces_is_shared_by_all_threads() {
+        let name = "faults_of_cufile::a_block_of_many_pieces_is_shared_by_all_threads";
+        if simulation::is("no-fault") {
+            let gpu = Gpu::open(0).unwrap();
+            let home = tempfile::tempdir().unwrap();
+            let mut bench = Bench::new(&gpu, tensors(&gpu, 2, 64 << 10, 16));
+            let gds = gds(&gpu, &bench.device, home.path(), Arc::default()).unwrap();
+            let mut block = vec![0; 64 << 10];
+            fill_pattern(5, &mut block);
+            bench.upload(0, &block);
+            let disk = SlotRef { tier: Tier::Disk, ..bench.here[0].slot_ref() };
+            for op in [order(0, bench.there[0].slot_ref(), disk), order(0, disk, bench.there[1].slot_ref())] {
+                run(&gds, vec![op]).remove(0).unwrap();
+                assert_eq!(simulation::transfers_at_once(), 4);
+            }
+            assert_eq!(bench.download(1), block);
+        }
+        simulation::run_one_test("no-fault", "", name);
+    }
+
+    #[test]
+    fn of_pinning_name_the_limits_and_blocks_move_all_the_same() {
+        let name = "faults_of_cufile::of_pinning_name_the_limits_and_blocks_move_all_the_same";
+        if simulation::is("cufile-pins-little") {
+            let gpu = Gpu::open(0).unwrap();
+            let (device, gds) = opened(&gpu);
+            let gds = gds.unwrap();
+            let why = gds.unregistered().unwrap();
+            assert!(why.contains("max_device_pinned_mem_size_kb") && why.contains("BAR1"), "{why}");
+            let report = probe_cufile(&cufile_options()).ready().unwrap();
+            assert_eq!((report.max_pinned, &*report.reached), (4096, &["NVMe"][..]));
+            let from = device.frames().unwrap().take().unwrap();
+            let disk = SlotRef { tier: Tier::Disk, ..from.slot_ref() };
+            run(&gds, vec![order(0, from.slot_ref(), disk)]).remove(0).unwrap();
+        }
+        simulation::run_one_test("cufile-pins-little", "", name);
     }
 
     #[test]
