@@ -186,7 +186,11 @@ pub struct Fences {
 pub fn submit(backend: &Arc<dyn Backend>, batch: Vec<CopyOp>, fences: Fences, done: Done) {
     match fences.after {
         Fence::Host(fence) => {
-            fence.park(Parked { batch: Some((batch, done)), backend: Arc::clone(backend), mark: fences.mark })
+            fence.park(Parked {
+                batch: Some((batch, done)),
+                backend: Arc::clone(backend),
+                mark: fences.mark,
+            });
         }
         _ => backend.submit_fenced(batch, fences, done),
     }

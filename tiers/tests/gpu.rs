@@ -294,12 +294,12 @@ fn a_block_is_summed_by_many_groups() {
     let name = "a_block_is_summed_by_many_groups";
     if simulation::is("no-fault") {
         let gpu = Gpu::open(0).unwrap();
-        let sums = DeviceChecksum::new(&gpu).unwrap();
+        let (sums, block) = (DeviceChecksum::new(&gpu).unwrap(), vec![7; 2 << 20]);
         for (pieces, groups) in [(1, 16), (3, 18), (64, 64)] {
             let mut bench = Bench::new(&gpu, tensors(&gpu, 1, 2 << 20, pieces));
-            bench.upload(0, &[7; 2 << 20]);
+            bench.upload(0, &block);
             simulation::summing_groups();
-            assert_eq!(sums.of(&bench.device, SlotId(0)).unwrap(), checksum(&[7; 2 << 20]));
+            assert_eq!(sums.of(&bench.device, SlotId(0)).unwrap(), checksum(&block));
             assert_eq!(simulation::summing_groups(), groups, "blocks of {pieces} pieces");
         }
     }
@@ -582,8 +582,8 @@ mod beside_an_engine {
     fn a_save_reads_what_it_wrote_before_the_fence() {
         static COMPUTED: AtomicBool = AtomicBool::new(false);
         let Some(mut engine) = Engine::new() else { return };
-        engine.bench.upload(0, &[1; BLOCK]);
-        engine.bench.upload(1, &[2; BLOCK]);
+        engine.bench.upload(0, &vec![1; BLOCK]);
+        engine.bench.upload(1, &vec![2; BLOCK]);
         let computing = Held(&COMPUTED);
         engine.computes_until(&COMPUTED);
         engine.copies(1, 0);
@@ -604,7 +604,7 @@ mod beside_an_engine {
     fn it_reads_what_a_load_brought_before_the_mark() {
         static FREED: AtomicBool = AtomicBool::new(false);
         let Some(mut engine) = Engine::new() else { return };
-        engine.bench.upload(0, &[1; BLOCK]);
+        engine.bench.upload(0, &vec![1; BLOCK]);
         engine.bench.memory.write(&mut engine.bench.here[0]).unwrap().fill(5);
         let reading = Held(&FREED);
         engine.computes_until(&FREED);
@@ -743,8 +743,9 @@ mod faults {
             let gpu = Gpu::open(0).unwrap();
             let mut bench = Bench::new(&gpu, tensors(&gpu, 9, 64 << 10, 64));
             for slot in 0..9 {
-                bench.upload(slot, &[slot as u8; 64 << 10]);
-                assert_eq!(bench.download(slot), [slot as u8; 64 << 10]);
+                let block = vec![slot as u8; 64 << 10];
+                bench.upload(slot, &block);
+                assert_eq!(bench.download(slot), block);
             }
         }
         simulation::run_one_test("queries-fail", "", name);

@@ -160,8 +160,8 @@ impl Gpu {
     /// The stream is of this GPU's primary context, and not destroyed meanwhile; the fence is this GPU's.
     pub unsafe fn hold(&self, stream: u64, fence: &Fence) -> Result<(), SetupError> {
         let stream = std::ptr::with_exposed_provenance_mut(stream as usize);
-        // SAFETY: as the caller promises; the fence keeps its event.
         match fence {
+            // SAFETY: as the caller promises; the fence keeps its event.
             Fence::Event(event) => self.inside(|| unsafe { wait_in(stream, event.handle()) }),
             fence if fence.is_done() => Ok(()),
             _ => {
@@ -206,7 +206,7 @@ impl Context {
     }
 }
 
-/// A thread that calls the driver. While an engine captures a stream (with the mode that PyTorch uses), harmless
+/// A thread that calls the driver. While an engine captures a stream (in the mode of `torch.cuda.graph`), harmless
 /// calls of other threads, be it the question whether an event has passed, fail and end the capture, unless the thread
 /// has said that it does not care for captures. Ours does not: nothing of ours is ever captured.
 #[derive(Debug)]
@@ -300,8 +300,8 @@ impl Registration {
         })?;
         let mut registration = Self { gpu: gpu.clone(), memory, shift: 0 };
         let mut mapped = 0;
-        // SAFETY: the memory is registered with the flag that maps it.
         let asked = gpu.inside(|| {
+            // SAFETY: the memory is registered with the flag that maps it.
             unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut mapped, base.as_ptr().cast(), 0) }.result()
         });
         asked.map_err(|error| failed("host memory is not mapped for the GPU", error))?;
@@ -568,7 +568,7 @@ unsafe fn wait_in(stream: sys::CUstream, event: u64) -> Result<(), DriverError> 
 ///
 /// These are the codes of which the driver's documentation says that every later call returns them too until the process
 /// is started anew ("leaves the process in an inconsistent state"), or that the context is gone. Errors that are
-/// merely often the last ones (uncorrectable ECC or NVLink errors, `UNKNOWN`) are not among them: a slot that is kept
+/// merely often the last ones (`ECC_UNCORRECTABLE`, `NVLINK_UNCORRECTABLE`, `UNKNOWN`) are not among them: a slot that is kept
 /// for ever costs a slot, one that is reused too early costs bytes.
 pub(crate) const fn ends_the_context(error: DriverError) -> bool {
     matches!(
