@@ -152,7 +152,7 @@ fn machine(settings: &Settings) -> Vec<Check> {
     ];
     checks.extend(settings.disk.dirs.iter().map(|dir| direct_io(dir)));
     let gpu = kvbm::probe_gpu();
-    checks.push(numa());
+    checks.push(numa(gpu.nodes.get(settings.device.ordinal as usize).copied().flatten()));
     checks.push(Check::of("CUDA", gpu.cuda));
     checks.push(Check::of("NVRTC", gpu.nvrtc));
     checks.push(Check::of("GDS", gpu.gds));
@@ -226,9 +226,17 @@ fn io_uring() -> Check {
     }
 }
 
-fn numa() -> Check {
-    match fs::read_to_string("/sys/devices/system/node/online") {
-        Ok(nodes) => Check::ready("NUMA", format!("nodes {}", nodes.trim())),
+/// `gpu`: the node of the GPU, near which host memory is taken where there is a choice.
+fn numa(gpu: Option<u32>) -> Check {
+    match fs::read_to_string("/sys/devices/system/node/online").map(|nodes| nodes.trim().to_owned()) {
+        Ok(nodes) if nodes == "0" => Check::ready("NUMA", "one node"),
+        Ok(nodes) => {
+            let near = gpu.map_or_else(
+                || "host memory is taken from any".to_owned(),
+                |node| format!("host memory is taken from node {node}, the GPU's"),
+            );
+            Check::ready("NUMA", format!("nodes {nodes}; {near}"))
+        }
         Err(error) => Check::unavailable("NUMA", format!("the kernel does not tell the nodes: {error}")),
     }
 }

@@ -25,7 +25,7 @@ use kvbm_tiers::geometry::{ALIGNMENT, MAX_SLOTS};
 use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions};
 use kvbm_tiers::{
     Backend, Checksums, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool, Geometry,
-    MemcpyBackend, Memory, SetupError, SetupErrorKind, ThreadsBackend, Tier, UringBackend, Verified,
+    MemcpyBackend, Memory, SetupError, SetupErrorKind, ThreadsBackend, Tier, UringBackend, Verified, numa,
 };
 use prometheus::Registry;
 
@@ -166,7 +166,9 @@ impl Tiers {
         if tier + staging == 0 {
             return Ok(());
         }
-        let region = DramRegion::host(dram(tier + staging, settings)?).map_err(setup)?;
+        let options = dram(tier + staging, settings)?;
+        let node = self.gpu.as_ref().and_then(GpuTier::numa_node);
+        let region = numa::near(node, || DramRegion::host(options)).map_err(setup)?;
         let mut pool = frames(&region)?;
         self.staging.extend((0..staging).filter_map(|_| pool.take()));
         if tier > 0 {

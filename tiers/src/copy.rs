@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
+use crate::fence::Fences;
+
 /// A level of the memory hierarchy, fastest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -217,6 +219,12 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
 
     /// Starts the copies. Must return quickly; reports through `done`, possibly before it returns.
     fn submit(&self, batch: Vec<CopyOp>, done: Done);
+
+    /// The same, in order with an engine's work: call [`fence::submit`](crate::fence::submit) instead. By default
+    /// refused, unless there is nothing to wait for.
+    fn submit_fenced(&self, batch: Vec<CopyOp>, fences: Fences, done: Done) {
+        crate::fence::submit_unfenced(self, batch, &fences, done);
+    }
 }
 
 // SAFETY: everything is the inner backend's doing.
@@ -231,5 +239,9 @@ unsafe impl<B: Backend + ?Sized> Backend for Arc<B> {
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
         (**self).submit(batch, done);
+    }
+
+    fn submit_fenced(&self, batch: Vec<CopyOp>, fences: Fences, done: Done) {
+        (**self).submit_fenced(batch, fences, done);
     }
 }

@@ -95,6 +95,12 @@ impl SegmentMap {
 }
 
 impl Part {
+    /// Bytes from its first to its last, of so many slots.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn extent_bytes(&self, slots: usize) -> usize {
+        self.stride * (slots - 1) + self.bytes
+    }
+
     /// From its first to its last byte: `[start, end)`.
     fn extent(&self, slots: u32) -> Result<(usize, usize), SetupError> {
         if self.bytes == 0 || self.bytes > self.stride {

@@ -108,6 +108,16 @@ fn gds(
     home: &Path,
     checksums: Arc<Checksums>,
 ) -> Result<GdsBackend, SetupError> {
+    gds_with(gpu, device, home, checksums, &cufile_options())
+}
+
+fn gds_with(
+    gpu: &Gpu,
+    device: &Arc<DeviceRegion>,
+    home: &Path,
+    checksums: Arc<Checksums>,
+    options: &CuFileOptions,
+) -> Result<GdsBackend, SetupError> {
     let segments = device.segments();
     let disk = DiskRegion::open(&DiskOptions {
         geometry: Geometry::new(segments.slots(), segments.block_bytes()).unwrap(),
@@ -116,7 +126,7 @@ fn gds(
         zerofill_fallback: true,
         keep: None,
     });
-    GdsBackend::new(gpu, Arc::clone(device), Arc::new(disk.unwrap()), checksums, 4, &cufile_options())
+    GdsBackend::new(gpu, Arc::clone(device), Arc::new(disk.unwrap()), checksums, 4, options)
 }
 
 /// A list of modules that exists, and a short time-out.
@@ -263,7 +273,9 @@ proptest! {
     }
 
     #[test]
-    fn kernels_sum_as_the_cpu_does(block_bytes in 1_usize..9000, pieces in 1_usize..70, seed: usize) {
+    fn kernels_sum_as_the_cpu_does(
+        block_bytes in prop_oneof![1_usize..9000, 1_usize..3 << 20], pieces in 1_usize..70, seed: usize
+    ) {
         let Some(gpu) = gpu() else { return Ok(()) };
         let sums = DeviceChecksum::new(&gpu).unwrap();
         let mut bench = Bench::new(&gpu, tensors(&gpu, 2, block_bytes, pieces));
@@ -274,6 +286,24 @@ proptest! {
             prop_assert_eq!(sums.of(&bench.device, SlotId(1)).unwrap(), checksum(&block));
         }
     }
+}
+
+/// All of a GPU but one group would stand by while a request waits.
+#[test]
+fn a_block_is_summed_by_many_groups() {
+    let name = "a_block_is_summed_by_many_groups";
+    if simulation::is("no-fault") {
+        let gpu = Gpu::open(0).unwrap();
+        let (sums, block) = (DeviceChecksum::new(&gpu).unwrap(), vec![7; 2 << 20]);
+        for (pieces, groups) in [(1, 16), (3, 18), (64, 64)] {
+            let mut bench = Bench::new(&gpu, tensors(&gpu, 1, 2 << 20, pieces));
+            bench.upload(0, &block);
+            simulation::summing_groups();
+            assert_eq!(sums.of(&bench.device, SlotId(0)).unwrap(), checksum(&block));
+            assert_eq!(simulation::summing_groups(), groups, "blocks of {pieces} pieces");
+        }
+    }
+    simulation::run_one_test("no-fault", "", name);
 }
 
 fn check_transform(gpu: &Gpu, from: View, to: View, (source, target): (usize, usize), pairs: &[(u32, u32)]) {
@@ -379,6 +409,276 @@ fn options(slots: u32, block_bytes: usize) -> kvbm_tiers::DramOptions {
     kvbm_tiers::DramOptions { geometry, huge_pages: false, fault_threads: 1 }
 }
 
+/// Beside an engine that has contexts, streams and captures of its own.
+mod beside_an_engine {
+    use std::ffi::c_void;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use cudarc::driver::sys;
+    use kvbm_tiers::cuda::DeviceWindow;
+    use kvbm_tiers::fence::{self, Fence, Fences, HostFence, Mark};
+    use parking_lot::{Mutex, MutexGuard};
+
+    use super::*;
+
+    /// One at a time: an engine's calls disturb each other's captures.
+    static TURN: Mutex<()> = Mutex::new(());
+
+    /// An engine in this thread: the GPU's primary context is current, and it has a stream.
+    struct Engine {
+        gpu: Gpu,
+        stream: sys::CUstream,
+        bench: Bench,
+        _turn: MutexGuard<'static, ()>,
+    }
+
+    const BLOCK: usize = 64 << 10;
+
+    impl Engine {
+        fn new() -> Option<Self> {
+            let turn = TURN.lock();
+            let gpu = gpu()?;
+            let bench = Bench::new(&gpu, tensors(&gpu, 4, BLOCK, 64));
+            let (mut context, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
+            // SAFETY: the pointers are valid for the calls, and the flag makes it independent of the default stream.
+            unsafe {
+                sys::cuDevicePrimaryCtxRetain(&raw mut context, 0).result().unwrap();
+                sys::cuCtxSetCurrent(context).result().unwrap();
+                sys::cuStreamCreate(&raw mut stream, 1).result().unwrap();
+            }
+            Some(Self { gpu, stream, bench, _turn: turn })
+        }
+
+        fn handle(&self) -> u64 {
+            self.stream.expose_provenance() as u64
+        }
+
+        /// Between the bench's device and host memory that the bench does not know.
+        fn device_elsewhere(&self) -> Arc<dyn Backend> {
+            let segments = self.bench.device.segments();
+            let memory = Arc::new(host(segments.slots(), segments.block_bytes()));
+            Arc::new(CudaBackend::new(&self.gpu, memory, &self.bench.device).unwrap())
+        }
+
+        /// Has the stream wait until the flag is set, as it would for a kernel that runs for long.
+        fn computes_until(&self, flag: &'static AtomicBool) {
+            unsafe extern "C" fn spin(flag: *mut c_void) {
+                // SAFETY: a static.
+                let flag = unsafe { &*flag.cast::<AtomicBool>() };
+                while !flag.load(Ordering::Acquire) {
+                    std::thread::yield_now();
+                }
+            }
+            let flag = std::ptr::from_ref(flag).cast_mut().cast();
+            // SAFETY: the function is given what it expects, and calls nothing of CUDA's.
+            unsafe { sys::cuLaunchHostFunc(self.stream, Some(spin), flag) }.result().unwrap();
+        }
+
+        /// Starts a copy of the first piece of a device slot onto that of another.
+        fn copies(&self, from: usize, to: usize) {
+            let piece = BLOCK / 64;
+            // SAFETY: slots of the bench, which the test knows nobody else to use.
+            unsafe {
+                sys::cuMemcpyAsync(self.bench.address(to), self.bench.address(from), piece, self.stream)
+            }
+            .result()
+            .unwrap();
+        }
+
+        fn waits(&self) {
+            // SAFETY: the stream lives.
+            unsafe { sys::cuStreamSynchronize(self.stream) }.result().unwrap();
+        }
+
+        fn captures(&self, work: impl FnOnce()) -> Result<(), cudarc::driver::result::DriverError> {
+            // What PyTorch uses for CUDA graphs.
+            let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+            let mut graph = std::ptr::null_mut();
+            // SAFETY: the stream lives; the graph is not used.
+            unsafe { sys::cuStreamBeginCapture_v2(self.stream, mode) }.result().unwrap();
+            work();
+            // SAFETY: as above.
+            unsafe { sys::cuStreamEndCapture(self.stream, &raw mut graph) }.result()
+        }
+    }
+
+    impl Drop for Engine {
+        fn drop(&mut self) {
+            // SAFETY: nobody uses the stream any more; retained once, released once.
+            unsafe {
+                let _ = sys::cuStreamDestroy_v2(self.stream);
+                let _ = sys::cuCtxSetCurrent(std::ptr::null_mut());
+                let _ = sys::cuDevicePrimaryCtxRelease_v2(0);
+            }
+        }
+    }
+
+    /// Sets a flag, at the latest when the test fails: else the stream never ends.
+    struct Held(&'static AtomicBool);
+
+    impl Held {
+        fn free(&self) {
+            self.0.store(true, Ordering::Release);
+        }
+    }
+
+    impl Drop for Held {
+        fn drop(&mut self) {
+            self.free();
+        }
+    }
+
+    fn current() -> sys::CUcontext {
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the pointer is valid for the call.
+        unsafe { sys::cuCtxGetCurrent(&raw mut context) }.result().unwrap();
+        context
+    }
+
+    #[test]
+    fn copies_leave_its_capture_alone_and_arrive() {
+        let Some(engine) = Engine::new() else { return };
+        let sums = DeviceChecksum::new(&engine.gpu).unwrap();
+        let mut block = vec![0; BLOCK];
+        fill_pattern(3, &mut block);
+        let outcome = engine.captures(|| {
+            // Also what is made and freed meanwhile.
+            let mut bench = Bench::new(&engine.gpu, tensors(&engine.gpu, 4, BLOCK, 64));
+            for slot in 0..4 {
+                bench.upload(slot, &block);
+                assert_eq!(bench.download(slot), block);
+                assert_eq!(sums.of(&bench.device, SlotId(slot as u32)).unwrap(), checksum(&block));
+            }
+        });
+        outcome.unwrap();
+    }
+
+    #[test]
+    fn calls_leave_its_context_current() {
+        let Some(engine) = Engine::new() else { return };
+        let used = || {
+            let gpu = Gpu::open(0).unwrap();
+            let region = Arc::new(gpu.allocate(Geometry::new(1, 4096).unwrap()).unwrap());
+            let mut frame = region.frames().unwrap().take().unwrap();
+            let window = DeviceWindow::new(&gpu, Arc::clone(&region)).unwrap();
+            window.write(&mut frame, &[7; 4096]).unwrap().unwrap();
+            DeviceChecksum::new(&gpu).unwrap().of(&region, frame.slot()).unwrap();
+            drop(CudaBackend::new(&gpu, Arc::new(host(1, 4096)), &region).unwrap());
+        };
+        let own = current();
+        assert!(!own.is_null());
+        used();
+        assert_eq!(current(), own);
+        // A thread that has none has none afterwards.
+        let without = std::thread::spawn(move || {
+            used();
+            current().is_null()
+        });
+        assert!(without.join().unwrap());
+        drop(engine);
+    }
+
+    #[test]
+    fn a_save_reads_what_it_wrote_before_the_fence() {
+        static COMPUTED: AtomicBool = AtomicBool::new(false);
+        let Some(mut engine) = Engine::new() else { return };
+        engine.bench.upload(0, &vec![1; BLOCK]);
+        engine.bench.upload(1, &vec![2; BLOCK]);
+        let computing = Held(&COMPUTED);
+        engine.computes_until(&COMPUTED);
+        engine.copies(1, 0);
+        // SAFETY: the engine's stream lives.
+        let after = unsafe { engine.gpu.fence_behind(engine.handle()) }.unwrap();
+        let (send, reports) = std::sync::mpsc::channel();
+        let done = Done::new(move |_, result| send.send(result).unwrap());
+        let save = order(0, engine.bench.there[0].slot_ref(), engine.bench.here[2].slot_ref());
+        engine.bench.backend.submit_fenced(vec![save], Fences { after, mark: None }, done);
+        assert!(reports.recv_timeout(Duration::from_millis(20)).is_err());
+        computing.free();
+        reports.recv().unwrap().unwrap();
+        let saved = engine.bench.memory.read(&engine.bench.here[2]).unwrap();
+        assert_eq!(saved[..BLOCK / 64], [2; BLOCK / 64]);
+    }
+
+    #[test]
+    fn it_reads_what_a_load_brought_before_the_mark() {
+        static FREED: AtomicBool = AtomicBool::new(false);
+        let Some(mut engine) = Engine::new() else { return };
+        engine.bench.upload(0, &vec![1; BLOCK]);
+        engine.bench.memory.write(&mut engine.bench.here[0]).unwrap().fill(5);
+        let reading = Held(&FREED);
+        engine.computes_until(&FREED);
+        // SAFETY: the engine's stream lives.
+        let after = unsafe { engine.gpu.fence_behind(engine.handle()) }.unwrap();
+        let (send, reports) = std::sync::mpsc::channel();
+        let done = Done::new(move |_, result| send.send(result).unwrap());
+        let (load, mark) =
+            (order(0, engine.bench.here[0].slot_ref(), engine.bench.there[0].slot_ref()), Mark::new());
+        let fences = Fences { after, mark: Some(mark.clone()) };
+        engine.bench.backend.submit_fenced(vec![load], fences, done);
+        // The copy is started at once, though it cannot run.
+        let started = Instant::now();
+        let arrived = loop {
+            assert!(started.elapsed() < Duration::from_secs(10), "no mark");
+            match mark.fence() {
+                Some(fence) => break fence,
+                None => std::thread::yield_now(),
+            }
+        };
+        assert!(!arrived.is_done() && reports.try_recv().is_err());
+        // A second stream of the engine reads behind it.
+        let mut second = std::ptr::null_mut();
+        // SAFETY: the pointer is valid for the call.
+        unsafe { sys::cuStreamCreate(&raw mut second, 1) }.result().unwrap();
+        let first = std::mem::replace(&mut engine.stream, second);
+        // SAFETY: the engine's stream lives.
+        unsafe { engine.gpu.hold(engine.handle(), &arrived) }.unwrap();
+        engine.copies(0, 3);
+        // Time for a copy that does not wait to read what was there before.
+        std::thread::sleep(Duration::from_millis(5));
+        reading.free();
+        engine.waits();
+        reports.recv().unwrap().unwrap();
+        assert_eq!(engine.bench.download(3)[..BLOCK / 64], [5; BLOCK / 64]);
+        // SAFETY: nobody uses it any more.
+        unsafe { sys::cuStreamDestroy_v2(first) }.result().unwrap();
+    }
+
+    #[test]
+    fn a_fence_inside_its_capture_is_refused_and_the_capture_goes_on() {
+        let Some(engine) = Engine::new() else { return };
+        let outcome = engine.captures(|| {
+            // SAFETY: the engine's stream lives.
+            let error = unsafe { engine.gpu.fence_behind(engine.handle()) }.unwrap_err();
+            assert_eq!(error.kind(), SetupErrorKind::InUse);
+        });
+        outcome.unwrap();
+        // And then it heals.
+        // SAFETY: as above.
+        assert!(!unsafe { engine.gpu.fence_behind(engine.handle()) }.unwrap().is_done());
+    }
+
+    #[test]
+    fn a_thread_of_its_own_may_hold_a_save_too() {
+        let Some(engine) = Engine::new() else { return };
+        let backend = engine.device_elsewhere();
+        let raised = HostFence::new();
+        // SAFETY: the engine's stream lives.
+        let error = unsafe { engine.gpu.hold(engine.handle(), &Fence::Host(raised.clone())) }.unwrap_err();
+        assert_eq!(error.kind(), SetupErrorKind::Invalid);
+        let (send, reports) = std::sync::mpsc::channel();
+        let done = Done::new(move |_, result| send.send(result).unwrap());
+        let save = order(0, engine.bench.there[0].slot_ref(), engine.bench.here[2].slot_ref());
+        let fences = Fences { after: Fence::Host(raised.clone()), mark: None };
+        backend.submit_fenced(vec![save], fences.clone(), done.clone());
+        assert_eq!(reports.recv().unwrap().unwrap_err().kind(), CopyErrorKind::Refused);
+        fence::submit(&backend, vec![save], fences, done);
+        assert!(reports.recv_timeout(Duration::from_millis(5)).is_err());
+        raised.raise();
+        reports.recv().unwrap().unwrap();
+    }
+}
+
 /// Faults that only a simulated driver can have: each test does nothing but in the child of its own.
 mod faults {
     use super::*;
@@ -435,6 +735,43 @@ mod faults {
         simulation::run_one_test("copies-fail", "", "faults::of_copies_end_every_operation_in_an_error");
     }
 
+    /// The driver does not say whether copies have ended: they may still run.
+    #[test]
+    fn of_questions_keep_the_slots_until_there_is_an_answer() {
+        let name = "faults::of_questions_keep_the_slots_until_there_is_an_answer";
+        if simulation::is("queries-fail") {
+            let gpu = Gpu::open(0).unwrap();
+            let mut bench = Bench::new(&gpu, tensors(&gpu, 9, 64 << 10, 64));
+            for slot in 0..9 {
+                let block = vec![slot as u8; 64 << 10];
+                bench.upload(slot, &block);
+                assert_eq!(bench.download(slot), block);
+            }
+        }
+        simulation::run_one_test("queries-fail", "", name);
+    }
+
+    #[test]
+    fn of_none_nothing_is_allocated_while_copies_run() {
+        let name = "faults::of_none_nothing_is_allocated_while_copies_run";
+        if simulation::is("no-fault") {
+            let gpu = Gpu::open(0).unwrap();
+            // The kernel, one call for all, and copies one by one.
+            for pieces in [64, 4, 1] {
+                let bench = Bench::new(&gpu, tensors(&gpu, 100, 1 << 20, pieces));
+                let before = simulation::allocations();
+                for _ in 0..3 {
+                    let up = |i: usize| order(i, bench.here[i].slot_ref(), bench.there[i].slot_ref());
+                    let back = |i: usize| order(i, bench.there[i].slot_ref(), bench.here[i].slot_ref());
+                    run(&bench.backend, (0..100).map(up).collect()).into_iter().for_each(Result::unwrap);
+                    run(&bench.backend, (0..100).map(back).collect()).into_iter().for_each(Result::unwrap);
+                }
+                assert_eq!(simulation::allocations(), before);
+            }
+        }
+        simulation::run_one_test("no-fault", "", name);
+    }
+
     #[test]
     fn that_hang_the_gpu_hang_nobody_who_drops_the_backend() {
         if simulation::is("streams-hang") {
@@ -456,6 +793,8 @@ mod faults {
 }
 
 mod faults_of_cufile {
+    use std::os::unix::fs::MetadataExt;
+
     use super::*;
 
     /// A device region of two slots, and what opening GDS for it comes to.
@@ -506,6 +845,74 @@ mod faults_of_cufile {
             assert_eq!((gds.mode(), gds.name()), (CuFileMode::Compatibility, "gds (compatibility mode)"));
         }
         simulation::run_one_test("cufile-compatible", "", "faults_of_cufile::compatibility_mode_is_told");
+    }
+
+    /// The driver reaches NVMe, and the slot files may lie elsewhere.
+    #[test]
+    fn only_files_that_the_driver_reaches_are_direct() {
+        let name = "faults_of_cufile::only_files_that_the_driver_reaches_are_direct";
+        if simulation::is("no-fault") {
+            let gpu = Gpu::open(0).unwrap();
+            let (device, gds) = opened(&gpu);
+            let gds = gds.unwrap();
+            assert_eq!(gds.mode(), CuFileMode::Compatibility);
+            let why = gds.indirect().unwrap();
+            assert!(why.contains("no direct path") || why.contains("does not describe"), "{why}");
+            // A kernel that knows the drive as NVMe.
+            let (home, sysfs) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+            let on = std::fs::metadata(home.path()).unwrap().dev();
+            let block = sysfs.path().join("dev/block");
+            let (drive, link) =
+                (block.join("nvme0n1"), block.join(format!("{}:{}", libc::major(on), libc::minor(on))));
+            std::fs::create_dir_all(&drive).unwrap();
+            std::os::unix::fs::symlink(drive, link).unwrap();
+            let options = CuFileOptions { sysfs: sysfs.path().to_owned(), ..cufile_options() };
+            let gds = gds_with(&gpu, &device, home.path(), Arc::default(), &options).unwrap();
+            match gds.indirect() {
+                None => assert_eq!((gds.mode(), gds.name()), (CuFileMode::Direct, "gds")),
+                Some(why) => skip("direct", &why),
+            }
+        }
+        simulation::run_one_test("no-fault", "", name);
+    }
+
+    #[test]
+    fn a_block_of_many_pieces_is_shared_by_all_threads() {
+        let name = "faults_of_cufile::a_block_of_many_pieces_is_shared_by_all_threads";
+        if simulation::is("no-fault") {
+            let gpu = Gpu::open(0).unwrap();
+            let home = tempfile::tempdir().unwrap();
+            let mut bench = Bench::new(&gpu, tensors(&gpu, 2, 64 << 10, 16));
+            let gds = gds(&gpu, &bench.device, home.path(), Arc::default()).unwrap();
+            let mut block = vec![0; 64 << 10];
+            fill_pattern(5, &mut block);
+            bench.upload(0, &block);
+            let disk = SlotRef { tier: Tier::Disk, ..bench.here[0].slot_ref() };
+            for op in [order(0, bench.there[0].slot_ref(), disk), order(0, disk, bench.there[1].slot_ref())] {
+                run(&gds, vec![op]).remove(0).unwrap();
+                assert_eq!(simulation::transfers_at_once(), 4);
+            }
+            assert_eq!(bench.download(1), block);
+        }
+        simulation::run_one_test("no-fault", "", name);
+    }
+
+    #[test]
+    fn of_pinning_name_the_limits_and_blocks_move_all_the_same() {
+        let name = "faults_of_cufile::of_pinning_name_the_limits_and_blocks_move_all_the_same";
+        if simulation::is("cufile-pins-little") {
+            let gpu = Gpu::open(0).unwrap();
+            let (device, gds) = opened(&gpu);
+            let gds = gds.unwrap();
+            let why = gds.unregistered().unwrap();
+            assert!(why.contains("max_device_pinned_mem_size_kb") && why.contains("BAR1"), "{why}");
+            let report = probe_cufile(&cufile_options()).ready().unwrap();
+            assert_eq!((report.max_pinned, &*report.reached), (4096, &["NVMe"][..]));
+            let from = device.frames().unwrap().take().unwrap();
+            let disk = SlotRef { tier: Tier::Disk, ..from.slot_ref() };
+            run(&gds, vec![order(0, from.slot_ref(), disk)]).remove(0).unwrap();
+        }
+        simulation::run_one_test("cufile-pins-little", "", name);
     }
 
     #[test]

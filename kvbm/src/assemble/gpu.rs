@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvbm_settings::{DeviceBackend, Settings};
 use kvbm_tiers::cuda::{
-    self, CuFileMode, CuFileOptions, CudaBackend, DeviceWindow, Driver, GdsBackend, Gpu, probe_cufile,
+    self, CuFileOptions, CudaBackend, DeviceWindow, Driver, GdsBackend, Gpu, probe_cufile,
 };
 use kvbm_tiers::{Backend, Checksums, DeviceRegion, DiskRegion, FramePool, Geometry, Memory};
 
@@ -42,6 +42,11 @@ impl GpuTier {
         self.region.frames().ok_or_else(|| Error::new(ErrorKind::Invalid, "a region has one ledger only"))
     }
 
+    /// The NUMA node that copies from and to host memory are shortest from.
+    pub(super) fn numa_node(&self) -> Option<u32> {
+        self.gpu.device().numa_node()
+    }
+
     /// Where its blocks can be looked at.
     pub(super) fn window(&self) -> Result<Arc<dyn Device>> {
         Ok(Arc::new(DeviceWindow::new(&self.gpu, Arc::clone(&self.region)).map_err(setup)?))
@@ -62,8 +67,8 @@ impl GpuTier {
     ) -> Result<Arc<dyn Backend>> {
         let (device, options) = (Arc::clone(&self.region), CuFileOptions::default());
         let gds = GdsBackend::new(&self.gpu, device, disk, checksums, depth, &options).map_err(setup)?;
-        if gds.mode() == CuFileMode::Compatibility && !asked_for {
-            let message = "cuFile works in compatibility mode only, through host memory";
+        if let Some(why) = gds.indirect().filter(|_| !asked_for) {
+            let message = format!("cuFile would go through host memory: the slot files lie on {why}");
             return Err(Error::new(ErrorKind::Unavailable, message));
         }
         Ok(Arc::new(gds))
@@ -73,18 +78,22 @@ impl GpuTier {
 /// Driver, compiler and cuFile, as they are here.
 pub(super) fn probe() -> GpuReport {
     let found = cuda::probe();
+    let driver = found.driver.clone().ready();
     let gds = probe_cufile(&CuFileOptions::default());
     GpuReport {
         cuda: found.driver.ready().map(|driver| shown(&driver)),
         nvrtc: found.nvrtc.ready().map(|()| "kernels are compiled for this GPU".to_owned()),
-        gds: gds.ready().map(|mode| mode.to_string()),
+        gds: gds.ready().map(|report| report.to_string()),
+        nodes: driver.into_iter().flat_map(|driver| driver.devices).map(|gpu| gpu.numa_node()).collect(),
     }
 }
 
 fn shown(driver: &Driver) -> String {
     let devices = driver.devices.iter().enumerate().map(|(ordinal, gpu)| {
         let node = gpu.numa_node().map_or_else(String::new, |node| format!(", NUMA node {node}"));
-        format!("GPU {ordinal}: {}, {} GiB{node}", gpu.name, gpu.memory >> 30)
+        let window =
+            gpu.window_bytes().map_or_else(String::new, |bytes| format!(", BAR1 {} MiB", bytes >> 20));
+        format!("GPU {ordinal}: {}, {} GiB{window}{node}", gpu.name, gpu.memory >> 30)
     });
     format!("CUDA {}; {}", driver.version, devices.collect::<Vec<_>>().join("; "))
 }

@@ -29,4 +29,6 @@ pub struct GpuReport {
     pub nvrtc: std::result::Result<String, String>,
     /// Transfers between disk and GPU.
     pub gds: std::result::Result<String, String>,
+    /// The NUMA node of each GPU, where the kernel says so: host memory is taken from there.
+    pub nodes: Vec<Option<u32>>,
 }

@@ -27,6 +27,10 @@ impl GpuTier {
         match *self {}
     }
 
+    pub(super) fn numa_node(&self) -> Option<u32> {
+        match *self {}
+    }
+
     pub(super) fn window(&self) -> Result<Arc<dyn Device>> {
         match *self {}
     }
@@ -48,5 +52,5 @@ impl GpuTier {
 
 pub(super) fn probe() -> GpuReport {
     let no = || Err("this build has no GPU backend; build with --features cuda".to_owned());
-    GpuReport { cuda: no(), nvrtc: no(), gds: no() }
+    GpuReport { cuda: no(), nvrtc: no(), gds: no(), nodes: Vec::new() }
 }

@@ -3,17 +3,19 @@
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use cudarc::driver::result::DriverError;
 
-use super::driver::{Event, Gpu, Pinned, Registration, Stream, failed};
+use super::driver::{Event, Gpu, Pinned, Registration, Stream, ends_the_context, failed};
 use super::kernels::{KernelOrigin, Kernels};
 use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
 use crate::device::{DeviceRegion, Space};
 use crate::error::{SetupError, SetupErrorKind};
+use crate::fence::{Fence, Fences, Mark};
 use crate::memory::{Memory, forget_checksum, no_such_slot};
 use crate::segments::{Piece, Segment, pieces};
 
@@ -31,6 +33,7 @@ pub struct CudaBackend {
 #[derive(Debug)]
 struct Batch {
     ops: Vec<CopyOp>,
+    fences: Fences,
     done: Done,
 }
 
@@ -39,6 +42,11 @@ struct Batch {
 const SMALL_PIECE: usize = 128 << 10;
 /// From so many pieces on, one call for all is worth its preparation.
 const MANY_PIECES: usize = 4;
+/// Pieces that one launch of the kernel takes, unless a single block has more.
+const TABLE_PIECES: usize = 4096;
+/// Flights of a lane at a time. What they need is made at the start: to allocate locked memory while copies run takes
+/// milliseconds, and the driver's locks.
+const DESKS: usize = 32;
 /// How often a thread looks whether copies have ended. The system rounds it up by about 50 µs.
 const POLL: Duration = Duration::from_micros(20);
 
@@ -76,9 +84,10 @@ fn check_fit(gpu: &Gpu, memory: &dyn Memory, device: &DeviceRegion) -> Result<()
     Err(SetupError::new(SetupErrorKind::Invalid, message))
 }
 
-// SAFETY: an operation is reported when the event behind its copies has passed, or the context has ended and
-// with it all its work; the lanes' threads keep both regions until they have reported everything, and copy
-// the pieces of blocks of one size, in slots that exist.
+// SAFETY: an operation is reported when the event behind its copies has passed, or an error says that the context
+// has ended and with it all its work; any other error says nothing, and the slots stay the operation's. The lanes'
+// threads keep both regions until they have reported everything, and copy the pieces of blocks of one size, in slots
+// that exist.
 unsafe impl Backend for CudaBackend {
     fn name(&self) -> &'static str {
         "cuda"
@@ -89,21 +98,39 @@ unsafe impl Backend for CudaBackend {
     }
 
     fn submit(&self, ops: Vec<CopyOp>, done: Done) {
+        self.submit_fenced(ops, Fences::default(), done);
+    }
+
+    fn submit_fenced(&self, ops: Vec<CopyOp>, fences: Fences, done: Done) {
+        let batch = Batch { ops, fences, done };
+        if let Fence::Host(fence) = &batch.fences.after
+            && !fence.is_raised()
+        {
+            let why = "a GPU cannot wait for a thread: submit when the fence is raised";
+            return batch.end(&CopyError::new(CopyErrorKind::Refused, why));
+        }
         for (lane, route) in self.lanes.iter().zip(&self.routes) {
             // A batch is of one route; whatever else is in it, the lane refuses.
-            if ops.first().is_some_and(|op| op.route() == *route) {
-                return lane.send(Batch { ops, done }).unwrap_or_else(|unsent| unsent.0.refuse());
+            if batch.ops.first().is_some_and(|op| op.route() == *route) {
+                return lane.send(batch).unwrap_or_else(|unsent| unsent.0.refuse());
             }
         }
-        Batch { ops, done }.refuse();
+        batch.refuse();
     }
 }
 
 impl Batch {
     /// No lane serves it.
     fn refuse(self) {
-        for (index, op) in self.ops.iter().enumerate() {
-            self.done.complete(index, Err(no_such_slot(op.from)));
+        if let Some(op) = self.ops.first() {
+            self.end(&no_such_slot(op.from));
+        }
+    }
+
+    /// Nothing of it was started.
+    fn end(&self, error: &CopyError) {
+        for index in 0..self.ops.len() {
+            report(&self.done, index, Err(error.clone()));
         }
     }
 }
@@ -115,23 +142,45 @@ struct Lane {
     host: Arc<Registration>,
     device: Arc<DeviceRegion>,
     kernels: Arc<Kernels>,
+    /// Copies that were started, in the order of the stream.
     flights: VecDeque<Flight>,
-    /// Events and tables of flights that have ended.
-    events: Vec<Event>,
-    tables: Vec<Pinned<Piece>>,
+    idle: Vec<Desk>,
+    /// Operations that a flight takes.
+    grain: usize,
+    /// Of the flight that is being started.
+    pieces: Vec<Piece>,
+    call: Call,
 }
 
-/// A batch whose copies were started.
-struct Flight {
-    /// Behind the copies; `None`: not even that could be started.
-    event: Option<Event>,
+/// The arguments of a call that starts many copies.
+#[derive(Default)]
+struct Call {
+    from: Vec<u64>,
+    to: Vec<u64>,
+    bytes: Vec<usize>,
+}
+
+/// What a flight needs.
+struct Desk {
     /// What the kernel reads, if it copies.
-    table: Option<Pinned<Piece>>,
+    table: Pinned<Piece>,
     /// Not reported yet, with their places in the batch.
     indices: Vec<usize>,
+}
+
+/// Copies that were started together.
+struct Flight {
+    desk: Desk,
+    event: Arc<Event>,
+    /// The event is behind the copies.
+    recorded: bool,
+    /// Left when it is.
+    mark: Option<Mark>,
     done: Done,
     /// Why some copies were not started.
     failure: Option<DriverError>,
+    /// The driver was asked about it and gave no answer.
+    doubtful: bool,
 }
 
 impl Lane {
@@ -144,31 +193,51 @@ impl Lane {
         device: &Arc<DeviceRegion>,
         kernels: &Arc<Kernels>,
     ) -> Result<Sender<Batch>, SetupError> {
-        let mut lane = Self {
+        let lane = Self::new(gpu, host, device, kernels)?;
+        let (batches, incoming) = crossbeam_channel::unbounded();
+        let (tell, told) = mpsc::sync_channel(1);
+        let serve = move || lane.serve(&incoming, &tell);
+        thread::Builder::new().name(name.into()).spawn(serve).map_err(|error| {
+            let message = "cannot start a thread for the GPU: raise the limit on processes";
+            SetupError::caused(SetupErrorKind::Unavailable, message, error)
+        })?;
+        match told.recv() {
+            Ok(Err(error)) => Err(failed("no context", error)),
+            _ => Ok(batches),
+        }
+    }
+
+    fn new(
+        gpu: &Gpu,
+        host: &Arc<Registration>,
+        device: &Arc<DeviceRegion>,
+        kernels: &Arc<Kernels>,
+    ) -> Result<Self, SetupError> {
+        let parts = device.segments().parts().len();
+        let desk = |_| Ok(Desk { table: Pinned::new(gpu, TABLE_PIECES.max(parts))?, indices: Vec::new() });
+        let idle: Result<_, _> = (0..DESKS).map(desk).collect();
+        gpu.reserve_events(DESKS).map_err(|error| failed("no events", error))?;
+        Ok(Self {
             gpu: gpu.clone(),
             stream: Stream::new(gpu)?,
             host: Arc::clone(host),
             device: Arc::clone(device),
             kernels: Arc::clone(kernels),
-            flights: VecDeque::new(),
-            events: Vec::new(),
-            tables: Vec::new(),
-        };
-        lane.gpu.enter().map_err(|error| failed("no context", error))?;
-        let (batches, incoming) = crossbeam_channel::unbounded();
-        let serve = move || lane.serve(&incoming);
-        thread::Builder::new().name(name.into()).spawn(serve).map_err(|error| {
-            let message = "cannot start a thread for the GPU: raise the limit on processes";
-            SetupError::caused(SetupErrorKind::Unavailable, message, error)
-        })?;
-        Ok(batches)
+            flights: VecDeque::with_capacity(DESKS),
+            idle: idle.map_err(|error| failed("no locked memory", error))?,
+            grain: (TABLE_PIECES / parts).max(1),
+            pieces: Vec::new(),
+            call: Call::default(),
+        })
     }
 
-    fn serve(&mut self, batches: &Receiver<Batch>) {
-        if let Err(error) = self.gpu.enter() {
-            tracing::error!(%error, "a thread cannot use the GPU: its copies will fail");
-        }
-        let mut open = true;
+    fn serve(mut self, batches: &Receiver<Batch>, tell: &mpsc::SyncSender<Result<(), DriverError>>) {
+        let gpu = self.gpu.clone();
+        let entered = gpu.enter();
+        let outcome = entered.as_ref().map(|_| ()).map_err(|error| *error);
+        // Whoever starts the lane waits for it.
+        let _ = tell.send(outcome);
+        let mut open = outcome.is_ok();
         while open || !self.flights.is_empty() {
             open = open && self.receive(batches);
             self.land();
@@ -198,25 +267,67 @@ impl Lane {
         true
     }
 
-    /// Starts the copies of a batch; what names slots that do not exist is refused at once.
-    fn launch(&mut self, Batch { ops, done }: Batch) {
-        let (mut all, mut indices) = (Vec::new(), Vec::with_capacity(ops.len()));
+    /// Starts the copies of a batch, behind its fence.
+    fn launch(&mut self, mut batch: Batch) {
+        if let Err(error) = self.wait_for(&batch.fences.after) {
+            let message = format!("CUDA: copies cannot wait for the engine's event: {error}");
+            return batch.end(&CopyError::caused(CopyErrorKind::Io, message, error));
+        }
+        let mut mark = batch.fences.mark.take();
+        let flights = batch.ops.len().div_ceil(self.grain);
+        for (number, ops) in batch.ops.chunks(self.grain).enumerate() {
+            let mark = if number + 1 == flights { mark.take() } else { None };
+            self.launch_flight(number * self.grain, ops, &batch.done, mark);
+        }
+    }
+
+    fn wait_for(&self, fence: &Fence) -> Result<(), DriverError> {
+        let Fence::Event(event) = fence else { return Ok(()) };
+        // SAFETY: the event is as whoever made the fence promised, and lives as long as the fence.
+        unsafe { self.stream.wait_for(event.handle()) }
+    }
+
+    /// Starts copies, of which the first is the `first` of its batch; what names slots that do not exist is refused
+    /// at once.
+    fn launch_flight(&mut self, first: usize, ops: &[CopyOp], done: &Done, mark: Option<Mark>) {
+        let mut desk = self.desk();
+        self.pieces.clear();
         for (index, op) in ops.iter().enumerate() {
+            let mut all = std::mem::take(&mut self.pieces);
             match self.pieces(op, &mut all) {
-                Ok(()) => indices.push(index),
-                Err(error) => report(&done, index, Err(error)),
+                Ok(()) => desk.indices.push(first + index),
+                Err(error) => report(done, first + index, Err(error)),
+            }
+            self.pieces = all;
+        }
+        let event = match Event::new(&self.gpu) {
+            Ok(event) if !desk.indices.is_empty() => Arc::new(event),
+            outcome => {
+                // Nothing to start, or nothing that would tell when it ends.
+                let error = outcome.err();
+                desk.report_all(done, error.map_or(Ok(()), Err));
+                return self.idle.push(desk);
+            }
+        };
+        let failure = self.copy(&mut desk.table).err();
+        let done = done.clone();
+        let mut flight = Flight { desk, event, recorded: false, mark, done, failure, doubtful: false };
+        // If it cannot be recorded now it is later, behind more than needs be.
+        let _ = flight.record(&self.stream);
+        self.flights.push_back(flight);
+    }
+
+    /// One that no flight uses: waits for one to land if need be.
+    fn desk(&mut self) -> Desk {
+        loop {
+            if let Some(desk) = self.idle.pop() {
+                return desk;
+            }
+            self.land();
+            if self.idle.is_empty() {
+                thread::sleep(POLL);
             }
         }
-        if indices.is_empty() {
-            return;
-        }
-        let mut flight = Flight { event: None, table: None, indices, done, failure: None };
-        flight.failure = self.copy(&all, &mut flight.table).err();
-        match self.mark() {
-            Ok(event) => flight.event = Some(event),
-            Err(error) => flight.failure = Some(error),
-        }
-        self.flights.push_back(flight);
     }
 
     /// Appends what an operation comes down to.
@@ -239,41 +350,43 @@ impl Lane {
         Ok(())
     }
 
-    fn copy(&mut self, pieces: &[Piece], table: &mut Option<Pinned<Piece>>) -> Result<(), DriverError> {
-        let bytes: usize = pieces.iter().map(|piece| piece.bytes).sum();
-        if pieces.len() >= MANY_PIECES && bytes / pieces.len() < SMALL_PIECE {
-            return self.copy_by_kernel(pieces, table);
+    /// Starts the copies of `pieces`.
+    fn copy(&mut self, table: &mut Pinned<Piece>) -> Result<(), DriverError> {
+        let bytes: usize = self.pieces.iter().map(|piece| piece.bytes).sum();
+        if self.pieces.len() >= MANY_PIECES && bytes / self.pieces.len() < SMALL_PIECE {
+            return self.copy_by_kernel(table);
         }
-        if pieces.len() >= MANY_PIECES && self.gpu.copies_batches() {
-            return self.copy_in_one_call(pieces);
+        if self.pieces.len() >= MANY_PIECES && self.gpu.copies_batches() {
+            return self.copy_in_one_call();
         }
-        // SAFETY: pieces of blocks whose slots are the operations' until the event behind has passed.
-        pieces.iter().try_for_each(|piece| unsafe { self.stream.copy(piece.from, piece.to, piece.bytes) })
-    }
-
-    fn copy_in_one_call(&self, pieces: &[Piece]) -> Result<(), DriverError> {
-        let mut from: Vec<_> = pieces.iter().map(|piece| piece.from as u64).collect();
-        let mut to: Vec<_> = pieces.iter().map(|piece| piece.to as u64).collect();
-        let mut bytes: Vec<_> = pieces.iter().map(|piece| piece.bytes).collect();
-        // SAFETY: as in `copy`; the driver copies batches.
-        unsafe { self.stream.copy_all(&mut from, &mut to, &mut bytes) }
-    }
-
-    fn copy_by_kernel(
-        &mut self,
-        pieces: &[Piece],
-        kept: &mut Option<Pinned<Piece>>,
-    ) -> Result<(), DriverError> {
-        let mapped: Vec<_> = pieces.iter().map(|piece| self.mapped(piece)).collect();
-        let fitting = self.tables.iter().position(|table| table.capacity() >= mapped.len());
-        let mut table = match fitting {
-            Some(place) => self.tables.swap_remove(place),
-            None => Pinned::new(&self.gpu, mapped.len().next_power_of_two())?,
+        let copy = |piece: &Piece| {
+            // SAFETY: pieces of blocks whose slots are the operations' until the event behind has passed.
+            unsafe { self.stream.copy(piece.from, piece.to, piece.bytes) }
         };
-        table.write(&mapped);
-        let table = kept.insert(table);
+        self.pieces.iter().try_for_each(copy)
+    }
+
+    fn copy_in_one_call(&mut self) -> Result<(), DriverError> {
+        let Call { from, to, bytes } = &mut self.call;
+        from.clear();
+        to.clear();
+        bytes.clear();
+        for piece in &self.pieces {
+            from.push(piece.from as u64);
+            to.push(piece.to as u64);
+            bytes.push(piece.bytes);
+        }
+        // SAFETY: as in `copy`; the driver copies batches.
+        unsafe { self.stream.copy_all(from, to, bytes) }
+    }
+
+    fn copy_by_kernel(&mut self, table: &mut Pinned<Piece>) -> Result<(), DriverError> {
+        for place in 0..self.pieces.len() {
+            self.pieces[place] = self.mapped(&self.pieces[place]);
+        }
+        table.write(&self.pieces);
         // SAFETY: as in `copy`; the flight keeps the table.
-        unsafe { self.kernels.copy_pieces(&self.stream, table.address(), mapped.len()) }
+        unsafe { self.kernels.copy_pieces(&self.stream, table.address(), self.pieces.len()) }
     }
 
     /// The piece with its host end as kernels address it.
@@ -285,28 +398,54 @@ impl Lane {
         Piece { from: mapped(piece.from), to: mapped(piece.to), bytes: piece.bytes }
     }
 
-    /// An event behind everything started so far.
-    fn mark(&mut self) -> Result<Event, DriverError> {
-        let event = self.events.pop().map_or_else(|| Event::new(&self.gpu, false), Ok)?;
-        event.record(&self.stream).map(|()| event)
-    }
-
     /// Reports what has ended. A stream's work ends in order.
     fn land(&mut self) {
-        while let Some(flight) = self.flights.front() {
-            let outcome = match flight.event.as_ref().map(Event::has_passed) {
-                Some(Ok(false)) => return,
-                Some(Ok(true)) => flight.failure.map_or(Ok(()), Err),
-                // The context has ended, and all its work with it.
-                Some(Err(error)) => Err(error),
-                None => self.stream.wait().and(flight.failure.map_or(Ok(()), Err)),
-            };
-            let Some(flight) = self.flights.pop_front() else { unreachable!("looked at above") };
-            self.events.extend(flight.event);
-            self.tables.extend(flight.table);
-            for index in flight.indices {
-                report(&flight.done, index, outcome.map_err(failed_copy));
+        while let Some(mut flight) = self.flights.pop_front() {
+            let Some(outcome) = flight.outcome(&self.stream) else { return self.flights.push_front(flight) };
+            flight.desk.report_all(&flight.done, outcome);
+            self.idle.push(flight.desk);
+        }
+    }
+}
+
+impl Flight {
+    /// How the copies ended; `None`: they may still run, for all that is known.
+    fn outcome(&mut self, stream: &Stream) -> Option<Result<(), DriverError>> {
+        match self.has_passed(stream) {
+            Ok(true) => Some(self.failure.map_or(Ok(()), Err)),
+            Ok(false) => None,
+            Err(error) if ends_the_context(error) => Some(Err(error)),
+            Err(error) => {
+                if !std::mem::replace(&mut self.doubtful, true) {
+                    tracing::warn!(%error, "the driver does not say whether copies have ended: asking again");
+                }
+                None
             }
+        }
+    }
+
+    fn has_passed(&mut self, stream: &Stream) -> Result<bool, DriverError> {
+        if !self.recorded {
+            self.record(stream)?;
+        }
+        self.event.has_passed()
+    }
+
+    /// Puts the event behind the copies.
+    fn record(&mut self, stream: &Stream) -> Result<(), DriverError> {
+        self.event.record(stream)?;
+        self.recorded = true;
+        if let Some(mark) = self.mark.take() {
+            mark.leave(Arc::clone(&self.event).fence());
+        }
+        Ok(())
+    }
+}
+
+impl Desk {
+    fn report_all(&mut self, done: &Done, outcome: Result<(), DriverError>) {
+        for index in self.indices.drain(..) {
+            report(done, index, outcome.map_err(failed_copy));
         }
     }
 }

@@ -35,6 +35,14 @@ impl DeviceChecksum {
         Ok(Self { gpu: gpu.clone(), kernels: Kernels::load(gpu)?, idle: Mutex::default() })
     }
 
+    /// Makes what so many callers at a time need for blocks of so many pieces, so that it is not made while an engine
+    /// works.
+    pub(crate) fn reserve(&self, callers: usize, pieces: usize) -> Result<(), SetupError> {
+        let desks = (0..callers).map(|_| Desk::new(&self.gpu, pieces)).collect::<Result<Vec<_>, _>>()?;
+        self.idle.lock().extend(desks);
+        Ok(())
+    }
+
     /// The checksum of the block in a slot, which nobody writes meanwhile; the region is in this GPU's memory.
     ///
     /// # Errors
@@ -77,19 +85,20 @@ impl Desk {
 
     fn sum(&mut self, gpu: &Gpu, kernels: &Kernels, summands: &[Summand]) -> Result<u32, SetupError> {
         let gone = |error| failed("a checksum failed", error);
-        gpu.enter().map_err(gone)?;
+        let _entered = gpu.enter().map_err(gone)?;
         if self.table.capacity() < summands.len() {
             self.table = Pinned::new(gpu, summands.len()).map_err(gone)?;
         }
         self.table.write(summands);
         self.result.write(&[0]);
-        let (stream, bytes) = (&self.stream, size_of::<u32>());
+        let longest = summands.iter().map(|summand| summand.bytes).max().unwrap_or(0) as usize;
+        let (stream, bytes, extent) = (&self.stream, size_of::<u32>(), (summands.len(), longest));
         // SAFETY: table, sum and result are this desk's, which nobody else has before the wait has ended. The
         // pieces are of a slot that nobody writes.
         let summed = unsafe {
             stream
                 .zero(&self.sum, bytes)
-                .and_then(|()| kernels.crc32c(stream, self.table.address(), summands.len(), self.sum.address))
+                .and_then(|()| kernels.crc32c(stream, self.table.address(), extent, self.sum.address))
                 .and_then(|()| stream.copy(self.sum.address as usize, self.result.address() as usize, bytes))
                 .and_then(|()| stream.wait())
         };

@@ -5,6 +5,7 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::fmt;
+use std::fs::File;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::PathBuf;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -16,6 +17,7 @@ use cudarc::cufile::sys::{CUfileDescr_t, CUfileDrvProps_t, CUfileFileHandleType,
 use libloading::Library;
 use parking_lot::Mutex;
 
+use super::medium::{Medium, reached};
 use super::probe::{Availability, probe};
 
 /// How cuFile is started.
@@ -25,15 +27,18 @@ pub struct CuFileOptions {
     pub modules: PathBuf,
     /// How long the start may take.
     pub timeout: Duration,
+    /// Where the kernel describes the drives that slot files lie on.
+    pub sysfs: PathBuf,
 }
 
 impl Default for CuFileOptions {
     fn default() -> Self {
-        Self { modules: PathBuf::from("/proc/modules"), timeout: Duration::from_secs(10) }
+        let (modules, sysfs) = ("/proc/modules".into(), "/sys".into());
+        Self { modules, timeout: Duration::from_secs(10), sysfs }
     }
 }
 
-/// How cuFile moves bytes here.
+/// How cuFile moves the bytes of some files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CuFileMode {
     /// From the drive to the GPU.
@@ -42,23 +47,32 @@ pub enum CuFileMode {
     Compatibility,
 }
 
-impl fmt::Display for CuFileMode {
+/// What cuFile could do here, whatever files it is given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CuFileReport {
+    /// The media that the driver reaches directly; slot files elsewhere are read in compatibility mode.
+    pub reached: Vec<&'static str>,
+    /// Bytes of device memory that it pins at most.
+    pub max_pinned: u64,
+}
+
+impl fmt::Display for CuFileReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Direct => "direct",
-            Self::Compatibility => "compatibility mode: no direct path, see gdscheck -p",
-        })
+        match &*self.reached.join(", ") {
+            "" => f.write_str("compatibility mode: no direct path, see gdscheck -p")?,
+            reached => write!(f, "direct from {reached}")?,
+        }
+        write!(f, "; pins at most {} MiB of device memory ({PIN_SETTING})", self.max_pinned >> 20)
     }
 }
+
+/// What limits it.
+pub(super) const PIN_SETTING: &str = "properties.max_device_pinned_mem_size_kb in cufile.json";
 
 const NAMES: [&str; 3] = ["libcufile.so.0", "libcufile.so", "/usr/local/cuda/lib64/libcufile.so.0"];
 const GET_LIBRARY: &str = "install libcufile (apt install libcufile-12-8, or pip install nvidia-cufile-cu12 and name its directory in LD_LIBRARY_PATH)";
 const GET_MODULES: &str = "mount /proc so that /proc/modules can be read";
 const GET_STARTED: &str = "see cufile.log in the working directory, and gdscheck -p";
-
-/// Bits of the status that tell of direct paths to drives: NVMe with the kernel module `nvidia-fs`, and without it.
-const NVME: c_uint = 1 << 4;
-const NVME_PEER_TO_PEER: c_uint = 1 << 11;
 
 /// What every function but reads and writes answers.
 #[derive(Clone, Copy)]
@@ -88,15 +102,20 @@ pub(super) struct CuFile {
     deregister_buffer: unsafe extern "C" fn(*const c_void) -> Status,
     read: Transfer,
     write: Transfer,
-    mode: CuFileMode,
+    /// A bit for each medium that it reaches directly.
+    status: c_uint,
+    max_pinned: u64,
     /// Keeps the code.
     _library: Library,
 }
 
-/// Whether cuFile can be used, and how it moves bytes. Never hangs for longer than the options say.
-pub fn probe_cufile(options: &CuFileOptions) -> Availability<CuFileMode> {
+/// Whether cuFile can be used, and what it could do. Never hangs for longer than the options say.
+pub fn probe_cufile(options: &CuFileOptions) -> Availability<CuFileReport> {
     match CuFile::open(options) {
-        Availability::Ready(cufile) => Availability::Ready(cufile.mode),
+        Availability::Ready(cufile) => Availability::Ready(CuFileReport {
+            reached: reached(cufile.status),
+            max_pinned: cufile.max_pinned,
+        }),
         Availability::Unavailable { why, remedy } => Availability::Unavailable { why, remedy },
     }
 }
@@ -166,7 +185,8 @@ impl CuFile {
                 deregister_buffer: *library.get(b"cuFileBufDeregister\0").map_err(missing)?,
                 read: *library.get(b"cuFileRead\0").map_err(missing)?,
                 write: *library.get(b"cuFileWrite\0").map_err(missing)?,
-                mode: CuFileMode::Compatibility,
+                status: 0,
+                max_pinned: 0,
                 _library: library,
             }
         };
@@ -178,21 +198,25 @@ impl CuFile {
             .result()
             .map_err(|error| format!("cuFileDriverGetProperties: {error}"))?;
         // SAFETY: numbers, of which every pattern is one.
-        let status = unsafe { found.assume_init() }[0].nvfs.dstatusflags;
-        if status & (NVME | NVME_PEER_TO_PEER) != 0 {
-            cufile.mode = CuFileMode::Direct;
-        }
+        let [properties, _] = unsafe { found.assume_init() };
+        cufile.status = properties.nvfs.dstatusflags;
+        cufile.max_pinned = u64::from(properties.max_device_pinned_mem_size) << 10;
         Ok(cufile)
     }
 
-    pub(super) const fn mode(&self) -> CuFileMode {
-        self.mode
+    pub(super) const fn max_pinned(&self) -> u64 {
+        self.max_pinned
+    }
+
+    /// Whether there is a direct path to a file; else why not.
+    pub(super) fn reaches(&self, file: &File, options: &CuFileOptions) -> Result<(), String> {
+        Medium::of(file, &options.sysfs).is_direct(self.status)
     }
 }
 
 impl fmt::Debug for CuFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CuFile({})", self.mode)
+        write!(f, "CuFile({:#x})", self.status)
     }
 }
 

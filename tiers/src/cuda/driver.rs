@@ -2,16 +2,19 @@
 
 use std::ffi::{CStr, c_void};
 use std::fmt;
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys;
+use cudarc::driver::sys::{self, CUresult};
+use parking_lot::Mutex;
 
 use super::probe::{Device, Driver, probe};
 use crate::device::{DeviceRegion, Space};
 use crate::error::{SetupError, SetupErrorKind};
+use crate::fence::{EventFence, Fence};
 use crate::geometry::Geometry;
 use crate::memory::Memory;
 use crate::segments::{Part, SegmentMap};
@@ -27,7 +30,12 @@ struct Context {
     copies_batches: bool,
     handle: sys::CUdevice,
     primary: sys::CUcontext,
+    /// Events that nobody uses now: making one takes locks of the driver's.
+    events: Mutex<Vec<sys::CUevent>>,
 }
+
+/// Events made at the start, for fences of engines: more are rarely in use at once.
+const EVENTS: usize = 64;
 
 // SAFETY: contexts may be made current in any thread.
 unsafe impl Send for Context {}
@@ -51,7 +59,10 @@ impl Gpu {
         // SAFETY: a device that the driver just named.
         let primary = unsafe { result::primary_ctx::retain(handle) };
         let primary = primary.map_err(|error| failed("the GPU gives no context", error))?;
-        Ok(Self(Arc::new(Context { ordinal, device, copies_batches, handle, primary })))
+        let events = Mutex::default();
+        let gpu = Self(Arc::new(Context { ordinal, device, copies_batches, handle, primary, events }));
+        gpu.reserve_events(EVENTS).map_err(|error| failed("no events", error))?;
+        Ok(gpu)
     }
 
     /// What it is.
@@ -114,11 +125,110 @@ impl Gpu {
         self.0.copies_batches
     }
 
-    /// Makes the context current in this thread: whatever follows uses it.
-    pub(crate) fn enter(&self) -> Result<(), DriverError> {
-        // SAFETY: the context is retained as long as `self` lives.
-        unsafe { result::ctx::set_current(self.0.primary) }
+    /// A fence behind all that an engine has started in a stream of its own (`CUstream`, `cudaStream_t`; 0 is the
+    /// default stream) so far.
+    ///
+    /// # Errors
+    /// `InUse`: the stream is being captured, so that its work has not started: ask before the capture, or after.
+    /// `Unavailable`: the GPU failed.
+    ///
+    /// # Safety
+    /// The stream is of this GPU's primary context, and not destroyed meanwhile.
+    pub unsafe fn fence_behind(&self, stream: u64) -> Result<Fence, SetupError> {
+        let stream = std::ptr::with_exposed_provenance_mut(stream as usize);
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: as the caller promises.
+        let asked = self.inside(|| unsafe { sys::cuStreamIsCapturing(stream, &raw mut status) }.result());
+        asked.map_err(|error| failed("an engine's stream", error))?;
+        if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            let message = "the engine's stream is being captured: take the fence outside of the capture";
+            return Err(SetupError::new(SetupErrorKind::InUse, message));
+        }
+        let event = Event::new(self).map_err(|error| failed("no event", error))?;
+        // SAFETY: as the caller promises.
+        let recorded = self.inside(|| unsafe { result::event::record(event.event, stream) });
+        recorded.map_err(|error| failed("an engine's stream", error))?;
+        Ok(Arc::new(event).fence())
     }
+
+    /// Has an engine's stream wait for a fence, with whatever is started in it from now on. Blocks nobody.
+    ///
+    /// # Errors
+    /// `Invalid`: the fence is one of the CPU's that is not raised. `Unavailable`: the GPU failed.
+    ///
+    /// # Safety
+    /// The stream is of this GPU's primary context, and not destroyed meanwhile; the fence is this GPU's.
+    pub unsafe fn hold(&self, stream: u64, fence: &Fence) -> Result<(), SetupError> {
+        let stream = std::ptr::with_exposed_provenance_mut(stream as usize);
+        match fence {
+            // SAFETY: as the caller promises; the fence keeps its event.
+            Fence::Event(event) => self.inside(|| unsafe { wait_in(stream, event.handle()) }),
+            fence if fence.is_done() => Ok(()),
+            _ => {
+                let message = format!("a GPU cannot wait for {fence:?}: wait for it on the CPU");
+                return Err(SetupError::new(SetupErrorKind::Invalid, message));
+            }
+        }
+        .map_err(|error| failed("an engine's stream does not wait", error))
+    }
+
+    /// Makes so many events more, for later.
+    pub(crate) fn reserve_events(&self, count: usize) -> Result<(), DriverError> {
+        let made = self.inside(|| (0..count).map(|_| make_event()).collect::<Result<Vec<_>, _>>())?;
+        self.0.events.lock().extend(made);
+        Ok(())
+    }
+
+    /// Makes the context current in this thread until the guard is dropped. Then the thread has the context that it
+    /// had before, or none: it may be the engine's.
+    pub(crate) fn enter(&self) -> Result<Entered, DriverError> {
+        self.0.enter()
+    }
+
+    /// Calls the driver, with the context current.
+    pub(crate) fn inside<T>(&self, call: impl FnOnce() -> Result<T, DriverError>) -> Result<T, DriverError> {
+        let _entered = self.enter()?;
+        call()
+    }
+}
+
+impl Context {
+    fn enter(&self) -> Result<Entered, DriverError> {
+        // SAFETY: the context is retained as long as `self` lives.
+        unsafe { sys::cuCtxPushCurrent_v2(self.primary) }.result()?;
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the pointer is valid for the call.
+        if let Err(error) = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }.result() {
+            pop();
+            return Err(error);
+        }
+        Ok(Entered { mode, _of_this_thread: PhantomData })
+    }
+}
+
+/// A thread that calls the driver. While an engine captures a stream (in the mode of `torch.cuda.graph`), harmless
+/// calls of other threads, be it the question whether an event has passed, fail and end the capture, unless the thread
+/// has said that it does not care for captures. Ours does not: nothing of ours is ever captured.
+#[derive(Debug)]
+pub(crate) struct Entered {
+    mode: sys::CUstreamCaptureMode,
+    /// Not `Send`: mode and context are the thread's.
+    _of_this_thread: PhantomData<*const ()>,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        // SAFETY: the pointer is valid for the call.
+        note(unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.mode) }.result());
+        pop();
+    }
+}
+
+/// The thread's context before the last push is current again.
+fn pop() {
+    let mut popped = std::ptr::null_mut();
+    // SAFETY: the pointer is valid for the call.
+    note(unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) }.result());
 }
 
 impl fmt::Debug for Gpu {
@@ -129,6 +239,11 @@ impl fmt::Debug for Gpu {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        let events = std::mem::take(self.events.get_mut());
+        note(self.enter().and_then(|_entered| {
+            // SAFETY: events that nobody uses.
+            events.into_iter().try_for_each(|event| unsafe { result::event::destroy(event) })
+        }));
         // SAFETY: retained once, released once.
         note(unsafe { result::primary_ctx::release(self.handle) });
     }
@@ -144,7 +259,7 @@ pub(crate) struct DeviceMemory {
 impl DeviceMemory {
     pub(crate) fn new(gpu: &Gpu, bytes: usize) -> Result<Self, SetupError> {
         // SAFETY: the context is current; the size is not zero.
-        let taken = gpu.enter().and_then(|()| unsafe { result::malloc_sync(bytes.max(1)) });
+        let taken = gpu.inside(|| unsafe { result::malloc_sync(bytes.max(1)) });
         let address = taken.map_err(|error| {
             let message = format!(
                 "{gpu:?} gives no {} MiB ({error}); lower device.capacity (DYN_KVBM_DEVICE_CACHE_GB)",
@@ -159,7 +274,7 @@ impl DeviceMemory {
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         // SAFETY: allocated in this context, and nobody uses it any more.
-        note(self.gpu.enter().and_then(|()| unsafe { result::free_sync(self.address) }));
+        note(self.gpu.inside(|| unsafe { result::free_sync(self.address) }));
     }
 }
 
@@ -177,18 +292,18 @@ impl Registration {
         let (base, bytes) = (memory.base(), memory.geometry().bytes());
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
         // SAFETY: the region's memory stays mapped as long as `memory` lives, which is longer than this.
-        let locked = gpu
-            .enter()
-            .and_then(|()| unsafe { sys::cuMemHostRegister_v2(base.as_ptr().cast(), bytes, flags).result() });
+        let locked =
+            gpu.inside(|| unsafe { sys::cuMemHostRegister_v2(base.as_ptr().cast(), bytes, flags).result() });
         locked.map_err(|error| {
             let message = format!("{gpu:?} cannot lock {} MiB of host memory ({error}); lower host.capacity, or raise ulimit -l", bytes >> 20);
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         })?;
         let mut registration = Self { gpu: gpu.clone(), memory, shift: 0 };
         let mut mapped = 0;
-        // SAFETY: the memory is registered with the flag that maps it.
-        let asked =
-            unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut mapped, base.as_ptr().cast(), 0) }.result();
+        let asked = gpu.inside(|| {
+            // SAFETY: the memory is registered with the flag that maps it.
+            unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut mapped, base.as_ptr().cast(), 0) }.result()
+        });
         asked.map_err(|error| failed("host memory is not mapped for the GPU", error))?;
         registration.shift = (mapped as usize).wrapping_sub(base.addr().get());
         Ok(registration)
@@ -208,7 +323,7 @@ impl Drop for Registration {
     fn drop(&mut self) {
         let base = self.memory.base().as_ptr().cast();
         // SAFETY: registered once, unregistered once; no copy of ours is in flight.
-        note(self.gpu.enter().and_then(|()| unsafe { sys::cuMemHostUnregister(base).result() }));
+        note(self.gpu.inside(|| unsafe { sys::cuMemHostUnregister(base).result() }));
     }
 }
 
@@ -226,12 +341,11 @@ unsafe impl<T: Copy + Send> Send for Pinned<T> {}
 unsafe impl<T: Copy + Sync> Sync for Pinned<T> {}
 
 impl<T: Copy> Pinned<T> {
-    /// The context is current.
     pub(crate) fn new(gpu: &Gpu, capacity: usize) -> Result<Self, DriverError> {
         let bytes = capacity.max(1) * size_of::<T>();
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: the size is not zero; the driver's memory is aligned to pages.
-        let start = unsafe { result::malloc_host(bytes, flags) }?.cast();
+        let start = gpu.inside(|| unsafe { result::malloc_host(bytes, flags) })?.cast();
         let start = NonNull::new(start).ok_or(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY))?;
         Ok(Self { gpu: gpu.clone(), start, capacity: capacity.max(1) })
     }
@@ -269,7 +383,7 @@ impl<T: Copy> Pinned<T> {
 impl<T: Copy> Drop for Pinned<T> {
     fn drop(&mut self) {
         // SAFETY: allocated in this context, and no kernel uses it any more.
-        note(self.gpu.enter().and_then(|()| unsafe { result::free_host(self.start.as_ptr().cast()) }));
+        note(self.gpu.inside(|| unsafe { result::free_host(self.start.as_ptr().cast()) }));
     }
 }
 
@@ -288,7 +402,7 @@ unsafe impl Sync for Stream {}
 impl Stream {
     /// One that does not wait for the default stream, which may be the engine's.
     pub(crate) fn new(gpu: &Gpu) -> Result<Self, SetupError> {
-        let made = gpu.enter().and_then(|()| result::stream::create(result::stream::StreamKind::NonBlocking));
+        let made = gpu.inside(|| result::stream::create(result::stream::StreamKind::NonBlocking));
         let stream = made.map_err(|error| failed("no stream", error))?;
         Ok(Self { gpu: gpu.clone(), stream })
     }
@@ -297,7 +411,7 @@ impl Stream {
         &self.gpu
     }
 
-    /// Waits for all that was started.
+    /// Waits for all that was started. The context is current.
     pub(crate) fn wait(&self) -> Result<(), DriverError> {
         // SAFETY: the stream lives.
         unsafe { result::stream::synchronize(self.stream) }
@@ -353,6 +467,15 @@ impl Stream {
         .result()
     }
 
+    /// Whatever is started from now on waits for the event. The context is current.
+    ///
+    /// # Safety
+    /// The event lives, is this GPU's, and was not recorded inside a capture.
+    pub(crate) unsafe fn wait_for(&self, event: u64) -> Result<(), DriverError> {
+        // SAFETY: as the caller promises.
+        unsafe { wait_in(self.stream, event) }
+    }
+
     /// Starts a kernel.
     ///
     /// # Safety
@@ -373,7 +496,7 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         // SAFETY: the stream is not used again; the driver frees it when its work is done.
-        note(self.gpu.enter().and_then(|()| unsafe { result::stream::destroy(self.stream) }));
+        note(self.gpu.inside(|| unsafe { result::stream::destroy(self.stream) }));
     }
 }
 
@@ -386,40 +509,85 @@ pub(crate) struct Event {
 
 // SAFETY: events may be used from any thread.
 unsafe impl Send for Event {}
+// SAFETY: the driver synchronises its calls itself.
+unsafe impl Sync for Event {}
 
 impl Event {
-    /// The context is current. `timed`: [`since`](Self::since) works.
-    pub(crate) fn new(gpu: &Gpu, timed: bool) -> Result<Self, DriverError> {
-        use sys::CUevent_flags as Flags;
-        let flags = if timed { Flags::CU_EVENT_DEFAULT } else { Flags::CU_EVENT_DISABLE_TIMING };
-        Ok(Self { gpu: gpu.clone(), event: result::event::create(flags)? })
+    /// One that is idle; makes one if there is none.
+    pub(crate) fn new(gpu: &Gpu) -> Result<Self, DriverError> {
+        let idle = gpu.0.events.lock().pop();
+        let event = idle.map_or_else(|| gpu.inside(make_event), Ok)?;
+        Ok(Self { gpu: gpu.clone(), event })
     }
 
-    /// Marks all that was started in the stream so far.
+    /// Marks all that was started in the stream so far. The context is current.
     pub(crate) fn record(&self, stream: &Stream) -> Result<(), DriverError> {
         // SAFETY: both live.
         unsafe { result::event::record(self.event, stream.stream) }
     }
 
-    /// Whether the stream has got past it.
+    /// Whether the stream has got past it. The context is current.
     ///
     /// # Errors
-    /// The GPU is lost, or some earlier work failed in a way that ends the context.
+    /// Those of [`ends_the_context`] mean that it has, in the end of the context. Any other says nothing: ask again.
     pub(crate) fn has_passed(&self) -> Result<bool, DriverError> {
         // SAFETY: the event lives.
         match unsafe { result::event::query(self.event) } {
             Ok(()) => Ok(true),
-            Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+            Err(DriverError(CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
             Err(error) => Err(error),
         }
     }
+
+    /// For others to wait for.
+    pub(crate) fn fence(self: Arc<Self>) -> Fence {
+        Fence::Event(EventFence::kept(self.event.expose_provenance() as u64, self))
+    }
 }
 
+/// Another may record it at once: who waits for this record has told the driver so.
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: the event is not used again.
-        note(self.gpu.enter().and_then(|()| unsafe { result::event::destroy(self.event) }));
+        self.gpu.0.events.lock().push(self.event);
     }
+}
+
+fn make_event() -> Result<sys::CUevent, DriverError> {
+    result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+}
+
+/// # Safety
+/// Both live; the context is current.
+unsafe fn wait_in(stream: sys::CUstream, event: u64) -> Result<(), DriverError> {
+    let event = std::ptr::with_exposed_provenance_mut(event as usize);
+    // SAFETY: as the caller promises; there are no flags.
+    unsafe { sys::cuStreamWaitEvent(stream, event, 0) }.result()
+}
+
+/// Whether an error means that the context has ended and all its work with it: nothing touches any slot any more.
+///
+/// These are the codes of which the driver's documentation says that every later call returns them too until the process
+/// is started anew ("leaves the process in an inconsistent state"), or that the context is gone. Errors that are
+/// merely often the last ones (`ECC_UNCORRECTABLE`, `NVLINK_UNCORRECTABLE`, `UNKNOWN`) are not among them: a slot that is kept
+/// for ever costs a slot, one that is reused too early costs bytes.
+pub(crate) const fn ends_the_context(error: DriverError) -> bool {
+    matches!(
+        error.0,
+        CUresult::CUDA_ERROR_CONTAINED
+            | CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+            | CUresult::CUDA_ERROR_LAUNCH_TIMEOUT
+            | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
+            | CUresult::CUDA_ERROR_ASSERT
+            | CUresult::CUDA_ERROR_HARDWARE_STACK_ERROR
+            | CUresult::CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | CUresult::CUDA_ERROR_MISALIGNED_ADDRESS
+            | CUresult::CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | CUresult::CUDA_ERROR_INVALID_PC
+            | CUresult::CUDA_ERROR_LAUNCH_FAILED
+            | CUresult::CUDA_ERROR_TENSOR_MEMORY_LEAK
+            | CUresult::CUDA_ERROR_MPS_CLIENT_TERMINATED
+            | CUresult::CUDA_ERROR_EXTERNAL_DEVICE
+    )
 }
 
 /// Compiled kernels.
@@ -460,7 +628,7 @@ impl Module {
 impl Drop for Module {
     fn drop(&mut self) {
         // SAFETY: no kernel of it runs, and none is started again.
-        note(self.gpu.enter().and_then(|()| unsafe { result::module::unload(self.module) }));
+        note(self.gpu.inside(|| unsafe { result::module::unload(self.module) }));
     }
 }
 

@@ -1,28 +1,62 @@
 //! GPUDirect Storage: blocks between the disk tier and a GPU, past the CPU.
 
+use std::ops::Range;
 use std::os::fd::AsFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::{self, JoinHandle};
+
+use crossbeam_channel::{Receiver, Sender};
+use parking_lot::Mutex;
 
 use super::checksum::DeviceChecksum;
-use super::cufile::{Buffer, CuFile, CuFileMode, CuFileOptions, Handle, Place};
+use super::cufile::{Buffer, CuFile, CuFileMode, CuFileOptions, Handle, PIN_SETTING, Place};
 use super::driver::Gpu;
-use crate::batch::{CopyThreads, Execute};
 use crate::checksum::Checksums;
 use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotRef, Tier};
 use crate::device::{DeviceRegion, Space};
 use crate::disk::DiskRegion;
 use crate::error::{SetupError, SetupErrorKind};
+use crate::geometry::ALIGNMENT;
 use crate::memory::no_such_slot;
+use crate::segments::Part;
 
-/// Reads and writes of cuFile, one thread for each in flight. Blocks are checksummed on the GPU before they are
-/// written, and verified there after they are read.
+/// Reads and writes of cuFile, one thread for each in flight; the pieces of a block are shared by several. Blocks are
+/// checksummed on the GPU while they are written, and verified there after they are read.
 #[derive(Debug)]
 pub struct GdsBackend {
-    threads: CopyThreads,
+    /// `None` once the threads are to end.
+    queue: Option<Sender<Share>>,
+    threads: Vec<JoinHandle<()>>,
+    /// Pieces that one thread moves, of every block.
+    shares: Vec<Range<usize>>,
     mode: CuFileMode,
+    /// Why not every file is reached directly.
+    indirect: Option<String>,
+    /// Why cuFile does not know the device memory.
+    unregistered: Option<String>,
 }
 
 const ROUTES: [Route; 2] = [(Tier::Device, Tier::Disk), (Tier::Disk, Tier::Device)];
+
+/// A block under way.
+#[derive(Debug)]
+struct Transfer {
+    op: CopyOp,
+    index: usize,
+    done: Done,
+    /// Shares that have not ended.
+    left: AtomicUsize,
+    failure: Mutex<Option<CopyError>>,
+}
+
+/// Some pieces of a block.
+#[derive(Debug)]
+struct Share {
+    transfer: Arc<Transfer>,
+    pieces: Range<usize>,
+}
 
 /// What the threads work with.
 #[derive(Debug)]
@@ -39,8 +73,8 @@ struct Ends {
 }
 
 impl GdsBackend {
-    /// Moves blocks between `device`, in this GPU's memory, and `disk`, at most `depth` at a time. `checksums` are
-    /// those of the disk tier's blocks, whoever writes them.
+    /// Moves blocks between `device`, in this GPU's memory, and `disk`, with at most `depth` calls at a time.
+    /// `checksums` are those of the disk tier's blocks, whoever writes them.
     ///
     /// # Errors
     /// `Invalid`: the blocks differ in size, or the device region is elsewhere. `Unavailable`: no cuFile, files
@@ -55,28 +89,88 @@ impl GdsBackend {
     ) -> Result<Self, SetupError> {
         check_fit(gpu, &device, &disk)?;
         let cufile = CuFile::open(options).ready().map_err(|why| unavailable(&why))?;
-        gpu.enter().map_err(|error| super::driver::failed("no context", error))?;
+        let indirect = disk.files().find_map(|file| cufile.reaches(file, options).err());
+        let _entered = gpu.enter().map_err(|error| super::driver::failed("no context", error))?;
         let handles = disk.files().map(|file| Handle::new(&cufile, file.as_fd())).collect::<Result<_, _>>();
         let handles = handles.map_err(|why| {
             unavailable(&format!(
                 "cuFile does not take the slot files ({why}); put disk.dirs on ext4 or XFS on NVMe"
             ))
         })?;
-        let (mode, buffers) = (cufile.mode(), register(&cufile, &device));
+        let (buffers, unregistered) = match register(&cufile, &device) {
+            Ok(buffers) => (buffers, None),
+            Err(why) => (Vec::new(), Some(not_registered(gpu, &cufile, &device, &why))),
+        };
         let sums = DeviceChecksum::new(gpu)?;
-        let ends = Ends { gpu: gpu.clone(), handles, buffers, sums, device, disk, checksums };
-        let execute: Arc<Execute> = Arc::new(move |op: &CopyOp| ends.execute(op));
-        let threads = CopyThreads::start("kvbm-gds", depth as usize, 1, &execute).map_err(|error| {
+        sums.reserve(depth as usize, device.segments().parts().len())?;
+        let shares = shares(device.segments().parts(), depth as usize);
+        let ends = Arc::new(Ends { gpu: gpu.clone(), handles, buffers, sums, device, disk, checksums });
+        let mode = if indirect.is_none() { CuFileMode::Direct } else { CuFileMode::Compatibility };
+        let mut backend = Self { queue: None, threads: Vec::new(), shares, mode, indirect, unregistered };
+        backend.start(&ends, depth).map_err(|error| {
             let message = "cannot start GDS threads; lower disk.queue_depth (DYN_KVBM_DISK_QUEUE_DEPTH)";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         })?;
-        Ok(Self { threads, mode })
+        Ok(backend)
     }
 
-    /// How cuFile moves bytes here.
+    fn start(&mut self, ends: &Arc<Ends>, depth: u32) -> std::io::Result<()> {
+        let (queue, shares) = crossbeam_channel::unbounded();
+        for number in 0..depth.max(1) {
+            let (ends, shares) = (Arc::clone(ends), shares.clone());
+            let thread = thread::Builder::new().name(format!("kvbm-gds-{number}"));
+            self.threads.push(thread.spawn(move || ends.work(&shares))?);
+        }
+        self.queue = Some(queue);
+        Ok(())
+    }
+
+    /// How cuFile moves bytes between these files and the GPU.
     pub const fn mode(&self) -> CuFileMode {
         self.mode
     }
+
+    /// Why it does so in compatibility mode, if it does.
+    pub fn indirect(&self) -> Option<&str> {
+        self.indirect.as_deref()
+    }
+
+    /// Why transfers go through buffers of cuFile's own on the GPU, if they do.
+    pub fn unregistered(&self) -> Option<&str> {
+        self.unregistered.as_deref()
+    }
+}
+
+/// Finishes what was submitted.
+impl Drop for GdsBackend {
+    fn drop(&mut self) {
+        self.queue = None;
+        let own = thread::current().id();
+        // A completion may have dropped the last handle of the backend: a thread cannot wait for itself.
+        for thread in self.threads.drain(..).filter(|thread| thread.thread().id() != own) {
+            if thread.join().is_err() {
+                tracing::error!("a GDS thread died of a panic");
+            }
+        }
+    }
+}
+
+/// Cuts the pieces of a block into at most so many runs, of about as many bytes. Only where a piece starts on a page
+/// of the file: cuFile reads, changes and writes the pages that a piece has a part of, and two threads that do so to
+/// one page lose the bytes of one.
+fn shares(parts: &[Part], depth: usize) -> Vec<Range<usize>> {
+    let bytes: usize = parts.iter().map(|part| part.bytes).sum();
+    let enough = bytes.div_ceil(depth.max(1));
+    let (mut shares, mut start, mut from, mut at) = (Vec::new(), 0, 0, 0);
+    for (number, part) in parts.iter().enumerate() {
+        if at - from >= enough && at % ALIGNMENT == 0 {
+            shares.push(start..number);
+            (start, from) = (number, at);
+        }
+        at += part.bytes;
+    }
+    shares.push(start..parts.len());
+    shares
 }
 
 fn check_fit(gpu: &Gpu, device: &DeviceRegion, disk: &DiskRegion) -> Result<(), SetupError> {
@@ -94,24 +188,37 @@ fn check_fit(gpu: &Gpu, device: &DeviceRegion, disk: &DiskRegion) -> Result<(), 
 }
 
 /// Without registration cuFile copies through buffers of its own on the GPU, so this may fail.
-fn register(cufile: &Arc<CuFile>, device: &DeviceRegion) -> Vec<Buffer> {
+fn register(cufile: &Arc<CuFile>, device: &DeviceRegion) -> Result<Vec<Buffer>, String> {
     let slots = device.segments().slots() as usize;
     let buffers = device.segments().parts().iter().map(|part| {
         // SAFETY: the part is the region's, which outlives the buffer.
-        unsafe { Buffer::new(cufile, part.base, part.stride * (slots - 1) + part.bytes) }
+        unsafe { Buffer::new(cufile, part.base, part.extent_bytes(slots)) }
     });
-    buffers.collect::<Result<_, _>>().unwrap_or_else(|why| {
-        tracing::info!(why, "cuFile does not register the device tier: transfers go through its own buffers");
-        Vec::new()
-    })
+    buffers.collect()
+}
+
+/// What to say to that: usually one of two limits is too low.
+fn not_registered(gpu: &Gpu, cufile: &CuFile, device: &DeviceRegion, why: &str) -> String {
+    let slots = device.segments().slots() as usize;
+    let wanted: usize = device.segments().parts().iter().map(|part| part.extent_bytes(slots)).sum();
+    let window = gpu.device().window_bytes();
+    let window = window.map_or_else(|| "of unknown size".into(), |bytes| format!("{} MiB", bytes >> 20));
+    let message = format!(
+        "cuFile does not register the {} MiB of the device tier ({why}), and copies through buffers of its own on the \
+         GPU; it pins at most {} MiB ({PIN_SETTING}), and the GPU's window for other devices (BAR1) is {window}",
+        wanted >> 20,
+        cufile.max_pinned() >> 20,
+    );
+    tracing::warn!("{message}");
+    message
 }
 
 fn unavailable(why: &str) -> SetupError {
     SetupError::new(SetupErrorKind::Unavailable, format!("no GPUDirect Storage: {why}"))
 }
 
-// SAFETY: every thread executes the operations that it took, one by one, with calls that end before they return,
-// and completes each right after; `Ends` keeps the regions alive and moves the pieces of slots that exist.
+// SAFETY: threads move the shares of an operation with calls that end before they return, and the one whose share ends
+// last reports it; `Ends` keeps the regions alive and moves the pieces of slots that exist.
 unsafe impl Backend for GdsBackend {
     fn name(&self) -> &'static str {
         match self.mode {
@@ -125,48 +232,104 @@ unsafe impl Backend for GdsBackend {
     }
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
-        self.threads.submit(batch, done);
+        for (index, op) in batch.into_iter().enumerate() {
+            let left = AtomicUsize::new(self.shares.len());
+            let transfer =
+                Arc::new(Transfer { op, index, done: done.clone(), left, failure: Mutex::new(None) });
+            for pieces in self.shares.iter().cloned() {
+                let share = Share { transfer: Arc::clone(&transfer), pieces };
+                if self.queue.as_ref().is_none_or(|queue| queue.send(share).is_err()) {
+                    transfer.end_share(Err(CopyError::new(CopyErrorKind::Refused, "GDS threads died")), None);
+                }
+            }
+        }
+    }
+}
+
+impl Transfer {
+    /// The last share to end reports the block; `ends`: to verify it with.
+    fn end_share(&self, outcome: Result<(), CopyError>, ends: Option<&Ends>) {
+        if let Err(error) = outcome {
+            self.failure.lock().get_or_insert(error);
+        }
+        if self.left.fetch_sub(1, Ordering::AcqRel) > 1 {
+            return;
+        }
+        let failure = self.failure.lock().take();
+        let arrived = failure.map_or(Ok(()), Err);
+        let outcome = match ends {
+            Some(ends) if self.op.to.tier == Tier::Device => arrived.and_then(|()| ends.verify(&self.op)),
+            _ => arrived,
+        };
+        // Others wait behind this one, whatever happens to it.
+        if catch_unwind(AssertUnwindSafe(|| self.done.complete(self.index, outcome))).is_err() {
+            tracing::error!("a completion panicked");
+        }
     }
 }
 
 impl Ends {
-    fn execute(&self, op: &CopyOp) -> Result<(), CopyError> {
-        self.gpu.enter().map_err(|error| {
-            CopyError::caused(CopyErrorKind::Io, format!("CUDA: no context: {error}"), error)
-        })?;
+    fn work(&self, shares: &Receiver<Share>) {
+        let entered = self.gpu.enter();
+        for Share { transfer, pieces } in shares {
+            let outcome = match &entered {
+                Ok(_) => self.execute(&transfer.op, pieces),
+                Err(error) => {
+                    Err(CopyError::caused(CopyErrorKind::Io, format!("CUDA: no context: {error}"), *error))
+                }
+            };
+            transfer.end_share(outcome, Some(self));
+        }
+    }
+
+    fn execute(&self, op: &CopyOp, pieces: Range<usize>) -> Result<(), CopyError> {
         match op.route() {
-            (Tier::Device, Tier::Disk) => self.write(op),
-            (Tier::Disk, Tier::Device) => self.read(op),
+            (Tier::Device, Tier::Disk) => self.write(op, pieces),
+            (Tier::Disk, Tier::Device) => self.read(op, pieces),
             _ => Err(no_such_slot(op.from)),
         }
     }
 
-    fn write(&self, op: &CopyOp) -> Result<(), CopyError> {
+    /// The first share also sums the block.
+    fn write(&self, op: &CopyOp, pieces: Range<usize>) -> Result<(), CopyError> {
         self.disk.place(op.to.slot).ok_or_else(|| no_such_slot(op.to))?;
-        let sum = self.sums.of(&self.device, op.from.slot)?;
-        self.checksums.record(op.to.slot, sum);
+        if pieces.start == 0 {
+            let sum = self.sums.of(&self.device, op.from.slot)?;
+            self.checksums.record(op.to.slot, sum);
+        }
         // SAFETY: pieces of the source, which nobody writes.
-        self.each_piece(op.from, op.to, |handle, place, bytes, at| unsafe { handle.write(place, bytes, at) })
+        self.each_piece(op.from, op.to, pieces, |handle, place, bytes, at| unsafe {
+            handle.write(place, bytes, at)
+        })
     }
 
-    fn read(&self, op: &CopyOp) -> Result<(), CopyError> {
+    fn read(&self, op: &CopyOp, pieces: Range<usize>) -> Result<(), CopyError> {
         // SAFETY: pieces of the destination, which nobody else uses.
-        self.each_piece(op.to, op.from, |handle, place, bytes, at| unsafe { handle.read(place, bytes, at) })?;
+        self.each_piece(op.to, op.from, pieces, |handle, place, bytes, at| unsafe {
+            handle.read(place, bytes, at)
+        })
+    }
+
+    /// All pieces have arrived.
+    fn verify(&self, op: &CopyOp) -> Result<(), CopyError> {
         let (expected, actual) = (self.checksums.get(op.from.slot), self.sums.of(&self.device, op.to.slot)?);
         if expected == Some(actual) { Ok(()) } else { Err(crate::verify::corrupt(op.from, expected, actual)) }
     }
 
-    /// Moves the pieces of a device slot to or from a slot of a file, one after the other.
+    /// Moves some pieces of a device slot to or from a slot of a file, one after the other.
     fn each_piece(
         &self,
         ours: SlotRef,
         theirs: SlotRef,
+        range: Range<usize>,
         transfer: impl Fn(&Handle, Place, usize, u64) -> Result<usize, String>,
     ) -> Result<(), CopyError> {
-        let (file, mut at) = self.disk.place(theirs.slot).ok_or_else(|| no_such_slot(theirs))?;
+        let (file, start) = self.disk.place(theirs.slot).ok_or_else(|| no_such_slot(theirs))?;
         let segments = self.device.segments();
         let pieces = segments.segments(ours.slot).ok_or_else(|| no_such_slot(ours))?;
-        for (part, piece) in segments.parts().iter().zip(pieces) {
+        let mut at =
+            start + segments.parts()[..range.start].iter().map(|part| part.bytes as u64).sum::<u64>();
+        for (part, piece) in segments.parts().iter().zip(pieces).take(range.end).skip(range.start) {
             let base = if self.buffers.is_empty() { piece.address } else { part.base };
             let place = Place { base, offset: piece.address - base };
             match transfer(&self.handles[file], place, piece.bytes, at) {
@@ -183,4 +346,37 @@ impl Ends {
 
 fn failed(slot: SlotRef, why: &str) -> CopyError {
     CopyError::new(CopyErrorKind::Io, format!("{slot}: GPUDirect Storage: {why}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn parts(sizes: &[usize]) -> Vec<Part> {
+        sizes.iter().map(|&bytes| Part { base: 0, stride: bytes, bytes }).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn shares_are_all_pieces_and_no_page_of_the_file_is_in_two(
+            sizes in proptest::collection::vec(prop_oneof![1_usize..9000, Just(ALIGNMENT), Just(4 * ALIGNMENT)], 1..40),
+            depth in 0_usize..9,
+        ) {
+            let shares = shares(&parts(&sizes), depth);
+            prop_assert!(shares.len() <= depth.max(1));
+            prop_assert_eq!((shares[0].start, shares[shares.len() - 1].end), (0, sizes.len()));
+            for pair in shares.windows(2) {
+                prop_assert_eq!(pair[0].end, pair[1].start);
+                prop_assert_eq!(sizes[..pair[1].start].iter().sum::<usize>() % ALIGNMENT, 0);
+            }
+        }
+    }
+
+    #[test]
+    fn pieces_of_whole_pages_are_shared_by_all_threads() {
+        assert_eq!(shares(&parts(&[ALIGNMENT; 8]), 4), [0..2, 2..4, 4..6, 6..8]);
+        assert_eq!(shares(&parts(&[5000; 3]), 4).len(), 1);
+    }
 }

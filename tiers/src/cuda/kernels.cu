@@ -161,13 +161,15 @@ struct Summand {
 };
 
 // Adds the remainder of each piece to `sums[block]`, which starts at 0. CRCs are linear: the remainder of a block is
-// the sum (exclusive or) of those of its parts, each shifted by what follows. Start value and final
-// complement are the caller's.
+// the sum (exclusive or) of those of its parts, each shifted by what follows. So a piece is shared by all groups of a
+// column (`blockIdx.y`), and their threads need not know of each other. Start value and final complement are the
+// caller's.
 extern "C" __global__ void kvbm_crc32c(const Summand *summands, u32 count, u32 *sums) {
-    const u64 chunk = 512;
+    const u64 chunk = 512, first = ((u64)blockIdx.y * blockDim.x + threadIdx.x) * chunk;
+    const u64 step = (u64)gridDim.y * blockDim.x * chunk;
     for (u32 at = blockIdx.x; at < count; at += gridDim.x) {
         const Summand summand = summands[at];
-        for (u64 start = threadIdx.x * chunk; start < summand.bytes; start += blockDim.x * chunk) {
+        for (u64 start = first; start < summand.bytes; start += step) {
             const u64 left = summand.bytes - start, bytes = left < chunk ? left : chunk;
             const u8 *source = (const u8 *)(summand.address + start);
             u32 remainder = 0;

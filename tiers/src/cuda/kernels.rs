@@ -32,6 +32,12 @@ const COPY_GROUPS: u32 = 64;
 /// Groups that rearrange, per block and over blocks: the device's own bandwidth is to be saturated.
 const TRANSFORM_GROUPS: (u32, u32) = (64, 256);
 
+/// Groups that sum, at most: a block is verified before its request can go on, so more than copies get. (Not
+/// measured.)
+const SUM_GROUPS: u32 = 128;
+/// Bytes of a piece that a thread of the checksum kernel takes at a time, as in `kernels.cu`.
+const SUM_CHUNK: u64 = 512;
+
 /// Where the kernels in use come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KernelOrigin {
@@ -79,7 +85,7 @@ impl Kernels {
     /// # Errors
     /// `Unavailable`: the GPU takes neither.
     pub(crate) fn load(gpu: &Gpu) -> Result<Self, SetupError> {
-        gpu.enter().map_err(|error| failed("no context", error))?;
+        let _entered = gpu.enter().map_err(|error| failed("no context", error))?;
         match compile_here(gpu) {
             Ok(kernels) => Ok(kernels),
             Err(why) => {
@@ -153,7 +159,8 @@ impl Kernels {
         unsafe { stream.launch(self.transform, grid, THREADS, parameters) }
     }
 
-    /// Starts adding the checksums of `count` [`Summand`]s at address `table` to the sums at address `sums`.
+    /// Starts adding the checksums of `count` [`Summand`]s at address `table`, none larger than `longest` bytes, to the
+    /// sums at address `sums`.
     ///
     /// # Safety
     /// As for [`copy_pieces`](Self::copy_pieces).
@@ -161,14 +168,14 @@ impl Kernels {
         &self,
         stream: &Stream,
         mut table: u64,
-        count: usize,
+        (count, longest): (usize, usize),
         mut sums: u64,
     ) -> Result<(), DriverError> {
         const { assert!(size_of::<Summand>() == 32, "as in kernels.cu") };
         let mut number = count as u32;
         let parameters = &mut [pointer(&mut table), pointer(&mut number), pointer(&mut sums)];
         // SAFETY: these are the kernel's parameters; else as the caller promises.
-        unsafe { stream.launch(self.crc32c, (number.clamp(1, COPY_GROUPS), 1), THREADS, parameters) }
+        unsafe { stream.launch(self.crc32c, sum_grid(number, longest as u64), THREADS, parameters) }
     }
 }
 
@@ -187,6 +194,13 @@ impl Kernels {
         // SAFETY: these are the kernel's parameters; else as the caller promises.
         unsafe { stream.launch(self.matmul, (n.div_ceil(THREADS), n), THREADS, parameters) }
     }
+}
+
+/// Groups over pieces, and groups that share a piece: as many as find something to do.
+fn sum_grid(count: u32, longest: u64) -> (u32, u32) {
+    let pieces = count.clamp(1, SUM_GROUPS);
+    let shares = longest.div_ceil(u64::from(THREADS) * SUM_CHUNK);
+    (pieces, shares.clamp(1, u64::from(SUM_GROUPS / pieces)) as u32)
 }
 
 fn pointer<T>(parameter: &mut T) -> *mut c_void {

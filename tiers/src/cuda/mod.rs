@@ -19,13 +19,14 @@ mod cufile;
 pub(crate) mod driver;
 mod gds;
 pub(crate) mod kernels;
+mod medium;
 mod probe;
 mod rearrange;
 mod window;
 
 pub use backend::CudaBackend;
 pub use checksum::DeviceChecksum;
-pub use cufile::{CuFileMode, CuFileOptions, probe_cufile};
+pub use cufile::{CuFileMode, CuFileOptions, CuFileReport, probe_cufile};
 pub use driver::Gpu;
 pub use gds::GdsBackend;
 pub use kernels::{KernelOrigin, SOURCE as KERNEL_SOURCE};

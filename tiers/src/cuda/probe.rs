@@ -93,7 +93,8 @@ const GET_NVRTC: &str = "pip install nvidia-cuda-nvrtc-cu12 and name its directo
 
 /// Every symbol that this crate reaches the driver through, apart from optional ones.
 const SYMBOLS: &[&CStr] = &[
-    c"cuCtxSetCurrent",
+    c"cuCtxPopCurrent_v2",
+    c"cuCtxPushCurrent_v2",
     c"cuDeviceGet",
     c"cuDeviceGetAttribute",
     c"cuDeviceGetCount",
@@ -104,10 +105,8 @@ const SYMBOLS: &[&CStr] = &[
     c"cuDriverGetVersion",
     c"cuEventCreate",
     c"cuEventDestroy_v2",
-    c"cuEventElapsedTime",
     c"cuEventQuery",
     c"cuEventRecord",
-    c"cuEventSynchronize",
     c"cuGetErrorName",
     c"cuGetErrorString",
     c"cuInit",
@@ -126,7 +125,10 @@ const SYMBOLS: &[&CStr] = &[
     c"cuModuleUnload",
     c"cuStreamCreate",
     c"cuStreamDestroy_v2",
+    c"cuStreamIsCapturing",
     c"cuStreamSynchronize",
+    c"cuStreamWaitEvent",
+    c"cuThreadExchangeStreamCaptureMode",
 ];
 
 /// Looks for driver, devices and compiler. Never panics; takes a second on the first call where there is a GPU,
@@ -203,11 +205,27 @@ fn device(ordinal: c_int) -> Result<Device, result::DriverError> {
 }
 
 impl Device {
+    /// Bytes of its memory that other devices can address (its BAR1), which direct transfers go through; `None`: the
+    /// kernel does not say.
+    pub fn window_bytes(&self) -> Option<u64> {
+        let resources = std::fs::read_to_string(self.sysfs("resource")).ok()?;
+        let mut words = resources.lines().nth(1)?.split_whitespace().map(|word| {
+            let digits = word.strip_prefix("0x")?;
+            u64::from_str_radix(digits, 16).ok()
+        });
+        let (start, end) = (words.next()??, words.next()??);
+        (end > start).then(|| end - start + 1)
+    }
+
     /// The NUMA node that it hangs on; `None`: the kernel does not say.
     pub fn numa_node(&self) -> Option<u32> {
+        std::fs::read_to_string(self.sysfs("numa_node")).ok()?.trim().parse().ok()
+    }
+
+    /// What the kernel says about it.
+    fn sysfs(&self, what: &str) -> String {
         let (domain, bus, device) = self.pci;
-        let path = format!("/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node");
-        std::fs::read_to_string(path).ok()?.trim().parse().ok()
+        format!("/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/{what}")
     }
 }
 

@@ -55,7 +55,7 @@ impl Rearranger {
         let plan = transform.with_long_rows().plan();
         let mut turn = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
         let (stream, table) = &mut *turn;
-        let outcome = stream.gpu().enter().and_then(|()| {
+        let outcome = stream.gpu().inside(|| {
             blocks.chunks(Self::TABLE).try_for_each(|some| {
                 table.write(some);
                 // SAFETY: the table stays until the wait below has ended; else as the caller promises.

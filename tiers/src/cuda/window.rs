@@ -90,7 +90,7 @@ impl DeviceWindow {
         let device = self.region.segments().segments(slot).ok_or_else(refused)?;
         let (stream, buffer) = desk;
         let ours = std::iter::once(Segment { address: buffer.address() as usize, bytes: self.block_bytes() });
-        let copied = stream.gpu().enter().and_then(|()| {
+        let copied = stream.gpu().inside(|| {
             pieces(device, ours).try_for_each(|piece| {
                 let (from, to) = match direction {
                     Direction::Out => (piece.from, piece.to),
@@ -101,7 +101,7 @@ impl DeviceWindow {
             })
         });
         // Also after an error: copies that were started before it must end.
-        let copied = stream.wait().and(copied);
+        let copied = stream.gpu().inside(|| stream.wait()).and(copied);
         copied.map_err(|error| {
             CopyError::caused(CopyErrorKind::Io, format!("CUDA: a copy failed: {error}"), error)
         })

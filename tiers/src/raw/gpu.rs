@@ -113,7 +113,7 @@ impl RawGpu {
 
     fn timed(&self, start: impl FnOnce() -> Result<(), DriverError>) -> Result<Duration, SetupError> {
         let gone = |error| failed("a measurement failed", error);
-        self.stream.gpu().enter().map_err(gone)?;
+        let _entered = self.stream.gpu().enter().map_err(gone)?;
         let started = Instant::now();
         let outcome = start();
         // Also after an error: what was started must end.

@@ -2,9 +2,12 @@
 // the CPU's memory for the GPU's. Work goes through streams, each a thread of its own that takes its time;
 // kernels are the same source, run thread by thread. It refuses what a GPU could not do: a call without a
 // context, a copy from memory that is neither the device's nor locked, a launch of a kernel that does not exist.
+// Like a real one it ends a stream's capture when a thread that has not asked to be let makes a call that could
+// disturb it.
 //
-// KVBM_SIMULATED names a fault: no-device, old-driver, out-of-memory, copies-fail, streams-hang, no-lock. The macro
-// WITHOUT_BATCHES leaves out the symbol of batched copies, WITHOUT_LOCK one that is needed.
+// KVBM_SIMULATED names a fault: no-device, old-driver, out-of-memory, copies-fail, streams-hang, no-lock,
+// queries-fail (the first hundred). The macro WITHOUT_BATCHES leaves out the symbol of batched copies, WITHOUT_LOCK
+// one that is needed. `simulated_…` are for tests: what no driver would tell.
 
 #include <atomic>
 #include <chrono>
@@ -15,9 +18,13 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 // What kernels see of their place in a launch.
 struct Place {
@@ -28,12 +35,22 @@ static thread_local Place threadIdx, blockIdx, blockDim, gridDim;
 #define __global__
 #define __device__
 #define __forceinline__ inline
-static uint32_t atomicXor(uint32_t *address, uint32_t value) { return __atomic_fetch_xor(address, value, __ATOMIC_RELAXED); }
+
+// Groups that added to a checksum since the last question.
+static std::mutex &summing_lock = *new std::mutex;
+static std::set<std::pair<uint32_t, uint32_t>> &summing = *new std::set<std::pair<uint32_t, uint32_t>>;
+static uint32_t atomicXor(uint32_t *address, uint32_t value) {
+    std::lock_guard<std::mutex> guard(summing_lock);
+    summing.emplace(blockIdx.x, blockIdx.y);
+    return __atomic_fetch_xor(address, value, __ATOMIC_RELAXED);
+}
 
 #include KERNELS
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_CONTEXT = 201, NOT_FOUND = 500,
-       NOT_READY = 600, LAUNCH_FAILED = 719, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713 };
+       NOT_READY = 600, LAUNCH_FAILED = 719, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713,
+       CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURED_EVENT = 907 };
+enum { GLOBAL = 0, THREAD_LOCAL = 1, RELAXED = 2 };
 
 static bool fault(const char *name) {
     const char *chosen = getenv("KVBM_SIMULATED");
@@ -45,7 +62,34 @@ static std::mutex &lock = *new std::mutex;
 // Memory that the GPU can address: start and size.
 static std::map<uintptr_t, size_t> &known = *new std::map<uintptr_t, size_t>;
 static std::atomic<int> sticky{SUCCESS};
-static thread_local bool has_context = false;
+static thread_local std::vector<void *> &contexts = *new std::vector<void *>;
+static bool has_context() { return !contexts.empty() && contexts.back() == &sticky; }
+
+struct Stream;
+// Captures under way: the stream, the thread that began, how strict it is.
+struct Capture {
+    std::thread::id owner;
+    int mode;
+    bool invalid;
+};
+static std::map<Stream *, Capture> &captures = *new std::map<Stream *, Capture>;
+static thread_local int capture_mode = GLOBAL;
+
+// What a call that could disturb a capture comes to. Whoever is not let ends the capture besides.
+static int disturb() {
+    std::lock_guard<std::mutex> guard(lock);
+    if (capture_mode == RELAXED) return SUCCESS;
+    int outcome = SUCCESS;
+    for (auto &capture : captures) {
+        const bool own = capture.second.owner == std::this_thread::get_id();
+        const bool strict = own ? capture.second.mode != RELAXED : capture.second.mode == GLOBAL && capture_mode == GLOBAL;
+        if (!strict) continue;
+        capture.second.invalid = true;
+        outcome = CAPTURE_UNSUPPORTED;
+    }
+    return outcome;
+}
+static std::atomic<long> allocations{0};
 
 static bool addressable(uintptr_t start, size_t bytes) {
     std::lock_guard<std::mutex> guard(lock);
@@ -110,14 +154,27 @@ struct Stream {
     }
 };
 
+// The last record of an event that is used for many.
 struct Event {
-    std::atomic<int> pending{0};
+    std::shared_ptr<std::atomic<bool>> passed;
+    bool captured = false;
 };
+
+static bool is_capturing(Stream *stream) {
+    std::lock_guard<std::mutex> guard(lock);
+    return captures.count(stream) != 0;
+}
 
 #define API extern "C" __attribute__((visibility("default"))) int
 #define NEEDS_CONTEXT \
-    if (!has_context) return INVALID_CONTEXT; \
+    if (!has_context()) return INVALID_CONTEXT; \
     if (sticky != SUCCESS) return sticky
+#define COULD_DISTURB \
+    if (int refused = disturb()) return refused
+#define ALLOCATES \
+    NEEDS_CONTEXT; \
+    COULD_DISTURB; \
+    allocations++
 
 API cuInit(unsigned) { return fault("no-device") ? NO_DEVICE : SUCCESS; }
 API cuDriverGetVersion(int *version) { return *version = fault("old-driver") ? 11040 : 12080, SUCCESS; }
@@ -131,14 +188,32 @@ API cuDeviceGetAttribute(int *value, int attribute, int) {
 }
 API cuDevicePrimaryCtxRetain(void **context, int) { return *context = &sticky, SUCCESS; }
 API cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
-API cuCtxSetCurrent(void *context) { return has_context = context != nullptr, SUCCESS; }
+API cuCtxSetCurrent(void *context) {
+    if (!contexts.empty()) contexts.pop_back();
+    if (context) contexts.push_back(context);
+    return SUCCESS;
+}
+API cuCtxGetCurrent(void **context) { return *context = contexts.empty() ? nullptr : contexts.back(), SUCCESS; }
+API cuCtxPushCurrent_v2(void *context) {
+    if (!context) return INVALID_CONTEXT;
+    return contexts.push_back(context), SUCCESS;
+}
+API cuCtxPopCurrent_v2(void **context) {
+    if (contexts.empty()) return INVALID_CONTEXT;
+    if (context) *context = contexts.back();
+    return contexts.pop_back(), SUCCESS;
+}
+API cuThreadExchangeStreamCaptureMode(int *mode) {
+    if (*mode < GLOBAL || *mode > RELAXED) return INVALID_VALUE;
+    return std::swap(*mode, capture_mode), SUCCESS;
+}
 // NVRTC asks for it, and does without.
 API cuGetExportTable(const void **table, const void *) { return *table = nullptr, NOT_FOUND; }
 API cuGetErrorName(int, const char **text) { return *text = "simulated", SUCCESS; }
 API cuGetErrorString(int, const char **text) { return *text = "a simulated failure", SUCCESS; }
 
 API cuMemAlloc_v2(uintptr_t *address, size_t bytes) {
-    NEEDS_CONTEXT;
+    ALLOCATES;
     if (fault("out-of-memory") || bytes > size_t(8) << 30) return OUT_OF_MEMORY;
     *address = (uintptr_t)aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
     memset((void *)*address, 0xa5, bytes);
@@ -146,23 +221,27 @@ API cuMemAlloc_v2(uintptr_t *address, size_t bytes) {
 }
 API cuMemFree_v2(uintptr_t address) {
     NEEDS_CONTEXT;
+    COULD_DISTURB;
     const int known_once = forget(address);
     if (known_once == SUCCESS) free((void *)address);
     return known_once;
 }
 API cuMemHostAlloc(void **start, size_t bytes, unsigned) {
-    NEEDS_CONTEXT;
+    ALLOCATES;
     *start = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
     return remember((uintptr_t)*start, bytes);
 }
 API cuMemFreeHost(void *start) { return cuMemFree_v2((uintptr_t)start); }
 #ifndef WITHOUT_LOCK
 API cuMemHostRegister_v2(void *start, size_t bytes, unsigned) {
-    NEEDS_CONTEXT;
+    ALLOCATES;
     return fault("no-lock") ? OUT_OF_MEMORY : remember((uintptr_t)start, bytes);
 }
 #endif
-API cuMemHostUnregister(void *start) { return forget((uintptr_t)start); }
+API cuMemHostUnregister(void *start) {
+    COULD_DISTURB;
+    return forget((uintptr_t)start);
+}
 API cuMemHostGetDevicePointer_v2(uintptr_t *mapped, void *start, unsigned) {
     *mapped = (uintptr_t)start;
     return addressable(*mapped, 1) ? SUCCESS : NOT_REGISTERED;
@@ -170,26 +249,89 @@ API cuMemHostGetDevicePointer_v2(uintptr_t *mapped, void *start, unsigned) {
 
 API cuStreamCreate(Stream **stream, unsigned) {
     NEEDS_CONTEXT;
+    allocations++;
     return *stream = new Stream, SUCCESS;
 }
 API cuStreamDestroy_v2(Stream *stream) { return delete stream, SUCCESS; }
-API cuStreamSynchronize(Stream *stream) { return stream->drain(), sticky.load(); }
+API cuStreamSynchronize(Stream *stream) {
+    COULD_DISTURB;
+    return stream->drain(), sticky.load();
+}
+API cuStreamBeginCapture_v2(Stream *stream, int mode) {
+    NEEDS_CONTEXT;
+    std::lock_guard<std::mutex> guard(lock);
+    return captures.emplace(stream, Capture{std::this_thread::get_id(), mode, false}).second ? SUCCESS : INVALID_VALUE;
+}
+API cuStreamEndCapture(Stream *stream, void **graph) {
+    std::lock_guard<std::mutex> guard(lock);
+    const auto capture = captures.find(stream);
+    if (capture == captures.end()) return INVALID_VALUE;
+    const bool invalid = capture->second.invalid;
+    captures.erase(capture);
+    return *graph = nullptr, invalid ? CAPTURE_INVALIDATED : SUCCESS;
+}
+API cuStreamIsCapturing(Stream *stream, int *status) {
+    std::lock_guard<std::mutex> guard(lock);
+    const auto capture = captures.find(stream);
+    return *status = capture == captures.end() ? 0 : capture->second.invalid ? 2 : 1, SUCCESS;
+}
 
 API cuEventCreate(Event **event, unsigned) {
     NEEDS_CONTEXT;
+    allocations++;
     return *event = new Event, SUCCESS;
 }
 API cuEventDestroy_v2(Event *event) { return delete event, SUCCESS; }
 API cuEventRecord(Event *event, Stream *stream) {
     NEEDS_CONTEXT;
-    event->pending++;
-    stream->push([event] { event->pending--; });
+    const bool captured = is_capturing(stream);
+    const auto passed = std::make_shared<std::atomic<bool>>(false);
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        event->captured = captured;
+        event->passed = passed;
+    }
+    if (!captured) stream->push([passed] { *passed = true; });
     return SUCCESS;
 }
-API cuEventQuery(Event *event) { return sticky != SUCCESS ? sticky.load() : event->pending ? NOT_READY : SUCCESS; }
+// The state of the last record: passed, or captured and never to pass by itself.
+static std::shared_ptr<std::atomic<bool>> record_of(Event *event, bool *captured) {
+    std::lock_guard<std::mutex> guard(lock);
+    *captured = event->captured;
+    return event->passed;
+}
+API cuEventQuery(Event *event) {
+    COULD_DISTURB;
+    static std::atomic<int> queries{0};
+    if (fault("queries-fail") && queries++ < 100) return CAPTURE_UNSUPPORTED;
+    bool captured = false;
+    const auto passed = record_of(event, &captured);
+    if (captured) return CAPTURED_EVENT;
+    return sticky != SUCCESS ? sticky.load() : passed && !*passed ? NOT_READY : SUCCESS;
+}
 API cuEventSynchronize(Event *event) {
-    while (event->pending) std::this_thread::yield();
+    COULD_DISTURB;
+    bool captured = false;
+    const auto passed = record_of(event, &captured);
+    if (captured) return CAPTURED_EVENT;
+    while (passed && !*passed) std::this_thread::yield();
     return sticky;
+}
+// Waits for what is recorded by now: a later record does not matter.
+API cuStreamWaitEvent(Stream *stream, Event *event, unsigned) {
+    NEEDS_CONTEXT;
+    bool captured = false;
+    const auto passed = record_of(event, &captured);
+    if (captured) return CAPTURED_EVENT;
+    if (passed) stream->push([passed] {
+        while (!*passed) std::this_thread::yield();
+    });
+    return SUCCESS;
+}
+API cuLaunchHostFunc(Stream *stream, void (*function)(void *), void *argument) {
+    NEEDS_CONTEXT;
+    stream->push([=] { function(argument); });
+    return SUCCESS;
 }
 API cuEventElapsedTime(float *milliseconds, Event *, Event *) { return *milliseconds = 1, SUCCESS; }
 
@@ -221,7 +363,7 @@ API cuMemcpyBatchAsync(uintptr_t *to, uintptr_t *from, size_t *bytes, size_t cou
 #endif
 
 API cuModuleLoadData(void **module, const void *image) {
-    NEEDS_CONTEXT;
+    ALLOCATES;
     *module = (void *)image;
     return strstr((const char *)image, ".entry kvbm_copy_pieces") ? SUCCESS : INVALID_VALUE;
 }
@@ -281,4 +423,14 @@ API cuLaunchKernel(Binder function, unsigned gx, unsigned gy, unsigned gz, unsig
                 for (threadIdx.x = 0; threadIdx.x < bx; threadIdx.x++) call();
     });
     return SUCCESS;
+}
+
+// Allocations and objects made so far.
+extern "C" __attribute__((visibility("default"))) long simulated_allocations() { return allocations; }
+// Groups that had part in checksums since the last call.
+extern "C" __attribute__((visibility("default"))) long simulated_summing_groups() {
+    std::lock_guard<std::mutex> guard(summing_lock);
+    const long groups = summing.size();
+    summing.clear();
+    return groups;
 }

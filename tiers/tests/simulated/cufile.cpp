@@ -1,8 +1,10 @@
 // cuFile for tests on machines without GPUDirect Storage: the simulated GPU's memory is the CPU's, so reads and
 // writes are ordinary ones. It insists on what cuFile insists on: registered files, offsets into buffers that are
 // registered. KVBM_SIMULATED names a fault: cufile-hangs, cufile-fails, cufile-compatible, cufile-short,
-// cufile-no-files.
+// cufile-no-files, cufile-pins-little. `simulated_transfers_at_once` is for tests.
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -11,7 +13,9 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <sys/stat.h>
 #include <unistd.h>
+#include <vector>
 
 struct Status {
     int file, driver;
@@ -49,6 +53,7 @@ API Status cuFileDriverOpen() {
 API Status cuFileDriverGetProperties(Properties *properties) {
     memset(properties, 0, sizeof *properties);
     properties->status = fault("cufile-compatible") ? 1 << 2 : 1 << 4;
+    properties->pinned = fault("cufile-pins-little") ? 4 : 32 << 20;
     return {0, 0};
 }
 API Status cuFileHandleRegister(void **handle, Description *description) {
@@ -59,6 +64,7 @@ API Status cuFileHandleRegister(void **handle, Description *description) {
 API void cuFileHandleDeregister(int *handle) { delete handle; }
 API Status cuFileBufRegister(const void *base, size_t bytes, int) {
     std::lock_guard<std::mutex> guard(lock);
+    if (fault("cufile-pins-little") && bytes > 4096) return {5026, 0};
     return {buffers.emplace((uintptr_t)base, bytes).second ? 0 : 5023, 0};
 }
 API Status cuFileBufDeregister(const void *base) {
@@ -73,14 +79,48 @@ static bool is_sound(void *base, size_t bytes, off_t offset) {
     return buffer == buffers.end() ? offset == 0 : offset + bytes <= buffer->second;
 }
 
-// The slot files are opened with O_DIRECT: transfers go through an aligned copy, as cuFile's unaligned ones do. One at a
-// time, since pages may be shared.
+// Pages of files that transfers work on now. cuFile does not keep two writers of one page apart.
+struct Span {
+    ino_t file;
+    off_t start, end;
+    bool writes;
+};
+static std::vector<Span> &spans = *new std::vector<Span>;
+static size_t most_at_once = 0;
+static bool begin(const Span &span) {
+    std::lock_guard<std::mutex> guard(lock);
+    for (const Span &other : spans) {
+        const bool overlaps = other.file == span.file && other.start < span.end && span.start < other.end;
+        if (overlaps && (other.writes || span.writes)) return false;
+    }
+    spans.push_back(span);
+    most_at_once = std::max(most_at_once, spans.size());
+    return true;
+}
+static void end(const Span &span) {
+    std::lock_guard<std::mutex> guard(lock);
+    spans.erase(std::find_if(spans.begin(), spans.end(), [&](const Span &other) {
+        return other.file == span.file && other.start == span.start && other.end == span.end && other.writes == span.writes;
+    }));
+}
+// Since the last call.
+extern "C" __attribute__((visibility("default"))) long simulated_transfers_at_once() {
+    std::lock_guard<std::mutex> guard(lock);
+    const long most = most_at_once;
+    return most_at_once = 0, most;
+}
+
+// The slot files are opened with O_DIRECT: transfers go through an aligned copy, as cuFile's unaligned ones do, and
+// take their time.
 static ssize_t transfer(int *handle, void *base, size_t bytes, off_t at, off_t offset, bool reads) {
     if (!is_sound(base, bytes, offset)) return -5014;
-    static std::mutex &one_at_a_time = *new std::mutex;
-    std::lock_guard<std::mutex> guard(one_at_a_time);
     const off_t start = at / 4096 * 4096;
     const size_t span = (at + bytes - start + 4095) / 4096 * 4096;
+    struct stat stat;
+    if (fstat(*handle, &stat)) return -1;
+    const Span taken{stat.st_ino, start, start + off_t(span), !reads};
+    if (!begin(taken)) return -5099;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
     char *const pages = (char *)aligned_alloc(4096, span), *const inside = pages + (at - start);
     char *const memory = (char *)base + offset;
     bool whole = pread(*handle, pages, span, start) == (ssize_t)span;
@@ -90,6 +130,7 @@ static ssize_t transfer(int *handle, void *base, size_t bytes, off_t at, off_t o
         whole = pwrite(*handle, pages, span, start) == (ssize_t)span;
     }
     free(pages);
+    end(taken);
     if (!whole) return -1;
     return fault("cufile-short") ? bytes - 1 : bytes;
 }

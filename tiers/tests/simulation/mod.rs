@@ -21,6 +21,28 @@ pub(crate) fn is_on() -> bool {
     std::env::var_os(VARIABLE).is_some()
 }
 
+/// How many things the simulated driver has made.
+pub(crate) fn allocations() -> i64 {
+    ask("libcuda.so.1", b"simulated_allocations")
+}
+
+/// How many groups of threads had part in checksums since the last question.
+pub(crate) fn summing_groups() -> i64 {
+    ask("libcuda.so.1", b"simulated_summing_groups")
+}
+
+/// How many transfers the simulated cuFile has had in flight at once since the last question.
+pub(crate) fn transfers_at_once() -> i64 {
+    ask("libcufile.so.0", b"simulated_transfers_at_once")
+}
+
+fn ask(library: &str, question: &[u8]) -> i64 {
+    // SAFETY: it is the library that this process uses already.
+    let library = unsafe { libloading::Library::new(library) }.expect("a simulated library");
+    // SAFETY: the simulation's own functions, without arguments.
+    unsafe { library.get::<unsafe extern "C" fn() -> i64>(question).expect("a simulation")() }
+}
+
 /// Runs all tests of this binary on a simulated GPU. `flags`: what the simulation is compiled with.
 ///
 /// # Panics
