@@ -176,7 +176,7 @@ impl Tiers {
     fn connect_memory(&mut self, settings: &Settings) -> Result<()> {
         let Some(host) = self.host.clone() else { return Ok(()) };
         if let Some(gpu) = &self.gpu {
-            let backend = self.with_chaos(gpu.connect_memory(Arc::clone(&host))?, host)?;
+            let backend = self.with_chaos(gpu.connect_memory(host.clone())?, host)?;
             self.connect(backend);
         } else if let Some(device) = self.emulated.clone() {
             let threads = settings.transfer.copy_threads as usize;

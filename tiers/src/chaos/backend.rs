@@ -50,11 +50,6 @@ impl<B: Backend + 'static, F: Faults> ChaosBackend<B, F> {
         Self { inner: Arc::new(inner), memories: Arc::new(memories), faults }
     }
 
-    /// Who decides.
-    pub(crate) const fn faults(&self) -> &F {
-        &self.faults
-    }
-
     fn strike(&self, effect: Effect, index: usize, op: CopyOp, done: &Done) {
         match effect {
             Effect::Fail(error) => done.complete(index, Err(error)),
@@ -119,6 +114,16 @@ unsafe impl<B: Backend + 'static, F: Faults> Backend for ChaosBackend<B, F> {
         }
         let (indices, ops): (Vec<_>, Vec<_>) = spared.into_iter().unzip();
         self.inner.submit(ops, Done::new(move |index, result| done.complete(indices[index], result)));
+    }
+}
+
+impl<F: Faults + ?Sized> Faults for Arc<F> {
+    fn next(&self, op: &CopyOp) -> Option<Effect> {
+        (**self).next(op)
+    }
+
+    fn at(&self, when: Instant, job: Box<dyn FnOnce() + Send>) {
+        (**self).at(when, job);
     }
 }
 

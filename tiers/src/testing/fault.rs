@@ -31,7 +31,10 @@ pub enum Fault {
 /// Bytes can be changed where they arrive in one of its memories; elsewhere `LyingShort` and `BitFlip` lose
 /// the write.
 #[derive(Debug)]
-pub struct FaultBackend<B>(ChaosBackend<B, Plan>);
+pub struct FaultBackend<B> {
+    backend: ChaosBackend<B, Arc<Plan>>,
+    plan: Arc<Plan>,
+}
 
 /// What a test asked for.
 #[derive(Debug, Default)]
@@ -53,17 +56,19 @@ impl<B: Backend + 'static> FaultBackend<B> {
     /// # Errors
     /// Two regions are of one tier, or their blocks differ in size.
     pub fn new(inner: B, memories: Vec<Arc<dyn Memory>>) -> Result<Self, SetupError> {
-        Ok(Self(ChaosBackend::new(inner, Memories::new(memories)?, Plan::default())))
+        let plan = Arc::new(Plan::default());
+        let backend = ChaosBackend::new(inner, Memories::new(memories)?, Arc::clone(&plan));
+        Ok(Self { backend, plan })
     }
 
     /// Fails in this way from now on, on these routes only.
     pub fn inject(&self, fault: Fault, routes: &[Route]) {
-        *self.0.faults().order.lock() = Order { fault: Some(fault), routes: routes.to_vec(), submitted: 0 };
+        *self.plan.order.lock() = Order { fault: Some(fault), routes: routes.to_vec(), submitted: 0 };
     }
 
     /// Works again.
     pub fn heal(&self) {
-        *self.0.faults().order.lock() = Order::default();
+        *self.plan.order.lock() = Order::default();
     }
 }
 
@@ -94,14 +99,14 @@ impl Faults for Plan {
 // SAFETY: everything is the inner backend's doing.
 unsafe impl<B: Backend + 'static> Backend for FaultBackend<B> {
     fn name(&self) -> &'static str {
-        self.0.name()
+        self.backend.name()
     }
 
     fn routes(&self) -> &[Route] {
-        self.0.routes()
+        self.backend.routes()
     }
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
-        self.0.submit(batch, done);
+        self.backend.submit(batch, done);
     }
 }
