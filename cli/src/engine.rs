@@ -384,44 +384,49 @@ impl Engine {
     pub(crate) fn recover(&self) -> Result<Recovery, Failure> {
         /// The longest pause of a store that was down, and time to flush what has gathered meanwhile.
         const LIMIT: Duration = Duration::from_mins(2);
+        const BETWEEN_ROUNDS: Duration = Duration::from_millis(20);
         let started = Instant::now();
         let mut tally = Tally::default();
-        let mut round = 0;
-        let mut still_to_work: Vec<_> =
-            self.tiers.iter().copied().filter(|&tier| tier > Tier::Device).collect();
-        while !still_to_work.is_empty() && started.elapsed() < LIMIT {
-            self.stop.check()?;
-            round += 1;
-            let mut failed = Vec::new();
-            for tier in still_to_work {
-                match self.probe(tier, round, &mut tally) {
-                    Ok(true) => {}
-                    Ok(false) => failed.push(tier),
-                    Err(Unserved::Hung) => {
-                        tally.hangs += 1;
-                        failed.push(tier);
-                    }
-                    Err(Unserved::Failed(failure)) => return Err(failure),
+        let mut broken: Vec<_> = self.tiers.iter().copied().filter(|&tier| tier > Tier::Device).collect();
+        for round in 0.. {
+            let mut still_broken = Vec::new();
+            for tier in broken {
+                if !self.works(tier, round, &mut tally)? {
+                    still_broken.push(tier);
                 }
             }
-            still_to_work = failed;
+            broken = still_broken;
+            if broken.is_empty() || started.elapsed() > LIMIT {
+                break;
+            }
+            self.stop.pause(BETWEEN_ROUNDS)?;
         }
-        let after = still_to_work.is_empty().then(|| started.elapsed());
+        let after = broken.is_empty().then(|| started.elapsed());
         Ok(Recovery { after, mismatches: tally.mismatches, hangs: tally.hangs })
+    }
+
+    fn works(&self, tier: Tier, round: u32, tally: &mut Tally) -> Result<bool, Failure> {
+        match self.probe(tier, round, tally) {
+            Ok(works) => Ok(works),
+            Err(Unserved::Hung) => {
+                tally.hangs += 1;
+                Ok(false)
+            }
+            Err(Unserved::Failed(failure)) => Err(failure),
+        }
     }
 
     /// Whether blocks that no request has go down to `tier` and come back from there.
     fn probe(&self, tier: Tier, round: u32, tally: &mut Tally) -> Result<bool, Unserved> {
         const BLOCKS: u32 = 4;
-        const LIMIT: Duration = Duration::from_secs(5);
         let ids: Vec<_> =
             (0..BLOCKS).flat_map(|block| [u32::MAX - block, round << 2 | tier as u32]).collect();
         let hashes = self.hasher.chain(&ids);
-        let chain = Chain::from(&hashes);
-        let usage = Usage::default();
+        let (chain, usage) = (Chain::from(&hashes), Usage::default());
+        self.make_room(tier, BLOCKS as usize);
         let lease = self.fill(usage, chain, self.manager.lease_for(usage, chain), tally)?;
         self.save(lease, tally)?;
-        self.manager.drain(LIMIT);
+        self.flush_for_a_while();
         for upper in self.tiers.iter().copied().filter(|&upper| upper < tier) {
             self.manager.evict(upper, self.manager.counts(upper).total as usize);
         }
@@ -431,6 +436,20 @@ impl Engine {
         let (arrived, before) = (lease.blocks(Tier::Device), tally.mismatches);
         self.verify_leading(chain, &lease, arrived, tally);
         Ok(comes_from_there && arrived == chain.len() && tally.mismatches == before)
+    }
+
+    /// A full tier may rightly decline blocks that nobody has asked for before.
+    fn make_room(&self, lowest: Tier, blocks: usize) {
+        self.flush_for_a_while();
+        for tier in self.tiers.iter().copied().filter(|&tier| tier <= lowest) {
+            self.manager.evict(tier, 4 * blocks);
+        }
+    }
+
+    fn flush_for_a_while(&self) {
+        const LIMIT: Duration = Duration::from_secs(5);
+        // What was not flushed in time shows when it is asked for.
+        self.manager.drain(LIMIT);
     }
 
     /// Flushes what is dirty, waits for all copies and checks the table's invariants.

@@ -363,7 +363,12 @@ impl Iterator for Drawn {
         let kind = kinds[self.rng.usize(..kinds.len())];
         let kind = self.allowed(kind);
         let direction = [None, Some(Direction::Read), Some(Direction::Write)][self.rng.usize(..3)];
-        let direction = direction.filter(|_| medium != Medium::Clock);
+        let direction = match (medium, kind) {
+            (Medium::Clock, _) => None,
+            // On its way up a block may bounce: the copy then holds a slot that differs from run to run.
+            (Medium::Memory, Kind::Never) => Some(Direction::Write),
+            _ => direction,
+        };
         let (length, operations) = self.extent(kind);
         Some(Episode { medium, direction, kind, start: self.at, length, operations })
     }
