@@ -55,6 +55,13 @@ impl Troubled {
         assert_eq!((served.hit, served.failed, served.wrong), (4, 0, 0), "{tier}");
     }
 
+    /// Bytes were spoilt, and somebody noticed.
+    fn assert_noticed(&self) {
+        let dropped: u64 =
+            [Tier::Disk, Tier::Object].map(|tier| self.manager.stats(tier).quarantined).into_iter().sum();
+        assert!(dropped > 0, "{:?}", self.chaos.injected());
+    }
+
     /// And then it heals, and everything works again.
     #[track_caller]
     fn assert_heals(&self, kind: Kind) {
@@ -104,6 +111,9 @@ fn each_kind_of(medium: Medium, backend: DiskBackend) {
         troubled.chaos.start();
         troubled.serve_some();
         troubled.manager.drain(Duration::from_millis(50));
+        if [Kind::Corrupt, Kind::Torn].contains(&kind) {
+            troubled.assert_noticed();
+        }
         troubled.assert_heals(kind);
     }
 }

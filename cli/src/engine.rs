@@ -641,6 +641,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use kvbm_tiers::chaos::Schedule;
+
     use super::*;
 
     #[test]
@@ -650,6 +652,34 @@ mod tests {
         tally.hit(&plan, 4);
         let blocks = Tier::ALL.map(|tier| tally.hit_tokens.of(tier) / u64::from(BLOCK_TOKENS));
         assert_eq!((blocks, tally.failed_loads), ([2, 2, 0, 0], 5));
+    }
+
+    #[test]
+    fn a_request_whose_transfer_does_not_end_is_given_up_and_counted() {
+        let runtime = crate::stop::runtime().unwrap();
+        let stop = Stop::on_signals(&runtime).unwrap();
+        let mut settings = Settings { block_bytes: Some(4_096), ..Settings::default() };
+        settings.device.capacity = Some(kvbm_settings::Capacity::Blocks(8));
+        settings.device.backend = kvbm_settings::DeviceBackend::Emulated;
+        settings.host.capacity = Some(kvbm_settings::Capacity::Blocks(8));
+        settings.host.huge_pages = false;
+        settings.transfer.timeout_ms = 200;
+        let schedule = Schedule::scripted(["memory:hang@0s+100ms".parse().unwrap()]);
+        let chaos = Some(Chaos::new(schedule));
+        let mut engine = Engine::open(settings, Registry::new(), runtime, stop, chaos).unwrap();
+        engine.longest_wait = Some(Duration::from_millis(10));
+        let request = Request {
+            timestamp_ms: 0,
+            input_length: 2 * BLOCK_TOKENS,
+            output_length: 1,
+            hash_ids: vec![1, 2],
+        };
+        let tally = engine.run(std::iter::once(Ok(request.clone())), 1, |_, _| ()).unwrap();
+        assert_eq!((tally.requests, tally.hangs), (1, 1));
+        engine.chaos.iter().for_each(Chaos::heal);
+        engine.longest_wait = Some(Duration::from_secs(60));
+        assert!(engine.settle().drained);
+        assert_eq!(engine.run(std::iter::once(Ok(request)), 1, |_, _| ()).unwrap().hangs, 0);
     }
 
     #[test]

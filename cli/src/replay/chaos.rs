@@ -162,3 +162,43 @@ impl ChaosReport {
         )
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn well() -> ChaosReport {
+        ChaosReport {
+            seed: Some(1),
+            injected: BTreeMap::from([("never", 2), ("eio", 7)]),
+            served_wrong: 0,
+            hangs: 0,
+            panics: 0,
+            overdue: 2,
+            recovered_s: Some(0.5),
+            missing_slots: 0,
+        }
+    }
+
+    #[test]
+    fn a_replay_passes_only_if_nothing_is_wrong() {
+        assert_eq!(well().faults(), [""; 0]);
+        let wrong = [
+            ChaosReport { served_wrong: 1, ..well() },
+            ChaosReport { hangs: 1, ..well() },
+            ChaosReport { panics: 1, ..well() },
+            ChaosReport { missing_slots: 1, ..well() },
+            ChaosReport { overdue: 1, ..well() },
+            ChaosReport { overdue: 5, ..well() },
+            ChaosReport { recovered_s: None, ..well() },
+        ];
+        wrong.iter().for_each(|report| assert_eq!(report.faults().len(), 1, "{report:?}"));
+    }
+
+    #[test]
+    fn panics_of_other_threads_are_counted() {
+        let panics = count_panics();
+        std::thread::spawn(|| panic!("on purpose")).join().unwrap_err();
+        assert!(panics.load(Ordering::Relaxed) >= 1);
+    }
+}
