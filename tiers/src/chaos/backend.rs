@@ -62,7 +62,7 @@ impl<B: Backend + 'static, F: Faults> ChaosBackend<B, F> {
             }
             // What no write reached keeps its old bytes, which are not those of the checksum.
             Effect::Corrupt | Effect::Torn if self.memories.block(op.to).is_none() => {
-                done.complete(index, Ok(()))
+                done.complete(index, Ok(()));
             }
             Effect::Corrupt => self.spoil(index, op, done, |byte| byte.wrapping_add(0x10)),
             Effect::Torn => {

@@ -233,7 +233,7 @@ impl FromStr for Episode {
         let (what, when) = halves(text, '@')?;
         let (place, kind) = halves(what, ':')?;
         let (medium, direction) = parse_place(place)?;
-        let kind = named(kind, medium.kinds(), |kind| kind.name())?;
+        let kind = named(kind, medium.kinds(), Kind::name)?;
         let (start, rest) = halves(when, '+')?;
         let (length, operations) = match rest.split_once('x') {
             Some((length, count)) => (length, Some(parse_count(count)?)),
@@ -256,9 +256,9 @@ fn parse_place(text: &str) -> Result<(Medium, Option<Direction>), EpisodeError> 
         Some((medium, direction)) => (medium, Some(direction)),
         None => (text, None),
     };
-    let medium = named(medium, &Medium::ALL, |medium| medium.name())?;
+    let medium = named(medium, &Medium::ALL, Medium::name)?;
     let directions = [Direction::Read, Direction::Write];
-    let direction = direction.map(|text| named(text, &directions, |direction| direction.name()));
+    let direction = direction.map(|text| named(text, &directions, Direction::name));
     Ok((medium, direction.transpose()?))
 }
 
