@@ -677,7 +677,7 @@ mod tests {
         let tally = engine.run(std::iter::once(Ok(request.clone())), 1, |_, _| ()).unwrap();
         assert_eq!((tally.requests, tally.hangs), (1, 1));
         engine.chaos.iter().for_each(Chaos::heal);
-        engine.longest_wait = Some(Duration::from_secs(60));
+        engine.longest_wait = Some(Duration::from_mins(1));
         assert!(engine.settle().drained);
         assert_eq!(engine.run(std::iter::once(Ok(request)), 1, |_, _| ()).unwrap().hangs, 0);
     }
