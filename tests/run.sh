@@ -85,6 +85,9 @@ if grep -Eq '"lost": *[1-9]' "$scratch/replay.json"; then
     exit 1
 fi
 
+step 'a minute of chaos'
+tests/chaos.sh --seconds 60
+
 step 'transfer backends'
 backends=0
 tests/backends.sh || backends=$?

@@ -11,11 +11,12 @@ use std::time::{Duration, Instant};
 
 use kvbm::table::SlotCounts;
 use kvbm::{
-    Allocation, BlockHash, Brought, Chain, ChainHasher, ErrorKind, Lease, Manager, ManualClock, Options,
-    RequestId, Ticket, Tier, Usage,
+    Allocation, BlockHash, Brought, Chain, ChainHasher, ErrorKind, JumpingClock, Lease, Manager, ManualClock,
+    Options, RequestId, Ticket, Tier, Usage,
 };
 use kvbm_policies::{BLOCK_TOKENS, Request, Running};
 use kvbm_settings::Settings;
+use kvbm_tiers::chaos::{Chaos, ClockJump};
 use prometheus::Registry;
 use serde::Serialize;
 use tokio::runtime::Runtime;
@@ -85,6 +86,8 @@ pub(crate) struct Tally {
     pub(crate) unsaved_blocks: u64,
     /// Time that requests waited for their loads.
     pub(crate) load_time: Duration,
+    /// Requests that were given up because a transfer did not end in any reasonable time.
+    pub(crate) hangs: u64,
 }
 
 impl AddAssign for Tally {
@@ -102,6 +105,7 @@ impl AddAssign for Tally {
         self.full_waits += other.full_waits;
         self.unsaved_blocks += other.unsaved_blocks;
         self.load_time += other.load_time;
+        self.hangs += other.hangs;
     }
 }
 
@@ -110,6 +114,11 @@ impl AddAssign for Tally {
 pub(crate) struct Engine {
     manager: Manager,
     clock: Arc<ManualClock>,
+    /// The same with the jumps of `chaos`: the manager's clock.
+    wall_clock: Arc<JumpingClock>,
+    chaos: Option<Chaos>,
+    /// Most time that a transfer takes, if that is watched.
+    longest_wait: Option<Duration>,
     hasher: ChainHasher,
     tiers: Vec<Tier>,
     /// Blocks on the device.
@@ -122,17 +131,25 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    /// Opens the tiers that `settings` name, on a clock that follows the requests' timestamps.
+    /// Opens the tiers that `settings` name, on a clock that follows the requests' timestamps. With `chaos` in
+    /// them, transfers that never end are given up.
     pub(crate) fn open(
         settings: Settings,
         registry: Registry,
         runtime: Runtime,
         stop: Stop,
+        chaos: Option<Chaos>,
     ) -> Result<Self, Failure> {
         let tiers = present(&settings);
+        let longest_wait = chaos.as_ref().map(|_| longest_wait(&settings));
         let clock = Arc::new(ManualClock::default());
-        let options =
-            Options { registry, clock: Arc::clone(&clock) as _, block_tokens: u64::from(BLOCK_TOKENS) };
+        let wall_clock = Arc::new(JumpingClock::new(Arc::clone(&clock) as _));
+        let options = Options {
+            registry,
+            clock: Arc::clone(&wall_clock) as _,
+            block_tokens: u64::from(BLOCK_TOKENS),
+            chaos: chaos.clone(),
+        };
         let manager = runtime.block_on(stop.or(Manager::open(settings, options)))??;
         stop.check()?;
         let below = tiers.iter().copied().find(|&tier| tier > Tier::Device);
@@ -141,7 +158,20 @@ impl Engine {
         let room = Room::new(below.map_or(device_blocks, |below| blocks(below).min(device_blocks)));
         // The ids of a trace are chained already; chaining them again makes that sure, whatever the trace says.
         let hasher = ChainHasher::new(TOKENS_PER_ID, b"replay")?;
-        Ok(Self { manager, clock, hasher, tiers, device_blocks, below, room, runtime, stop })
+        Ok(Self {
+            manager,
+            clock,
+            wall_clock,
+            chaos,
+            longest_wait,
+            hasher,
+            tiers,
+            device_blocks,
+            below,
+            room,
+            runtime,
+            stop,
+        })
     }
 
     /// Serves all `requests`, up to `concurrency` at a time and begun in their order. `observe` sees the tally
@@ -152,6 +182,7 @@ impl Engine {
         concurrency: usize,
         observe: impl Fn(&Request, &Tally) + Sync,
     ) -> Result<Tally, Failure> {
+        self.chaos.iter().for_each(Chaos::start);
         let total = Mutex::new(Tally::default());
         let failed = AtomicBool::new(false);
         let requests = Mutex::new(Arrivals::new(requests));
@@ -189,6 +220,7 @@ impl Engine {
         let Some(request) = arrivals.requests.next().transpose()? else { return Ok(None) };
         let hashes = self.hashes(&request);
         let room = self.room.admit(hashes.len());
+        self.let_the_clock_jump();
         self.clock.advance_to(request.timestamp_ms);
         while let Some(ended) = arrivals.running.next_ended(request.timestamp_ms) {
             self.manager.finished(ended.request, ended.output_tokens);
@@ -196,6 +228,15 @@ impl Engine {
         let usage = Usage { request: Some(arrivals.begin(&request)), ..Usage::default() };
         self.manager.tick();
         Ok(Some(Arrival { request, usage, hashes, room }))
+    }
+
+    fn let_the_clock_jump(&self) {
+        for jump in self.chaos.iter().flat_map(Chaos::clock_jumps) {
+            self.wall_clock.jump(match jump {
+                ClockJump::Forward(by) => by.as_millis() as i64,
+                ClockJump::Back(by) => -(by.as_millis() as i64),
+            });
+        }
     }
 
     /// The request's blocks, as far as the device can hold them.
@@ -213,20 +254,27 @@ impl Engine {
             cut_prompts: u64::from(request.full_blocks().len() > self.device_blocks),
             ..Tally::default()
         };
+        match self.try_to_serve(usage, chain, &mut tally) {
+            Ok(()) => Ok(tally),
+            Err(Unserved::Hung) => Ok(Tally { hangs: 1, ..tally }),
+            Err(Unserved::Failed(failure)) => Err(failure),
+        }
+    }
+
+    fn try_to_serve(&self, usage: Usage, chain: Chain<'_>, tally: &mut Tally) -> Result<(), Unserved> {
         if chain.is_empty() {
-            return Ok(tally);
+            return Ok(());
         }
         let lease = self.manager.lease_for(usage, chain);
         let plan: Vec<_> = lease.held().plan().collect();
-        let lease = self.load(lease, &mut tally)?;
+        let lease = self.load(lease, tally)?;
         tally.hit(&plan, lease.blocks(Tier::Device));
-        self.verify(chain, &lease, &mut tally);
-        let lease = self.fill(usage, chain, lease, &mut tally)?;
-        self.save(lease, &mut tally)?;
-        Ok(tally)
+        self.verify(chain, &lease, tally);
+        let lease = self.fill(usage, chain, lease, tally)?;
+        self.save(lease, tally)
     }
 
-    fn load(&self, lease: Lease, tally: &mut Tally) -> Result<Lease, Failure> {
+    fn load(&self, lease: Lease, tally: &mut Tally) -> Result<Lease, Unserved> {
         let started = Instant::now();
         let mut lease = lease;
         loop {
@@ -244,7 +292,11 @@ impl Engine {
 
     fn verify(&self, chain: Chain<'_>, lease: &Lease, tally: &mut Tally) {
         let hits = (tally.hit_tokens.total() / u64::from(BLOCK_TOKENS)) as usize;
-        for (position, &hash) in chain.hashes.iter().enumerate().take(hits) {
+        self.verify_leading(chain, lease, hits, tally);
+    }
+
+    fn verify_leading(&self, chain: Chain<'_>, lease: &Lease, blocks: usize, tally: &mut Tally) {
+        for (position, &hash) in chain.hashes.iter().enumerate().take(blocks) {
             let matches =
                 self.manager.read_device(lease, chain, position, |block| Pattern::of(hash).matches(block));
             tally.blocks_verified += 1;
@@ -259,7 +311,7 @@ impl Engine {
         chain: Chain<'_>,
         lease: Lease,
         tally: &mut Tally,
-    ) -> Result<Lease, Failure> {
+    ) -> Result<Lease, Unserved> {
         if lease.blocks(Tier::Device) == chain.len() {
             return Ok(lease);
         }
@@ -279,7 +331,7 @@ impl Engine {
         chain: Chain<'_>,
         lease: Lease,
         tally: &mut Tally,
-    ) -> Result<Option<Allocation>, Failure> {
+    ) -> Result<Option<Allocation>, Unserved> {
         let started = Instant::now();
         let mut lease = lease;
         loop {
@@ -294,7 +346,7 @@ impl Engine {
     }
 
     /// Saves what the device holds, as far as the tier below can take it.
-    fn save(&self, lease: Lease, tally: &mut Tally) -> Result<(), Failure> {
+    fn save(&self, lease: Lease, tally: &mut Tally) -> Result<(), Unserved> {
         let Some(below) = self.below else { return Ok(()) };
         let SlotCounts { total, lost, .. } = self.manager.counts(below);
         let goal = lease.blocks(Tier::Device).min((total - lost) as usize);
@@ -321,8 +373,83 @@ impl Engine {
         self.stop.pause(PAUSE)
     }
 
-    fn wait(&self, ticket: Ticket<Brought>) -> Result<Brought, Failure> {
-        Ok(self.runtime.block_on(self.stop.or(ticket))??)
+    fn wait(&self, ticket: Ticket<Brought>) -> Result<Brought, Unserved> {
+        let answer = self.stop.or(ticket);
+        let Some(limit) = self.longest_wait else { return Ok(self.runtime.block_on(answer)??) };
+        let answer = self.runtime.block_on(async { tokio::time::timeout(limit, answer).await });
+        Ok(answer.map_err(|_| Unserved::Hung)???)
+    }
+
+    /// Saves, flushes and loads fresh blocks until that works in every tier.
+    pub(crate) fn recover(&self) -> Result<Recovery, Failure> {
+        /// The longest pause of a store that was down, and time to flush what has gathered meanwhile.
+        const LIMIT: Duration = Duration::from_mins(2);
+        const BETWEEN_ROUNDS: Duration = Duration::from_millis(20);
+        let started = Instant::now();
+        let mut tally = Tally::default();
+        let mut broken: Vec<_> = self.tiers.iter().copied().filter(|&tier| tier > Tier::Device).collect();
+        for round in 0.. {
+            let mut still_broken = Vec::new();
+            for tier in broken {
+                if !self.works(tier, round, &mut tally)? {
+                    still_broken.push(tier);
+                }
+            }
+            broken = still_broken;
+            if broken.is_empty() || started.elapsed() > LIMIT {
+                break;
+            }
+            self.stop.pause(BETWEEN_ROUNDS)?;
+        }
+        let after = broken.is_empty().then(|| started.elapsed());
+        Ok(Recovery { after, mismatches: tally.mismatches, hangs: tally.hangs })
+    }
+
+    fn works(&self, tier: Tier, round: u32, tally: &mut Tally) -> Result<bool, Failure> {
+        match self.probe(tier, round, tally) {
+            Ok(works) => Ok(works),
+            Err(Unserved::Hung) => {
+                tally.hangs += 1;
+                Ok(false)
+            }
+            Err(Unserved::Failed(failure)) => Err(failure),
+        }
+    }
+
+    /// Whether blocks that no request has go down to `tier` and come back from there.
+    fn probe(&self, tier: Tier, round: u32, tally: &mut Tally) -> Result<bool, Unserved> {
+        const BLOCKS: u32 = 4;
+        let ids: Vec<_> =
+            (0..BLOCKS).flat_map(|block| [u32::MAX - block, round << 2 | tier as u32]).collect();
+        let hashes = self.hasher.chain(&ids);
+        let (chain, usage) = (Chain::from(&hashes), Usage::default());
+        self.make_room(tier, BLOCKS as usize);
+        let lease = self.fill(usage, chain, self.manager.lease_for(usage, chain), tally)?;
+        self.save(lease, tally)?;
+        self.flush_for_a_while();
+        for upper in self.tiers.iter().copied().filter(|&upper| upper < tier) {
+            self.manager.evict(upper, self.manager.counts(upper).total as usize);
+        }
+        let lease = self.manager.lease_for(usage, chain);
+        let comes_from_there = lease.held().plan().eq([(tier, 0..chain.len())]);
+        let lease = self.load(lease, tally)?;
+        let (arrived, before) = (lease.blocks(Tier::Device), tally.mismatches);
+        self.verify_leading(chain, &lease, arrived, tally);
+        Ok(comes_from_there && arrived == chain.len() && tally.mismatches == before)
+    }
+
+    /// A full tier may rightly decline blocks that nobody has asked for before.
+    fn make_room(&self, lowest: Tier, blocks: usize) {
+        self.flush_for_a_while();
+        for tier in self.tiers.iter().copied().filter(|&tier| tier <= lowest) {
+            self.manager.evict(tier, 4 * blocks);
+        }
+    }
+
+    fn flush_for_a_while(&self) {
+        const LIMIT: Duration = Duration::from_secs(5);
+        // What was not flushed in time shows when it is asked for.
+        let _ = self.manager.drain(LIMIT);
     }
 
     /// Flushes what is dirty, waits for all copies and checks the table's invariants.
@@ -334,7 +461,7 @@ impl Engine {
         while !drained && self.stop.check().is_ok() && Instant::now() < deadline {
             drained = self.manager.drain(Duration::from_millis(200)).is_complete();
         }
-        let drift = if drained { self.manager.audit() } else { Vec::new() };
+        let drift = self.manager.audit();
         Settled { drained, drift: drift.iter().map(|drift| format!("{drift:?}")).collect() }
     }
 
@@ -366,6 +493,38 @@ impl Drop for Engine {
     }
 }
 
+/// Why a request was not served to its end.
+#[derive(Debug)]
+enum Unserved {
+    /// A transfer did not end in any reasonable time.
+    Hung,
+    /// The replay ends here.
+    Failed(Failure),
+}
+
+impl From<Failure> for Unserved {
+    fn from(failure: Failure) -> Self {
+        Self::Failed(failure)
+    }
+}
+
+impl From<kvbm::Error> for Unserved {
+    fn from(error: kvbm::Error) -> Self {
+        Self::Failed(error.into())
+    }
+}
+
+/// How all tiers came to work again.
+#[derive(Debug)]
+pub(crate) struct Recovery {
+    /// How soon; `None`: they did not.
+    pub(crate) after: Option<Duration>,
+    /// Fresh blocks that came back with a wrong byte.
+    pub(crate) mismatches: u64,
+    /// Transfers that did not end.
+    pub(crate) hangs: u64,
+}
+
 /// The state after the last request.
 #[derive(Debug)]
 pub(crate) struct Settled {
@@ -387,6 +546,15 @@ impl Tally {
             self.failed_loads += (range.len() - hits) as u64;
         }
     }
+}
+
+/// What transfers may take while media misbehave: three copies that time out, after the longest pause of a
+/// breaker, and what the client of an object store takes before it gives up.
+fn longest_wait(settings: &Settings) -> Duration {
+    const LONGEST_PAUSE: Duration = Duration::from_secs(32);
+    const OBJECT_CLIENT: Duration = Duration::from_secs(20);
+    let object = settings.object.url.as_ref().map_or(Duration::ZERO, |_| OBJECT_CLIENT);
+    3 * Duration::from_millis(settings.transfer.timeout_ms) + LONGEST_PAUSE + object
 }
 
 fn present(settings: &Settings) -> Vec<Tier> {
@@ -473,6 +641,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use kvbm_tiers::chaos::Schedule;
+
     use super::*;
 
     #[test]
@@ -482,6 +652,34 @@ mod tests {
         tally.hit(&plan, 4);
         let blocks = Tier::ALL.map(|tier| tally.hit_tokens.of(tier) / u64::from(BLOCK_TOKENS));
         assert_eq!((blocks, tally.failed_loads), ([2, 2, 0, 0], 5));
+    }
+
+    #[test]
+    fn a_request_whose_transfer_does_not_end_is_given_up_and_counted() {
+        let runtime = crate::stop::runtime().unwrap();
+        let stop = Stop::on_signals(&runtime).unwrap();
+        let mut settings = Settings { block_bytes: Some(4_096), ..Settings::default() };
+        settings.device.capacity = Some(kvbm_settings::Capacity::Blocks(8));
+        settings.device.backend = kvbm_settings::DeviceBackend::Emulated;
+        settings.host.capacity = Some(kvbm_settings::Capacity::Blocks(8));
+        settings.host.huge_pages = false;
+        settings.transfer.timeout_ms = 200;
+        let schedule = Schedule::scripted(["memory:hang@0s+100ms".parse().unwrap()]);
+        let chaos = Some(Chaos::new(schedule));
+        let mut engine = Engine::open(settings, Registry::new(), runtime, stop, chaos).unwrap();
+        engine.longest_wait = Some(Duration::from_millis(10));
+        let request = Request {
+            timestamp_ms: 0,
+            input_length: 2 * BLOCK_TOKENS,
+            output_length: 1,
+            hash_ids: vec![1, 2],
+        };
+        let tally = engine.run(std::iter::once(Ok(request.clone())), 1, |_, _| ()).unwrap();
+        assert_eq!((tally.requests, tally.hangs), (1, 1));
+        engine.chaos.iter().for_each(Chaos::heal);
+        engine.longest_wait = Some(Duration::from_mins(1));
+        assert!(engine.settle().drained);
+        assert_eq!(engine.run(std::iter::once(Ok(request)), 1, |_, _| ()).unwrap().hangs, 0);
     }
 
     #[test]

@@ -21,6 +21,7 @@ use kvbm_settings::{
     Capacity, DiskBackend, DiskSettings, MAX_BLOCK_BYTES, MAX_DISK_THREADS, MAX_TIER_BLOCKS,
     ObjectBackend as ObjectChoice, ObjectSettings, Settings,
 };
+use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::geometry::{ALIGNMENT, MAX_SLOTS};
 use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions};
 use kvbm_tiers::{
@@ -76,8 +77,9 @@ pub(crate) async fn open(settings: Settings, options: &Options) -> Result<Assemb
     let block_bytes = settings.block_bytes.unwrap_or_default();
     let metrics = Metrics::new(&options.registry, block_bytes, options.block_tokens)?;
     let (clock, block_tokens) = (Arc::clone(&options.clock), options.block_tokens);
+    let chaos = options.chaos.clone();
     let build = move || -> Result<Assembled> {
-        let tiers = Tiers::open(&settings)?;
+        let tiers = Tiers::open(&settings, chaos)?;
         let tuning = tuning(&settings, block_bytes, block_tokens);
         let routes = tiers.routes();
         let Tiers { device, specs, staging, executor, fallbacks, .. } = tiers;
@@ -128,12 +130,14 @@ struct Tiers {
     executor: Executor,
     /// What would have been better, and is not there.
     fallbacks: Vec<&'static str>,
+    /// What goes wrong on purpose.
+    chaos: Option<Chaos>,
 }
 
 impl Tiers {
-    fn open(settings: &Settings) -> Result<Self> {
+    fn open(settings: &Settings, chaos: Option<Chaos>) -> Result<Self> {
         policies::warn_of_no_budget(settings);
-        let mut tiers = Self::default();
+        let mut tiers = Self { chaos, ..Self::default() };
         tiers.open_device(settings)?;
         tiers.open_host(settings)?;
         tiers.connect_memory(settings)?;
@@ -181,11 +185,12 @@ impl Tiers {
     fn connect_memory(&mut self, settings: &Settings) -> Result<()> {
         let Some(host) = self.host.clone() else { return Ok(()) };
         if let Some(gpu) = &self.gpu {
-            let backend = gpu.connect_memory(host)?;
+            let backend = self.with_chaos(gpu.connect_memory(host.clone())?, host)?;
             self.connect(backend);
         } else if let Some(device) = self.emulated.clone() {
             let threads = settings.transfer.copy_threads as usize;
-            self.connect(MemcpyBackend::new(vec![device, host], threads).map_err(setup)?);
+            let backend = MemcpyBackend::new(vec![device, Arc::clone(&host) as _], threads).map_err(setup)?;
+            self.connect(self.with_chaos(backend, host)?);
         }
         Ok(())
     }
@@ -221,11 +226,13 @@ impl Tiers {
             }
             DiskBackend::Uring => {
                 let ring = UringBackend::new(Arc::clone(&memory), region, depth).map_err(setup)?;
+                let ring = self.with_chaos(ring, Arc::clone(&memory))?;
                 self.connect_verified_aside(ring, memory, checksums)
             }
             DiskBackend::Threads => self.connect_threads(memory, region, depth, checksums),
             DiskBackend::Nixl => {
                 let backend = nixl.disk(Arc::clone(&memory), region, depth)?;
+                let backend = self.with_chaos(backend, Arc::clone(&memory))?;
                 self.connect_verified_aside(backend, memory, checksums)
             }
         }
@@ -260,7 +267,10 @@ impl Tiers {
         checksums: Arc<Checksums>,
     ) -> Result<()> {
         match UringBackend::new(Arc::clone(&memory), Arc::clone(&region), depth) {
-            Ok(ring) => self.connect_verified_aside(ring, memory, checksums),
+            Ok(ring) => {
+                let ring = self.with_chaos(ring, Arc::clone(&memory))?;
+                self.connect_verified_aside(ring, memory, checksums)
+            }
             Err(error) => {
                 tracing::warn!(%error, "no io_uring: the disk tier uses threads");
                 self.connect_threads(memory, region, depth.min(MAX_DISK_THREADS), checksums)
@@ -276,6 +286,7 @@ impl Tiers {
         checksums: Arc<Checksums>,
     ) -> Result<()> {
         let threads = ThreadsBackend::new(Arc::clone(&memory), region, depth).map_err(setup)?;
+        let threads = self.with_chaos(threads, Arc::clone(&memory))?;
         self.connect_verified(threads, memory, checksums)
     }
 
@@ -285,10 +296,17 @@ impl Tiers {
         let store = Store::open(url, &store_options(object)).map_err(setup)?;
         let slots = object_slots(settings)?;
         match object.backend {
-            ObjectChoice::Native => self.connect_objects(store, settings)?,
+            ObjectChoice::Native => {
+                let store = match &self.chaos {
+                    Some(chaos) => chaos.around_store(store),
+                    None => store,
+                };
+                self.connect_objects(store, settings)?;
+            }
             ObjectChoice::Nixl => {
                 let memory = self.memory()?;
                 let backend = nixl.objects(Arc::clone(&memory), store, slots, settings)?;
+                let backend = self.with_chaos(backend, Arc::clone(&memory))?;
                 self.connect_verified_aside(backend, memory, Arc::default())?;
             }
         }
@@ -343,6 +361,18 @@ impl Tiers {
         let verified = Verified::new(backend, memory, checksums).map_err(setup)?;
         self.connect(verified.on_threads_of_its_own());
         Ok(())
+    }
+
+    /// Inside of what verifies. GPUDirect Storage verifies by itself, so there is no chaos on its routes.
+    fn with_chaos(
+        &self,
+        backend: impl Backend + 'static,
+        memory: Arc<dyn Memory>,
+    ) -> Result<Arc<dyn Backend>> {
+        Ok(match &self.chaos {
+            Some(chaos) => Arc::new(chaos.around(backend, memory).map_err(setup)?),
+            None => Arc::new(backend),
+        })
     }
 
     fn connect(&mut self, backend: impl Backend + 'static) {

@@ -4,8 +4,8 @@
 //! judged by [`Clock::uptime`], which is real time everywhere but in simulations of hardware.
 
 use std::fmt;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// Milliseconds since any origin, for policies and flush ages.
@@ -51,5 +51,59 @@ impl ManualClock {
 impl Clock for ManualClock {
     fn now_ms(&self) -> u64 {
         self.0.load(Ordering::Acquire)
+    }
+}
+
+/// Another clock that somebody sets while it runs, as an administrator or NTP does with that of a machine.
+///
+/// A [`Clock`] never goes back: after a jump into the past this one stands still until it has caught up.
+#[derive(Debug)]
+pub struct JumpingClock {
+    inner: Arc<dyn Clock>,
+    /// By how much it is set forward, in milliseconds.
+    ahead: AtomicI64,
+    /// The latest time that anybody was told.
+    told: AtomicU64,
+}
+
+impl JumpingClock {
+    /// Tells the time of `inner` until the first jump.
+    pub const fn new(inner: Arc<dyn Clock>) -> Self {
+        Self { inner, ahead: AtomicI64::new(0), told: AtomicU64::new(0) }
+    }
+
+    /// Jumps so many milliseconds forward, or back where it is negative.
+    pub fn jump(&self, milliseconds: i64) {
+        self.ahead.fetch_add(milliseconds, Ordering::AcqRel);
+    }
+}
+
+impl Clock for JumpingClock {
+    fn now_ms(&self) -> u64 {
+        let now = self.inner.now_ms().saturating_add_signed(self.ahead.load(Ordering::Acquire));
+        now.max(self.told.fetch_max(now, Ordering::AcqRel))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clock_that_jumps_back_stands_still_until_it_has_caught_up() {
+        let manual = Arc::new(ManualClock::default());
+        let clock = JumpingClock::new(Arc::clone(&manual) as _);
+        let at = |now_ms| {
+            manual.advance_to(now_ms);
+            clock.now_ms()
+        };
+        assert_eq!(at(100), 100);
+        clock.jump(1_000);
+        assert_eq!(at(150), 1_150);
+        clock.jump(-1_000);
+        assert_eq!((at(160), at(1_149)), (1_150, 1_150));
+        assert_eq!(at(1_151), 1_151);
+        clock.jump(-10_000);
+        assert_eq!(at(1_200), 1_151, "not before the origin either");
     }
 }

@@ -33,7 +33,7 @@ pub mod table;
 mod ticket;
 
 pub use assemble::{GpuReport, NixlReport, PluginReport, installed_nixl_plugins, probe_gpu, probe_nixl};
-pub use clock::{Clock, ManualClock, SystemClock};
+pub use clock::{Clock, JumpingClock, ManualClock, SystemClock};
 pub use error::{Error, ErrorKind, Result};
 pub use hash::{BlockHash, Chain, ChainHasher};
 pub use kvbm_policies::{Hints, RequestId};

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use kvbm_policies::RequestId;
 use kvbm_settings::Settings;
+use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::{BlockKey, Frame, Loan, Tier};
 use prometheus::Registry;
 
@@ -33,11 +34,18 @@ pub struct Options {
     pub clock: Arc<dyn Clock>,
     /// Tokens in a block, for metrics.
     pub block_tokens: u64,
+    /// What goes wrong on purpose with the copies of all tiers, for tests.
+    pub chaos: Option<Chaos>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { registry: Registry::new(), clock: Arc::new(SystemClock::default()), block_tokens: 16 }
+        Self {
+            registry: Registry::new(),
+            clock: Arc::new(SystemClock::default()),
+            block_tokens: 16,
+            chaos: None,
+        }
     }
 }
 

@@ -18,6 +18,8 @@
 //! layouts of engines. [`raw`] is what all this is measured
 //! against.
 //!
+//! [`chaos`] makes media fail on purpose, around any backend and any object store.
+//!
 //! With the feature `testing`, the module of that name offers doubles of all this and the suite that a new
 //! backend must pass.
 //!
@@ -26,6 +28,7 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 mod batch;
+pub mod chaos;
 pub mod checksum;
 pub mod copy;
 #[cfg(feature = "cuda")]

@@ -148,7 +148,6 @@ impl Memories {
     }
 
     /// The block of a slot; `None`: its tier is not memory of ours, has no such slot, or has blocks in pieces.
-    #[cfg(any(test, feature = "testing"))]
     pub(crate) fn block(&self, slot: SlotRef) -> Option<NonNull<[u8]>> {
         let Place::Whole(region) = self.0[slot.tier.index()].as_ref()? else { return None };
         let start = region.slot(slot.slot)?.cast();

@@ -40,7 +40,7 @@ pub(crate) fn run(global: &Global) -> Result<(), Failure> {
     let stop = Stop::on_signals(&runtime)?;
     // Before the engine, so that it goes after it.
     let _scratch = Scratch::divert(&mut settings)?;
-    let engine = Engine::open(settings, Registry::new(), runtime, stop)?;
+    let engine = Engine::open(settings, Registry::new(), runtime, stop, None)?;
     let record = play(&engine)?;
     write_page(page, &html::page(&record))?;
     if global.json {

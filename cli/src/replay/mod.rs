@@ -1,5 +1,7 @@
 //! `kvbm replay`: a trace through real tiers, every byte checked.
 
+mod chaos;
+mod pace;
 mod report;
 
 use std::fs::File;
@@ -13,6 +15,8 @@ use kvbm_policies::Request;
 use kvbm_settings::{Capacity, EvictionPolicy, Loader, Settings, parse_size};
 use prometheus::Registry;
 
+use self::chaos::{ChaosArgs, ChaosReport, Trouble};
+use self::pace::Paced;
 use self::report::Report;
 use crate::Global;
 use crate::engine::Engine;
@@ -58,6 +62,11 @@ pub(crate) struct ReplayArgs {
     /// Requests served at a time
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     concurrency: u16,
+    /// Begin requests when their timestamps say, X times as fast; without it each begins when one before it ends
+    #[arg(long, value_name = "X", value_parser = pace::parse_speed)]
+    speed: Option<f64>,
+    #[command(flatten)]
+    chaos: ChaosArgs,
     /// Leave the disk directory and the objects in place, and use those of an earlier run
     #[arg(long)]
     keep: bool,
@@ -68,7 +77,7 @@ pub(crate) struct ReplayArgs {
 
 pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
     let mut settings = global.load(|loader| args.apply(loader))?.settings;
-    let ReplayArgs { trace, requests, concurrency, keep, .. } = args;
+    let ReplayArgs { trace, requests, concurrency, keep, speed, chaos, .. } = args;
     let reader = TraceReader::open(&trace)?;
     let expected = check(&trace, requests)?;
     let runtime = stop::runtime()?;
@@ -78,11 +87,18 @@ pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
     // Before the engine, so that it goes after it.
     let _scratch = if keep { Scratch::default() } else { Scratch::divert(&mut settings)? };
     let (registry, handle) = (Registry::new(), runtime.handle().clone());
-    let engine = Engine::open(settings, registry.clone(), runtime, stop)?;
+    let trouble = chaos.trouble(&settings);
+    let faults = trouble.as_ref().map(Trouble::chaos);
+    let engine = Engine::open(settings, registry.clone(), runtime, stop.clone(), faults)?;
     if let Some(endpoint) = endpoint {
         endpoint.serve(&handle, registry);
     }
-    let report = replay(&engine, &trace, limited(reader, requests), concurrency.into(), expected)?;
+    let requests = limited(reader, requests);
+    let requests: Box<dyn Iterator<Item = _> + Send> = match speed {
+        Some(speed) => Box::new(Paced::new(requests, speed, stop)),
+        None => Box::new(requests),
+    };
+    let report = replay(&engine, &trace, (requests, expected), concurrency.into(), trouble.as_ref())?;
     if global.json {
         output::print_json(&report)?;
     } else {
@@ -94,18 +110,22 @@ pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
 fn replay(
     engine: &Engine,
     trace: &Path,
-    requests: impl Iterator<Item = Result<Request, TraceError>> + Send,
+    (requests, expected): (impl Iterator<Item = Result<Request, TraceError>> + Send, Option<u64>),
     concurrency: usize,
-    expected: Option<u64>,
+    trouble: Option<&Trouble>,
 ) -> Result<Report, Failure> {
     let progress = Progress::new(expected);
     let started = Instant::now();
     let tally = engine.run(requests, concurrency, |_, tally| progress.show(tally, engine.manager()))?;
     let seconds = started.elapsed().as_secs_f64();
     progress.finishing("flushing what is dirty");
+    let recovery = trouble.map(|trouble| Ok::<_, Failure>((trouble, trouble.heal(engine)?))).transpose()?;
     let settled = engine.settle();
     engine.check_stop()?;
-    Ok(Report::new(trace, &tally, settled, engine, seconds))
+    let chaos = recovery.map(|(trouble, recovery)| {
+        ChaosReport::new(trouble, &recovery, (tally.mismatches, tally.hangs), engine)
+    });
+    Ok(Report::new(trace, &tally, settled, engine, seconds).with(chaos))
 }
 
 /// Reads a trace to its end before anything is made, so that a bad line spoils no half-done run. Answers how

@@ -8,6 +8,7 @@ use kvbm::Tier;
 use kvbm::table::SlotCounts;
 use serde::Serialize;
 
+use super::chaos::ChaosReport;
 use crate::engine::{Engine, HitTokens, Settled, Tally};
 use crate::failure::Failure;
 use crate::output;
@@ -40,6 +41,8 @@ pub(super) struct Report {
     drift: Vec<String>,
     /// From the first request to the end of the last one.
     seconds: f64,
+    #[serde(flatten)]
+    chaos: Option<ChaosReport>,
 }
 
 impl Report {
@@ -65,12 +68,21 @@ impl Report {
             drained: settled.drained,
             drift: settled.drift,
             seconds: (seconds * 1e3).round() / 1e3,
+            chaos: None,
         }
+    }
+
+    /// The same, of a replay with faults.
+    pub(super) fn with(self, chaos: Option<ChaosReport>) -> Self {
+        Self { chaos, ..self }
     }
 
     /// For people: tiers, routes, and a few lines.
     pub(super) fn to_text(&self) -> String {
         let mut text = format!("{}\n{}\n{}\n", self.tiers(), self.routes(), self.summary());
+        if let Some(chaos) = &self.chaos {
+            let _ = write!(text, "\n{}", chaos.summary());
+        }
         for drift in &self.drift {
             let _ = write!(text, "\ndrift in the block table: {drift}");
         }
@@ -135,6 +147,10 @@ impl Report {
         if !self.drift.is_empty() {
             let message = format!("{} invariants of the block table do not hold", self.drift.len());
             return Err(Failure::unexpected(message));
+        }
+        let wrong = self.chaos.as_ref().map(ChaosReport::faults).unwrap_or_default();
+        if !wrong.is_empty() {
+            return Err(Failure::unexpected(format!("after the faults there are {}", wrong.join(", "))));
         }
         Ok(())
     }

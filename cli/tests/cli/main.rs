@@ -1,6 +1,7 @@
 //! The `kvbm` binary as a user meets it: what it prints, how it ends, what it leaves behind.
 
 mod bad_input;
+mod chaos;
 mod commands;
 mod interrupt;
 mod metrics;

@@ -111,6 +111,15 @@ impl Store {
         })
     }
 
+    /// The same store, reached through what `wrap` makes of its client.
+    pub(crate) fn map_client(
+        mut self,
+        wrap: impl FnOnce(Arc<dyn ObjectStore>) -> Arc<dyn ObjectStore>,
+    ) -> Self {
+        self.client = wrap(self.client);
+        self
+    }
+
     /// How many objects there are.
     #[cfg(all(test, feature = "nixl"))]
     pub(crate) fn count_objects(&self) -> usize {

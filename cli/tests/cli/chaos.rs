@@ -1,0 +1,141 @@
+//! Replays while media misbehave.
+
+use serde_json::Value;
+
+use crate::{Place, json};
+
+const SMALL: [&str; 10] = [
+    "--json",
+    "--device-blocks",
+    "60",
+    "--host-blocks",
+    "120",
+    "--disk-blocks",
+    "300",
+    "--block-bytes",
+    "16KiB",
+    "--fault",
+];
+
+/// A replay with these faults, the first of them without its `--fault`.
+fn replay(place: &Place, more: &[&str]) -> Value {
+    let trace = place.trace("trace.jsonl", 120, 12);
+    let args = [&["replay", trace.to_str().expect("UTF-8")], SMALL.as_slice(), more].concat();
+    let mut command = place.command(&args);
+    command.env("RUST_LOG", "off").env("DYN_KVBM_TRANSFER_TIMEOUT_MS", "400");
+    json(&command.output().expect("the binary starts"))
+}
+
+/// What is broken comes back whole: nothing wrong was served, nothing is missing, every tier works.
+#[track_caller]
+fn assert_healed(report: &Value, overdue: u64) {
+    for key in ["mismatches", "served_wrong", "hangs", "panics", "missing_slots"] {
+        assert_eq!(report[key], 0, "{key} in {report}");
+    }
+    assert_eq!(report["overdue"], overdue, "{report}");
+    assert!(report["recovered_s"].as_f64() < Some(60.0), "{report}");
+    assert_eq!((&report["drained"], report["drift"].as_array().map(Vec::len)), (&Value::Bool(true), Some(0)));
+}
+
+#[test]
+fn a_disk_that_fails_and_lies_costs_hits_and_no_wrong_byte() {
+    const KINDS: [&str; 5] = ["eio", "emfile", "short", "torn", "corrupt"];
+    let place = Place::new();
+    let faults = KINDS.map(|kind| format!("disk:{kind}@0s+1h x5"));
+    let mut more = vec![faults[0].as_str()];
+    faults[1..].iter().for_each(|fault| more.extend(["--fault", fault]));
+    let report = replay(&place, &[more.as_slice(), &["--object", "memory:///"]].concat());
+    assert_healed(&report, 0);
+    for kind in KINDS {
+        assert!(report["injected"][kind].as_u64() > Some(0), "{kind} in {report}");
+    }
+    assert!(report["token_hit_rate"].as_f64() > Some(0.1), "{report}");
+    place.assert_clean(&["trace.jsonl"]);
+}
+
+#[test]
+fn a_disk_that_is_full_all_the_time_is_used_when_there_is_room_again() {
+    let place = Place::new();
+    let report = replay(&place, &["disk.write:enospc@0s+1h"]);
+    assert_healed(&report, 0);
+    assert!(report["injected"]["enospc"].as_u64() > Some(0), "{report}");
+}
+
+#[test]
+fn a_store_that_fails_and_answers_in_part_is_used_again_when_it_is_well() {
+    let place = Place::new();
+    let more = "object:500@0s+1h x2,object:503@0s+1h x2,object:403@0s+1h x2,object:short@0s+1h x3,\
+                object:corrupt@0s+1h x3,object:delay@0s+1h x3";
+    let mut faults: Vec<&str> = more.split(',').flat_map(|fault| ["--fault", fault.trim()]).collect();
+    faults.remove(0);
+    let report = replay(&place, &[faults.as_slice(), &["--object", &place.url("objects")]].concat());
+    assert_healed(&report, 0);
+    for kind in ["500", "503", "403", "short", "corrupt", "delay"] {
+        assert!(report["injected"][kind].as_u64() > Some(0), "{kind} in {report}");
+    }
+}
+
+#[test]
+fn a_disk_that_hangs_for_less_than_the_time_out_costs_nothing() {
+    let place = Place::new();
+    let report = replay(&place, &["disk:hang@100ms+200ms", "--speed", "20", "--concurrency", "4"]);
+    assert_healed(&report, 0);
+    assert!(report["injected"]["hang"].as_u64() > Some(0), "{report}");
+    assert_eq!((&report["failed_loads"], &report["failed_saves"]), (&0.into(), &0.into()));
+}
+
+#[test]
+fn a_copy_that_never_completes_is_the_only_one_that_is_overdue_at_the_end() {
+    let place = Place::new();
+    let report = replay(&place, &["disk.write:never@0s+1h x2"]);
+    assert_healed(&report, 2);
+    assert_eq!(report["injected"]["never"], 2);
+}
+
+#[test]
+fn a_clock_that_jumps_either_way_disturbs_nobody() {
+    let place = Place::new();
+    let report = replay(&place, &["clock:jump@10ms+5h", "--fault", "clock:back@50ms+3h", "--speed", "60"]);
+    assert_healed(&report, 0);
+    assert_eq!((&report["injected"]["jump"], &report["injected"]["back"]), (&1.into(), &1.into()));
+}
+
+#[test]
+fn a_seed_lets_many_things_go_wrong_at_once() {
+    let place = Place::new();
+    let trace = place.trace("trace.jsonl", 120, 12);
+    let mut command =
+        place.command(&["replay", trace.to_str().expect("UTF-8"), "--chaos", "5", "--speed", "8"]);
+    command.args(&SMALL[..9]).args(["--object", "memory:///"]).env("RUST_LOG", "off");
+    let report = json(&command.output().expect("the binary starts"));
+    assert_eq!(report["seed"], 5);
+    assert!(report["injected"].as_object().map(serde_json::Map::len) > Some(2), "{report}");
+    assert_healed(&report, report["injected"]["never"].as_u64().unwrap_or_default());
+}
+
+#[test]
+fn requests_begin_when_their_timestamps_say() {
+    let place = Place::new();
+    let trace = place.trace("trace.jsonl", 10, 2);
+    let args = ["replay", trace.to_str().expect("UTF-8"), "--json", "--speed", "9"];
+    let report = json(&place.run(&args));
+    // The last of ten comes 900 ms after the first.
+    assert!(report["seconds"].as_f64() >= Some(0.1), "{report}");
+    assert!(report.get("injected").is_none(), "nothing was to go wrong: {report}");
+}
+
+#[test]
+fn faults_that_do_not_exist_are_refused_with_what_is_valid() {
+    let place = Place::new();
+    let trace = place.trace("trace.jsonl", 10, 2);
+    for (option, value, remedy) in [
+        ("--fault", "floppy:hang@1s+1s", "memory, disk, object, clock"),
+        ("--fault", "disk:hang", "disk:hang@100s+20s"),
+        ("--speed", "0", "10 ten times as fast"),
+    ] {
+        let output = place.run(&["replay", trace.to_str().expect("UTF-8"), option, value]);
+        assert_eq!(output.status.code(), Some(2));
+        let stderr = crate::text(&output.stderr);
+        assert!(stderr.contains(remedy), "{stderr}");
+    }
+}

@@ -1,0 +1,154 @@
+//! A manager over media that fail, lie and hang, in every way that the chaos layer knows: time is lost, and some hits,
+//! but no byte is wrong, and when the medium is well again everything works again.
+
+use std::time::Duration;
+
+use kvbm::{BlockHash, Manager, Options, Tier};
+use kvbm_settings::{Capacity, DiskBackend};
+use kvbm_tests::engine::{self, serve};
+use kvbm_tests::rig::hash;
+use kvbm_tiers::chaos::{Chaos, Kind, Medium, Schedule};
+
+const LIMIT: Duration = Duration::from_secs(40);
+
+/// A manager over real tiers, and what goes wrong in them.
+struct Troubled {
+    manager: Manager,
+    chaos: Chaos,
+    _dir: tempfile::TempDir,
+}
+
+impl Troubled {
+    fn new(fault: &str, backend: DiskBackend) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let mut settings = engine::settings(4096, 16, 16);
+        settings.transfer.timeout_ms = 200;
+        settings.disk.capacity = Some(Capacity::Blocks(64));
+        settings.disk.dirs = vec![dir.path().to_owned()];
+        settings.disk.backend = backend;
+        settings.object.url = Some("memory:///".to_owned());
+        let chaos = Chaos::new(Schedule::scripted([fault.parse().unwrap()]));
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let options = Options { chaos: Some(chaos.clone()), ..Options::default() };
+        let manager = runtime.block_on(Manager::open(settings, options)).unwrap();
+        Self { manager, chaos, _dir: dir }
+    }
+
+    /// Serves chains that go down to `tier` as far as they get, and again from there. No byte may be wrong.
+    fn serve_some(&self, tier: Tier) {
+        for _ in 0..2 {
+            for n in 0..8 {
+                assert_eq!(serve(&self.manager, &chain(n)).wrong, 0);
+                let _ = self.manager.drain(Duration::from_millis(50));
+            }
+            self.evict_above(tier);
+        }
+    }
+
+    fn evict_above(&self, tier: Tier) {
+        for upper in Tier::ALL.into_iter().filter(|&upper| upper < tier) {
+            self.manager.evict(upper, 64);
+        }
+    }
+
+    /// A chain goes down to `tier` and comes back from there.
+    #[track_caller]
+    fn assert_works(&self, tier: Tier, n: u32) {
+        serve(&self.manager, &chain(n));
+        assert!(self.manager.drain(LIMIT).is_complete(), "everything that is dirty can be flushed");
+        self.evict_above(tier);
+        let held = self.manager.matches(&chain(n));
+        assert_eq!((held.blocks(tier), held.blocks(Tier::Device)), (4, 0), "{tier}");
+        let served = serve(&self.manager, &chain(n));
+        assert_eq!((served.hit, served.failed, served.wrong), (4, 0, 0), "{tier}");
+    }
+
+    /// Bytes were spoilt, and somebody noticed.
+    fn assert_noticed(&self) {
+        let dropped: u64 =
+            [Tier::Disk, Tier::Object].map(|tier| self.manager.stats(tier).quarantined).into_iter().sum();
+        assert!(dropped > 0, "{:?}", self.chaos.injected());
+    }
+
+    /// And then it heals, and everything works again.
+    #[track_caller]
+    fn assert_heals(&self, kind: Kind) {
+        assert!(self.chaos.injected()[&kind] > 0);
+        self.chaos.heal();
+        // Whoever was away for a while is left alone for a while.
+        let deadline = std::time::Instant::now() + LIMIT;
+        while !self.manager_works_at_all() && std::time::Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        for (n, tier) in (200..).zip([Tier::Host, Tier::Disk, Tier::Object]) {
+            self.assert_works(tier, n);
+        }
+        assert_eq!(self.manager.audit(), []);
+        let overdue: u32 = Tier::ALL.map(|tier| self.manager.counts(tier).lost).into_iter().sum();
+        let never = self.chaos.injected().get(&Kind::Never).copied().unwrap_or_default();
+        assert_eq!(u64::from(overdue), never);
+    }
+
+    fn manager_works_at_all(&self) -> bool {
+        let probe = chain(100);
+        serve(&self.manager, &probe);
+        let _ = self.manager.drain(LIMIT);
+        let held = self.manager.matches(&probe);
+        self.evict_above(Tier::Object);
+        let is_everywhere = held.blocks(Tier::Disk) == 4 && held.blocks(Tier::Object) == 4;
+        is_everywhere && serve(&self.manager, &probe).hit == 4
+    }
+}
+
+/// Four blocks that no other `n` has.
+fn chain(n: u32) -> Vec<BlockHash> {
+    (0..4).map(|i| hash(100 * n + i + 1)).collect()
+}
+
+fn each_kind_of(medium: Medium, tier: Tier, backend: DiskBackend) {
+    // A copy that hangs or never ends is a test of the scheduler's time-outs: below, few at a time.
+    let kinds = medium.kinds().iter().copied().filter(|kind| ![Kind::Hang, Kind::Never].contains(kind));
+    for kind in kinds {
+        let troubled = Troubled::new(&format!("{}:{kind}@0s+1h x8", medium.name()), backend);
+        troubled.chaos.start();
+        troubled.serve_some(tier);
+        if [Kind::Corrupt, Kind::Torn].contains(&kind) {
+            troubled.assert_noticed();
+        }
+        troubled.assert_heals(kind);
+    }
+}
+
+#[test]
+fn memory_copies_fail_in_every_way_and_work_again() {
+    each_kind_of(Medium::Memory, Tier::Host, DiskBackend::Auto);
+}
+
+#[test]
+fn a_disk_fails_in_every_way_and_works_again() {
+    each_kind_of(Medium::Disk, Tier::Disk, DiskBackend::Threads);
+    each_kind_of(Medium::Disk, Tier::Disk, DiskBackend::Auto);
+}
+
+#[test]
+fn an_object_store_fails_in_every_way_and_works_again() {
+    each_kind_of(Medium::Object, Tier::Object, DiskBackend::Auto);
+}
+
+#[test]
+fn a_disk_that_hangs_shorter_than_the_time_out_is_waited_for() {
+    let troubled = Troubled::new("disk:hang@0s+40ms", DiskBackend::Auto);
+    troubled.chaos.start();
+    troubled.serve_some(Tier::Disk);
+    let _ = troubled.manager.drain(LIMIT);
+    troubled.assert_heals(Kind::Hang);
+}
+
+#[test]
+fn a_copy_that_never_completes_is_overdue_and_nothing_else_is() {
+    let troubled = Troubled::new("disk.write:never@0s+1h x1", DiskBackend::Auto);
+    troubled.chaos.start();
+    troubled.serve_some(Tier::Disk);
+    let _ = troubled.manager.drain(LIMIT);
+    troubled.assert_heals(Kind::Never);
+}

@@ -1,0 +1,252 @@
+//! Faults on purpose: media that fail, lie, hang and come back, as a seed or a script says.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `schedule` | which medium misbehaves when, how and for how long: [`Episode`], [`Schedule`] |
+//! | `backend` | [`ChaosBackend`]: executes faults around any backend |
+//! | `store` | the same around the client of an object store |
+//! | `late` | operations that hang until later |
+//!
+//! Everything here keeps a backend's promises: an operation is completed once, after the last access to its
+//! slots, or never and then nothing touches them. It stands *inside* [`Verified`](crate::Verified), which has to
+//! notice what is spoilt here.
+
+mod backend;
+mod late;
+mod schedule;
+mod store;
+
+pub use backend::{ChaosBackend, Effect, Faults};
+pub use schedule::{Direction, Episode, EpisodeError, Kind, Medium, Schedule};
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+pub(crate) use self::late::Late;
+use self::store::ChaosStore;
+use crate::copy::Backend;
+use crate::error::SetupError;
+use crate::memory::{Memories, Memory};
+use crate::object::Store;
+
+/// All that goes wrong in one run: follows a [`Schedule`] from [`start`](Self::start) until
+/// [`heal`](Self::heal), and counts what it did. Clones are handles to the same one.
+#[derive(Clone, Debug)]
+pub struct Chaos(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    run: Mutex<Run>,
+    late: Late,
+}
+
+#[derive(Debug)]
+struct Run {
+    schedule: Schedule,
+    phase: Phase,
+    active: Vec<Active>,
+    jumps: Vec<ClockJump>,
+    injected: BTreeMap<Kind, u64>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Phase {
+    Waiting,
+    Since(Instant),
+    Healed,
+}
+
+/// An episode under way.
+#[derive(Debug)]
+struct Active {
+    episode: Episode,
+    until: Instant,
+    /// Operations that it may still hit.
+    left: u64,
+}
+
+/// What an operation meets.
+#[derive(Clone, Copy, Debug)]
+struct Hit {
+    kind: Kind,
+    /// When the episode ends.
+    until: Instant,
+}
+
+/// A leap of the wall clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClockJump {
+    /// So far into the future.
+    Forward(Duration),
+    /// So far into the past.
+    Back(Duration),
+}
+
+impl Chaos {
+    /// Nothing happens before [`start`](Self::start).
+    pub fn new(schedule: Schedule) -> Self {
+        let run = Run {
+            schedule,
+            phase: Phase::Waiting,
+            active: Vec::new(),
+            jumps: Vec::new(),
+            injected: BTreeMap::new(),
+        };
+        Self(Arc::new(Shared { run: Mutex::new(run), late: Late::default() }))
+    }
+
+    /// The schedule's time begins.
+    pub fn start(&self) {
+        self.0.run.lock().phase = Phase::Since(Instant::now());
+    }
+
+    /// All media are well from here on. What hangs goes on; what never completes still does not.
+    pub fn heal(&self) {
+        {
+            let mut run = self.0.run.lock();
+            run.phase = Phase::Healed;
+            run.active.clear();
+        }
+        self.0.late.release();
+    }
+
+    /// Operations hit so far and jumps of the clock, by kind of fault.
+    pub fn injected(&self) -> BTreeMap<Kind, u64> {
+        self.0.run.lock().injected.clone()
+    }
+
+    /// Jumps of the clock that are due since the last call. Whoever has the clock makes it jump.
+    pub fn clock_jumps(&self) -> Vec<ClockJump> {
+        let mut run = self.0.run.lock();
+        run.advance(Instant::now());
+        std::mem::take(&mut run.jumps)
+    }
+
+    /// `inner`, hit by this chaos. Blocks that arrive in `memory` from below may be spoilt: somebody must verify
+    /// them afterwards.
+    ///
+    /// # Errors
+    /// Never for one region; the error is that of several that do not fit together.
+    pub fn around<B: Backend + 'static>(
+        &self,
+        inner: B,
+        memory: Arc<dyn Memory>,
+    ) -> Result<ChaosBackend<B>, SetupError> {
+        let memories = Memories::new(vec![memory])?;
+        Ok(ChaosBackend::new(inner, memories, self.clone()))
+    }
+
+    /// `store`, whose requests are hit by this chaos.
+    pub fn around_store(&self, store: Store) -> Store {
+        store.map_client(|client| Arc::new(ChaosStore::new(client, self.clone())))
+    }
+
+    /// What the next operation on `medium` meets, counted.
+    fn hit(&self, medium: Medium, direction: Direction) -> Option<Hit> {
+        self.0.run.lock().hit(medium, direction, Instant::now())
+    }
+
+    fn is_healed(&self) -> bool {
+        matches!(self.0.run.lock().phase, Phase::Healed)
+    }
+}
+
+impl Run {
+    fn hit(&mut self, medium: Medium, direction: Direction, now: Instant) -> Option<Hit> {
+        self.advance(now);
+        let active = self.active.iter_mut().find(|active| active.meets(medium, direction))?;
+        active.left -= 1;
+        let hit = Hit { kind: active.episode.kind, until: active.until };
+        *self.injected.entry(hit.kind).or_default() += 1;
+        Some(hit)
+    }
+
+    /// Begins and ends the episodes that are due.
+    fn advance(&mut self, now: Instant) {
+        let Phase::Since(start) = self.phase else { return };
+        while let Some(episode) = self.schedule.next_before(now.duration_since(start)) {
+            match episode.clock_jump() {
+                Some(jump) => {
+                    self.jumps.push(jump);
+                    *self.injected.entry(episode.kind).or_default() += 1;
+                }
+                None => self.active.push(Active {
+                    episode,
+                    until: start + episode.start + episode.length,
+                    left: episode.operations.unwrap_or(u64::MAX),
+                }),
+            }
+        }
+        self.active.retain(|active| active.left > 0 && active.until > now);
+    }
+}
+
+impl Active {
+    fn meets(&self, medium: Medium, direction: Direction) -> bool {
+        self.left > 0
+            && self.episode.medium == medium
+            && self.episode.direction.is_none_or(|only| only == direction)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(script: &[&str]) -> (Run, Instant) {
+        let schedule = Schedule::scripted(script.iter().map(|text| text.parse().unwrap()));
+        let start = Instant::now();
+        let run = Run {
+            schedule,
+            phase: Phase::Since(start),
+            active: Vec::new(),
+            jumps: Vec::new(),
+            injected: BTreeMap::new(),
+        };
+        (run, start)
+    }
+
+    #[test]
+    fn an_episode_hits_its_medium_in_its_time_and_nothing_else() {
+        let (mut run, start) = run(&["disk.read:eio@10s+5s"]);
+        let mut kind = |medium, direction, at_s| {
+            run.hit(medium, direction, start + Duration::from_secs(at_s)).map(|hit| hit.kind)
+        };
+        assert_eq!(kind(Medium::Disk, Direction::Read, 9), None);
+        assert_eq!(kind(Medium::Disk, Direction::Read, 10), Some(Kind::Io));
+        assert_eq!(kind(Medium::Disk, Direction::Write, 11), None);
+        assert_eq!(kind(Medium::Memory, Direction::Read, 11), None);
+        assert_eq!(kind(Medium::Disk, Direction::Read, 14), Some(Kind::Io));
+        assert_eq!(kind(Medium::Disk, Direction::Read, 15), None);
+        assert_eq!(run.injected, BTreeMap::from([(Kind::Io, 2)]));
+    }
+
+    #[test]
+    fn an_episode_hits_no_more_operations_than_it_may() {
+        let (mut run, start) = run(&["disk:eio@0s+1s x2"]);
+        let hits = (0..5).filter_map(|_| run.hit(Medium::Disk, Direction::Write, start)).count();
+        assert_eq!(hits, 2);
+    }
+
+    #[test]
+    fn a_jump_of_the_clock_waits_for_who_asks_late() {
+        let (mut run, start) = run(&["clock:jump@1s+3600s", "clock:back@2s+60s"]);
+        run.advance(start + Duration::from_secs(100));
+        let jumps = [ClockJump::Forward(Duration::from_hours(1)), ClockJump::Back(Duration::from_mins(1))];
+        assert_eq!(run.jumps, jumps);
+    }
+
+    #[test]
+    fn nothing_happens_before_the_start_and_after_the_healing() {
+        let chaos = Chaos::new(Schedule::scripted(["disk:eio@0s+1h".parse().unwrap()]));
+        let hit = || chaos.hit(Medium::Disk, Direction::Read).is_some();
+        assert!(!hit());
+        chaos.start();
+        assert!(hit());
+        chaos.heal();
+        assert!(!hit());
+    }
+}
