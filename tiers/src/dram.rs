@@ -85,7 +85,9 @@ impl DramRegion {
         prefault(&map, base, geometry.bytes(), fault_threads)
             .map_err(|error| too_large(&error.to_string()))?;
         let map = ManuallyDrop::new(MmapRaw::from(map));
-        let huge_bytes = huge_bytes(map.as_ptr() as usize, bytes).min(geometry.bytes());
+        // The kernel's report is long where a process has many mappings: it is read only where it can say something.
+        let huge_bytes =
+            if huge_pages { huge_bytes(map.as_ptr() as usize, bytes).min(geometry.bytes()) } else { 0 };
         let (pool, maker) = (PoolId::fresh(), Maker::this_process());
         let checksums = (tier == Tier::Host).then(Checksums::new);
         let pool_given = AtomicBool::new(false);

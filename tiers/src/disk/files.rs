@@ -65,7 +65,9 @@ impl SlotFile {
         options: SlotFileOptions,
         patience: &mut Patience,
     ) -> Result<Self, SetupError> {
-        let made_dir = MadeDir::of(dir)?.filter(|_| !options.keep);
+        // What is kept keeps its directory.
+        let goes_again = make_dir(dir)? && !options.keep;
+        let made_dir = goes_again.then(|| MadeDir { path: dir.to_owned(), maker: Maker::this_process() });
         remove_abandoned(dir);
         let path = dir.join(name);
         let (file, maker) = (open_file(dir, &path, options, patience)?, Maker::this_process());
@@ -108,16 +110,14 @@ struct MadeDir {
     maker: Maker,
 }
 
-impl MadeDir {
-    /// Makes the last component of `dir` if it is missing, for this user alone.
-    fn of(dir: &Path) -> Result<Option<Self>, SetupError> {
-        match DirBuilder::new().mode(0o700).create(dir) {
-            Ok(()) => Ok(Some(Self { path: dir.to_owned(), maker: Maker::this_process() })),
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(None),
-            // Where a directory must not be made, it may still be there.
-            Err(_) if dir.is_dir() => Ok(None),
-            Err(error) => Err(failed(dir, &error)),
-        }
+/// Makes the last component of `dir` if it is missing, for this user alone. Whether it was.
+fn make_dir(dir: &Path) -> Result<bool, SetupError> {
+    match DirBuilder::new().mode(0o700).create(dir) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
+        // Where a directory must not be made, it may still be there.
+        Err(_) if dir.is_dir() => Ok(false),
+        Err(error) => Err(failed(dir, &error)),
     }
 }
 
