@@ -96,7 +96,6 @@ injected = collections.Counter()
 for result in results:
     injected.update(result.get("injected", {}))
 recovered = [result["recovered_s"] for result in results if "recovered_s" in result]
-slots = [slots for result in results for slots in result["slots"].values()]
 told = {
     "mode": mode,
     "runs": len(runs),
@@ -107,9 +106,9 @@ told = {
     "panics": total("panics"),
     # A replay that had to be ended hung as a whole.
     "hangs": total("hangs") + sum(run["status"] in (124, 137) for run in runs),
-    "overdue": sum(tier["lost"] for tier in slots),
+    "overdue": total("overdue"),
     "never_completing": injected["never"],
-    "missing_slots": sum(tier["filling"] for tier in slots),
+    "missing_slots": total("missing_slots"),
     "undrained": sum(not result["drained"] for result in results),
     "unrecovered": recovered.count(None),
     "longest_recovery_s": max((after for after in recovered if after is not None), default=None),

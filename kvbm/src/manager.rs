@@ -20,7 +20,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::pins::Pins;
-use crate::scheduler::{Brought, Class, Core, Drained, foreign_lease};
+use crate::scheduler::{Brought, Class, Core, Drained, StagingCounts, foreign_lease};
 use crate::sync::{JoinHandle, Mutex, spawn};
 use crate::table::{Drift, Match, RunId, SlotCounts, TierStats, Usage};
 use crate::ticket::Ticket;
@@ -232,6 +232,18 @@ impl Manager {
     /// Occupancy of a tier.
     pub fn counts(&self, tier: Tier) -> SlotCounts {
         self.core.table().counts(tier)
+    }
+
+    /// Copies that are overdue now: their media completed nothing for too long, and nobody waits for them any more.
+    /// Each holds the slot that it writes, and one that bounces also the slot that it bounces through.
+    pub fn overdue(&self) -> u64 {
+        let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
+        routes.map(|route| self.core.overdue(route)).sum()
+    }
+
+    /// Occupancy of the DRAM slots through which blocks bounce between tiers that nothing connects.
+    pub fn staging(&self) -> StagingCounts {
+        self.core.staging()
     }
 
     /// Counts of a tier since the start.
