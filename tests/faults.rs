@@ -4,15 +4,16 @@ use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvbm::scheduler::{Class, Tuning};
 use kvbm::table::Defect;
-use kvbm::{BlockHash, Brought, Chain, Clock, ErrorKind, Manager, Tier, Usage};
+use kvbm::{BlockHash, Brought, Chain, Clock, ErrorKind, Manager, Options, SystemClock, Tier, Usage};
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine::{self, Served, push_down, serve};
 use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, hash, metric};
-use kvbm_tiers::testing::{Fault, FaultBackend, MemoryStore, ParkedBackend};
+use kvbm_tiers::testing::{Fault, FaultBackend, MemoryStore, ParkedBackend, holds_in_a_child};
 use kvbm_tiers::{Backend, CopyErrorKind, MemcpyBackend};
 use prometheus::Registry;
 
@@ -520,6 +521,57 @@ fn files_below(dir: &Path) -> usize {
     let Ok(entries) = fs::read_dir(dir) else { return 0 };
     let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
     paths.map(|path| if path.is_dir() { files_below(&path) } else { 1 }).sum()
+}
+
+/// A clock that panics once on the background thread, as a policy or a backend might.
+#[derive(Debug, Default)]
+struct PanickyClock {
+    time: SystemClock,
+    has_panicked: AtomicBool,
+}
+
+impl Clock for PanickyClock {
+    fn now_ms(&self) -> u64 {
+        if std::thread::current().name() == Some("kvbm-background") {
+            assert!(self.has_panicked.swap(true, Ordering::Relaxed), "injected panic");
+        }
+        self.time.now_ms()
+    }
+}
+
+#[test]
+fn a_panic_in_the_background_does_not_end_flushing() {
+    let (dir, registry) = (tempfile::tempdir().unwrap(), Registry::new());
+    let mut settings = engine::settings(Real::BLOCK, 16, 16);
+    settings.disk.capacity = Some(Capacity::Blocks(64));
+    settings.disk.dirs = vec![dir.path().to_owned()];
+    settings.flush.interval_ms = 1;
+    let clock: Arc<dyn Clock> = Arc::new(PanickyClock::default());
+    let options = Options { registry: registry.clone(), clock, ..Options::default() };
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let manager = runtime.block_on(Manager::open(settings, options)).unwrap();
+    assert_eq!(serve(&manager, &chain(1)).saved, 6);
+    let deadline = Instant::now() + LIMIT;
+    while manager.matches(&chain(1)).blocks(Tier::Disk) < 6 {
+        assert!(Instant::now() < deadline, "nobody flushes any more");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(metric(&registry, "kvbm_background_panics_total", &[]), 1);
+}
+
+#[test]
+fn a_forked_child_that_drops_the_manager_leaves_it_to_the_parent() {
+    let real = Real::with_disk();
+    real.sink(&chain(1));
+    let mut manager = Some(real.manager);
+    assert!(holds_in_a_child(|| {
+        drop(manager.take());
+        true
+    }));
+    let manager = manager.unwrap();
+    assert_eq!(serve(&manager, &chain(1)).hit, 6);
+    assert!(manager.drain(LIMIT).is_complete());
+    assert_eq!(serve(&manager, &chain(2)).saved, 6);
 }
 
 #[test]

@@ -180,6 +180,20 @@ fn what_never_completes_stays_lost_and_nothing_else_does() {
 }
 
 #[test]
+fn a_backend_that_panics_costs_its_own_copies_only() {
+    let system = System::new(SIZES);
+    let (one, two) = (chain(1, 3), chain(2, 6));
+    system.sink(&one);
+    system.sink(&two);
+    system.disk.inject(Fault::Panics, &[FROM_DISK]);
+    assert_eq!(system.wait(system.load(&one)).0.blocks, 0);
+    system.disk.heal();
+    drop(system.wait(system.load(&two)));
+    assert_eq!(system.wait(system.load(&two)).0.blocks, 6);
+    assert_eq!(system.lost(), 3, "nobody knows whether the batch was taken");
+}
+
+#[test]
 fn closing_answers_everybody_and_takes_nothing_on() {
     let system = System::new(SIZES);
     let (one, two) = (chain(1, 12), chain(2, 6));

@@ -60,6 +60,8 @@ pub struct Manager {
     routes: Vec<RouteReport>,
     background: Mutex<Option<Background>>,
     pins: Arc<Pins>,
+    /// The one that opened it.
+    process: u32,
 }
 
 /// A row of the routing table.
@@ -96,6 +98,7 @@ impl Manager {
             routes: assembled.routes,
             background: Mutex::new(Some(background)),
             pins,
+            process: std::process::id(),
         })
     }
 
@@ -296,8 +299,13 @@ impl Manager {
 }
 
 impl Drop for Manager {
+    /// In a forked child the parent's threads are not there to end, and what they share is the parent's still.
     fn drop(&mut self) {
-        self.close();
+        if self.process == std::process::id() {
+            self.close();
+        } else {
+            std::mem::forget(self.background.lock().take());
+        }
     }
 }
 

@@ -260,7 +260,7 @@ fn kilobytes(text: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fork::tests::holds_in_a_child;
+    use crate::testing::holds_in_a_child;
     use crate::testing::skip;
 
     fn options(slots: u32, block_bytes: usize) -> DramOptions {

@@ -2,10 +2,10 @@
 
 use std::sync::Weak;
 
-use kvbm_tiers::Tier;
+use kvbm_tiers::{Done, Tier};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
-use prometheus::{GaugeVec, IntGaugeVec, Opts};
+use prometheus::{GaugeVec, IntGauge, IntGaugeVec, Opts};
 
 use crate::scheduler::{Core, StagingCounts};
 
@@ -23,6 +23,7 @@ pub(crate) struct Gauges {
     unflushed_blocks: IntGaugeVec,
     staging_slots: IntGaugeVec,
     overdue_copies: IntGaugeVec,
+    completion_panics: IntGauge,
     full_reservations: IntGaugeVec,
     queue_blocks: IntGaugeVec,
     batches_in_flight: IntGaugeVec,
@@ -78,6 +79,10 @@ impl Gauges {
                 &["state"],
             )?,
             overdue_copies: gauges("kvbm_overdue_copies", "Copies that are overdue now.", &route)?,
+            completion_panics: IntGauge::new(
+                "kvbm_completion_panics",
+                "Ends of copies whose handling panicked since the process started.",
+            )?,
             full_reservations: gauges(
                 "kvbm_full_reservations",
                 "Reservations without room since the start.",
@@ -95,7 +100,7 @@ impl Gauges {
         })
     }
 
-    fn all(&self) -> [&dyn Collector; 15] {
+    fn all(&self) -> [&dyn Collector; 16] {
         [
             &self.slots,
             &self.dirty_blocks,
@@ -108,6 +113,7 @@ impl Gauges {
             &self.unflushed_blocks,
             &self.staging_slots,
             &self.overdue_copies,
+            &self.completion_panics,
             &self.full_reservations,
             &self.queue_blocks,
             &self.batches_in_flight,
@@ -117,6 +123,7 @@ impl Gauges {
 
     fn update(&self, core: &Core) {
         self.update_staging(core);
+        self.completion_panics.set(Done::panics() as i64);
         let present: Vec<Tier> = Tier::ALL.into_iter().filter(|&tier| core.table().has(tier)).collect();
         for &tier in &present {
             self.update_tier(core, tier);

@@ -32,6 +32,7 @@ mod pace;
 
 use std::fmt;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -591,7 +592,11 @@ impl Core {
         let batch = self.batches.start(route, class, orders, self.clock.uptime());
         let core = Arc::clone(self);
         let done = Done::new(move |op, result| core.copy_ended(&batch, op, result));
-        self.executor.submit(route, ops, &done);
+        // Nobody knows what became of a batch whose backend panicked: its copies will be overdue. The request that
+        // happened to pump, and all the others, must not suffer for it.
+        if catch_unwind(AssertUnwindSafe(|| self.executor.submit(route, ops, &done))).is_err() {
+            tracing::error!(from = %route.0, to = %route.1, "a backend panicked when it was given a batch");
+        }
         true
     }
 
@@ -614,7 +619,7 @@ impl Core {
     }
 }
 
-/// Somebody pumps. If a backend panics meanwhile, others may.
+/// Somebody pumps. If he panics, others may.
 struct PumpTurn<'a>(&'a AtomicUsize);
 
 impl Drop for PumpTurn<'_> {

@@ -10,11 +10,11 @@ use super::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
 use crate::copy::{Backend, CopyErrorKind, Done, SlotId, Tier};
 use crate::dram::DramRegion;
 use crate::error::{SetupError, SetupErrorKind};
-use crate::fork::tests::{Child, holds_in_a_child};
 use crate::frame::Frame;
 use crate::geometry::Geometry;
 use crate::memory::Memory;
 use crate::testing::conformance::{self, Pair};
+use crate::testing::{Child, holds_in_a_child};
 use crate::testing::{fill_pattern, has_pattern, host, order, run, skip, start};
 use crate::verify::Verified;
 

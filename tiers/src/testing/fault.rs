@@ -24,6 +24,8 @@ pub enum Fault {
     NeverCompletes,
     /// Operations start so much later.
     Slow(Duration),
+    /// A batch with such an operation is not taken: the backend panics instead.
+    Panics,
 }
 
 /// A backend that fails as it is told to. Operations that it spares behave as the inner backend's.
@@ -72,6 +74,13 @@ impl<B: Backend + 'static> FaultBackend<B> {
     }
 }
 
+impl Plan {
+    fn panics_at(&self, batch: &[CopyOp]) -> bool {
+        let order = self.order.lock();
+        order.fault == Some(Fault::Panics) && batch.iter().any(|op| order.routes.contains(&op.route()))
+    }
+}
+
 impl Faults for Plan {
     fn next(&self, op: &CopyOp) -> Option<Effect> {
         let mut order = self.order.lock();
@@ -88,6 +97,7 @@ impl Faults for Plan {
             Fault::BitFlip => Effect::Corrupt,
             Fault::NeverCompletes => Effect::Never,
             Fault::Slow(delay) => Effect::Late(Instant::now() + delay),
+            Fault::Panics => return None,
         })
     }
 
@@ -107,6 +117,7 @@ unsafe impl<B: Backend + 'static> Backend for FaultBackend<B> {
     }
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
+        assert!(!self.plan.panics_at(&batch), "injected panic");
         self.backend.submit(batch, done);
     }
 }

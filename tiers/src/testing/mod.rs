@@ -4,12 +4,14 @@
 //! or an object store, [`FaultBackend`] fails in chosen ways, [`ParkedBackend`] lets a test decide when and
 //! in which order copies end.
 
+mod child;
 pub mod conformance;
 mod fault;
 mod parked;
 mod store;
 mod tensors;
 
+pub use child::{Child, holds_in_a_child};
 pub use fault::{Fault, FaultBackend};
 pub use parked::{ParkedBackend, Pending};
 pub use store::MemoryStore;
