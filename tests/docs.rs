@@ -132,3 +132,33 @@ fn mishaps() -> Registry {
 fn chain(n: u32) -> Vec<BlockHash> {
     (0..3).map(|i| hash(10 * n + i)).collect()
 }
+
+/// The page promises that each effect is shown by a test: it must not name one that is gone.
+#[test]
+fn every_test_that_the_reliability_page_names_is_there() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a workspace");
+    let page = std::fs::read_to_string(root.join("docs/reliability.md")).expect("the page");
+    let rows = page.lines().filter(|line| line.starts_with("| ") && line.matches(" | ").count() >= 3);
+    let cells = rows.filter_map(|row| row.trim_end_matches('|').rsplit('|').next());
+    let named = cells.flat_map(|cell| cell.split('`').skip(1).step_by(2));
+    let named: Vec<&str> = named.filter(|name| name.contains('_') && !name.contains(['/', '.'])).collect();
+    assert!(named.len() > 20, "the table is not where it was");
+    let mut source = String::new();
+    ["kvbm", "tiers", "tests", "cli"].iter().for_each(|part| read_all(&root.join(part), &mut source));
+    for name in named {
+        assert!(
+            source.contains(&format!("fn {name}()")),
+            "docs/reliability.md names {name}, which is no test"
+        );
+    }
+}
+
+fn read_all(dir: &std::path::Path, into: &mut String) {
+    for path in std::fs::read_dir(dir).expect("a folder").map(|entry| entry.expect("an entry").path()) {
+        if path.is_dir() {
+            read_all(&path, into);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            into.push_str(&std::fs::read_to_string(&path).expect("source"));
+        }
+    }
+}
