@@ -465,6 +465,16 @@ impl Engine {
         Settled { drained, drift: drift.iter().map(|drift| format!("{drift:?}")).collect() }
     }
 
+    /// Waits until no more copies than `never` are overdue. A busy machine may keep a healthy medium from completing
+    /// anything for as long as a copy may take; such copies end soon.
+    pub(crate) fn wait_for_late_copies(&self, never: u64) {
+        const LIMIT: Duration = Duration::from_secs(10);
+        let deadline = Instant::now() + LIMIT;
+        while self.manager.overdue() > never && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     /// Occupancy by tier, from the fastest.
     pub(crate) fn slots(&self) -> Vec<(Tier, SlotCounts)> {
         self.tiers.iter().map(|&tier| (tier, self.manager.counts(tier))).collect()

@@ -72,6 +72,11 @@ impl Trouble {
         self.chaos.clone()
     }
 
+    /// Copies that were made never to complete.
+    pub(super) fn never_completing(&self) -> u64 {
+        self.chaos.injected().get(&Kind::Never).copied().unwrap_or_default()
+    }
+
     /// Ends all faults and sees whether everything works again.
     pub(super) fn heal(&self, engine: &Engine) -> Result<Recovery, Failure> {
         self.chaos.heal();

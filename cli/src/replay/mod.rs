@@ -121,6 +121,9 @@ fn replay(
     progress.finishing("flushing what is dirty");
     let recovery = trouble.map(|trouble| Ok::<_, Failure>((trouble, trouble.heal(engine)?))).transpose()?;
     let settled = engine.settle();
+    if let Some((trouble, _)) = &recovery {
+        engine.wait_for_late_copies(trouble.never_completing());
+    }
     engine.check_stop()?;
     let chaos = recovery.map(|(trouble, recovery)| {
         ChaosReport::new(trouble, &recovery, (tally.mismatches, tally.hangs), engine)

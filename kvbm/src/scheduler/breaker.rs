@@ -49,7 +49,17 @@ enum State {
         until: Duration,
         pause: Duration,
         is_probing: bool,
+        cause: Cause,
     },
+}
+
+/// What opened a breaker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cause {
+    /// The medium does not answer, in whichever direction.
+    Away,
+    /// It answers that it cannot do this: it is full, or fails.
+    Refuses,
 }
 
 impl Default for State {
@@ -89,8 +99,9 @@ impl Breakers {
     /// A copy on `route` arrived.
     pub(super) fn succeeded(&self, route: Route, now: Duration) {
         *self.of(route).0.lock() = State::default();
-        // What is well in one direction may be in the other: no need to wait for the end of the pause there.
-        self.opposite(route).allow_probe(now);
+        // A medium that answers in one direction may in the other. If a probe there found out that it does not, its
+        // pauses are not cut short: reads that succeed must not have a full disk tried all the time.
+        self.opposite(route).answers(now, self.times.pause);
     }
 
     /// A copy on `route` failed, or did not end in time.
@@ -98,20 +109,21 @@ impl Breakers {
         let own = self.of(route);
         match kind {
             CopyErrorKind::Unavailable | CopyErrorKind::TimedOut => {
-                own.open(now, self.times.pause);
-                self.opposite(route).open(now, self.times.pause);
+                own.open(Cause::Away, now, self.times.pause);
+                self.opposite(route).open(Cause::Away, now, self.times.pause);
             }
-            CopyErrorKind::NoSpace => own.open(now, self.times.pause),
+            CopyErrorKind::NoSpace => own.open(Cause::Refuses, now, self.times.pause),
             CopyErrorKind::Io => own.count_error(now, self.times.pause),
             // The medium answered: that a block's bytes are wrong says nothing of the next one's.
             _ => {}
         }
     }
 
-    /// An overdue copy ended after all: the medium moves again, so a probe may go at once.
+    /// An overdue copy ended after all: the medium moves again, so a probe may go soon, however long the pause was.
     pub(super) fn revived(&self, route: Route, now: Duration) {
-        self.of(route).allow_probe(now);
-        self.opposite(route).allow_probe(now);
+        let soon = now + self.times.pause;
+        self.of(route).probe_by(soon);
+        self.opposite(route).probe_by(soon);
     }
 
     /// The lower tier of a route is the one that may be away or full.
@@ -142,12 +154,12 @@ impl Breaker {
             State::Closed { errors } if *errors + 1 < MAX_ERRORS => *errors += 1,
             _ => {
                 drop(state);
-                self.open(now, pause);
+                self.open(Cause::Refuses, now, pause);
             }
         }
     }
 
-    fn open(&self, now: Duration, first_pause: Duration) {
+    fn open(&self, cause: Cause, now: Duration, first_pause: Duration) {
         let mut state = self.0.lock();
         let pause = match *state {
             State::Closed { .. } => first_pause,
@@ -155,12 +167,22 @@ impl Breaker {
             State::Open { is_probing: false, .. } => return,
             State::Open { pause, .. } => (pause * 2).min(first_pause * MAX_PAUSES),
         };
-        *state = State::Open { until: now + pause, pause, is_probing: false };
+        *state = State::Open { until: now + pause, pause, is_probing: false, cause };
     }
 
-    fn allow_probe(&self, now: Duration) {
+    /// The medium did something in the other direction.
+    fn answers(&self, now: Duration, first_pause: Duration) {
+        match &mut *self.0.lock() {
+            State::Open { until, pause, is_probing: false, cause: Cause::Away } if *pause == first_pause => {
+                *until = now;
+            }
+            _ => {}
+        }
+    }
+
+    fn probe_by(&self, latest: Duration) {
         if let State::Open { until, is_probing: false, .. } = &mut *self.0.lock() {
-            *until = now;
+            *until = latest.min(*until);
         }
     }
 }
@@ -210,6 +232,21 @@ mod tests {
     }
 
     #[test]
+    fn reads_that_succeed_do_not_have_a_full_disk_tried_all_the_time() {
+        let breakers = breakers();
+        breakers.failed(WRITE, CopyErrorKind::NoSpace, at(0));
+        let probes = (1..1_000).filter(|&now| {
+            breakers.succeeded(READ, at(now));
+            let probes = breakers.pass(WRITE, at(now)) == Passage::Probe;
+            if probes {
+                breakers.failed(WRITE, CopyErrorKind::NoSpace, at(now));
+            }
+            probes
+        });
+        assert_eq!(probes.count(), 1, "after the first pause of 500 ms, the next one is of 1 s");
+    }
+
+    #[test]
     fn a_probe_that_was_never_sent_does_not_keep_the_breaker_open() {
         let breakers = breakers();
         breakers.failed(READ, CopyErrorKind::Unavailable, at(0));
@@ -221,9 +258,14 @@ mod tests {
     fn late_completions_bring_the_probe_forward() {
         let breakers = breakers();
         breakers.failed(READ, CopyErrorKind::TimedOut, at(0));
-        breakers.revived(READ, at(20));
-        assert_eq!(breakers.pass(READ, at(20)), Passage::Probe);
-        assert_eq!(breakers.pass(WRITE, at(20)), Passage::Probe);
+        for now in [500, 1_500] {
+            assert_eq!(breakers.pass(READ, at(now)), Passage::Probe);
+            breakers.failed(READ, CopyErrorKind::TimedOut, at(now));
+        }
+        breakers.revived(READ, at(1_600));
+        assert_eq!(breakers.pass(READ, at(2_099)), Passage::Blocked, "the pause is of 2 s by now");
+        assert_eq!(breakers.pass(READ, at(2_100)), Passage::Probe);
+        assert_eq!(breakers.pass(WRITE, at(2_100)), Passage::Probe);
     }
 
     #[test]
