@@ -39,8 +39,11 @@ impl Faulty {
     }
 
     fn of(sizes: Sizes) -> Self {
+        Self::with(sizes, Tuning { timeout: Duration::from_millis(30), ..TIGHT })
+    }
+
+    fn with(sizes: Sizes, tuning: Tuning) -> Self {
         let mut kept = None;
-        let tuning = Tuning { timeout: Duration::from_millis(30), ..TIGHT };
         let rig = Rig::new(sizes, tuning, |places| {
             let memory = vec![Arc::clone(&places.device) as _, Arc::clone(&places.host) as _];
             let memory = MemcpyBackend::new(memory, 1).expect("threads");
@@ -220,6 +223,27 @@ fn a_full_disk_stops_nobody() {
     assert_eq!(faulty.held(&chain(11), Tier::Disk), 6, "what is still in the host tier goes down after all");
     faulty.sink(&chain(12));
     faulty.assert_loads(&chain(12), 6);
+}
+
+#[test]
+fn a_full_disk_is_not_tried_all_the_time() {
+    let pause = Duration::from_millis(200);
+    let faulty = Faulty::with(SIZES, Tuning { breaker_pause: pause, timeout: pause, ..TIGHT });
+    faulty.sink(&chain(1));
+    faulty.disk.inject(Fault::FailAfter(0, CopyErrorKind::NoSpace), &[TO_DISK]);
+    let until = Instant::now() + 3 * pause;
+    for n in (2..).take_while(|_| Instant::now() < until) {
+        faulty.save(&chain(n));
+        let _ = faulty.rig.core.drain(Duration::from_millis(1));
+        faulty.load(&chain(1));
+        faulty.rig.core.table().evict(Tier::Device, 16);
+        faulty.rig.core.table().evict(Tier::Host, 3);
+    }
+    let tried = faulty.rig.metric("kvbm_transfer_failures_total", &[("kind", "no_space")]);
+    let window = TIGHT.max_concurrent * TIGHT.max_batch;
+    assert!(tried <= window as u64 + 3, "{tried} copies tried a full disk");
+    faulty.disk.heal();
+    assert!(faulty.rig.core.drain(LIMIT).is_complete());
 }
 
 /// The first block that is written, the one in the middle, or the last one.

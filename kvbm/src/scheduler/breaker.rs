@@ -84,10 +84,15 @@ impl Breakers {
         self.of(route).pass(now, self.times.verdict)
     }
 
-    /// There was nothing to try it with: the next one may.
+    /// Whether not even a probe may go on `route` now.
+    pub(super) fn is_blocked(&self, route: Route, now: Duration) -> bool {
+        matches!(*self.of(route).0.lock(), State::Open { until, .. } if now < until)
+    }
+
+    /// Who was told [`Passage::Probe`] has nothing to try it with: the next one may.
     pub(super) fn retract_probe(&self, route: Route, now: Duration) {
-        if let State::Open { until, is_probing, .. } = &mut *self.of(route).0.lock() {
-            (*until, *is_probing) = (now, false);
+        if let State::Open { until, is_probing: probing @ true, .. } = &mut *self.of(route).0.lock() {
+            (*until, *probing) = (now, false);
         }
     }
 

@@ -415,12 +415,11 @@ impl Core {
     /// Whether blocks may go from one tier to another now.
     fn pass(&self, route: Route) -> Passage {
         let now = self.clock.uptime();
-        let passage = self.legs(route).map(|leg| self.breakers.pass(leg, now)).max().unwrap_or(Passage::Free);
-        if passage == Passage::Blocked {
-            // One leg is blocked: whatever probe the other was granted is not made.
-            self.retract_probe(route);
+        // All legs or none: a probe of one of them that cannot go on would be in vain.
+        if self.legs(route).any(|leg| self.breakers.is_blocked(leg, now)) {
+            return Passage::Blocked;
         }
-        passage
+        self.legs(route).map(|leg| self.breakers.pass(leg, now)).max().unwrap_or(Passage::Free)
     }
 
     fn retract_probe(&self, route: Route) {
