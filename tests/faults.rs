@@ -246,6 +246,53 @@ fn a_full_disk_is_not_tried_all_the_time() {
     assert!(faulty.rig.core.drain(LIMIT).is_complete());
 }
 
+/// A block whose ancestors the disk lacks as well, as after a quarantine.
+#[test]
+fn one_block_tries_whether_the_disk_is_well_again() {
+    let pause = Duration::from_millis(50);
+    let faulty = Faulty::with(SIZES, Tuning { breaker_pause: pause, timeout: LIMIT, ..TIGHT });
+    faulty.store(&chain(1));
+    let hashes = chain(1);
+    let root = Chain::from(&hashes).key(0);
+    let (found, pins) = faulty.rig.core.table().pin_resident(Tier::Disk, root).unwrap();
+    faulty.rig.core.table().release(pins);
+    faulty.disk.inject(Fault::FailAfter(0, CopyErrorKind::Unavailable), &[TO_DISK]);
+    faulty.save(&chain(2));
+    let _ = faulty.rig.core.drain(Duration::from_millis(1));
+    assert_eq!(faulty.rig.core.table().quarantine(root, found, Defect::Corrupt), 6);
+    let tried = || faulty.rig.metric("kvbm_transfer_failures_total", &[("to", "disk")]);
+    let before = tried();
+    let deadline = Instant::now() + pause + pause / 2;
+    while Instant::now() < deadline {
+        faulty.rig.core.tick();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(tried() - before, 1, "the pause ended once, and one block went");
+    faulty.disk.heal();
+    assert!(faulty.rig.core.drain(LIMIT).is_complete());
+    assert_eq!(faulty.held(&hashes, Tier::Disk), 6);
+}
+
+/// Blocks come and go while the disk is away; what waits for it is in proportion to the tier.
+#[test]
+fn the_queue_of_dirty_blocks_is_bounded_while_the_disk_is_away() {
+    let pause = Duration::from_mins(1);
+    let faulty = Faulty::with(SIZES, Tuning { breaker_pause: pause, timeout: LIMIT, ..TIGHT });
+    faulty.disk.inject(Fault::FailAfter(0, CopyErrorKind::Unavailable), &[TO_DISK]);
+    faulty.save(&chain(1));
+    let kept = faulty.rig.core.lease(Chain::from(&chain(1)), Usage::default());
+    for n in 2..1_000 {
+        faulty.save(&chain(n));
+        faulty.rig.core.tick();
+        faulty.rig.core.table().evict(Tier::Device, 16);
+    }
+    let dirty = faulty.rig.core.table().dirty(Tier::Host);
+    assert!(dirty < 2_000, "{dirty} entries wait for a tier of 16 blocks");
+    let unflushed = faulty.rig.core.drain(Duration::ZERO).unflushed[Tier::Host.index()];
+    assert!(unflushed <= 16, "{unflushed} of 16 blocks are to be flushed");
+    drop(kept);
+}
+
 /// The first block that is written, the one in the middle, or the last one.
 #[test]
 fn a_flush_that_failed_is_tried_again() {

@@ -258,3 +258,36 @@ fn whoever_asks_while_it_closes_gets_an_answer() {
         assert_eq!((staging.idle, staging.lost), (staging.total, 0), "every copy ended, and slots are out");
     });
 }
+
+/// The medium ends a copy or two and then hangs: whoever waits is answered by the closing.
+#[test]
+fn closing_answers_whoever_waits_for_a_medium_that_hangs() {
+    check(|| {
+        let routes = [MEMORY, DISK, OBJECT].concat();
+        let parked = Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
+        let core = bare_core(SIZES, TIGHT, &(Arc::clone(&parked) as Arc<dyn Backend>));
+        seed(&core, Tier::Disk, Chain::from(&chain(1)));
+        let asker = {
+            let core = Arc::clone(&core);
+            thread::spawn(move || {
+                let lease = core.lease(Chain::from(&chain(1)), Usage::default());
+                drop(block_on(core.bring(Class::Load, Tier::Device, lease)));
+            })
+        };
+        let hardware = thread::spawn(move || {
+            for _ in 0..2 {
+                if let Some(pending) = parked.pending().first() {
+                    parked.finish(pending.id, Ok(()));
+                }
+                thread::yield_now();
+            }
+        });
+        let closer = {
+            let core = Arc::clone(&core);
+            thread::spawn(move || core.close())
+        };
+        // The checker reports a deadlock if the ticket has no answer.
+        [asker, hardware, closer].into_iter().for_each(|thread| thread.join().unwrap());
+        assert_eq!(core.table().audit(), []);
+    });
+}

@@ -25,7 +25,10 @@ struct System {
 
 impl System {
     fn new(sizes: Sizes) -> Self {
-        let tuning = Tuning { timeout: LIMIT, object_timeout: LIMIT, queue_blocks: 2_000, ..TIGHT };
+        Self::with(sizes, Tuning { timeout: LIMIT, object_timeout: LIMIT, queue_blocks: 2_000, ..TIGHT })
+    }
+
+    fn with(sizes: Sizes, tuning: Tuning) -> Self {
         let mut kept = None;
         let rig = Rig::new(sizes, tuning, |places| {
             let memory = vec![Arc::clone(&places.device) as _, Arc::clone(&places.host) as _];
@@ -160,6 +163,33 @@ fn a_load_from_a_disk_that_hangs_fails_after_one_limit_however_long_it_is() {
     drop(system.wait(system.load(&prompt)));
     let (brought, _) = system.wait(system.load(&prompt));
     assert_eq!(brought.blocks, 192, "{brought:?}");
+}
+
+/// Requests keep asking for blocks of a disk that hangs: one block tries it after each pause, and pauses double.
+#[test]
+fn a_disk_that_hangs_for_long_gets_few_probes() {
+    let (limit, pause) = (Duration::from_millis(20), Duration::from_millis(20));
+    let tuning = Tuning { timeout: limit, object_timeout: limit, breaker_pause: pause, ..TIGHT };
+    let system = System::with(SIZES, tuning);
+    let (one, two) = (chain(1, 12), chain(2, 12));
+    system.sink(&one);
+    system.sink(&two);
+    system.disk.inject(Fault::NeverCompletes, &DISK);
+    let hangs_until = Instant::now() + Duration::from_secs(1);
+    while Instant::now() < hangs_until {
+        drop(system.wait(system.load(&one)));
+        drop(system.wait(system.load(&two)));
+    }
+    // 20, 40, 80 … 640 ms and a limit for each probe: five or six of them in a second.
+    let first = TIGHT.max_concurrent * TIGHT.max_batch;
+    let overdue = system.rig.core.overdue(FROM_DISK) as usize;
+    assert!(overdue <= first + 7, "{overdue} copies were sent into a disk that hangs");
+    system.disk.heal();
+    let began = Instant::now();
+    while system.wait(system.load(&two)).0.blocks < 12 {
+        assert!(began.elapsed() < SOON, "the disk is well, and nobody reads it");
+        std::thread::sleep(pause);
+    }
 }
 
 #[test]

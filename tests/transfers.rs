@@ -130,7 +130,7 @@ fn a_bad_read_of_an_old_slot_spares_the_block_that_was_written_anew() {
 
 #[test]
 fn a_chain_may_begin_in_the_middle_of_a_longer_one() {
-    let system = Parked::new(SIZES, PATIENT);
+    let system = Parked::new(SIZES, Tuning { prefill_block_s: Some(1.0), ..PATIENT });
     let all = chain(1, 6);
     system.seed(Tier::Disk, &all);
     let load = system.bring(Class::Load, Tier::Device, &all[3..]);
@@ -166,6 +166,27 @@ fn the_queue_of_a_route_that_bounces_is_bounded_like_any_other() {
         assert!(copied <= queue_blocks + in_flight, "{copied} blocks were taken on to {to}");
         assert_eq!(brought.iter().map(|brought| brought.refused).sum::<usize>(), 96 - copied);
     }
+}
+
+/// The first block comes from the host, the others from a disk whose queue is full.
+#[test]
+fn the_queue_is_bounded_whatever_comes_first() {
+    let system =
+        Parked::new(Sizes { tiers: [128, 128, 128, 64], staging: 4 }, Tuning { max_batch: 3, ..PATIENT });
+    let busy: Vec<_> = (1..6)
+        .map(|n| {
+            system.seed(Tier::Disk, &chain(n, 16));
+            system.bring(Class::Prefetch, Tier::Host, &chain(n, 16))
+        })
+        .collect();
+    let mixed = chain(9, 8);
+    system.seed(Tier::Disk, &mixed);
+    system.seed(Tier::Host, &mixed[..1]);
+    let save = system.bring(Class::Save, Tier::Object, &mixed);
+    system.finish_all();
+    let saved = save.wait().unwrap();
+    assert_eq!((saved.copied, saved.refused), (1, 7), "{saved:?}");
+    busy.into_iter().for_each(|ticket| drop(ticket.wait()));
 }
 
 #[test]
@@ -257,6 +278,23 @@ fn an_overdue_copy_is_counted_with_the_source_that_it_pins() {
     assert_eq!(system.core.table().counts(Tier::Device).lost, 0);
     system.core.table().block_flushes(Tier::Host, true);
     assert_eq!(system.core.table().evict(Tier::Host, 16), 3);
+}
+
+/// All blocks are on their way in other hands: publishing nothing of one's own still holds them when they arrive.
+#[test]
+fn an_engine_that_fills_nothing_holds_what_others_bring() {
+    let manager = manager();
+    let chain = chain(1, 4);
+    let mut other = manager.allocate(&chain, manager.lease(&chain)).unwrap();
+    other.blocks().for_each(|position| assert!(other.mark_filled(position)));
+    let own = manager.allocate(&chain, manager.lease(&chain)).unwrap();
+    assert_eq!((own.blocks().len(), own.in_flight()), (0, 4));
+    let ticket = own.publish().unwrap();
+    drop(other.publish().unwrap().wait().unwrap());
+    let held = ticket.wait().unwrap();
+    assert_eq!((held.blocks, held.lease.blocks(Tier::Device)), (4, 4));
+    assert_eq!(manager.evict(Tier::Device, 16), 0, "they are held");
+    assert_eq!(manager.save(held.lease).wait().unwrap().blocks, 4);
 }
 
 #[test]

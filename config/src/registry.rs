@@ -421,8 +421,8 @@ pub(crate) static KEYS: &[Key] = &[
         path: "transfer.timeout_ms",
         field: Field::Millis(|s| &mut s.transfer.timeout_ms, 100..=HOUR_MS),
         variables: &[own("DYN_KVBM_TRANSFER_TIMEOUT_MS", Form::Plain)],
-        doc: "After so long a transfer counts as failed and its slot as lost; to and from the object tier, whose client \
-              gives up by itself within 20 s, after 30 s at least.",
+        doc: "How long a medium may complete nothing before the copies that it works on fail as overdue; 30 s at least \
+              for the object tier, whose client gives up by itself within 20 s.",
         in_use: true,
     },
     Key {

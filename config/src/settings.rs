@@ -357,7 +357,7 @@ pub struct TransferSettings {
     pub max_concurrent: u32,
     /// Blocks in one batch.
     pub max_batch: u32,
-    /// After so many milliseconds a transfer counts as failed and its slot as lost.
+    /// How many milliseconds a medium may complete nothing before the copies that it works on fail as overdue.
     pub timeout_ms: u64,
     /// Blocks that may wait per route; beyond it a save is refused as `Full`.
     pub queue_blocks: u32,

@@ -225,8 +225,8 @@ impl Manager {
         self.core.drain(limit)
     }
 
-    /// Lets up to `blocks` blocks of `tier` go, in the order of its policy; answers how many could. What is
-    /// leased or still to be flushed stays.
+    /// Lets up to `blocks` blocks of `tier` go, in the order of its policy; returns how many could. What is
+    /// leased stays, and what is still to be flushed, unless the tier below cannot be written now.
     pub fn evict(&self, tier: Tier, blocks: usize) -> usize {
         let mut table = self.core.table();
         if table.has(tier) { table.evict(tier, blocks) } else { 0 }

@@ -109,7 +109,7 @@ impl CopyOp {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CopyErrorKind {
-    /// The medium failed or returned fewer bytes than a block. Treat as a miss.
+    /// The medium failed at this block, or returned fewer bytes than it has. What was read is not there any more.
     Io,
     /// The bytes read are not those written. Quarantine the source.
     Corrupt,

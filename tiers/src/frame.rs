@@ -8,8 +8,8 @@ use crate::geometry::MAX_SLOTS;
 /// The sole title to one slot of one tier, for one of the slot's lives. It cannot be copied: whoever has it
 /// may write the slot, and nobody else may.
 ///
-/// It ends in [`FramePool::give_back`], [`FramePool::deposit`] or [`FramePool::lose`]. One that is dropped
-/// instead leaves its slot [`out`](FramePool::out) for ever.
+/// It ends in [`FramePool::give_back`] or [`FramePool::deposit`]. One that is dropped instead, or kept by a copy that
+/// never ends, leaves its slot [`out`](FramePool::out) for ever.
 #[derive(Debug)]
 #[must_use = "a dropped frame leaves its slot unusable"]
 pub struct Frame {
@@ -57,9 +57,8 @@ impl PoolId {
 /// The ledger of a tier's slots: it mints each slot's [`Frame`] and never two at a time.
 ///
 /// A slot is *free*; or *out*, its frame in somebody's hands; or *resident*, its title kept here for a block
-/// table that remembers no more than the slot's number; or *lost*, because hardware may still write to it.
-/// `take`: free → out; `deposit`: out → resident; `withdraw`: resident → out; `give_back`: out → free;
-/// `lose`: out → lost.
+/// table that remembers no more than the slot's number. `take`: free → out; `deposit`: out → resident; `withdraw`:
+/// resident → out; `give_back`: out → free.
 ///
 /// Four bytes per slot that was ever used, so that a nominally huge tier costs nothing until it fills. Not
 /// synchronised: the lock of the table that owns it guards it.
@@ -76,7 +75,6 @@ pub struct FramePool {
     loans: Vec<SlotId>,
     out: u32,
     resident: u32,
-    lost: u32,
 }
 
 /// A slot's state in the upper two bits; below them the next free slot of a free one, else the generation.
@@ -89,7 +87,6 @@ enum State {
     Free = 0,
     Out = 1 << PAYLOAD_BITS,
     Resident = 2 << PAYLOAD_BITS,
-    Lost = 3 << PAYLOAD_BITS,
 }
 
 const PAYLOAD_BITS: u32 = 30;
@@ -152,7 +149,6 @@ impl FramePool {
             loans: Vec::new(),
             out: 0,
             resident: 0,
-            lost: 0,
         }
     }
 
@@ -173,16 +169,6 @@ impl FramePool {
         let slot = self.redeem(frame);
         self.ledger[slot.0 as usize] = Entry::new(State::Free, self.free_head);
         self.free_head = slot.0;
-    }
-
-    /// The slot is not to be used again: something may still write to it.
-    ///
-    /// # Panics
-    /// If the frame is another pool's.
-    pub fn lose(&mut self, frame: Frame) {
-        let slot = self.redeem(frame);
-        self.mark(slot, State::Lost);
-        self.lost += 1;
     }
 
     /// Keeps the title for a table that remembers the slot's number only.
@@ -242,7 +228,7 @@ impl FramePool {
 
     /// Slots that [`take`](Self::take) can still give out.
     pub const fn free(&self) -> u32 {
-        self.slots - self.out - self.resident - self.lost
+        self.slots - self.out - self.resident
     }
 
     /// Slots whose frame is in somebody's hands.
@@ -253,11 +239,6 @@ impl FramePool {
     /// Slots whose title is deposited.
     pub const fn resident(&self) -> u32 {
         self.resident
-    }
-
-    /// Slots given up.
-    pub const fn lost(&self) -> u32 {
-        self.lost
     }
 
     fn pop_free(&mut self) -> Option<u32> {
@@ -319,13 +300,12 @@ mod tests {
             let mut pool = FramePool::new(Tier::Host, slots);
             let mut out: Vec<Frame> = Vec::new();
             let mut resident: Vec<SlotId> = Vec::new();
-            let mut lost = 0;
             for (event, pick) in events {
                 match event {
                     0 | 1 => if let Some(frame) = pool.take() {
                         out.push(frame);
                     } else {
-                        prop_assert_eq!(out.len() + resident.len() + lost, slots as usize);
+                        prop_assert_eq!(out.len() + resident.len(), slots as usize);
                     },
                     2 if !out.is_empty() => pool.give_back(out.swap_remove(pick % out.len())),
                     3 if !out.is_empty() => resident.push(pool.deposit(out.swap_remove(pick % out.len()))),
@@ -334,18 +314,13 @@ mod tests {
                         out.push(pool.withdraw(slot).unwrap());
                         prop_assert!(pool.withdraw(slot).is_none());
                     }
-                    4 if !out.is_empty() => {
-                        pool.lose(out.swap_remove(pick % out.len()));
-                        lost += 1;
-                    }
                     _ => {}
                 }
                 let titles: HashSet<_> = out.iter().map(Frame::slot).chain(resident.iter().copied()).collect();
                 prop_assert_eq!(titles.len(), out.len() + resident.len());
                 prop_assert_eq!(pool.out() as usize, out.len());
                 prop_assert_eq!(pool.resident() as usize, resident.len());
-                prop_assert_eq!(pool.lost() as usize, lost);
-                prop_assert_eq!(pool.free() as usize, slots as usize - titles.len() - lost);
+                prop_assert_eq!(pool.free() as usize, slots as usize - titles.len());
             }
         }
     }

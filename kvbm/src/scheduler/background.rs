@@ -79,6 +79,8 @@ impl Core {
     /// One round of background work.
     pub fn tick(self: &Arc<Self>) {
         self.give_up_overdue();
+        // If somebody panicked while he pumped, what others had left to him is still to be done.
+        self.pump();
         let upkeep = self.table().upkeep();
         upkeep.into_iter().for_each(|work| work());
         for from in Tier::ALL {
@@ -96,9 +98,9 @@ impl Core {
         let Some(to) = self.table().flushes_to(from) else { return };
         let moment =
             if self.flushing.drains.load(Ordering::Acquire) > 0 { Moment::Leaving } else { Moment::Used };
-        let is_blocked = self.legs((from, to)).last().is_some_and(|leg| self.breakers.is_open(leg));
+        let is_blocked = self.legs((from, to)).any(|leg| self.breakers.is_open(leg));
         self.table().block_flushes(from, is_blocked);
-        if self.legs((from, to)).any(|leg| self.breakers.is_open(leg)) {
+        if is_blocked {
             return self.probe_flush(from, to, moment);
         }
         self.table().revive_flushes(from, false);
@@ -113,13 +115,13 @@ impl Core {
             return;
         }
         let mut table = self.table();
-        let is_blocked = table.block_flushes(from, false);
-        let mut runs = table.take_flush(from, 1, moment);
+        table.block_flushes(from, false);
+        let mut runs = table.take_probe(from, moment);
         if runs.is_empty() {
             let slots = headroom(&table, from);
             runs = table.make_headroom(from, slots, 1);
         }
-        table.block_flushes(from, is_blocked);
+        table.block_flushes(from, true);
         drop(table);
         // A probe is of a medium that a copy touches: a block that lies in DRAM as well is not read from disk.
         let sources = runs.iter().flat_map(|run| run.copies.iter().map(|(_, source, _)| source.tier));
@@ -174,7 +176,8 @@ impl Core {
         }
         let started = !runs.is_empty();
         self.start_flushes(to, runs, false);
-        started
+        // Where a rule refuses all that it was asked about, there is more to ask about.
+        started || after < before
     }
 
     pub(super) fn flush_is_due(&self, table: &Table, from: Tier) -> bool {
@@ -229,9 +232,11 @@ impl Core {
 
     fn give_up_overdue(self: &Arc<Self>) {
         let now = self.clock.uptime();
-        for batch in self.batches.overdue(now, |route| self.tuning.limit(route)) {
+        let overdue = self.batches.overdue(now, |route| self.tuning.limit(route));
+        // A completion whose handling panicked leaves a batch that is never done, and works on nothing.
+        for batch in overdue.into_iter().filter(|batch| batch.is_working()) {
             tracing::error!(from = %batch.route.0, to = %batch.route.1, "copies are overdue: nobody waits for them");
-            self.breakers.failed(batch.route, CopyErrorKind::TimedOut, now);
+            self.breakers.failed(batch.route, CopyErrorKind::TimedOut, batch.is_probe, now);
             self.give_up(&batch);
         }
     }

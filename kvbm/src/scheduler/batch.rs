@@ -18,18 +18,20 @@ pub(super) struct Batch {
     id: u64,
     pub(super) route: Route,
     pub(super) class: Class,
+    /// It tries whether the medium is well again.
+    pub(super) is_probe: bool,
     pub(super) started: Duration,
     /// When one of its copies completed last.
-    progress: Moment,
+    progress: Timestamp,
     orders: Vec<Mutex<Place>>,
     left: AtomicUsize,
 }
 
 /// A point in time that is written often and read seldom.
 #[derive(Debug, Default)]
-struct Moment(AtomicU64);
+struct Timestamp(AtomicU64);
 
-impl Moment {
+impl Timestamp {
     fn set(&self, now: Duration) {
         self.0.fetch_max(now.as_nanos() as u64, Ordering::Relaxed);
     }
@@ -98,6 +100,11 @@ impl Batch {
         self.orders.iter().filter_map(give_up).collect()
     }
 
+    /// Whether the medium works on an order that somebody waits for.
+    pub(super) fn is_working(&self) -> bool {
+        self.orders.iter().any(|place| matches!(*place.lock(), Place::Working(_)))
+    }
+
     /// One order ended. True for the last one.
     pub(super) fn order_ended(&self) -> bool {
         self.left.fetch_sub(1, Ordering::AcqRel) == 1
@@ -118,7 +125,7 @@ impl Batch {
 #[derive(Debug, Default)]
 pub(super) struct Batches {
     in_flight: Mutex<Register>,
-    progress: [Moment; Tier::COUNT],
+    progress: [Timestamp; Tier::COUNT],
 }
 
 #[derive(Debug, Default)]
@@ -133,11 +140,13 @@ struct Register {
 impl Batches {
     pub(super) fn start(&self, route: Route, class: Class, orders: Vec<Order>, now: Duration) -> Arc<Batch> {
         let left = AtomicUsize::new(orders.len());
+        let is_probe = orders.iter().any(|order| order.flow.outline.is_probe);
         let orders = orders.into_iter().map(|order| Mutex::new(Place::Working(Box::new(order)))).collect();
         let mut register = self.in_flight.lock();
         let id = register.next;
         register.next += 1;
-        let batch = Batch { id, route, class, started: now, progress: Moment::default(), orders, left };
+        let batch =
+            Batch { id, route, class, is_probe, started: now, progress: Timestamp::default(), orders, left };
         let batch = Arc::new(batch);
         register.batches.insert(id, Arc::clone(&batch));
         batch

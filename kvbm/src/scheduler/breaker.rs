@@ -12,16 +12,8 @@ use crate::sync::Mutex;
 pub(super) struct Breakers {
     reads: [Breaker; Tier::COUNT],
     writes: [Breaker; Tier::COUNT],
-    times: Times,
-}
-
-/// How long a breaker stays open.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Times {
-    /// At first; each probe that fails doubles it, up to 64 times that.
-    pub(super) pause: Duration,
-    /// A probe of which nothing was heard for so long was never sent: another may go.
-    pub(super) verdict: Duration,
+    /// How long a breaker is open at first; each probe that fails doubles it, up to 64 times that.
+    first_pause: Duration,
 }
 
 /// Whether copies may go to or from a tier now.
@@ -74,14 +66,15 @@ const MAX_PAUSES: u32 = 64;
 const MAX_ERRORS: u32 = 3;
 
 impl Breakers {
-    pub(super) fn new(times: Times) -> Self {
-        Self { reads: Default::default(), writes: Default::default(), times }
+    pub(super) fn new(first_pause: Duration) -> Self {
+        Self { reads: Default::default(), writes: Default::default(), first_pause }
     }
 
-    /// Whether copies may be planned on `route`. Who is told [`Passage::Probe`] is the only one for a while, and
-    /// sends one block.
-    pub(super) fn pass(&self, route: Route, now: Duration) -> Passage {
-        self.of(route).pass(now, self.times.verdict)
+    /// Whether copies may be planned on `route`. Who is told [`Passage::Probe`] is to send one block, and is the only
+    /// one until it is known what became of that. A probe of which nothing was heard for `verdict`, which is longer
+    /// than any copy may take, was never sent.
+    pub(super) fn pass(&self, route: Route, verdict: Duration, now: Duration) -> Passage {
+        self.of(route).pass(now, verdict)
     }
 
     /// Whether not even a probe may go on `route` now.
@@ -98,35 +91,42 @@ impl Breakers {
 
     /// Whether what was planned before must not go any more, unless it is a probe.
     pub(super) fn is_open(&self, route: Route) -> bool {
-        matches!(*self.of(route).0.lock(), State::Open { .. })
+        self.of(route).is_open()
     }
 
-    /// A copy on `route` arrived.
-    pub(super) fn succeeded(&self, route: Route, now: Duration) {
-        *self.of(route).0.lock() = State::default();
+    /// A copy on `route` arrived, or brought what is not right: the medium answers. Only a probe closes a breaker; what
+    /// was sent before it opened may still arrive from a medium that hangs for every tenth copy.
+    pub(super) fn succeeded(&self, route: Route, is_probe: bool, now: Duration) {
+        let own = self.of(route);
+        if is_probe || !own.is_open() {
+            *own.0.lock() = State::default();
+        } else {
+            own.answers(now, self.first_pause);
+        }
         // A medium that answers in one direction may in the other. If a probe there found out that it does not, its
         // pauses are not cut short: reads that succeed must not have a full disk tried all the time.
-        self.opposite(route).answers(now, self.times.pause);
+        self.opposite(route).answers(now, self.first_pause);
     }
 
     /// A copy on `route` failed, or did not end in time.
-    pub(super) fn failed(&self, route: Route, kind: CopyErrorKind, now: Duration) {
-        let own = self.of(route);
+    pub(super) fn failed(&self, route: Route, kind: CopyErrorKind, is_probe: bool, now: Duration) {
+        let (own, pause) = (self.of(route), self.first_pause);
         match kind {
             CopyErrorKind::Unavailable | CopyErrorKind::TimedOut => {
-                own.open(Cause::Away, now, self.times.pause);
-                self.opposite(route).open(Cause::Away, now, self.times.pause);
+                own.open(Cause::Away, is_probe, now, pause);
+                self.opposite(route).open(Cause::Away, false, now, pause);
             }
-            CopyErrorKind::NoSpace => own.open(Cause::Refuses, now, self.times.pause),
-            CopyErrorKind::Io => own.count_error(now, self.times.pause),
-            // The medium answered: that a block's bytes are wrong says nothing of the next one's.
+            CopyErrorKind::NoSpace => own.open(Cause::Refuses, is_probe, now, pause),
+            CopyErrorKind::Io => own.count_error(is_probe, now, pause),
+            // That a block's bytes are wrong says nothing of the next one's.
+            CopyErrorKind::Corrupt => self.succeeded(route, is_probe, now),
             _ => {}
         }
     }
 
     /// An overdue copy ended after all: the medium moves again, so a probe may go soon, however long the pause was.
     pub(super) fn revived(&self, route: Route, now: Duration) {
-        let soon = now + self.times.pause;
+        let soon = now + self.first_pause;
         self.of(route).probe_by(soon);
         self.opposite(route).probe_by(soon);
     }
@@ -142,6 +142,10 @@ impl Breakers {
 }
 
 impl Breaker {
+    fn is_open(&self) -> bool {
+        matches!(*self.0.lock(), State::Open { .. })
+    }
+
     fn pass(&self, now: Duration, verdict: Duration) -> Passage {
         match &mut *self.0.lock() {
             State::Closed { .. } => Passage::Free,
@@ -153,23 +157,23 @@ impl Breaker {
         }
     }
 
-    fn count_error(&self, now: Duration, pause: Duration) {
+    fn count_error(&self, is_probe: bool, now: Duration, pause: Duration) {
         let mut state = self.0.lock();
         match &mut *state {
             State::Closed { errors } if *errors + 1 < MAX_ERRORS => *errors += 1,
             _ => {
                 drop(state);
-                self.open(Cause::Refuses, now, pause);
+                self.open(Cause::Refuses, is_probe, now, pause);
             }
         }
     }
 
-    fn open(&self, cause: Cause, now: Duration, first_pause: Duration) {
+    fn open(&self, cause: Cause, is_probe: bool, now: Duration, first_pause: Duration) {
         let mut state = self.0.lock();
         let pause = match *state {
             State::Closed { .. } => first_pause,
             // One of those that were on their way when it opened: nothing new.
-            State::Open { is_probing: false, .. } => return,
+            State::Open { .. } if !is_probe => return,
             State::Open { pause, .. } => (pause * 2).min(first_pause * MAX_PAUSES),
         };
         *state = State::Open { until: now + pause, pause, is_probing: false, cause };
@@ -198,9 +202,10 @@ mod tests {
 
     const READ: Route = (Tier::Disk, Tier::Host);
     const WRITE: Route = (Tier::Host, Tier::Disk);
+    const VERDICT: Duration = Duration::from_secs(5);
 
     fn breakers() -> Breakers {
-        Breakers::new(Times { pause: Duration::from_millis(500), verdict: Duration::from_secs(5) })
+        Breakers::new(Duration::from_millis(500))
     }
 
     const fn at(ms: u64) -> Duration {
@@ -210,41 +215,41 @@ mod tests {
     #[test]
     fn a_full_disk_can_be_read_and_a_store_that_is_away_cannot() {
         let breakers = breakers();
-        breakers.failed(WRITE, CopyErrorKind::NoSpace, at(0));
-        assert_eq!(breakers.pass(WRITE, at(1)), Passage::Blocked);
-        assert_eq!(breakers.pass(READ, at(1)), Passage::Free);
+        breakers.failed(WRITE, CopyErrorKind::NoSpace, true, at(0));
+        assert_eq!(breakers.pass(WRITE, VERDICT, at(1)), Passage::Blocked);
+        assert_eq!(breakers.pass(READ, VERDICT, at(1)), Passage::Free);
         let (get, put) = ((Tier::Object, Tier::Host), (Tier::Host, Tier::Object));
-        breakers.failed(get, CopyErrorKind::Unavailable, at(0));
+        breakers.failed(get, CopyErrorKind::Unavailable, true, at(0));
         assert!(breakers.is_open(get) && breakers.is_open(put));
-        breakers.failed(READ, CopyErrorKind::Corrupt, at(0));
-        assert_eq!(breakers.pass(READ, at(1)), Passage::Free);
+        breakers.failed(READ, CopyErrorKind::Corrupt, true, at(0));
+        assert_eq!(breakers.pass(READ, VERDICT, at(1)), Passage::Free);
     }
 
     #[test]
     fn one_probe_decides_and_pauses_double() {
         let breakers = breakers();
-        breakers.failed(READ, CopyErrorKind::TimedOut, at(0));
-        breakers.failed(READ, CopyErrorKind::TimedOut, at(1));
-        assert_eq!(breakers.pass(READ, at(499)), Passage::Blocked);
-        assert_eq!(breakers.pass(READ, at(500)), Passage::Probe);
-        assert_eq!(breakers.pass(READ, at(501)), Passage::Blocked, "one probe at a time");
-        breakers.failed(READ, CopyErrorKind::TimedOut, at(600));
-        assert_eq!(breakers.pass(READ, at(1_599)), Passage::Blocked);
-        assert_eq!(breakers.pass(READ, at(1_600)), Passage::Probe);
-        breakers.succeeded(READ, at(1_700));
-        assert_eq!(breakers.pass(READ, at(1_700)), Passage::Free);
-        assert_eq!(breakers.pass(WRITE, at(1_700)), Passage::Probe, "no need to wait there");
+        breakers.failed(READ, CopyErrorKind::TimedOut, false, at(0));
+        breakers.failed(READ, CopyErrorKind::TimedOut, false, at(1));
+        assert_eq!(breakers.pass(READ, VERDICT, at(499)), Passage::Blocked);
+        assert_eq!(breakers.pass(READ, VERDICT, at(500)), Passage::Probe);
+        assert_eq!(breakers.pass(READ, VERDICT, at(501)), Passage::Blocked, "one probe at a time");
+        breakers.failed(READ, CopyErrorKind::TimedOut, true, at(600));
+        assert_eq!(breakers.pass(READ, VERDICT, at(1_599)), Passage::Blocked);
+        assert_eq!(breakers.pass(READ, VERDICT, at(1_600)), Passage::Probe);
+        breakers.succeeded(READ, true, at(1_700));
+        assert_eq!(breakers.pass(READ, VERDICT, at(1_700)), Passage::Free);
+        assert_eq!(breakers.pass(WRITE, VERDICT, at(1_700)), Passage::Probe, "no need to wait there");
     }
 
     #[test]
     fn reads_that_succeed_do_not_have_a_full_disk_tried_all_the_time() {
         let breakers = breakers();
-        breakers.failed(WRITE, CopyErrorKind::NoSpace, at(0));
+        breakers.failed(WRITE, CopyErrorKind::NoSpace, true, at(0));
         let probes = (1..1_000).filter(|&now| {
-            breakers.succeeded(READ, at(now));
-            let probes = breakers.pass(WRITE, at(now)) == Passage::Probe;
+            breakers.succeeded(READ, true, at(now));
+            let probes = breakers.pass(WRITE, VERDICT, at(now)) == Passage::Probe;
             if probes {
-                breakers.failed(WRITE, CopyErrorKind::NoSpace, at(now));
+                breakers.failed(WRITE, CopyErrorKind::NoSpace, true, at(now));
             }
             probes
         });
@@ -252,37 +257,50 @@ mod tests {
     }
 
     #[test]
+    fn what_was_sent_before_it_opened_neither_closes_it_nor_doubles_its_pause() {
+        let breakers = breakers();
+        breakers.failed(READ, CopyErrorKind::TimedOut, false, at(0));
+        breakers.succeeded(READ, false, at(1));
+        assert!(breakers.is_open(READ));
+        assert_eq!(breakers.pass(READ, VERDICT, at(1)), Passage::Probe, "it answers: a probe may go");
+        breakers.failed(READ, CopyErrorKind::Unavailable, false, at(2));
+        assert_eq!(breakers.pass(READ, VERDICT, at(1_000)), Passage::Blocked, "the probe is still out");
+        breakers.succeeded(READ, true, at(1_001));
+        assert!(!breakers.is_open(READ));
+    }
+
+    #[test]
     fn a_probe_that_was_never_sent_does_not_keep_the_breaker_open() {
         let breakers = breakers();
-        breakers.failed(READ, CopyErrorKind::Unavailable, at(0));
-        assert_eq!(breakers.pass(READ, at(500)), Passage::Probe);
-        assert_eq!(breakers.pass(READ, at(5_500)), Passage::Probe);
+        breakers.failed(READ, CopyErrorKind::Unavailable, true, at(0));
+        assert_eq!(breakers.pass(READ, VERDICT, at(500)), Passage::Probe);
+        assert_eq!(breakers.pass(READ, VERDICT, at(5_500)), Passage::Probe);
     }
 
     #[test]
     fn late_completions_bring_the_probe_forward() {
         let breakers = breakers();
-        breakers.failed(READ, CopyErrorKind::TimedOut, at(0));
+        breakers.failed(READ, CopyErrorKind::TimedOut, true, at(0));
         for now in [500, 1_500] {
-            assert_eq!(breakers.pass(READ, at(now)), Passage::Probe);
-            breakers.failed(READ, CopyErrorKind::TimedOut, at(now));
+            assert_eq!(breakers.pass(READ, VERDICT, at(now)), Passage::Probe);
+            breakers.failed(READ, CopyErrorKind::TimedOut, true, at(now));
         }
         breakers.revived(READ, at(1_600));
-        assert_eq!(breakers.pass(READ, at(2_099)), Passage::Blocked, "the pause is of 2 s by now");
-        assert_eq!(breakers.pass(READ, at(2_100)), Passage::Probe);
-        assert_eq!(breakers.pass(WRITE, at(2_100)), Passage::Probe);
+        assert_eq!(breakers.pass(READ, VERDICT, at(2_099)), Passage::Blocked, "the pause is of 2 s by now");
+        assert_eq!(breakers.pass(READ, VERDICT, at(2_100)), Passage::Probe);
+        assert_eq!(breakers.pass(WRITE, VERDICT, at(2_100)), Passage::Probe);
     }
 
     #[test]
     fn errors_in_a_row_open_it_and_single_ones_do_not() {
         let breakers = breakers();
         for _ in 0..10 {
-            breakers.failed(READ, CopyErrorKind::Io, at(0));
-            breakers.failed(READ, CopyErrorKind::Io, at(0));
-            breakers.succeeded(READ, at(0));
+            breakers.failed(READ, CopyErrorKind::Io, true, at(0));
+            breakers.failed(READ, CopyErrorKind::Io, true, at(0));
+            breakers.succeeded(READ, true, at(0));
         }
         assert!(!breakers.is_open(READ));
-        (0..3).for_each(|_| breakers.failed(READ, CopyErrorKind::Io, at(0)));
+        (0..3).for_each(|_| breakers.failed(READ, CopyErrorKind::Io, true, at(0)));
         assert!(breakers.is_open(READ) && !breakers.is_open(WRITE));
     }
 }

@@ -28,8 +28,8 @@ impl Core {
             Completed::Order(order) => {
                 self.metrics.copied(batch.route, now.saturating_sub(batch.started), &result);
                 match &result {
-                    Ok(()) => self.breakers.succeeded(batch.route, now),
-                    Err(error) => self.breakers.failed(batch.route, error.kind(), now),
+                    Ok(()) => self.breakers.succeeded(batch.route, batch.is_probe, now),
+                    Err(error) => self.breakers.failed(batch.route, error.kind(), batch.is_probe, now),
                 }
                 match result {
                     Ok(()) if order.has_second_leg() => self.go_on(order),

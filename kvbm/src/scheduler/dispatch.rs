@@ -72,11 +72,16 @@ impl Core {
         let ops = orders.iter().map(Order::op).collect();
         let batch = self.batches.start(route, class, orders, self.clock.uptime());
         let core = Arc::clone(self);
-        let done = Done::new(move |op, result| core.copy_ended(&batch, op, result));
+        let ended = Arc::clone(&batch);
+        let done = Done::new(move |op, result| core.copy_ended(&ended, op, result));
         // Nobody knows what became of a batch whose backend panicked: its copies will be overdue. The request that
         // happened to pump, and all the others, must not suffer for it.
         if catch_unwind(AssertUnwindSafe(|| self.executor.submit(route, ops, &done))).is_err() {
             tracing::error!(from = %route.0, to = %route.1, "a backend panicked when it was given a batch");
+        }
+        if self.is_closed() {
+            // It was closed since this was decided: nobody else will give the batch up.
+            self.give_up(&batch);
         }
         true
     }

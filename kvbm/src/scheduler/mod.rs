@@ -47,7 +47,7 @@ use kvbm_tiers::{BlockKey, Frame, Route, Tier};
 
 use self::background::Flushing;
 use self::batch::Batches;
-use self::breaker::{Breakers, Times};
+use self::breaker::Breakers;
 use self::flow::{Flow, Outline, Waiter};
 use self::lane::{Lanes, Limits};
 use self::order::Staging;
@@ -163,10 +163,7 @@ impl Core {
             staging: Mutex::new(Staging::new(staging)),
             flights: DashMap::new(),
             flushing: Flushing::default(),
-            breakers: Breakers::new(Times {
-                pause: tuning.breaker_pause,
-                verdict: tuning.timeout.max(tuning.breaker_pause),
-            }),
+            breakers: Breakers::new(tuning.breaker_pause),
             paces: Paces::default(),
             demand: Demand::of_tiers(largest),
             clock,
@@ -312,6 +309,7 @@ impl Core {
             run: run.as_ref().map(|&(run, _)| run),
             before,
             behind,
+            found: behind.filter(|_| before > 0).into_iter().collect(),
             orders: reserved.min(filled),
             ..Outline::of_nothing(Class::Save, to)
         };

@@ -49,7 +49,10 @@ impl Core {
         if no_room > 0 {
             self.flushing.wake();
         }
-        if let Some(route) = probe.filter(|_| frames.len() < missing.blocks.len() - known) {
+        // The last block is the probe. It may have found no room, or be on its way already.
+        let is_sent = !frames.is_empty() && known + frames.len() == missing.blocks.len();
+        let asks_medium = is_sent && !matches!(bounces.last(), Some(Bounce::Awaited));
+        if let Some(route) = probe.filter(|_| !asks_medium) {
             self.retract_probe(route);
         }
         let outline = Outline {
@@ -106,11 +109,7 @@ impl Core {
     fn shorten(&self, class: Class, to: Tier, missing: &mut Missing) -> Shortened {
         let all = missing.blocks.len();
         if class != Class::Load {
-            let lanes = self.lanes.lock();
-            let first_leg = |from: Tier| self.legs((from, to)).next().unwrap_or((from, to));
-            let room = |from: Tier| self.tuning.queue_blocks.saturating_sub(lanes.waiting(first_leg(from)));
-            let room = missing.blocks.first().map_or(0, |&(_, from)| room(from.tier));
-            missing.blocks.truncate(room);
+            missing.blocks.truncate(self.room_in_queues(to, &missing.blocks));
         }
         let mut passages = [None; Tier::COUNT];
         let mut probe = None;
@@ -133,6 +132,20 @@ impl Core {
         Shortened { refused: all - missing.blocks.len(), probe }
     }
 
+    /// How many of the leading blocks the queues of their routes have room for.
+    fn room_in_queues(&self, to: Tier, blocks: &[(BlockKey, SlotRef)]) -> usize {
+        let lanes = self.lanes.lock();
+        let first_leg = |from: Tier| self.legs((from, to)).next().unwrap_or((from, to));
+        let mut room =
+            Tier::ALL.map(|from| self.tuning.queue_blocks.saturating_sub(lanes.waiting(first_leg(from))));
+        let has_room = |(_, from): &&(BlockKey, SlotRef)| {
+            let room = &mut room[from.tier.index()];
+            *room = room.wrapping_sub(1);
+            *room != usize::MAX
+        };
+        blocks.iter().take_while(has_room).count()
+    }
+
     /// The routes that a block takes from one tier to another.
     pub(super) fn legs(&self, (from, to): Route) -> impl Iterator<Item = Route> + use<> {
         let is_direct = self.executor.connects((from, to));
@@ -151,7 +164,9 @@ impl Core {
         if self.legs(route).any(|leg| self.breakers.is_blocked(leg, now)) {
             return Passage::Blocked;
         }
-        self.legs(route).map(|leg| self.breakers.pass(leg, now)).max().unwrap_or(Passage::Free)
+        let verdict = |leg| self.tuning.limit(leg) + self.tuning.breaker_pause;
+        let passages = self.legs(route).map(|leg| self.breakers.pass(leg, verdict(leg), now));
+        passages.max().unwrap_or(Passage::Free)
     }
 
     pub(super) fn retract_probe(&self, route: Route) {

@@ -64,7 +64,7 @@ impl Table {
     pub(super) fn let_go(&mut self, tier: Tier, leaf: SlotId) {
         let (held, records) = self.tier_and_records(tier);
         held.stats.evicted += 1;
-        held.stats.unflushed += u64::from(held.awaits_flush(leaf, records));
+        held.stats.unflushed += u64::from(held.is_unflushed(leaf, records));
         let frame = self.detach(tier, leaf);
         self.tier_mut(tier).pool.give_back(frame);
     }

@@ -4,6 +4,8 @@
 //! ancestors the lower tier has lost takes them along, so that nothing is ever written as an orphan. A flush that
 //! fails is tried again while the block is there; until then the block may leave, and is counted if it does.
 
+use std::collections::HashSet;
+
 use kvbm_policies::Moment;
 use kvbm_tiers::{BlockKey, Frame, SlotId, SlotRef, Tier};
 
@@ -31,6 +33,8 @@ pub(super) struct Group {
     pub(super) blocks: Vec<RecordId>,
     /// Of the request that brought the last of them.
     pub(super) usage: Usage,
+    /// It only tries whether the tier below is well again: its first block will do.
+    pub(super) is_probe: bool,
 }
 
 impl Table {
@@ -49,20 +53,20 @@ impl Table {
     pub fn unflushed(&self, tier: Tier) -> usize {
         let Some(held) = &self.tiers[tier.index()] else { return 0 };
         let Some(to) = held.flush_to else { return 0 };
-        let waiting = held.dirty.iter().chain(held.retries.iter().map(|retry| &retry.entry));
-        waiting.filter(|&&entry| self.is_missing_below(tier, to, entry)).count()
+        let waiting = held.dirty.iter().chain(held.retries.values());
+        // Slots and records are used again, so an old entry may look as if it stood for the block that is there now.
+        let missing =
+            waiting.filter(|&&entry| self.is_missing_below(tier, to, entry)).map(|entry| entry.slot);
+        missing.collect::<HashSet<_>>().len()
     }
 
-    /// Says whether the tier below `tier` cannot be written now, and returns what was said before. While it cannot,
-    /// blocks may leave without it.
-    pub fn block_flushes(&mut self, tier: Tier, blocked: bool) -> bool {
-        let Some(held) = &mut self.tiers[tier.index()] else { return false };
-        let before = std::mem::replace(&mut held.is_flush_blocked, blocked);
-        if before && !blocked {
+    /// Says whether the tier below `tier` cannot be written now. While that is so, blocks may leave without it.
+    pub fn block_flushes(&mut self, tier: Tier, blocked: bool) {
+        let Some(held) = &mut self.tiers[tier.index()] else { return };
+        if std::mem::replace(&mut held.is_flush_blocked, blocked) && !blocked {
             // It is well again: what failed need not wait out its pause.
             held.revive_flushes(u64::MAX);
         }
-        before
     }
 
     /// Has failed flushes of `tier` tried again: those whose pause is over, or `all`.
@@ -84,11 +88,19 @@ impl Table {
     /// Reserves the way down for the next `blocks` dirty blocks of `tier`, ancestors included, as far as they are
     /// admitted below.
     pub fn take_flush(&mut self, tier: Tier, blocks: usize, moment: Moment) -> Vec<FlushRun> {
+        self.take_group(tier, blocks, moment, Group::default())
+    }
+
+    /// The way down for one block, to see whether the tier below is well again.
+    pub fn take_probe(&mut self, tier: Tier, moment: Moment) -> Vec<FlushRun> {
+        self.take_group(tier, 1, moment, Group { is_probe: true, ..Group::default() })
+    }
+
+    fn take_group(&mut self, tier: Tier, blocks: usize, moment: Moment, mut group: Group) -> Vec<FlushRun> {
         let Some(to) = self.tiers[tier.index()].as_ref().and_then(|held| held.flush_to) else {
             return Vec::new();
         };
         let mut runs = Vec::new();
-        let mut group = Group::default();
         let mut taken = 0;
         while taken < blocks {
             let Some(next) = self.tier_mut(tier).next_dirty() else { break };
@@ -184,7 +196,9 @@ impl Table {
         group: &mut Group,
         runs: &mut Vec<FlushRun>,
     ) -> Vec<RecordId> {
-        let Group { blocks: group, usage } = std::mem::take(group);
+        let next = Group { is_probe: group.is_probe, ..Group::default() };
+        let Group { blocks: mut group, usage, is_probe } = std::mem::replace(group, next);
+        let rest = if is_probe && group.len() > 1 { group.split_off(1) } else { Vec::new() };
         let Some((&first, &last)) = group.first().zip(group.last()) else { return Vec::new() };
         let visit = Visit { usage: self.named(usage), path: self.records.at(last).depth() };
         // The deepest source is pinned first: claiming slots below must not make room out of it above.
@@ -198,7 +212,7 @@ impl Table {
         let parent = self.records.at(first).parent();
         let (reserved, declined) = self.reserve_run(to, parent, &keys, visit);
         let placed = reserved.as_ref().map_or(0, |(_, frames)| frames.len());
-        self.tier_mut(tier).refund(group.len() - placed);
+        self.tier_mut(tier).refund(group.len() + rest.len() - placed);
         let (group, declined) = group.split_at(group.len() - declined);
         declined.iter().for_each(|&record| self.waive_above(to, record));
         match reserved {
@@ -212,7 +226,7 @@ impl Table {
             }
             None => self.release(grip),
         }
-        group[placed..].to_vec()
+        [&group[placed..], &rest].concat()
     }
 
     /// The fastest tier below the device from which all blocks down to `deepest` can be read.

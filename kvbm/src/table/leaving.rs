@@ -48,7 +48,7 @@ impl Table {
         let is_clean = self.tier(tier).is_clean(leaf, &self.records);
         if !is_clean {
             let blocks = self.admitted(tier, to, record, Moment::Leaving);
-            let mut group = Group { blocks, usage: Usage::default() };
+            let mut group = Group { blocks, ..Group::default() };
             if !self.launch(tier, to, &mut group, runs).is_empty() {
                 return Fate::Stuck;
             }

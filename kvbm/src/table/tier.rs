@@ -1,6 +1,6 @@
 //! One tier of the table: its slots, who sits in them, and the policy that ranks them.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use kvbm_policies::{
     Access, Admission, BlockId, Candidates, Eviction, Forest, Moment, RequestId, Standing, Upkeep,
@@ -139,13 +139,6 @@ pub(super) struct Ward {
     pub(super) anchor: Option<SlotId>,
 }
 
-/// A flush that failed and is tried again.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Retry {
-    pub(super) due_ms: u64,
-    pub(super) entry: Dirty,
-}
-
 /// First pause after a failed flush, and the longest, in milliseconds. The pause doubles while flushes of the tier
 /// go on failing, so that a medium that refuses writes for an hour is not asked a million times.
 const FIRST_PAUSE_MS: u64 = 500;
@@ -161,8 +154,9 @@ pub(super) struct TierTable {
     pub(super) flush_to: Option<Tier>,
     pub(super) admission: Option<Box<dyn Admission>>,
     pub(super) dirty: VecDeque<Dirty>,
-    /// Failed flushes, in the order in which they are due.
-    pub(super) retries: VecDeque<Retry>,
+    /// Failed flushes by when they are due; the second number tells those of one time apart, in their order.
+    pub(super) retries: BTreeMap<(u64, u64), Dirty>,
+    put_off: u64,
     /// When failed flushes are tried again, and how much later if they fail once more.
     retry_at_ms: u64,
     retry_pause_ms: u64,
@@ -188,7 +182,8 @@ impl TierTable {
             flush_to: spec.flush_to,
             admission: spec.admission,
             dirty: VecDeque::new(),
-            retries: VecDeque::new(),
+            retries: BTreeMap::new(),
+            put_off: 0,
             retry_at_ms: 0,
             retry_pause_ms: FIRST_PAUSE_MS,
             is_flush_blocked: false,
@@ -259,6 +254,25 @@ impl TierTable {
         if !self.at(entry.slot).is_queued() {
             self.at_mut(entry.slot).set_queued(true);
             self.dirty.push_back(entry);
+            self.forget_stale_entries();
+        }
+    }
+
+    /// Blocks leave while the tier below is away, and their entries stay. So that the queues are in proportion to the
+    /// tier all the same, they are gone through once as many entries have come as may be stale.
+    fn forget_stale_entries(&mut self) {
+        const SPARE: usize = 1_024;
+        let slots = &self.slots;
+        let stands = |entry: &Dirty| {
+            let slot = slots[entry.slot.0 as usize];
+            slot.record == entry.record && slot.is_queued()
+        };
+        let most = 2 * self.resident as usize + SPARE;
+        if self.dirty.len() > most {
+            self.dirty.retain(stands);
+        }
+        if self.retries.len() > most {
+            self.retries.retain(|_, entry| stands(entry));
         }
     }
 
@@ -295,14 +309,17 @@ impl TierTable {
         if !slot.is_queued() {
             slot.set_queued(true);
             slot.waive();
-            self.retries.push_back(Retry { due_ms, entry });
+            self.put_off += 1;
+            self.retries.insert((due_ms, self.put_off), entry);
             self.reconsider(entry.slot);
+            self.forget_stale_entries();
         }
     }
 
     /// Has those failed flushes tried again whose pause is over by `now_ms`.
     pub(super) fn revive_flushes(&mut self, now_ms: u64) {
-        while let Some(Retry { entry, .. }) = self.retries.pop_front_if(|retry| retry.due_ms <= now_ms) {
+        while let Some(due) = self.retries.first_entry().filter(|due| due.key().0 <= now_ms) {
+            let entry = due.remove();
             let slot = self.at_mut(entry.slot);
             if slot.record == entry.record {
                 slot.ask();
@@ -331,7 +348,7 @@ impl TierTable {
     }
 
     /// Whether a block is to go down, or to be asked about, and has not been.
-    pub(super) fn awaits_flush(&self, slot: SlotId, records: &Records) -> bool {
+    pub(super) fn is_unflushed(&self, slot: SlotId, records: &Records) -> bool {
         let held = self.at(slot);
         let lacks = |below: Tier| !records.at(held.record).resident().has(below);
         held.is_queued() && self.admission.is_none() && self.flush_to.is_some_and(lacks)
