@@ -122,7 +122,11 @@ fn mishaps() -> Registry {
     rig.core.tick();
     drop(ticket.wait().unwrap());
     disk.inject(Fault::BitFlip, &both);
-    drop(bring(Tier::Device, 1).wait().unwrap());
+    // The disk is left alone for a moment after what it did.
+    while rig.metric("kvbm_checksum_failures_total", &[]) == 0 {
+        drop(bring(Tier::Device, 1).wait().unwrap());
+        std::thread::sleep(Duration::from_millis(1));
+    }
     disk.inject(Fault::FailAfter(0, CopyErrorKind::NoSpace), &both);
     compute(2);
     compute(3);

@@ -39,18 +39,15 @@ fn assert_healed(report: &Value, overdue: u64) {
 
 #[test]
 fn a_disk_that_fails_and_lies_costs_hits_and_no_wrong_byte() {
-    const KINDS: [&str; 5] = ["eio", "emfile", "short", "torn", "corrupt"];
-    let place = Place::new();
-    let faults = KINDS.map(|kind| format!("disk:{kind}@0s+1h x5"));
-    let mut more = vec![faults[0].as_str()];
-    faults[1..].iter().for_each(|fault| more.extend(["--fault", fault]));
-    let report = replay(&place, &[more.as_slice(), &["--object", "memory:///"]].concat());
-    assert_healed(&report, 0);
-    for kind in KINDS {
+    // One at a time: the first ones have the disk left alone for longer than such a replay takes.
+    for kind in ["eio", "emfile", "short", "torn", "corrupt"] {
+        let place = Place::new();
+        let report = replay(&place, &[&format!("disk:{kind}@0s+1h x5"), "--object", "memory:///"]);
+        assert_healed(&report, 0);
         assert!(report["injected"][kind].as_u64() > Some(0), "{kind} in {report}");
+        assert!(report["token_hit_rate"].as_f64() > Some(0.1), "{report}");
+        place.assert_clean(&["trace.jsonl"]);
     }
-    assert!(report["token_hit_rate"].as_f64() > Some(0.1), "{report}");
-    place.assert_clean(&["trace.jsonl"]);
 }
 
 #[test]
@@ -63,14 +60,11 @@ fn a_disk_that_is_full_all_the_time_is_used_when_there_is_room_again() {
 
 #[test]
 fn a_store_that_fails_and_answers_in_part_is_used_again_when_it_is_well() {
-    let place = Place::new();
-    let more = "object:500@0s+1h x2,object:503@0s+1h x2,object:403@0s+1h x2,object:short@0s+1h x3,\
-                object:corrupt@0s+1h x3,object:delay@0s+1h x3";
-    let mut faults: Vec<&str> = more.split(',').flat_map(|fault| ["--fault", fault.trim()]).collect();
-    faults.remove(0);
-    let report = replay(&place, &[faults.as_slice(), &["--object", &place.url("objects")]].concat());
-    assert_healed(&report, 0);
     for kind in ["500", "503", "403", "short", "corrupt", "delay"] {
+        let place = Place::new();
+        let objects = place.url("objects");
+        let report = replay(&place, &[&format!("object:{kind}@0s+1h x3"), "--object", &objects]);
+        assert_healed(&report, 0);
         assert!(report["injected"][kind].as_u64() > Some(0), "{kind} in {report}");
     }
 }
