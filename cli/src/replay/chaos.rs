@@ -20,8 +20,12 @@ pub(super) struct ChaosArgs {
     /// Let memory copies, the disk, the object store and the clock misbehave; the same seed draws the same faults
     #[arg(long, value_name = "SEED")]
     chaos: Option<u64>,
-    /// Let one medium misbehave: MEDIUM[.read|.write]:KIND@START+LENGTH[ xN], such as disk:hang@100s+20s
-    #[arg(long, value_name = "FAULT")]
+    /// Let one medium misbehave
+    #[arg(
+        long,
+        value_name = "FAULT",
+        help = "Let one medium misbehave: MEDIUM[.read|.write]:KIND@START+LENGTH[ xN], such as disk:hang@100s+20s"
+    )]
     fault: Vec<Episode>,
 }
 
