@@ -15,7 +15,7 @@ use crate::verifiers::Verifiers;
 /// Where the memory remembers the checksum of a block from its arrival (see [`Memory::checksums`]), that one
 /// goes out with it, at no cost: what happens to the bytes in memory is noticed too. Else the block must be read
 /// once more, which takes a tenth of a millisecond per MiB. The submitting thread, which may be an engine's or
-/// another backend's, does that for [`INLINE_BYTES`] of a batch at most; more is summed by threads of this backend's,
+/// another backend's, does that for 128 KiB of a batch at most; more is summed by threads of this backend's,
 /// block by block and in parallel, and the whole batch is handed on when its last block is: backends that pack
 /// batches or sort them get them whole.
 ///
