@@ -109,7 +109,8 @@ impl Core {
         self.keep_headroom(from, to);
     }
 
-    /// Sends the block that waits longest, if it is time to see whether the media that it passes are well again.
+    /// Sends the block that waits longest, if it is time to see whether the media that it passes are well again; where
+    /// blocks go down only when they leave, the next to leave with what the tier below lacks before it.
     fn probe_flush(self: &Arc<Self>, from: Tier, to: Tier, moment: Moment) {
         if self.pass((from, to)) == Passage::Blocked {
             return;
