@@ -2,7 +2,9 @@
 
 use kvbm::BlockHash;
 
-/// Blocks of a long prompt: 131,072 tokens at 16 a block.
+/// Blocks of the longest prompts: 1,048,576 tokens at 16 a block.
+pub const LONGEST: usize = 65_536;
+/// Blocks of a long prompt: 131,072 tokens.
 pub const LONG: usize = 8192;
 /// Blocks of a medium prompt: 4,608 tokens.
 pub const MEDIUM: usize = 288;
@@ -51,21 +53,21 @@ impl Random {
     }
 }
 
-/// A prompt, and how many of its leading blocks lie in which tier.
+/// A prompt, and how many of its leading blocks are saved.
 #[derive(Clone, Debug)]
 pub struct Prompt {
     /// Its blocks, root first.
     pub hashes: Vec<BlockHash>,
     /// Leading blocks in the host tier.
-    pub host: usize,
-    /// Leading blocks in the disk tier; no fewer than in the host tier.
-    pub disk: usize,
+    pub saved: usize,
 }
 
 /// The prompts of a table for matching.
 #[derive(Clone, Debug)]
 pub struct Prompts {
-    /// Of [`LONG`] blocks; three eighths of the resident ones are theirs.
+    /// Of [`LONGEST`] blocks; a quarter of the resident ones are theirs.
+    pub longest: Vec<Prompt>,
+    /// Of [`LONG`] blocks; a quarter.
     pub long: Vec<Prompt>,
     /// Of [`MEDIUM`] blocks; one eighth.
     pub medium: Vec<Prompt>,
@@ -74,53 +76,59 @@ pub struct Prompts {
 }
 
 impl Prompts {
-    /// Prompts of which about `blocks` blocks are resident in the disk tier, and fewer in the host tier.
+    /// Prompts of which about `blocks` blocks are saved.
     pub fn new(blocks: usize) -> Self {
         let mut random = Random::new(1);
         Self {
-            long: prompts(&mut random, LONG, blocks * 3 / 8),
+            longest: prompts(&mut random, LONGEST, blocks / 4),
+            long: prompts(&mut random, LONG, blocks / 4),
             medium: prompts(&mut random, MEDIUM, blocks / 8),
-            filler: filler(&mut random, blocks / 2),
+            filler: filler(&mut random, blocks * 3 / 8),
         }
     }
 
     /// All of them.
     pub fn iter(&self) -> impl Iterator<Item = &Prompt> {
-        self.long.iter().chain(&self.medium).chain(&self.filler)
+        self.longest.iter().chain(&self.long).chain(&self.medium).chain(&self.filler)
+    }
+
+    /// Different blocks that are saved.
+    pub fn saved(&self) -> usize {
+        let shared = self.filler.len() / FAMILY * (FAMILY - 1) * SHARED;
+        self.iter().map(|prompt| prompt.saved).sum::<usize>() - shared
     }
 }
 
-/// Prompts of `len` blocks until `resident` blocks are resident. Each tier's depth is uniformly random, the
-/// greater of two draws for disk. A small table holds at least four, none of them wholly.
-fn prompts(random: &mut Random, len: usize, resident: usize) -> Vec<Prompt> {
-    let deepest = len.min(resident / 4).max(2);
+/// Prompts of `len` blocks until `saved` blocks are saved: of each a random part, the greater of two draws. A small
+/// table holds at least four, none of them wholly.
+fn prompts(random: &mut Random, len: usize, saved: usize) -> Vec<Prompt> {
+    let deepest = len.min(saved / 4).max(2);
     let mut prompts = Vec::new();
     let mut sum = 0;
-    while sum < resident || prompts.len() < 2 {
-        let depths = [1 + random.below(deepest), 1 + random.below(deepest)];
-        let [host, disk] = [depths[0].min(depths[1]), depths[0].max(depths[1])];
-        sum += disk;
-        prompts.push(Prompt { hashes: random.chain(len), host, disk });
+    while sum < saved || prompts.len() < 2 {
+        let depth = 1 + random.below(deepest).max(random.below(deepest));
+        sum += depth;
+        prompts.push(Prompt { hashes: random.chain(len), saved: depth });
     }
     prompts
 }
 
-/// Families of short chains with a shared root; every second chain is in the host tier too.
-fn filler(random: &mut Random, resident: usize) -> Vec<Prompt> {
+/// Families of short chains with a shared root.
+fn filler(random: &mut Random, saved: usize) -> Vec<Prompt> {
     let family_blocks = SHARED + FAMILY * (SHORT - SHARED);
     let mut filler = Vec::new();
-    for _ in 0..resident.div_ceil(family_blocks) {
+    for _ in 0..saved.div_ceil(family_blocks) {
         let root = random.chain(SHARED);
-        for member in 0..FAMILY {
+        for _ in 0..FAMILY {
             let hashes = [root.clone(), random.chain(SHORT - SHARED)].concat();
-            filler.push(Prompt { hashes, host: if member % 2 == 0 { SHORT } else { 0 }, disk: SHORT });
+            filler.push(Prompt { hashes, saved: SHORT });
         }
     }
     filler
 }
 
 /// Pieces of prompts in the order in which a server would save them: many prompts at a time, each in steps of
-/// [`SHORT`] blocks. Answers `(prompt, from, to)`.
+/// [`SHORT`] blocks. Returns `(prompt, from, to)`.
 pub fn saves(depths: &[usize]) -> Vec<(usize, usize, usize)> {
     let steps = |(prompt, &depth): (usize, &usize)| std::iter::repeat_n(prompt, depth.div_ceil(SHORT));
     let mut order: Vec<usize> = depths.iter().enumerate().flat_map(steps).collect();
@@ -152,12 +160,11 @@ mod tests {
 
     #[test]
     fn prompts_fill_the_table_to_its_size() {
-        for blocks in [2000, 100_000] {
+        for blocks in [4000, 100_000] {
             let prompts = Prompts::new(blocks);
-            let shared = prompts.filler.len() / FAMILY * (FAMILY - 1) * SHARED;
-            let resident = prompts.iter().map(|prompt| prompt.disk).sum::<usize>() - shared;
-            assert!(resident.abs_diff(blocks) < blocks / 2, "{resident} of {blocks}");
-            assert!(prompts.iter().all(|p| p.host <= p.disk && p.disk <= p.hashes.len()));
+            let saved = prompts.saved();
+            assert!(saved.abs_diff(blocks) < blocks / 2, "{saved} of {blocks}");
+            assert!(prompts.iter().all(|prompt| prompt.saved <= prompt.hashes.len()));
         }
     }
 }

@@ -87,7 +87,7 @@ impl Plan {
         rows.extend(self.crossing(&mut Bed::new(gpu, scattered)?, &mut raw, "scattered pieces", 0.85)?);
         rows.extend(self.transforms(&mut raw)?);
         rows.extend(self.overlap(gpu, &mut raw)?);
-        println!("{gpu:?}\n\n| what | ours | yardstick | ratio | goal |\n|---|---|---|---|---|");
+        println!("{gpu:?}\n\n| what | ours | baseline | ratio | goal |\n|---|---|---|---|---|");
         for Row { what, ours, raw, ratio, is_met, goal } in &rows {
             let verdict = if *is_met { "met" } else { "**missed**" };
             println!("| {what} | {ours} | {raw} | {ratio:.3} | {goal}: {verdict} |");
@@ -224,7 +224,7 @@ impl Bed {
         self.there.block_bytes() * self.there.slots() as usize
     }
 
-    /// Every block once, from this tier to the other; answers how long until the last arrived.
+    /// Every block once, from this tier to the other; returns how long until the last arrived.
     fn cross(&mut self, from: Tier) -> Duration {
         let started = Instant::now();
         let arrived = self.start(from).iter().filter(|ok| *ok).count();

@@ -4,8 +4,8 @@
 //! | module | holds |
 //! |---|---|
 //! | [`chains`] | which chains of blocks exist, and how much of each is resident |
-//! | [`subject`] | the operations that are timed, on our block table behind its lock |
-//! | [`measure`] | cold caches, interleaved rounds, medians with their spread |
+//! | [`subject`] | the operations that are timed, on our manager |
+//! | [`measure`] | rounds, medians with their spread |
 #![forbid(unsafe_code)]
 
 pub mod chains;

@@ -14,9 +14,6 @@ use crate::subject::Subject;
 /// Chains of a round of cycles: one sample times so many.
 const ROUND: usize = 16;
 
-/// Bytes that displace the second-level cache and most of a fair share of a third-level one.
-pub const DEFAULT_SWEEP: usize = 64 << 20;
-
 /// Median of many samples, and the quartiles around it.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Spread {
@@ -40,7 +37,7 @@ impl Spread {
     }
 }
 
-/// Fills the caches with something else.
+/// Fills the caches with something else; one of no bytes does nothing.
 #[derive(Debug)]
 pub struct CacheSweep(Vec<u64>);
 
@@ -88,7 +85,7 @@ impl<N: Copy> Arrival<N> {
         Self(Vec::new())
     }
 
-    /// Sweeps the caches, lets `prompt` arrive and times its match. Answers that and the blocks found.
+    /// Sweeps the caches if that is wanted, lets `prompt` arrive and times its match. Returns that and the blocks found.
     pub fn time_match<S: Subject<Name = N>>(
         &mut self,
         subject: &S,
@@ -110,7 +107,7 @@ impl<N: Copy> Default for Arrival<N> {
     }
 }
 
-/// Microseconds of a match, over `samples` random prompts with cold caches.
+/// Microseconds of a match, over `samples` random prompts. Each is leased once before.
 ///
 /// # Panics
 /// If the subject does not find what it holds.
@@ -121,10 +118,13 @@ pub fn match_us<S: Subject<Name = kvbm::BlockHash>>(
     cold: &mut CacheSweep,
 ) -> Spread {
     let (mut picks, mut arrival) = (Picks::new(prompts.len()), Arrival::new());
+    for prompt in prompts {
+        subject.match_prompt(&prompt.hashes);
+    }
     let sample = |_| {
         let prompt = &prompts[picks.pick()];
         let (time, found) = arrival.time_match(subject, &prompt.hashes, cold);
-        assert_eq!(found, prompt.disk, "the match must find what the table holds");
+        assert_eq!(found, prompt.saved, "the match must find what the table holds");
         time.as_secs_f64() * 1e6
     };
     Spread::of((0..samples).map(sample).collect())
@@ -154,7 +154,7 @@ impl<S: Subject> FullTier<S> {
         &self.subject
     }
 
-    /// Puts the chains in, each evicting as many blocks as it has. Answers nanoseconds per block.
+    /// Puts the chains in, each evicting as many blocks as it has. Returns nanoseconds per block.
     pub fn time_round(&self, chains: &[Vec<kvbm::BlockHash>]) -> f64 {
         let names: Vec<_> = chains.iter().map(|chain| S::names(chain)).collect();
         let started = Instant::now();

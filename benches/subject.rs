@@ -1,12 +1,16 @@
-//! What is timed: the block table as the manager uses it, behind one lock taken for each call.
+//! What is timed: a manager over tiers in memory, called as an engine calls it.
+
+use std::sync::Arc;
 
 use kvbm::table::{Table, TierSpec};
-use kvbm::{BlockHash, Chain, Tier, Usage};
+use kvbm::{BlockHash, Chain, Lease, Manager, ManualClock, Options, RequestId, RequestInfo, Tier};
 use kvbm_policies::EvictionKind;
+use kvbm_settings::{Capacity, DeviceBackend, EvictionPolicy, Settings};
 use kvbm_tiers::FramePool;
-use parking_lot::Mutex;
+use kvbm_tiers::chaos::Chaos;
+use tokio::runtime::Runtime;
 
-use crate::chains::{Prompts, saves};
+use crate::chains::{Prompts, Random, SHORT, saves};
 
 /// A block manager under test.
 pub trait Subject {
@@ -20,94 +24,159 @@ pub trait Subject {
     /// resident already. Evicts where there is no room.
     fn publish(&self, chain: &[Self::Name], from: usize);
 
-    /// Leases what it holds of `chain`, notes the use, and lets go; answers how many leading blocks that is.
+    /// Leases what it holds of `chain`, notes the use, and lets go; returns how many leading blocks that is.
     fn match_prompt(&self, chain: &[Self::Name]) -> usize;
 }
 
-/// Our block table.
+/// Bytes of a block. A slot takes a page of memory all the same.
+const BLOCK_BYTES: u64 = 64;
+
+/// Our manager. Its device is filled by nobody: blocks are allocated and published without bytes.
 #[derive(Debug)]
-pub struct OurTable {
-    table: Mutex<Table>,
-    /// Where [`Subject::publish`] puts blocks.
-    tier: Tier,
+pub struct OurManager {
+    manager: Manager,
+    clock: Arc<ManualClock>,
+    runtime: Runtime,
 }
 
-impl OurTable {
-    /// A table of one tier of `slots` blocks, without anything below to flush to.
-    pub fn of_one_tier(slots: usize) -> Self {
-        Self::new(&[(Tier::Host, slots)])
+/// Settings of a manager with an emulated device of so many blocks, and everything else as by default.
+pub fn device_of(slots: usize, eviction: EvictionPolicy) -> Settings {
+    let mut settings = Settings { block_bytes: Some(BLOCK_BYTES), eviction, ..Settings::default() };
+    settings.device.backend = DeviceBackend::Emulated;
+    settings.device.capacity = Some(Capacity::Blocks(slots as u64));
+    settings
+}
+
+/// Settings of a manager whose host holds `slots` blocks, and whose device a quarter of that.
+pub fn device_and_host_of(slots: usize, eviction: EvictionPolicy) -> Settings {
+    let mut settings = device_of((slots / 4).max(1), eviction);
+    settings.host.capacity = Some(Capacity::Blocks(slots as u64));
+    settings
+}
+
+impl OurManager {
+    /// Opens a manager.
+    ///
+    /// # Panics
+    /// If there is not enough memory, or the settings are wrong.
+    pub fn open(settings: Settings) -> Self {
+        Self::open_with(settings, None)
     }
 
-    /// A table that holds of each prompt what it says.
-    pub fn holding(prompts: &Prompts) -> Self {
-        let all: Vec<_> = prompts.iter().collect();
-        let host: Vec<_> = all.iter().map(|prompt| prompt.host).collect();
-        let disk: Vec<_> = all.iter().map(|prompt| prompt.disk).collect();
-        let slots = |depths: &[usize]| depths.iter().sum();
-        let ours = Self::new(&[(Tier::Disk, slots(&disk)), (Tier::Host, slots(&host))]);
-        for (tier, depths) in [(Tier::Disk, disk), (Tier::Host, host)] {
-            for (prompt, from, to) in saves(&depths) {
-                ours.publish_in(tier, &all[prompt].hashes[..to], from);
+    /// The same, with media that misbehave on purpose.
+    ///
+    /// # Panics
+    /// If there is not enough memory, or the settings are wrong.
+    pub fn open_with(settings: Settings, chaos: Option<Chaos>) -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build();
+        let runtime = runtime.expect("threads can be started");
+        // The clock moves when the bench says so.
+        let clock = Arc::new(ManualClock::default());
+        let options = Options { clock: Arc::clone(&clock) as _, chaos, ..Options::default() };
+        let manager = runtime.block_on(Manager::open(settings, options));
+        Self { manager: manager.expect("a manager in memory opens"), clock, runtime }
+    }
+
+    /// A manager whose host holds of each prompt what it says, and whose device what its policy kept.
+    pub fn holding(prompts: &Prompts, eviction: EvictionPolicy) -> Self {
+        let ours = Self::open(device_and_host_of(prompts.saved(), eviction));
+        ours.save_all(prompts);
+        ours
+    }
+
+    /// Saves of each prompt what it says, as a server would: several prompts at a time, each in steps. No more at a
+    /// time than half of the device holds, so that few are evicted there before their next step.
+    pub fn save_all(&self, prompts: &Prompts) {
+        let mut all: Vec<_> = prompts.iter().collect();
+        Random::new(8).shuffle(&mut all);
+        let most = self.manager.counts(Tier::Device).total as usize / 2;
+        while !all.is_empty() {
+            let mut blocks = 0;
+            let fits = all.iter().rev().take_while(|prompt| {
+                blocks += prompt.saved;
+                blocks <= most
+            });
+            let batch = all.split_off(all.len() - fits.count().max(1));
+            let depths: Vec<_> = batch.iter().map(|prompt| prompt.saved).collect();
+            for (prompt, _, to) in saves(&depths) {
+                self.save(&batch[prompt].hashes[..to], None);
             }
         }
-        ours
     }
 
-    /// A table of four tiers, all of which hold `chains`.
-    pub fn of_four_tiers(slots: usize, chains: &[Vec<BlockHash>]) -> Self {
-        let ours = Self::new(&Tier::ALL.map(|tier| (tier, slots)));
-        for tier in Tier::ALL {
-            chains.iter().for_each(|chain| ours.publish_in(tier, chain, 0));
+    /// Publishes the blocks of `chain` on the device and saves them below.
+    pub fn save(&self, chain: &[BlockHash], request: Option<RequestId>) {
+        let lease = self.put_on_device(chain, request);
+        self.runtime.block_on(self.manager.save(lease)).expect("the manager is open");
+    }
+
+    /// Publishes those blocks of `chain` that the device lacks. The lease holds them.
+    pub fn put_on_device(&self, chain: &[BlockHash], request: Option<RequestId>) -> Lease {
+        let lease = self.manager.lease_for(RequestInfo { request, ..RequestInfo::default() }, chain);
+        if lease.blocks(Tier::Device) == chain.len() {
+            return lease;
         }
-        ours
-    }
-
-    fn new(tiers: &[(Tier, usize)]) -> Self {
-        let spec = |&(tier, slots): &(Tier, usize)| TierSpec {
-            pool: FramePool::new(tier, slots as u32),
-            policy: EvictionKind::Lru.build(slots as u32),
-            flush_to: None,
-            admission: None,
-        };
-        Self { table: Mutex::new(Table::new(tiers.iter().map(spec))), tier: tiers[0].0 }
-    }
-
-    fn publish_in(&self, tier: Tier, chain: &[BlockHash], from: usize) {
-        let reserved = self.table.lock().reserve(tier, Chain { group: 0, hashes: chain }, Usage::default());
-        debug_assert!(reserved.resident >= from, "the blocks before these are resident");
-        let Some((run, frames)) = reserved.run else { return };
-        for (entry, frame) in frames.into_iter().enumerate() {
-            self.table.lock().filled(run, entry, frame);
+        let mut allocation = self.manager.allocate(chain, lease).expect("old blocks make room");
+        for position in allocation.blocks() {
+            allocation.mark_filled(position);
         }
-        self.table.lock().close(run, None);
+        let ticket = allocation.publish().expect("it is published once");
+        self.runtime.block_on(ticket).expect("the manager is open").lease
     }
 
-    /// Blocks that some tier holds.
-    pub fn len(&self) -> usize {
-        self.table.lock().len()
+    /// The manager itself.
+    pub const fn manager(&self) -> &Manager {
+        &self.manager
     }
 
-    /// Whether no tier holds anything.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
+    /// The manager's clock.
+    pub const fn clock(&self) -> &Arc<ManualClock> {
+        &self.clock
+    }
+
+    /// Where its futures are waited for.
+    pub const fn runtime(&self) -> &Runtime {
+        &self.runtime
     }
 }
 
-impl Subject for OurTable {
+impl Subject for OurManager {
     type Name = BlockHash;
 
     fn names(chain: &[BlockHash]) -> Vec<BlockHash> {
         chain.to_vec()
     }
 
-    fn publish(&self, chain: &[BlockHash], from: usize) {
-        self.publish_in(self.tier, chain, from);
+    fn publish(&self, chain: &[BlockHash], _from: usize) {
+        drop(self.put_on_device(chain, None));
     }
 
     fn match_prompt(&self, chain: &[BlockHash]) -> usize {
-        let grip = self.table.lock().lease(Chain { group: 0, hashes: chain }, Usage::default());
-        let blocks = grip.held().longest();
-        self.table.lock().release(grip);
-        blocks
+        let lease = self.manager.lease(chain);
+        lease.held().longest()
     }
+}
+
+/// A bare table of four tiers, all of which hold `chains`: for its memory.
+pub fn table_of_four_tiers(slots: usize, chains: &[Vec<BlockHash>], eviction: EvictionKind) -> Table {
+    let spec = |tier| TierSpec {
+        pool: FramePool::new(tier, slots as u32),
+        policy: eviction.build(slots as u32),
+        flush_to: None,
+        admission: None,
+    };
+    let mut table = Table::new(Tier::ALL.map(spec));
+    for tier in Tier::ALL {
+        for chain in chains {
+            debug_assert_eq!(chain.len(), SHORT);
+            let reserved = table.reserve(tier, Chain::from(chain), RequestInfo::default());
+            let mut effects = table.fill(reserved.transfer, 0, reserved.frames);
+            while effects.has_more {
+                effects = table.publish_more();
+            }
+            table.end_plan(reserved.transfer, None);
+            let _ = table.take_effects();
+        }
+    }
+    table
 }

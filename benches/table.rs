@@ -1,11 +1,12 @@
-//! The block table under criterion: match and cycle at 65,536 and a million blocks.
+//! The manager under criterion: match and cycle at 65,536 and a million blocks, with the default policy.
 //!
 //! `cargo bench -p kvbm-bench --bench table`
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kvbm_bench::chains::{Prompts, Random, SHORT};
-use kvbm_bench::measure::{CacheSweep, DEFAULT_SWEEP, FullTier, Picks};
-use kvbm_bench::subject::{OurTable, Subject};
+use kvbm_bench::measure::{FullTier, Picks};
+use kvbm_bench::subject::{OurManager, Subject, device_of};
+use kvbm_settings::EvictionPolicy;
 
 const SIZES: [usize; 2] = [65_536, 1_000_000];
 
@@ -13,16 +14,12 @@ fn matches(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("match");
     for blocks in SIZES {
         let prompts = Prompts::new(blocks);
-        let table = OurTable::holding(&prompts);
-        let mut cold = CacheSweep::new(DEFAULT_SWEEP);
-        for (len, prompts) in [(8192, &prompts.long), (288, &prompts.medium)] {
+        let ours = OurManager::holding(&prompts, EvictionPolicy::default());
+        for (len, prompts) in [(65_536, &prompts.longest), (8192, &prompts.long), (288, &prompts.medium)] {
             let mut picks = Picks::new(prompts.len());
             group.bench_function(BenchmarkId::new(len.to_string(), blocks), |bencher| {
-                let arrive = || {
-                    cold.sweep();
-                    prompts[picks.pick()].hashes.clone()
-                };
-                bencher.iter_batched(arrive, |chain| table.match_prompt(&chain), BatchSize::PerIteration);
+                let arrive = || prompts[picks.pick()].hashes.clone();
+                bencher.iter_batched(arrive, |chain| ours.match_prompt(&chain), BatchSize::PerIteration);
             });
         }
     }
@@ -32,7 +29,7 @@ fn cycle(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("cycle");
     group.throughput(Throughput::Elements(SHORT as u64));
     for blocks in SIZES {
-        let tier = FullTier::new(OurTable::of_one_tier(blocks), blocks);
+        let tier = FullTier::new(OurManager::open(device_of(blocks, EvictionPolicy::default())), blocks);
         let mut random = Random::new(6);
         group.bench_function(BenchmarkId::from_parameter(blocks), |bencher| {
             let publish = |chain: Vec<_>| tier.subject().publish(&chain, 0);

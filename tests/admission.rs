@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvbm::{BlockHash, ErrorKind, Hints, Manager, Tier, Usage};
+use kvbm::{BlockHash, ErrorKind, Hints, Manager, RequestInfo, Tier};
 use kvbm_settings::{AdmissionMode, Capacity, DiskSettings, EvictionPolicy, Settings, WriteBudget};
 use kvbm_tests::engine::{self, serve};
 use kvbm_tests::rig::hash;
@@ -151,7 +151,8 @@ fn a_tenant_that_takes_all_gives_way_to_another() {
     let mut settings = engine::settings(BLOCK, 8, 16);
     (settings.eviction, settings.fair_tenants) = (EvictionPolicy::Lru, true);
     let manager = engine::open(settings, &Registry::new()).unwrap();
-    let of = |tenant| Usage { hints: Hints { tenant: Some(tenant), ..Hints::default() }, request: None };
+    let of =
+        |tenant| RequestInfo { hints: Hints { tenant: Some(tenant), ..Hints::default() }, request: None };
     let serve_for = |tenant, chain: &[BlockHash]| {
         let lease = manager.load(manager.lease_for(of(tenant), chain)).wait().unwrap().lease;
         let mut allocation = manager.allocate(chain, lease).unwrap();

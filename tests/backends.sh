@@ -250,9 +250,9 @@ expect 'maybe is no toggle' refused DYN_KVBM_NIXL_BACKEND_POSIX maybe 'true, 1, 
 expect 'NOSUCH is no plugin' refused DYN_KVBM_NIXL_BACKEND_NOSUCH 1 'UCX, '
 expect 'nixl needs its plugin' refused DYN_KVBM_DISK_BACKEND nixl DYN_KVBM_NIXL_BACKEND_POSIX
 
-trace=../shared/traces/conversation.jsonl.gz
+trace=${KVBM_TRACES:-../shared/traces}/conversation.jsonl.gz
 if [[ ! -e $trace ]]; then
-    echo "SKIPPED: $trace is not here: the replay is of a made-up trace" >&2
+    echo "SKIPPED: $trace is not here (KVBM_TRACES says where traces are): the replay is of a made-up trace" >&2
     trace=$scratch/made-up.jsonl
     awk 'BEGIN { for (turn = 1; turn <= 10; turn++) for (chat = 0; chat < 30; chat++) {
         ids = chat % 5

@@ -38,7 +38,7 @@ export RUST_LOG=${RUST_LOG:-off}
 
 cargo build --quiet --profile "$profile" --package kvbm-cli
 
-trace=../shared/traces/conversation.jsonl.gz
+trace=${KVBM_TRACES:-../shared/traces}/conversation.jsonl.gz
 if [[ ! -e $trace ]]; then
     trace=$scratch/made-up.jsonl
     # Eighty conversations of a hundred turns, three requests a second; a turn adds a block of 512 tokens.

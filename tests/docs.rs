@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm::scheduler::{Class, Tuning};
-use kvbm::{BlockHash, Chain, Tier, Usage};
+use kvbm::scheduler::Tuning;
+use kvbm::{BlockHash, Chain, Class, RequestInfo, Tier};
 use kvbm_settings::Capacity;
 use kvbm_tests::engine;
 use kvbm_tests::rig::{Rig, Sizes, TIGHT, hash};
@@ -102,14 +102,14 @@ fn mishaps() -> Registry {
         vec![memory, places.verified(Arc::clone(disk))]
     });
     let disk = kept.expect("made with the rig");
-    let bring = |to, n| {
-        let lease = rig.core.lease(Chain::from(&chain(n)), Usage::default());
-        rig.core.bring(Class::Load, to, lease)
+    let transfer = |to, n| {
+        let lease = rig.core.lease(Chain::from(&chain(n)), RequestInfo::default());
+        rig.core.transfer(Class::Load, to, lease)
     };
     let compute = |n| {
         let filled = rig.fill(Chain::from(&chain(n)));
         drop(rig.publish(filled, Chain::from(&chain(n))).wait().unwrap());
-        drop(bring(Tier::Host, n).wait().unwrap());
+        drop(transfer(Tier::Host, n).wait().unwrap());
         let _ = rig.core.drain(Duration::from_millis(50));
     };
     let both = [(Tier::Host, Tier::Disk), (Tier::Disk, Tier::Host)];
@@ -117,14 +117,14 @@ fn mishaps() -> Registry {
     rig.core.table().evict(Tier::Device, 8);
     rig.core.table().evict(Tier::Host, 8);
     disk.inject(Fault::NeverCompletes, &both);
-    let ticket = bring(Tier::Device, 1);
+    let ticket = transfer(Tier::Device, 1);
     std::thread::sleep(Duration::from_millis(20));
     rig.core.tick();
     drop(ticket.wait().unwrap());
     disk.inject(Fault::BitFlip, &both);
     // The disk is left alone for a moment after what it did.
     while rig.metric("kvbm_checksum_failures_total", &[]) == 0 {
-        drop(bring(Tier::Device, 1).wait().unwrap());
+        drop(transfer(Tier::Device, 1).wait().unwrap());
         std::thread::sleep(Duration::from_millis(1));
     }
     disk.inject(Fault::FailAfter(0, CopyErrorKind::NoSpace), &both);

@@ -51,10 +51,10 @@ pub struct Served {
 /// # Panics
 /// If the manager closes, or fails in a way that it must not.
 pub fn serve(manager: &Manager, chain: &[BlockHash]) -> Served {
-    let brought = manager.load(manager.lease(chain)).wait().expect("the manager is open");
-    let mut served = Served { hit: brought.blocks, failed: brought.failed, ..Served::default() };
-    served.wrong = wrong_blocks(manager, &brought.lease, chain, brought.blocks);
-    let mut allocation = match manager.allocate(chain, brought.lease) {
+    let transferred = manager.load(manager.lease(chain)).wait().expect("the manager is open");
+    let mut served = Served { hit: transferred.blocks, failed: transferred.failed, ..Served::default() };
+    served.wrong = wrong_blocks(manager, &transferred.lease, chain, transferred.blocks);
+    let mut allocation = match manager.allocate(chain, transferred.lease) {
         Ok(allocation) => allocation,
         Err(error) if error.kind() == ErrorKind::Full => return served,
         Err(error) => panic!("{error}"),

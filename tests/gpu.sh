@@ -24,7 +24,7 @@ build() {
     local bundle=$out/kvbm-gpu
     rm -rf "$out"
     mkdir -p "$bundle/bin" "$bundle/lib" "$bundle/tests"
-    strip -o "$bundle/bin/gpu-tests" "$(executable build -p kvbm-tiers --features cuda,testing --test gpu)"
+    strip -o "$bundle/bin/gpu-tests" "$(executable build -p kvbm-tiers --features baselines,cuda,testing --test gpu)"
     strip -o "$bundle/bin/unit-tests" "$(executable test --no-run -p kvbm-tiers --features cuda,testing --lib)"
     strip -o "$bundle/bin/gpu-bench" "$(executable build -p kvbm-bench --features cuda --bench gpu)"
     strip -o "$bundle/bin/kvbm" "$(executable build -p kvbm-cli --features cuda --bin kvbm)"

@@ -1,15 +1,15 @@
 //! Threads that meet at every lock and counter, in orders that a checker chooses.
 //!
 //! `cargo test -p kvbm-tests --features shuttle --test interleavings`. The checker sees what goes through
-//! `kvbm`'s `sync` module; a failure prints the schedule that replays it.
+//! `kvbm`'s `sync` module; a failure prints the schedule that replays it. `KVBM_SCHEDULES` says how many schedules of
+//! each scenario are tried (800).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use kvbm::scheduler::{Class, Core};
-use kvbm::table::Reserved;
-use kvbm::{BlockHash, Chain, Tier, Usage};
+use kvbm::scheduler::Core;
+use kvbm::{BlockHash, Chain, Class, RequestInfo, Tier};
 use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, hash, seed};
 use kvbm_tiers::testing::ParkedBackend;
 use kvbm_tiers::{Backend, CopyError, CopyErrorKind};
@@ -22,8 +22,9 @@ const SIZES: Sizes = Sizes { tiers: [6, 6, 12, 12], staging: 2 };
 /// Under random schedules, and under those of a scheduler that is good at rare orders (Burckhardt et al.,
 /// "A randomized scheduler with probabilistic guarantees of finding bugs", 2010).
 fn check(scenario: fn()) {
-    shuttle::check_random(scenario, 400);
-    shuttle::check_pct(scenario, 400, 3);
+    let schedules = std::env::var("KVBM_SCHEDULES").ok().and_then(|n| n.parse().ok()).unwrap_or(800);
+    shuttle::check_random(scenario, schedules / 2);
+    shuttle::check_pct(scenario, schedules / 2, 3);
 }
 
 fn chain(n: u32) -> Vec<BlockHash> {
@@ -53,12 +54,12 @@ impl Machine {
         Self { core, parked, off, ended, hardware }
     }
 
-    /// Brings a chain somewhere from a thread of its own; answers how much of it arrived.
-    fn bring(&self, class: Class, to: Tier, chain: Vec<BlockHash>) -> thread::JoinHandle<usize> {
+    /// Brings a chain somewhere from a thread of its own; returns how much of it arrived.
+    fn transfer(&self, class: Class, to: Tier, chain: Vec<BlockHash>) -> thread::JoinHandle<usize> {
         let core = Arc::clone(&self.core);
         thread::spawn(move || {
-            let lease = core.lease(Chain::from(&chain), Usage::default());
-            block_on(core.bring(class, to, lease)).expect("the core is there").blocks
+            let lease = core.lease(Chain::from(&chain), RequestInfo::default());
+            block_on(core.transfer(class, to, lease)).expect("the core is there").blocks
         })
     }
 
@@ -105,7 +106,7 @@ fn concurrent_loads_of_a_chain_share_one_flight() {
     check(|| {
         let machine = Machine::start(SIZES, None);
         seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
-        let loads = [(); 3].map(|()| machine.bring(Class::Load, Tier::Device, chain(1)));
+        let loads = [(); 3].map(|()| machine.transfer(Class::Load, Tier::Device, chain(1)));
         for load in loads {
             assert_eq!(load.join().unwrap(), 3);
         }
@@ -122,7 +123,7 @@ fn a_leased_chain_is_not_evicted() {
         let core = Arc::clone(&machine.core);
         let reader = thread::spawn(move || {
             for _ in 0..3 {
-                let lease = core.lease(Chain::from(&chain(1)), Usage::default());
+                let lease = core.lease(Chain::from(&chain(1)), RequestInfo::default());
                 let promised = lease.blocks(Tier::Device);
                 thread::yield_now();
                 let there = core.table().matches(Chain::from(&chain(1))).blocks(Tier::Device);
@@ -139,15 +140,13 @@ fn a_leased_chain_is_not_evicted() {
 
 /// Reserves device slots for what is missing of a chain, and publishes or abandons them.
 fn compute(core: &Arc<Core>, chain: &[BlockHash]) {
-    let Reserved { resident, in_flight, behind, run, .. } =
-        core.table().reserve(Tier::Device, Chain::from(chain), Usage::default());
+    let reserved = core.reserve(Tier::Device, Chain::from(chain), RequestInfo::default());
     thread::yield_now();
-    match run {
-        Some((run, frames)) if shuttle::rand::thread_rng().gen_range(0..3) == 0 => core.abandon(run, frames),
-        run => {
-            let lease = core.lease(Chain::from(chain), Usage::default());
-            drop(core.publish(Tier::Device, run, usize::MAX, (resident + in_flight, behind), lease));
-        }
+    if shuttle::rand::thread_rng().gen_range(0..3) == 0 {
+        core.abandon(reserved);
+    } else {
+        let lease = core.lease(Chain::from(chain), RequestInfo::default());
+        drop(core.publish(reserved, usize::MAX, lease));
     }
 }
 
@@ -159,10 +158,10 @@ fn whoever_waits_for_others_gets_an_answer() {
         let core = Arc::clone(&machine.core);
         let engine = thread::spawn(move || compute(&core, &chain(1)[..2]));
         let requests = [
-            machine.bring(Class::Load, Tier::Device, chain(1)),
-            machine.bring(Class::Prefetch, Tier::Host, chain(1)),
-            machine.bring(Class::Load, Tier::Device, chain(1)),
-            machine.bring(Class::Save, Tier::Object, chain(1)),
+            machine.transfer(Class::Load, Tier::Device, chain(1)),
+            machine.transfer(Class::Prefetch, Tier::Host, chain(1)),
+            machine.transfer(Class::Load, Tier::Device, chain(1)),
+            machine.transfer(Class::Save, Tier::Object, chain(1)),
         ];
         for request in requests {
             assert!(request.join().unwrap() <= 3);
@@ -177,7 +176,7 @@ fn a_copy_ends_once_by_completion_or_by_time_out() {
     check(|| {
         let machine = Machine::start(SIZES, None);
         seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
-        let load = machine.bring(Class::Load, Tier::Device, chain(1));
+        let load = machine.transfer(Class::Load, Tier::Device, chain(1));
         let core = Arc::clone(&machine.core);
         let ticker = thread::spawn(move || (0..3).for_each(|_| core.tick()));
         let arrived = load.join().unwrap();
@@ -198,7 +197,7 @@ fn saves_flushes_and_evictions_get_along() {
         for n in 1..3 {
             seed(&machine.core, Tier::Device, Chain::from(&chain(n)));
         }
-        let saves = [1, 2].map(|n| machine.bring(Class::Save, Tier::Host, chain(n)));
+        let saves = [1, 2].map(|n| machine.transfer(Class::Save, Tier::Host, chain(n)));
         let core = Arc::clone(&machine.core);
         let flusher = thread::spawn(move || {
             for _ in 0..2 {
@@ -217,8 +216,8 @@ fn a_core_dropped_amid_transfers_goes_with_the_last_of_them() {
     check(|| {
         let machine = Machine::start(SIZES, None);
         seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
-        let lease = machine.core.lease(Chain::from(&chain(1)), Usage::default());
-        drop(machine.core.bring(Class::Load, Tier::Device, lease));
+        let lease = machine.core.lease(Chain::from(&chain(1)), RequestInfo::default());
+        drop(machine.core.transfer(Class::Load, Tier::Device, lease));
         let Machine { core, off, hardware, .. } = machine;
         let weak = Arc::downgrade(&core);
         let dropper = thread::spawn(move || drop(core));
@@ -230,6 +229,32 @@ fn a_core_dropped_amid_transfers_goes_with_the_last_of_them() {
 }
 
 #[test]
+fn a_transfer_that_is_cancelled_amid_others_is_answered_and_leaves_nothing_behind() {
+    check(|| {
+        let machine = Machine::start(SIZES, Some(6));
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
+        let core = Arc::clone(&machine.core);
+        let fickle = thread::spawn(move || {
+            let lease = core.lease(Chain::from(&chain(1)), RequestInfo::default());
+            let mut transfer = core.transfer(Class::Load, Tier::Device, lease);
+            thread::yield_now();
+            transfer.cancel();
+            let transferred = block_on(transfer).expect("the core is there");
+            assert!(transferred.blocks <= 3);
+        });
+        let others = [(Class::Load, Tier::Device), (Class::Prefetch, Tier::Host)]
+            .map(|(class, to)| machine.transfer(class, to, chain(1)));
+        fickle.join().unwrap();
+        for other in others {
+            assert!(other.join().unwrap() <= 3);
+        }
+        let (core, _) = machine.stop();
+        let staging = core.staging();
+        assert_eq!((staging.idle, staging.lost), (staging.total, 0));
+    });
+}
+
+#[test]
 fn whoever_asks_while_it_closes_gets_an_answer() {
     check(|| {
         let machine = Machine::start(SIZES, Some(6));
@@ -237,8 +262,8 @@ fn whoever_asks_while_it_closes_gets_an_answer() {
         let asks = |class, to| {
             let core = Arc::clone(&machine.core);
             thread::spawn(move || {
-                let lease = core.lease(Chain::from(&chain(1)), Usage::default());
-                drop(block_on(core.bring(class, to, lease)));
+                let lease = core.lease(Chain::from(&chain(1)), RequestInfo::default());
+                drop(block_on(core.transfer(class, to, lease)));
             })
         };
         let askers = [
@@ -270,8 +295,8 @@ fn closing_answers_whoever_waits_for_a_medium_that_hangs() {
         let asker = {
             let core = Arc::clone(&core);
             thread::spawn(move || {
-                let lease = core.lease(Chain::from(&chain(1)), Usage::default());
-                drop(block_on(core.bring(Class::Load, Tier::Device, lease)));
+                let lease = core.lease(Chain::from(&chain(1)), RequestInfo::default());
+                drop(block_on(core.transfer(Class::Load, Tier::Device, lease)));
             })
         };
         let hardware = thread::spawn(move || {

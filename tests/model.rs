@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use kvbm::scheduler::{Class, Tuning};
+use kvbm::scheduler::Tuning;
 use kvbm::table::Match;
-use kvbm::{BlockHash, Brought, Chain, Clock, ErrorKind, Lease, Ticket, Tier, Usage};
+use kvbm::{BlockHash, Chain, Class, Clock, ErrorKind, Lease, RequestInfo, Tier, Transfer, Transferred};
 use kvbm_policies::AdmissionKind;
 use kvbm_tests::rig::{DISK, Filled, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, hash};
 use kvbm_tiers::testing::{ParkedBackend, Pending};
@@ -188,7 +188,7 @@ struct Held {
 }
 
 struct Waiting {
-    ticket: Ticket<Brought>,
+    ticket: Transfer<Transferred>,
     chain: Vec<BlockHash>,
     to: Tier,
     /// Blocks quarantined in each tier when its lease was taken.
@@ -240,19 +240,19 @@ impl System {
             }
             Transition::Lease { chain: n, skip, blocks } => {
                 let hashes: Vec<_> = chain(n).into_iter().skip(skip).take(blocks).collect();
-                let lease = self.rig.core.lease(Chain::from(&hashes), Usage::default());
+                let lease = self.rig.core.lease(Chain::from(&hashes), RequestInfo::default());
                 self.hold(lease, hashes, self.quarantined());
             }
             Transition::Release(which) => drop(pick(&mut self.leases, which)),
-            Transition::Bring { class, to, chain, held } => self.bring(class, to, chain, held),
+            Transition::Bring { class, to, chain, held } => self.transfer(class, to, chain, held),
             Transition::DropTicket(which) => drop(pick(&mut self.tickets, which)),
             Transition::Finish { which, outcome } => self.finish(which, outcome),
             Transition::TimeOut => self.time_out(),
             Transition::Rot { tier, chain, depth } => self.rot(tier, chain, depth),
             Transition::Misuse { class, to, chain: n } => {
                 let hashes = chain(n);
-                let foreign = self.stranger.core.lease(Chain::from(&hashes), Usage::default());
-                let refused = self.rig.core.bring(class, to, foreign).wait().unwrap_err();
+                let foreign = self.stranger.core.lease(Chain::from(&hashes), RequestInfo::default());
+                let refused = self.rig.core.transfer(class, to, foreign).wait().unwrap_err();
                 assert_eq!(refused.kind(), ErrorKind::Invalid);
             }
             Transition::FlushAll => {
@@ -276,16 +276,20 @@ impl System {
         self.leases.push(Held { lease, chain, promised, quarantined });
     }
 
-    fn bring(&mut self, class: Class, to: Tier, n: usize, held: Option<usize>) {
+    fn transfer(&mut self, class: Class, to: Tier, n: usize, held: Option<usize>) {
         let held = held.and_then(|which| pick(&mut self.leases, which));
         let (lease, chain, quarantined) = held.map_or_else(
             || {
                 let hashes = chain(n);
-                (self.rig.core.lease(Chain::from(&hashes), Usage::default()), hashes, self.quarantined())
+                (
+                    self.rig.core.lease(Chain::from(&hashes), RequestInfo::default()),
+                    hashes,
+                    self.quarantined(),
+                )
             },
             |held| (held.lease, held.chain, held.quarantined),
         );
-        let ticket = self.rig.core.bring(class, to, lease);
+        let ticket = self.rig.core.transfer(class, to, lease);
         self.tickets.push(Waiting { ticket, chain, to, quarantined });
     }
 
@@ -337,7 +341,7 @@ impl System {
     fn slot(&self, tier: Tier, key: BlockKey) -> Option<SlotId> {
         let loan = self.rig.core.table().lend(tier, key)?;
         let slot = loan.slot();
-        self.rig.core.table().settle_loan(tier, loan);
+        self.rig.core.table().return_loan(tier, loan);
         Some(slot)
     }
 
@@ -379,7 +383,7 @@ impl System {
         }
     }
 
-    /// Nobody else has a title to a slot that a copy writes.
+    /// Nobody else has a slot handle to a slot that a copy writes.
     fn check_copies(&self) {
         let parked = self.parked();
         let mut written = HashSet::new();
@@ -421,14 +425,14 @@ impl System {
                 continue;
             };
             let Waiting { chain, to, quarantined, .. } = request;
-            let brought = answer.expect("the core is there");
+            let transferred = answer.expect("the core is there");
             let there = self.rig.core.table().matches(Chain::from(&chain));
-            assert!(brought.blocks.max(brought.copied) <= chain.len(), "{brought:?}");
+            assert!(transferred.blocks.max(transferred.copied) <= chain.len(), "{transferred:?}");
             if self.quarantined()[to.index()] == quarantined_before[to.index()] {
-                assert!(brought.blocks <= there.blocks(to), "{to} has {there:?}, not {brought:?}");
+                assert!(transferred.blocks <= there.blocks(to), "{to} has {there:?}, not {transferred:?}");
             }
             if chain.len() % 2 == 0 {
-                self.hold(brought.lease, chain, quarantined);
+                self.hold(transferred.lease, chain, quarantined);
             }
         }
         self.tickets = waiting;

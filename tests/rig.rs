@@ -5,15 +5,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvbm::scheduler::{Core, Executor, Parts, Tuning};
-use kvbm::table::{Reserved, RunId, Table, TierSpec};
-use kvbm::{BlockHash, Brought, Chain, Clock, ManualClock, Metrics, Ticket, Usage};
+use kvbm::table::{Reserved, Steps, Table, TierSpec};
+use kvbm::{BlockHash, Chain, Clock, ManualClock, Metrics, RequestInfo, Transfer, Transferred};
 use kvbm_policies::AdmissionKind;
-use kvbm_policies::admission::{Edge, Side};
+use kvbm_policies::admission::{TierPair, TierShape};
 use kvbm_policies::eviction::EvictionKind;
 use kvbm_tiers::testing::{MemoryStore, fill_pattern, has_pattern, host};
 use kvbm_tiers::{
-    Backend, BlockKey, Checksums, DramOptions, DramRegion, Frame, FramePool, Geometry, Memory, Route, Tier,
-    Verified,
+    Backend, BlockKey, Checksums, DramOptions, DramRegion, FramePool, Geometry, Memory, Route, Tier, Verified,
 };
 use prometheus::Registry;
 use prometheus::proto::MetricFamily;
@@ -154,17 +153,24 @@ fn make_core(
     let mut executor = Executor::default();
     backends.iter().for_each(|backend| executor.add(backend));
     let metrics = Metrics::new(registry, BLOCK_BYTES as u64, 1).expect("a registry of its own");
-    let table = Table::new(pools.map(|pool| specify(pool, rule)));
+    // Others come between the steps of even a short plan; but one batch is still sent as one.
+    let steps = Steps { placed: (tuning.max_batch - 1).max(1), looked_at: tuning.max_batch };
+    let table = Table::new(pools.map(|pool| specify(pool, rule))).in_steps(steps);
     Core::new(Parts { table, executor, staging, clock, metrics, tuning })
 }
 
 /// Makes a chain resident in a tier, as if it had been brought there.
-pub fn seed(core: &Core, tier: Tier, chain: Chain<'_>) {
+pub fn seed(core: &Arc<Core>, tier: Tier, chain: Chain<'_>) {
+    let mut reserved = core.reserve(tier, chain, RequestInfo::default());
+    let blocks = reserved.frames.len();
     let mut table = core.table();
-    if let Some((run, frames)) = table.reserve(tier, chain, Usage::default()).run {
-        (0..).zip(frames).for_each(|(entry, frame)| table.filled(run, entry, frame));
-        table.close(run, None);
+    let mut effects = table.fill(reserved.transfer, 0, reserved.frames.drain(..));
+    while effects.has_more {
+        effects = table.publish_more();
     }
+    assert!(table.matches(chain).blocks(tier) >= blocks, "nobody waited for these blocks");
+    table.end_plan(reserved.transfer, None);
+    let _ = table.take_effects();
 }
 
 /// A core and all that it works on.
@@ -219,29 +225,23 @@ impl Rig {
 
     /// Takes device slots for what the device lacks of a chain, and fills them.
     pub fn fill(&self, chain: Chain<'_>) -> Filled {
-        let reserved = self.core.table().reserve(Tier::Device, chain, Usage::default());
-        let Reserved { resident, in_flight, behind, mut run, refused, .. } = reserved;
-        let before = resident + in_flight;
-        let frames = run.iter_mut().flat_map(|(_, frames)| frames);
-        for (position, frame) in (before..).zip(frames) {
+        let mut reserved = self.core.reserve(Tier::Device, chain, RequestInfo::default());
+        for (position, frame) in (reserved.before..).zip(&mut reserved.frames) {
             let block = self.places.device.write(frame).expect("a frame of the device");
             fill_pattern(number(chain.key(position)), block);
         }
-        Filled { run, before, behind, refused }
+        Filled(reserved)
     }
 
     /// Makes filled blocks resident.
-    pub fn publish(&self, filled: Filled, chain: Chain<'_>) -> Ticket<Brought> {
-        let Filled { run, before, behind, .. } = filled;
-        let lease = self.core.lease(chain, Usage::default());
-        self.core.publish(Tier::Device, run, usize::MAX, (before, behind), lease)
+    pub fn publish(&self, filled: Filled, chain: Chain<'_>) -> Transfer<Transferred> {
+        let lease = self.core.lease(chain, RequestInfo::default());
+        self.core.publish(filled.0, usize::MAX, lease)
     }
 
     /// Gives the slots back unpublished.
     pub fn abandon(&self, filled: Filled) {
-        if let Some((run, frames)) = filled.run {
-            self.core.abandon(run, frames);
-        }
+        self.core.abandon(filled.0);
     }
 
     /// Whether the bytes of a block in a tier are its own; `None`: it is not there.
@@ -249,7 +249,7 @@ impl Rig {
         let loan = self.core.table().lend(tier, key)?;
         let block = self.places.region(tier).read_loan(&loan).expect("a loan of this tier");
         let intact = has_pattern(number(key), block);
-        self.core.table().settle_loan(tier, loan);
+        self.core.table().return_loan(tier, loan);
         Some(intact)
     }
 
@@ -267,25 +267,27 @@ fn specify(pool: FramePool, rule: Option<AdmissionKind>) -> TierSpec {
     };
     let eviction = EvictionKind::default();
     let capacity = pool.total() - pool.out();
-    let edge = Edge { upper: Side { capacity, eviction }, lower: Side { capacity: 2 * capacity, eviction } };
-    let admission = rule.filter(|_| pool.tier() == Tier::Host).map(|rule| rule.build(&edge));
+    let pair = TierPair {
+        upper: TierShape { capacity, eviction },
+        lower: TierShape { capacity: 2 * capacity, eviction },
+    };
+    let admission = rule.filter(|_| pool.tier() == Tier::Host).map(|rule| rule.build(&pair));
     TierSpec { pool, policy: eviction.build(capacity), flush_to, admission }
 }
 
 /// Device slots that were filled and not yet published.
 #[derive(Debug)]
-pub struct Filled {
-    run: Option<(RunId, Vec<Frame>)>,
-    before: usize,
-    behind: Option<BlockKey>,
-    /// Blocks that found no room.
-    pub refused: usize,
-}
+pub struct Filled(Reserved);
 
 impl Filled {
     /// How many slots.
     pub fn blocks(&self) -> usize {
-        self.run.as_ref().map_or(0, |(_, frames)| frames.len())
+        self.0.frames.len()
+    }
+
+    /// Blocks that found no room.
+    pub const fn refused(&self) -> usize {
+        self.0.refused
     }
 }
 

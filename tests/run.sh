@@ -61,9 +61,9 @@ else
 fi
 
 step 'a replay, end to end'
-trace=../shared/traces/conversation.jsonl.gz
+trace=${KVBM_TRACES:-../shared/traces}/conversation.jsonl.gz
 if [[ ! -e $trace ]]; then
-    skip "$trace is not here: the replay is of a made-up trace"
+    skip "$trace is not here (KVBM_TRACES says where traces are): the replay is of a made-up trace"
     trace=$scratch/made-up.jsonl
     # Thirty conversations of ten turns; a turn adds four blocks of 512 tokens to the one before.
     awk 'BEGIN {

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm::scheduler::{Class, Core, Tuning};
-use kvbm::table::Defect;
-use kvbm::{BlockHash, Brought, Chain, ErrorKind, Ticket, Tier, Usage};
+use kvbm::Defect;
+use kvbm::scheduler::{Core, Tuning};
+use kvbm::{BlockHash, Chain, Class, ErrorKind, RequestInfo, Tier, Transfer, Transferred};
 use kvbm_settings::Capacity;
 use kvbm_tests::engine;
 use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, hash, seed};
@@ -38,9 +38,9 @@ impl Parked {
         seed(&self.core, tier, Chain::from(chain));
     }
 
-    fn bring(&self, class: Class, to: Tier, chain: &[BlockHash]) -> Ticket<Brought> {
-        let lease = self.core.lease(Chain::from(chain), Usage::default());
-        self.core.bring(class, to, lease)
+    fn transfer(&self, class: Class, to: Tier, chain: &[BlockHash]) -> Transfer<Transferred> {
+        let lease = self.core.lease(Chain::from(chain), RequestInfo::default());
+        self.core.transfer(class, to, lease)
     }
 
     fn pending(&self) -> Vec<(u64, Route)> {
@@ -69,8 +69,8 @@ impl Parked {
     fn quarantine(&self, tier: Tier, chain: &[BlockHash], depth: usize) {
         let key = Chain::from(chain).key(depth);
         let mut table = self.core.table();
-        let (found, grip) = table.pin_resident(tier, key).expect("a resident block");
-        table.release(grip);
+        let (found, pins) = table.pin_resident(tier, key).expect("a resident block");
+        table.release(pins);
         assert!(table.quarantine(key, found, Defect::Corrupt) > 0);
     }
 }
@@ -81,13 +81,13 @@ fn a_load_that_joins_another_gets_what_arrives() {
         let system = Parked::new(SIZES, PATIENT);
         let chain = chain(1, 6);
         system.seed(Tier::Host, &chain);
-        let tickets = [(); 2].map(|()| system.bring(Class::Load, Tier::Device, &chain));
+        let tickets = [(); 2].map(|()| system.transfer(Class::Load, Tier::Device, &chain));
         assert_eq!(system.pending().len(), 6, "the blocks are copied once");
         for (place, (id, _)) in system.pending().into_iter().enumerate() {
             system.finish(id, if place == fails { Err(CopyErrorKind::Unavailable) } else { Ok(()) });
         }
-        for brought in tickets.map(|ticket| ticket.wait().unwrap()) {
-            assert_eq!(brought.blocks, fails, "{brought:?}");
+        for transferred in tickets.map(|ticket| ticket.wait().unwrap()) {
+            assert_eq!(transferred.blocks, fails, "{transferred:?}");
         }
     }
 }
@@ -97,15 +97,15 @@ fn a_lease_keeps_what_lies_before_a_quarantined_block() {
     let system = Parked::new(SIZES, PATIENT);
     let chain = chain(1, 6);
     system.seed(Tier::Disk, &chain);
-    let lease = system.core.lease(Chain::from(&chain), Usage::default());
+    let lease = system.core.lease(Chain::from(&chain), RequestInfo::default());
     system.quarantine(Tier::Disk, &chain, 5);
     system.quarantine(Tier::Disk, &chain, 3);
-    let ticket = system.core.bring(Class::Load, Tier::Device, lease);
+    let ticket = system.core.transfer(Class::Load, Tier::Device, lease);
     system.finish_all();
-    let brought = ticket.wait().unwrap();
-    assert_eq!((brought.blocks, brought.lease.blocks(Tier::Disk)), (3, 3), "{brought:?}");
+    let transferred = ticket.wait().unwrap();
+    assert_eq!((transferred.blocks, transferred.lease.blocks(Tier::Disk)), (3, 3), "{transferred:?}");
     assert_eq!(system.core.table().audit(), []);
-    drop(brought);
+    drop(transferred);
     system.core.table().block_flushes(Tier::Disk, true);
     system.core.table().evict(Tier::Disk, 32);
     assert_eq!(system.core.table().counts(Tier::Disk).free, 32, "nothing stays pinned");
@@ -116,8 +116,8 @@ fn a_bad_read_of_an_old_slot_spares_the_block_that_was_written_anew() {
     let system = Parked::new(SIZES, PATIENT);
     let chain = chain(1, 1);
     system.seed(Tier::Disk, &chain);
-    let load = system.bring(Class::Load, Tier::Device, &chain);
-    let save = system.bring(Class::Save, Tier::Object, &chain);
+    let load = system.transfer(Class::Load, Tier::Device, &chain);
+    let save = system.transfer(Class::Save, Tier::Object, &chain);
     let pending = system.pending();
     system.finish(pending[0].0, Err(CopyErrorKind::Corrupt));
     assert_eq!(system.held(Tier::Disk, &chain), 0);
@@ -133,14 +133,18 @@ fn a_chain_may_begin_in_the_middle_of_a_longer_one() {
     let system = Parked::new(SIZES, Tuning { prefill_block_s: Some(1.0), ..PATIENT });
     let all = chain(1, 6);
     system.seed(Tier::Disk, &all);
-    let load = system.bring(Class::Load, Tier::Device, &all[3..]);
-    let brought = load.wait().unwrap();
-    assert_eq!((brought.blocks, brought.recompute, brought.refused), (0, 0, 3), "its root is not there");
-    drop(brought);
-    let root = system.bring(Class::Load, Tier::Device, &all[..3]);
+    let load = system.transfer(Class::Load, Tier::Device, &all[3..]);
+    let transferred = load.wait().unwrap();
+    assert_eq!(
+        (transferred.blocks, transferred.recompute, transferred.refused),
+        (0, 0, 3),
+        "its root is not there"
+    );
+    drop(transferred);
+    let root = system.transfer(Class::Load, Tier::Device, &all[..3]);
     system.finish_all();
     drop(root.wait());
-    let load = system.bring(Class::Load, Tier::Device, &all[3..]);
+    let load = system.transfer(Class::Load, Tier::Device, &all[3..]);
     system.finish_all();
     assert_eq!(load.wait().unwrap().blocks, 3);
     assert_eq!(system.held(Tier::Device, &all), 6);
@@ -156,15 +160,15 @@ fn the_queue_of_a_route_that_bounces_is_bounded_like_any_other() {
         let tickets: Vec<_> = (0..6)
             .map(|n| {
                 system.seed(Tier::Device, &chain(n, 16));
-                system.bring(Class::Save, to, &chain(n, 16))
+                system.transfer(Class::Save, to, &chain(n, 16))
             })
             .collect();
         system.finish_all();
-        let brought: Vec<_> = tickets.into_iter().map(|ticket| ticket.wait().unwrap()).collect();
-        let copied: usize = brought.iter().map(|brought| brought.copied).sum();
+        let transferred: Vec<_> = tickets.into_iter().map(|ticket| ticket.wait().unwrap()).collect();
+        let copied: usize = transferred.iter().map(|transferred| transferred.copied).sum();
         let in_flight = TIGHT.max_concurrent * 3;
         assert!(copied <= queue_blocks + in_flight, "{copied} blocks were taken on to {to}");
-        assert_eq!(brought.iter().map(|brought| brought.refused).sum::<usize>(), 96 - copied);
+        assert_eq!(transferred.iter().map(|transferred| transferred.refused).sum::<usize>(), 96 - copied);
     }
 }
 
@@ -176,13 +180,13 @@ fn the_queue_is_bounded_whatever_comes_first() {
     let busy: Vec<_> = (1..6)
         .map(|n| {
             system.seed(Tier::Disk, &chain(n, 16));
-            system.bring(Class::Prefetch, Tier::Host, &chain(n, 16))
+            system.transfer(Class::Prefetch, Tier::Host, &chain(n, 16))
         })
         .collect();
     let mixed = chain(9, 8);
     system.seed(Tier::Disk, &mixed);
     system.seed(Tier::Host, &mixed[..1]);
-    let save = system.bring(Class::Save, Tier::Object, &mixed);
+    let save = system.transfer(Class::Save, Tier::Object, &mixed);
     system.finish_all();
     let saved = save.wait().unwrap();
     assert_eq!((saved.copied, saved.refused), (1, 7), "{saved:?}");
@@ -194,7 +198,7 @@ fn second_legs_do_not_wait_for_the_first_legs_of_others() {
     let system = Parked::new(SIZES, PATIENT);
     let chain = chain(1, 3);
     system.seed(Tier::Disk, &chain);
-    let load = system.bring(Class::Load, Tier::Device, &chain);
+    let load = system.transfer(Class::Load, Tier::Device, &chain);
     let reads = system.pending();
     assert_eq!(system.pending_on((Tier::Disk, Tier::Host)), 3);
     system.finish(reads[0].0, Ok(()));
@@ -209,8 +213,8 @@ fn a_load_during_a_prefetch_reads_no_block_twice() {
         let system = Parked::new(SIZES, PATIENT);
         let chain = chain(1, 3);
         system.seed(Tier::Disk, &chain);
-        let prefetch = system.bring(Class::Prefetch, Tier::Host, &chain);
-        let load = system.bring(Class::Load, Tier::Device, &chain);
+        let prefetch = system.transfer(Class::Prefetch, Tier::Host, &chain);
+        let load = system.transfer(Class::Load, Tier::Device, &chain);
         let reads = system.pending();
         assert_eq!(reads.len(), 3, "{reads:?}");
         if prefetch_fails {
@@ -232,8 +236,8 @@ fn a_load_raises_the_prefetch_that_it_waits_for() {
     let other = chain(3, 3);
     [&first, &second, &other].into_iter().for_each(|chain| system.seed(Tier::Disk, chain));
     let early: Vec<_> =
-        [&first, &other, &second].map(|c| system.bring(Class::Prefetch, Tier::Host, c)).into();
-    let load = system.bring(Class::Load, Tier::Device, &second);
+        [&first, &other, &second].map(|c| system.transfer(Class::Prefetch, Tier::Host, c)).into();
+    let load = system.transfer(Class::Load, Tier::Device, &second);
     system.finish(system.pending()[0].0, Ok(()));
     let next = system.parked.pending()[0].op.block;
     assert_eq!(next, Chain::from(&second).key(0), "it overtakes the prefetches that nobody waits for");
@@ -247,12 +251,12 @@ fn waiting_for_an_engine_does_not_count_as_the_pace_of_a_tier() {
     let system = Parked::new(SIZES, Tuning { prefill_block_s: Some(0.05), ..PATIENT });
     let one = chain(1, 6);
     system.seed(Tier::Host, &one);
-    let reserved = system.core.table().reserve(Tier::Device, Chain::from(&one[..3]), Usage::default());
-    let load = system.bring(Class::Load, Tier::Device, &one);
+    let reserved = system.core.reserve(Tier::Device, Chain::from(&one[..3]), RequestInfo::default());
+    let load = system.transfer(Class::Load, Tier::Device, &one);
     system.finish_all();
     std::thread::sleep(Duration::from_millis(200));
-    let lease = system.core.lease(Chain::from(&one[..3]), Usage::default());
-    drop(system.core.publish(Tier::Device, reserved.run, 3, (0, None), lease).wait());
+    let lease = system.core.lease(Chain::from(&one[..3]), RequestInfo::default());
+    drop(system.core.publish(reserved, 3, lease).wait());
     assert_eq!(load.wait().unwrap().blocks, 6);
     let other = chain(2, 6);
     system.seed(Tier::Host, &other);
@@ -265,7 +269,7 @@ fn an_overdue_copy_is_counted_with_the_source_that_it_pins() {
     let system = Parked::new(SIZES, TIGHT);
     let chain = chain(1, 3);
     system.seed(Tier::Host, &chain);
-    let load = system.bring(Class::Load, Tier::Device, &chain);
+    let load = system.transfer(Class::Load, Tier::Device, &chain);
     std::thread::sleep(Duration::from_millis(1));
     system.core.tick();
     assert_eq!(load.wait().unwrap().failed, 3);

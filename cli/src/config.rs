@@ -3,8 +3,8 @@
 use kvbm_settings::{Accepted, Row};
 use serde::Serialize;
 
-use crate::Global;
 use crate::failure::Failure;
+use crate::global::Global;
 use crate::output;
 
 #[derive(Serialize)]

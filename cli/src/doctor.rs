@@ -17,8 +17,8 @@ use rustix::process::{Resource, getrlimit, getuid};
 use serde::Serialize;
 use tokio::runtime::Runtime;
 
-use crate::Global;
 use crate::failure::{Failure, with_causes};
+use crate::global::Global;
 use crate::output;
 use crate::scratch::Scratch;
 use crate::stop;
@@ -248,6 +248,7 @@ fn direct_io(dir: &Path) -> Check {
         Err(error) => return Check::unavailable(name, format!("{error}; choose another disk.dirs")),
     };
     let direct = OFlags::DIRECT.bits().cast_signed();
+    // Only opening tells: file systems without it refuse the flag there, and not before.
     match fs::OpenOptions::new().read(true).custom_flags(direct).open(file.path()) {
         Ok(_) => Check::ready(name, "the file system bypasses the page cache"),
         Err(error) => {
@@ -288,6 +289,7 @@ fn configured(settings: &Settings) -> impl Iterator<Item = Tier> + use<> {
 }
 
 fn try_tier(runtime: &Runtime, settings: &Settings, tier: Tier) -> (Tier, Check) {
+    // Alone, so that a tier that does not open says nothing of the others.
     let opened = open(runtime, miniature(settings, &[tier]));
     let check = match opened {
         Ok(opened) => Check::ready(tier.name(), place(settings, tier, opened.device)),
@@ -347,8 +349,10 @@ fn miniature(settings: &Settings, tiers: &[Tier]) -> Settings {
     small.device.capacity = one(Tier::Device);
     small.host.capacity = one(Tier::Host);
     small.host.staging_blocks = 1;
+    // One block for each directory: a directory without a slot would not be tried.
     small.disk.capacity = one(Tier::Disk).map(|_| Capacity::Blocks(settings.disk.dirs.len() as u64));
     small.object.url = settings.object.url.clone().filter(|_| tiers.contains(&Tier::Object));
+    // A store is not asked for its size: one probe object is written, whatever the capacity.
     small.object.capacity = None;
     if small.host.capacity.is_none() {
         // Such rules choose among the blocks of the host tier, which is tried by itself.

@@ -7,16 +7,17 @@ use std::ops::{AddAssign, Range};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvbm::table::SlotCounts;
 use kvbm::{
-    Allocation, BlockHash, Brought, Chain, ChainHasher, ErrorKind, JumpingClock, Lease, Manager, ManualClock,
-    Options, RequestId, Ticket, Tier, Usage,
+    Allocation, BlockHash, Chain, ChainHasher, ErrorKind, JumpingClock, Lease, Manager, ManualClock, Options,
+    RequestId, RequestInfo, Tier, Transfer, Transferred,
 };
 use kvbm_policies::{BLOCK_TOKENS, Request, Running};
 use kvbm_settings::Settings;
 use kvbm_tiers::chaos::{Chaos, ClockJump};
+use kvbm_tiers::clock;
 use prometheus::Registry;
 use serde::Serialize;
 use tokio::runtime::Runtime;
@@ -188,9 +189,9 @@ impl Engine {
         let requests = Mutex::new(Arrivals::new(requests));
         let work = || -> Result<(), Failure> {
             while !failed.load(Ordering::Relaxed)
-                && let Some(Arrival { request, usage, hashes, room }) = self.next(&requests)?
+                && let Some(Arrival { request, info, hashes, room }) = self.next(&requests)?
             {
-                let tally = self.serve(&request, usage, Chain::from(&hashes))?;
+                let tally = self.serve(&request, info, Chain::from(&hashes))?;
                 drop(room);
                 let mut total = lock(&total);
                 *total += tally;
@@ -222,12 +223,13 @@ impl Engine {
         let room = self.room.admit(hashes.len());
         self.let_the_clock_jump();
         self.clock.advance_to(request.timestamp_ms);
+        // After the clock has moved and before the request is leased: policies learn in the order of a real engine.
         while let Some(ended) = arrivals.running.next_ended(request.timestamp_ms) {
             self.manager.finished(ended.request, ended.output_tokens);
         }
-        let usage = Usage { request: Some(arrivals.begin(&request)), ..Usage::default() };
+        let info = RequestInfo { request: Some(arrivals.begin(&request)), ..RequestInfo::default() };
         self.manager.tick();
-        Ok(Some(Arrival { request, usage, hashes, room }))
+        Ok(Some(Arrival { request, info, hashes, room }))
     }
 
     fn let_the_clock_jump(&self) {
@@ -247,45 +249,46 @@ impl Engine {
         self.hasher.chain(&ids)
     }
 
-    fn serve(&self, request: &Request, usage: Usage, chain: Chain<'_>) -> Result<Tally, Failure> {
+    fn serve(&self, request: &Request, info: RequestInfo, chain: Chain<'_>) -> Result<Tally, Failure> {
         let mut tally = Tally {
             requests: 1,
             prompt_tokens: u64::from(request.input_length),
             cut_prompts: u64::from(request.full_blocks().len() > self.device_blocks),
             ..Tally::default()
         };
-        match self.try_to_serve(usage, chain, &mut tally) {
+        match self.try_to_serve(info, chain, &mut tally) {
             Ok(()) => Ok(tally),
             Err(Unserved::Hung) => Ok(Tally { hangs: 1, ..tally }),
             Err(Unserved::Failed(failure)) => Err(failure),
         }
     }
 
-    fn try_to_serve(&self, usage: Usage, chain: Chain<'_>, tally: &mut Tally) -> Result<(), Unserved> {
+    fn try_to_serve(&self, info: RequestInfo, chain: Chain<'_>, tally: &mut Tally) -> Result<(), Unserved> {
         if chain.is_empty() {
             return Ok(());
         }
-        let lease = self.manager.lease_for(usage, chain);
+        let lease = self.manager.lease_for(info, chain);
         let plan: Vec<_> = lease.held().plan().collect();
         let lease = self.load(lease, tally)?;
         tally.hit(&plan, lease.blocks(Tier::Device));
         self.verify(chain, &lease, tally);
-        let lease = self.fill(usage, chain, lease, tally)?;
+        let lease = self.fill(info, chain, lease, tally)?;
         self.save(lease, tally)
     }
 
     fn load(&self, lease: Lease, tally: &mut Tally) -> Result<Lease, Unserved> {
-        let started = Instant::now();
+        let started = clock::now();
         let mut lease = lease;
         loop {
+            // The count of refusals tells: by the time that the load has ended the tier may have room again.
             let full_before = self.manager.stats(Tier::Device).full;
-            let brought = self.wait(self.manager.load(lease))?;
+            let transferred = self.wait(self.manager.load(lease))?;
             tally.load_time = started.elapsed();
-            let is_full = brought.refused > 0 && self.manager.stats(Tier::Device).full > full_before;
+            let is_full = transferred.refused > 0 && self.manager.stats(Tier::Device).full > full_before;
             if !is_full || started.elapsed() > PATIENCE {
-                return Ok(brought.lease);
+                return Ok(transferred.lease);
             }
-            lease = brought.lease;
+            lease = transferred.lease;
             self.wait_for_room(tally)?;
         }
     }
@@ -307,7 +310,7 @@ impl Engine {
     /// Computes what the device lacks.
     fn fill(
         &self,
-        usage: Usage,
+        info: RequestInfo,
         chain: Chain<'_>,
         lease: Lease,
         tally: &mut Tally,
@@ -315,8 +318,8 @@ impl Engine {
         if lease.blocks(Tier::Device) == chain.len() {
             return Ok(lease);
         }
-        let Some(mut allocation) = self.allocate(usage, chain, lease, tally)? else {
-            return Ok(self.manager.lease_for(usage, chain));
+        let Some(mut allocation) = self.allocate(info, chain, lease, tally)? else {
+            return Ok(self.manager.lease_for(info, chain));
         };
         for position in allocation.blocks() {
             allocation.fill(position, |slot| Pattern::of(chain.hashes[position]).fill(slot));
@@ -327,12 +330,12 @@ impl Engine {
     /// `None`: no room came up.
     fn allocate(
         &self,
-        usage: Usage,
+        info: RequestInfo,
         chain: Chain<'_>,
         lease: Lease,
         tally: &mut Tally,
     ) -> Result<Option<Allocation>, Unserved> {
-        let started = Instant::now();
+        let started = clock::now();
         let mut lease = lease;
         loop {
             match self.manager.allocate(chain, lease) {
@@ -341,7 +344,7 @@ impl Engine {
                 Err(_) if started.elapsed() > PATIENCE => return Ok(None),
                 Err(_) => self.wait_for_room(tally)?,
             }
-            lease = self.manager.lease_for(usage, chain);
+            lease = self.manager.lease_for(info, chain);
         }
     }
 
@@ -350,10 +353,11 @@ impl Engine {
         let Some(below) = self.below else { return Ok(()) };
         let SlotCounts { total, lost, .. } = self.manager.counts(below);
         let goal = lease.blocks(Tier::Device).min((total - lost) as usize);
-        let started = Instant::now();
+        let started = clock::now();
         let mut lease = lease;
         loop {
-            let Brought { blocks, refused, failed, lease: held, .. } = self.wait(self.manager.save(lease))?;
+            let Transferred { blocks, refused, failed, lease: held, .. } =
+                self.wait(self.manager.save(lease))?;
             tally.failed_saves += failed as u64;
             if refused == 0 || failed > 0 || blocks >= goal {
                 return Ok(());
@@ -373,7 +377,7 @@ impl Engine {
         self.stop.pause(PAUSE)
     }
 
-    fn wait(&self, ticket: Ticket<Brought>) -> Result<Brought, Unserved> {
+    fn wait(&self, ticket: Transfer<Transferred>) -> Result<Transferred, Unserved> {
         let answer = self.stop.or(ticket);
         let Some(limit) = self.longest_wait else { return Ok(self.runtime.block_on(answer)??) };
         let answer = self.runtime.block_on(async { tokio::time::timeout(limit, answer).await });
@@ -385,7 +389,7 @@ impl Engine {
         /// The longest pause of a store that was down, and time to flush what has gathered meanwhile.
         const LIMIT: Duration = Duration::from_mins(2);
         const BETWEEN_ROUNDS: Duration = Duration::from_millis(20);
-        let started = Instant::now();
+        let started = clock::now();
         let mut tally = Tally::default();
         let mut broken: Vec<_> = self.tiers.iter().copied().filter(|&tier| tier > Tier::Device).collect();
         for round in 0.. {
@@ -422,15 +426,16 @@ impl Engine {
         let ids: Vec<_> =
             (0..BLOCKS).flat_map(|block| [u32::MAX - block, round << 2 | tier as u32]).collect();
         let hashes = self.hasher.chain(&ids);
-        let (chain, usage) = (Chain::from(&hashes), Usage::default());
+        let (chain, info) = (Chain::from(&hashes), RequestInfo::default());
         self.make_room(tier, BLOCKS as usize);
-        let lease = self.fill(usage, chain, self.manager.lease_for(usage, chain), tally)?;
+        let lease = self.fill(info, chain, self.manager.lease_for(info, chain), tally)?;
         self.save(lease, tally)?;
         self.flush_for_a_while();
+        // Else the blocks would come from above, and say nothing of this tier.
         for upper in self.tiers.iter().copied().filter(|&upper| upper < tier) {
             self.manager.evict(upper, self.manager.counts(upper).total as usize);
         }
-        let lease = self.manager.lease_for(usage, chain);
+        let lease = self.manager.lease_for(info, chain);
         let comes_from_there = lease.held().plan().eq([(tier, 0..chain.len())]);
         let lease = self.load(lease, tally)?;
         let (arrived, before) = (lease.blocks(Tier::Device), tally.mismatches);
@@ -456,9 +461,9 @@ impl Engine {
     pub(crate) fn settle(&self) -> Settled {
         /// For the slowest of stores.
         const LIMIT: Duration = Duration::from_mins(1);
-        let deadline = Instant::now() + LIMIT;
+        let deadline = clock::now() + LIMIT;
         let mut drained = false;
-        while !drained && self.stop.check().is_ok() && Instant::now() < deadline {
+        while !drained && self.stop.check().is_ok() && clock::now() < deadline {
             drained = self.manager.drain(Duration::from_millis(200)).is_complete();
         }
         let drift = self.manager.audit();
@@ -469,8 +474,8 @@ impl Engine {
     /// anything for as long as a copy may take; such copies end soon.
     pub(crate) fn wait_for_late_copies(&self, never: u64) {
         const LIMIT: Duration = Duration::from_secs(10);
-        let deadline = Instant::now() + LIMIT;
-        while self.manager.overdue() > never && Instant::now() < deadline {
+        let deadline = clock::now() + LIMIT;
+        while self.manager.overdue() > never && clock::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -495,9 +500,10 @@ impl Drop for Engine {
     /// Copies under way hold their tiers. They end first, so that nobody writes where others tidy up.
     fn drop(&mut self) {
         const LIMIT: Duration = Duration::from_secs(10);
+        // Nothing new begins, and whoever waits is answered; what a medium has already is waited for below.
         self.manager.close();
-        let deadline = Instant::now() + LIMIT;
-        while self.slots().iter().any(|(_, counts)| counts.filling > 0) && Instant::now() < deadline {
+        let deadline = clock::now() + LIMIT;
+        while self.slots().iter().any(|(_, counts)| counts.filling > 0) && clock::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -590,7 +596,7 @@ struct Room {
 #[derive(Debug)]
 struct Arrival<'e> {
     request: Request,
-    usage: Usage,
+    info: RequestInfo,
     hashes: Vec<BlockHash>,
     /// Its right to fill so many blocks.
     room: Admission<'e>,

@@ -3,6 +3,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `replay`, `demo`, `plan`, `config`, `doctor`, `bench` | the subcommands |
+//! | `global` | the options that every command takes |
 //! | `engine` | serves requests through a manager; what replay and demo share |
 //! | `pattern` | contents of blocks, generated and checked |
 //! | `trace` | reads request traces |
@@ -14,6 +15,7 @@
 //! Results go to standard output, everything else to standard error. Exit codes: 0 done, 1 a result that must
 //! not be, 2 the input, the settings or the system need a change, 130 interrupted.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod bench;
 mod config;
@@ -21,6 +23,7 @@ mod demo;
 mod doctor;
 mod engine;
 mod failure;
+mod global;
 mod metrics;
 mod output;
 mod pattern;
@@ -32,14 +35,13 @@ mod stop;
 mod trace;
 
 use std::io;
-use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Args, Parser, Subcommand};
-use kvbm_settings::{Loaded, Loader, SettingsError};
+use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::failure::Failure;
+use crate::global::Global;
 
 /// A KV block manager for LLM inference: keeps the KV cache of past prompts in device, host, disk and object
 /// tiers.
@@ -53,21 +55,6 @@ struct Cli {
     global: Global,
     #[command(subcommand)]
     command: Command,
-}
-
-/// What every command takes.
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Options of every command")]
-struct Global {
-    /// Settings file (TOML), instead of the one that `DYN_KVBM_CONFIG` names
-    #[arg(long, global = true, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Print the result as one JSON object
-    #[arg(long, global = true)]
-    json: bool,
-    /// Log what happens to standard error; twice for more
-    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
-    verbose: u8,
 }
 
 #[derive(Debug, Subcommand)]
@@ -97,24 +84,6 @@ impl Command {
             Self::Doctor(args) => doctor::run(&args, global),
             Self::Bench(bench) => bench.run(global),
         }
-    }
-}
-
-impl Global {
-    /// All sources of settings but the command's own options.
-    fn loader(&self) -> Result<Loader, SettingsError> {
-        let loader = Loader::from_process()?.nixl_plugins(kvbm::installed_nixl_plugins);
-        Ok(match &self.config {
-            Some(path) => loader.file(path),
-            None => loader,
-        })
-    }
-
-    /// The settings as `adapt` completes them. Says once what was given and has no effect yet.
-    fn load(&self, adapt: impl FnOnce(Loader) -> Loader) -> Result<Loaded, SettingsError> {
-        let loaded = adapt(self.loader()?).load()?;
-        loaded.accepted.iter().for_each(|accepted| tracing::warn!("{accepted}"));
-        Ok(loaded)
     }
 }
 

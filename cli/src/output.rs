@@ -89,6 +89,11 @@ pub(crate) fn share(part: u64, whole: u64) -> f64 {
     part as f64 / whole.max(1) as f64
 }
 
+/// To four decimals, as figures stand in JSON.
+pub(crate) fn rounded(number: f64) -> f64 {
+    (number * 1e4).round() / 1e4
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -61,8 +61,10 @@ impl Scratch {
                 "cannot write to the directory {dir}: {error}; choose another with {setting}"
             ))
         };
+        // What is made is noted one by one, so that a directory that was there before is never removed.
         self.make(dir).map_err(unusable)?;
         let fresh = tempfile::Builder::new().prefix(PREFIX).tempdir_in(dir).map_err(unusable)?;
+        // A URL has no working directory.
         let path = std::path::absolute(fresh.path()).map_err(unusable)?;
         self.fresh.push(fresh);
         Ok(path)
@@ -92,8 +94,7 @@ const PREFIX: &str = "kvbm-run-";
 
 /// A name that no other run uses.
 fn fresh_name() -> String {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    format!("{PREFIX}{}-{:x}", std::process::id(), now.as_nanos())
+    format!("{PREFIX}{}-{:x}", std::process::id(), kvbm_tiers::clock::since_1970().as_nanos())
 }
 
 /// The URL of an absolute path.

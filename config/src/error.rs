@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use crate::loader::Origin;
+use crate::origin::Origin;
 use crate::value::InvalidValue;
 
 /// Why the settings could not be had. Every message names the key, where it came from and what is valid; none

@@ -8,17 +8,16 @@ use std::str::FromStr;
 
 use crate::nixl::{parameter_name, plugin_name};
 use crate::settings::{
-    AdmissionMode, Capacity, DeviceBackend, DiskBackend, EvictionPolicy, ObjectBackend, SECRET_SET, Settings,
-    URL_HIDDEN, WriteBudget, may_hold_credentials, shown_parameter, shown_url,
+    AdmissionMode, DeviceBackend, DiskBackend, EvictionPolicy, ObjectBackend, SECRET_SET, Settings,
+    URL_HIDDEN, may_hold_credentials, shown_parameter, shown_url,
 };
+use crate::tenants;
 use crate::value::{
-    BOOLEANS, BUDGETS, CAPACITIES, DIRECTORIES, InvalidValue, LIMITS, SIZES, TEXTS, format_size,
-    parse_boolean, parse_directories, parse_share, parse_size, parse_text, parse_whole, split_directories,
-    whole_numbers,
+    BOOLEANS, BUDGETS, CAPACITIES, Capacity, DIRECTORIES, InvalidValue, LIMITS, NONE, SIZES, TEXTS,
+    WriteBudget, format_size, parse_boolean, parse_directories, parse_share, parse_size, parse_text,
+    parse_whole, split_directories, whole_numbers,
 };
 
-/// How an optional setting is written that is not set.
-pub(crate) const NONE: &str = "none";
 /// How a limit is written that is not set.
 pub(crate) const UNLIMITED: &str = "unlimited";
 
@@ -66,6 +65,10 @@ pub(crate) enum Field {
     Text(At<Option<String>>),
     Secret(At<Option<String>>),
     Directories(At<Vec<PathBuf>>),
+    /// By tenant.
+    TenantWeights(At<BTreeMap<u32, f64>>),
+    /// By tenant.
+    TenantQuotas(At<BTreeMap<u32, Capacity>>),
     Choice(fn(&mut Settings) -> &mut dyn Choice),
     /// A family: `path.NAME` is on or off.
     Toggles(At<BTreeMap<String, bool>>),
@@ -116,6 +119,8 @@ impl Field {
             }
             Self::Url(at, schemes) => put(at(settings), if_set(text, |text| parse_url(text, schemes))),
             Self::Text(at) | Self::Secret(at) => put(at(settings), if_set(text, parse_text)),
+            Self::TenantWeights(at) => put(at(settings), tenants::parse_weights(text)),
+            Self::TenantQuotas(at) => put(at(settings), tenants::parse_quotas(text)),
             Self::Choice(at) => at(settings).choose(text.trim()),
             Self::Directories(_) | Self::Toggles(_) | Self::Parameters(_) => {
                 Err(InvalidValue::new("not a single value", self.valid()))
@@ -125,6 +130,7 @@ impl Field {
 
     /// The value as [`Field::assign`] takes it: nothing when unset, one per member of a family.
     pub(crate) fn values(&self, settings: &Settings) -> Vec<Raw> {
+        // An accessor borrows for writing, since one serves both ways.
         let settings = &mut settings.clone();
         let text = match self {
             Self::Flag(at) => Some(at(settings).to_string()),
@@ -139,6 +145,8 @@ impl Field {
             Self::Port(at) => Some(at(settings).to_string()),
             Self::Address(at) => Some(at(settings).to_string()),
             Self::Url(at, _) | Self::Text(at) | Self::Secret(at) => at(settings).clone(),
+            Self::TenantWeights(at) => tenants::text(at(settings)),
+            Self::TenantQuotas(at) => tenants::text(at(settings)),
             Self::Choice(at) => Some(at(settings).name().to_owned()),
             Self::Directories(at) => {
                 return vec![Raw::Many(at(settings).iter().map(|path| path.display().to_string()).collect())];
@@ -182,6 +190,8 @@ impl Field {
             Self::Limit(_) => LIMITS.to_owned(),
             Self::Budget(_) => BUDGETS.to_owned(),
             Self::Share(_) => "a number from 0 to 1".to_owned(),
+            Self::TenantWeights(_) => tenants::WEIGHTS.to_owned(),
+            Self::TenantQuotas(_) => tenants::QUOTAS.to_owned(),
             Self::Port(_) => whole_numbers(&(0..=65_535)),
             Self::Address(_) => "an IPv4 or IPv6 address".to_owned(),
             Self::Url(_, schemes) => urls(schemes),

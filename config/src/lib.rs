@@ -5,11 +5,12 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`settings`] | the data and their defaults |
-//! | [`value`] | how a size, a capacity or a toggle is written |
+//! | [`value`] | sizes, capacities, budgets, toggles: what they are and how they are written |
 //! | `field` | a typed accessor per setting: parse, show, limits |
 //! | `registry` | the one table of keys and variables, which everything below reads |
 //! | `nixl` | how plugins of NIXL and their parameters are named |
 //! | `file` | a TOML file as lines of `key = value` |
+//! | `origin` | who chose a value |
 //! | [`loader`] | defaults < file < environment < command line, and where each value came from |
 //! | `validate` | what must hold between settings |
 //! | [`mod@reference`] | the generated `docs/configuration.md` |
@@ -23,25 +24,29 @@
 //! # Ok::<(), kvbm_settings::SettingsError>(())
 //! ```
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod error;
 mod field;
 mod file;
 pub mod loader;
 mod nixl;
+mod origin;
 pub mod reference;
 mod registry;
 pub mod settings;
+mod tenants;
 mod validate;
 pub mod value;
 
 pub use error::SettingsError;
-pub use loader::{Accepted, Loaded, Loader, Origin, Row};
+pub use loader::{Accepted, Loaded, Loader, Row};
 pub use nixl::NIXL_PLUGINS;
+pub use origin::Origin;
 pub use reference::reference_markdown;
 pub use settings::{
-    AdmissionMode, Capacity, DeviceBackend, DeviceSettings, DiskBackend, DiskSettings, EvictionPolicy,
-    FlushSettings, HostSettings, MAX_BLOCK_BYTES, MAX_DISK_THREADS, MAX_TIER_BLOCKS, MetricsSettings,
-    NixlSettings, ObjectBackend, ObjectSettings, Settings, TransferSettings, WriteBudget,
+    AdmissionMode, DeviceBackend, DeviceSettings, DiskBackend, DiskSettings, EvictionPolicy, FlushSettings,
+    HostSettings, MAX_BLOCK_BYTES, MAX_DISK_THREADS, MAX_TIER_BLOCKS, MetricsSettings, NixlSettings,
+    ObjectBackend, ObjectSettings, Settings, TransferSettings,
 };
-pub use value::{InvalidValue, format_size, parse_size};
+pub use value::{Capacity, InvalidValue, WriteBudget, format_size, parse_size};

@@ -4,55 +4,17 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::{fmt, mem};
 
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 
 use crate::error::SettingsError;
-use crate::field::{NONE, Raw};
+use crate::field::Raw;
 use crate::file;
 use crate::nixl;
+use crate::origin::Origin;
 use crate::registry::{self, CONFIG_VARIABLE, IGNORED, KEYS, Key, Meaning, PREFIX, Variable};
 use crate::settings::Settings;
 use crate::value::InvalidValue;
-
-/// Where a value came from.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Origin {
-    /// Nobody chose it.
-    #[default]
-    Default,
-    /// The program's own choice, see [`Loader::defaults`].
-    Program,
-    /// A line of the settings file.
-    File {
-        /// The file.
-        path: PathBuf,
-        /// Line, from 1.
-        line: usize,
-    },
-    /// An environment variable.
-    Variable(String),
-    /// The command line.
-    CommandLine,
-}
-
-impl fmt::Display for Origin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Default => f.write_str("default"),
-            Self::Program => f.write_str("program"),
-            Self::File { path, line } => write!(f, "{}:{line}", path.display()),
-            Self::Variable(name) => f.write_str(name),
-            Self::CommandLine => f.write_str("command line"),
-        }
-    }
-}
-
-impl Serialize for Origin {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
-    }
-}
+use crate::value::NONE;
 
 /// One override of the command line.
 struct Override {
@@ -272,6 +234,8 @@ impl Loading {
     }
 
     fn add_environment(&mut self, environment: &BTreeMap<String, String>) -> Result<(), SettingsError> {
+        // In the order of the table, not of the environment: where two variables mean one setting, the later one of
+        // the table prevails, such as a number of blocks over gigabytes.
         for key in KEYS {
             for variable in key.variables {
                 if let Some(text) = environment.get(variable.name) {
@@ -338,6 +302,7 @@ impl Loading {
     }
 
     fn finish(mut self) -> Result<Loaded, SettingsError> {
+        // Only now: a later source may have given what a variable demands.
         self.check_required()?;
         let Loaded { settings, origins, .. } = &self.loaded;
         settings.check(|path| origins.get(path).cloned().unwrap_or_default())?;
@@ -352,6 +317,7 @@ impl Loading {
 
     /// The names of plugins are not a closed list: this machine is asked before one is refused.
     fn check_plugins(&self, installed: Option<Box<Installed>>) -> Result<(), SettingsError> {
+        // To ask is to look for the library and its plugins on disk: not where every name is known anyway.
         if self.check_plugins_among(&[]).is_ok() {
             return Ok(());
         }

@@ -2,9 +2,10 @@
 
 use std::fmt::Write as _;
 
-use crate::field::{Field, NONE, size_range};
+use crate::field::{Field, size_range};
 use crate::registry::{IGNORED, KEYS, Key, Variable};
 use crate::settings::Settings;
+use crate::value::NONE;
 use crate::value::whole_numbers;
 
 /// The whole of `docs/configuration.md`.

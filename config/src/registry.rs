@@ -2,8 +2,9 @@
 
 use std::ops::RangeInclusive;
 
-use crate::field::{Field, NONE, UNLIMITED};
+use crate::field::{Field, UNLIMITED};
 use crate::settings::{MAX_BLOCK_BYTES, MAX_TIER_BLOCKS};
+use crate::value::NONE;
 use crate::value::{InvalidValue, TEXTS, parse_boolean, parse_size, parse_text, parse_whole, whole_numbers};
 
 /// All variables start with this.
@@ -178,6 +179,22 @@ pub(crate) static KEYS: &[Key] = &[
         variables: &[own("DYN_KVBM_FAIR_TENANTS", Form::Plain)],
         doc: "Evict from the tenant that holds the most of a tier, its blocks of low priority first, and within these in \
               the order of the policy. Engines say whose a request is (`Hints::tenant`, `Hints::priority`).",
+        in_use: true,
+    },
+    Key {
+        path: "tenant_weights",
+        field: Field::TenantWeights(|s| &mut s.tenant_weights),
+        variables: &[own("DYN_KVBM_TENANT_WEIGHTS", Form::Plain)],
+        doc: "How large a tenant's share of each tier is compared to others'; 1 for those not named. Implies \
+              `fair_tenants`.",
+        in_use: true,
+    },
+    Key {
+        path: "tenant_quotas",
+        field: Field::TenantQuotas(|s| &mut s.tenant_quotas),
+        variables: &[own("DYN_KVBM_TENANT_QUOTAS", Form::Plain)],
+        doc: "Beyond how much of each tier a tenant gives way before all others that are within theirs, whatever the \
+              shares. What nobody else wants it may use. Implies `fair_tenants`.",
         in_use: true,
     },
     Key {
@@ -554,12 +571,12 @@ pub(crate) static IGNORED: &[Ignored] = &[
     Ignored {
         name: "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER",
         takes: Takes::Flag,
-        doc: "Every block is admitted to disk already.",
+        doc: "`disk.admission` (`DYN_KVBM_DISK_ADMISSION`) says which blocks go to disk.",
     },
     Ignored {
         name: "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
         takes: Takes::Whole(0..=100),
-        doc: "Blocks carry no priority.",
+        doc: "Priority (`Hints::priority`) orders what leaves a tier first, with `fair_tenants`; it keeps no block out.",
     },
     Ignored {
         name: "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS",
@@ -696,6 +713,8 @@ mod tests {
             Field::Limit(_) => texts(["65536", "1.5 GiB", "5000 blocks", "0", NONE, UNLIMITED]),
             Field::Budget(_) => texts(["500GB", "0.5dwpd", "1000dwpd", "0", NONE]),
             Field::Share(_) => texts(["0", "1", "0.5"]),
+            Field::TenantWeights(_) => texts(["7=3, 9=0.5", "7=1000000", NONE]),
+            Field::TenantQuotas(_) => texts(["7=64GiB, 9=5000 blocks", NONE]),
             Field::Port(_) => texts(["0", "65535"]),
             Field::Address(_) => texts(["127.0.0.1", "0.0.0.0", "::1"]),
             Field::Url(..) => texts(examples(&field.valid()).chain([NONE.to_owned()])),

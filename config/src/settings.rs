@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use serde::{Serialize, Serializer};
 
 use crate::nixl::names_a_secret;
+use crate::value::{Capacity, WriteBudget};
 
 /// The most blocks that a tier can have, and the host tier together with its staging blocks: slots are numbered in
 /// 30 bits. The crate that has the slots says the same, which `kvbm` asserts.
@@ -40,35 +41,15 @@ pub struct Settings {
     pub eviction: EvictionPolicy,
     /// Share each tier fairly between tenants.
     pub fair_tenants: bool,
+    /// By tenant: how large its share of each tier is, compared to others; 1 where it is not named. Where any is named,
+    /// tiers are shared.
+    pub tenant_weights: BTreeMap<u32, f64>,
+    /// By tenant: beyond how much of each tier it gives way first. Where any is named, tiers are shared.
+    pub tenant_quotas: BTreeMap<u32, Capacity>,
     /// What is exported.
     pub metrics: MetricsSettings,
     /// NVIDIA's transfer library.
     pub nixl: NixlSettings,
-}
-
-/// How large a tier is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Capacity {
-    /// As many blocks as fit into so many bytes.
-    Bytes(u64),
-    /// Exactly so many blocks.
-    Blocks(u64),
-}
-
-impl Capacity {
-    /// Whole blocks of `block_bytes` that this holds.
-    pub fn blocks(self, block_bytes: u64) -> u64 {
-        match self {
-            Self::Bytes(bytes) => bytes / block_bytes.max(1),
-            Self::Blocks(blocks) => blocks,
-        }
-    }
-
-    /// Whether it is written as nothing at all.
-    pub const fn is_zero(self) -> bool {
-        matches!(self, Self::Bytes(0) | Self::Blocks(0))
-    }
 }
 
 /// The device tier.
@@ -486,19 +467,6 @@ impl AdmissionMode {
             Self::Auto => "auto",
         }
     }
-}
-
-/// The most times in a day that a drive is written in full: no drive is that fast.
-pub(crate) const MAX_DRIVE_WRITES_PER_DAY: f64 = 1000.0;
-
-/// How much may be written to a medium that wears out.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum WriteBudget {
-    /// So many bytes in any 24 hours.
-    BytesPerDay(u64),
-    /// So many times the tier's size in any 24 hours.
-    DriveWritesPerDay(f64),
 }
 
 /// What is exported.

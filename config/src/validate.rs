@@ -1,12 +1,12 @@
 //! What must hold of the settings as a whole.
 
 use crate::error::SettingsError;
-use crate::loader::Origin;
+use crate::origin::Origin;
 use crate::registry::KEYS;
 use crate::settings::{
-    AdmissionMode, Capacity, DiskBackend, MAX_DISK_THREADS, MAX_TIER_BLOCKS, ObjectBackend, Settings,
+    AdmissionMode, DiskBackend, MAX_DISK_THREADS, MAX_TIER_BLOCKS, ObjectBackend, Settings,
 };
-use crate::value::{InvalidValue, format_size};
+use crate::value::{Capacity, InvalidValue, format_size};
 
 impl Settings {
     /// Checks every value and what holds between them. [`Loader::load`](crate::Loader::load) has done so already.
@@ -23,6 +23,7 @@ impl Settings {
     pub(crate) fn check(&self, origin: impl Fn(&str) -> Origin) -> Result<(), SettingsError> {
         let violation = self
             .check_values()
+            // Values first: what follows computes with them.
             .and_then(|()| self.check_sizes())
             .and_then(|()| self.check_disk())
             .and_then(|()| self.check_keys())
@@ -40,6 +41,7 @@ impl Settings {
         let scratch = &mut Settings::default();
         for key in KEYS {
             for raw in key.field.values(self) {
+                // As if read from a file: settings that an engine fills in by hand get no rules of their own.
                 key.field.assign(scratch, &raw).map_err(|problem| (key.path, problem))?;
             }
         }

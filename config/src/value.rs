@@ -6,7 +6,10 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::{fmt, path::PathBuf};
 
-use crate::settings::{Capacity, MAX_DRIVE_WRITES_PER_DAY, WriteBudget};
+use serde::Serialize;
+
+/// How an optional setting is written that is not set.
+pub(crate) const NONE: &str = "none";
 
 /// Why a text is not a value of its sort, and what would be.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -116,6 +119,31 @@ pub fn format_size(bytes: u64) -> String {
     }
 }
 
+/// How large a tier is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Capacity {
+    /// As many blocks as fit into so many bytes.
+    Bytes(u64),
+    /// Exactly so many blocks.
+    Blocks(u64),
+}
+
+impl Capacity {
+    /// Whole blocks of `block_bytes` that this holds.
+    pub fn blocks(self, block_bytes: u64) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes / block_bytes.max(1),
+            Self::Blocks(blocks) => blocks,
+        }
+    }
+
+    /// Whether it is written as nothing at all.
+    pub const fn is_zero(self) -> bool {
+        matches!(self, Self::Bytes(0) | Self::Blocks(0))
+    }
+}
+
 impl fmt::Display for Capacity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -138,6 +166,19 @@ impl FromStr for Capacity {
         };
         capacity.map_err(|invalid| InvalidValue::new(invalid.reason, CAPACITIES))
     }
+}
+
+/// The most times in a day that a drive is written in full: no drive is that fast.
+const MAX_DRIVE_WRITES_PER_DAY: f64 = 1000.0;
+
+/// How much may be written to a medium that wears out.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WriteBudget {
+    /// So many bytes in any 24 hours.
+    BytesPerDay(u64),
+    /// So many times the tier's size in any 24 hours.
+    DriveWritesPerDay(f64),
 }
 
 impl fmt::Display for WriteBudget {

@@ -1,14 +1,6 @@
 //! Builds a manager's parts from its settings: the only place that names concrete backends and policies.
 
-#[cfg(feature = "cuda")]
 mod gpu;
-#[cfg(not(feature = "cuda"))]
-#[path = "assemble/without_gpu.rs"]
-mod gpu;
-#[cfg(feature = "nixl")]
-mod nixl;
-#[cfg(not(feature = "nixl"))]
-#[path = "assemble/without_nixl.rs"]
 mod nixl;
 mod policies;
 mod report;
@@ -32,8 +24,8 @@ use prometheus::Registry;
 
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
-use crate::manager::{Options, RouteReport};
 use crate::metrics::{Gauges, Metrics};
+use crate::options::{Options, RouteReport};
 use crate::scheduler::{Core, Executor, Parts, Tuning};
 use crate::table::{Table, TierSpec};
 
@@ -123,7 +115,7 @@ fn prefill_block_s(settings: &Settings, block_tokens: u64) -> Option<f64> {
 struct Tiers {
     device: Option<Arc<dyn Device>>,
     emulated: Option<Arc<DramRegion>>,
-    gpu: Option<GpuTier>,
+    gpu: Option<Box<dyn GpuTier>>,
     host: Option<Arc<DramRegion>>,
     specs: Vec<TierSpec>,
     staging: Vec<Frame>,
@@ -151,7 +143,7 @@ impl Tiers {
     fn open_device(&mut self, settings: &Settings) -> Result<()> {
         let Some(capacity) = settings.device.capacity else { return Ok(()) };
         let slots = slots(capacity, settings)?;
-        if let Some(gpu) = GpuTier::open(settings, geometry(slots, settings)?)? {
+        if let Some(gpu) = gpu::open(settings, geometry(slots, settings)?)? {
             self.add_tier(gpu.frames()?, settings);
             self.device = Some(gpu.window()?);
             self.gpu = Some(gpu);
@@ -171,7 +163,7 @@ impl Tiers {
             return Ok(());
         }
         let options = dram(tier + staging, settings)?;
-        let node = self.gpu.as_ref().and_then(GpuTier::numa_node);
+        let node = self.gpu.as_ref().and_then(|gpu| gpu.numa_node());
         let region = numa::near(node, || DramRegion::host(options)).map_err(setup)?;
         let mut pool = frames(&region)?;
         self.staging.extend((0..staging).filter_map(|_| pool.take()));
@@ -388,7 +380,7 @@ impl Tiers {
     /// Each tier below the device flushes to the next one.
     fn link_flushes(&mut self, settings: &Settings) {
         let places = self.specs.iter().map(|spec| (spec.pool.tier(), own_slots(&spec.pool)));
-        let below: Vec<policies::Place> = places.filter(|&(tier, _)| tier > Tier::Device).collect();
+        let below: Vec<policies::TierSlots> = places.filter(|&(tier, _)| tier > Tier::Device).collect();
         for spec in &mut self.specs {
             let own = below.iter().position(|&(tier, _)| tier == spec.pool.tier());
             let Some([upper, lower]) = own.and_then(|own| below.get(own..own + 2)) else { continue };
@@ -429,7 +421,7 @@ const fn own_slots(pool: &FramePool) -> u32 {
 }
 
 fn frames(region: &DramRegion) -> Result<FramePool> {
-    region.frames().ok_or_else(|| Error::new(ErrorKind::Invalid, "a region has one ledger only"))
+    region.frames().ok_or_else(|| Error::new(ErrorKind::Invalid, "a region has one slot allocator only"))
 }
 
 fn dram(slots: u32, settings: &Settings) -> Result<DramOptions> {
@@ -474,7 +466,8 @@ fn slots(capacity: Capacity, settings: &Settings) -> Result<u32> {
     })
 }
 
-/// What a persistent namespace is bound to. Bytes of another geometry are never reinterpreted.
+/// Keeps the files and objects of other block sizes apart. Nothing in it tells models apart: nobody reads what
+/// another process has written.
 fn namespace(settings: &Settings) -> String {
     format!("v1-block{}", settings.block_bytes.unwrap_or_default())
 }

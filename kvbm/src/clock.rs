@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use kvbm_tiers::clock;
+
 /// Milliseconds since any origin, for policies and flush ages.
 pub trait Clock: Send + Sync + fmt::Debug {
     /// Now. May stand still or jump forward, never back.
@@ -17,7 +19,7 @@ pub trait Clock: Send + Sync + fmt::Debug {
     /// default is the time that the process has been running.
     fn uptime(&self) -> Duration {
         static START: OnceLock<Instant> = OnceLock::new();
-        START.get_or_init(Instant::now).elapsed()
+        START.get_or_init(clock::now).elapsed()
     }
 }
 
@@ -27,7 +29,7 @@ pub struct SystemClock(Instant);
 
 impl Default for SystemClock {
     fn default() -> Self {
-        Self(Instant::now())
+        Self(clock::now())
     }
 }
 

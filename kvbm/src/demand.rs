@@ -1,6 +1,6 @@
 //! What more memory would bring: a curve of hit rate against capacity, kept from the chains that are asked for.
 
-use kvbm_policies::MissRatio;
+use kvbm_policies::{MissRatio, SampledRequests};
 
 use crate::hash::Chain;
 use crate::sync::Mutex;
@@ -12,16 +12,31 @@ const REACH: u32 = 4;
 const LEAST: u32 = 1 << 19;
 /// Every so often, in milliseconds, what was observed before loses half of its weight.
 const HALF_LIFE_MS: u64 = 600_000;
+/// Keys that wait to be observed, at most: 4 MB.
+const MAX_WAITING: usize = 1 << 18;
 
-/// Follows the chains that are asked for, on a sample (see [`MissRatio`] for method and error): some 100 ns for
-/// each block that it follows, 1.3 MB at most.
+/// Follows the chains that are asked for, on a sample (see [`MissRatio`] for method and error).
+///
+/// A request only leaves the sampled keys of its chain here, a few nanoseconds each; the curve takes them later, at some
+/// 100 ns each: for a chain of 65,536 blocks that would be ten times as long as all else that a lease does.
 #[derive(Debug)]
-pub(crate) struct Demand(Mutex<State>);
+pub(crate) struct Demand {
+    waiting: Mutex<Waiting>,
+    curve: Mutex<Curve>,
+}
 
 #[derive(Debug)]
-struct State {
-    curve: MissRatio,
+struct Waiting {
+    requests: SampledRequests,
+    now_ms: u64,
+}
+
+#[derive(Debug)]
+struct Curve {
+    ratio: MissRatio,
     faded_ms: u64,
+    /// Empty: it takes the place of what waits.
+    spare: SampledRequests,
 }
 
 impl Demand {
@@ -29,22 +44,47 @@ impl Demand {
     pub(crate) fn of_tiers(largest: u32) -> Self {
         // Hit rates of blocks do not depend on their tokens.
         let curve = MissRatio::new(largest.saturating_mul(REACH).max(LEAST), 1);
-        Self(Mutex::new(State { curve, faded_ms: 0 }))
+        let (requests, spare) = (SampledRequests::new(curve.sample()), SampledRequests::new(curve.sample()));
+        Self {
+            waiting: Mutex::new(Waiting { requests, now_ms: 0 }),
+            curve: Mutex::new(Curve { ratio: curve, faded_ms: 0, spare }),
+        }
     }
 
-    /// A request asks for `chain`.
+    /// A request asks for `chain`. Where nobody [takes up](Self::take_up) what waits, it is not counted in the end.
     pub(crate) fn observe(&self, chain: Chain<'_>, now_ms: u64) {
-        let mut state = self.0.lock();
-        if now_ms >= state.faded_ms + HALF_LIFE_MS {
-            state.faded_ms = now_ms;
-            state.curve.fade(0.5);
+        let mut waiting = self.waiting.lock();
+        waiting.now_ms = now_ms;
+        if waiting.requests.keys() < MAX_WAITING {
+            let tokens = u32::try_from(chain.len()).unwrap_or(u32::MAX);
+            waiting.requests.push(chain.len(), |at| chain.key(at).folded(), tokens);
         }
-        let key = |at| chain.key(at).hash as u64;
-        state.curve.observe(chain.len(), key, u32::try_from(chain.len()).unwrap_or(u32::MAX));
+    }
+
+    /// Brings the curve up to date: off the requests' path.
+    pub(crate) fn take_up(&self) {
+        self.curve.lock().take_up(&self.waiting);
     }
 
     /// The share of requested blocks that an LRU tier of `capacity` blocks would hold: 0 to 1.
     pub(crate) fn hit_rate(&self, capacity: u32) -> f64 {
-        self.0.lock().curve.token_hit_rate(capacity)
+        let mut curve = self.curve.lock();
+        curve.take_up(&self.waiting);
+        curve.ratio.token_hit_rate(capacity)
+    }
+}
+
+impl Curve {
+    fn take_up(&mut self, waiting: &Mutex<Waiting>) {
+        let now_ms = {
+            let mut waiting = waiting.lock();
+            std::mem::swap(&mut waiting.requests, &mut self.spare);
+            waiting.now_ms
+        };
+        if now_ms >= self.faded_ms + HALF_LIFE_MS {
+            self.faded_ms = now_ms;
+            self.ratio.fade(0.5);
+        }
+        self.ratio.take(&mut self.spare);
     }
 }

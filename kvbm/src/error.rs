@@ -1,7 +1,6 @@
 //! The crate's error: what happened, where, and by its kind what a caller can do.
 
-use std::fmt;
-use std::sync::Arc;
+use kvbm_tiers::Failure;
 
 /// What a caller can do about an [`Error`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -18,16 +17,13 @@ pub enum ErrorKind {
 }
 
 /// An error of the block manager.
-#[derive(Clone, Debug)]
-pub struct Error {
-    kind: ErrorKind,
-    message: String,
-    source: Option<Arc<dyn std::error::Error + Send + Sync>>,
-}
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(transparent)]
+pub struct Error(Failure<ErrorKind>);
 
 impl Error {
     pub(crate) fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), source: None }
+        Self(Failure::new(kind, message))
     }
 
     pub(crate) fn caused(
@@ -35,7 +31,7 @@ impl Error {
         message: impl Into<String>,
         source: impl std::error::Error + Send + Sync + 'static,
     ) -> Self {
-        Self { kind, message: message.into(), source: Some(Arc::new(source)) }
+        Self(Failure::caused(kind, message, source))
     }
 
     pub(crate) fn closed() -> Self {
@@ -44,19 +40,7 @@ impl Error {
 
     /// What can be done about it.
     pub const fn kind(&self) -> ErrorKind {
-        self.kind
-    }
-}
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
-    }
-}
-
-impl std::error::Error for Error {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.source.as_ref().map(|source| source.as_ref() as _)
+        self.0.kind()
     }
 }
 

@@ -1,9 +1,11 @@
 //! Names of blocks: chained 128-bit hashes.
 //!
-//! A block's hash commits to every token before its end, so equal hashes mean equal KV bytes (for one model,
-//! which the cache's fingerprint pins down). Engines bring their own hashes ([`BlockHash::from_engine`]);
-//! [`ChainHasher`] computes them from tokens. It uses BLAKE3, because tenants share a cache and a hash that
-//! an attacker can collide would hand him somebody else's KV.
+//! A block's hash commits to every token before its end, so equal hashes mean equal KV bytes, for one model in
+//! one layout. A manager cannot tell models apart: whoever opens one gives it the blocks of one model (weights,
+//! type, layout, ranks) only, or puts what differs into the hashes, as the salt of a [`ChainHasher`] does.
+//!
+//! Engines bring their own hashes ([`BlockHash::from_engine`]); [`ChainHasher`] computes them from tokens. It uses
+//! BLAKE3, because tenants share a cache and a hash that an attacker can collide would hand him somebody else's KV.
 
 use std::fmt;
 

@@ -5,24 +5,24 @@ use std::sync::Arc;
 
 use kvbm_tiers::Tier;
 
-use crate::scheduler::Core;
-use crate::table::{Grip, Match};
+use crate::table::{Match, Pins, SharedTable};
 
 /// Keeps the leading blocks of a chain where they are, in every tier, until it is dropped. It pins one
 /// block per tier, the deepest: tiers drain leaf-first, so its ancestors cannot leave before it.
 pub struct Lease {
-    core: Arc<Core>,
-    grip: Option<Grip>,
+    table: Arc<SharedTable>,
+    /// There until the drop.
+    pins: Option<Pins>,
 }
 
 impl Lease {
-    pub(crate) const fn new(core: Arc<Core>, grip: Grip) -> Self {
-        Self { core, grip: Some(grip) }
+    pub(crate) const fn new(table: Arc<SharedTable>, pins: Pins) -> Self {
+        Self { table, pins: Some(pins) }
     }
 
     /// Leading blocks that each tier holds for this lease.
     pub fn held(&self) -> Match {
-        self.grip.as_ref().map(|grip| *grip.held()).unwrap_or_default()
+        self.pins.as_ref().map(|pins| *pins.held()).unwrap_or_default()
     }
 
     /// Leading blocks that `tier` holds for this lease.
@@ -30,25 +30,25 @@ impl Lease {
         self.held().blocks(tier)
     }
 
-    /// Whether `core` made it.
-    pub(crate) fn is_of(&self, core: &Arc<Core>) -> bool {
-        Arc::ptr_eq(&self.core, core)
+    /// Whether it is of this table.
+    pub(crate) fn is_of(&self, table: &Arc<SharedTable>) -> bool {
+        Arc::ptr_eq(&self.table, table)
     }
 
-    /// The grip; there until the drop.
-    pub(crate) fn grip(&self) -> &Grip {
-        self.grip.as_ref().expect("a lease has its grip until it is dropped")
+    pub(crate) fn pins(&self) -> &Pins {
+        self.pins.as_ref().expect("a lease has its pins until it is dropped")
     }
 
-    pub(crate) fn grip_mut(&mut self) -> &mut Grip {
-        self.grip.as_mut().expect("a lease has its grip until it is dropped")
+    /// The pins, which somebody else releases from now on.
+    pub(crate) fn into_pins(mut self) -> Pins {
+        self.pins.take().expect("a lease has its pins until it is dropped")
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if let Some(grip) = self.grip.take() {
-            self.core.table().release(grip);
+        if let Some(pins) = self.pins.take() {
+            self.table.lock().release(pins);
         }
     }
 }

@@ -4,10 +4,11 @@
 //! | module | holds |
 //! |---|---|
 //! | `hash` | names of blocks: chained hashes |
+//! | `task` | what the table asks of the scheduler, and what it is told: plain data |
 //! | [`table`] | which block lies in which slot of which tier; leases; flushing and eviction. Pure bookkeeping |
-//! | [`scheduler`] | moves blocks: orders, lanes, flows, time-outs, flushing |
-//! | `lease`, `ticket`, `pins` | what callers hold: the right to read a chain, the answer to come, chains kept for a while |
-//! | `manager` | what an engine talks to |
+//! | [`scheduler`] | moves blocks: queues, batches, breakers, time-outs, flushing |
+//! | `lease`, `transfer`, `pinned` | what callers hold: the right to read a chain, the answer to come, chains kept for a while |
+//! | `manager`, `options` | what an engine talks to, and how it is opened |
 //! | `assemble` | the only place that names concrete backends and policies |
 //! | `device` | the device tier's bytes, for who looks at them on the CPU |
 //! | `demand` | what more memory would bring: hit rate against capacity |
@@ -16,6 +17,7 @@
 //! Data flows one way: engine → manager (lease, load, save) → table ⇄ policies → scheduler → executor →
 //! `kvbm_tiers` backends → completion → table.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod assemble;
 mod clock;
@@ -26,11 +28,13 @@ mod hash;
 mod lease;
 mod manager;
 mod metrics;
-mod pins;
+mod options;
+mod pinned;
 pub mod scheduler;
 mod sync;
 pub mod table;
-mod ticket;
+mod task;
+mod transfer;
 
 pub use assemble::{GpuReport, NixlReport, PluginReport, installed_nixl_plugins, probe_gpu, probe_nixl};
 pub use clock::{Clock, JumpingClock, ManualClock, SystemClock};
@@ -39,8 +43,12 @@ pub use hash::{BlockHash, Chain, ChainHasher};
 pub use kvbm_policies::{Hints, RequestId};
 pub use kvbm_tiers::{BlockKey, Tier};
 pub use lease::Lease;
-pub use manager::{Allocation, Manager, Options, RouteReport};
+pub use manager::{Allocation, Manager};
 pub use metrics::Metrics;
-pub use scheduler::{Brought, Drained};
-pub use table::Usage;
-pub use ticket::Ticket;
+pub use options::{Options, RouteReport};
+pub use scheduler::Drained;
+pub use table::RequestInfo;
+#[cfg(feature = "lock-times")]
+pub use table::{TableGuard, longest_hold};
+pub use task::{Class, CopyTask, Defect, Outcome, TaskId, TaskResult, TransferId};
+pub use transfer::{Transfer, Transferred};

@@ -7,47 +7,22 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
-use kvbm_policies::RequestId;
+use kvbm_policies::{Ended, RequestId};
 use kvbm_settings::Settings;
-use kvbm_tiers::chaos::Chaos;
-use kvbm_tiers::{BlockKey, Frame, Loan, Tier};
-use prometheus::Registry;
+use kvbm_tiers::{Loan, Tier};
 
 use crate::assemble;
-use crate::clock::{Clock, SystemClock};
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::hash::Chain;
 use crate::lease::Lease;
-use crate::pins::Pins;
-use crate::scheduler::{Brought, Class, Core, Drained, StagingCounts, foreign_lease};
+use crate::options::{Options, RouteReport};
+use crate::pinned::PinnedChains;
+use crate::scheduler::{Core, Drained, StagingCounts, foreign_lease};
 use crate::sync::{JoinHandle, Mutex, spawn};
-use crate::table::{Drift, Match, RunId, SlotCounts, TierStats, Usage};
-use crate::ticket::Ticket;
-
-/// What a manager is opened with besides its settings.
-#[derive(Debug)]
-pub struct Options {
-    /// Where its metrics are registered.
-    pub registry: Registry,
-    /// Time for policies and flushing.
-    pub clock: Arc<dyn Clock>,
-    /// Tokens in a block, for metrics.
-    pub block_tokens: u64,
-    /// What goes wrong on purpose with the copies of all tiers, for tests.
-    pub chaos: Option<Chaos>,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            registry: Registry::new(),
-            clock: Arc::new(SystemClock::default()),
-            block_tokens: 16,
-            chaos: None,
-        }
-    }
-}
+use crate::table::{Match, RequestInfo, Reserved, SlotCounts, TierStats, Violation};
+use crate::task::Class;
+use crate::transfer::{Transfer, Transferred};
 
 /// Keeps KV blocks in a hierarchy of tiers and gives them back.
 ///
@@ -59,20 +34,9 @@ pub struct Manager {
     device: Option<Arc<dyn Device>>,
     routes: Vec<RouteReport>,
     background: Mutex<Option<Background>>,
-    pins: Arc<Pins>,
+    pinned: Arc<PinnedChains>,
     /// The one that opened it.
     process: u32,
-}
-
-/// A row of the routing table.
-#[derive(Clone, Debug, serde::Serialize)]
-pub struct RouteReport {
-    /// Source tier.
-    pub from: Tier,
-    /// Destination tier.
-    pub to: Tier,
-    /// The backend's name, or `via host`.
-    pub backend: String,
 }
 
 impl fmt::Debug for Manager {
@@ -90,14 +54,14 @@ impl Manager {
     pub async fn open(settings: Settings, options: Options) -> Result<Self> {
         let assembled = assemble::open(settings, &options).await?;
         assemble::export(&options.registry, &assembled.core)?;
-        let pins = Arc::new(Pins::default());
-        let background = Background::start(&assembled.core, &pins)?;
+        let pinned = Arc::new(PinnedChains::default());
+        let background = Background::start(&assembled.core, &pinned)?;
         Ok(Self {
             core: assembled.core,
             device: assembled.device,
             routes: assembled.routes,
             background: Mutex::new(Some(background)),
-            pins,
+            pinned,
             process: std::process::id(),
         })
     }
@@ -111,13 +75,13 @@ impl Manager {
     /// Pins the leading blocks of `chain` in every tier that holds any, and counts as their use by a request of
     /// which nothing else is known.
     pub fn lease<'a>(&self, chain: impl Into<Chain<'a>>) -> Lease {
-        self.lease_for(Usage::default(), chain)
+        self.lease_for(RequestInfo::default(), chain)
     }
 
     /// [`lease`](Self::lease), for a request that the engine names or describes. Whatever is done with the lease
     /// counts as its doing.
-    pub fn lease_for<'a>(&self, usage: Usage, chain: impl Into<Chain<'a>>) -> Lease {
-        self.core.lease(chain.into(), usage)
+    pub fn lease_for<'a>(&self, info: RequestInfo, chain: impl Into<Chain<'a>>) -> Lease {
+        self.core.lease(chain.into(), info)
     }
 
     /// Keeps what a lease holds where it is, in every tier that it holds it in, for `ttl_ms` milliseconds or until
@@ -130,30 +94,41 @@ impl Manager {
     pub fn pin(&self, lease: Lease, ttl_ms: u64) -> Result<()> {
         self.check_lease(&lease)?;
         let until_ms = self.core.now_ms().saturating_add(ttl_ms);
-        self.pins.add(lease, until_ms)
+        self.pinned.add(lease, until_ms)
     }
 
     /// The request has ended and generated `output_tokens`. Policies learn from it how long an answer it was;
     /// how soon a chain returns depends on that.
     pub fn finished(&self, request: RequestId, output_tokens: u32) {
-        self.core.table().finished(request, output_tokens);
+        self.end(request, output_tokens, false);
+    }
+
+    /// [`finished`](Self::finished), and nobody will continue the request: what only it used may leave first. The end is
+    /// when an engine knows that best; [`Hints::will_not_return`](crate::Hints) says it earlier.
+    pub fn finished_for_good(&self, request: RequestId, output_tokens: u32) {
+        self.end(request, output_tokens, true);
+    }
+
+    fn end(&self, request: RequestId, output_tokens: u32, will_not_return: bool) {
+        let at_ms = self.core.now_ms();
+        self.core.table().finished(&Ended { request, output_tokens, will_not_return, at_ms });
     }
 
     /// Brings what the lease holds in any tier onto the device. The answer's lease holds it there.
-    pub fn load(&self, lease: Lease) -> Ticket<Brought> {
-        self.core.bring(Class::Load, Tier::Device, lease)
+    pub fn load(&self, lease: Lease) -> Transfer<Transferred> {
+        self.core.transfer(Class::Load, Tier::Device, lease)
     }
 
     /// Copies what the lease holds to the uppermost tier below the device.
-    pub fn save(&self, lease: Lease) -> Ticket<Brought> {
+    pub fn save(&self, lease: Lease) -> Transfer<Transferred> {
         let below =
             [Tier::Host, Tier::Disk, Tier::Object].into_iter().find(|&tier| self.core.table().has(tier));
-        self.core.bring(Class::Save, below.unwrap_or(Tier::Device), lease)
+        self.core.transfer(Class::Save, below.unwrap_or(Tier::Device), lease)
     }
 
     /// Brings what the lease holds further down up to `to`, when nothing more urgent is to be done.
-    pub fn prefetch(&self, lease: Lease, to: Tier) -> Ticket<Brought> {
-        self.core.bring(Class::Prefetch, to, lease)
+    pub fn prefetch(&self, lease: Lease, to: Tier) -> Transfer<Transferred> {
+        self.core.transfer(Class::Prefetch, to, lease)
     }
 
     /// Takes device slots for the blocks of `chain` that the device lacks, to be filled by the engine.
@@ -168,31 +143,27 @@ impl Manager {
             return Err(Error::new(ErrorKind::Invalid, "there is no device tier: set device.capacity"));
         }
         self.check_lease(&lease)?;
-        let mut table = self.core.table();
-        if !table.is_lease_of(lease.grip(), chain) {
+        if self.core.is_closed() {
+            return Err(Error::closed());
+        }
+        if !self.core.table().is_lease_of(lease.pins(), chain) {
             return Err(Error::new(ErrorKind::Invalid, "the lease is of another chain: lease this one"));
         }
-        let reserved = table.reserve(Tier::Device, chain, lease.grip().visit().usage);
-        drop(table);
-        let before = reserved.resident + reserved.in_flight;
-        if reserved.run.is_none() && reserved.refused > 0 {
+        let reserved = self.core.reserve(Tier::Device, chain, lease.pins().context().info);
+        if reserved.frames.is_empty() && reserved.refused > 0 {
+            self.core.abandon(reserved);
             return Err(Error::new(ErrorKind::Full, "every block of the device tier is in use"));
         }
         Ok(Allocation {
             core: Arc::clone(&self.core),
             device: self.device.clone(),
-            before,
-            behind: reserved.behind,
-            in_flight: reserved.in_flight,
-            refused: reserved.refused,
-            filled: vec![false; reserved.run.as_ref().map_or(0, |(_, frames)| frames.len())],
-            run: reserved.run,
-            lease: Some(lease),
+            filled: vec![false; reserved.frames.len()],
+            slots: Some((reserved, lease)),
         })
     }
 
     fn check_lease(&self, lease: &Lease) -> Result<()> {
-        if lease.is_of(&self.core) { Ok(()) } else { Err(foreign_lease()) }
+        if self.core.made(lease) { Ok(()) } else { Err(foreign_lease()) }
     }
 
     /// Shows the bytes of a block on the device: block `position` of `chain`, which `lease` holds there. `None` if
@@ -205,7 +176,7 @@ impl Manager {
         read: impl FnOnce(&[u8]) -> R,
     ) -> Option<R> {
         let chain = chain.into();
-        let is_held = lease.is_of(&self.core) && position < lease.blocks(Tier::Device).min(chain.len());
+        let is_held = self.core.made(lease) && position < lease.blocks(Tier::Device).min(chain.len());
         let device = self.device.as_ref().filter(|_| is_held)?;
         let loan = self.core.table().lend(Tier::Device, chain.key(position))?;
         let lent = Lent { core: &self.core, loan: Some(loan) };
@@ -284,17 +255,17 @@ impl Manager {
     }
 
     /// Every invariant of the table that does not hold. Linear in the number of blocks.
-    pub fn audit(&self) -> Vec<Drift> {
+    pub fn audit(&self) -> Vec<Violation> {
         self.core.table().audit()
     }
 
-    /// Stops everything: background work ends, what waits for its turn is not copied, and every [`Ticket`] has its
+    /// Stops everything: background work ends, what waits for its turn is not copied, and every [`Transfer`] has its
     /// answer soon. What is asked for afterwards is refused as [`ErrorKind::Closed`]. Copies that a medium works on end
     /// by themselves and keep their memory until then.
     pub fn close(&self) {
         drop(self.background.lock().take());
         self.core.close();
-        self.pins.clear();
+        self.pinned.clear();
     }
 }
 
@@ -318,7 +289,7 @@ struct Lent<'a> {
 impl Drop for Lent<'_> {
     fn drop(&mut self) {
         if let Some(loan) = self.loan.take() {
-            self.core.table().settle_loan(Tier::Device, loan);
+            self.core.table().return_loan(Tier::Device, loan);
         }
     }
 }
@@ -328,14 +299,10 @@ impl Drop for Lent<'_> {
 pub struct Allocation {
     core: Arc<Core>,
     device: Option<Arc<dyn Device>>,
-    before: usize,
-    behind: Option<BlockKey>,
-    in_flight: usize,
-    refused: usize,
-    run: Option<(RunId, Vec<Frame>)>,
-    /// Which of the run's blocks have their bytes.
+    /// Until it is published.
+    slots: Option<(Reserved, Lease)>,
+    /// Which of the blocks have their bytes.
     filled: Vec<bool>,
-    lease: Option<Lease>,
 }
 
 impl fmt::Debug for Allocation {
@@ -347,28 +314,31 @@ impl fmt::Debug for Allocation {
 impl Allocation {
     /// Positions in the chain of the blocks to fill.
     pub fn blocks(&self) -> Range<usize> {
-        let placed = self.run.as_ref().map_or(0, |(_, frames)| frames.len());
-        self.before..self.before + placed
+        let before = self.reserved(|reserved| reserved.before);
+        before..before + self.filled.len()
     }
 
     /// Blocks before these that another request is filling or loading.
-    pub const fn in_flight(&self) -> usize {
-        self.in_flight
+    pub fn in_flight(&self) -> usize {
+        self.reserved(|reserved| reserved.in_flight)
     }
 
     /// Blocks at the end of the chain that found no room.
-    pub const fn refused(&self) -> usize {
-        self.refused
+    pub fn refused(&self) -> usize {
+        self.reserved(|reserved| reserved.refused)
+    }
+
+    fn reserved(&self, count: impl Fn(&Reserved) -> usize) -> usize {
+        self.slots.as_ref().map_or(0, |(reserved, _)| count(reserved))
     }
 
     /// Lets `fill` write block `position` into its slot. False: it is not among [`blocks`](Self::blocks), or the GPU
     /// failed.
     pub fn fill(&mut self, position: usize, mut fill: impl FnMut(&mut [u8])) -> bool {
-        let Some(place) = position.checked_sub(self.before).filter(|&place| place < self.filled.len()) else {
-            return false;
-        };
-        let frame = self.run.as_mut().and_then(|(_, frames)| frames.get_mut(place));
-        let (Some(frame), Some(device)) = (frame, &self.device) else { return false };
+        let place = position.checked_sub(self.blocks().start);
+        let reserved = self.slots.as_mut().map(|(reserved, _)| reserved);
+        let frame = place.zip(reserved).and_then(|(place, reserved)| reserved.frames.get_mut(place));
+        let (Some(place), Some(frame), Some(device)) = (place, frame, &self.device) else { return false };
         self.filled[place] = device.fill(frame, &mut fill);
         self.filled[place]
     }
@@ -376,7 +346,7 @@ impl Allocation {
     /// Says that the engine has written block `position` into its slot itself. False: it is not among
     /// [`blocks`](Self::blocks).
     pub fn mark_filled(&mut self, position: usize) -> bool {
-        let place = position.checked_sub(self.before);
+        let place = position.checked_sub(self.blocks().start);
         let filled = place.and_then(|place| self.filled.get_mut(place));
         filled.map(|filled| *filled = true).is_some()
     }
@@ -386,19 +356,19 @@ impl Allocation {
     ///
     /// # Errors
     /// Never for an allocation of [`Manager::allocate`]; the type keeps the door shut on using one twice.
-    pub fn publish(mut self) -> Result<Ticket<Brought>> {
-        let lease = self.lease.take();
-        let lease =
-            lease.ok_or_else(|| Error::new(ErrorKind::Invalid, "this allocation was published before"))?;
+    pub fn publish(mut self) -> Result<Transfer<Transferred>> {
+        let slots = self.slots.take();
+        let (reserved, lease) =
+            slots.ok_or_else(|| Error::new(ErrorKind::Invalid, "this allocation was published before"))?;
         let filled = self.filled.iter().take_while(|&&filled| filled).count();
-        Ok(self.core.publish(Tier::Device, self.run.take(), filled, (self.before, self.behind), lease))
+        Ok(self.core.publish(reserved, filled, lease))
     }
 }
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        if let Some((run, frames)) = self.run.take() {
-            self.core.abandon(run, frames);
+        if let Some((reserved, _)) = self.slots.take() {
+            self.core.abandon(reserved);
         }
     }
 }
@@ -414,23 +384,23 @@ impl Background {
     /// How often it looks, when nobody wakes it.
     const PERIOD: Duration = Duration::from_millis(20);
 
-    fn start(core: &Arc<Core>, pins: &Arc<Pins>) -> Result<Self> {
+    fn start(core: &Arc<Core>, pinned: &Arc<PinnedChains>) -> Result<Self> {
         let (wake, woken) = sync_channel(1);
         core.set_waker(Some(wake.clone()));
-        let (worker, pins) = (Arc::clone(core), Arc::clone(pins));
-        let thread = spawn("kvbm-background", move || run(&worker, &pins, &woken))
+        let (worker, pinned) = (Arc::clone(core), Arc::clone(pinned));
+        let thread = spawn("kvbm-background", move || run(&worker, &pinned, &woken))
             .map_err(|error| Error::caused(ErrorKind::Unavailable, "cannot start a thread", error))?;
         Ok(Self { stop: Some(wake), thread: Some(thread), core: Arc::clone(core) })
     }
 }
 
-fn run(core: &Arc<Core>, pins: &Pins, woken: &Receiver<()>) {
+fn run(core: &Arc<Core>, pinned: &PinnedChains, woken: &Receiver<()>) {
     loop {
         match woken.recv_timeout(Background::PERIOD) {
             Ok(()) | Err(RecvTimeoutError::Timeout) => {
                 // Flushing must go on whatever a policy or a backend does.
                 let round = AssertUnwindSafe(|| {
-                    pins.expire(core.now_ms());
+                    pinned.expire(core.now_ms());
                     core.tick();
                 });
                 if catch_unwind(round).is_err() {
@@ -452,5 +422,6 @@ impl Drop for Background {
         if let Some(thread) = self.thread.take() {
             drop(thread.join());
         }
+        self.core.join_learner();
     }
 }

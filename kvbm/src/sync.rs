@@ -10,7 +10,7 @@ mod real {
 
     /// Starts a named thread.
     pub(crate) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle> {
-        std::thread::Builder::new().name(name.into()).spawn(work)
+        kvbm_tiers::clock::spawn(name, work)
     }
 
     pub(crate) type JoinHandle = std::thread::JoinHandle<()>;

@@ -4,10 +4,11 @@ mod traces;
 
 use std::collections::HashMap;
 
-use kvbm_policies::admission::{Candidates, Moment, WriteBack, WriteThrough};
-use kvbm_policies::hierarchy::Level;
+use kvbm_policies::admission::{Candidates, Trigger, WriteBack, WriteThrough};
+use kvbm_policies::simulation::hierarchy::Level;
 use kvbm_policies::{
-    Access, Admission, AdmissionKind, EvictionKind, Forest, Hierarchy, HierarchyOutcome, TierPlan, Workload,
+    Access, Admission, AdmissionKind, EvictionKind, Forest, Hierarchy, HierarchyOutcome, ReuseModel,
+    TierPlan, Workload,
 };
 use traces::load;
 
@@ -129,8 +130,15 @@ impl Admission for SecondUse {
         path.for_each(|block| *self.uses.entry(forest.key(block)).or_default() += 1);
     }
 
-    fn admit(&mut self, candidates: Candidates, moment: Moment, _now_ms: u64, forest: &dyn Forest) -> u32 {
-        if moment == Moment::Leaving {
+    fn admit(
+        &mut self,
+        candidates: Candidates,
+        trigger: Trigger,
+        _now_ms: u64,
+        forest: &dyn Forest,
+        _reuse: &ReuseModel,
+    ) -> u32 {
+        if trigger == Trigger::Leaving {
             return 0;
         }
         let path = std::iter::successors(Some(candidates.last), |&block| forest.parent(block));

@@ -9,6 +9,7 @@ use std::thread::{self, JoinHandle};
 
 use crossbeam_channel::{Receiver, Sender};
 
+use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done};
 use crate::fork::Maker;
 
@@ -45,8 +46,8 @@ impl CopyThreads {
         let mut pool = Self { queue: Some(queue), threads: Vec::new(), grain, maker: Maker::this_process() };
         for number in 0..threads.max(1) {
             let (batches, execute) = (batches.clone(), Arc::clone(execute));
-            let thread = thread::Builder::new().name(format!("{name}-{number}"));
-            pool.threads.push(thread.spawn(move || work(&batches, grain, &*execute))?);
+            let work = move || work(&batches, grain, &*execute);
+            pool.threads.push(clock::spawn(format!("{name}-{number}"), work)?);
         }
         Ok(pool)
     }
@@ -55,6 +56,8 @@ impl CopyThreads {
         let helpers = ops.len().div_ceil(self.grain).min(self.threads.len());
         let batch = Arc::new(Batch { ops, done, next: AtomicUsize::new(0) });
         for _ in 0..helpers {
+            // One message per helper and not per operation: each takes a grain of what is left when it comes, so
+            // that a slow one holds up nobody.
             let sent = self.queue.as_ref().is_some_and(|queue| queue.send(Arc::clone(&batch)).is_ok());
             if !sent {
                 // Panics end no thread, but if all were gone nobody else would complete the rest.
@@ -95,9 +98,8 @@ impl Batch {
             if rest.is_empty() {
                 return;
             }
-            for (index, op) in rest.iter().enumerate().take(grain) {
-                self.done.complete(from + index, caught(op, execute));
-            }
+            let ended = rest.iter().take(grain).zip(from..).map(|(op, index)| (index, caught(op, execute)));
+            self.done.complete_all(ended.collect());
         }
     }
 }

@@ -33,6 +33,7 @@ impl Checksums {
     pub fn record(&self, slot: SlotId, crc: u32) {
         let (chunk, place) = position(slot);
         let mut chunks = self.0.lock();
+        // By chunks: a tier may have a billion slots in name and use a few.
         if chunks.len() <= chunk {
             chunks.resize(chunk + 1, None);
         }
@@ -84,6 +85,7 @@ impl SummedCopy {
 
     /// All pieces are copied: the checksum of the block.
     pub(crate) fn finish(self) -> u32 {
+        // Streaming stores pass the caches unordered: they are fenced before anybody is told that the block is there.
         stream::finish();
         self.0.finalize() as u32
     }

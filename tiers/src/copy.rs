@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-use crate::fence::Fences;
+use crate::error::Failure;
 
 /// A level of the memory hierarchy, fastest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -84,6 +84,14 @@ pub struct BlockKey {
     pub group: u8,
 }
 
+impl BlockKey {
+    /// All of it in 64 bits, for tables and samples that mix them further and can bear two blocks of one name. Both
+    /// halves of the hash count, since an engine may bring hashes of which one half is the same everywhere.
+    pub const fn folded(self) -> u64 {
+        self.hash as u64 ^ (self.hash >> 64) as u64 ^ (self.group as u64) << 56
+    }
+}
+
 /// From which tier to which.
 pub type Route = (Tier, Tier);
 
@@ -124,44 +132,31 @@ pub enum CopyErrorKind {
 }
 
 /// A copy that did not happen. The destination's content is undefined.
-#[derive(Clone, Debug, thiserror::Error)]
-#[error("{message}")]
-pub struct CopyError {
-    kind: CopyErrorKind,
-    message: String,
-    #[source]
-    source: Option<Arc<dyn std::error::Error + Send + Sync>>,
-}
+pub type CopyError = Failure<CopyErrorKind>;
 
-impl CopyError {
-    /// An error without a cause below it. `message` says what, where and, if known, what to do.
-    pub fn new(kind: CopyErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), source: None }
-    }
-
-    /// An error caused by `source`.
-    pub fn caused(
-        kind: CopyErrorKind,
-        message: impl Into<String>,
-        source: impl std::error::Error + Send + Sync + 'static,
-    ) -> Self {
-        Self { kind, message: message.into(), source: Some(Arc::new(source)) }
-    }
-
-    /// What can be done about it.
-    pub const fn kind(&self) -> CopyErrorKind {
-        self.kind
-    }
-}
+/// The end of an operation of a batch: which one, and what became of it.
+pub type Completion = (usize, Result<(), CopyError>);
 
 /// Where a backend reports the end of each operation of a batch. Cheap to clone; called from any thread.
 #[derive(Clone)]
-pub struct Done(Arc<dyn Fn(usize, Result<(), CopyError>) + Send + Sync>);
+pub struct Done(Report);
+
+#[derive(Clone)]
+enum Report {
+    Each(Arc<dyn Fn(usize, Result<(), CopyError>) + Send + Sync>),
+    Together(Arc<dyn Fn(Vec<Completion>) + Send + Sync>),
+}
 
 impl Done {
     /// `report(i, result)` is called once for the `i`-th operation of the batch. It must not block.
     pub fn new(report: impl Fn(usize, Result<(), CopyError>) + Send + Sync + 'static) -> Self {
-        Self(Arc::new(report))
+        Self(Report::Each(Arc::new(report)))
+    }
+
+    /// `report` is called with each operation of the batch once, together with those that end with it: so it need not
+    /// take its locks for every one of them. It must not block.
+    pub fn together(report: impl Fn(Vec<Completion>) + Send + Sync + 'static) -> Self {
+        Self(Report::Together(Arc::new(report)))
     }
 
     /// The `op`-th operation of the batch ended and nothing touches its slots any more.
@@ -170,9 +165,17 @@ impl Done {
     /// that called has other operations to look after, of other callers, and a ring's thread would take all of them
     /// along.
     pub fn complete(&self, op: usize, result: Result<(), CopyError>) {
-        if catch_unwind(AssertUnwindSafe(|| (self.0)(op, result))).is_err() {
-            PANICS.fetch_add(1, Ordering::Relaxed);
-            tracing::error!(op, "the report of a copy's end panicked; whoever waits for it may wait in vain");
+        match &self.0 {
+            Report::Each(report) => survive(|| report(op, result)),
+            Report::Together(report) => survive(|| report(vec![(op, result)])),
+        }
+    }
+
+    /// [`complete`](Self::complete), for several operations.
+    pub fn complete_all(&self, ended: Vec<Completion>) {
+        match &self.0 {
+            Report::Each(report) => ended.into_iter().for_each(|(op, result)| survive(|| report(op, result))),
+            Report::Together(report) => survive(|| report(ended)),
         }
     }
 
@@ -184,64 +187,16 @@ impl Done {
 
 static PANICS: AtomicU64 = AtomicU64::new(0);
 
+fn survive(report: impl FnOnce()) {
+    // Unwind safety is asserted: nothing of the report is used afterwards.
+    if catch_unwind(AssertUnwindSafe(report)).is_err() {
+        PANICS.fetch_add(1, Ordering::Relaxed);
+        tracing::error!("the report of a copy's end panicked; whoever waits for it may wait in vain");
+    }
+}
+
 impl fmt::Debug for Done {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Done")
-    }
-}
-
-/// Moves blocks between regions.
-///
-/// # Safety
-/// An implementation completes each operation of a batch exactly once, and only when neither it nor the
-/// hardware behind it can touch the operation's slots any more. It keeps the regions alive until then. It
-/// never writes outside the destination slots, and `Ok` means that all bytes of the block arrived.
-///
-/// Callers promise in turn that a slot named by a submitted operation is written by nobody else, and a
-/// destination read by nobody, until its completion.
-///
-/// # What upholds the callers' promise
-/// [`submit`](Self::submit) is a safe function although it asks this, so strictly it is unsound: safe code can make an
-/// operation for slots that it has no title to. No type or borrow can rule that out, since an operation is plain data
-/// and may come from another process; and an `unsafe fn` would move the promise into the `kvbm` crate, which forbids
-/// `unsafe` code. It is kept by convention, in one place. The only safe ways to a slot's bytes ask for its
-/// [`Frame`](crate::Frame) or a [`Loan`](crate::Loan) of its pool's; a frame is made once per slot and cannot be cloned;
-/// and the scheduler of the `kvbm` crate, the only caller outside tests and benches, keeps the destinations' frames and
-/// pins the sources from before the submission until the completion. An operation that never completes keeps them for
-/// ever. Backends check that slots exist, not who holds them: a mistake there is a wrong block that
-/// [`Verified`](crate::Verified) catches, never an access outside a region.
-pub unsafe trait Backend: Send + Sync + fmt::Debug {
-    /// Short name for reports: `memcpy`, `io_uring`, `threads` …
-    fn name(&self) -> &'static str;
-
-    /// The routes that it serves.
-    fn routes(&self) -> &[Route];
-
-    /// Starts the copies. Must return quickly; reports through `done`, possibly before it returns.
-    fn submit(&self, batch: Vec<CopyOp>, done: Done);
-
-    /// The same, in order with an engine's work: call [`fence::submit`](crate::fence::submit) instead. By default
-    /// refused, unless there is nothing to wait for.
-    fn submit_fenced(&self, batch: Vec<CopyOp>, fences: Fences, done: Done) {
-        crate::fence::submit_unfenced(self, batch, &fences, done);
-    }
-}
-
-// SAFETY: everything is the inner backend's doing.
-unsafe impl<B: Backend + ?Sized> Backend for Arc<B> {
-    fn name(&self) -> &'static str {
-        (**self).name()
-    }
-
-    fn routes(&self) -> &[Route] {
-        (**self).routes()
-    }
-
-    fn submit(&self, batch: Vec<CopyOp>, done: Done) {
-        (**self).submit(batch, done);
-    }
-
-    fn submit_fenced(&self, batch: Vec<CopyOp>, fences: Fences, done: Done) {
-        (**self).submit_fenced(batch, fences, done);
     }
 }

@@ -52,13 +52,13 @@ impl DeviceRegion {
         self.space
     }
 
-    /// Whether a title is one of this region's [`frames`](Self::frames).
+    /// Whether a slot handle is one of this region's [`frames`](Self::frames).
     #[cfg(feature = "cuda")]
     pub(crate) fn owns(&self, pool: PoolId) -> bool {
         self.pool == pool
     }
 
-    /// The ledger of this region's slots. There is only one: `None` after the first call.
+    /// The slot allocator of this region's slots. There is only one: `None` after the first call.
     pub fn frames(&self) -> Option<FramePool> {
         if self.pool_given.swap(true, Ordering::Relaxed) {
             return None;

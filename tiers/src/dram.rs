@@ -104,7 +104,7 @@ impl DramRegion {
         self.huge_bytes
     }
 
-    /// The ledger of this region's slots. There is only one: `None` after the first call.
+    /// The slot allocator of this region's slots. There is only one: `None` after the first call.
     pub fn frames(&self) -> Option<FramePool> {
         if self.pool_given.swap(true, Ordering::Relaxed) {
             return None;
@@ -115,7 +115,7 @@ impl DramRegion {
     /// The block in the frame's slot; `None`: the frame is not of this region's [`frames`](Self::frames).
     pub fn read<'a>(&'a self, frame: &'a Frame) -> Option<&'a [u8]> {
         let slot = self.own_slot(frame.pool(), frame.slot())?;
-        // SAFETY: the frame is the slot's only title, and it is borrowed for as long as the slice lives.
+        // SAFETY: the frame is the slot's only slot handle, and it is borrowed for as long as the slice lives.
         Some(unsafe { std::slice::from_raw_parts(slot.as_ptr(), self.block_bytes()) })
     }
 
@@ -123,14 +123,14 @@ impl DramRegion {
     pub fn write<'a>(&'a self, frame: &'a mut Frame) -> Option<&'a mut [u8]> {
         let slot = self.own_slot(frame.pool(), frame.slot())?;
         forget_checksum(self, frame.slot());
-        // SAFETY: the frame is the slot's only title, and it is borrowed mutably for as long as the slice lives.
+        // SAFETY: the frame is the slot's only slot handle, and it is borrowed mutably for as long as the slice lives.
         Some(unsafe { std::slice::from_raw_parts_mut(slot.as_ptr(), self.block_bytes()) })
     }
 
     /// The block in a slot that its pool lent; `None` as for [`read`](Self::read).
     pub fn read_loan<'a>(&'a self, loan: &'a Loan) -> Option<&'a [u8]> {
         let slot = self.own_slot(loan.pool(), loan.slot())?;
-        // SAFETY: while a slot is lent its pool gives out no title to it, so nobody writes it; the loan is
+        // SAFETY: while a slot is lent its pool gives out no slot handle to it, so nobody writes it; the loan is
         // borrowed for as long as the slice lives.
         Some(unsafe { std::slice::from_raw_parts(slot.as_ptr(), self.block_bytes()) })
     }

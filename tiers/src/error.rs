@@ -1,6 +1,38 @@
-//! What can go wrong while a region or a backend is set up.
+//! How operations of this crate fail: what happened and, by its kind, what a caller can do.
 
+use std::error::Error;
+use std::fmt;
 use std::sync::Arc;
+
+/// Something that did not happen. The message says what, where and, if known, what to do; a caller acts on `K`.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct Failure<K: fmt::Debug> {
+    kind: K,
+    message: String,
+    #[source]
+    source: Option<Arc<dyn Error + Send + Sync>>,
+}
+
+impl<K: Copy + fmt::Debug> Failure<K> {
+    /// An error without a cause below it.
+    pub fn new(kind: K, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), source: None }
+    }
+
+    /// An error caused by `source`.
+    pub fn caused(kind: K, message: impl Into<String>, source: impl Error + Send + Sync + 'static) -> Self {
+        Self { kind, message: message.into(), source: Some(Arc::new(source)) }
+    }
+
+    /// What can be done about it.
+    pub const fn kind(&self) -> K {
+        self.kind
+    }
+}
+
+/// A region or backend that did not open. The message names the setting to change where there is one.
+pub type SetupError = Failure<SetupErrorKind>;
 
 /// What a caller can do about a region or backend that did not open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -18,35 +50,4 @@ pub enum SetupErrorKind {
     Unavailable,
     /// The medium failed.
     Io,
-}
-
-/// A region or backend that did not open. The message names the setting to change where there is one.
-#[derive(Clone, Debug, thiserror::Error)]
-#[error("{message}")]
-pub struct SetupError {
-    kind: SetupErrorKind,
-    message: String,
-    #[source]
-    source: Option<Arc<dyn std::error::Error + Send + Sync>>,
-}
-
-impl SetupError {
-    /// An error without a cause below it.
-    pub fn new(kind: SetupErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), source: None }
-    }
-
-    /// An error caused by `source`.
-    pub fn caused(
-        kind: SetupErrorKind,
-        message: impl Into<String>,
-        source: impl std::error::Error + Send + Sync + 'static,
-    ) -> Self {
-        Self { kind, message: message.into(), source: Some(Arc::new(source)) }
-    }
-
-    /// What can be done about it.
-    pub const fn kind(&self) -> SetupErrorKind {
-        self.kind
-    }
 }

@@ -11,8 +11,6 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
-use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done};
-
 /// Work that others wait for. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
@@ -83,6 +81,9 @@ enum Flag {
     Down(Vec<Parked>),
 }
 
+/// What waits for a thread. Whoever parks it hears of its being dropped instead of called.
+type Parked = Box<dyn FnOnce() + Send>;
+
 impl Default for Flag {
     fn default() -> Self {
         Self::Down(Vec::new())
@@ -100,7 +101,7 @@ impl HostFence {
         // Not under the lock: a completion may drop or raise fences.
         let earlier = std::mem::replace(&mut *self.0.lock(), Flag::Raised);
         if let Flag::Down(parked) = earlier {
-            parked.into_iter().for_each(Parked::submit);
+            parked.into_iter().for_each(|work| work());
         }
     }
 
@@ -109,43 +110,18 @@ impl HostFence {
         matches!(*self.0.lock(), Flag::Raised)
     }
 
-    fn park(&self, batch: Parked) {
+    /// Does `work` when it is raised, at once if it is already. Drops it if nobody can raise it any more.
+    pub(crate) fn park(&self, work: impl FnOnce() + Send + 'static) {
         if let Flag::Down(parked) = &mut *self.0.lock() {
-            return parked.push(batch);
+            return parked.push(Box::new(work));
         }
-        batch.submit();
+        work();
     }
 }
 
 impl fmt::Debug for HostFence {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if self.is_raised() { "HostFence(raised)" } else { "HostFence(down)" })
-    }
-}
-
-/// A batch that waits for a thread.
-struct Parked {
-    /// Taken when it is submitted.
-    batch: Option<(Vec<CopyOp>, Done)>,
-    backend: Arc<dyn Backend>,
-    mark: Option<Mark>,
-}
-
-impl Parked {
-    fn submit(mut self) {
-        if let Some((ops, done)) = self.batch.take() {
-            let fences = Fences { after: Fence::Done, mark: self.mark.take() };
-            self.backend.submit_fenced(ops, fences, done);
-        }
-    }
-}
-
-/// Every operation is reported, also where the engine went away without raising its fence.
-impl Drop for Parked {
-    fn drop(&mut self) {
-        if let Some((ops, done)) = self.batch.take() {
-            refuse(&ops, &done, "the engine dropped its fence without raising it");
-        }
     }
 }
 
@@ -179,129 +155,4 @@ pub struct Fences {
     pub after: Fence,
     /// Gets a fence behind the copies once they are started.
     pub mark: Option<Mark>,
-}
-
-/// Submits a batch that keeps this order. A backend that knows nothing of fences gets it when the engine has raised
-/// the fence; if only a GPU knows when that is, every operation is refused.
-pub fn submit(backend: &Arc<dyn Backend>, batch: Vec<CopyOp>, fences: Fences, done: Done) {
-    match fences.after {
-        Fence::Host(fence) => {
-            fence.park(Parked {
-                batch: Some((batch, done)),
-                backend: Arc::clone(backend),
-                mark: fences.mark,
-            });
-        }
-        _ => backend.submit_fenced(batch, fences, done),
-    }
-}
-
-/// Of a backend that cannot wait for GPUs.
-pub(crate) fn submit_unfenced<B: Backend + ?Sized>(
-    backend: &B,
-    batch: Vec<CopyOp>,
-    fences: &Fences,
-    done: Done,
-) {
-    if fences.after.is_done() {
-        return backend.submit(batch, done);
-    }
-    refuse(&batch, &done, &format!("{} cannot wait for {:?}", backend.name(), fences.after));
-}
-
-fn refuse(batch: &[CopyOp], done: &Done, why: &str) {
-    for index in 0..batch.len() {
-        done.complete(index, Err(CopyError::new(CopyErrorKind::Refused, why)));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::mpsc;
-
-    use super::*;
-    use crate::copy::Tier;
-    use crate::dram::DramOptions;
-    use crate::dram::DramRegion;
-    use crate::frame::Frame;
-    use crate::geometry::Geometry;
-    use crate::memcpy::MemcpyBackend;
-    use crate::testing::{fill_pattern, has_pattern, host, order};
-
-    struct Fixture {
-        backend: Arc<dyn Backend>,
-        regions: [Arc<DramRegion>; 2],
-        frames: [Frame; 2],
-        done: Done,
-        reports: mpsc::Receiver<Result<(), CopyError>>,
-    }
-
-    impl Fixture {
-        fn new() -> Self {
-            let geometry = Geometry::new(1, 4096).unwrap();
-            let options = DramOptions { geometry, huge_pages: false, fault_threads: 1 };
-            let device = DramRegion::emulated_device(options).unwrap();
-            let regions = [Arc::new(device), Arc::new(host(1, 4096))];
-            let memories = regions.iter().map(|region| Arc::clone(region) as _).collect();
-            let backend = Arc::new(MemcpyBackend::new(memories, 1).unwrap());
-            let frames = [0, 1].map(|end: usize| regions[end].frames().unwrap().take().unwrap());
-            let (send, reports) = mpsc::channel();
-            let done = Done::new(move |_, result| send.send(result).unwrap());
-            Self { backend, regions, frames, done, reports }
-        }
-
-        fn save(&self, after: Fence) {
-            let op = order(0, self.frames[0].slot_ref(), self.frames[1].slot_ref());
-            submit(&self.backend, vec![op], Fences { after, mark: Some(Mark::new()) }, self.done.clone());
-        }
-
-        fn engine_writes(&mut self, pattern: usize) {
-            fill_pattern(pattern, self.regions[0].write(&mut self.frames[0]).unwrap());
-        }
-
-        fn saved(&self, pattern: usize) -> bool {
-            self.reports.recv().unwrap().unwrap();
-            has_pattern(pattern, self.regions[1].read(&self.frames[1]).unwrap())
-        }
-    }
-
-    #[test]
-    fn a_save_waits_until_the_engine_raises_its_fence() {
-        let mut fixture = Fixture::new();
-        let fence = HostFence::new();
-        fixture.save(Fence::Host(fence.clone()));
-        fixture.engine_writes(7);
-        assert!(fixture.reports.try_recv().is_err());
-        fence.raise();
-        assert!(fixture.saved(7));
-        // Raised for good.
-        fixture.engine_writes(8);
-        fixture.save(Fence::Host(fence));
-        assert!(fixture.saved(8));
-    }
-
-    #[test]
-    fn a_fence_that_is_dropped_refuses_what_waits_for_it() {
-        let mut fixture = Fixture::new();
-        let fence = HostFence::new();
-        fixture.save(Fence::Host(fence.clone()));
-        drop(fence);
-        let error = fixture.reports.recv().unwrap().unwrap_err();
-        assert_eq!(error.kind(), CopyErrorKind::Refused);
-        // And then it heals.
-        fixture.engine_writes(9);
-        fixture.save(Fence::Done);
-        assert!(fixture.saved(9));
-    }
-
-    #[test]
-    fn a_backend_without_a_gpu_refuses_to_wait_for_one() {
-        let fixture = Fixture::new();
-        // SAFETY: nobody uses the handle.
-        fixture.save(unsafe { Fence::event(1) });
-        let error = fixture.reports.recv().unwrap().unwrap_err();
-        assert_eq!(error.kind(), CopyErrorKind::Refused);
-        assert!(error.to_string().contains("memcpy cannot wait"), "{error}");
-        assert_eq!(fixture.frames[0].slot_ref().tier, Tier::Device);
-    }
 }

@@ -24,7 +24,7 @@ impl Maker {
 mod tests {
     use std::sync::Arc;
 
-    use crate::copy::Backend;
+    use crate::backend::Backend;
     use crate::memcpy::MemcpyBackend;
     use crate::testing::{fill_pattern, has_pattern, holds_in_a_child, host, order, run};
 

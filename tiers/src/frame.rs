@@ -4,8 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::copy::{SlotId, SlotRef, Tier};
 use crate::geometry::MAX_SLOTS;
+use crate::huge::HugeVec;
 
-/// The sole title to one slot of one tier, for one of the slot's lives. It cannot be copied: whoever has it
+/// The sole slot handle to one slot of one tier, for one of the slot's lives. It cannot be copied: whoever has it
 /// may write the slot, and nobody else may.
 ///
 /// It ends in [`FramePool::give_back`] or [`FramePool::deposit`]. One that is dropped instead, or kept by a copy that
@@ -54,9 +55,9 @@ impl PoolId {
     }
 }
 
-/// The ledger of a tier's slots: it mints each slot's [`Frame`] and never two at a time.
+/// The slot allocator of a tier's slots: it mints each slot's [`Frame`] and never two at a time.
 ///
-/// A slot is *free*; or *out*, its frame in somebody's hands; or *resident*, its title kept here for a block
+/// A slot is *free*; or *out*, its frame in somebody's hands; or *resident*, its slot handle kept here for a block
 /// table that remembers no more than the slot's number. `take`: free → out; `deposit`: out → resident; `withdraw`:
 /// resident → out; `give_back`: out → free.
 ///
@@ -67,7 +68,7 @@ pub struct FramePool {
     id: PoolId,
     tier: Tier,
     slots: u32,
-    ledger: Vec<Entry>,
+    states: HugeVec<Entry>,
     free_head: u32,
     /// Counts lives of slots, whichever: a slot's generation is the life's number.
     lives: u32,
@@ -109,7 +110,7 @@ impl Entry {
     }
 }
 
-/// The right to read one resident slot. While it is out, the slot's title cannot be withdrawn.
+/// The right to read one resident slot. While it is out, the slot's slot handle cannot be withdrawn.
 #[derive(Debug)]
 #[must_use = "a loan that is not settled keeps its slot from being evicted"]
 pub struct Loan {
@@ -129,7 +130,7 @@ impl Loan {
 }
 
 impl FramePool {
-    /// The ledger of a tier of `slots` slots (at most [`MAX_SLOTS`]; more are not used), all free.
+    /// The slot allocator of a tier of `slots` slots (at most [`MAX_SLOTS`]; more are not used), all free.
     ///
     /// The frames of a pool made here open no [`Memory`](crate::Memory): those come from
     /// [`DramRegion::frames`](crate::DramRegion::frames).
@@ -143,7 +144,7 @@ impl FramePool {
             id,
             tier,
             slots,
-            ledger: Vec::new(),
+            states: HugeVec::with_capacity(0),
             free_head: LAST,
             lives: 0,
             loans: Vec::new(),
@@ -155,8 +156,10 @@ impl FramePool {
     /// Takes a free slot, in a new life; `None`: none is free.
     pub fn take(&mut self) -> Option<Frame> {
         let slot = self.pop_free().or_else(|| self.first_use())?;
+        // It wraps after a billion lives. A slot has no new life while a copy holds its old one, so that nobody
+        // meets two of one number.
         self.lives = (self.lives + 1) & PAYLOAD;
-        self.ledger[slot as usize] = Entry::new(State::Out, self.lives);
+        self.states[slot as usize] = Entry::new(State::Out, self.lives);
         self.out += 1;
         Some(self.frame(slot))
     }
@@ -167,11 +170,11 @@ impl FramePool {
     /// If the frame is another pool's.
     pub fn give_back(&mut self, frame: Frame) {
         let slot = self.redeem(frame);
-        self.ledger[slot.0 as usize] = Entry::new(State::Free, self.free_head);
+        self.states[slot.0 as usize] = Entry::new(State::Free, self.free_head);
         self.free_head = slot.0;
     }
 
-    /// Keeps the title for a table that remembers the slot's number only.
+    /// Keeps the slot handle for a table that remembers the slot's number only.
     ///
     /// # Panics
     /// If the frame is another pool's.
@@ -182,7 +185,7 @@ impl FramePool {
         slot
     }
 
-    /// Gives out the title of a slot deposited before; `None`: there is no deposit for it, or it is lent.
+    /// Gives out the slot handle of a slot deposited before; `None`: there is no deposit for it, or it is lent.
     pub fn withdraw(&mut self, slot: SlotId) -> Option<Frame> {
         self.resident_ref(slot).filter(|_| !self.loans.contains(&slot))?;
         self.mark(slot, State::Out);
@@ -193,7 +196,7 @@ impl FramePool {
 
     /// The name of a resident slot, as a copy order's source needs it; `None`: it is not resident.
     pub fn resident_ref(&self, slot: SlotId) -> Option<SlotRef> {
-        let entry = self.ledger.get(slot.0 as usize).filter(|entry| entry.is(State::Resident))?;
+        let entry = self.states.get(slot.0 as usize).filter(|entry| entry.is(State::Resident))?;
         Some(SlotRef { tier: self.tier, slot, generation: entry.payload() })
     }
 
@@ -211,6 +214,7 @@ impl FramePool {
     #[expect(clippy::needless_pass_by_value, reason = "the loan ends here")]
     pub fn settle(&mut self, loan: Loan) {
         assert_eq!(loan.pool, self.id, "slot {} was lent by another pool", loan.slot.0);
+        // A list and no count per slot: few loans exist at a time, and four bytes a slot would be paid by all.
         if let Some(place) = self.loans.iter().position(|&lent| lent == loan.slot) {
             self.loans.swap_remove(place);
         }
@@ -236,51 +240,52 @@ impl FramePool {
         self.out
     }
 
-    /// Slots whose title is deposited.
+    /// Slots whose slot handle is deposited.
     pub const fn resident(&self) -> u32 {
         self.resident
     }
 
     fn pop_free(&mut self) -> Option<u32> {
         let slot = self.free_head;
-        let entry = self.ledger.get(slot as usize)?;
+        let entry = self.states.get(slot as usize)?;
         debug_assert!(entry.is(State::Free), "slot {slot} handed out twice");
         self.free_head = entry.payload();
         Some(slot)
     }
 
-    /// Slots are numbered in order of first use, so that the ledger grows with what is used.
+    /// Slots are numbered in order of first use, so that the slot allocator grows with what is used.
     fn first_use(&mut self) -> Option<u32> {
-        let used = self.ledger.len();
+        let used = self.states.len();
         if used == self.slots as usize {
             return None;
         }
-        if used == self.ledger.capacity() {
+        if used == self.states.capacity() {
+            // Doubling alone would reserve beyond the tier's last slot: memory that is never used.
             let ahead = used.max(1024).min(self.slots as usize - used);
-            self.ledger.reserve_exact(ahead);
+            self.states.reserve_exact(ahead);
         }
-        self.ledger.push(Entry::new(State::Free, LAST));
+        self.states.push(Entry::new(State::Free, LAST));
         Some(used as u32)
     }
 
-    /// Consumes a title; the caller says what becomes of its slot.
-    #[expect(clippy::needless_pass_by_value, reason = "the title ends here")]
+    /// Consumes a slot handle; the caller says what becomes of its slot.
+    #[expect(clippy::needless_pass_by_value, reason = "the slot handle ends here")]
     fn redeem(&mut self, frame: Frame) -> SlotId {
         assert_eq!(frame.pool, self.id, "{} belongs to another pool", frame.slot);
-        let entry = self.ledger[frame.slot().0 as usize];
-        debug_assert!(entry.is(State::Out), "{} has a second title", frame.slot);
+        let entry = self.states[frame.slot().0 as usize];
+        debug_assert!(entry.is(State::Out), "{} has a second slot handle", frame.slot);
         debug_assert_eq!(entry.payload(), frame.generation(), "{} outlived its slot", frame.slot);
         self.out -= 1;
         frame.slot()
     }
 
     fn mark(&mut self, slot: SlotId, state: State) {
-        let entry = &mut self.ledger[slot.0 as usize];
+        let entry = &mut self.states[slot.0 as usize];
         *entry = Entry::new(state, entry.payload());
     }
 
     fn frame(&self, slot: u32) -> Frame {
-        let generation = self.ledger[slot as usize].payload();
+        let generation = self.states[slot as usize].payload();
         Frame { pool: self.id, slot: SlotRef { tier: self.tier, slot: SlotId(slot), generation } }
     }
 }
@@ -294,7 +299,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Whatever the order of events, no slot has two titles and the counts add up.
+        /// Whatever the order of events, no slot has two slot handles and the counts add up.
         #[test]
         fn every_slot_has_one_title(slots in 1..40u32, events in prop::collection::vec((0..5u8, any::<usize>()), 0..400)) {
             let mut pool = FramePool::new(Tier::Host, slots);
@@ -316,11 +321,11 @@ mod tests {
                     }
                     _ => {}
                 }
-                let titles: HashSet<_> = out.iter().map(Frame::slot).chain(resident.iter().copied()).collect();
-                prop_assert_eq!(titles.len(), out.len() + resident.len());
+                let held: HashSet<_> = out.iter().map(Frame::slot).chain(resident.iter().copied()).collect();
+                prop_assert_eq!(held.len(), out.len() + resident.len());
                 prop_assert_eq!(pool.out() as usize, out.len());
                 prop_assert_eq!(pool.resident() as usize, resident.len());
-                prop_assert_eq!(pool.free() as usize, slots as usize - titles.len());
+                prop_assert_eq!(pool.free() as usize, slots as usize - held.len());
             }
         }
     }
@@ -344,7 +349,7 @@ mod tests {
     fn a_huge_tier_costs_only_what_is_used() {
         let mut pool = FramePool::new(Tier::Object, MAX_SLOTS);
         let frame = pool.take().unwrap();
-        assert!(pool.ledger.capacity() <= 1024);
+        assert!(pool.states.capacity() <= 1024);
         assert_eq!(pool.free(), MAX_SLOTS - 1);
         pool.give_back(frame);
     }

@@ -4,18 +4,30 @@
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
-use std::ptr::NonNull;
+use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use rustix::mm::{Advice, madvise};
+use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap_anonymous, mremap_fixed, munmap};
+use rustix::param::page_size;
 
 const HUGE_PAGE: usize = 2 << 20;
 
-/// A growing array of plain values. From 2 MiB on it starts on a huge page boundary and asks the kernel for
-/// huge pages; where there are none it is an ordinary array. It never shrinks.
+/// Bytes in the mappings of all arrays.
+static MAPPED: AtomicUsize = AtomicUsize::new(0);
+
+/// Bytes that this process has in arrays of 2 MiB and more, room to grow included: no allocator counts them.
+pub fn mapped_bytes() -> usize {
+    MAPPED.load(Ordering::Relaxed)
+}
+
+/// A growing array of plain values. From 2 MiB on it is a mapping of its own, starts on a huge page boundary and asks
+/// the kernel for huge pages; where there are none it is an ordinary array. It never shrinks.
+///
+/// Such a mapping grows without copying: the kernel gives its pages a larger place, so that appending a value takes
+/// next to no time in proportion to the array.
 ///
 /// Unlike the slots of a region it is not kept from children that the process forks. No hardware is given its
-/// pages, so a fork shares them and copies page tables only; and it comes from the allocator, which would hand
-/// the addresses to others later, also in a child, where nothing would lie behind them.
+/// pages, so a fork shares them and copies page tables only.
 pub struct HugeVec<T: Copy> {
     start: NonNull<T>,
     len: usize,
@@ -26,6 +38,20 @@ pub struct HugeVec<T: Copy> {
 unsafe impl<T: Copy + Send> Send for HugeVec<T> {}
 // SAFETY: shared access gives out shared references to the values only.
 unsafe impl<T: Copy + Sync> Sync for HugeVec<T> {}
+
+impl HugeVec<u64> {
+    /// `len` zeroes. Large arrays are not written to: their pages come into being when they are first used.
+    pub fn zeroed(len: usize) -> Self {
+        let mut array = Self::with_capacity(len);
+        if matches!(place_of::<u64>(len), Some(Place::Mapped(_))) {
+            // Fresh mappings read as zero.
+            array.len = len;
+        } else {
+            array.resize(len, 0);
+        }
+        array
+    }
+}
 
 impl<T: Copy> HugeVec<T> {
     /// Empty, with room for `capacity` values.
@@ -40,6 +66,21 @@ impl<T: Copy> HugeVec<T> {
         let mut array = Self::with_capacity(len);
         array.resize(len, value);
         array
+    }
+
+    /// Has the kernel provide the memory for all its room now. Else the first use of each huge page waits until that is
+    /// cleared, a millisecond at worst in a virtual machine, which somebody may hold a lock for. Where the kernel
+    /// cannot (before 5.14, or memory is short) nothing is lost.
+    #[must_use]
+    pub fn populated(self) -> Self {
+        if let Some(Place::Mapped(bytes)) = place_of::<T>(self.capacity) {
+            // SAFETY: the mapping is this array's own; its contents do not change.
+            let populated = unsafe { madvise(self.start.as_ptr().cast(), bytes, Advice::LinuxPopulateWrite) };
+            if let Err(error) = populated {
+                tracing::debug!(bytes, %error, "memory is not provided ahead of its use");
+            }
+        }
+        self
     }
 
     /// How many values fit before it moves.
@@ -75,51 +116,127 @@ impl<T: Copy> HugeVec<T> {
 
     /// Moves the values to a larger place.
     fn move_to(&mut self, capacity: usize) {
-        if capacity == 0 || size_of::<T>() == 0 {
-            self.capacity = capacity;
-            return;
+        let (from, to) = (place_of::<T>(self.capacity), place_of::<T>(capacity));
+        self.start = match (from, to) {
+            (Some(Place::Mapped(old)), Some(Place::Mapped(new))) => remap(self.start.cast(), old, new).cast(),
+            (_, to) => {
+                let start = to.map_or(NonNull::dangling(), |to| to.take().cast());
+                // SAFETY: the new place is larger than `len` values and distinct from the old one.
+                unsafe { start.copy_from_nonoverlapping(self.start, self.len) };
+                from.into_iter().for_each(|from| from.give_back(self.start.cast()));
+                start
+            }
+        };
+        self.capacity = capacity;
+    }
+}
+
+/// What an array of some size lies in.
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    Allocated(Layout),
+    /// So many bytes, whole pages.
+    Mapped(usize),
+}
+
+/// `None` for nothing.
+///
+/// # Panics
+/// If the array would exceed the address space, like `Vec`.
+fn place_of<T>(capacity: usize) -> Option<Place> {
+    let layout = Layout::array::<T>(capacity).expect("an array fits into the address space");
+    match layout.size() {
+        0 => None,
+        1..HUGE_PAGE => Some(Place::Allocated(layout)),
+        size => Some(Place::Mapped(size.next_multiple_of(page_size()))),
+    }
+}
+
+impl Place {
+    fn take(self) -> NonNull<u8> {
+        match self {
+            Self::Allocated(layout) => {
+                // SAFETY: the layout is not of size zero.
+                let start = unsafe { alloc(layout) };
+                NonNull::new(start).unwrap_or_else(|| handle_alloc_error(layout))
+            }
+            Self::Mapped(bytes) => {
+                let start = map_aligned(bytes, ProtFlags::READ | ProtFlags::WRITE);
+                advise(start, bytes);
+                MAPPED.fetch_add(bytes, Ordering::Relaxed);
+                start
+            }
         }
-        let layout = Self::layout(capacity);
-        // SAFETY: the layout is not of size zero.
-        let place = unsafe { alloc(layout) };
-        let Some(start) = NonNull::new(place.cast::<T>()) else { handle_alloc_error(layout) };
-        advise(place, layout);
-        // SAFETY: the new place is larger than `len` values and distinct from the old one.
-        unsafe { start.copy_from_nonoverlapping(self.start, self.len) };
-        self.free();
-        (self.start, self.capacity) = (start, capacity);
     }
 
-    /// # Panics
-    /// If the array would exceed the address space, like `Vec`.
-    fn layout(capacity: usize) -> Layout {
-        let plain = Layout::array::<T>(capacity).expect("an array fits into the address space");
-        if plain.size() < HUGE_PAGE {
-            return plain;
-        }
-        plain.align_to(HUGE_PAGE).expect("2 MiB is a power of two")
-    }
-
-    fn free(&mut self) {
-        if self.capacity > 0 && size_of::<T>() > 0 {
+    fn give_back(self, start: NonNull<u8>) {
+        match self {
             // SAFETY: the place was allocated with this layout and is not used again.
-            unsafe { dealloc(self.start.as_ptr().cast(), Self::layout(self.capacity)) };
+            Self::Allocated(layout) => unsafe { dealloc(start.as_ptr(), layout) },
+            Self::Mapped(bytes) => {
+                unmap(start.as_ptr(), bytes);
+                MAPPED.fetch_sub(bytes, Ordering::Relaxed);
+            }
         }
+    }
+}
+
+/// Gives the pages of a mapping a larger place.
+fn remap(start: NonNull<u8>, old: usize, new: usize) -> NonNull<u8> {
+    if old == new {
+        return start;
+    }
+    // The kernel moves whole huge pages only between places that are both aligned to them, and chooses none itself.
+    let target = map_aligned(new, ProtFlags::empty());
+    // SAFETY: `start` is a mapping of `old` bytes that nobody uses any more, and `target` one of `new` bytes that
+    // nobody has used yet.
+    let moved = unsafe {
+        mremap_fixed(start.as_ptr().cast(), old, new, MremapFlags::MAYMOVE, target.as_ptr().cast())
+    };
+    let Some(moved) = moved.ok().and_then(|moved| NonNull::new(moved.cast())) else { out_of_memory(new) };
+    advise(moved, new);
+    MAPPED.fetch_add(new - old, Ordering::Relaxed);
+    moved
+}
+
+/// New private memory from a huge page boundary on. It need not be there before it is used: the process is not charged
+/// for room to grow.
+fn map_aligned(bytes: usize, access: ProtFlags) -> NonNull<u8> {
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    // SAFETY: the kernel chooses a place that is free.
+    let place = unsafe { mmap_anonymous(null_mut(), bytes + HUGE_PAGE, access, flags) };
+    let Ok(place) = place else { out_of_memory(bytes) };
+    let place = place.cast::<u8>();
+    let before = place.align_offset(HUGE_PAGE);
+    let start = place.wrapping_add(before);
+    unmap(place, before);
+    unmap(start.wrapping_add(bytes), HUGE_PAGE - before);
+    NonNull::new(start).unwrap_or_else(|| out_of_memory(bytes))
+}
+
+/// Whole pages of ours that nobody uses again.
+fn unmap(start: *mut u8, bytes: usize) {
+    if bytes > 0 {
+        // SAFETY: callers own the range and forget it.
+        let unmapped = unsafe { munmap(start.cast(), bytes) };
+        debug_assert!(unmapped.is_ok(), "a mapping of ours could not be given back");
     }
 }
 
 /// Asks for huge pages. Without them everything works, only slower.
-fn advise(place: *mut u8, layout: Layout) {
-    if layout.align() >= HUGE_PAGE {
-        let whole_pages = layout.size() & !(HUGE_PAGE - 1);
-        // SAFETY: the range is ours, and this advice changes no content.
-        let _ = unsafe { madvise(place.cast(), whole_pages, Advice::LinuxHugepage) };
-    }
+fn advise(start: NonNull<u8>, bytes: usize) {
+    // SAFETY: the range is ours, and this advice changes no content.
+    let _ = unsafe { madvise(start.as_ptr().cast(), bytes, Advice::LinuxHugepage) };
+}
+
+/// Ends the process as a failed allocation does.
+fn out_of_memory(bytes: usize) -> ! {
+    handle_alloc_error(Layout::from_size_align(bytes, 1).unwrap_or(Layout::new::<u8>()))
 }
 
 impl<T: Copy> Drop for HugeVec<T> {
     fn drop(&mut self) {
-        self.free();
+        place_of::<T>(self.capacity).into_iter().for_each(|place| place.give_back(self.start.cast()));
     }
 }
 
@@ -147,6 +264,8 @@ impl<T: Copy> fmt::Debug for HugeVec<T> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -172,5 +291,35 @@ mod tests {
         assert!(empty.is_empty());
         empty.push(3);
         assert_eq!(&*empty, &[3]);
+        let mut units = HugeVec::with_capacity(2);
+        (0..9).for_each(|_| units.push(()));
+        assert_eq!(units.len(), 9);
+    }
+
+    #[test]
+    fn zeroes_are_zero_however_many() {
+        for len in [0, 100, 300_000] {
+            let zeroes = HugeVec::zeroed(len);
+            assert_eq!(zeroes.len(), len);
+            assert!(zeroes.iter().all(|&zero| zero == 0));
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+        /// Sizes around those where it moves; three bytes a value, which no page is a multiple of.
+        #[test]
+        fn it_keeps_its_values_however_it_grows(steps in prop::collection::vec(0..900_000usize, 1..6)) {
+            let (mut array, mut len) = (HugeVec::with_capacity(0), 0u32);
+            for more in steps {
+                array.reserve_exact(more);
+                for _ in 0..more {
+                    array.push([len as u8, (len >> 8) as u8, (len >> 16) as u8]);
+                    len += 1;
+                }
+                let expected = (0..len).map(|n| [n as u8, (n >> 8) as u8, (n >> 16) as u8]);
+                prop_assert!(array.iter().copied().eq(expected));
+            }
+        }
     }
 }

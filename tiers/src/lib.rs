@@ -2,7 +2,7 @@
 //!
 //! A *region* is a tier's storage, cut into slots of one block each. A [`Backend`] moves blocks between
 //! slots of two regions. Nothing here knows what a block means: which block lies in which slot, who may
-//! evict it and when it is visible is the business of the `kvbm` crate, which holds the titles to the slots
+//! evict it and when it is visible is the business of the `kvbm` crate, which holds the slot handles to the slots
 //! of a [`CopyOp`] from its submission until its completion.
 //!
 //! | region | slots lie in | reached by |
@@ -13,23 +13,25 @@
 //! | [`object`] | segments in an object store | its own backend |
 //!
 //! [`Verified`] around a backend checksums what leaves memory and verifies what returns; the host tier
-//! remembers checksums from the moment that a block arrives. [`FramePool`] mints a [`Frame`], the sole title,
+//! remembers checksums from the moment that a block arrives. [`FramePool`] mints a [`Frame`], the sole slot handle,
 //! for each slot; whoever has one may read and write the slot's memory. [`transform`] rearranges blocks between the
-//! layouts of engines. [`raw`] is what all this is measured
-//! against.
+//! layouts of engines.
 //!
 //! [`chaos`] makes media fail on purpose, around any backend and any object store.
 //!
-//! With the feature `testing`, the module of that name offers doubles of all this and the suite that a new
-//! backend must pass.
+//! With the feature `baselines` there is `raw`, what all this is measured against. With the feature `testing`, the
+//! module of that name offers doubles of all this and the suite that a new backend must pass.
 //!
 //! This is the only crate of the workspace with `unsafe` code.
 
 #![deny(unsafe_op_in_unsafe_fn)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
+pub mod backend;
 mod batch;
 pub mod chaos;
 pub mod checksum;
+pub mod clock;
 pub mod copy;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -48,6 +50,7 @@ pub mod memory;
 pub mod nixl;
 pub mod numa;
 pub mod object;
+#[cfg(any(test, feature = "baselines"))]
 pub mod raw;
 pub mod segments;
 mod stream;
@@ -57,16 +60,17 @@ pub mod transform;
 mod verifiers;
 pub mod verify;
 
+pub use backend::Backend;
 pub use checksum::Checksums;
-pub use copy::{Backend, BlockKey, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
+pub use copy::{BlockKey, Completion, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
 pub use device::{DeviceRegion, Space};
 pub use disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
 pub use dram::{DramOptions, DramRegion};
-pub use error::{SetupError, SetupErrorKind};
+pub use error::{Failure, SetupError, SetupErrorKind};
 pub use fence::{Fence, Fences, HostFence, Mark};
 pub use frame::{Frame, FramePool, Loan};
 pub use geometry::Geometry;
-pub use huge::HugeVec;
+pub use huge::{HugeVec, mapped_bytes};
 pub use memcpy::MemcpyBackend;
 pub use memory::Memory;
 pub use segments::{Part, Piece, Segment, SegmentMap};

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use crate::backend::Backend;
 use crate::batch::{CopyThreads, Execute};
-use crate::copy::{Backend, CopyOp, Done, Route};
+use crate::copy::{CopyOp, Done, Route};
 use crate::device::DeviceRegion;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::{Memories, Memory};

@@ -18,7 +18,7 @@ use crate::stream;
 /// [`base`](Self::base) is aligned to [`ALIGNMENT`](crate::geometry::ALIGNMENT) and points to
 /// `geometry().bytes()` bytes that stay mapped, readable and writable, at the same address, until the region
 /// drops. Neither value ever changes, [`slot`](Self::slot) agrees with them, and nothing but the holder of a
-/// slot's title accesses the slot's bytes.
+/// slot's slot handle accesses the slot's bytes.
 pub unsafe trait Memory: Send + Sync + fmt::Debug {
     /// Which tier it is.
     fn tier(&self) -> Tier;

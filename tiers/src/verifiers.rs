@@ -6,6 +6,7 @@ use std::thread;
 
 use crossbeam_channel::{Receiver, Sender, select_biased, unbounded};
 
+use crate::clock;
 use crate::fork::Maker;
 
 /// A few threads that work off jobs. What has arrived is verified before what is about to leave is summed: an engine
@@ -40,8 +41,7 @@ impl Verifiers {
         let ((arrivals, arrived), (departures, departing)) = (unbounded(), unbounded());
         for number in 0..threads {
             let (arrived, departing) = (arrived.clone(), departing.clone());
-            let thread = thread::Builder::new().name(format!("kvbm-verify-{number}"));
-            thread.spawn(move || work(&arrived, &departing))?;
+            clock::spawn(format!("kvbm-verify-{number}"), move || work(&arrived, &departing))?;
         }
         Ok(Self { arrivals: Some(arrivals), departures: Some(departures), maker: Maker::this_process() })
     }
@@ -68,6 +68,7 @@ fn send(queue: Option<&Sender<Job>>, job: Job) -> Option<Job> {
 impl Drop for Verifiers {
     fn drop(&mut self) {
         if !self.maker.is_this_process() {
+            // In a forked child the threads do not exist, and a lock of the queue may have been held at the fork.
             mem::forget((self.arrivals.take(), self.departures.take()));
         }
     }
@@ -78,8 +79,10 @@ fn work(arrived: &Receiver<Job>, departing: &Receiver<Job>) {
     loop {
         if arrivals_in_a_row >= MAX_ARRIVALS_IN_A_ROW {
             arrivals_in_a_row = 0;
+            // Else a reader that never stops starves all flushes.
             departing.try_iter().take(1).for_each(|job| job());
         }
+        // Biased: the plain macro picks at random among those that are ready.
         let job = select_biased! {
             recv(arrived) -> job => {
                 arrivals_in_a_row += 1;

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::backend::Backend;
 use crate::checksum::{Checksums, checksum};
-use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::{Memory, forget_checksum, no_such_slot};
 use crate::verifiers::Verifiers;

@@ -415,8 +415,9 @@ mod beside_an_engine {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use cudarc::driver::sys;
+    use kvbm_tiers::backend;
     use kvbm_tiers::cuda::DeviceWindow;
-    use kvbm_tiers::fence::{self, Fence, Fences, HostFence, Mark};
+    use kvbm_tiers::fence::{Fence, Fences, HostFence, Mark};
     use parking_lot::{Mutex, MutexGuard};
 
     use super::*;
@@ -672,7 +673,7 @@ mod beside_an_engine {
         let fences = Fences { after: Fence::Host(raised.clone()), mark: None };
         backend.submit_fenced(vec![save], fences.clone(), done.clone());
         assert_eq!(reports.recv().unwrap().unwrap_err().kind(), CopyErrorKind::Refused);
-        fence::submit(&backend, vec![save], fences, done);
+        backend::submit(&backend, vec![save], fences, done);
         assert!(reports.recv_timeout(Duration::from_millis(5)).is_err());
         raised.raise();
         reports.recv().unwrap().unwrap();
@@ -890,7 +891,7 @@ mod faults_of_cufile {
             let disk = SlotRef { tier: Tier::Disk, ..bench.here[0].slot_ref() };
             for op in [order(0, bench.there[0].slot_ref(), disk), order(0, disk, bench.there[1].slot_ref())] {
                 run(&gds, vec![op]).remove(0).unwrap();
-                // How many of the four meet depends on the scheduler of a busy machine.
+                // How many of the four load_remote_metadata depends on the scheduler of a busy machine.
                 let at_once = simulation::transfers_at_once();
                 assert!((2..=4).contains(&at_once), "{at_once} transfers at once");
             }

@@ -1,4 +1,5 @@
-//! Our block table beside `kvbm-logical`: the same chains, the same order, in turns, in one process.
+//! Our manager beside `kvbm-logical`: the same chains, the same order, in turns, in one process. Ours runs its default
+//! policy unless told otherwise, and both are asked for a match and let go of it.
 //!
 //! `cd benches/peers && cargo run --release` prints one JSON object. A ratio above 1 says how many times
 //! faster ours is; those of cycles and bytes are ours over theirs.
@@ -8,8 +9,10 @@ mod logical;
 use cap::Cap;
 use clap::Parser;
 use kvbm_bench::chains::{Prompt, Prompts, Random, SHORT, saves};
-use kvbm_bench::measure::{Arrival, CacheSweep, DEFAULT_SWEEP, FullTier, Picks, Spread, round_of_chains};
-use kvbm_bench::subject::{OurTable, Subject};
+use kvbm_bench::measure::{Arrival, CacheSweep, FullTier, Picks, Spread, round_of_chains};
+use kvbm_bench::subject::{OurManager, Subject, device_of, table_of_four_tiers};
+use kvbm_policies::EvictionKind;
+use kvbm_settings::EvictionPolicy;
 use serde::Serialize;
 
 use logical::Logical;
@@ -27,13 +30,23 @@ struct Args {
     #[arg(long, default_value_t = 200)]
     samples: usize,
     /// Bytes of cache that are swept before each match.
-    #[arg(long, default_value_t = DEFAULT_SWEEP)]
+    #[arg(long, default_value_t = 0)]
     sweep: usize,
+    /// Which block leaves a full tier of ours.
+    #[arg(long, value_name = "NAME", default_value = EvictionPolicy::default().name(), value_parser = eviction)]
+    eviction: EvictionPolicy,
+}
+
+fn eviction(name: &str) -> Result<EvictionPolicy, String> {
+    let found = EvictionPolicy::ALL.iter().copied().find(|policy| policy.name() == name);
+    found.ok_or_else(|| format!("{name} is no policy"))
 }
 
 #[derive(Serialize)]
 struct Report {
     blocks: usize,
+    eviction: EvictionPolicy,
+    match_65536_us: Match,
     match_8192_us: Match,
     match_288_us: Match,
     cycle_ns_per_block: Vec<Cycle>,
@@ -69,25 +82,29 @@ struct Bytes {
 fn main() {
     let args = Args::parse();
     let prompts = Prompts::new(args.blocks);
-    let (ours, theirs) = (OurTable::holding(&prompts), logical_holding(&prompts, args.blocks));
+    let ours = OurManager::holding(&prompts, args.eviction);
+    let theirs = logical_holding(&prompts, args.blocks);
     let mut duel = Duel { ours, theirs, cold: CacheSweep::new(args.sweep), samples: args.samples };
+    let match_65536_us = duel.matches(&prompts.longest);
     let match_8192_us = duel.matches(&prompts.long);
     let match_288_us = duel.matches(&prompts.medium);
     drop((duel, prompts));
-    let cycle = |blocks| cycles(blocks, args.samples);
+    let cycle = |blocks| cycles(blocks, &args);
     let report = Report {
         blocks: args.blocks,
+        eviction: args.eviction,
+        match_65536_us,
         match_8192_us,
         match_288_us,
         cycle_ns_per_block: vec![cycle(1 << 16), cycle(args.blocks)],
-        bytes_per_block: bytes(args.blocks),
+        bytes_per_block: bytes(args.blocks, args.eviction),
     };
     println!("{}", serde_json::to_string_pretty(&report).expect("a report is plain data"));
 }
 
-/// The whole of each long and medium prompt, and as much filler as finds room, so that the table is full.
+/// The whole of each prompt but the filler, and as much filler as finds room, so that the table is full.
 fn logical_holding(prompts: &Prompts, blocks: usize) -> Logical {
-    let whole: Vec<_> = prompts.long.iter().chain(&prompts.medium).collect();
+    let whole: Vec<_> = prompts.longest.iter().chain(&prompts.long).chain(&prompts.medium).collect();
     let held: usize = whole.iter().map(|prompt| prompt.hashes.len()).sum();
     let filler = prompts.filler.iter().take(blocks.saturating_sub(held) / SHORT);
     let all: Vec<_> = whole.iter().copied().chain(filler).collect();
@@ -101,7 +118,7 @@ fn logical_holding(prompts: &Prompts, blocks: usize) -> Logical {
 }
 
 struct Duel {
-    ours: OurTable,
+    ours: OurManager,
     theirs: Logical,
     cold: CacheSweep,
     samples: usize,
@@ -116,9 +133,9 @@ impl Duel {
             let prompt = &prompts[picks.pick()];
             let names = Logical::names(&prompt.hashes);
             let (ours, found) = our_arrival.time_match(&self.ours, &prompt.hashes, &mut self.cold);
-            assert_eq!(found, prompt.disk, "ours must find what it holds");
+            assert_eq!(found, prompt.saved, "ours must find what it holds");
             samples[0].push(ours.as_secs_f64() * 1e6);
-            for (sample, depth) in [(1, prompt.disk), (2, names.len())] {
+            for (sample, depth) in [(1, prompt.saved), (2, names.len())] {
                 let (theirs, found) = their_arrival.time_match(&self.theirs, &names[..depth], &mut self.cold);
                 assert_eq!(found, depth, "theirs must find what it holds");
                 samples[sample].push(theirs.as_secs_f64() * 1e6);
@@ -136,12 +153,12 @@ impl Duel {
     }
 }
 
-fn cycles(blocks: usize, rounds: usize) -> Cycle {
-    let ours = FullTier::new(OurTable::of_one_tier(blocks), blocks);
+fn cycles(blocks: usize, args: &Args) -> Cycle {
+    let ours = FullTier::new(OurManager::open(device_of(blocks, args.eviction)), blocks);
     let theirs = FullTier::new(Logical::of(blocks), blocks);
     let mut random = Random::new(5);
     let mut samples = [Vec::new(), Vec::new()];
-    for _ in 0..rounds {
+    for _ in 0..args.samples {
         let chains = round_of_chains(&mut random);
         samples[0].push(ours.time_round(&chains));
         samples[1].push(theirs.time_round(&chains));
@@ -150,11 +167,12 @@ fn cycles(blocks: usize, rounds: usize) -> Cycle {
     Cycle { blocks, ours, theirs, ratio: ours.median / theirs.median }
 }
 
-fn bytes(blocks: usize) -> Bytes {
+fn bytes(blocks: usize, eviction: EvictionPolicy) -> Bytes {
     let mut random = Random::new(7);
     let chains: Vec<_> = (0..blocks / SHORT).map(|_| random.chain(SHORT)).collect();
     let slots = chains.len() * SHORT;
-    let ours = allocated_by(|| OurTable::of_four_tiers(slots, &chains)) / slots as f64;
+    let kind: EvictionKind = eviction.name().parse().expect("a policy has one name");
+    let ours = allocated_by(|| table_of_four_tiers(slots, &chains, kind)) / slots as f64;
     let theirs = allocated_by(|| {
         let theirs = Logical::of(slots);
         for chain in &chains {
@@ -167,7 +185,8 @@ fn bytes(blocks: usize) -> Bytes {
 }
 
 fn allocated_by<T>(build: impl FnOnce() -> T) -> f64 {
-    let before = ALLOCATED.allocated();
+    let memory = || ALLOCATED.allocated() + kvbm_tiers::mapped_bytes();
+    let before = memory();
     let _kept = build();
-    (ALLOCATED.allocated() - before) as f64
+    (memory() - before) as f64
 }

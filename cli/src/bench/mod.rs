@@ -7,13 +7,13 @@ pub(crate) mod tiers;
 
 use clap::Subcommand;
 
-use crate::Global;
 use crate::failure::Failure;
+use crate::global::Global;
 use crate::output;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Bench {
-    /// Time the block table: match, cycle, memory
+    /// Time the block table: match, cycle, memory, the longest hold of its lock
     Table(table::TableArgs),
     /// Time the tiers through the manager, against memcpy, a raw ring and the raw object client
     Tiers(tiers::TiersArgs),
@@ -27,8 +27,8 @@ impl Bench {
         global.load(|loader| loader)?;
         match self {
             Self::Table(args) => {
-                let report = table::run(args);
-                if global.json { output::print_json(&report) } else { output::print(&table_text(&report)) }
+                let report = table::run(args)?;
+                if global.json { output::print_json(&report) } else { output::print(&report.to_text()) }
             }
             Self::Tiers(args) => {
                 let report = tiers::run(args)?;
@@ -41,19 +41,4 @@ impl Bench {
             }
         }
     }
-}
-
-fn table_text(report: &table::TableReport) -> String {
-    let blocks = output::count(report.blocks.into());
-    let mut table = output::table(&[&format!("table of {blocks} blocks"), "median", "unit"], 1);
-    let rows = [
-        ("match of 8,192 blocks", report.match_8192_us, "µs"),
-        ("match of 288 blocks", report.match_288_us, "µs"),
-        ("evict, allocate, publish, release", report.cycle_ns_per_block, "ns per block"),
-        ("memory, resident in four tiers", report.bytes_per_block, "bytes per block"),
-    ];
-    for (what, median, unit) in rows {
-        table.add_row([what, &format!("{median:.1}"), unit]);
-    }
-    table.trim_fmt()
 }

@@ -87,8 +87,8 @@ fn two_processes(args: &NixlArgs) -> Result<Vec<Row>, Failure> {
     let home = tempfile::tempdir().map_err(|error| Failure::unusable(error.to_string()))?;
     let place = home.path().join("introduction");
     let _peer = Peer::start(args, &place)?;
-    let mut raw =
-        RawNixl::meet(memory(args.blocks(), args.size)?, &place, BATCH, IN_FLIGHT).map_err(setup)?;
+    let mut raw = RawNixl::load_remote_metadata(memory(args.blocks(), args.size)?, &place, BATCH, IN_FLIGHT)
+        .map_err(setup)?;
     let bytes = u64::from(args.blocks()) * args.size;
     [("write", Direction::Write), ("read", Direction::Read)]
         .into_iter()

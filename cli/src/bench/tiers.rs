@@ -5,12 +5,13 @@
 //! threads and as many operations at a time; the manager keeps its checksums.
 
 mod bed;
+mod bottom;
 mod raw;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kvbm::Tier;
 use kvbm_bench::measure::Spread;
@@ -21,6 +22,7 @@ use serde::Serialize;
 use tokio::runtime::Runtime;
 
 pub(crate) use self::bed::Bed;
+use self::bottom::Bottom;
 use self::raw::Raw;
 use crate::failure::Failure;
 use crate::output;
@@ -46,28 +48,6 @@ pub(crate) struct TiersArgs {
     /// Rounds of each row, after one to warm up
     #[arg(long, value_name = "N", default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-}
-
-/// The lower end of the route that is timed.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Bottom {
-    Host,
-    Disk,
-    Object,
-    #[cfg(feature = "nixl")]
-    Nixl,
-}
-
-impl Bottom {
-    const fn tier(self) -> Tier {
-        match self {
-            Self::Host => Tier::Host,
-            Self::Disk => Tier::Disk,
-            #[cfg(feature = "nixl")]
-            Self::Nixl => Tier::Disk,
-            Self::Object => Tier::Object,
-        }
-    }
 }
 
 /// What was measured. Serialises to the command's JSON.

@@ -6,8 +6,7 @@ use std::iter::once;
 use kvbm::Tier;
 use kvbm::table::SlotCounts;
 
-use super::record::{Record, Sample, Summary, Traffic, minutes};
-use super::{PREFILL_TOKENS_PER_SECOND, medium};
+use super::record::{PREFILL_TOKENS_PER_SECOND, Record, Sample, Summary, Traffic, medium, minutes};
 use crate::output;
 
 const TEMPLATE: &str = include_str!("page.html");

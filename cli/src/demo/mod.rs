@@ -7,24 +7,21 @@ mod record;
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::time::Instant;
 
-use kvbm::Tier;
 use kvbm_settings::{Capacity, DeviceBackend, Settings};
+use kvbm_tiers::clock;
 use prometheus::Registry;
 use tempfile::NamedTempFile;
 
 use self::record::{Record, Recorder};
-use crate::Global;
 use crate::engine::{Engine, Tally};
 use crate::failure::Failure;
+use crate::global::Global;
 use crate::output;
 use crate::progress::Progress;
 use crate::scratch::{Scratch, file_url};
 use crate::stop::{self, Stop};
 
-/// What a GPU is assumed to compute, in prompt tokens per second; it prices the tokens that were cached.
-const PREFILL_TOKENS_PER_SECOND: u64 = 8_000;
 const REPORT: &str = "kvbm-demo.html";
 
 const BLOCK_BYTES: u64 = 64 << 10;
@@ -72,7 +69,7 @@ fn settings(global: &Global, objects: &Path) -> Result<Settings, Failure> {
 fn play(engine: &Engine) -> Result<Record, Failure> {
     let requests = chat::requests();
     let (progress, recorder) = (Progress::new(Some(requests.len() as u64)), Recorder::new(engine));
-    let started = Instant::now();
+    let started = clock::now();
     let tally = engine.run(requests.into_iter().map(Ok), 1, |_, tally: &Tally| {
         progress.show(tally, engine.manager());
         recorder.sample(tally);
@@ -112,14 +109,4 @@ fn verdict(record: &Record) -> Result<(), Failure> {
         return Err(Failure::unexpected(message));
     }
     Ok(())
-}
-
-/// What a tier is made of here.
-const fn medium(tier: Tier) -> &'static str {
-    match tier {
-        Tier::Device => "emulated in host memory",
-        Tier::Host => "DRAM",
-        Tier::Disk => "slot file on a local drive",
-        Tier::Object => "object store in files",
-    }
 }

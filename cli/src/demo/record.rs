@@ -6,9 +6,11 @@ use kvbm::Tier;
 use kvbm::table::SlotCounts;
 use serde::Serialize;
 
-use super::{PREFILL_TOKENS_PER_SECOND, medium};
 use crate::engine::{Engine, HitTokens, Settled, Tally};
 use crate::output;
+
+/// What a GPU is assumed to compute, in prompt tokens per second; it prices the tokens that were cached.
+pub(super) const PREFILL_TOKENS_PER_SECOND: u64 = 8_000;
 
 /// The state after a request.
 #[derive(Clone, Copy, Debug)]
@@ -167,4 +169,14 @@ impl Record {
 pub(super) fn minutes(seconds: f64) -> String {
     let seconds = seconds.max(0.0) as u64;
     if seconds < 60 { format!("{seconds} s") } else { format!("{} min {} s", seconds / 60, seconds % 60) }
+}
+
+/// What a tier is made of here.
+pub(super) const fn medium(tier: Tier) -> &'static str {
+    match tier {
+        Tier::Device => "emulated in host memory",
+        Tier::Host => "DRAM",
+        Tier::Disk => "slot file on a local drive",
+        Tier::Object => "object store in files",
+    }
 }

@@ -8,7 +8,7 @@ use kvbm_policies::{Miniature, Sample, Thinning};
 use crate::trace::{TraceError, TraceReader};
 
 /// Blocks of all paths that are kept, before only a sample of them is.
-const MOST_BLOCKS: usize = 20_000_000;
+const MAX_BLOCKS: usize = 20_000_000;
 
 /// A trace in memory.
 #[derive(Debug)]
@@ -25,14 +25,14 @@ pub(super) struct Input {
 /// trace is a file too large for that.
 pub(super) fn read(trace: &Path, sample: Option<Sample>) -> Result<Input, TraceError> {
     let is_file = File::open(trace).and_then(|file| file.metadata()).is_ok_and(|metadata| metadata.is_file());
-    let most = if sample.is_none() && is_file { MOST_BLOCKS } else { usize::MAX };
+    let most = if sample.is_none() && is_file { MAX_BLOCKS } else { usize::MAX };
     read_at_most(trace, sample.unwrap_or(Sample::ALL), most)
 }
 
-fn read_at_most(trace: &Path, first: Sample, most_blocks: usize) -> Result<Input, TraceError> {
+fn read_at_most(trace: &Path, first: Sample, max_blocks: usize) -> Result<Input, TraceError> {
     let mut sample = first;
     loop {
-        if let Some(input) = read_sample(trace, sample, most_blocks)? {
+        if let Some(input) = read_sample(trace, sample, max_blocks)? {
             return Ok(input);
         }
         sample = Sample::one_in(4 * sample.stride());
@@ -40,7 +40,7 @@ fn read_at_most(trace: &Path, first: Sample, most_blocks: usize) -> Result<Input
 }
 
 /// `None` where more blocks than so many are in the sample.
-fn read_sample(trace: &Path, sample: Sample, most_blocks: usize) -> Result<Option<Input>, TraceError> {
+fn read_sample(trace: &Path, sample: Sample, max_blocks: usize) -> Result<Option<Input>, TraceError> {
     let mut reader = TraceReader::open(trace)?;
     let mut thinning = Thinning::new(sample);
     let (mut requests, mut prompt_tokens, mut times) = (0, 0, None);
@@ -51,7 +51,7 @@ fn read_sample(trace: &Path, sample: Sample, most_blocks: usize) -> Result<Optio
         let (first, _) = times.unwrap_or((request.timestamp_ms, 0));
         times = Some((first, request.timestamp_ms));
         thinning.push(&request);
-        if thinning.blocks() > most_blocks {
+        if thinning.blocks() > max_blocks {
             return Ok(None);
         }
     }

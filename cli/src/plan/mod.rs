@@ -14,6 +14,7 @@ mod html;
 mod input;
 mod jobs;
 mod model;
+mod outcome;
 mod text;
 mod tiers;
 mod what_if;
@@ -23,16 +24,17 @@ use std::path::PathBuf;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use kvbm_policies::{AdmissionKind, EvictionKind, Policy, Sample};
-use serde::Serialize;
+use kvbm_tiers::clock;
 
 use self::amount::Amount;
 use self::input::Input;
 use self::model::{Model, ModelArgs};
-use self::tiers::{Staircase, TierAmount};
-use self::what_if::{CostArgs, WhatIf};
-use crate::Global;
+use self::outcome::{Curve, Plan, Row};
+use self::tiers::TierAmount;
+use self::what_if::CostArgs;
 use crate::failure::Failure;
-use crate::output;
+use crate::global::Global;
+use crate::output::{self, rounded};
 
 /// Capacities of the table, in blocks.
 const CAPACITIES: [u32; 4] = [1_000, 5_000, 10_000, 30_000];
@@ -104,58 +106,6 @@ fn admissions() -> impl TypedValueParser<Value = AdmissionKind> {
 fn parse_rate(text: &str) -> Result<f64, String> {
     let rate: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
     if rate > 0.0 && rate <= 1.0 { Ok(rate) } else { Err("a rate is above 0 and at most 1".to_owned()) }
-}
-
-/// What a plan found. Serialises to the command's JSON.
-#[derive(Debug, Serialize)]
-struct Plan {
-    /// The trace, as it was named.
-    trace: String,
-    requests: u64,
-    prompt_tokens: u64,
-    /// Distinct full blocks; an estimate where they are sampled.
-    blocks: u64,
-    /// From the first request to the last one.
-    seconds: f64,
-    /// Blocks that one in the sample stands for; 1 where all are simulated.
-    sample_stride: u32,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    model: Option<Model>,
-    /// One for each policy and capacity, in the order asked for: policy by policy.
-    rows: Vec<Row>,
-    /// LRU at many capacities; where it was asked what more would bring.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    lru_curve: Option<Curve>,
-    /// Several tiers together: one for each way of admission, the chosen one first.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    tiers: Vec<Staircase>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    what_if: Option<WhatIf>,
-    /// What the reader should know about the figures.
-    notes: Vec<String>,
-}
-
-/// One policy at one capacity.
-#[derive(Debug, Serialize)]
-struct Row {
-    /// The policy's name.
-    eviction: &'static str,
-    /// Blocks that the tier holds.
-    capacity: u32,
-    /// What they take, where the model is known.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    bytes: Option<u64>,
-    /// Hit tokens over prompt tokens, to four decimals: 0 to 1.
-    token_hit_rate: f64,
-}
-
-/// Stack distances turned into hit rates.
-#[derive(Debug, Serialize)]
-struct Curve {
-    /// Capacity in blocks, and token hit rate.
-    points: Vec<(u32, f64)>,
-    /// What measuring it took, per request of the trace.
-    microseconds_per_request: f64,
 }
 
 fn plan(args: &PlanArgs) -> Result<Plan, Failure> {
@@ -243,17 +193,13 @@ fn lru_curve(input: &Input) -> Curve {
     let all = u32::try_from(input.miniature.blocks()).unwrap_or(u32::MAX);
     let steps = (0..).map(|step| (FIRST * 2_f64.powf(f64::from(step) / 8.0)) as u32);
     let capacities: Vec<_> = steps.take_while(|&capacity| capacity < all).chain([all]).collect();
-    let started = std::time::Instant::now();
+    let started = clock::now();
     let rates = input.miniature.lru_token_hit_rates(&capacities);
     let seconds = started.elapsed().as_secs_f64();
     Curve {
         points: capacities.into_iter().zip(rates.into_iter().map(rounded)).collect(),
         microseconds_per_request: rounded(seconds * 1e6 / input.requests.max(1) as f64),
     }
-}
-
-fn rounded(number: f64) -> f64 {
-    (number * 1e4).round() / 1e4
 }
 
 fn notes(input: &Input, capacities: &[u32]) -> Vec<String> {

@@ -1,8 +1,8 @@
 //! The result as tables.
 
+use super::outcome::{Plan, Row};
 use super::tiers::Staircase;
 use super::what_if::{Point, WhatIf};
-use super::{Plan, Row};
 use crate::output;
 
 /// Everything that was asked for.

@@ -1,16 +1,16 @@
 //! Several tiers together: where hits come from, what is read and written for them.
 
 use kvbm::Tier;
-use kvbm_policies::hierarchy::TierOutcome;
+use kvbm_policies::simulation::hierarchy::TierOutcome;
 use kvbm_policies::{AdmissionKind, BLOCK_TOKENS, EvictionKind, Hierarchy, TierPlan};
 use serde::Serialize;
 
 use super::amount::Amount;
 use super::input::Input;
+use super::jobs;
 use super::model::Model;
-use super::{jobs, rounded};
 use crate::failure::Failure;
-use crate::output;
+use crate::output::{self, rounded};
 
 const SECONDS_PER_DAY: f64 = 86_400.0;
 

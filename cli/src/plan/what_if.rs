@@ -1,16 +1,16 @@
 //! What more or less of a tier would bring: hits, and seconds until the first token.
 
-use std::time::Instant;
-
 use clap::Args;
 use kvbm::Tier;
 use kvbm_policies::{AdmissionKind, BLOCK_TOKENS, EvictionKind};
 use kvbm_settings::parse_size;
+use kvbm_tiers::clock;
 use serde::Serialize;
 
 use super::input::Input;
+use super::jobs;
 use super::tiers::{self, TierSize, Traffic};
-use super::{jobs, rounded};
+use crate::output::rounded;
 
 /// Sizes that are tried, in parts of what the tier has.
 const FACTORS: [f64; 4] = [0.0, 0.5, 2.0, 4.0];
@@ -154,7 +154,7 @@ pub(super) fn explore(
 ) -> WhatIf {
     let cases: Vec<_> = std::iter::once(sizes.to_vec()).chain(variants(sizes)).collect();
     let results = jobs::each("other sizes", &cases, |case| {
-        let started = Instant::now();
+        let started = clock::now();
         let traffic = tiers::simulate(input, case, eviction, admission);
         let hits: f64 = traffic.iter().map(|tier| tier.hit_tokens).sum();
         let rate = hits / input.prompt_tokens.max(1) as f64;

@@ -7,20 +7,20 @@ mod report;
 use std::fs::File;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use kvbm_policies::Request;
 use kvbm_settings::{Capacity, EvictionPolicy, Loader, Settings, parse_size};
+use kvbm_tiers::clock;
 use prometheus::Registry;
 
 use self::chaos::{ChaosArgs, ChaosReport, Trouble};
 use self::pace::Paced;
 use self::report::Report;
-use crate::Global;
 use crate::engine::Engine;
 use crate::failure::Failure;
+use crate::global::Global;
 use crate::metrics::{self, Endpoint};
 use crate::output;
 use crate::progress::Progress;
@@ -115,7 +115,7 @@ fn replay(
     trouble: Option<&Trouble>,
 ) -> Result<Report, Failure> {
     let progress = Progress::new(expected);
-    let started = Instant::now();
+    let started = clock::now();
     let tally = engine.run(requests, concurrency, |_, tally| progress.show(tally, engine.manager()))?;
     let seconds = started.elapsed().as_secs_f64();
     progress.finishing("flushing what is dirty");
@@ -131,7 +131,7 @@ fn replay(
     Ok(Report::new(trace, &tally, settled, engine, seconds).with(chaos))
 }
 
-/// Reads a trace to its end before anything is made, so that a bad line spoils no half-done run. Answers how
+/// Reads a trace to its end before anything is made, so that a bad line spoils no half-done run. Returns how
 /// many requests there are; `None` for what can only be read once, such as a pipe.
 fn check(trace: &Path, requests: Option<u64>) -> Result<Option<u64>, TraceError> {
     if !File::open(trace).and_then(|file| file.metadata()).is_ok_and(|metadata| metadata.is_file()) {

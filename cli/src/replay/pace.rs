@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use kvbm_policies::Request;
+use kvbm_tiers::clock;
 
 use crate::stop::Stop;
 use crate::trace::TraceError;
@@ -26,7 +27,7 @@ impl<I> Paced<I> {
     fn wait_for(&mut self, request: &Request) {
         /// So long until a wish to stop is noticed.
         const LOOK: Duration = Duration::from_millis(100);
-        let (start, first_ms) = *self.origin.get_or_insert((Instant::now(), request.timestamp_ms));
+        let (start, first_ms) = *self.origin.get_or_insert((clock::now(), request.timestamp_ms));
         let due = due_after(request.timestamp_ms.saturating_sub(first_ms), self.speed);
         while let Some(left) = due.checked_sub(start.elapsed()).filter(|left| !left.is_zero()) {
             // Whoever takes the request says that it was interrupted.

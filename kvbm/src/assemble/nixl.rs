@@ -1,26 +1,51 @@
-//! NIXL's part of the tiers: which plugins run, and the backends on them.
+//! NIXL's part of the tiers: which plugins run, and what uses them.
+
+#[cfg(feature = "nixl")]
+mod library;
 
 use std::collections::BTreeMap;
-use std::path::Path;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Once};
+use std::fmt;
+use std::sync::Arc;
 
 use kvbm_settings::{DiskBackend, ObjectBackend, Settings};
-use kvbm_tiers::nixl::{
-    Agent, BackendHandle, Library, NixlBackend, NixlObjectOptions, REMEDY, check_plugin_directory, find,
-    installed_plugins, object_parameters,
-};
 use kvbm_tiers::object::Store;
-use kvbm_tiers::{Backend, DiskRegion, Memory, SetupError, SetupErrorKind, UringBackend};
+use kvbm_tiers::{Backend, DiskRegion, Memory, SetupError, SetupErrorKind};
 
 use super::report::{NixlReport, PluginReport};
-use super::{namespace, setup, store_options};
 use crate::error::{Error, ErrorKind, Result};
+
+/// The library, found and loaded.
+trait Library {
+    /// Version and place.
+    fn describe(&self) -> String;
+
+    /// Starts a plugin. `None`: it could be loaded, but has no place to go to.
+    fn start(
+        &mut self,
+        plugin: &str,
+        settings: &Settings,
+    ) -> std::result::Result<Option<Box<dyn Plugin>>, SetupError>;
+}
+
+/// A plugin that runs.
+trait Plugin: fmt::Debug {
+    /// Between `memory` and `region`.
+    fn disk(&self, memory: Arc<dyn Memory>, region: Arc<DiskRegion>, depth: u32) -> Result<Arc<dyn Backend>>;
+
+    /// Between `memory` and `slots` objects of `store`.
+    fn objects(
+        &self,
+        memory: Arc<dyn Memory>,
+        store: Store,
+        slots: u32,
+        settings: &Settings,
+    ) -> Result<Arc<dyn Backend>>;
+}
 
 /// The plugins that were started for a manager.
 #[derive(Debug, Default)]
 pub(super) struct Nixl {
-    plugins: BTreeMap<String, Arc<BackendHandle>>,
+    plugins: BTreeMap<String, Box<dyn Plugin>>,
 }
 
 impl Nixl {
@@ -28,37 +53,37 @@ impl Nixl {
     /// within one process: it is not started. Who names a library asks for it.
     pub(super) fn start(settings: &Settings) -> Result<Self> {
         if settings.nixl.is_default() && settings.nixl.library.is_none() {
-            say_once_if_missing();
+            #[cfg(feature = "nixl")]
+            library::say_once_if_missing();
             return Ok(Self::default());
         }
         let enabled = settings.nixl.enabled();
         if enabled.is_empty() {
             return Ok(Self::default());
         }
-        let agent = agent(settings).map_err(|error| asked_for(&enabled.join(", "), &error))?;
+        let mut library = load(settings).map_err(|error| asked_for(&enabled.join(", "), &error))?;
         let mut plugins = BTreeMap::new();
         for name in enabled {
             if let Some(why) = idle(name, settings) {
                 tracing::warn!("{why}");
             }
-            let started = start(&agent, name, settings).map_err(|error| asked_for(name, &error))?;
-            plugins.extend(started.map(|handle| (name.to_owned(), Arc::new(handle))));
+            let started = library.start(name, settings).map_err(|error| asked_for(name, &error))?;
+            plugins.extend(started.map(|plugin| (name.to_owned(), plugin)));
         }
         Ok(Self { plugins })
     }
 
-    /// Between `memory` and `region`.
+    /// Slot files through the plugin POSIX.
     pub(super) fn disk(
         &self,
         memory: Arc<dyn Memory>,
         region: Arc<DiskRegion>,
         depth: u32,
     ) -> Result<Arc<dyn Backend>> {
-        let backend = NixlBackend::disk(self.plugin("POSIX")?, memory, region, depth);
-        Ok(Arc::new(backend.map_err(setup)?))
+        self.plugin("POSIX")?.disk(memory, region, depth)
     }
 
-    /// Between `memory` and `slots` objects of `store`.
+    /// Objects through the plugin OBJ.
     pub(super) fn objects(
         &self,
         memory: Arc<dyn Memory>,
@@ -66,100 +91,53 @@ impl Nixl {
         slots: u32,
         settings: &Settings,
     ) -> Result<Arc<dyn Backend>> {
-        let (namespace, concurrency) = (namespace(settings), settings.object.concurrency);
-        let options = NixlObjectOptions { namespace, slots, concurrency };
-        let backend = NixlBackend::objects(self.plugin("OBJ")?, memory, store, &options);
-        Ok(Arc::new(backend.map_err(setup)?))
+        self.plugin("OBJ")?.objects(memory, store, slots, settings)
     }
 
-    fn plugin(&self, name: &str) -> Result<&Arc<BackendHandle>> {
+    fn plugin(&self, name: &str) -> Result<&dyn Plugin> {
         self.plugins
             .get(name)
+            .map(|plugin| &**plugin)
             .ok_or_else(|| Error::new(ErrorKind::Invalid, format!("the NIXL plugin {name} was not started")))
     }
 }
 
-/// Plugins that lie beside the library as files.
-pub(super) fn installed(library: Option<&str>) -> Vec<String> {
-    installed_plugins(library.map(Path::new))
-}
-
 /// What became of each plugin that is on, and of the library.
 pub(super) fn probe(settings: &Settings) -> NixlReport {
-    let enabled = settings.nixl.enabled();
-    let library = library_path(settings).map_or_else(find, |path| Ok(path.to_owned())).and_then(|path| {
-        let library = Library::load(Some(&path))?;
-        let version = library.version().map_or_else(String::new, |version| format!("NIXL {version}, "));
-        Ok(format!("{version}{}", library.path().display()))
-    });
-    let installed = installed(settings.nixl.library.as_deref());
-    let agent =
-        library.as_ref().map_err(|_| format!("no NIXL here that can be used; {REMEDY}")).and_then(|_| {
-            // Nothing is started where nothing is asked for.
-            let agent = (!enabled.is_empty()).then(|| agent(settings)).transpose();
-            agent.map_err(|error| error.to_string())
-        });
-    let plugins = enabled.into_iter().map(|name| {
-        let state = match &agent {
-            Ok(Some(agent)) => start(agent, name, settings).map_err(|error| error.to_string()),
-            Ok(None) => Ok(None),
+    let mut library = load(settings).map_err(|error| error.to_string());
+    let told = |name: &str, started: Option<Box<dyn Plugin>>| {
+        let state = if started.is_some() { "started" } else { "loaded" };
+        idle(name, settings).map_or_else(|| state.to_owned(), |why| format!("{state}, but {why}"))
+    };
+    let plugins = settings.nixl.enabled().into_iter().map(|name| {
+        let state = match &mut library {
+            Ok(library) => library.start(name, settings).map_err(|error| error.to_string()),
             Err(why) => Err(why.clone()),
         };
-        let told = |started: Option<BackendHandle>| {
-            let state = if started.is_some() { "started" } else { "loaded" };
-            idle(name, settings).map_or_else(|| state.to_owned(), |why| format!("{state}, but {why}"))
-        };
-        PluginReport { name: name.to_owned(), state: state.map(told) }
+        PluginReport { name: name.to_owned(), state: state.map(|started| told(name, started)) }
     });
-    NixlReport { plugins: plugins.collect(), library: library.map_err(|error| error.to_string()), installed }
-}
-
-/// An agent whose name no other of this machine has.
-fn agent(settings: &Settings) -> std::result::Result<Agent, SetupError> {
-    static COUNT: AtomicU32 = AtomicU32::new(0);
-    let path = library_path(settings);
-    check_plugin_directory(path, &settings.nixl.enabled())?;
-    let name = format!("kvbm-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
-    Agent::new(Library::load(path)?, &name)
-}
-
-fn library_path(settings: &Settings) -> Option<&Path> {
-    settings.nixl.library.as_deref().map(Path::new)
-}
-
-/// `None`: it could be loaded, but has no place to go to.
-fn start(
-    agent: &Agent,
-    name: &str,
-    settings: &Settings,
-) -> std::result::Result<Option<BackendHandle>, SetupError> {
-    match parameters(name, settings)? {
-        Some(parameters) => agent.backend(name, &parameters).map(Some),
-        None => agent.probe(name).map(|()| None),
+    let plugins = plugins.collect();
+    NixlReport {
+        plugins,
+        library: library.map(|library| library.describe()),
+        installed: installed(settings.nixl.library.as_deref()),
     }
 }
 
-/// Those of the settings, and what follows from others. `None`: the plugin needs to know a place, and there is
-/// none.
-fn parameters(
-    name: &str,
-    settings: &Settings,
-) -> std::result::Result<Option<BTreeMap<String, String>>, SetupError> {
-    let mut parameters = BTreeMap::new();
-    match (name, settings.object.place()) {
-        // Twice as fast as the plugin's own choice.
-        ("POSIX", _) if !chooses_queue(settings) && UringBackend::probe().is_ok() => {
-            parameters.insert("use_uring".to_owned(), "true".to_owned());
-        }
-        ("OBJ", Some(url)) if url.starts_with("s3://") => {
-            let object = &settings.object;
-            parameters = object_parameters(url, &store_options(object), object.concurrency)?;
-        }
-        ("OBJ", _) => return Ok(None),
-        _ => {}
-    }
-    parameters.extend(settings.nixl.parameters.get(name).cloned().unwrap_or_default());
-    Ok(Some(parameters))
+#[cfg(feature = "nixl")]
+pub(super) use library::installed;
+#[cfg(feature = "nixl")]
+use library::load;
+
+#[cfg(not(feature = "nixl"))]
+fn load(_: &Settings) -> std::result::Result<Box<dyn Library>, SetupError> {
+    let message = "this build has no NIXL: build it with the feature `nixl`";
+    Err(SetupError::new(SetupErrorKind::Unavailable, message))
+}
+
+#[cfg(not(feature = "nixl"))]
+pub(super) fn installed(_: Option<&str>) -> Vec<String> {
+    Vec::new()
 }
 
 /// That a plugin is on and nothing uses it, and what to set; `None`: something does.
@@ -179,19 +157,6 @@ fn idle(name: &str, settings: &Settings) -> Option<String> {
     Some(format!(
         "{name} is on and nothing uses it: {to_use_it}turn it off (nixl.backends.{name}, DYN_KVBM_NIXL_BACKEND_{name}=false)"
     ))
-}
-
-fn chooses_queue(settings: &Settings) -> bool {
-    let chosen = |key: &String| key.starts_with("use_");
-    settings.nixl.parameters.get("POSIX").is_some_and(|given| given.keys().any(chosen))
-}
-
-/// Nobody asked for NIXL, so its absence is no error; but who counts on it is told.
-fn say_once_if_missing() {
-    static SAID: Once = Once::new();
-    if let Err(error) = find() {
-        SAID.call_once(|| tracing::info!("{error}. Blocks move natively"));
-    }
 }
 
 fn asked_for(plugins: &str, error: &SetupError) -> Error {

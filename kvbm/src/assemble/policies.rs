@@ -1,17 +1,32 @@
 //! Policies by their settings.
 
-use std::collections::HashMap;
-
-use kvbm_policies::admission::{Budget, Budgeted, Edge, Side, WriteThrough};
-use kvbm_policies::eviction::Tenants;
+use kvbm_policies::admission::{Budget, Budgeted, TierPair, TierShape, WriteThrough};
+use kvbm_policies::eviction::{TenantTerms, Tenants};
 use kvbm_policies::{Admission, AdmissionKind, Eviction, EvictionKind};
-use kvbm_settings::{AdmissionMode, DiskSettings, EvictionPolicy, Settings, WriteBudget};
+use kvbm_settings::{AdmissionMode, Capacity, DiskSettings, EvictionPolicy, Settings, WriteBudget};
 use kvbm_tiers::Tier;
 
 /// A fresh policy for a tier of `slots` slots.
 pub(super) fn eviction(settings: &Settings, slots: u32) -> Box<dyn Eviction> {
     let policy = eviction_kind(settings.eviction).build(slots);
-    if settings.fair_tenants { Box::new(Tenants::new(policy, HashMap::new())) } else { policy }
+    match tenant_terms(settings) {
+        Some(terms) => Box::new(Tenants::new(policy, terms)),
+        None => policy,
+    }
+}
+
+/// On what terms tenants share each tier; `None` where nobody asks whose a block is.
+fn tenant_terms(settings: &Settings) -> Option<TenantTerms> {
+    let Settings { fair_tenants, tenant_weights, tenant_quotas, .. } = settings;
+    if !fair_tenants && tenant_weights.is_empty() && tenant_quotas.is_empty() {
+        return None;
+    }
+    // Settings without a block size open no tier.
+    let block_bytes = settings.block_bytes.unwrap_or(u64::MAX);
+    let blocks = |quota: &Capacity| u32::try_from(quota.blocks(block_bytes)).unwrap_or(u32::MAX);
+    let quotas = tenant_quotas.iter().map(|(&tenant, quota)| (tenant, blocks(quota)));
+    let weights = tenant_weights.iter().map(|(&tenant, &weight)| (tenant, weight));
+    Some(TenantTerms { weights: weights.collect(), quotas: quotas.collect() })
 }
 
 const fn eviction_kind(eviction: EvictionPolicy) -> EvictionKind {
@@ -31,22 +46,26 @@ const fn eviction_kind(eviction: EvictionPolicy) -> EvictionKind {
 }
 
 /// A tier and its slots.
-pub(super) type Place = (Tier, u32);
+pub(super) type TierSlots = (Tier, u32);
 
 /// The rule by which blocks go from `upper` to `lower`; `None` where all do, soon.
-pub(super) fn admission(upper: Place, lower: Place, settings: &Settings) -> Option<Box<dyn Admission>> {
+pub(super) fn admission(
+    upper: TierSlots,
+    lower: TierSlots,
+    settings: &Settings,
+) -> Option<Box<dyn Admission>> {
     let disk = Some(&settings.disk).filter(|_| lower.0 == Tier::Disk)?;
-    let side = |(_, capacity)| Side { capacity, eviction: eviction_kind(settings.eviction) };
-    let edge = Edge { upper: side(upper), lower: side(lower) };
+    let side = |(_, capacity)| TierShape { capacity, eviction: eviction_kind(settings.eviction) };
+    let pair = TierPair { upper: side(upper), lower: side(lower) };
     let rule = match disk.admission {
         AdmissionMode::WriteThrough => None,
-        AdmissionMode::WriteBack => Some(AdmissionKind::WriteBack.build(&edge)),
-        AdmissionMode::Selective => Some(AdmissionKind::Selective.build(&edge)),
-        AdmissionMode::Auto => Some(AdmissionKind::Auto.build(&edge)),
+        AdmissionMode::WriteBack => Some(AdmissionKind::WriteBack.build(&pair)),
+        AdmissionMode::Selective => Some(AdmissionKind::Selective.build(&pair)),
+        AdmissionMode::Auto => Some(AdmissionKind::Auto.build(&pair)),
     };
     let Some(budget) = budget(disk, settings.block_bytes.unwrap_or_default()) else { return rule };
     let rule = rule.unwrap_or_else(|| Box::new(WriteThrough));
-    Some(Box::new(Budgeted::new(rule, budget, upper.1, settings.block_bytes.unwrap_or_default())))
+    Some(Box::new(Budgeted::new(rule, budget, settings.block_bytes.unwrap_or_default())))
 }
 
 fn budget(disk: &DiskSettings, block_bytes: u64) -> Option<Budget> {

@@ -4,18 +4,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use kvbm_policies::Moment;
+use kvbm_policies::Trigger;
 use kvbm_tiers::{CopyErrorKind, Tier};
 
 use super::Core;
 use super::breaker::Passage;
 use crate::sync::{AtomicUsize, Mutex};
-use crate::table::{FlushRun, Table};
+use crate::table::{Effects, Table};
 
 /// Where blocks go down only when they leave, one slot in so many is kept free.
 const HEADROOM: usize = 16;
 /// No more than so many.
-const MOST_HEADROOM: usize = 4_096;
+const MAX_HEADROOM: usize = 4_096;
 
 /// State of flushing.
 #[derive(Debug, Default)]
@@ -81,11 +81,37 @@ impl Core {
         self.give_up_overdue();
         // If somebody panicked while he pumped, what others had left to him is still to be done.
         self.pump();
-        let upkeep = self.table().upkeep();
-        upkeep.into_iter().for_each(|work| work());
+        self.learn();
+        self.demand.take_up();
+        while self.drop_more() {}
         for from in Tier::ALL {
             self.flush(from, false);
         }
+    }
+
+    /// Drops descendants of bad blocks, a step of them.
+    fn drop_more(self: &Arc<Self>) -> bool {
+        let mut table = self.table();
+        let has_more = table.drop_more();
+        let effects = table.take_effects();
+        drop(table);
+        self.apply(effects);
+        has_more
+    }
+
+    /// Has policies learn. They collect what they learn from in steps, between which others get the table.
+    fn learn(&self) {
+        if self.learner.is_busy() {
+            return;
+        }
+        let mut work = Vec::new();
+        while self.table().upkeep(&mut work) {}
+        self.learner.start(work);
+    }
+
+    /// Waits until nothing is learned any more.
+    pub(crate) fn join_learner(&self) {
+        self.learner.join();
     }
 
     /// Sets who is woken when background work is due before the next regular [`tick`](Self::tick).
@@ -96,57 +122,66 @@ impl Core {
     /// Starts to flush `from` if that is due, or in any case if `all`.
     fn flush(self: &Arc<Self>, from: Tier, all: bool) {
         let Some(to) = self.table().flushes_to(from) else { return };
-        let moment =
-            if self.flushing.drains.load(Ordering::Acquire) > 0 { Moment::Leaving } else { Moment::Used };
+        let trigger =
+            if self.flushing.drains.load(Ordering::Acquire) > 0 { Trigger::Leaving } else { Trigger::Used };
         let is_blocked = self.legs((from, to)).any(|leg| self.breakers.is_open(leg));
         self.table().block_flushes(from, is_blocked);
         if is_blocked {
-            return self.probe_flush(from, to, moment);
+            return self.probe_flush(from, to, trigger);
         }
         self.table().revive_flushes(from, false);
         self.set_goal(from, all);
-        while self.flush_some(from, to, moment) {}
+        while self.flush_some(from, to, trigger) {}
         self.keep_headroom(from, to);
     }
 
     /// Sends the block that waits longest, if it is time to see whether the media that it passes are well again; where
     /// blocks go down only when they leave, the next to leave with what the tier below lacks before it.
-    fn probe_flush(self: &Arc<Self>, from: Tier, to: Tier, moment: Moment) {
+    fn probe_flush(self: &Arc<Self>, from: Tier, to: Tier, trigger: Trigger) {
         if self.pass((from, to)) == Passage::Blocked {
             return;
         }
+        let turn = self.planning.lock();
         let mut table = self.table();
         table.block_flushes(from, false);
-        let mut runs = table.take_probe(from, moment);
-        if runs.is_empty() {
+        table.take_probe(from, trigger);
+        let mut effects = table.take_effects();
+        if effects.tasks.is_empty() {
             let slots = headroom(&table, from);
-            runs = table.make_headroom(from, slots, 1);
+            table.make_headroom(from, slots, 1);
+            effects = table.take_effects();
         }
         table.block_flushes(from, true);
         drop(table);
+        drop(turn);
         // A probe is of a medium that a copy touches: a block that lies in DRAM as well is not read from disk.
-        let sources = runs.iter().flat_map(|run| run.copies.iter().map(|(_, source, _)| source.tier));
-        if !sources.into_iter().any(|source| source == from) {
-            self.retract_probe((from, if runs.is_empty() { to } else { Tier::Host }));
+        if !effects.tasks.iter().any(|task| task.from.tier == from) {
+            self.retract_probe((from, if effects.tasks.is_empty() { to } else { Tier::Host }));
         }
-        self.start_flushes(to, runs, true);
+        effects.tasks.iter_mut().for_each(|task| task.is_probe = true);
+        self.start_flushes(to, effects);
     }
 
     /// Sends down what leaves `from` next, so that there is room when somebody needs it.
     fn keep_headroom(self: &Arc<Self>, from: Tier, to: Tier) {
-        let in_flight = self.flushing.in_flight[to.index()].load(Ordering::Acquire);
-        let copies = self.flush_window(to).saturating_sub(in_flight);
-        let mut table = self.table();
-        let slots = headroom(&table, from);
-        let runs = table.make_headroom(from, slots, copies);
-        drop(table);
-        self.start_flushes(to, runs, false);
+        let mut is_short = true;
+        while is_short {
+            let in_flight = self.flushing.in_flight[to.index()].load(Ordering::Acquire);
+            let copies = self.flush_window(to).saturating_sub(in_flight);
+            let turn = self.planning.lock();
+            let mut table = self.table();
+            let slots = headroom(&table, from);
+            is_short = table.make_headroom(from, slots, copies);
+            let effects = table.take_effects();
+            drop(table);
+            drop(turn);
+            self.start_flushes(to, effects);
+        }
     }
 
-    fn start_flushes(self: &Arc<Self>, to: Tier, runs: Vec<FlushRun>, is_probe: bool) {
-        let blocks = runs.iter().map(|run| run.copies.len()).sum();
-        self.flushing.in_flight[to.index()].fetch_add(blocks, Ordering::AcqRel);
-        runs.into_iter().for_each(|run| self.flush_run(to, run, is_probe));
+    fn start_flushes(self: &Arc<Self>, to: Tier, effects: Effects) {
+        self.flushing.in_flight[to.index()].fetch_add(effects.tasks.len(), Ordering::AcqRel);
+        self.apply(effects);
     }
 
     fn set_goal(&self, from: Tier, all: bool) {
@@ -161,22 +196,27 @@ impl Core {
 
     /// Starts one batch's worth; false when the goal is reached or the window is full. The next batch goes out
     /// when one of those before it has ended: the route never runs dry in between.
-    fn flush_some(self: &Arc<Self>, from: Tier, to: Tier, moment: Moment) -> bool {
+    fn flush_some(self: &Arc<Self>, from: Tier, to: Tier, trigger: Trigger) -> bool {
         let in_flight = &self.flushing.in_flight[to.index()];
         let room = self.flush_window(to).saturating_sub(in_flight.load(Ordering::Acquire));
         let goal = self.flushing.goals.lock()[from.index()].min(self.flush_batch(to));
+        // Better a full batch later than a small one now: in an object store each batch becomes a segment.
         if room < goal {
             return false;
         }
-        let before = self.table().dirty(from);
-        let runs = self.table().take_flush(from, goal, moment);
-        let after = self.table().dirty(from);
+        let turn = self.planning.lock();
+        let mut table = self.table();
+        let before = table.dirty(from);
+        table.take_flush(from, goal, trigger);
+        let (effects, after) = (table.take_effects(), table.dirty(from));
+        drop(table);
+        drop(turn);
         {
             let mut goals = self.flushing.goals.lock();
             goals[from.index()] = goals[from.index()].saturating_sub(before.saturating_sub(after));
         }
-        let started = !runs.is_empty();
-        self.start_flushes(to, runs, false);
+        let started = !effects.tasks.is_empty();
+        self.start_flushes(to, effects);
         // Where a rule refuses all that it was asked about, there is more to ask about.
         started || after < before
     }
@@ -196,8 +236,19 @@ impl Core {
     }
 
     fn drained(&self) -> Drained {
-        let table = self.table();
-        Drained { unflushed: Tier::ALL.map(|tier| table.unflushed(tier)), in_flight: self.is_busy(&table) }
+        let unflushed = Tier::ALL.map(|tier| self.unflushed(tier));
+        Drained { unflushed, in_flight: self.is_busy(&self.table()) }
+    }
+
+    /// Blocks that the tier below is to have and lacks.
+    fn unflushed(&self, tier: Tier) -> usize {
+        let (mut unflushed, mut from) = (0, Some(0));
+        while let Some(slot) = from {
+            let (more, next) = self.table().unflushed(tier, slot);
+            unflushed += more;
+            from = next;
+        }
+        unflushed
     }
 
     /// A quick look, for who asks often.
@@ -207,15 +258,16 @@ impl Core {
     }
 
     fn is_busy(&self, table: &Table) -> bool {
-        !self.batches.is_empty()
-            || [Tier::Disk, Tier::Object].into_iter().any(|tier| table.awaits_blocks(tier))
+        !self.batches.is_empty() || [Tier::Disk, Tier::Object].into_iter().any(|tier| table.is_filling(tier))
     }
 
     fn drain_until(self: &Arc<Self>, deadline: Duration) {
-        Tier::ALL
-            .into_iter()
-            .filter(|&tier| self.table().has(tier))
-            .for_each(|tier| self.table().ask_about_all(tier));
+        for tier in Tier::ALL {
+            let mut from = Some(0);
+            while let Some(slot) = from {
+                from = self.table().want_flush_of_all(tier, slot);
+            }
+        }
         let mut retry_at = Duration::ZERO;
         loop {
             let now = self.clock.uptime();
@@ -227,6 +279,7 @@ impl Core {
             if self.is_drained() || self.clock.uptime() >= deadline {
                 return;
             }
+            // Copies end on other threads; a look five times a millisecond costs nothing that a drain would feel.
             std::thread::sleep(Duration::from_micros(200));
         }
     }
@@ -245,5 +298,5 @@ impl Core {
 
 /// How many slots are kept free where blocks go down only when they leave.
 fn headroom(table: &Table, tier: Tier) -> usize {
-    (table.counts(tier).total as usize / HEADROOM).clamp(1, MOST_HEADROOM)
+    (table.counts(tier).total as usize / HEADROOM).clamp(1, MAX_HEADROOM)
 }

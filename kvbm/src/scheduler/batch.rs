@@ -1,4 +1,4 @@
-//! Batches: the orders that a medium is working on, and which of them are overdue.
+//! Batches: the tasks that a medium is working on, and which of them are overdue.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -7,12 +7,11 @@ use std::time::Duration;
 
 use kvbm_tiers::{Frame, Route, Tier};
 
-use super::flow::Flow;
-use super::order::{Class, Order};
+use super::routed::RoutedTask;
 use crate::sync::{AtomicUsize, Mutex};
-use crate::table::Grip;
+use crate::task::{Class, CopyTask};
 
-/// Orders handed to a backend together. Each counts as ended once: when it completes or when it is overdue.
+/// Tasks handed to a backend together. Each counts as ended once: when it completes or when it is overdue.
 #[derive(Debug)]
 pub(super) struct Batch {
     id: u64,
@@ -23,7 +22,7 @@ pub(super) struct Batch {
     pub(super) started: Duration,
     /// When one of its copies completed last.
     progress: Timestamp,
-    orders: Vec<Mutex<Place>>,
+    tasks: Vec<Mutex<TaskState>>,
     left: AtomicUsize,
 }
 
@@ -42,28 +41,24 @@ impl Timestamp {
 }
 
 #[derive(Debug)]
-enum Place {
-    Working(Box<Order>),
+enum TaskState {
+    Working(RoutedTask),
     Overdue(Overdue),
     Ended,
 }
 
-/// An order of which nobody expects anything any more, with all that the medium may still touch.
+/// A task of which nobody expects anything any more.
 #[derive(Debug)]
 pub(super) struct Overdue {
-    pub(super) flow: Arc<Flow>,
-    /// Slots of tiers.
-    pub(super) frames: Vec<Frame>,
-    /// A staging slot.
+    pub(super) task: CopyTask,
+    /// The staging slot that the medium may still touch.
     pub(super) staging: Option<Frame>,
-    /// The source, where the flow does not pin it.
-    pub(super) source: Option<Grip>,
 }
 
 /// What a completion is about.
 pub(super) enum Completed {
-    /// An order that is waited for.
-    Order(Order),
+    /// A task that is waited for.
+    Task(RoutedTask),
     /// One that was given up.
     Overdue(Overdue),
     /// The operation was completed before: the backend breaks its contract.
@@ -73,41 +68,41 @@ pub(super) enum Completed {
 impl Batch {
     /// The `i`-th operation was reported.
     pub(super) fn take(&self, i: usize) -> Completed {
-        match std::mem::replace(&mut *self.orders[i].lock(), Place::Ended) {
-            Place::Working(order) => Completed::Order(*order),
-            Place::Overdue(overdue) => Completed::Overdue(overdue),
-            Place::Ended => Completed::Twice,
+        match std::mem::replace(&mut *self.tasks[i].lock(), TaskState::Ended) {
+            TaskState::Working(task) => Completed::Task(task),
+            TaskState::Overdue(overdue) => Completed::Overdue(overdue),
+            TaskState::Ended => Completed::Twice,
         }
     }
 
-    /// Gives up what is still being worked on. `part` says what the medium may still touch; it works under the
-    /// order's lock, so that a completion finds the order or what is left of it.
-    pub(super) fn give_up<T>(&self, mut part: impl FnMut(Order) -> (Overdue, T)) -> Vec<T> {
-        let give_up = |place: &Mutex<Place>| {
-            let mut place = place.lock();
-            match std::mem::replace(&mut *place, Place::Ended) {
-                Place::Working(order) => {
-                    let (overdue, rest) = part(*order);
-                    *place = Place::Overdue(overdue);
-                    Some(rest)
+    /// Gives up what is still being worked on. `tell` is told of each under the task's lock: the completion that may
+    /// come at this moment has to wait until the table knows.
+    pub(super) fn give_up<T>(&self, mut tell: impl FnMut(&RoutedTask) -> T) -> Vec<T> {
+        let give_up = |state: &Mutex<TaskState>| {
+            let mut state = state.lock();
+            match std::mem::replace(&mut *state, TaskState::Ended) {
+                TaskState::Working(mut task) => {
+                    let told = tell(&task);
+                    *state = TaskState::Overdue(Overdue { staging: task.take_staging(), task: task.task });
+                    Some(told)
                 }
                 other => {
-                    *place = other;
+                    *state = other;
                     None
                 }
             }
         };
-        self.orders.iter().filter_map(give_up).collect()
+        self.tasks.iter().filter_map(give_up).collect()
     }
 
-    /// Whether the medium works on an order that somebody waits for.
+    /// Whether the medium works on a task that somebody waits for.
     pub(super) fn is_working(&self) -> bool {
-        self.orders.iter().any(|place| matches!(*place.lock(), Place::Working(_)))
+        self.tasks.iter().any(|state| matches!(*state.lock(), TaskState::Working(_)))
     }
 
-    /// One order ended. True for the last one.
-    pub(super) fn order_ended(&self) -> bool {
-        self.left.fetch_sub(1, Ordering::AcqRel) == 1
+    /// So many tasks ended. True with the last one.
+    pub(super) fn tasks_ended(&self, tasks: usize) -> bool {
+        tasks > 0 && self.left.fetch_sub(tasks, Ordering::AcqRel) == tasks
     }
 
     /// The tier whose medium does the work: the lower one.
@@ -138,15 +133,22 @@ struct Register {
 }
 
 impl Batches {
-    pub(super) fn start(&self, route: Route, class: Class, orders: Vec<Order>, now: Duration) -> Arc<Batch> {
-        let left = AtomicUsize::new(orders.len());
-        let is_probe = orders.iter().any(|order| order.flow.outline.is_probe);
-        let orders = orders.into_iter().map(|order| Mutex::new(Place::Working(Box::new(order)))).collect();
+    pub(super) fn start(
+        &self,
+        route: Route,
+        class: Class,
+        tasks: Vec<RoutedTask>,
+        now: Duration,
+    ) -> Arc<Batch> {
+        let left = AtomicUsize::new(tasks.len());
+        let is_probe = tasks.iter().any(|task| task.task.is_probe);
+        let tasks = tasks.into_iter().map(|task| Mutex::new(TaskState::Working(task))).collect();
+        // Numbered under the lock: the oldest batch of a medium is the one with the least number.
         let mut register = self.in_flight.lock();
         let id = register.next;
         register.next += 1;
         let batch =
-            Batch { id, route, class, is_probe, started: now, progress: Timestamp::default(), orders, left };
+            Batch { id, route, class, is_probe, started: now, progress: Timestamp::default(), tasks, left };
         let batch = Arc::new(batch);
         register.batches.insert(id, Arc::clone(&batch));
         batch
@@ -155,6 +157,7 @@ impl Batches {
     /// A copy completed, well or not, in time or not.
     pub(super) fn progressed(&self, batch: &Batch, now: Duration) {
         batch.progress.set(now);
+        // Late and failed completions count as well: they show that the medium moves.
         self.progress[batch.medium().index()].set(now);
     }
 

@@ -4,28 +4,26 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kvbm_tiers::{Done, Tier};
+use kvbm_tiers::Done;
 
 use super::Core;
-use super::flow::{Flow, Waiter};
-use super::lane::{Next, Turn};
-use super::order::{Bounce, Order};
+use super::queue::{Next, Turn};
+use super::routed::{RoutedTask, Stop};
 use crate::sync::AtomicUsize;
+use crate::task::CopyTask;
 
 impl Core {
-    pub(super) fn launch(self: &Arc<Self>, flow: &Arc<Flow>, orders: Vec<Order>) {
-        if orders.is_empty() {
-            return self.finish_flow(flow);
+    /// Queues copy tasks, and sends what may go.
+    pub(super) fn queue(self: &Arc<Self>, tasks: Vec<CopyTask>) {
+        if tasks.is_empty() {
+            return;
         }
-        let (awaited, ready): (Vec<_>, Vec<_>) =
-            orders.into_iter().partition(|order| matches!(order.bounce, Bounce::Awaited));
-        let mut lanes = self.lanes.lock();
-        ready.into_iter().for_each(|order| lanes.push(flow.outline.class, order));
-        if !awaited.is_empty() {
-            lanes.raise(&awaited.iter().map(|order| order.block).collect());
+        let mut queues = self.queues.lock();
+        for task in tasks {
+            let is_direct = self.executor.connects((task.from.tier, task.to.tier));
+            queues.push(RoutedTask::new(task, is_direct));
         }
-        drop(lanes);
-        awaited.into_iter().for_each(|order| self.wait_for_host(order));
+        drop(queues);
         self.pump();
         if self.is_closed() {
             // It was closed while this was planned.
@@ -33,19 +31,7 @@ impl Core {
         }
     }
 
-    /// Sends an order on when its block has reached the host tier.
-    fn wait_for_host(self: &Arc<Self>, order: Order) {
-        let mut table = self.table();
-        if !self.is_closed() && table.watch(Tier::Host, order.block) {
-            let flight = (Tier::Host, order.block);
-            self.flights.entry(flight).or_default().push(Waiter::Order(Box::new(order)));
-            return;
-        }
-        drop(table);
-        self.resume(order);
-    }
-
-    /// Hands waiting orders to the backends. A backend may complete a batch, and so come back here, before
+    /// Hands waiting tasks to the backends. A backend may complete a batch, and so come back here, before
     /// its `submit` returns: then the outer call goes on with the work, and the stack stays flat.
     pub(super) fn pump(self: &Arc<Self>) {
         if self.pumps.fetch_add(1, Ordering::AcqRel) > 0 {
@@ -53,6 +39,7 @@ impl Core {
         }
         let turn = PumpTurn(&self.pumps);
         loop {
+            // Whoever asks from here on is counted behind `asked`, and has another round done for him.
             let asked = self.pumps.load(Ordering::Acquire);
             while self.start_batch() {}
             if self.pumps.fetch_sub(asked, Ordering::AcqRel) == asked {
@@ -63,17 +50,17 @@ impl Core {
     }
 
     fn start_batch(self: &Arc<Self>) -> bool {
-        let next = self.lanes.lock().next_batch(|order| self.turn_of(order));
-        let Some(Next { route, class, orders, dropped }) = next else { return false };
-        dropped.into_iter().for_each(|order| self.abandoned(order));
-        if orders.is_empty() {
+        let next = self.queues.lock().next_batch(|task| self.turn_of(task));
+        let Some(Next { route, class, tasks, dropped }) = next else { return false };
+        self.drop_tasks(dropped);
+        if tasks.is_empty() {
             return true;
         }
-        let ops = orders.iter().map(Order::op).collect();
-        let batch = self.batches.start(route, class, orders, self.clock.uptime());
+        let ops = tasks.iter().map(RoutedTask::op).collect();
+        let batch = self.batches.start(route, class, tasks, self.clock.uptime());
         let core = Arc::clone(self);
         let ended = Arc::clone(&batch);
-        let done = Done::new(move |op, result| core.copy_ended(&ended, op, result));
+        let done = Done::together(move |completions| core.copies_ended(&ended, completions));
         // Nobody knows what became of a batch whose backend panicked: its copies will be overdue. The request that
         // happened to pump, and all the others, must not suffer for it.
         if catch_unwind(AssertUnwindSafe(|| self.executor.submit(route, ops, &done))).is_err() {
@@ -86,18 +73,18 @@ impl Core {
         true
     }
 
-    /// What becomes of an order whose turn has come. It gets the staging slot that it needs.
-    fn turn_of(&self, order: &mut Order) -> Turn {
-        let is_in_vain = self.is_closed() || order.flow.is_given_up(order.entry);
-        if is_in_vain || (!order.flow.outline.is_probe && self.breakers.is_open(order.route())) {
+    /// What becomes of a task whose turn has come. It gets the staging slot that it needs.
+    fn turn_of(&self, task: &mut RoutedTask) -> Turn {
+        if self.is_closed() || (!task.task.is_probe && self.breakers.is_open(task.route())) {
             return Turn::Drop;
         }
-        if !matches!(order.bounce, Bounce::Wanted) {
+        if !matches!(task.stop, Some(Stop::Wanted)) {
             return Turn::Send;
         }
+        // Taken at the last moment: a task that waits in a queue must not keep a slot from one that could go.
         let mut staging = self.staging.lock();
         match staging.take() {
-            Some(frame) => order.bounce = Bounce::Held { frame, promotes: None },
+            Some(frame) => task.stop = Some(Stop::Staging(frame)),
             None if staging.is_gone() => return Turn::Drop,
             None => return Turn::Wait,
         }

@@ -1,39 +1,42 @@
-//! The transfer scheduler: it plans how blocks get into a tier, and owns every title on the way.
+//! The scheduler: it takes copy tasks to the backends, in the order of their urgency, and judges the media by how they
+//! get on. What is resident where is the table's affair.
 //!
-//! There is one kind of work, [`Core::bring`]: make the leading blocks of a leased chain resident in a tier.
+//! There is one kind of work, [`Core::transfer`]: make the leading blocks of a leased chain resident in a tier.
 //! Loading brings them to the device, saving to the tier below it, flushing to the tier below that,
 //! prefetching to the host. What differs is where the blocks come from, and the [`Class`] that decides who
-//! goes first.
+//! goes first. The table plans it and gives out tasks; what became of them lands there again.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `plan` | what is copied from where, and through which slots |
+//! | `routes` | which ways are open |
+//! | `routed` | a copy task with its way: one leg or two |
+//! | `queue` | queues per route and class; what goes next |
 //! | `dispatch` | from the queues to the backends |
-//! | `order` | one block on its way, with its titles |
-//! | `lane` | queues per route and class; what goes next |
 //! | `batch` | what the media work on; which copies are overdue |
+//! | `landing` | what happens when a copy ends |
 //! | `breaker` | media that are away, full or hanging are left alone for a while |
-//! | `flow` | the orders of one request; its ticket |
+//! | `staging` | DRAM slots through which blocks travel |
 //! | `pace` | how long a block takes from each tier |
 //! | `executor` | which backend serves which route |
-//! | `complete` | what happens when a copy ends |
 //! | `background` | flushing and time-outs |
+//! | `learner` | fits of policies, on a thread of their own |
 //!
-//! Locks, outermost first: an order's place in its batch, the table, the lanes; innermost, one at a time, those of the
-//! flights, the staging slots, a flow and a breaker. Callbacks of backends take them for microseconds and never wait
+//! Locks, outermost first: the turn to plan, a task's state in its batch, the table, the queues; innermost, one at a
+//! time, those of the staging slots and of a breaker. Callbacks of backends take them for microseconds and never wait
 //! for I/O.
 
 mod background;
 mod batch;
 mod breaker;
-mod complete;
 mod dispatch;
 mod executor;
-mod flow;
-mod lane;
-mod order;
+mod landing;
+mod learner;
 mod pace;
-mod plan;
+mod queue;
+mod routed;
+mod routes;
+mod staging;
 
 use std::fmt;
 use std::ops::Range;
@@ -41,31 +44,36 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use dashmap::DashMap;
 use kvbm_policies::{Leg, split};
-use kvbm_tiers::{BlockKey, Frame, Route, Tier};
+use kvbm_tiers::{Frame, Route, Tier};
+use tokio::sync::oneshot;
 
 use self::background::Flushing;
 use self::batch::Batches;
 use self::breaker::Breakers;
-use self::flow::{Flow, Outline, Waiter};
-use self::lane::{Lanes, Limits};
-use self::order::Staging;
+use self::learner::Learner;
 use self::pace::Paces;
+use self::queue::{Limits, RouteQueues};
+use self::staging::Staging;
 use crate::clock::Clock;
 use crate::demand::Demand;
 use crate::error::{Error, ErrorKind};
 use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::metrics::Metrics;
-use crate::sync::{AtomicUsize, Mutex, MutexGuard};
-use crate::table::{Match, RunId, Table, Usage};
-use crate::ticket::Ticket;
+use crate::sync::{AtomicUsize, Mutex};
+use crate::table::{
+    Match, Reply, RequestInfo, Reserved, SharedTable, Table, TableGuard, TransferEnd, TransferPlan,
+};
+use crate::task::Class;
+use crate::transfer::{Transfer, Transferred};
 
 pub use self::background::Drained;
 pub use self::executor::Executor;
-pub use self::flow::Brought;
-pub use self::order::{Class, StagingCounts};
+pub use self::staging::StagingCounts;
+
+/// Blocks that an engine filled are made resident so many at a time: some 100 µs of the table.
+const PUBLISHED: usize = 256;
 
 /// Limits and times of the scheduler.
 #[derive(Clone, Debug)]
@@ -102,17 +110,19 @@ impl Tuning {
 
 /// Everything that moves blocks. Shared by the manager, its leases and the callbacks of its backends.
 pub struct Core {
-    table: Mutex<Table>,
-    lanes: Mutex<Lanes>,
+    table: Arc<SharedTable>,
+    /// Whose turn it is to plan, flushes included. A plan of many blocks goes in steps, between which others use the
+    /// table; who planned the same chain meanwhile would take its blocks apart.
+    planning: Mutex<()>,
+    queues: Mutex<RouteQueues>,
     executor: Executor,
     batches: Batches,
     staging: Mutex<Staging>,
-    /// Who waits for a block that another flow brings.
-    flights: DashMap<(Tier, BlockKey), Vec<Waiter>>,
     flushing: Flushing,
     breakers: Breakers,
     paces: Paces,
     demand: Demand,
+    learner: Learner,
     clock: Arc<dyn Clock>,
     metrics: Metrics,
     tuning: Tuning,
@@ -156,16 +166,17 @@ impl Core {
             segment_blocks: tuning.segment_blocks,
         };
         Arc::new(Self {
-            table: Mutex::new(table),
-            lanes: Mutex::new(Lanes::new(limits)),
+            table: Arc::new(SharedTable::new(table, Arc::clone(&clock))),
+            planning: Mutex::new(()),
+            queues: Mutex::new(RouteQueues::new(limits)),
             executor,
             batches: Batches::default(),
             staging: Mutex::new(Staging::new(staging)),
-            flights: DashMap::new(),
             flushing: Flushing::default(),
             breakers: Breakers::new(tuning.breaker_pause),
             paces: Paces::default(),
             demand: Demand::of_tiers(largest),
+            learner: Learner::default(),
             clock,
             metrics,
             tuning,
@@ -175,10 +186,13 @@ impl Core {
     }
 
     /// The table, its clock set.
-    pub fn table(&self) -> MutexGuard<'_, Table> {
-        let mut table = self.table.lock();
-        table.advance_clock(self.clock.now_ms());
-        table
+    pub fn table(&self) -> TableGuard<'_> {
+        self.table.lock()
+    }
+
+    /// Whether a lease is of this table.
+    pub(crate) fn made(&self, lease: &Lease) -> bool {
+        lease.is_of(&self.table)
     }
 
     /// Now, by the clock of policies and flushing.
@@ -209,25 +223,25 @@ impl Core {
 
     /// Blocks that wait on a route, and batches in flight there.
     pub(crate) fn traffic(&self, route: Route) -> (usize, usize) {
-        let lanes = self.lanes.lock();
-        (lanes.waiting(route), lanes.in_flight(route))
+        let queues = self.queues.lock();
+        (queues.waiting(route), queues.in_flight(route))
     }
 
     /// Pins the leading blocks of `chain` in every tier that holds any, and counts as their use.
-    pub fn lease(self: &Arc<Self>, chain: Chain<'_>, usage: Usage) -> Lease {
+    pub fn lease(&self, chain: Chain<'_>, info: RequestInfo) -> Lease {
         let mut table = self.table();
-        let mut grip = table.lease(chain, usage);
-        let miss = table.miss(chain, grip.held());
+        let mut pins = table.lease(chain, info);
+        let miss = table.miss(chain, pins.held());
         drop(table);
         self.demand.observe(chain, self.clock.now_ms());
-        self.metrics.requested(chain.len(), grip.held());
+        self.metrics.requested(chain.len(), pins.held());
         if let Some(miss) = miss {
-            self.metrics.missed(chain.len() - grip.held().longest(), miss);
+            self.metrics.missed(chain.len() - pins.held().longest(), miss);
         }
-        if let Some(blocks) = self.worth_loading(grip.held()) {
-            grip.judge(blocks);
+        if let Some(blocks) = self.worth_loading(pins.held()) {
+            pins.judge(blocks);
         }
-        Lease::new(Arc::clone(self), grip)
+        Lease::new(Arc::clone(&self.table), pins)
     }
 
     /// How many leading blocks of `chain` each tier holds, and how many are worth loading. No side effect.
@@ -260,85 +274,144 @@ impl Core {
     ///
     /// The answer is an error of kind [`Invalid`](crate::ErrorKind::Invalid) for a lease of another manager, and of
     /// kind [`Closed`](crate::ErrorKind::Closed) after [`close`](Self::close).
-    pub fn bring(self: &Arc<Self>, class: Class, to: Tier, lease: Lease) -> Ticket<Brought> {
-        if !lease.is_of(self) {
-            return Ticket::failed(foreign_lease());
+    pub fn transfer(self: &Arc<Self>, class: Class, to: Tier, lease: Lease) -> Transfer<Transferred> {
+        if !self.made(&lease) {
+            return Transfer::failed(foreign_lease());
         }
         if self.is_closed() {
-            return Ticket::failed(Error::closed());
+            return Transfer::failed(Error::closed());
         }
-        let (flow, ticket, orders) = self.plan(class, to, lease);
-        self.launch(&flow, orders);
-        ticket
+        let (reply, transfer) = self.reply();
+        let turn = self.planning.lock();
+        // The wait for the turn is no part of a tier's pace.
+        let started = self.clock.uptime();
+        let mut plan = TransferPlan::copying(class, to, lease.into_pins());
+        while !self.table().trace(&mut plan) {}
+        let probe = self.limit(class, to, &mut plan);
+        self.take_slots(&mut plan);
+        if let Some(route) = probe.filter(|_| !plan.is_probe_sent()) {
+            self.retract_probe(route);
+        }
+        let (id, found_no_room) = (plan.transfer(), plan.found_no_room());
+        let mut table = self.table();
+        table.finish_plan(plan, reply, started);
+        let effects = table.take_effects();
+        drop(table);
+        drop(turn);
+        self.apply(effects);
+        if found_no_room {
+            self.flushing.wake();
+        }
+        let core = Arc::downgrade(self);
+        transfer.cancelled_by(move || {
+            if let (Some(core), Some(id)) = (core.upgrade(), id) {
+                let effects = core.table().cancel(id);
+                core.apply(effects);
+            }
+        })
+    }
+
+    /// Takes slots for all blocks of a plan, and sends the copies on their way.
+    fn take_slots(self: &Arc<Self>, plan: &mut TransferPlan) {
+        let mut is_complete = false;
+        while !is_complete {
+            let mut table = self.table();
+            is_complete = table.extend(plan);
+            let effects = table.take_effects();
+            drop(table);
+            self.apply(effects);
+        }
+    }
+
+    /// What the end of a transfer is told to, and what its caller gets.
+    fn reply(&self) -> (Reply, Transfer<Transferred>) {
+        let (answer, transfer) = oneshot::channel();
+        let table = Arc::clone(&self.table);
+        let reply = Reply::new(move |ended: TransferEnd| {
+            let Some(pins) = ended.pins else { return };
+            let lease = Lease::new(table, pins);
+            // If nobody wants to know any more, the lease ends here.
+            drop(answer.send(Transferred {
+                blocks: lease.blocks(ended.to),
+                copied: ended.copied,
+                recompute: ended.recompute,
+                declined: ended.declined,
+                refused: ended.refused,
+                failed: ended.blocks - ended.copied,
+                lease,
+            }));
+        });
+        (reply, Transfer::new(transfer))
+    }
+
+    /// Takes slots of `to` for what it lacks of `chain`, for an engine to fill.
+    pub fn reserve(self: &Arc<Self>, to: Tier, chain: Chain<'_>, info: RequestInfo) -> Reserved {
+        let _turn = self.planning.lock();
+        let mut plan = self.table().plan_filling(to, chain, info);
+        self.take_slots(&mut plan);
+        self.table().reserved(plan)
+    }
+
+    /// Makes the first `filled` blocks resident for which slots were reserved, as the last part of their chain. The
+    /// others' slots are given back.
+    pub fn publish(
+        self: &Arc<Self>,
+        mut reserved: Reserved,
+        filled: usize,
+        lease: Lease,
+    ) -> Transfer<Transferred> {
+        if !self.made(&lease) {
+            self.abandon(reserved);
+            return Transfer::failed(foreign_lease());
+        }
+        let filled = filled.min(reserved.frames.len());
+        let (reply, transfer) = self.reply();
+        let mut first = 0;
+        while first < filled {
+            let step = PUBLISHED.min(filled - first);
+            let effects = self.table().fill(reserved.transfer, first, reserved.frames.drain(..step));
+            self.apply(effects);
+            first += step;
+        }
+        self.give_back(&mut reserved, filled);
+        let mut table = self.table();
+        table.finish_filling(reserved.filled(filled), lease.into_pins(), reply);
+        let effects = table.take_effects();
+        drop(table);
+        self.apply(effects);
+        transfer
+    }
+
+    /// Gives back reserved slots that will not be filled, and tells those who wait for their blocks.
+    pub fn abandon(self: &Arc<Self>, mut reserved: Reserved) {
+        self.give_back(&mut reserved, 0);
+        let mut table = self.table();
+        table.end_plan(reserved.transfer, None);
+        let effects = table.take_effects();
+        drop(table);
+        self.apply(effects);
+    }
+
+    fn give_back(self: &Arc<Self>, reserved: &mut Reserved, first: usize) {
+        if !reserved.frames.is_empty() {
+            let effects = self.table().abandon(reserved.transfer, first, reserved.frames.drain(..));
+            self.apply(effects);
+        }
     }
 
     /// Ends everything: what waits is not sent, who waits is answered, and nothing is taken on any more. Copies that a
     /// medium works on end by themselves and keep their slots until then.
     pub fn close(self: &Arc<Self>) {
         self.closed.store(1, Ordering::Release);
-        let waiting = self.lanes.lock().take_all();
-        waiting.into_iter().for_each(|order| self.abandoned(order));
+        let waiting = self.queues.lock().take_all();
+        self.drop_tasks(waiting);
         self.batches.all().iter().for_each(|batch| self.give_up(batch));
-        // Who began to wait before it was closed did so under the table's lock, and is seen from here on. They wait for
-        // blocks that an engine was to fill.
-        drop(self.table());
-        let waited_for: Vec<_> = self.flights.iter().map(|flight| *flight.key()).collect();
-        self.announce(waited_for);
+        let effects = self.table().close();
+        self.apply(effects);
     }
 
-    fn is_closed(&self) -> bool {
+    pub(crate) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire) > 0
-    }
-
-    /// Publishes blocks that were written in place, as the last part of their chain in `to`: the first `filled` ones of
-    /// the run that the table reserved behind `before` blocks, the last of which is `behind`.
-    pub fn publish(
-        self: &Arc<Self>,
-        to: Tier,
-        run: Option<(RunId, Vec<Frame>)>,
-        filled: usize,
-        (before, behind): (usize, Option<BlockKey>),
-        lease: Lease,
-    ) -> Ticket<Brought> {
-        if !lease.is_of(self) {
-            run.into_iter().for_each(|(run, frames)| self.abandon(run, frames));
-            return Ticket::failed(foreign_lease());
-        }
-        let reserved = run.as_ref().map_or(0, |(_, frames)| frames.len());
-        let outline = Outline {
-            run: run.as_ref().map(|&(run, _)| run),
-            before,
-            behind,
-            found: behind.filter(|_| before > 0).into_iter().collect(),
-            orders: reserved.min(filled),
-            ..Outline::of_nothing(Class::Save, to)
-        };
-        let (flow, ticket) = Flow::start(outline, lease, None, self.clock.uptime());
-        let mut table = self.table();
-        if let Some((run, frames)) = run {
-            frames.into_iter().enumerate().for_each(|(entry, frame)| {
-                if entry < filled {
-                    table.filled(run, entry, frame);
-                } else {
-                    table.failed(run, entry, frame);
-                }
-            });
-        }
-        let settled = table.take_settled();
-        drop(table);
-        self.announce(settled);
-        self.finish_flow(&flow);
-        ticket
-    }
-
-    /// Gives back reserved slots that will not be filled, and tells those who wait for their blocks.
-    pub fn abandon(self: &Arc<Self>, run: RunId, frames: Vec<Frame>) {
-        let mut table = self.table();
-        frames.into_iter().enumerate().for_each(|(entry, frame)| table.failed(run, entry, frame));
-        table.close(run, None);
-        let settled = table.take_settled();
-        drop(table);
-        self.announce(settled);
     }
 }
 

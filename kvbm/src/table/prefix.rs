@@ -9,14 +9,14 @@ use kvbm_tiers::{BlockKey, Tier};
 
 use super::Table;
 use super::index::{Bucket, EMPTY, KeyHash, RecordId};
-use super::record::TierSet;
+use super::tier_set::TierSet;
 use crate::hash::Chain;
 
 /// Parts into which a round cuts an interval. Measured at a million records (docs/performance.md): fewer
 /// parts mean more rounds of dependent misses, more parts more probes than the memory system overlaps.
 const PARTS: usize = 8;
 /// Longest chain that is searched; what lies behind counts as absent.
-const MOST_BLOCKS: usize = 1 << 30;
+const MAX_BLOCKS: usize = 1 << 30;
 /// Most probes in a round: all tiers' cuts, and no fewer than the gallop of the longest chain.
 const ROUND: usize = if Tier::COUNT * PARTS > 32 { Tier::COUNT * PARTS } else { 32 };
 
@@ -160,14 +160,16 @@ impl Table {
     /// at, and if one of them is not what it seemed, the search is repeated on records.
     pub(super) fn locate(&self, chain: Chain<'_>) -> Found {
         let by_index = self.search(chain, |_, hash, first| self.index.residence(hash, first));
-        self.confirm(chain, by_index).unwrap_or_else(|| {
+        let mut found = self.confirm(chain, by_index).unwrap_or_else(|| {
             let by_record = self.search(chain, |key, hash, first| {
                 let found = self.index.find(hash, first, |r| self.records.at(r).is(key));
                 found.map_or(TierSet::default(), |r| self.records.at(r).resident())
             });
             self.confirm(chain, by_record)
                 .unwrap_or(Found { held: Match::default(), deepest: [None; Tier::COUNT] })
-        })
+        });
+        self.hide_dropping(chain, &mut found);
+        found
     }
 
     /// The records at the boundaries; `None` if one of them is not resident there.
@@ -186,7 +188,7 @@ impl Table {
         chain: Chain<'_>,
         probe: impl Fn(BlockKey, KeyHash, Bucket) -> TierSet,
     ) -> [u32; Tier::COUNT] {
-        let blocks = chain.len().min(MOST_BLOCKS) as u32;
+        let blocks = chain.len().min(MAX_BLOCKS) as u32;
         if blocks == 0 {
             return [0; Tier::COUNT];
         }

@@ -3,59 +3,41 @@
 use kvbm_tiers::{BlockKey, HugeVec, SlotId, Tier};
 
 use super::index::RecordId;
+use super::tier_set::{TierSet, bit};
 
 /// Marks the absence of a slot, a parent or a free record.
 const NONE: u32 = u32::MAX;
 
-/// A set of tiers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TierSet(u8);
-
-impl TierSet {
-    /// Whether it has `tier`.
-    pub const fn has(self, tier: Tier) -> bool {
-        self.0 >> tier.index() & 1 == 1
-    }
-
-    /// The set with `tier` in it.
-    #[must_use]
-    pub const fn with(self, tier: Tier) -> Self {
-        Self(self.0 | bit(tier))
-    }
-
-    pub(super) const fn bits(self) -> u8 {
-        self.0
-    }
-
-    /// The set with these bits; higher ones are ignored.
-    pub(super) const fn from_bits(bits: u8) -> Self {
-        Self(bits & 0xF)
-    }
-
-    pub(super) const fn union(self, other: Self) -> Self {
-        Self(self.0 | other.0)
-    }
-}
-
-const fn bit(tier: Tier) -> u8 {
-    1 << tier.index()
-}
-
 const FILLING: u32 = 4;
 
-/// One block. 40 bytes.
+/// One block. 52 bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Record {
-    hash: [u64; 2],
+    // In words of 32 bits, so that no record is padded.
+    hash: [u32; 4],
     slots: [u32; Tier::COUNT],
     parent: u32,
+    /// The child that was added last; the others follow it by `next_sibling`.
+    first_child: u32,
+    next_sibling: u32,
+    /// Of the first child: none.
+    prev_sibling: u32,
     depth: u16,
     group: u8,
     /// Resident in the tiers of the low half, filling in those of the high half.
     places: u8,
 }
 
-const _: () = assert!(size_of::<Record>() <= 40, "a record has outgrown its budget");
+const _: () = assert!(size_of::<Record>() <= 52, "a record has outgrown its budget");
+
+const fn words(hash: u128) -> [u32; 4] {
+    [hash as u32, (hash >> 32) as u32, (hash >> 64) as u32, (hash >> 96) as u32]
+}
+
+/// A record's number, if it is one.
+const fn some(record: u32) -> Option<RecordId> {
+    if record == NONE { None } else { Some(RecordId(record)) }
+}
 
 impl Record {
     const fn new(key: BlockKey, parent: Option<RecordId>, depth: u16) -> Self {
@@ -64,9 +46,12 @@ impl Record {
             None => NONE,
         };
         Self {
-            hash: [key.hash as u64, (key.hash >> 64) as u64],
+            hash: words(key.hash),
             slots: [NONE; Tier::COUNT],
             parent,
+            first_child: NONE,
+            next_sibling: NONE,
+            prev_sibling: NONE,
             depth,
             group: key.group,
             places: 0,
@@ -74,15 +59,17 @@ impl Record {
     }
 
     pub(super) const fn key(&self) -> BlockKey {
-        BlockKey { hash: self.hash[0] as u128 | (self.hash[1] as u128) << 64, group: self.group }
+        let [a, b, c, d] = self.hash;
+        let hash = a as u128 | (b as u128) << 32 | (c as u128) << 64 | (d as u128) << 96;
+        BlockKey { hash, group: self.group }
     }
 
     pub(super) fn is(&self, key: BlockKey) -> bool {
-        self.hash == [key.hash as u64, (key.hash >> 64) as u64] && self.group == key.group
+        self.hash == words(key.hash) && self.group == key.group
     }
 
     pub(super) const fn parent(&self) -> Option<RecordId> {
-        if self.parent == NONE { None } else { Some(RecordId(self.parent)) }
+        some(self.parent)
     }
 
     /// Blocks from the root to this one, both included; saturates at 65,535.
@@ -92,12 +79,17 @@ impl Record {
 
     /// Tiers where it can be read.
     pub(super) const fn resident(&self) -> TierSet {
-        TierSet(self.places & 0xF)
+        TierSet::from_bits(self.places)
     }
 
     /// Tiers into which it is being copied.
     pub(super) const fn filling(&self) -> TierSet {
-        TierSet(self.places >> FILLING)
+        TierSet::from_bits(self.places >> FILLING)
+    }
+
+    /// Whether `tier` has it, or it is on the way there.
+    pub(super) const fn has_or_awaits(&self, tier: Tier) -> bool {
+        self.resident().has(tier) || self.filling().has(tier)
     }
 
     /// Whether no tier has or awaits it.
@@ -138,7 +130,7 @@ pub(super) struct Records {
 
 impl Records {
     pub(super) fn with_room_for(records: usize) -> Self {
-        Self { all: HugeVec::with_capacity(records), free: NONE, live: 0 }
+        Self { all: HugeVec::with_capacity(records).populated(), free: NONE, live: 0 }
     }
 
     pub(super) const fn len(&self) -> usize {
@@ -147,12 +139,18 @@ impl Records {
 
     pub(super) fn add(&mut self, key: BlockKey, parent: Option<RecordId>) -> RecordId {
         let depth = parent.map_or(1, |parent| self.at(parent).depth.saturating_add(1));
-        let record = Record::new(key, parent, depth);
+        let id = self.store(Record::new(key, parent, depth));
         self.live += 1;
-        if self.free != NONE {
-            let id = self.free;
-            self.free = std::mem::replace(&mut self.all[id as usize], record).parent;
-            return RecordId(id);
+        if let Some(parent) = parent {
+            self.link(id, parent);
+        }
+        id
+    }
+
+    fn store(&mut self, record: Record) -> RecordId {
+        if let Some(id) = some(self.free) {
+            self.free = std::mem::replace(self.at_mut(id), record).parent;
+            return id;
         }
         if self.all.len() == self.all.capacity() {
             self.all.reserve_exact(self.all.len() / 8 + 1024);
@@ -161,9 +159,45 @@ impl Records {
         RecordId(self.all.len() as u32 - 1)
     }
 
+    fn link(&mut self, child: RecordId, parent: RecordId) {
+        let next = std::mem::replace(&mut self.at_mut(parent).first_child, child.0);
+        self.at_mut(child).next_sibling = next;
+        if let Some(next) = some(next) {
+            self.at_mut(next).prev_sibling = child.0;
+        }
+    }
+
+    fn unlink(&mut self, id: RecordId) {
+        let Record { parent, next_sibling, prev_sibling, .. } = *self.at(id);
+        match (some(prev_sibling), some(parent)) {
+            (Some(before), _) => self.at_mut(before).next_sibling = next_sibling,
+            (None, Some(parent)) => self.at_mut(parent).first_child = next_sibling,
+            (None, None) => {}
+        }
+        if let Some(after) = some(next_sibling) {
+            self.at_mut(after).prev_sibling = prev_sibling;
+        }
+    }
+
+    /// The blocks that follow `id` in some chain, whichever tiers have them.
+    pub(super) fn children(&self, id: RecordId) -> impl Iterator<Item = RecordId> {
+        std::iter::successors(some(self.at(id).first_child), |&child| some(self.at(child).next_sibling))
+    }
+
+    /// Forgets a block that no tier has. Its children, if any are left, are on their way in runs that fail with its own:
+    /// a tier that has a block has its parent.
     pub(super) fn remove(&mut self, id: RecordId) {
         debug_assert!(self.at(id).is_nowhere(), "a record left while a tier held it");
-        self.all[id.0 as usize].parent = self.free;
+        let mut orphan = some(self.at(id).first_child);
+        while let Some(child) = orphan {
+            let child = self.at_mut(child);
+            debug_assert!(child.resident() == TierSet::default(), "a record left before its children");
+            child.parent = NONE;
+            child.prev_sibling = NONE;
+            orphan = some(std::mem::replace(&mut child.next_sibling, NONE));
+        }
+        self.unlink(id);
+        self.at_mut(id).parent = self.free;
         self.free = id.0;
         self.live -= 1;
     }
@@ -179,5 +213,55 @@ impl Records {
     /// All records that some tier has or awaits.
     pub(super) fn live(&self) -> impl Iterator<Item = (RecordId, &Record)> {
         (0u32..).map(RecordId).zip(self.all.iter()).filter(|(_, record)| !record.is_nowhere())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn key(n: u128) -> BlockKey {
+        BlockKey { hash: n << 96 | n << 40 | n, group: n as u8 }
+    }
+
+    #[test]
+    fn a_key_comes_back_as_it_was() {
+        let record = Record::new(key(0xABCD_EF01), None, 1);
+        assert!(record.is(key(0xABCD_EF01)) && record.key() == key(0xABCD_EF01));
+        assert!(!record.is(BlockKey { group: 9, ..key(0xABCD_EF01) }) && !record.is(key(2)));
+    }
+
+    proptest! {
+        /// A forest grows and loses blocks, most of them leaves: each block's children are those that name it as parent.
+        #[test]
+        fn links_agree_with_parents(steps in prop::collection::vec((0..4u8, any::<prop::sample::Index>()), 1..200)) {
+            let mut records = Records::with_room_for(1);
+            let mut parents: BTreeMap<u32, Option<u32>> = BTreeMap::new();
+            for (count, (kind, which)) in steps.into_iter().enumerate() {
+                let some_record = (!parents.is_empty()).then(|| *parents.keys().nth(which.index(parents.len())).unwrap());
+                if kind > 0 || some_record.is_none() {
+                    let parent = some_record.filter(|_| kind > 1);
+                    let added = records.add(key(count as u128), parent.map(RecordId));
+                    prop_assert_eq!(parents.insert(added.0, parent), None);
+                } else if let Some(gone) = some_record {
+                    records.remove(RecordId(gone));
+                    parents.remove(&gone);
+                    parents.values_mut().filter(|parent| **parent == Some(gone)).for_each(|parent| *parent = None);
+                }
+                prop_assert_eq!(records.len(), parents.len());
+                for (&id, &parent) in &parents {
+                    prop_assert_eq!(records.at(RecordId(id)).parent(), parent.map(RecordId));
+                    let children: Vec<u32> = records.children(RecordId(id)).map(|child| child.0).collect();
+                    let set: BTreeSet<u32> = children.iter().copied().collect();
+                    prop_assert_eq!(set.len(), children.len());
+                    let expected = parents.iter().filter(|(_, parent)| **parent == Some(id)).map(|(&child, _)| child);
+                    prop_assert_eq!(set, expected.collect::<BTreeSet<u32>>());
+                }
+            }
+        }
     }
 }

@@ -1,13 +1,16 @@
 //! Random histories of a small table, with every invariant checked after every step.
 
-use kvbm_policies::admission::{Edge, Side};
+use kvbm_policies::admission::{TierPair, TierShape};
 use kvbm_policies::eviction::EvictionKind;
-use kvbm_policies::{AdmissionKind, Hints, Moment};
+use kvbm_policies::{AdmissionKind, Hints, Trigger};
+use std::time::Duration;
+
 use kvbm_tiers::{BlockKey, Frame, FramePool, Tier};
 use proptest::prelude::*;
 
-use super::{Defect, FlushRun, Grip, Match, MissReason, RunId, Table, TierSpec, Usage};
+use super::{Effects, Match, MissReason, Pins, Reply, RequestInfo, Table, TierSet, TierSpec, TransferPlan};
 use crate::hash::{BlockHash, Chain};
+use crate::task::{Class, CopyTask, Defect, Outcome, TransferId};
 
 const SLOTS: [(Tier, u32, Option<Tier>); 4] = [
     (Tier::Device, 12, None),
@@ -22,9 +25,9 @@ fn small_table(eviction: EvictionKind, admission: Option<AdmissionKind>) -> Tabl
         policy: eviction.build(slots),
         flush_to,
         admission: admission.map(|kind| {
-            kind.build(&Edge {
-                upper: Side { capacity: slots, eviction },
-                lower: Side { capacity: 2 * slots, eviction },
+            kind.build(&TierPair {
+                upper: TierShape { capacity: slots, eviction },
+                lower: TierShape { capacity: 2 * slots, eviction },
             })
         }),
     }))
@@ -41,7 +44,10 @@ fn chain(n: u8) -> Vec<BlockHash> {
 #[derive(Clone, Debug)]
 enum Step {
     Reserve { tier: usize, chain: u8 },
-    Finish { which: usize, entry: usize, outcome: u8 },
+    Fill { which: usize, fails: bool },
+    Transfer { to: usize, chain: u8, loads: bool },
+    Land { which: usize, outcome: u8 },
+    Cancel(usize),
     Lease(u8),
     Release(usize),
     Quarantine { tier: usize, chain: u8, depth: usize },
@@ -52,10 +58,13 @@ enum Step {
 }
 
 fn step() -> impl Strategy<Value = Step> {
-    let finish = (0..64usize, 0..16usize, 0..12u8);
     prop_oneof![
         4 => (0..2usize, 0..12u8).prop_map(|(tier, chain)| Step::Reserve { tier, chain }),
-        12 => finish.prop_map(|(which, entry, outcome)| Step::Finish { which, entry, outcome }),
+        8 => (0..64usize, prop::bool::weighted(0.1)).prop_map(|(which, fails)| Step::Fill { which, fails }),
+        4 => (0..4usize, 0..12u8, any::<bool>())
+            .prop_map(|(to, chain, loads)| Step::Transfer { to, chain, loads }),
+        12 => (0..64usize, 0..12u8).prop_map(|(which, outcome)| Step::Land { which, outcome }),
+        1 => (0..16usize).prop_map(Step::Cancel),
         3 => (0..12u8).prop_map(Step::Lease),
         3 => (0..16usize).prop_map(Step::Release),
         1 => (0..4usize, 0..12u8, 0..9usize)
@@ -67,48 +76,63 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Titles that are out, as a scheduler would hold them.
-struct Work {
-    run: RunId,
-    frames: Vec<(usize, Frame)>,
-    grip: Option<Grip>,
-}
-
+/// A table, and what a scheduler and engines would hold of it.
 struct History {
     table: Table,
-    works: Vec<Work>,
-    grips: Vec<(Grip, Vec<BlockHash>)>,
-    /// Titles that overdue copies keep.
-    overdue: Vec<Frame>,
+    /// Slots that engines fill: the transfer, which of its blocks, and the handle.
+    filling: Vec<(TransferId, usize, Frame)>,
+    /// Copies that media work on, or that wait for them.
+    copies: Vec<CopyTask>,
+    /// Copies that are overdue.
+    overdue: Vec<CopyTask>,
+    leases: Vec<(Pins, Vec<BlockHash>)>,
+    /// Transfers that somebody waits for.
+    awaited: Vec<TransferId>,
+    /// How many began, and how many have ended.
+    begun: usize,
+    ended: usize,
 }
 
 impl History {
+    fn new(table: Table) -> Self {
+        let (filling, copies, overdue, leases, awaited) =
+            (Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self { table, filling, copies, overdue, leases, awaited, begun: 0, ended: 0 }
+    }
+
     fn take(&mut self, step: &Step) {
         match *step {
             Step::Reserve { tier, chain: n } => self.reserve(Tier::ALL[tier], n),
-            Step::Finish { which, entry, outcome } => self.finish(which, entry, outcome),
+            Step::Fill { which, fails } => self.fill(which, fails),
+            Step::Transfer { to, chain: n, loads } => self.transfer(Tier::ALL[to], n, loads),
+            Step::Land { which, outcome } => self.land(which, outcome),
+            Step::Cancel(which) if !self.awaited.is_empty() => {
+                let effects = self.table.cancel(self.awaited[which % self.awaited.len()]);
+                self.apply(effects);
+            }
             Step::Lease(n) => {
                 let hashes = chain(n);
-                let grip = self.table.lease(Chain::from(&hashes), Usage::default());
-                self.grips.push((grip, hashes));
+                let pins = self.table.lease(Chain::from(&hashes), RequestInfo::default());
+                self.leases.push((pins, hashes));
             }
-            Step::Release(which) if !self.grips.is_empty() => {
-                let (grip, _) = self.grips.swap_remove(which % self.grips.len());
-                self.table.release(grip);
+            Step::Release(which) if !self.leases.is_empty() => {
+                let (pins, _) = self.leases.swap_remove(which % self.leases.len());
+                self.table.release(pins);
             }
             Step::Quarantine { tier, chain: n, depth } => {
                 let hashes = chain(n);
                 let key = Chain::from(&hashes).key(depth.min(hashes.len() - 1));
                 let defect = if depth % 2 == 0 { Defect::Corrupt } else { Defect::Unreadable };
                 quarantine(&mut self.table, Tier::ALL[tier], key, defect);
+                self.settle();
             }
             Step::Flush { tier, blocks } => {
-                let runs = self.table.take_flush(Tier::ALL[tier], blocks, Moment::Used);
-                self.start(runs);
+                self.table.take_flush(Tier::ALL[tier], blocks, Trigger::Used);
+                self.settle();
             }
             Step::Headroom { tier, slots } => {
-                let runs = self.table.make_headroom(Tier::ALL[tier], slots, 4);
-                self.start(runs);
+                self.table.make_headroom(Tier::ALL[tier], slots, 4);
+                self.settle();
             }
             Step::Block { tier, blocked } => {
                 self.table.block_flushes(Tier::ALL[tier], blocked);
@@ -116,48 +140,98 @@ impl History {
             Step::Evict { tier, blocks } => {
                 self.table.evict(Tier::ALL[tier], blocks);
             }
-            Step::Release(_) => {}
+            Step::Release(_) | Step::Cancel(_) => {}
+        }
+    }
+
+    fn settle(&mut self) {
+        let effects = self.table.take_effects();
+        self.apply(effects);
+    }
+
+    /// Does as a scheduler does.
+    fn apply(&mut self, effects: Effects) {
+        assert!(!effects.has_more, "all that is ready fits into one step");
+        self.copies.extend(effects.tasks);
+        for ended in effects.ended {
+            if let Some(pins) = ended.pins {
+                self.ended += 1;
+                self.table.release(pins);
+            }
+        }
+        for (id, from) in effects.cancelled {
+            let is_in_vain = |task: &CopyTask| task.id.transfer == id && task.id.block >= from;
+            let dropped: Vec<CopyTask> = self.copies.iter().copied().filter(is_in_vain).collect();
+            // Only half of them wait in a queue: the media have the others.
+            for task in dropped.into_iter().filter(|task| task.id.block % 2 == 0) {
+                self.copies.retain(|other| other.id != task.id);
+                let effects = self.table.land([task.dropped()], Duration::ZERO);
+                self.apply(effects);
+            }
         }
     }
 
     fn reserve(&mut self, tier: Tier, n: u8) {
         let hashes = chain(n);
-        if let Some((run, frames)) = self.table.reserve(tier, Chain::from(&hashes), Usage::default()).run {
-            self.works.push(Work { run, frames: frames.into_iter().enumerate().collect(), grip: None });
-        }
+        let reserved = self.table.reserve(tier, Chain::from(&hashes), RequestInfo::default());
+        let id = reserved.transfer;
+        self.filling.extend(reserved.frames.into_iter().enumerate().map(|(block, frame)| (id, block, frame)));
+        self.end_if_filled(id);
     }
 
-    fn start(&mut self, runs: Vec<FlushRun>) {
-        for FlushRun { run, grip, copies, .. } in runs {
-            let frames = copies.into_iter().map(|(_, _, frame)| frame).enumerate().collect();
-            self.works.push(Work { run, frames, grip: Some(grip) });
+    fn end_if_filled(&mut self, id: TransferId) {
+        if self.filling.iter().all(|&(other, ..)| other != id) {
+            self.table.end_plan(id, None);
         }
+        self.settle();
     }
 
-    fn finish(&mut self, which: usize, entry: usize, outcome: u8) {
-        if self.works.is_empty() {
+    fn fill(&mut self, which: usize, fails: bool) {
+        if self.filling.is_empty() {
             return;
         }
-        let which = which % self.works.len();
-        let work = &mut self.works[which];
-        let (entry, frame) = work.frames.swap_remove(entry % work.frames.len());
-        match outcome {
-            0 => self.table.failed(work.run, entry, frame),
+        let (id, block, frame) = self.filling.swap_remove(which % self.filling.len());
+        let effects =
+            if fails { self.table.abandon(id, block, [frame]) } else { self.table.fill(id, block, [frame]) };
+        self.apply(effects);
+        self.end_if_filled(id);
+    }
+
+    fn transfer(&mut self, to: Tier, n: u8, loads: bool) {
+        let hashes = chain(n);
+        let pins = self.table.lease(Chain::from(&hashes), RequestInfo::default());
+        let class = if loads && to == Tier::Device { Class::Load } else { Class::Prefetch };
+        let mut plan = TransferPlan::copying(class, to, pins);
+        while !self.table.trace(&mut plan) {}
+        plan.pass_host_from(TierSet::default().with(Tier::Disk).with(Tier::Object));
+        while !self.table.extend(&mut plan) {}
+        self.awaited.extend(plan.transfer());
+        self.begun += 1;
+        self.table.finish_plan(plan, Reply::new(drop), Duration::ZERO);
+        self.settle();
+    }
+
+    fn land(&mut self, which: usize, outcome: u8) {
+        if outcome == 2 && !self.overdue.is_empty() {
+            let task = self.overdue.swap_remove(which % self.overdue.len());
+            let effects = self.table.land([task.ended(Outcome::Returned)], Duration::ZERO);
+            return self.apply(effects);
+        }
+        if self.copies.is_empty() {
+            return;
+        }
+        let task = self.copies.swap_remove(which % self.copies.len());
+        let halfway = task.via.is_some() && which.is_multiple_of(2);
+        let outcome = match outcome {
+            0 => Outcome::Failed { halfway, defect: None },
             1 if self.overdue.len() < 4 => {
-                self.table.overdue(work.run, entry, frame.tier());
-                self.overdue.push(frame);
+                self.overdue.push(task);
+                Outcome::Overdue { writes_destination: task.via.is_none() || halfway }
             }
-            2 if !self.overdue.is_empty() => {
-                self.table.came_back(self.overdue.remove(0));
-                self.table.filled(work.run, entry, frame);
-            }
-            _ => self.table.filled(work.run, entry, frame),
-        }
-        if self.works[which].frames.is_empty() {
-            let work = self.works.swap_remove(which);
-            self.table.close(work.run, None);
-            work.grip.into_iter().for_each(|grip| self.table.release(grip));
-        }
+            _ => Outcome::Arrived,
+        };
+        let effects = self.table.land([task.ended(outcome)], Duration::ZERO);
+        self.apply(effects);
     }
 
     fn check(&self) {
@@ -178,16 +252,24 @@ impl History {
         Match::new(Tier::ALL.map(blocks))
     }
 
-    /// Lets everything end; then every slot can be emptied again.
-    fn end(mut self) {
-        while !self.works.is_empty() {
-            self.finish(0, 0, 9);
+    /// Lets everything end, or closes it; then every slot can be emptied again.
+    fn end(mut self, closes: bool) {
+        if closes {
+            let effects = self.table.close();
+            self.apply(effects);
+            assert_eq!(self.ended, self.begun, "closing answers everybody");
         }
-        let lost: u32 = Tier::ALL.iter().map(|&tier| self.table.counts(tier).lost).sum();
-        assert_eq!(lost as usize, self.overdue.len());
-        self.overdue.drain(..).for_each(|frame| self.table.came_back(frame));
-        for (grip, _) in std::mem::take(&mut self.grips) {
-            self.table.release(grip);
+        while !(self.filling.is_empty() && self.copies.is_empty()) {
+            self.fill(0, false);
+            self.land(0, 9);
+        }
+        assert_eq!(self.ended, self.begun, "somebody still waits");
+        while !self.overdue.is_empty() {
+            self.land(0, 2);
+        }
+        assert!(self.table.transfers.is_empty(), "a transfer was forgotten on the books");
+        for (pins, _) in std::mem::take(&mut self.leases) {
+            self.table.release(pins);
         }
         self.check();
         for tier in Tier::ALL {
@@ -206,8 +288,8 @@ impl History {
 
 /// Drops a block where it is resident.
 fn quarantine(table: &mut Table, tier: Tier, key: BlockKey, defect: Defect) {
-    if let Some((found, grip)) = table.pin_resident(tier, key) {
-        table.release(grip);
+    if let Some((found, pins)) = table.pin_resident(tier, key) {
+        table.release(pins);
         assert!(table.quarantine(key, found, defect) > 0);
         assert_eq!(table.quarantine(key, found, defect), 0, "it is not there any more");
     }
@@ -221,13 +303,14 @@ proptest! {
         eviction in prop::sample::select(&EvictionKind::ALL),
         admission in prop::option::of(prop::sample::select(&AdmissionKind::ALL)),
         steps in prop::collection::vec(step(), 1..120),
+        closes in any::<bool>(),
     ) {
-        let mut history = History { table: small_table(eviction, admission), works: Vec::new(), grips: Vec::new(), overdue: Vec::new() };
+        let mut history = History::new(small_table(eviction, admission));
         for step in &steps {
             history.take(step);
             history.check();
         }
-        history.end();
+        history.end(closes);
     }
 }
 
@@ -240,13 +323,14 @@ fn a_full_tier_declines_what_is_worth_less_than_what_it_has() {
     }
     assert_eq!(table.counts(tier).free, 0);
     let before = table.counts(tier).resident;
-    let parting = Usage { hints: Hints { will_not_return: true, ..Hints::default() }, request: None };
-    let newcomers: Vec<_> = (0..5).map(|i| BlockHash::from_u128((900 + i) << 64)).collect();
-    let reserved = table.reserve(tier, Chain::from(&newcomers), parting);
-    assert!(reserved.run.is_none(), "{reserved:?}");
-    assert_eq!((reserved.declined, reserved.refused), (newcomers.len(), 0));
+    let parting = RequestInfo { hints: Hints { will_not_return: true, ..Hints::default() }, request: None };
+    let insertion: Vec<_> = (0..5).map(|i| BlockHash::from_u128((900 + i) << 64)).collect();
+    let reserved = table.reserve(tier, Chain::from(&insertion), parting);
+    assert!(reserved.frames.is_empty(), "{reserved:?}");
+    assert_eq!((reserved.declined, reserved.refused), (insertion.len(), 0));
+    table.end_plan(reserved.transfer, None);
     assert_eq!(table.counts(tier).resident, before);
-    let miss = table.miss(Chain::from(&newcomers), &Match::default());
+    let miss = table.miss(Chain::from(&insertion), &Match::default());
     assert_eq!(miss.map(|miss| miss.reason), Some(MissReason::Admission));
     assert_eq!(table.audit(), []);
 }
@@ -256,21 +340,23 @@ fn a_leased_chain_survives_pressure() {
     let mut table = small_table(EvictionKind::default(), None);
     let held = chain(8);
     fill(&mut table, Tier::Device, &held);
-    let grip = table.lease(Chain::from(&held), Usage::default());
+    let pins = table.lease(Chain::from(&held), RequestInfo::default());
     for n in [1, 5, 9, 2, 6, 10] {
         fill(&mut table, Tier::Device, &chain(n));
     }
     assert_eq!(table.matches(Chain::from(&held)).blocks(Tier::Device), held.len());
-    table.release(grip);
+    table.release(pins);
     assert_eq!(fill(&mut table, Tier::Device, &chain(11)), 0);
 }
 
 fn fill(table: &mut Table, tier: Tier, hashes: &Vec<BlockHash>) -> usize {
-    let reserved = table.reserve(tier, Chain::from(hashes), Usage::default());
-    if let Some((run, frames)) = reserved.run {
-        (0..).zip(frames).for_each(|(entry, frame)| table.filled(run, entry, frame));
-        table.close(run, None);
+    let reserved = table.reserve(tier, Chain::from(hashes), RequestInfo::default());
+    let mut effects = table.fill(reserved.transfer, 0, reserved.frames);
+    while effects.has_more {
+        effects = table.publish_more();
     }
+    table.end_plan(reserved.transfer, None);
+    let _ = table.take_effects();
     reserved.refused
 }
 
@@ -280,7 +366,7 @@ fn readers_of_a_quarantined_chain_keep_its_ancestors() {
     let mut table = small_table(EvictionKind::default(), None);
     let held = chain(8);
     fill(&mut table, Tier::Device, &held);
-    let grip = table.lease(Chain::from(&held), Usage::default());
+    let pins = table.lease(Chain::from(&held), RequestInfo::default());
     for depth in [6, 4] {
         quarantine(&mut table, Tier::Device, Chain::from(&held).key(depth), Defect::Corrupt);
         assert_eq!(table.evict(Tier::Device, 12), 0);
@@ -288,7 +374,7 @@ fn readers_of_a_quarantined_chain_keep_its_ancestors() {
     }
     let free = table.counts(Tier::Device).free;
     assert_eq!(free as usize, 12 - held.len(), "a slot that is being read was freed");
-    table.release(grip);
+    table.release(pins);
     assert_eq!(table.evict(Tier::Device, 12), 4);
     assert_eq!(table.counts(Tier::Device).free, 12);
     assert_eq!(table.audit(), []);
@@ -302,4 +388,85 @@ fn a_chain_that_contradicts_itself_or_another_is_refused() {
     assert_eq!(fill(&mut table, Tier::Host, &vec![hash(2), hash(3)]), 0);
     assert_eq!(fill(&mut table, Tier::Device, &vec![hash(4), hash(3)]), 1);
     assert_eq!(table.audit(), []);
+}
+
+/// A trunk of 1,000 blocks, branches of 300 along it, and 400 leaves on one block: far more than one step drops.
+#[test]
+fn a_bad_block_with_many_descendants_goes_in_steps_and_is_hidden_at_once() {
+    let eviction = EvictionKind::default();
+    let pool = FramePool::new(Tier::Disk, 8_000);
+    let mut table =
+        Table::new([TierSpec { pool, policy: eviction.build(8_000), flush_to: None, admission: None }]);
+    let hash = |n: u128| BlockHash::from_u128(n * 0x1_0000_0001_0000_0001);
+    let trunk: Vec<_> = (1..=1_000).map(hash).collect();
+    let branch = |from: usize, blocks: u128| -> Vec<BlockHash> {
+        let own = (0..blocks).map(|n| hash(10_000 * from as u128 + n + 1_000_000));
+        trunk[..from].iter().copied().chain(own).collect()
+    };
+    let mut chains: Vec<_> = [100, 500, 900].map(|from| branch(from, 300)).to_vec();
+    chains.extend((0..400).map(|n| [&trunk[..700], &[hash(5_000_000 + n)]].concat()));
+    chains.push(trunk.clone());
+    for chain in &chains {
+        assert_eq!(fill(&mut table, Tier::Disk, chain), 0);
+    }
+    let lease = table.lease(Chain::from(&trunk), RequestInfo::default());
+    let bad = Chain::from(&trunk).key(49);
+    let (found, pins) = table.pin_resident(Tier::Disk, bad).unwrap();
+    table.release(pins);
+    assert_eq!(table.quarantine(bad, found, Defect::Corrupt), 0, "too many for one step");
+    assert_eq!(table.quarantine(bad, found, Defect::Corrupt), 0, "it is being dropped");
+    let mut steps = 0;
+    let mut left = table.counts(Tier::Disk).resident;
+    while table.is_dropping() {
+        for chain in &chains {
+            assert_eq!(table.matches(Chain::from(chain)).blocks(Tier::Disk), 49, "after {steps} steps");
+        }
+        let early = table.lease(Chain::from(&trunk), RequestInfo::default());
+        table.drop_more();
+        table.release(early);
+        assert_eq!(table.audit(), [], "after {steps} steps");
+        let now = table.counts(Tier::Disk).resident;
+        assert!(left - now <= 300, "{} blocks in one step", left - now);
+        (left, steps) = (now, steps + 1);
+    }
+    assert_eq!(left, 49);
+    assert_eq!(table.stats(Tier::Disk).quarantined, 1_000 - 49 + 900 + 400);
+    table.release(lease);
+    let counts = table.counts(Tier::Disk);
+    assert_eq!((counts.quarantined, counts.free), (0, counts.total - 49));
+}
+
+/// A rule that sends blocks down when they leave is asked about leaves: what comes before them is found, and goes first.
+#[test]
+fn a_long_chain_goes_down_in_steps() {
+    let spec = |tier, flush_to: Option<Tier>| TierSpec {
+        pool: FramePool::new(tier, 8_000),
+        policy: EvictionKind::Lru.build(8_000),
+        flush_to,
+        admission: flush_to.map(|_| Box::new(kvbm_policies::admission::WriteBack) as Box<_>),
+    };
+    let mut table = Table::new([spec(Tier::Host, Some(Tier::Disk)), spec(Tier::Disk, None)]);
+    let chain: Vec<_> =
+        (1..=6_000).map(|n: u128| BlockHash::from_u128(n * 0x1_0000_0001_0000_0001)).collect();
+    assert_eq!(fill(&mut table, Tier::Host, &chain), 0);
+    let mut from = Some(0);
+    while let Some(slot) = from {
+        from = table.want_flush_of_all(Tier::Host, slot);
+    }
+    for step in 0..200 {
+        table.take_flush(Tier::Host, 64, Trigger::Leaving);
+        let tasks = table.take_effects().tasks;
+        assert!(tasks.len() <= 256 + 64, "{} blocks in step {step}", tasks.len());
+        let effects = table.land(tasks.into_iter().map(|task| task.ended(Outcome::Arrived)), Duration::ZERO);
+        assert!(effects.tasks.is_empty());
+        let mut has_more = effects.has_more;
+        while has_more {
+            has_more = table.publish_more().has_more;
+        }
+        if table.matches(Chain::from(&chain)).blocks(Tier::Disk) == chain.len() {
+            assert_eq!(table.audit(), []);
+            return;
+        }
+    }
+    panic!("{} of {} blocks went down", table.matches(Chain::from(&chain)).blocks(Tier::Disk), chain.len());
 }

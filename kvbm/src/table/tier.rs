@@ -1,20 +1,18 @@
 //! One tier of the table: its slots, who sits in them, and the policy that ranks them.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
-use kvbm_policies::{
-    Access, Admission, BlockId, Candidates, Eviction, Forest, Moment, RequestId, Standing, Upkeep,
-};
-use kvbm_tiers::{BlockKey, FramePool, HugeVec, SlotId, Tier};
+use kvbm_policies::{Admission, Eviction, TierPolicies};
+use kvbm_tiers::{FramePool, HugeVec, SlotId, Tier};
 
 use super::index::RecordId;
 use super::record::Records;
-use super::visit::Usage;
+use super::request::RequestInfo;
 
 /// What the table is told about a tier.
 #[derive(Debug)]
 pub struct TierSpec {
-    /// The titles to its slots. Those already taken are not the table's.
+    /// The slot handles to its slots. Those already taken are not the table's.
     pub pool: FramePool,
     /// Ranks its leaves for eviction.
     pub policy: Box<dyn Eviction>,
@@ -54,8 +52,8 @@ pub(super) struct Slot {
     state: u32,
 }
 
-const CONDEMNED: u32 = 1;
-const WAIVED: u32 = 2;
+const QUARANTINED: u32 = 1;
+const SKIPS_FLUSH: u32 = 2;
 const QUEUED: u32 = 4;
 const ONE_PIN: u32 = 1 << 8;
 
@@ -87,26 +85,26 @@ impl Slot {
     }
 
     /// Its bytes are bad: nobody new may find it, its readers may finish.
-    pub(super) const fn is_condemned(self) -> bool {
-        self.state & CONDEMNED != 0
+    pub(super) const fn is_quarantined(self) -> bool {
+        self.state & QUARANTINED != 0
     }
 
-    pub(super) const fn condemn(&mut self) {
-        self.state |= CONDEMNED;
+    pub(super) const fn set_quarantined(&mut self) {
+        self.state |= QUARANTINED;
     }
 
     /// It is to be flushed after all.
-    pub(super) const fn ask(&mut self) {
-        self.state &= !WAIVED;
+    pub(super) const fn want_flush(&mut self) {
+        self.state &= !SKIPS_FLUSH;
     }
 
     /// It may be evicted although the tier below lacks it.
-    pub(super) const fn is_waived(self) -> bool {
-        self.state & WAIVED != 0
+    pub(super) const fn skips_flush(self) -> bool {
+        self.state & SKIPS_FLUSH != 0
     }
 
-    pub(super) const fn waive(&mut self) {
-        self.state |= WAIVED;
+    pub(super) const fn skip_flush(&mut self) {
+        self.state |= SKIPS_FLUSH;
     }
 
     /// It waits in the queue of dirty blocks: once is enough, however often it is used.
@@ -126,18 +124,13 @@ pub(super) struct Dirty {
     pub(super) record: RecordId,
     pub(super) since_ms: u64,
     /// Of the request that brought it.
-    pub(super) usage: Usage,
+    pub(super) info: RequestInfo,
 }
 
-/// Slots of quarantined blocks that still have readers; they are freed together when the last one leaves.
-#[derive(Debug)]
-pub(super) struct Ward {
-    /// Each with how many blocks below the anchor it was.
-    pub(super) slots: HashMap<SlotId, u32>,
-    pub(super) pins: u32,
-    /// The pinned parent of the topmost of them.
-    pub(super) anchor: Option<SlotId>,
-}
+/// Slots by which the array of a tier grows.
+const STEP: usize = 1_024;
+/// Addresses are reserved for so many slots at the start, and for more when they are needed.
+const RESERVED_SLOTS: usize = 1 << 24;
 
 /// First pause after a failed flush, and the longest, in milliseconds. The pause doubles while flushes of the tier
 /// go on failing, so that a medium that refuses writes for an hour is not asked a million times.
@@ -150,9 +143,8 @@ pub(super) struct TierTable {
     pub(super) total: u32,
     pub(super) pool: FramePool,
     pub(super) slots: HugeVec<Slot>,
-    pub(super) policy: Box<dyn Eviction>,
+    pub(super) policies: TierPolicies,
     pub(super) flush_to: Option<Tier>,
-    pub(super) admission: Option<Box<dyn Admission>>,
     pub(super) dirty: VecDeque<Dirty>,
     /// Failed flushes by when they are due; the second number tells those of one time apart, in their order.
     pub(super) retries: BTreeMap<(u64, u64), Dirty>,
@@ -162,7 +154,6 @@ pub(super) struct TierTable {
     retry_pause_ms: u64,
     /// The tier below cannot be written now: what is dirty may leave without it.
     pub(super) is_flush_blocked: bool,
-    pub(super) wards: Vec<Ward>,
     pub(super) resident: u32,
     /// Slots that an overdue copy may still touch.
     pub(super) lost: u32,
@@ -173,21 +164,21 @@ pub(super) struct TierTable {
 
 impl TierTable {
     pub(super) fn new(spec: TierSpec) -> Self {
+        let total = spec.pool.total() - spec.pool.out();
         Self {
             tier: spec.pool.tier(),
-            total: spec.pool.total() - spec.pool.out(),
+            total,
+            // Addresses only: the kernel provides memory as far as it is used.
+            slots: HugeVec::with_capacity((spec.pool.total() as usize).min(RESERVED_SLOTS)),
             pool: spec.pool,
-            slots: HugeVec::with_capacity(0),
-            policy: spec.policy,
+            policies: TierPolicies::new(total, spec.policy, spec.admission),
             flush_to: spec.flush_to,
-            admission: spec.admission,
             dirty: VecDeque::new(),
             retries: BTreeMap::new(),
             put_off: 0,
             retry_at_ms: 0,
             retry_pause_ms: FIRST_PAUSE_MS,
             is_flush_blocked: false,
-            wards: Vec::new(),
             resident: 0,
             lost: 0,
             pressed: false,
@@ -203,8 +194,16 @@ impl TierTable {
         &mut self.slots[slot.0 as usize]
     }
 
+    /// The slots from `from` on that hold blocks, as far as one step of `most` slots goes, and where the next begins.
+    pub(super) fn step(&self, from: u32, most: usize) -> (impl Iterator<Item = u32> + '_, Option<u32>) {
+        let end = (from as usize + most).min(self.slots.len()) as u32;
+        let holds_block = |slot: &u32| self.at(SlotId(*slot)).record != Slot::EMPTY.record;
+        let next = ((end as usize) < self.slots.len()).then_some(end);
+        ((from..end).filter(holds_block), next)
+    }
+
     /// Puts `record` into `slot`, growing the array as far as the tier has been used so far.
-    pub(super) fn settle(&mut self, slot: SlotId, record: RecordId) {
+    pub(super) fn occupy(&mut self, slot: SlotId, record: RecordId) {
         let index = slot.0 as usize;
         if index >= self.slots.len() {
             self.make_room_for(index + 1);
@@ -214,45 +213,22 @@ impl TierTable {
         self.stats.published += 1;
     }
 
+    /// As far as the tier has been used: a disk of a hundred million slots must not cost a gigabyte at the start. And a
+    /// little at a time, since the lock is held.
     fn make_room_for(&mut self, slots: usize) {
+        let total = self.pool.total() as usize;
         if slots > self.slots.capacity() {
-            let more = (slots + slots / 8 + 1024).min(self.pool.total() as usize);
+            let more = (slots + slots / 8 + STEP).min(total);
             self.slots.reserve_exact(more.max(slots) - self.slots.len());
         }
-        self.slots.resize(slots, Slot::EMPTY);
-    }
-
-    /// The ward in which a condemned slot lies.
-    pub(super) fn ward_of(&self, slot: SlotId) -> usize {
-        let ward = self.wards.iter().position(|ward| ward.slots.contains_key(&slot));
-        ward.expect("a condemned slot lies in a ward")
-    }
-
-    /// The policy, and the tier as it may see it. Where a rule decides what goes down, a leaf that has not been
-    /// flushed may be named as victim: it is what the rule is asked about.
-    pub(super) fn policy_and_structure<'a>(
-        &'a mut self,
-        records: &'a Records,
-    ) -> (&'a mut dyn Eviction, Structure<'a>) {
-        let awaited = self.flush_to.filter(|_| self.admission.is_none() && !self.is_flush_blocked);
-        (self.policy.as_mut(), Structure { tier: self.tier, slots: &self.slots, awaited, records })
-    }
-
-    /// What leaves next, flushed or not.
-    pub(super) fn next_to_leave(&mut self, records: &Records) -> Option<SlotId> {
-        let (policy, structure) = self.policy_and_structure(records);
-        policy.victim(&structure).map(|block| SlotId(block.0))
-    }
-
-    /// What may leave at once; `None` also where what leaves next must be flushed first.
-    pub(super) fn victim(&mut self, records: &Records) -> Option<SlotId> {
-        self.next_to_leave(records).filter(|&leaf| self.is_clean(leaf, records))
+        self.slots.resize((slots + STEP).min(total).max(slots), Slot::EMPTY);
     }
 
     /// Has a block flushed, or asked about. A block that waits already keeps its place.
     pub(super) fn queue(&mut self, entry: Dirty) {
         if !self.at(entry.slot).is_queued() {
             self.at_mut(entry.slot).set_queued(true);
+            // Behind its parent, which was published before it: the queue is root-first along every chain.
             self.dirty.push_back(entry);
             self.forget_stale_entries();
         }
@@ -308,7 +284,7 @@ impl TierTable {
         let slot = self.at_mut(entry.slot);
         if !slot.is_queued() {
             slot.set_queued(true);
-            slot.waive();
+            slot.skip_flush();
             self.put_off += 1;
             self.retries.insert((due_ms, self.put_off), entry);
             self.reconsider(entry.slot);
@@ -322,7 +298,7 @@ impl TierTable {
             let entry = due.remove();
             let slot = self.at_mut(entry.slot);
             if slot.record == entry.record {
-                slot.ask();
+                slot.want_flush();
                 self.dirty.push_back(Dirty { since_ms: 0, ..entry });
             }
         }
@@ -333,17 +309,10 @@ impl TierTable {
         (self.retry_at_ms, self.retry_pause_ms) = (0, FIRST_PAUSE_MS);
     }
 
-    /// So many admitted blocks were not written.
-    pub(super) fn refund(&mut self, blocks: usize) {
-        if let Some(admission) = &mut self.admission {
-            admission.refund(blocks as u32);
-        }
-    }
-
     /// Whether the tier below has the block, or need not have it.
     pub(super) fn is_clean(&self, slot: SlotId, records: &Records) -> bool {
         let held = self.at(slot);
-        let below = self.flush_to.filter(|_| !held.is_waived() && !self.is_flush_blocked);
+        let below = self.flush_to.filter(|_| !held.skips_flush() && !self.is_flush_blocked);
         below.is_none_or(|below| records.at(held.record).resident().has(below))
     }
 
@@ -351,97 +320,6 @@ impl TierTable {
     pub(super) fn is_unflushed(&self, slot: SlotId, records: &Records) -> bool {
         let held = self.at(slot);
         let lacks = |below: Tier| !records.at(held.record).resident().has(below);
-        held.is_queued() && self.admission.is_none() && self.flush_to.is_some_and(lacks)
+        held.is_queued() && !self.policies.has_admission() && self.flush_to.is_some_and(lacks)
     }
-
-    /// How many of the candidates go down.
-    pub(super) fn admit(
-        &mut self,
-        candidates: Candidates,
-        moment: Moment,
-        now_ms: u64,
-        records: &Records,
-    ) -> u32 {
-        let structure = Structure { tier: self.tier, slots: &self.slots, awaited: None, records };
-        let admission = self.admission.as_mut();
-        admission.map_or(candidates.blocks, |rule| rule.admit(candidates, moment, now_ms, &structure))
-    }
-
-    /// Reports a use to the policies.
-    pub(super) fn touch(&mut self, access: &Access, records: &Records) {
-        let (policy, structure) = self.policy_and_structure(records);
-        policy.touch(access, &structure);
-        if let Some(admission) = &mut self.admission {
-            let structure = Structure { tier: self.tier, slots: &self.slots, awaited: None, records };
-            admission.touch(access, &structure);
-        }
-    }
-
-    /// Reports to the policies that a block left.
-    pub(super) fn forget(&mut self, slot: SlotId, exposed: Option<BlockId>) {
-        self.policy.remove(BlockId(slot.0), exposed);
-        if let Some(admission) = &mut self.admission {
-            admission.remove(BlockId(slot.0), exposed);
-        }
-    }
-
-    /// Reports to the policies that a request has ended.
-    pub(super) fn finished(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) {
-        self.policy.finished(request, output_tokens, now_ms);
-        if let Some(admission) = &mut self.admission {
-            admission.finished(request, output_tokens, now_ms);
-        }
-    }
-
-    /// What the policies want done elsewhere.
-    pub(super) fn upkeep(&mut self) -> impl Iterator<Item = Upkeep> {
-        let admission = self.admission.as_mut().and_then(|rule| rule.upkeep());
-        self.policy.upkeep().into_iter().chain(admission)
-    }
-
-    /// Tells the policy about a leaf that may have become evictable.
-    pub(super) fn reconsider(&mut self, slot: SlotId) {
-        let held = self.at(slot);
-        if held.children == 0 && held.pins() == 0 && !held.is_condemned() {
-            self.policy.release(BlockId(slot.0));
-        }
-    }
-}
-
-/// The tier as its policy may see it.
-pub(super) struct Structure<'a> {
-    tier: Tier,
-    slots: &'a [Slot],
-    /// The tier that must have a block before it may leave this one.
-    awaited: Option<Tier>,
-    records: &'a Records,
-}
-
-impl Forest for Structure<'_> {
-    fn standing(&self, block: BlockId) -> Standing {
-        let held = self.slots[block.0 as usize];
-        let is_clean = || {
-            let awaited = self.awaited.filter(|_| !held.is_waived());
-            awaited.is_none_or(|below| self.records.at(held.record).resident().has(below))
-        };
-        match held {
-            Slot { children: 1.., .. } => Standing::Interior,
-            held if held.pins() == 0 && is_clean() => Standing::Evictable,
-            _ => Standing::Busy,
-        }
-    }
-
-    fn parent(&self, block: BlockId) -> Option<BlockId> {
-        let parent = self.records.at(self.slots[block.0 as usize].record).parent()?;
-        Some(BlockId(self.records.at(parent).slot(self.tier).0))
-    }
-
-    fn key(&self, block: BlockId) -> u64 {
-        content(self.records.at(self.slots[block.0 as usize].record).key())
-    }
-}
-
-/// Names a block's content to a policy.
-pub(super) const fn content(key: BlockKey) -> u64 {
-    key.hash as u64 ^ key.group as u64
 }

@@ -1,15 +1,18 @@
 //! Switches to the rule that would have served best of late.
 
+use super::fixed::{WriteBack, WriteThrough};
+use super::pair::{TierPair, TierShape};
+use super::rule::{Admission, Candidates, Trigger};
+use super::selective::Selective;
 use super::shadow::{Sampling, Shadow};
-use super::{Admission, AdmissionKind, Candidates, Edge, Moment};
-use crate::eviction::{Access, BlockId, Forest, RequestId, Upkeep};
-use crate::hierarchy::Level;
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, Ended, Forest, Upkeep};
+use crate::simulation::stages::Level;
 
 /// Runs two small tiers beside the real ones for each of the other rules, on a sample of the blocks, and does
 /// what the best of them does. Among rules that find nearly as many blocks, the one that writes least.
 ///
-/// Per use and in memory it costs what `selective` costs, and six policies' costs for one block in
-/// [`stride`](Self::stride).
+/// Per use and in memory it costs what six policies cost for one block in [`stride`](Self::stride).
 #[derive(Debug)]
 pub struct Auto {
     sampling: Sampling,
@@ -26,8 +29,8 @@ struct Rival {
 }
 
 /// The rules to choose from, from few writes to many.
-const RIVALS: [AdmissionKind; 3] =
-    [AdmissionKind::Selective, AdmissionKind::WriteBack, AdmissionKind::WriteThrough];
+const RIVALS: [fn() -> Box<dyn Admission>; 3] =
+    [|| Box::new(Selective::default()), || Box::new(WriteBack), || Box::new(WriteThrough)];
 /// Until there is evidence: the rule that gives up nothing.
 const FIRST: usize = 1;
 
@@ -41,17 +44,17 @@ const TERM: u32 = 256;
 const KEPT: f64 = 0.95;
 
 impl Auto {
-    /// A rule between the tiers of `edge`.
-    pub fn new(edge: &Edge) -> Self {
-        let stride = Self::stride(edge);
+    /// A rule between the tiers of `pair`.
+    pub fn new(pair: &TierPair) -> Self {
+        let stride = Self::stride(pair);
         let rival =
-            |kind: AdmissionKind| Rival { rule: kind.build(edge), shadow: shadow(edge, stride, kind) };
+            |rule: fn() -> Box<dyn Admission>| Rival { rule: rule(), shadow: shadow(pair, stride, rule()) };
         Self { sampling: Sampling::one_in(stride), rivals: RIVALS.map(rival), chosen: FIRST, uses: 0 }
     }
 
     /// One block in so many is sampled.
-    pub fn stride(edge: &Edge) -> u32 {
-        (edge.lower.capacity / SHADOW_BLOCKS).max(1)
+    pub fn stride(pair: &TierPair) -> u32 {
+        (pair.lower.capacity / SHADOW_BLOCKS).max(1)
     }
 
     fn choose(&mut self) {
@@ -64,17 +67,21 @@ impl Auto {
     }
 }
 
-fn shadow(edge: &Edge, stride: u32, kind: AdmissionKind) -> Shadow {
-    let small = Edge { upper: edge.upper.shrunk(stride), lower: edge.lower.shrunk(stride) };
-    let level = |side: super::Side, admission: AdmissionKind| Level {
-        capacity: side.capacity,
-        eviction: side.eviction.build(side.capacity),
-        admission: admission.build(&small),
+fn shadow(pair: &TierPair, stride: u32, rule: Box<dyn Admission>) -> Shadow {
+    let level = |shape: TierShape, admission| Level {
+        capacity: shape.capacity,
+        eviction: shape.eviction.build(shape.capacity),
+        admission,
     };
-    Shadow::new(level(small.upper, AdmissionKind::WriteBack), level(small.lower, kind))
+    let (upper, lower) = (pair.upper.shrunk(stride), pair.lower.shrunk(stride));
+    Shadow::new(level(upper, Box::new(WriteBack)), level(lower, rule))
 }
 
 impl Admission for Auto {
+    fn needs_reuse(&self) -> bool {
+        self.rivals.iter().any(|rival| rival.rule.needs_reuse())
+    }
+
     fn touch(&mut self, access: &Access, forest: &dyn Forest) {
         let sampled = self.sampling.sample(access, forest);
         for rival in &mut self.rivals {
@@ -90,31 +97,28 @@ impl Admission for Auto {
         }
     }
 
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
-        self.rivals.iter_mut().for_each(|rival| rival.rule.remove(block, exposed));
-    }
-
-    fn finished(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) {
+    fn finished(&mut self, ended: &Ended) {
         for rival in &mut self.rivals {
-            rival.rule.finished(request, output_tokens, now_ms);
-            rival.shadow.finished(request, output_tokens, now_ms);
+            rival.rule.finished(ended);
+            rival.shadow.finished(ended);
         }
     }
 
-    fn upkeep(&mut self) -> Option<Upkeep> {
-        let mut work = Vec::new();
-        for rival in &mut self.rivals {
-            work.extend(rival.rule.upkeep());
-            work.extend(rival.shadow.take_upkeep());
-        }
-        let is_any = !work.is_empty();
-        is_any.then(|| Box::new(move || work.into_iter().for_each(|upkeep| upkeep())) as Upkeep)
+    fn upkeep(&mut self, work: &mut Vec<Upkeep>) {
+        self.rivals.iter_mut().for_each(|rival| work.append(&mut rival.shadow.take_upkeep()));
     }
 
-    fn admit(&mut self, candidates: Candidates, moment: Moment, now_ms: u64, forest: &dyn Forest) -> u32 {
+    fn admit(
+        &mut self,
+        candidates: Candidates,
+        trigger: Trigger,
+        now_ms: u64,
+        forest: &dyn Forest,
+        reuse: &ReuseModel,
+    ) -> u32 {
         // All are asked, for what they are asked about is what some of them learn from.
         let answers =
-            self.rivals.each_mut().map(|rival| rival.rule.admit(candidates, moment, now_ms, forest));
+            self.rivals.each_mut().map(|rival| rival.rule.admit(candidates, trigger, now_ms, forest, reuse));
         answers[self.chosen]
     }
 }

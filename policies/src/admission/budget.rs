@@ -1,8 +1,9 @@
 //! Bounds what is written.
 
-use super::worth::{Estimator, Tally};
-use super::{Admission, Candidates, Moment};
-use crate::eviction::{Access, BlockId, Forest, RequestId, Upkeep};
+use super::rule::{Admission, Candidates, Trigger};
+use super::worth::Tally;
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, Ended, Forest, Upkeep};
 
 /// How much may be written to a medium that wears out, in bytes a day. No 24 hours see more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,26 +33,19 @@ impl Budget {
 /// An allowance runs up at 23/24 of the daily rate, to at most an hour's worth: so no day sees more than the
 /// budget, wherever it begins.
 ///
-/// O(1) a question; per use and in memory, what the policy `hazard` costs, besides the other rule.
+/// O(1) a question, besides the other rule. How likely a block is to return, the upper tier's reuse model knows.
 #[derive(Debug)]
 pub struct Budgeted {
     inner: Box<dyn Admission>,
     bucket: Bucket,
     block_bytes: u64,
-    estimator: Estimator,
     tally: Tally,
 }
 
 impl Budgeted {
-    /// Holds `inner` to `budget`, below a tier of `upper` blocks of `block_bytes` bytes.
-    pub fn new(inner: Box<dyn Admission>, budget: Budget, upper: u32, block_bytes: u64) -> Self {
-        Self {
-            inner,
-            bucket: Bucket::new(budget),
-            block_bytes: block_bytes.max(1),
-            estimator: Estimator::with_capacity(upper),
-            tally: Tally::new(),
-        }
+    /// Holds `inner` to `budget`, between tiers whose blocks take `block_bytes` bytes.
+    pub fn new(inner: Box<dyn Admission>, budget: Budget, block_bytes: u64) -> Self {
+        Self { inner, bucket: Bucket::new(budget), block_bytes: block_bytes.max(1), tally: Tally::default() }
     }
 
     /// Whether the demand of late for blocks worth more than `worth` leaves something of the budget.
@@ -68,38 +62,36 @@ impl Admission for Budgeted {
         self.bucket.level = level.min(self.bucket.most());
     }
 
+    fn needs_reuse(&self) -> bool {
+        true
+    }
+
     fn touch(&mut self, access: &Access, forest: &dyn Forest) {
         self.inner.touch(access, forest);
-        self.estimator.touch(access, forest);
     }
 
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
-        self.inner.remove(block, exposed);
-        self.estimator.remove(block, exposed);
+    fn finished(&mut self, ended: &Ended) {
+        self.inner.finished(ended);
     }
 
-    fn finished(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) {
-        self.inner.finished(request, output_tokens, now_ms);
-        self.estimator.finished(request, output_tokens, now_ms);
+    fn upkeep(&mut self, work: &mut Vec<Upkeep>) {
+        self.inner.upkeep(work);
     }
 
-    fn upkeep(&mut self) -> Option<Upkeep> {
-        match (self.inner.upkeep(), self.estimator.upkeep()) {
-            (Some(one), Some(other)) => Some(Box::new(move || {
-                one();
-                other();
-            })),
-            (one, other) => one.or(other),
-        }
-    }
-
-    fn admit(&mut self, candidates: Candidates, moment: Moment, now_ms: u64, forest: &dyn Forest) -> u32 {
-        let wanted = self.inner.admit(candidates, moment, now_ms, forest).min(candidates.blocks);
+    fn admit(
+        &mut self,
+        candidates: Candidates,
+        trigger: Trigger,
+        now_ms: u64,
+        forest: &dyn Forest,
+        reuse: &ReuseModel,
+    ) -> u32 {
+        let wanted = self.inner.admit(candidates, trigger, now_ms, forest, reuse).min(candidates.blocks);
         self.bucket.advance(now_ms);
         if wanted == 0 {
             return 0;
         }
-        let worth = self.estimator.worth(candidates.last);
+        let worth = reuse.return_chance(candidates.last, candidates.depth);
         let affordable = self.is_affordable(worth);
         self.tally.add(worth, wanted, now_ms);
         let blocks = if affordable { u64::from(wanted).min(self.bucket.level / self.block_bytes) } else { 0 };
@@ -147,9 +139,9 @@ impl Bucket {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::WriteThrough;
+    use super::super::fixed::WriteThrough;
     use super::*;
-    use crate::eviction::Standing;
+    use crate::seam::{BlockId, Standing};
 
     /// An upper tier that was never used.
     struct Nothing;
@@ -173,12 +165,12 @@ mod tests {
     /// What of `wants`, blocks with the time since the question before, is written, with the time.
     fn written(bytes_per_day: u64, block_bytes: u64, wants: &[(u64, u32)]) -> Vec<(u64, u64)> {
         let budget = Budget { bytes_per_day };
-        let mut rule = Budgeted::new(Box::new(WriteThrough), budget, 8, block_bytes);
-        let mut now_ms = 0;
+        let mut rule = Budgeted::new(Box::new(WriteThrough), budget, block_bytes);
+        let (mut now_ms, reuse) = (0, ReuseModel::idle());
         let mut ask = |&(gap_ms, blocks)| {
             now_ms += gap_ms;
-            let candidates = Candidates { last: BlockId(0), blocks };
-            (now_ms, u64::from(rule.admit(candidates, Moment::Used, now_ms, &Nothing)) * block_bytes)
+            let candidates = Candidates { last: BlockId(0), blocks, depth: blocks };
+            (now_ms, u64::from(rule.admit(candidates, Trigger::Used, now_ms, &Nothing, &reuse)) * block_bytes)
         };
         wants.iter().map(&mut ask).collect()
     }

@@ -1,14 +1,22 @@
 //! Rules that write everything.
 
-use super::{Admission, Candidates, Moment};
-use crate::eviction::Forest;
+use super::rule::{Admission, Candidates, Trigger};
+use crate::reuse::ReuseModel;
+use crate::seam::Forest;
 
 /// Writes every block as soon as it is used: what is lost with the upper tier is in the lower one.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WriteThrough;
 
 impl Admission for WriteThrough {
-    fn admit(&mut self, candidates: Candidates, _moment: Moment, _now_ms: u64, _forest: &dyn Forest) -> u32 {
+    fn admit(
+        &mut self,
+        candidates: Candidates,
+        _trigger: Trigger,
+        _now_ms: u64,
+        _forest: &dyn Forest,
+        _reuse: &ReuseModel,
+    ) -> u32 {
         candidates.blocks
     }
 }
@@ -18,10 +26,17 @@ impl Admission for WriteThrough {
 pub struct WriteBack;
 
 impl Admission for WriteBack {
-    fn admit(&mut self, candidates: Candidates, moment: Moment, _now_ms: u64, _forest: &dyn Forest) -> u32 {
-        match moment {
-            Moment::Used => 0,
-            Moment::Leaving => candidates.blocks,
+    fn admit(
+        &mut self,
+        candidates: Candidates,
+        trigger: Trigger,
+        _now_ms: u64,
+        _forest: &dyn Forest,
+        _reuse: &ReuseModel,
+    ) -> u32 {
+        match trigger {
+            Trigger::Used => 0,
+            Trigger::Leaving => candidates.blocks,
         }
     }
 }

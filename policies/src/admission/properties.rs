@@ -4,21 +4,25 @@ use std::sync::{Arc, Mutex};
 
 use proptest::prelude::*;
 
-use super::{Admission, AdmissionKind, Budget, Budgeted, Candidates, Edge, Moment, Side, WriteBack};
-use crate::eviction::{Access, BlockId, EvictionKind, Forest, RequestId, Upkeep};
-use crate::hierarchy::{Hierarchy, Level};
-use crate::workload::{BLOCK_TOKENS, Request, Workload};
+use super::{
+    Admission, AdmissionKind, Budget, Budgeted, Candidates, TierPair, TierShape, Trigger, WriteBack,
+};
+use crate::eviction::EvictionKind;
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, Ended, Forest, Upkeep};
+use crate::simulation::hierarchy::{Hierarchy, Level};
+use crate::simulation::workload::{BLOCK_TOKENS, Request, Workload};
 
 const DEVICE: u32 = 6;
 const HOST: u32 = 12;
 
-const EDGE: Edge = Edge {
-    upper: Side { capacity: DEVICE, eviction: EvictionKind::Lru },
-    lower: Side { capacity: HOST, eviction: EvictionKind::Lru },
+const EDGE: TierPair = TierPair {
+    upper: TierShape { capacity: DEVICE, eviction: EvictionKind::Lru },
+    lower: TierShape { capacity: HOST, eviction: EvictionKind::Lru },
 };
 
 /// One question and its answer.
-type Decision = (Candidates, Moment, u64, u32);
+type Decision = (Candidates, Trigger, u64, u32);
 
 /// Writes down what another rule decides, and checks it.
 #[derive(Debug)]
@@ -32,22 +36,29 @@ impl Admission for Witness {
         self.inner.touch(access, forest);
     }
 
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
-        self.inner.remove(block, exposed);
+    fn needs_reuse(&self) -> bool {
+        self.inner.needs_reuse()
     }
 
-    fn finished(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) {
-        self.inner.finished(request, output_tokens, now_ms);
+    fn finished(&mut self, ended: &Ended) {
+        self.inner.finished(ended);
     }
 
-    fn upkeep(&mut self) -> Option<Upkeep> {
-        self.inner.upkeep()
+    fn upkeep(&mut self, work: &mut Vec<Upkeep>) {
+        self.inner.upkeep(work);
     }
 
-    fn admit(&mut self, candidates: Candidates, moment: Moment, now_ms: u64, forest: &dyn Forest) -> u32 {
-        let admitted = self.inner.admit(candidates, moment, now_ms, forest);
+    fn admit(
+        &mut self,
+        candidates: Candidates,
+        trigger: Trigger,
+        now_ms: u64,
+        forest: &dyn Forest,
+        reuse: &ReuseModel,
+    ) -> u32 {
+        let admitted = self.inner.admit(candidates, trigger, now_ms, forest, reuse);
         assert!(admitted <= candidates.blocks);
-        self.seen.lock().unwrap().push((candidates, moment, now_ms, admitted));
+        self.seen.lock().unwrap().push((candidates, trigger, now_ms, admitted));
         admitted
     }
 }
@@ -79,7 +90,7 @@ fn rule() -> impl Strategy<Value = (AdmissionKind, Option<Budget>)> {
 fn decisions(requests: &[Request], (kind, budget): (AdmissionKind, Option<Budget>)) -> Vec<Decision> {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let inner = match budget {
-        Some(budget) => Box::new(Budgeted::new(kind.build(&EDGE), budget, DEVICE, 1)),
+        Some(budget) => Box::new(Budgeted::new(kind.build(&EDGE), budget, 1)),
         None => kind.build(&EDGE),
     };
     let witness = Witness { inner, seen: Arc::clone(&seen) };
@@ -130,7 +141,7 @@ fn what_never_returns_is_refused_in_the_end() {
     }
     let all = decisions(&requests, (AdmissionKind::Selective, None));
     let refused = |part: &[Decision]| {
-        part.iter().filter(|(_, moment, _, n)| *moment == Moment::Leaving && *n == 0).count()
+        part.iter().filter(|(_, trigger, _, n)| *trigger == Trigger::Leaving && *n == 0).count()
     };
     let from = |now_ms| all.partition_point(|&(_, _, at_ms, _)| at_ms < now_ms);
     let (early, late) = (&all[..from(1_800_000)], &all[from(3_600_000)..]);

@@ -2,11 +2,9 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::eviction::{Access, BlockId, Forest, Hints, RequestId, Upkeep};
-use crate::hierarchy::Level;
-use crate::running::Ended;
-use crate::stages::{Stages, Use};
-use crate::tier::Chains;
+use crate::seam::{Access, BlockId, Ended, Forest, Hints, RequestId, Upkeep};
+use crate::simulation::stages::{Level, Stages, Use};
+use crate::simulation::tier::Chains;
 
 /// Picks a few blocks of an upper tier to stand for all: one in `stride`, by content. A sampled block hangs on
 /// its next sampled ancestor, so what is left of a forest is a forest.
@@ -54,7 +52,7 @@ impl Sampling {
         is_news.then_some(SampledUse { now_ms: access.now_ms, request, hints: access.hints, path, counted })
     }
 
-    /// Answers the block above the inserted ones.
+    /// Returns the block above the inserted ones.
     fn note_inserted(&mut self, access: &Access, forest: &dyn Forest) -> Option<BlockId> {
         let upward = std::iter::successors(Some(access.deepest), |&block| forest.parent(block));
         let mut path: Vec<_> = upward.take(access.inserted as usize + 1).collect();
@@ -132,8 +130,8 @@ impl Shadow {
         }
     }
 
-    pub(super) fn finished(&mut self, request: RequestId, output_tokens: u32, at_ms: u64) {
-        self.stages.finished(Ended { request, output_tokens, at_ms });
+    pub(super) fn finished(&mut self, ended: &Ended) {
+        self.stages.finished(ended);
     }
 
     pub(super) fn take_upkeep(&mut self) -> Vec<Upkeep> {
@@ -200,9 +198,10 @@ impl Chains for Names {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::WriteBack;
+    use super::super::fixed::WriteBack;
     use super::*;
-    use crate::eviction::{EvictionKind, Standing};
+    use crate::eviction::EvictionKind;
+    use crate::seam::Standing;
 
     const CAPACITY: u32 = 8;
 

@@ -1,59 +1,4 @@
-//! How likely a block is to return, and how that compares to other candidates.
-
-use crate::eviction::hazard::GHOST_MS;
-use crate::eviction::{Access, BlockId, Eviction, Forest, Hazard, RequestId, Upkeep};
-
-/// A block is worth as much as it is likely to be used within so many milliseconds. The model knows little of
-/// blocks unused for longer than [`GHOST_MS`], and few are half that old when they leave.
-pub(super) const RETURN_HORIZON_MS: u64 = GHOST_MS / 2;
-
-/// What does not return counts as such only when it is forgotten. When so many milliseconds have passed, as
-/// many failures have been counted as returns are waited for.
-const LEARNING_MS: u64 = 2 * GHOST_MS;
-
-/// Estimates how likely blocks of the upper tier are to return, by the model of [`Hazard`]. That learns from
-/// every return, also of blocks that have left the tier, and from what has not returned so far.
-///
-/// It costs what the policy `hazard` costs, in time and memory.
-#[derive(Debug)]
-pub(super) struct Estimator {
-    model: Hazard,
-    /// When it will have learned enough to refuse anything, once it has seen a use.
-    ready_ms: Option<u64>,
-}
-
-impl Estimator {
-    pub(super) fn with_capacity(upper: u32) -> Self {
-        Self { model: Hazard::with_capacity(upper), ready_ms: None }
-    }
-
-    pub(super) fn touch(&mut self, access: &Access, forest: &dyn Forest) {
-        self.ready_ms.get_or_insert(access.now_ms.saturating_add(LEARNING_MS));
-        self.model.touch(access, forest);
-    }
-
-    pub(super) fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
-        self.model.remove(block, exposed);
-    }
-
-    pub(super) fn finished(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) {
-        self.model.finished(request, output_tokens, now_ms);
-    }
-
-    pub(super) fn upkeep(&mut self) -> Option<Upkeep> {
-        self.model.upkeep()
-    }
-
-    /// Whether it has seen enough blocks fail to return.
-    pub(super) fn is_ready(&self, now_ms: u64) -> bool {
-        self.ready_ms.is_some_and(|ready_ms| ready_ms <= now_ms)
-    }
-
-    /// The probability that `block` returns within the horizon; 1 where it is not known.
-    pub(super) fn worth(&self, block: BlockId) -> f32 {
-        self.model.return_chance(block, RETURN_HORIZON_MS).unwrap_or(1.0)
-    }
-}
+//! How likely a block is to return, compared to other candidates.
 
 /// What candidates were worth lately. The older, the less they count: all is halved after every
 /// [`HALF_LIFE`] of them.
@@ -81,11 +26,13 @@ const CLASSES_A_DOUBLING: f32 = 25.0;
 /// Questions.
 const HALF_LIFE: u64 = 4096;
 
-impl Tally {
-    pub(super) fn new() -> Self {
+impl Default for Tally {
+    fn default() -> Self {
         Self { classes: [Class::default(); CLASSES], span_ms: 0, last_ms: None, asked: 0 }
     }
+}
 
+impl Tally {
     /// Counts `blocks` candidates at `now_ms`, each of which is worth `worth`.
     pub(super) fn add(&mut self, worth: f32, blocks: u32, now_ms: u64) {
         self.span_ms += now_ms.saturating_sub(*self.last_ms.get_or_insert(now_ms));
@@ -138,7 +85,7 @@ mod tests {
     proptest! {
         #[test]
         fn shares_grow_with_the_worth(candidates in prop::collection::vec((0_f32..=1.0, 1_u32..100), 1..50)) {
-            let mut tally = Tally::new();
+            let mut tally = Tally::default();
             candidates.iter().for_each(|&(worth, blocks)| tally.add(worth, blocks, 0));
             let mut worths: Vec<_> = candidates.iter().map(|&(worth, _)| worth).collect();
             worths.sort_by(f32::total_cmp);
@@ -151,7 +98,7 @@ mod tests {
 
     #[test]
     fn what_is_long_past_counts_no_more() {
-        let mut tally = Tally::new();
+        let mut tally = Tally::default();
         tally.add(1.0, 1_000, 0);
         (1..=20 * HALF_LIFE).for_each(|now_ms| tally.add(0.1, 1, now_ms));
         assert!(tally.blocks_above(0.5) < 0.01);

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{BlockId, PREPARED_BLOCKS};
+use crate::seam::{BlockId, PREPARED_BLOCKS};
 
 /// A doubly linked ring of blocks from oldest to newest, indexed by block id. Every operation is O(1), a block
 /// costs 8 bytes.

@@ -1,8 +1,10 @@
 //! The adaptive replacement cache, leaves only.
 
 use super::ghosts::Ghosts;
+use super::policy::Eviction;
 use super::residents::{Ranked, Residents};
-use super::{Access, BlockId, Eviction, Forest};
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, BlockId, Forest};
 
 /// Keeps blocks used once and blocks used again in two LRU queues and shifts room between them: towards the
 /// one whose ghosts return. (N. Megiddo, D. Modha, "ARC: a self-tuning, low overhead replacement cache",
@@ -15,7 +17,7 @@ use super::{Access, BlockId, Eviction, Forest};
 /// O(path) a request, 32 bytes a block and about 60 a ghost, of which there are at most as many as blocks.
 #[derive(Debug)]
 pub struct Arc {
-    blocks: Residents<Place>,
+    blocks: Residents<ArcBlock>,
     recent: Queue,
     frequent: Queue,
     /// How many blocks `recent` may have, as adapted so far.
@@ -30,13 +32,13 @@ struct Queue {
 }
 
 #[derive(Debug)]
-struct Place {
+struct ArcBlock {
     is_frequent: bool,
     stamp: u64,
     key: u64,
 }
 
-impl Ranked for Place {
+impl Ranked for ArcBlock {
     type Rank = (bool, u64);
 
     fn rank(&self) -> (bool, u64) {
@@ -62,7 +64,7 @@ impl Arc {
 
     fn place(&mut self, block: BlockId, forest: &dyn Forest) {
         let (is_frequent, key) = match self.blocks.state(block) {
-            Some(&Place { is_frequent, key, .. }) => {
+            Some(&ArcBlock { is_frequent, key, .. }) => {
                 self.queue(is_frequent).len -= 1;
                 (true, key)
             }
@@ -73,7 +75,7 @@ impl Arc {
         };
         self.queue(is_frequent).len += 1;
         let stamp = self.blocks.stamp();
-        self.blocks.set(block, Place { is_frequent, stamp, key });
+        self.blocks.set(block, ArcBlock { is_frequent, stamp, key });
     }
 
     /// Whether a block that enters was here not long ago. Learns from it.
@@ -92,14 +94,14 @@ impl Arc {
 }
 
 impl Eviction for Arc {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
         for block in self.blocks.path(access, forest) {
             self.place(block, forest);
         }
         self.blocks.offer(access.deepest);
     }
 
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
         let Some(gone) = self.blocks.remove(block, exposed) else { return };
         let capacity = self.capacity;
         let queue = self.queue(gone.is_frequent);
@@ -110,13 +112,13 @@ impl Eviction for Arc {
         self.frequent.ghosts.truncate((2 * capacity).saturating_sub(others));
     }
 
-    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
         let from_recent = self.recent.len > self.target;
         let preferred = if from_recent { None } else { self.blocks.lowest((true, 0).., forest) };
         preferred.or_else(|| self.blocks.lowest(.., forest))
     }
 
-    fn release(&mut self, block: BlockId) {
+    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
         self.blocks.offer(block);
     }
 }

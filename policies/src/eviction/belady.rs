@@ -2,7 +2,9 @@
 
 use std::collections::BinaryHeap;
 
-use super::{Access, BlockId, Eviction, Forest, Standing};
+use super::policy::Eviction;
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, BlockId, Forest, Standing};
 
 /// The next use of a block that no later request uses.
 pub const NEVER: u32 = u32::MAX;
@@ -58,7 +60,7 @@ impl Belady {
 }
 
 impl Eviction for Belady {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
         let next_uses = self.future.next().unwrap_or_default();
         let path = std::iter::successors(Some(access.deepest), |&block| forest.parent(block));
         for (block, depth) in path.zip((0..access.depth).rev()) {
@@ -68,14 +70,14 @@ impl Eviction for Belady {
         self.offer(access.deepest);
     }
 
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
         self.set_rank(block, None);
         if let Some(parent) = exposed {
             self.offer(parent);
         }
     }
 
-    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
         while let Some(&(rank, block)) = self.leaves.peek() {
             if self.rank_of(block) == Some(rank) && forest.standing(block) == Standing::Evictable {
                 return Some(block);
@@ -85,7 +87,7 @@ impl Eviction for Belady {
         None
     }
 
-    fn release(&mut self, block: BlockId) {
+    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
         self.offer(block);
     }
 }

@@ -1,7 +1,9 @@
 //! First in, first out, leaves only.
 
 use super::leaf_queue::LeafQueue;
-use super::{Access, BlockId, Eviction, Forest};
+use super::policy::Eviction;
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, BlockId, Forest};
 
 /// Evicts the leaf that entered the tier first: a use that adds nothing to the tier changes nothing.
 ///
@@ -19,21 +21,21 @@ impl Fifo {
 }
 
 impl Eviction for Fifo {
-    fn touch(&mut self, access: &Access, _forest: &dyn Forest) {
+    fn touch(&mut self, access: &Access, _forest: &dyn Forest, _reuse: &ReuseModel) {
         if access.inserted > 0 {
             self.queue.renew(access.deepest);
         }
     }
 
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
         self.queue.remove(block, exposed);
     }
 
-    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
         self.queue.victim(forest)
     }
 
-    fn release(&mut self, block: BlockId) {
+    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
         self.queue.release(block);
     }
 }

@@ -1,7 +1,7 @@
 //! The queue behind the policies that evict the oldest leaf.
 
 use super::age_list::AgeList;
-use super::{BlockId, Forest, Standing};
+use crate::seam::{BlockId, Forest, Standing};
 
 /// Blocks in order of age, of which only the leaves count. Every operation is O(1) (amortised for
 /// [`victim`](Self::victim)) and a block costs 8 bytes.

@@ -1,7 +1,9 @@
 //! Least frequently used, with aging, leaves only.
 
+use super::policy::Eviction;
 use super::residents::{Ranked, Residents};
-use super::{Access, BlockId, Eviction, Forest};
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, BlockId, Forest};
 
 /// Evicts the leaf of the lowest number of uses plus the age of the tier at its last use; of equals, the one
 /// used least recently. The age is the sum of the last victim, so that a block that was once popular
@@ -40,7 +42,7 @@ impl Lfu {
 }
 
 impl Eviction for Lfu {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
         for block in self.blocks.path(access, forest) {
             let uses = 1 + self.blocks.state(block).map_or(0, |known| known.uses);
             let stamp = self.blocks.stamp();
@@ -49,17 +51,17 @@ impl Eviction for Lfu {
         self.blocks.offer(access.deepest);
     }
 
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
         self.blocks.remove(block, exposed);
     }
 
-    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
         let victim = self.blocks.lowest(.., forest)?;
         self.age = self.blocks.state(victim)?.worth;
         Some(victim)
     }
 
-    fn release(&mut self, block: BlockId) {
+    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
         self.blocks.offer(block);
     }
 }

@@ -2,8 +2,10 @@
 
 use super::age_list::AgeList;
 use super::ghosts::{GHOSTS_PER_BLOCK, Ghosts};
+use super::policy::Eviction;
 use super::residents::{Ranked, Residents};
-use super::{Access, BlockId, Eviction, Forest};
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, BlockId, Forest};
 
 /// Keeps the blocks whose last two uses lie closest together (the *low* ones) and lets the
 /// others pass through a small queue. A block that returns while its last use is more recent than that of
@@ -20,17 +22,17 @@ use super::{Access, BlockId, Eviction, Forest};
 /// O(path) a request, 48 bytes a block and about 70 a ghost, of which there are at most four a block.
 #[derive(Debug)]
 pub struct Lirs {
-    blocks: Residents<Place>,
+    blocks: Residents<LirsBlock>,
     low: AgeList,
     low_len: usize,
     low_room: usize,
     /// The last uses of blocks that left.
     ghosts: Ghosts<u64>,
-    most_ghosts: usize,
+    max_ghosts: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct LirsBlock {
     is_low: bool,
     /// When it entered the queue; for a low block, its last use.
     stamp: u64,
@@ -38,7 +40,7 @@ struct Place {
     key: u64,
 }
 
-impl Ranked for Place {
+impl Ranked for LirsBlock {
     type Rank = (bool, u64);
 
     fn rank(&self) -> (bool, u64) {
@@ -55,7 +57,7 @@ impl Lirs {
             low_len: 0,
             low_room: (capacity - capacity.div_ceil(20)) as usize,
             ghosts: Ghosts::default(),
-            most_ghosts: capacity as usize * GHOSTS_PER_BLOCK,
+            max_ghosts: capacity as usize * GHOSTS_PER_BLOCK,
         }
     }
 
@@ -76,7 +78,7 @@ impl Lirs {
             self.low_len += 1;
         }
         let stamp = self.blocks.stamp();
-        self.blocks.set(block, Place { is_low, stamp, last_use: stamp, key });
+        self.blocks.set(block, LirsBlock { is_low, stamp, last_use: stamp, key });
     }
 
     /// The bottom of the stack; `None` where there is no low block.
@@ -96,14 +98,14 @@ impl Lirs {
             self.forget_low(block);
             let Some(&place) = self.blocks.state(block) else { return };
             let stamp = self.blocks.stamp();
-            self.blocks.set(block, Place { is_low: false, stamp, ..place });
+            self.blocks.set(block, LirsBlock { is_low: false, stamp, ..place });
             self.blocks.offer(block);
         }
     }
 }
 
 impl Eviction for Lirs {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
         for block in self.blocks.path(access, forest) {
             self.place(block, forest);
         }
@@ -111,20 +113,20 @@ impl Eviction for Lirs {
         self.blocks.offer(access.deepest);
     }
 
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
         let Some(gone) = self.blocks.remove(block, exposed) else { return };
         if gone.is_low {
             self.forget_low(block);
         }
         self.ghosts.insert(gone.key, gone.last_use);
-        self.ghosts.truncate(self.most_ghosts);
+        self.ghosts.truncate(self.max_ghosts);
     }
 
-    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
         self.blocks.lowest(.., forest)
     }
 
-    fn release(&mut self, block: BlockId) {
+    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
         self.blocks.offer(block);
     }
 }

@@ -1,7 +1,9 @@
 //! Least recently used, leaves only.
 
 use super::leaf_queue::LeafQueue;
-use super::{Access, BlockId, Eviction, Forest};
+use super::policy::Eviction;
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, BlockId, Forest};
 
 /// Evicts the leaf whose last use is the longest ago: LRU that goes tail first through each prompt.
 ///
@@ -21,19 +23,19 @@ impl Lru {
 }
 
 impl Eviction for Lru {
-    fn touch(&mut self, access: &Access, _forest: &dyn Forest) {
+    fn touch(&mut self, access: &Access, _forest: &dyn Forest, _reuse: &ReuseModel) {
         self.queue.renew(access.deepest);
     }
 
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
         self.queue.remove(block, exposed);
     }
 
-    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
         self.queue.victim(forest)
     }
 
-    fn release(&mut self, block: BlockId) {
+    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
         self.queue.release(block);
     }
 }

@@ -1,8 +1,10 @@
 //! LRU-2: by the last use but one, leaves only.
 
 use super::ghosts::{GHOSTS_PER_BLOCK, Ghosts};
+use super::policy::Eviction;
 use super::residents::{Ranked, Residents};
-use super::{Access, BlockId, Eviction, Forest};
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, BlockId, Forest};
 
 /// Evicts the leaf whose last use but one is the longest ago. Those used once come first, the least recent
 /// of them first. (E. O'Neil, P. O'Neil, G. Weikum, "The LRU-K page replacement algorithm for database disk
@@ -16,7 +18,7 @@ use super::{Access, BlockId, Eviction, Forest};
 pub struct Lru2 {
     blocks: Residents<LastTwo>,
     ghosts: Ghosts<u64>,
-    most_ghosts: usize,
+    max_ghosts: usize,
 }
 
 #[derive(Debug)]
@@ -41,13 +43,13 @@ impl Lru2 {
         Self {
             blocks: Residents::with_capacity(capacity),
             ghosts: Ghosts::default(),
-            most_ghosts: capacity as usize * GHOSTS_PER_BLOCK,
+            max_ghosts: capacity as usize * GHOSTS_PER_BLOCK,
         }
     }
 }
 
 impl Eviction for Lru2 {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
         for block in self.blocks.path(access, forest) {
             let last = self.blocks.stamp();
             let state = match self.blocks.state(block) {
@@ -62,18 +64,18 @@ impl Eviction for Lru2 {
         self.blocks.offer(access.deepest);
     }
 
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
         if let Some(gone) = self.blocks.remove(block, exposed) {
             self.ghosts.insert(gone.key, gone.last);
-            self.ghosts.truncate(self.most_ghosts);
+            self.ghosts.truncate(self.max_ghosts);
         }
     }
 
-    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
         self.blocks.lowest(.., forest)
     }
 
-    fn release(&mut self, block: BlockId) {
+    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
         self.blocks.offer(block);
     }
 }

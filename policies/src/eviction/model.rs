@@ -3,11 +3,13 @@
 
 use proptest::prelude::*;
 
-use super::{Access, BlockId, Eviction, Forest, Hints, RequestId, Standing};
+use super::policy::Eviction;
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, BlockId, Forest, Hints, RequestId, Standing};
 
 /// One step of a test. A number picks among the blocks that qualify, modulo their count.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Op {
+pub(crate) enum Op {
     /// A request whose path ends at a resident block (or nowhere, the last choice), `grown` new blocks on.
     Request { known: usize, grown: usize },
     /// Evict one block.
@@ -21,7 +23,7 @@ pub(super) enum Op {
 }
 
 /// Any history of a tier.
-pub(super) fn ops() -> impl Strategy<Value = Vec<Op>> {
+pub(crate) fn ops() -> impl Strategy<Value = Vec<Op>> {
     let op = prop_oneof![
         4 => request(),
         4 => Just(Op::Evict),
@@ -33,7 +35,7 @@ pub(super) fn ops() -> impl Strategy<Value = Vec<Op>> {
 }
 
 /// A history in which no block is ever busy and only victims leave.
-pub(super) fn ops_in_turn() -> impl Strategy<Value = Vec<Op>> {
+pub(crate) fn ops_in_turn() -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(prop_oneof![request(), Just(Op::Evict)], 0..200)
 }
 
@@ -42,14 +44,14 @@ fn request() -> impl Strategy<Value = Op> {
 }
 
 /// A block that a policy chose, beside the best choice there was.
-pub(super) struct Victim {
-    pub(super) last_use: u64,
-    pub(super) oldest_use: u64,
-    pub(super) arrival: u64,
-    pub(super) oldest_arrival: u64,
+pub(crate) struct Victim {
+    pub(crate) last_use: u64,
+    pub(crate) oldest_use: u64,
+    pub(crate) arrival: u64,
+    pub(crate) oldest_arrival: u64,
     /// A search met this block or one below it while it was busy, or one below it was dropped, and no request
     /// has used this block since.
-    pub(super) out_of_turn: bool,
+    pub(crate) out_of_turn: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -63,16 +65,22 @@ struct Block {
 }
 
 /// A tier and its requests' time, which is their number.
-#[derive(Default)]
-pub(super) struct Tree {
+pub(crate) struct Tree {
+    reuse: ReuseModel,
     blocks: Vec<Option<Block>>,
     now: u64,
     has_tenants: bool,
 }
 
+impl Default for Tree {
+    fn default() -> Self {
+        Self { reuse: ReuseModel::with_capacity(8), blocks: Vec::new(), now: 0, has_tenants: false }
+    }
+}
+
 impl Tree {
     /// A tier that three tenants share, and requests of nobody, at two priorities.
-    pub(super) fn with_tenants() -> Self {
+    pub(crate) fn with_tenants() -> Self {
         Self { has_tenants: true, ..Self::default() }
     }
 
@@ -88,7 +96,7 @@ impl Tree {
     /// Plays `op` to the tree and to `policy`. Returns what left the tier.
     ///
     /// Panics where the policy names a block that may not go, or none though one may.
-    pub(super) fn apply(&mut self, op: Op, policy: &mut dyn Eviction) -> Option<Victim> {
+    pub(crate) fn apply(&mut self, op: Op, policy: &mut dyn Eviction) -> Option<Victim> {
         match op {
             Op::Request { known, grown } => self.request(known, grown, policy),
             Op::Evict => return self.evict(policy),
@@ -131,7 +139,10 @@ impl Tree {
             path: depth,
             hints: self.hints(),
         };
-        policy.touch(&access, self);
+        let mut reuse = std::mem::replace(&mut self.reuse, ReuseModel::idle());
+        reuse.touch(&access, self);
+        policy.touch(&access, self, &reuse);
+        self.reuse = reuse;
     }
 
     fn insert(&mut self, parent: Option<BlockId>) -> BlockId {
@@ -155,7 +166,7 @@ impl Tree {
     }
 
     fn evict(&mut self, policy: &mut dyn Eviction) -> Option<Victim> {
-        let choice = policy.victim(self);
+        let choice = policy.victim(self, &self.reuse);
         let candidates = self.ids(|block| block.children == 0 && !block.busy);
         assert_eq!(choice.is_some(), !candidates.is_empty(), "{choice:?} of {candidates:?}");
         for leaf in self.ids(|block| block.children == 0 && block.busy) {
@@ -177,14 +188,15 @@ impl Tree {
             parent.out_of_turn |= block.out_of_turn;
             parent.children == 0
         });
-        policy.remove(id, exposed);
+        self.reuse.removed(id);
+        policy.removed(id, exposed, &self.reuse);
     }
 
     fn release(&mut self, choice: usize, policy: &mut dyn Eviction) {
         if let Some(id) = self.choose(choice, |block| block.busy) {
             self.block_mut(id).busy = false;
             if self.block(id).children == 0 {
-                policy.release(id);
+                policy.released(id, &self.reuse);
             }
         }
     }

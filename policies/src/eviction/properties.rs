@@ -2,8 +2,12 @@
 
 use proptest::prelude::*;
 
+use super::kind::EvictionKind;
 use super::model::{Op, Tree, ops};
-use super::{Access, BlockId, Eviction, EvictionKind, Forest, Hints, RequestId, Standing};
+use super::policy::Eviction;
+use crate::seam::{Access, BlockId, Forest, Hints, RequestId, Standing};
+
+use crate::tier_policies::TierPolicies;
 
 const CAPACITY: u32 = 8;
 
@@ -71,23 +75,23 @@ impl Forest for Roots {
 }
 
 impl Roots {
-    /// A request of one block. Answers whether it was a hit.
-    fn request(&mut self, key: u64, capacity: usize, policy: &mut dyn Eviction) -> bool {
+    /// A request of one block. Returns whether it was a hit.
+    fn request(&mut self, key: u64, capacity: usize, policies: &mut TierPolicies) -> bool {
         self.now_ms += 1;
         let known = self.keys.iter().position(|&other| other == key);
-        let at = known.unwrap_or_else(|| self.insert(key, capacity, policy));
+        let at = known.unwrap_or_else(|| self.insert(key, capacity, policies));
         let (deepest, inserted) = (BlockId(at as u32), u32::from(known.is_none()));
-        policy.touch(&access(self.now_ms, deepest, inserted), self);
+        policies.touch(&access(self.now_ms, deepest, inserted), self);
         known.is_some()
     }
 
-    fn insert(&mut self, key: u64, capacity: usize, policy: &mut dyn Eviction) -> usize {
+    fn insert(&mut self, key: u64, capacity: usize, policies: &mut TierPolicies) -> usize {
         if self.keys.len() < capacity {
             self.keys.push(key);
             return self.keys.len() - 1;
         }
-        let victim = policy.victim(self).expect("any block may go");
-        policy.remove(victim, None);
+        let victim = policies.victim(self).expect("any block may go");
+        policies.removed(victim, None);
         self.keys[victim.0 as usize] = key;
         victim.0 as usize
     }
@@ -100,11 +104,12 @@ fn access(now_ms: u64, deepest: BlockId, inserted: u32) -> Access {
 
 /// `Debug` shows all that a policy keeps, so its length stands for memory.
 fn footprint(kind: EvictionKind, requests: u64) -> usize {
-    let (mut tier, mut policy) = (Roots { keys: Vec::new(), now_ms: 0 }, kind.build(32));
+    let mut tier = Roots { keys: Vec::new(), now_ms: 0 };
+    let mut policies = TierPolicies::new(32, kind.build(32), None);
     for key in 0..requests {
-        tier.request(key / 2, 32, policy.as_mut());
+        tier.request(key / 2, 32, &mut policies);
     }
-    format!("{policy:?}").len()
+    format!("{policies:?}").len()
 }
 
 #[test]
@@ -119,12 +124,13 @@ fn memory_is_bounded_by_the_capacity() {
 fn a_scan_leaves_what_was_used_again() {
     use EvictionKind::{Arc, Lirs, Lru2, S3Fifo, Slru};
     for kind in [Lru2, Slru, Arc, S3Fifo, Lirs] {
-        let (mut tier, mut policy) = (Roots { keys: Vec::new(), now_ms: 0 }, kind.build(100));
+        let mut tier = Roots { keys: Vec::new(), now_ms: 0 };
+        let mut policies = TierPolicies::new(100, kind.build(100), None);
         let popular = (0..10).cycle().take(30);
         for key in popular.chain(100..1_000) {
-            tier.request(key, 100, policy.as_mut());
+            tier.request(key, 100, &mut policies);
         }
-        let kept = (0..10).filter(|&key| tier.request(key, 100, policy.as_mut())).count();
+        let kept = (0..10).filter(|&key| tier.request(key, 100, &mut policies)).count();
         assert_eq!(kept, 10, "{kind}");
     }
 }

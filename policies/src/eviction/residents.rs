@@ -5,7 +5,7 @@ use std::fmt::Debug;
 use std::iter::successors;
 use std::ops::RangeBounds;
 
-use super::{Access, BlockId, Forest, PREPARED_BLOCKS, RequestId, Standing};
+use crate::seam::{Access, BlockId, Forest, PREPARED_BLOCKS, RequestId, Standing};
 
 /// What a policy knows of one block.
 pub(super) trait Ranked: Debug {
@@ -100,7 +100,7 @@ impl<T: Ranked> Residents<T> {
         }
     }
 
-    /// Forgets `block` and offers the parent that it `exposed`. Answers what was known.
+    /// Forgets `block` and offers the parent that it `exposed`. Returns what was known.
     pub(super) fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) -> Option<T> {
         let old = self.blocks.get_mut(block.0 as usize).and_then(Option::take);
         self.unsort(old.as_ref());
@@ -141,8 +141,8 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::super::Hints;
     use super::*;
+    use crate::seam::Hints;
 
     impl Ranked for u64 {
         type Rank = Self;

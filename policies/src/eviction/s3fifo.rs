@@ -2,8 +2,10 @@
 
 use super::age_list::AgeList;
 use super::ghosts::Ghosts;
+use super::policy::Eviction;
 use super::residents::{Ranked, Residents};
-use super::{Access, BlockId, Eviction, Forest, Standing};
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, BlockId, Forest, Standing};
 
 /// New blocks pass through a small queue of a tenth of the tier. Those used more than once meanwhile, and
 /// those that left it not long ago, go to the main queue, which gives a used block another round. (J. Yang et
@@ -16,7 +18,7 @@ use super::{Access, BlockId, Eviction, Forest, Standing};
 /// are at most nine for ten blocks.
 #[derive(Debug)]
 pub struct S3Fifo {
-    blocks: Residents<Place>,
+    blocks: Residents<S3FifoBlock>,
     small: AgeList,
     small_len: usize,
     main: AgeList,
@@ -25,20 +27,20 @@ pub struct S3Fifo {
 }
 
 /// How many blocks one search passes over at most.
-const MOST_PASSES: usize = 4096;
+const MAX_PASSES: usize = 4096;
 
-const MOST_USES: u8 = 3;
+const MAX_USES: u8 = 3;
 
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct S3FifoBlock {
     is_main: bool,
     stamp: u64,
-    /// Uses since it entered or was last passed over, up to [`MOST_USES`].
+    /// Uses since it entered or was last passed over, up to [`MAX_USES`].
     uses: u8,
     key: u64,
 }
 
-impl Ranked for Place {
+impl Ranked for S3FifoBlock {
     type Rank = (bool, u64);
 
     fn rank(&self) -> (bool, u64) {
@@ -59,7 +61,7 @@ impl S3Fifo {
         }
     }
 
-    fn enter(&mut self, block: BlockId, key: u64) -> Place {
+    fn enter(&mut self, block: BlockId, key: u64) -> S3FifoBlock {
         let is_main = self.ghosts.take(key).is_some();
         if is_main {
             self.main.push_newest(block);
@@ -67,7 +69,7 @@ impl S3Fifo {
             self.small.push_newest(block);
             self.small_len += 1;
         }
-        Place { is_main, stamp: self.blocks.stamp(), uses: 0, key }
+        S3FifoBlock { is_main, stamp: self.blocks.stamp(), uses: 0, key }
     }
 
     fn unlink(&mut self, block: BlockId, is_main: bool) {
@@ -86,21 +88,21 @@ impl S3Fifo {
     }
 
     /// Puts a block that stays behind the others of the main queue.
-    fn pass_over(&mut self, block: BlockId, place: Place) {
+    fn pass_over(&mut self, block: BlockId, place: S3FifoBlock) {
         self.unlink(block, place.is_main);
         self.main.push_newest(block);
         let uses = if place.is_main { place.uses.saturating_sub(1) } else { 0 };
         let stamp = self.blocks.stamp();
-        self.blocks.set(block, Place { is_main: true, stamp, uses, ..place });
+        self.blocks.set(block, S3FifoBlock { is_main: true, stamp, uses, ..place });
         self.blocks.offer(block);
     }
 }
 
 impl Eviction for S3Fifo {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
         for block in self.blocks.path(access, forest) {
             let place = match self.blocks.state(block) {
-                Some(known) => Place { uses: MOST_USES.min(known.uses + 1), ..*known },
+                Some(known) => S3FifoBlock { uses: MAX_USES.min(known.uses + 1), ..*known },
                 None => self.enter(block, forest.key(block)),
             };
             self.blocks.set(block, place);
@@ -108,7 +110,7 @@ impl Eviction for S3Fifo {
         self.blocks.offer(access.deepest);
     }
 
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
         let Some(gone) = self.blocks.remove(block, exposed) else { return };
         self.unlink(block, gone.is_main);
         if !gone.is_main {
@@ -117,8 +119,8 @@ impl Eviction for S3Fifo {
         }
     }
 
-    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
-        for _ in 0..MOST_PASSES {
+    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
+        for _ in 0..MAX_PASSES {
             let head = self.head()?;
             let place = *self.blocks.state(head)?;
             let enough = if place.is_main { 1 } else { 2 };
@@ -130,7 +132,7 @@ impl Eviction for S3Fifo {
         self.blocks.lowest(.., forest)
     }
 
-    fn release(&mut self, block: BlockId) {
+    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
         self.blocks.offer(block);
     }
 }

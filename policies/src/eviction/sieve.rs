@@ -1,7 +1,9 @@
 //! SIEVE: one queue and a hand, leaves only.
 
+use super::policy::Eviction;
 use super::residents::{Ranked, Residents};
-use super::{Access, BlockId, Eviction, Forest};
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, BlockId, Forest};
 
 /// A hand moves from the oldest block to the youngest, clears the mark of those used since it last came by
 /// and evicts the first without one. (Y. Zhang et al., "SIEVE is simpler than LRU: an efficient turn-key
@@ -12,18 +14,18 @@ use super::{Access, BlockId, Eviction, Forest};
 /// O(path) a request, 24 bytes a block.
 #[derive(Debug)]
 pub struct Sieve {
-    blocks: Residents<Place>,
+    blocks: Residents<SieveBlock>,
     /// Blocks with lower stamps are behind it.
     hand: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct SieveBlock {
     stamp: u64,
     is_used: bool,
 }
 
-impl Ranked for Place {
+impl Ranked for SieveBlock {
     type Rank = u64;
 
     fn rank(&self) -> u64 {
@@ -39,22 +41,22 @@ impl Sieve {
 }
 
 impl Eviction for Sieve {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
         for block in self.blocks.path(access, forest) {
             let place = match self.blocks.state(block) {
-                Some(known) => Place { is_used: true, ..*known },
-                None => Place { stamp: self.blocks.stamp(), is_used: false },
+                Some(known) => SieveBlock { is_used: true, ..*known },
+                None => SieveBlock { stamp: self.blocks.stamp(), is_used: false },
             };
             self.blocks.set(block, place);
         }
         self.blocks.offer(access.deepest);
     }
 
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
         self.blocks.remove(block, exposed);
     }
 
-    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
         loop {
             let ahead = self.blocks.lowest(self.hand.., forest);
             let block = ahead.or_else(|| self.blocks.lowest(.., forest))?;
@@ -64,12 +66,12 @@ impl Eviction for Sieve {
                 return Some(block);
             }
             self.hand += 1;
-            self.blocks.set(block, Place { is_used: false, ..place });
+            self.blocks.set(block, SieveBlock { is_used: false, ..place });
             self.blocks.offer(block);
         }
     }
 
-    fn release(&mut self, block: BlockId) {
+    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
         self.blocks.offer(block);
     }
 }

@@ -1,8 +1,10 @@
 //! Segmented LRU, leaves only.
 
 use super::age_list::AgeList;
+use super::policy::Eviction;
 use super::residents::{Ranked, Residents};
-use super::{Access, BlockId, Eviction, Forest};
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, BlockId, Forest};
 
 /// Keeps four fifths of the tier for blocks used again: they are protected until that many were used later,
 /// then they stand behind the new ones. (R. Karedla, J. Love, B. Wherry, "Caching strategies to improve disk
@@ -13,19 +15,19 @@ use super::{Access, BlockId, Eviction, Forest};
 /// O(path) a request, 32 bytes a block.
 #[derive(Debug)]
 pub struct Slru {
-    blocks: Residents<Place>,
+    blocks: Residents<SlruBlock>,
     protected: AgeList,
     protected_len: usize,
     protected_room: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct SlruBlock {
     is_protected: bool,
     stamp: u64,
 }
 
-impl Ranked for Place {
+impl Ranked for SlruBlock {
     type Rank = (bool, u64);
 
     fn rank(&self) -> (bool, u64) {
@@ -46,7 +48,7 @@ impl Slru {
 
     fn place(&mut self, block: BlockId, is_protected: bool) {
         let stamp = self.blocks.stamp();
-        self.blocks.set(block, Place { is_protected, stamp });
+        self.blocks.set(block, SlruBlock { is_protected, stamp });
     }
 
     fn protect(&mut self, block: BlockId) {
@@ -71,7 +73,7 @@ impl Slru {
 }
 
 impl Eviction for Slru {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
         for block in self.blocks.path(access, forest) {
             match self.blocks.state(block) {
                 Some(_) => self.protect(block),
@@ -82,18 +84,18 @@ impl Eviction for Slru {
         self.blocks.offer(access.deepest);
     }
 
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
         if self.blocks.remove(block, exposed).is_some_and(|gone| gone.is_protected) {
             self.protected.unlink(block);
             self.protected_len -= 1;
         }
     }
 
-    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
         self.blocks.lowest(.., forest)
     }
 
-    fn release(&mut self, block: BlockId) {
+    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
         self.blocks.offer(block);
     }
 }

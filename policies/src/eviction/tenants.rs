@@ -2,13 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
-use super::{Access, BlockId, Eviction, Forest, RequestId, Standing, Upkeep};
+use super::policy::Eviction;
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, BlockId, Forest, Standing};
 
 /// Another policy, fair between tenants.
 ///
 /// Each tenant is entitled to a share of the tier in proportion to its weight. The victim is taken from the
 /// tenant that is furthest above its share, the one with the most blocks for its weight, if it has a leaf that
-/// may go; else from the next one. Of a tenant's leaves those of the lowest [priority](super::Hints::priority) go
+/// may go; else from the next one. Of a tenant's leaves those of the lowest [priority](crate::Hints::priority) go
 /// first, and of these the one that the other policy gives up first. So a tenant that alone uses a tier has all of
 /// it, and one that comes later gets its share from those who have more than theirs.
 ///
@@ -22,7 +24,7 @@ use super::{Access, BlockId, Eviction, Forest, RequestId, Standing, Upkeep};
 #[derive(Debug)]
 pub struct Tenants {
     policy: Box<dyn Eviction>,
-    weights: HashMap<u32, f64>,
+    terms: TenantTerms,
     /// By block.
     charges: Vec<Option<Charge>>,
     groups: BTreeMap<GroupId, Group>,
@@ -32,6 +34,17 @@ pub struct Tenants {
     last_ticket: u32,
 }
 
+/// On what terms tenants share a tier.
+#[derive(Clone, Debug, Default)]
+pub struct TenantTerms {
+    /// How large a tenant's share is, compared to others. Tenants that are not named weigh 1; what is not positive
+    /// counts as almost nothing.
+    pub weights: HashMap<u32, f64>,
+    /// Blocks beyond which a tenant gives way before all that are within their quotas. It may use what nobody else
+    /// wants: a quota evicts nothing while there is room.
+    pub quotas: HashMap<u32, u32>,
+}
+
 type Tenant = Option<u32>;
 /// A tenant and a priority.
 type GroupId = (Tenant, u8);
@@ -39,9 +52,13 @@ type GroupId = (Tenant, u8);
 /// The priority of requests that name none.
 pub const USUAL_PRIORITY: u8 = 50;
 
-/// Blocks for each unit of weight; not negative, so the bits order like the number.
+/// How far above its share a tenant is. Whoever is above his quota is further than all who are not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Load(u64);
+struct Load {
+    is_over_quota: bool,
+    /// Blocks for each unit of weight; not negative, so the bits order like the number.
+    per_weight: u64,
+}
 
 #[derive(Clone, Copy, Debug)]
 struct Charge {
@@ -58,12 +75,11 @@ struct Group {
 }
 
 impl Tenants {
-    /// Makes `policy` fair. Tenants that `weights` does not name weigh 1; what is not positive counts as almost
-    /// nothing.
-    pub fn new(policy: Box<dyn Eviction>, weights: HashMap<u32, f64>) -> Self {
+    /// Makes `policy` fair, on these terms.
+    pub fn new(policy: Box<dyn Eviction>, terms: TenantTerms) -> Self {
         Self {
             policy,
-            weights,
+            terms,
             charges: Vec::new(),
             groups: BTreeMap::new(),
             order: BTreeSet::new(),
@@ -109,8 +125,12 @@ impl Tenants {
     }
 
     fn load(&self, tenant: Tenant, blocks: u32) -> Load {
-        let weight = tenant.and_then(|tenant| self.weights.get(&tenant)).map_or(1.0, |&weight| weight);
-        Load((f64::from(blocks) / weight.max(1e-9)).to_bits())
+        let weight = tenant.and_then(|tenant| self.terms.weights.get(&tenant)).map_or(1.0, |&weight| weight);
+        let quota = tenant.and_then(|tenant| self.terms.quotas.get(&tenant));
+        Load {
+            is_over_quota: quota.is_some_and(|&quota| blocks > quota),
+            per_weight: (f64::from(blocks) / weight.max(1e-9)).to_bits(),
+        }
     }
 
     fn charge_of(&mut self, block: BlockId) -> Option<&mut Charge> {
@@ -143,8 +163,8 @@ impl Tenants {
     }
 
     /// The first leaf of a group to go.
-    fn first(&mut self, id: GroupId, forest: &dyn Forest) -> Option<BlockId> {
-        self.first_aside(id, forest).or_else(|| self.next_of(id, forest))
+    fn first(&mut self, id: GroupId, forest: &dyn Forest, reuse: &ReuseModel) -> Option<BlockId> {
+        self.first_aside(id, forest).or_else(|| self.next_of(id, forest, reuse))
     }
 
     fn first_aside(&mut self, id: GroupId, forest: &dyn Forest) -> Option<BlockId> {
@@ -161,9 +181,9 @@ impl Tenants {
     }
 
     /// The next victim of the other policy that is of this group. Those before it are set aside.
-    fn next_of(&mut self, id: GroupId, forest: &dyn Forest) -> Option<BlockId> {
+    fn next_of(&mut self, id: GroupId, forest: &dyn Forest, reuse: &ReuseModel) -> Option<BlockId> {
         loop {
-            let block = self.policy.victim(&Rest { forest, charges: &self.charges })?;
+            let block = self.policy.victim(&Rest { forest, charges: &self.charges }, reuse)?;
             match self.charge_of(block) {
                 Some(charge) if charge.group != id => self.set_aside(block),
                 _ => return Some(block),
@@ -201,28 +221,33 @@ impl Forest for Rest<'_> {
 }
 
 impl Eviction for Tenants {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+    /// Always: it knows in whose name a block goes down, and the tier below charges him.
+    fn needs_reuse(&self) -> bool {
+        true
+    }
+
+    fn touch(&mut self, access: &Access, forest: &dyn Forest, reuse: &ReuseModel) {
         let group = (access.hints.tenant, access.hints.priority.unwrap_or(USUAL_PRIORITY));
         let path = std::iter::successors(Some(access.deepest), |&block| forest.parent(block));
         path.take(access.inserted as usize).for_each(|block| self.charge(block, group));
         self.take_back(access.deepest);
-        self.policy.touch(access, forest);
+        self.policy.touch(access, forest, reuse);
     }
 
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, reuse: &ReuseModel) {
         self.discharge(block);
         if let Some(parent) = exposed {
             self.take_back(parent);
         }
-        self.policy.remove(block, exposed);
+        self.policy.removed(block, exposed, reuse);
     }
 
-    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+    fn victim(&mut self, forest: &dyn Forest, reuse: &ReuseModel) -> Option<BlockId> {
         let mut heaviest = self.order.last().copied();
         while let Some((load, tenant)) = heaviest {
             let mut lowest = self.groups.range((tenant, 0)..=(tenant, u8::MAX)).next().map(|(&id, _)| id);
             while let Some((_, priority)) = lowest {
-                if let Some(block) = self.first((tenant, priority), forest) {
+                if let Some(block) = self.first((tenant, priority), forest, reuse) {
                     return Some(block);
                 }
                 let above = priority.checked_add(1);
@@ -235,9 +260,9 @@ impl Eviction for Tenants {
         None
     }
 
-    fn release(&mut self, block: BlockId) {
+    fn released(&mut self, block: BlockId, reuse: &ReuseModel) {
         if !self.is_aside(block) {
-            self.policy.release(block);
+            self.policy.released(block, reuse);
         }
     }
 
@@ -245,12 +270,8 @@ impl Eviction for Tenants {
         self.policy.may_decline()
     }
 
-    fn finished(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) {
-        self.policy.finished(request, output_tokens, now_ms);
-    }
-
-    fn upkeep(&mut self) -> Option<Upkeep> {
-        self.policy.upkeep()
+    fn finished(&mut self, reuse: &ReuseModel) {
+        self.policy.finished(reuse);
     }
 }
 
@@ -258,15 +279,20 @@ impl Eviction for Tenants {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::kind::EvictionKind;
     use super::super::model::{Op, Tree, ops};
-    use super::super::{EvictionKind, Hints};
     use super::*;
+    use crate::seam::{Hints, RequestId};
 
     const KINDS: [EvictionKind; 4] =
         [EvictionKind::Lru, EvictionKind::Hazard, EvictionKind::Arc, EvictionKind::Sieve];
 
+    fn weigh(weights: HashMap<u32, f64>) -> TenantTerms {
+        TenantTerms { weights, ..TenantTerms::default() }
+    }
+
     fn fair(kind: EvictionKind) -> Tenants {
-        Tenants::new(kind.build(8), HashMap::from([(0, 3.0), (1, 0.0)]))
+        Tenants::new(kind.build(8), weigh(HashMap::from([(0, 3.0), (1, 0.0)])))
     }
 
     /// The tree's requests belong to tenants 0, 1, 2 and nobody in turn, at two priorities.
@@ -308,7 +334,7 @@ mod tests {
                     let victims = ops.iter().filter_map(|&op| tree.apply(op, policy));
                     victims.map(|victim| (victim.arrival, victim.last_use)).collect::<Vec<_>>()
                 };
-                prop_assert_eq!(alone(&mut fair(kind)), alone(kind.build(8).as_mut()));
+                prop_assert_eq!(alone(&mut fair(kind)), alone(kind.build(8).as_mut()), "{}", kind);
             }
         }
 
@@ -317,9 +343,9 @@ mod tests {
             blocks in prop::collection::vec((0_u32..4, 0_u8..3), 1..60),
             weights in prop::collection::hash_map(0_u32..4, 0.5_f64..4.0, 0..4),
         ) {
-            let mut tier = Roots::new(Tenants::new(EvictionKind::Lru.build(64), weights.clone()));
+            let mut tier = Roots::new(Tenants::new(EvictionKind::Lru.build(64), weigh(weights.clone())));
             blocks.iter().for_each(|&(tenant, priority)| tier.insert(tenant, priority));
-            while let Some(victim) = tier.policy.victim(&Idle) {
+            while let Some(victim) = tier.policy.victim(&Idle, &ReuseModel::idle()) {
                 let load = |tenant: u32| {
                     f64::from(tier.policy.blocks(Some(tenant))) / weights.get(&tenant).copied().unwrap_or(1.0)
                 };
@@ -369,25 +395,44 @@ mod tests {
             let hints = Hints { tenant: Some(tenant), priority: Some(priority), ..Hints::default() };
             let request = Some(RequestId(deepest.0.into()));
             let access = Access { now_ms: 0, request, deepest, depth: 1, inserted: 1, path: 1, hints };
-            self.policy.touch(&access, &Idle);
+            self.policy.touch(&access, &Idle, &ReuseModel::idle());
         }
 
         fn remove(&mut self, block: BlockId) {
             self.left.remove(&(block.0 as usize));
-            self.policy.remove(block, None);
+            self.policy.removed(block, None, &ReuseModel::idle());
         }
     }
 
     #[test]
     fn a_scan_takes_no_more_than_its_share() {
-        let mut tier = Roots::new(Tenants::new(EvictionKind::Lru.build(100), HashMap::from([(1, 3.0)])));
+        let mut tier =
+            Roots::new(Tenants::new(EvictionKind::Lru.build(100), weigh(HashMap::from([(1, 3.0)]))));
         (0..100).for_each(|_| tier.insert(1, 50));
         for _ in 0..1_000 {
             tier.insert(2, 50);
-            let victim = tier.policy.victim(&Idle).unwrap();
+            let victim = tier.policy.victim(&Idle, &ReuseModel::idle()).unwrap();
             tier.remove(victim);
         }
         assert_eq!((tier.policy.blocks(Some(1)), tier.policy.blocks(Some(2))), (75, 25));
+    }
+
+    #[test]
+    fn who_is_above_his_quota_gives_way_first() {
+        let quotas = HashMap::from([(1, 10)]);
+        let terms = TenantTerms { quotas, ..weigh(HashMap::from([(1, 100.0)])) };
+        let mut tier = Roots::new(Tenants::new(EvictionKind::Lru.build(100), terms));
+        (0..40).for_each(|_| tier.insert(1, 50));
+        (0..60).for_each(|_| tier.insert(2, 50));
+        let mut evict = |blocks| {
+            for _ in 0..blocks {
+                let victim = tier.policy.victim(&Idle, &ReuseModel::idle()).unwrap();
+                tier.remove(victim);
+            }
+            (tier.policy.blocks(Some(1)), tier.policy.blocks(Some(2)))
+        };
+        assert_eq!(evict(30), (10, 60), "whatever its weight");
+        assert_eq!(evict(30), (10, 30), "within its quota the weights count");
     }
 
     #[test]
@@ -400,8 +445,8 @@ mod tests {
             let request = Some(RequestId(u64::from(turn) + 100));
             let hints = Hints::default();
             let access = Access { now_ms: 0, request, deepest, depth: 1, inserted: 0, path: 1, hints };
-            tier.policy.touch(&access, &Idle);
-            tier.policy.victim(&Idle);
+            tier.policy.touch(&access, &Idle, &ReuseModel::idle());
+            tier.policy.victim(&Idle, &ReuseModel::idle());
         }
         assert!(tier.policy.groups.values().all(|group| group.aside.len() <= 2 * 10 + 65));
     }

@@ -1,8 +1,10 @@
 //! LRU with a grace for conversations and for what is used again and again, leaves only.
 
 use super::ghosts::{GHOSTS_PER_BLOCK, Ghosts};
+use super::policy::Eviction;
 use super::residents::{Ranked, Residents};
-use super::{Access, BlockId, Eviction, Forest};
+use crate::reuse::ReuseModel;
+use crate::seam::{Access, BlockId, Forest};
 
 /// Evicts the leaf with the lowest last use plus grace. The grace is half the running median of the gaps
 /// between the turns of conversations, times the sum of two buckets: of the turn's number and of the block's
@@ -17,9 +19,9 @@ use super::{Access, BlockId, Eviction, Forest};
 /// ghost, of which there are at most four a block.
 #[derive(Debug)]
 pub struct Turn {
-    blocks: Residents<Place>,
+    blocks: Residents<TurnBlock>,
     ghosts: Ghosts<History>,
-    most_ghosts: usize,
+    max_ghosts: usize,
     gaps: Gaps,
     /// The path at hand, from the deepest block up, with what was known of it. Kept for its memory.
     steps: Vec<Step>,
@@ -29,7 +31,7 @@ pub struct Turn {
 const OWN_PREFIX: usize = 3;
 
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct TurnBlock {
     /// When the grace ends, in milliseconds.
     until_ms: u64,
     stamp: u64,
@@ -54,7 +56,7 @@ struct Step {
     known: Option<History>,
 }
 
-impl Ranked for Place {
+impl Ranked for TurnBlock {
     type Rank = (u64, u64);
 
     fn rank(&self) -> (u64, u64) {
@@ -68,14 +70,14 @@ impl Turn {
         Self {
             blocks: Residents::with_capacity(capacity),
             ghosts: Ghosts::default(),
-            most_ghosts: capacity as usize * GHOSTS_PER_BLOCK,
+            max_ghosts: capacity as usize * GHOSTS_PER_BLOCK,
             gaps: Gaps::default(),
             steps: Vec::new(),
         }
     }
 
     fn step(&mut self, block: BlockId, forest: &dyn Forest) -> Step {
-        if let Some(&Place { key, history, .. }) = self.blocks.state(block) {
+        if let Some(&TurnBlock { key, history, .. }) = self.blocks.state(block) {
             return Step { block, key, known: Some(history) };
         }
         let key = forest.key(block);
@@ -101,7 +103,7 @@ impl Turn {
         }
         let grace_ms = self.gaps.median / 2 * (grace_turns + bucket(history.reuses));
         let stamp = self.blocks.stamp();
-        let place = Place { until_ms: now_ms.saturating_add(grace_ms), stamp, key: step.key, history };
+        let place = TurnBlock { until_ms: now_ms.saturating_add(grace_ms), stamp, key: step.key, history };
         self.blocks.set(step.block, place);
     }
 }
@@ -119,7 +121,7 @@ const fn bucket(count: u32) -> u64 {
 }
 
 impl Eviction for Turn {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
         self.steps.clear();
         for block in self.blocks.path(access, forest) {
             let step = self.step(block, forest);
@@ -134,18 +136,18 @@ impl Eviction for Turn {
         self.blocks.offer(access.deepest);
     }
 
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
         if let Some(gone) = self.blocks.remove(block, exposed) {
             self.ghosts.insert(gone.key, gone.history);
-            self.ghosts.truncate(self.most_ghosts);
+            self.ghosts.truncate(self.max_ghosts);
         }
     }
 
-    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
         self.blocks.lowest(.., forest)
     }
 
-    fn release(&mut self, block: BlockId) {
+    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
         self.blocks.offer(block);
     }
 }

@@ -7,7 +7,7 @@ const SHARE: u32 = 50;
 /// Uses below which nothing is hot.
 const LEAST_USES: u32 = 16;
 /// Blocks of a path that may be hot, from its root on. Of longer shared prefixes a sample takes enough.
-const DEEPEST: usize = 32;
+pub(super) const DEEPEST: usize = 32;
 /// After so many requests, half of what was counted is forgotten.
 const WINDOW: u32 = 8_192;
 

@@ -11,10 +11,14 @@
 //! one of them in a sample or not, the estimate would be off by tens of points.
 
 mod hot;
+mod requests;
 mod stack;
+
+pub use requests::SampledRequests;
 
 use crate::sample::Sample;
 use hot::Hot;
+use requests::SampledRequest;
 use stack::Stack;
 
 /// Blocks that are followed at most.
@@ -25,7 +29,9 @@ const FOLLOWED: u32 = 16_384;
 /// Blocks that return from further down than the *horizon* count as misses, which bounds what is kept: one
 /// block in ⌈horizon ÷ 16,384⌉ is followed, at about 75 bytes each, 1.3 MB in all.
 ///
-/// A request reads one key in so many, and the first few, and costs some 100 ns for each block that it follows.
+/// A request reads one key in so many, and the first few, and costs some 100 ns for each block that it follows. Whoever
+/// cannot wait for that collects [`SampledRequests`], at a few ns for each of these, and lets another thread
+/// [take](Self::take) them.
 #[derive(Debug)]
 pub struct MissRatio {
     sample: Sample,
@@ -65,12 +71,26 @@ impl MissRatio {
     /// A request came whose prompt fills `blocks` blocks. `key` names the content at a position and all before
     /// it, such as by its hash.
     pub fn observe(&mut self, blocks: usize, key: impl Fn(usize) -> u64, prompt_tokens: u32) {
-        self.prompt_tokens += f64::from(prompt_tokens);
-        let head = self.hot.head((0..blocks).map(&key));
-        self.uses += (blocks - head) as f64;
+        let mut requests = SampledRequests::new(self.sample);
+        requests.push(blocks, key, prompt_tokens);
+        self.take(&mut requests);
+    }
+
+    /// Observes all of `requests`, in their order, and empties it. They were sampled as this curve [samples](Self::sample).
+    pub fn take(&mut self, requests: &mut SampledRequests) {
+        debug_assert_eq!(requests.sample(), self.sample, "another sample says nothing about these blocks");
+        requests.iter().for_each(|request| self.observe_sampled(&request));
+        requests.clear();
+    }
+
+    fn observe_sampled(&mut self, request: &SampledRequest<'_>) {
+        self.prompt_tokens += f64::from(request.prompt_tokens);
+        let head = self.hot.head(request.head.iter().copied());
+        self.uses += (request.blocks - head) as f64;
         self.path.clear();
-        self.path.extend((0..head).map(&key));
-        self.path.extend(self.sample.positions(blocks, &key).filter(|&at| at >= head).map(&key));
+        self.path.extend(&request.head[..head]);
+        let others = request.sampled.iter().filter(|other| other.at as usize >= head);
+        self.path.extend(others.map(|other| other.key));
         self.measure(head);
         self.renew(head);
     }
@@ -173,8 +193,8 @@ mod tests {
 
     use super::*;
     use crate::eviction::EvictionKind;
-    use crate::simulate::Policy;
-    use crate::workload::{BLOCK_TOKENS, Request, Workload};
+    use crate::simulation::single::Policy;
+    use crate::simulation::workload::{BLOCK_TOKENS, Request, Workload};
 
     proptest! {
         #[test]

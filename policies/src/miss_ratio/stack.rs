@@ -9,7 +9,7 @@ use std::collections::HashMap;
 #[derive(Debug)]
 pub(super) struct Stack {
     places: HashMap<u64, u32>,
-    lane: Vec<Place>,
+    lane: Vec<LaneEntry>,
     weights: Fenwick,
     /// Of all keys together.
     total: u32,
@@ -21,7 +21,7 @@ pub(super) struct Stack {
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Place {
+struct LaneEntry {
     key: u64,
     /// 0: nobody stands here.
     weight: u32,
@@ -34,7 +34,7 @@ impl Stack {
         assert!(depth > 0, "a stack holds something");
         Self {
             places: HashMap::with_capacity(depth + 1),
-            lane: vec![Place::default(); 2 * depth],
+            lane: vec![LaneEntry::default(); 2 * depth],
             weights: Fenwick::new(2 * depth),
             total: 0,
             top: 0,
@@ -59,21 +59,21 @@ impl Stack {
         if let Some(former) = self.places.insert(key, self.top) {
             self.clear(former);
         }
-        self.fill(self.top, Place { key, weight });
+        self.fill(self.top, LaneEntry { key, weight });
         self.top += 1;
         if self.places.len() > self.depth {
             self.drop_lowest();
         }
     }
 
-    fn fill(&mut self, at: u32, place: Place) {
+    fn fill(&mut self, at: u32, place: LaneEntry) {
         self.lane[at as usize] = place;
         self.weights.add(at, place.weight);
         self.total += place.weight;
     }
 
     fn clear(&mut self, at: u32) {
-        let Place { weight, .. } = std::mem::take(&mut self.lane[at as usize]);
+        let LaneEntry { weight, .. } = std::mem::take(&mut self.lane[at as usize]);
         self.weights.subtract(at, weight);
         self.total -= weight;
     }
@@ -88,7 +88,7 @@ impl Stack {
 
     fn pack(&mut self) {
         let standing: Vec<_> = self.lane.iter().copied().filter(|place| place.weight > 0).collect();
-        self.lane.fill(Place::default());
+        self.lane.fill(LaneEntry::default());
         self.weights = Fenwick::new(self.lane.len());
         (self.total, self.top, self.bottom) = (0, 0, 0);
         for place in standing {

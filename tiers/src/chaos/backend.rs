@@ -7,7 +7,9 @@ use std::time::Instant;
 
 use super::late::Late;
 use super::{Chaos, Direction, Hit, Kind, Medium};
-use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotRef};
+use crate::backend::Backend;
+use crate::clock;
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotRef};
 use crate::memory::Memories;
 
 /// Decides what becomes of operations.
@@ -159,7 +161,7 @@ impl Hit {
             Kind::Http500 | Kind::Http503 | Kind::Http403 => {
                 fail(CopyErrorKind::Unavailable, self.kind.name())
             }
-            Kind::Delay => Effect::Late(Instant::now() + Kind::DELAY),
+            Kind::Delay => Effect::Late(clock::now() + Kind::DELAY),
             Kind::Hang => Effect::Late(self.until),
             Kind::Torn => Effect::Torn,
             Kind::Corrupt => Effect::Corrupt,

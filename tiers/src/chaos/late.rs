@@ -8,6 +8,8 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
+use crate::clock;
+
 /// Does each job when its time has come, on one thread that starts with the first job.
 ///
 /// Dropping it does at once what is left: nobody who hangs is forgotten.
@@ -55,7 +57,7 @@ impl Late {
     /// Everything that waits is due now.
     pub(super) fn release(&self) {
         let mut jobs = self.queue.jobs.lock();
-        let now = Instant::now();
+        let now = clock::now();
         let waiting = std::mem::take(&mut jobs.waiting);
         jobs.waiting =
             waiting.into_iter().map(|((when, number), job)| ((when.min(now), number), job)).collect();
@@ -66,7 +68,7 @@ impl Late {
         let mut thread = self.thread.lock();
         if thread.is_none() {
             let queue = Arc::clone(&self.queue);
-            let started = thread::Builder::new().name("kvbm-chaos".into()).spawn(move || queue.work());
+            let started = clock::spawn("kvbm-chaos", move || queue.work());
             *thread = started.inspect_err(|error| tracing::warn!(%error, "nothing can hang")).ok();
         }
         thread.is_some()
@@ -79,7 +81,7 @@ impl Queue {
         loop {
             let due = jobs.waiting.first_key_value().map(|(&(when, _), _)| when);
             match due {
-                Some(when) if jobs.closing || when <= Instant::now() => {
+                Some(when) if jobs.closing || when <= clock::now() => {
                     let job = jobs.waiting.pop_first();
                     // It may submit, report, and so come back here.
                     drop(jobs);

@@ -17,20 +17,19 @@ mod schedule;
 mod store;
 
 pub use backend::{ChaosBackend, Effect, Faults};
-pub use schedule::{Direction, Episode, EpisodeError, Kind, Medium, Schedule};
+pub use schedule::{ClockJump, Direction, Episode, EpisodeError, Kind, Medium, Schedule};
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use parking_lot::Mutex;
 
 pub(crate) use self::late::Late;
-use self::store::ChaosStore;
-use crate::copy::Backend;
+use crate::backend::Backend;
+use crate::clock;
 use crate::error::SetupError;
 use crate::memory::{Memories, Memory};
-use crate::object::Store;
 
 /// All that goes wrong in one run: follows a [`Schedule`] from [`start`](Self::start) until
 /// [`heal`](Self::heal), and counts what it did. Clones are handles to the same one.
@@ -76,15 +75,6 @@ struct Hit {
     until: Instant,
 }
 
-/// A leap of the wall clock.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ClockJump {
-    /// So far into the future.
-    Forward(Duration),
-    /// So far into the past.
-    Back(Duration),
-}
-
 impl Chaos {
     /// Nothing happens before [`start`](Self::start).
     pub fn new(schedule: Schedule) -> Self {
@@ -100,7 +90,7 @@ impl Chaos {
 
     /// The schedule's time begins.
     pub fn start(&self) {
-        self.0.run.lock().phase = Phase::Since(Instant::now());
+        self.0.run.lock().phase = Phase::Since(clock::now());
     }
 
     /// All media are well from here on. What hangs goes on; what never completes still does not.
@@ -121,7 +111,7 @@ impl Chaos {
     /// Jumps of the clock that are due since the last call. Whoever has the clock makes it jump.
     pub fn clock_jumps(&self) -> Vec<ClockJump> {
         let mut run = self.0.run.lock();
-        run.advance(Instant::now());
+        run.advance(clock::now());
         std::mem::take(&mut run.jumps)
     }
 
@@ -139,14 +129,9 @@ impl Chaos {
         Ok(ChaosBackend::new(inner, memories, self.clone()))
     }
 
-    /// `store`, whose requests are hit by this chaos.
-    pub fn around_store(&self, store: Store) -> Store {
-        store.map_client(|client| Arc::new(ChaosStore::new(client, self.clone())))
-    }
-
     /// What the next operation on `medium` meets, counted.
     fn hit(&self, medium: Medium, direction: Direction) -> Option<Hit> {
-        self.0.run.lock().hit(medium, direction, Instant::now())
+        self.0.run.lock().hit(medium, direction, clock::now())
     }
 
     fn is_healed(&self) -> bool {
@@ -194,6 +179,8 @@ impl Active {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn run(script: &[&str]) -> (Run, Instant) {

@@ -5,7 +5,6 @@ use std::iter::Peekable;
 use std::str::FromStr;
 use std::time::Duration;
 
-use super::ClockJump;
 use crate::copy::{Route, Tier};
 
 /// What misbehaves.
@@ -398,6 +397,15 @@ impl Drawn {
         };
         (Duration::from_millis(self.rng.u64(millis)), operations.map(|operations| self.rng.u64(operations)))
     }
+}
+
+/// A leap of the wall clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClockJump {
+    /// So far into the future.
+    Forward(Duration),
+    /// So far into the past.
+    Back(Duration),
 }
 
 #[cfg(test)]

@@ -15,10 +15,19 @@ use object_store::{
 };
 
 use super::{Chaos, Direction, Hit, Kind, Medium};
+use crate::clock;
+use crate::object::Store;
+
+impl Chaos {
+    /// `store`, whose requests are hit by this chaos.
+    pub fn around_store(&self, store: Store) -> Store {
+        store.map_client(|client| Arc::new(ChaosStore::new(client, self.clone())))
+    }
+}
 
 /// A store whose reads and writes are hit. Deletions and listings are not: nobody waits for those.
 #[derive(Debug)]
-pub(super) struct ChaosStore {
+struct ChaosStore {
     inner: Arc<dyn ObjectStore>,
     chaos: Chaos,
 }
@@ -27,7 +36,7 @@ pub(super) struct ChaosStore {
 const LOOK: Duration = Duration::from_millis(10);
 
 impl ChaosStore {
-    pub(super) const fn new(inner: Arc<dyn ObjectStore>, chaos: Chaos) -> Self {
+    const fn new(inner: Arc<dyn ObjectStore>, chaos: Chaos) -> Self {
         Self { inner, chaos }
     }
 
@@ -36,7 +45,7 @@ impl ChaosStore {
         let Some(hit) = self.chaos.hit(Medium::Object, direction) else { return Ok(None) };
         match hit.kind {
             Kind::Hang => self.wait_until(hit.until).await,
-            Kind::Delay => self.wait_until(Instant::now() + Kind::DELAY).await,
+            Kind::Delay => self.wait_until(clock::now() + Kind::DELAY).await,
             _ => {}
         }
         match hit.error(direction, location) {
@@ -46,8 +55,8 @@ impl ChaosStore {
     }
 
     async fn wait_until(&self, when: Instant) {
-        while !self.chaos.is_healed() && Instant::now() < when {
-            tokio::time::sleep(LOOK.min(when.saturating_duration_since(Instant::now()))).await;
+        while !self.chaos.is_healed() && clock::now() < when {
+            tokio::time::sleep(LOOK.min(when.saturating_duration_since(clock::now()))).await;
         }
     }
 }

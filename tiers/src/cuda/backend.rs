@@ -12,7 +12,9 @@ use cudarc::driver::result::DriverError;
 
 use super::driver::{Event, Gpu, Pinned, Registration, Stream, ends_the_context, failed};
 use super::kernels::{KernelOrigin, Kernels};
-use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
+use crate::backend::Backend;
+use crate::clock;
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
 use crate::device::{DeviceRegion, Space};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fence::{Fence, Fences, Mark};
@@ -197,7 +199,7 @@ impl Lane {
         let (batches, incoming) = crossbeam_channel::unbounded();
         let (tell, told) = mpsc::sync_channel(1);
         let serve = move || lane.serve(&incoming, &tell);
-        thread::Builder::new().name(name.into()).spawn(serve).map_err(|error| {
+        clock::spawn(name, serve).map_err(|error| {
             let message = "cannot start a thread for the GPU: raise the limit on processes";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         })?;

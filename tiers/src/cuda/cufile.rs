@@ -10,7 +10,6 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::PathBuf;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, LazyLock};
-use std::thread;
 use std::time::Duration;
 
 use cudarc::cufile::sys::{CUfileDescr_t, CUfileDrvProps_t, CUfileFileHandleType, CUfileHandle_t};
@@ -19,6 +18,7 @@ use parking_lot::Mutex;
 
 use super::medium::{Medium, reached};
 use super::probe::{Availability, probe};
+use crate::clock;
 
 /// How cuFile is started.
 #[derive(Clone, Debug)]
@@ -137,7 +137,7 @@ impl CuFile {
     fn start(timeout: Duration) -> Availability<Arc<Self>> {
         let (send, receive) = mpsc::channel();
         let start = move || send.send(Self::load());
-        if let Err(error) = thread::Builder::new().name("kvbm-cufile".into()).spawn(start) {
+        if let Err(error) = clock::spawn("kvbm-cufile", start) {
             return Availability::missing(format!("no thread: {error}"), "raise the limit on processes");
         }
         match receive.recv_timeout(timeout) {
@@ -246,7 +246,7 @@ impl Handle {
         Ok(Self { cufile: Arc::clone(cufile), handle })
     }
 
-    /// Reads from the file to device memory; answers the number of bytes.
+    /// Reads from the file to device memory; returns the number of bytes.
     ///
     /// # Safety
     /// `bytes` bytes from `offset` behind `base` are device memory that nobody else uses. If `base` is not that
@@ -256,7 +256,7 @@ impl Handle {
         unsafe { self.transfer(self.cufile.read, to, bytes, at) }
     }
 
-    /// Writes from device memory to the file; answers the number of bytes.
+    /// Writes from device memory to the file; returns the number of bytes.
     ///
     /// # Safety
     /// As for [`read`](Self::read), but others may read the memory.

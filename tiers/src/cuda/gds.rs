@@ -13,8 +13,10 @@ use parking_lot::Mutex;
 use super::checksum::DeviceChecksum;
 use super::cufile::{Buffer, CuFile, CuFileMode, CuFileOptions, Handle, PIN_SETTING, Place};
 use super::driver::Gpu;
+use crate::backend::Backend;
 use crate::checksum::Checksums;
-use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotRef, Tier};
+use crate::clock;
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotRef, Tier};
 use crate::device::{DeviceRegion, Space};
 use crate::disk::DiskRegion;
 use crate::error::{SetupError, SetupErrorKind};
@@ -118,8 +120,7 @@ impl GdsBackend {
         let (queue, shares) = crossbeam_channel::unbounded();
         for number in 0..depth.max(1) {
             let (ends, shares) = (Arc::clone(ends), shares.clone());
-            let thread = thread::Builder::new().name(format!("kvbm-gds-{number}"));
-            self.threads.push(thread.spawn(move || ends.work(&shares))?);
+            self.threads.push(clock::spawn(format!("kvbm-gds-{number}"), move || ends.work(&shares))?);
         }
         self.queue = Some(queue);
         Ok(())

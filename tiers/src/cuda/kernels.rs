@@ -22,6 +22,7 @@ const EMBEDDED: &str = include_str!("kernels.ptx");
 const COPY_PIECES: &CStr = c"kvbm_copy_pieces";
 const TRANSFORM: &CStr = c"kvbm_transform";
 const CRC32C: &CStr = c"kvbm_crc32c";
+#[cfg(any(test, feature = "baselines"))]
 const MATMUL: &CStr = c"kvbm_matmul";
 
 /// Threads of a group.
@@ -62,6 +63,8 @@ pub(crate) struct Kernels {
     copy_pieces: Kernel,
     transform: Kernel,
     crc32c: Kernel,
+    /// Stands for the work of an engine.
+    #[cfg(any(test, feature = "baselines"))]
     matmul: Kernel,
     origin: KernelOrigin,
     /// Keeps the code.
@@ -103,6 +106,7 @@ impl Kernels {
             copy_pieces: module.kernel(COPY_PIECES)?,
             transform: module.kernel(TRANSFORM)?,
             crc32c: module.kernel(CRC32C)?,
+            #[cfg(any(test, feature = "baselines"))]
             matmul: module.kernel(MATMUL)?,
             origin,
             _module: module,
@@ -184,6 +188,7 @@ impl Kernels {
     ///
     /// # Safety
     /// As for [`copy_pieces`](Self::copy_pieces): all three are arrays of `n * n` floats, the last distinct.
+    #[cfg(any(test, feature = "baselines"))]
     pub(crate) unsafe fn matmul(
         &self,
         stream: &Stream,

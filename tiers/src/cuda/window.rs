@@ -83,7 +83,7 @@ impl DeviceWindow {
         self.region.owns(pool).then_some(slot)
     }
 
-    /// Copies between the slot and the buffer. Whoever calls holds a title to the slot that allows it.
+    /// Copies between the slot and the buffer. Whoever calls holds a slot handle to the slot that allows it.
     fn cross(&self, desk: &mut Desk, slot: SlotId, direction: Direction) -> Result<(), CopyError> {
         let refused =
             || CopyError::new(CopyErrorKind::Refused, format!("device slot {} does not exist", slot.0));

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::fs::{FallocateFlags, OFlags};
 
+use crate::disk::failure::{failed, no_space};
 use crate::disk::lock::{Patience, lock};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fork::Maker;
@@ -408,38 +409,6 @@ fn not_ours(path: &Path, wrong: &str) -> SetupError {
         path.display()
     );
     SetupError::new(SetupErrorKind::NotWritable, message)
-}
-
-fn no_space(path: &Path, why: &str) -> SetupError {
-    let message = format!(
-        "{}: no space for the disk tier ({why}); \
-         lower disk.capacity (DYN_KVBM_DISK_CACHE_GB) or choose another disk.dirs (DYN_KVBM_DISK_CACHE_DIR)",
-        path.display()
-    );
-    SetupError::new(SetupErrorKind::NoSpace, message)
-}
-
-pub(super) fn failed(path: &Path, error: &io::Error) -> SetupError {
-    let kind = match error.kind() {
-        ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
-            return no_space(path, &error.to_string());
-        }
-        ErrorKind::PermissionDenied
-        | ErrorKind::NotFound
-        | ErrorKind::NotADirectory
-        | ErrorKind::ReadOnlyFilesystem => SetupErrorKind::NotWritable,
-        _ if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => {
-            return short_of(path, error);
-        }
-        _ => SetupErrorKind::Io,
-    };
-    let message = format!("{}: {error}; choose another disk.dirs (DYN_KVBM_DISK_CACHE_DIR)", path.display());
-    SetupError::new(kind, message)
-}
-
-fn short_of(path: &Path, error: &io::Error) -> SetupError {
-    let message = format!("{}: {error}; raise the limit on open files, or free memory", path.display());
-    SetupError::new(SetupErrorKind::Unavailable, message)
 }
 
 #[cfg(test)]

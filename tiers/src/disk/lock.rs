@@ -9,7 +9,8 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::disk::files::failed;
+use crate::clock;
+use crate::disk::failure::failed;
 use crate::error::{SetupError, SetupErrorKind};
 
 /// How long a start waits for locks, all files together.
@@ -21,15 +22,16 @@ pub(super) struct Patience {
 }
 
 impl Patience {
-    /// A ring outlives its process by a second or so.
-    pub(super) const FOR_A_DEAD_RING: Duration = Duration::from_secs(5);
+    /// A ring outlives its process by a second or so; on a machine with more work than cores it was more than five,
+    /// because the kernel ends it on a worker of its own that has to get its turn.
+    pub(super) const FOR_A_DEAD_RING: Duration = Duration::from_secs(15);
 
     pub(super) fn new(limit: Duration) -> Self {
-        Self { limit, deadline: Instant::now() + limit, told: false }
+        Self { limit, deadline: clock::now() + limit, told: false }
     }
 
     fn is_over(&self) -> bool {
-        Instant::now() >= self.deadline
+        clock::now() >= self.deadline
     }
 
     /// Says once that it waits.

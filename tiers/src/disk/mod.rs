@@ -18,6 +18,7 @@
 //! that is found is used only if it is a regular file of this user's with mode 0600 and no other name: in a directory
 //! that others may write, somebody could else have made it first, and read or change what is written to it.
 
+mod failure;
 mod files;
 mod lock;
 mod queue;
@@ -65,7 +66,7 @@ pub struct DiskOptions {
 }
 
 impl DiskRegion {
-    /// Makes or reopens the files. Waits up to 5 s for a kept file that is in use: the kernel lets go of the files of
+    /// Makes or reopens the files. Waits up to 15 s for a kept file that is in use: the kernel lets go of the files of
     /// a killed process's ring a second or so after its end.
     ///
     /// # Errors

@@ -7,7 +7,8 @@ use std::thread;
 use std::time::Duration;
 
 use super::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
-use crate::copy::{Backend, CopyErrorKind, Done, SlotId, Tier};
+use crate::backend::Backend;
+use crate::copy::{CopyErrorKind, Done, SlotId, Tier};
 use crate::dram::DramRegion;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::frame::Frame;

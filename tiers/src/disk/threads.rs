@@ -4,8 +4,9 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
+use crate::backend::Backend;
 use crate::batch::{CopyThreads, Execute};
-use crate::copy::{Backend, CopyError, CopyOp, Done, Route};
+use crate::copy::{CopyError, CopyOp, Done, Route};
 use crate::disk::DiskRegion;
 use crate::disk::transfer::{self, Direction, Transfer, persistently};
 use crate::error::{SetupError, SetupErrorKind};

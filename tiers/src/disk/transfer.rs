@@ -59,6 +59,7 @@ impl Transfer {
             _ => return Err(no_such_slot(op.from)),
         };
         let (file, offset) = disk.place(slot.slot).ok_or_else(|| no_such_slot(slot))?;
+        // Before the first byte lands: a flush of this slot must not take the old sum for the new content.
         if direction == Direction::Read {
             forget_checksum(memory, ram.slot);
         }
@@ -74,6 +75,7 @@ impl Transfer {
         };
         match moved {
             Ok(bytes) if bytes == self.memory.len() => Ok(()),
+            // Not gone on with from there: O_DIRECT wants aligned offsets, and a file that ends early still does.
             Ok(bytes) => {
                 let message = format!("{}: {verb} {bytes} of {} bytes", self.slot, self.memory.len());
                 Err(CopyError::new(CopyErrorKind::Io, message))

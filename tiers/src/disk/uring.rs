@@ -8,7 +8,9 @@ use std::thread::{self, JoinHandle};
 use crossbeam_channel::Sender;
 use rustix::event::EventfdFlags;
 
-use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route};
+use crate::backend::Backend;
+use crate::clock;
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route};
 use crate::disk::ring::{self, Batch, Ring};
 use crate::disk::{DiskRegion, transfer};
 use crate::error::{SetupError, SetupErrorKind};
@@ -56,7 +58,7 @@ impl UringBackend {
                 let _ = ready.send(Err(error));
             }
         };
-        let thread = thread::Builder::new().name("kvbm-ring".into()).spawn(serve).map_err(refused)?;
+        let thread = clock::spawn("kvbm-ring", serve).map_err(refused)?;
         let maker = Maker::this_process();
         let backend = Self { routes, batches: Some(batches), wake, thread: Some(thread), maker };
         match opened.recv() {

@@ -8,9 +8,9 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::arguments::{Parameters, c_string, done, refused};
 use super::library::{Library, REMEDY};
-use super::peer::Peer;
+use super::parameters::Parameters;
+use super::status::{c_string, done, refused};
 use super::sys::{self, AgentConfig, AgentS, BackendS, MemListS, ParamsS, Status};
 use crate::error::{SetupError, SetupErrorKind};
 
@@ -123,7 +123,7 @@ impl Agent {
     ) -> Result<BackendHandle, SetupError> {
         self.probe(plugin)?;
         let name = c_string(plugin, "the name of a NIXL plugin")?;
-        let params = Parameters::new(self, parameters)?;
+        let params = Parameters::new(self.api(), parameters)?;
         let mut handle = null_mut();
         // SAFETY: agent and parameters live, the name is a string; the handle is ours if the call succeeds.
         let status = unsafe {
@@ -149,7 +149,7 @@ impl Agent {
     ///
     /// # Safety
     /// Whoever has these bytes can read and write all registered memory at any time. The caller answers for
-    /// them: they touch only slots whose titles are held for them.
+    /// them: they touch only slots whose slot handles are held for them.
     pub unsafe fn metadata(&self) -> Result<Vec<u8>, SetupError> {
         let (mut data, mut bytes) = (null_mut(), 0);
         // SAFETY: the agent lives; the data is ours, from `malloc`, if the call succeeds.
@@ -160,47 +160,6 @@ impl Agent {
         // SAFETY: from `malloc`, and used no more.
         unsafe { libc::free(data) };
         Ok(metadata)
-    }
-
-    /// Gets to know a peer by its [`metadata`](Self::metadata).
-    ///
-    /// # Errors
-    /// `InUse`: the peer has this agent's name. `Invalid`: these bytes describe no agent, or another one of a
-    /// known name. `Unavailable`: no common backend.
-    pub fn meet(&self, metadata: &[u8]) -> Result<Peer, SetupError> {
-        let mut name: *mut c_char = null_mut();
-        // SAFETY: the agent lives and so many bytes are there; the name is ours, from `malloc`, on success.
-        let status = unsafe {
-            (self.api().load_remote_md)(
-                self.handle(),
-                metadata.as_ptr().cast(),
-                metadata.len(),
-                &raw mut name,
-            )
-        };
-        match status {
-            sys::SUCCESS => {
-                // SAFETY: a string that the library made for us.
-                let peer = Peer::new(self, unsafe { CStr::from_ptr(name) });
-                // SAFETY: from `malloc`, and used no more.
-                unsafe { libc::free(name.cast()) };
-                Ok(peer)
-            }
-            sys::ERROR_INVALID_PARAM if !metadata.is_empty() => {
-                let message = format!(
-                    "agent {:?} met metadata that names itself or no agent at all: give every agent a name of its own",
-                    self.name()
-                );
-                Err(SetupError::new(SetupErrorKind::InUse, message))
-            }
-            sys::ERROR_INVALID_PARAM => {
-                Err(SetupError::new(SetupErrorKind::Invalid, "the metadata of a NIXL agent is empty"))
-            }
-            status => Err(refused(
-                status,
-                "use a peer's metadata: cut short, of an agent with a known name, or without a common backend",
-            )),
-        }
     }
 
     /// The notifications that arrived since the last call: of whom, and what.

@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
 
 use crossbeam_channel::Sender;
 
@@ -12,7 +11,9 @@ use super::mover::{Batch, Mover};
 use super::registration::{Registration, Segment, device_of};
 use super::request::SegmentList;
 use super::spans::Spans;
-use crate::copy::{Backend, CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
+use crate::backend::Backend;
+use crate::clock;
+use crate::copy::{CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
 use crate::disk::DiskRegion;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::Memory;
@@ -88,14 +89,14 @@ impl NixlBackend {
             reads: VecDeque::new(),
             writes: VecDeque::new(),
             flights: Vec::new(),
-            stirred: Instant::now(),
+            stirred: clock::now(),
         };
         let (batches, incoming) = crossbeam_channel::unbounded();
         let serve = move || {
             mover.serve(&incoming);
             at_end();
         };
-        let thread = thread::Builder::new().name("kvbm-nixl".into()).spawn(serve).map_err(|error| {
+        let thread = clock::spawn("kvbm-nixl", serve).map_err(|error| {
             let message = "cannot start a thread for NIXL: raise the limit on processes";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         })?;

@@ -28,12 +28,15 @@ mod backend;
 mod library;
 mod mover;
 mod objects;
+mod parameters;
 mod peer;
 mod plugins;
+#[cfg(any(test, feature = "baselines"))]
 pub mod raw;
 mod registration;
 mod request;
 mod spans;
+mod status;
 mod sys;
 #[cfg(test)]
 mod tests;

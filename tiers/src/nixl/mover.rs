@@ -10,6 +10,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, TryRecvError};
 
 use super::request::{Direction, Request};
 use super::spans::{Position, Spans};
+use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Tier};
 use crate::memory::{Memory, forget_checksum, no_such_slot};
 
@@ -243,7 +244,7 @@ impl Mover {
         if orders[0].direction == Direction::Read {
             orders.iter().for_each(|order| forget_checksum(&*self.memory, order.op.to.slot));
         }
-        self.stirred = Instant::now();
+        self.stirred = clock::now();
         let mut request = match self.request(&orders) {
             Ok(request) => request,
             Err(error) => return self.give_up(orders, &error),
@@ -280,7 +281,7 @@ impl Mover {
             let mut ended = self.flights.swap_remove(flight);
             let orders = std::mem::take(&mut ended.orders);
             drop(ended);
-            self.stirred = Instant::now();
+            self.stirred = clock::now();
             match result {
                 Ok(()) => orders.into_iter().for_each(|order| order.end(Ok(()))),
                 Err(error) => self.give_up(orders, &error),

@@ -1,18 +1,62 @@
 //! Agents elsewhere.
 
-use std::ffi::{CStr, CString};
+use std::ffi::{CStr, CString, c_char};
 use std::fmt;
 use std::ptr::null_mut;
 
 use super::agent::Agent;
-use super::arguments::done;
-use crate::error::SetupError;
+use super::status::{done, refused};
+use super::sys;
+use crate::error::{SetupError, SetupErrorKind};
 
 /// Another agent that this one has met. Dropping the last handle of it forgets it; lists and requests that
 /// lead there hold one.
 pub struct Peer {
     agent: Agent,
     name: CString,
+}
+
+impl Agent {
+    /// Gets to know a peer by its [`metadata`](Self::metadata).
+    ///
+    /// # Errors
+    /// `InUse`: the peer has this agent's name. `Invalid`: these bytes describe no agent, or another one of a
+    /// known name. `Unavailable`: no common backend.
+    pub fn load_remote_metadata(&self, metadata: &[u8]) -> Result<Peer, SetupError> {
+        let mut name: *mut c_char = null_mut();
+        // SAFETY: the agent lives and so many bytes are there; the name is ours, from `malloc`, on success.
+        let status = unsafe {
+            (self.api().load_remote_md)(
+                self.handle(),
+                metadata.as_ptr().cast(),
+                metadata.len(),
+                &raw mut name,
+            )
+        };
+        match status {
+            sys::SUCCESS => {
+                // SAFETY: a string that the library made for us.
+                let peer = Peer::new(self, unsafe { CStr::from_ptr(name) });
+                // SAFETY: from `malloc`, and used no more.
+                unsafe { libc::free(name.cast()) };
+                Ok(peer)
+            }
+            sys::ERROR_INVALID_PARAM if !metadata.is_empty() => {
+                let message = format!(
+                    "agent {:?} met metadata that names itself or no agent at all: give every agent a name of its own",
+                    self.name()
+                );
+                Err(SetupError::new(SetupErrorKind::InUse, message))
+            }
+            sys::ERROR_INVALID_PARAM => {
+                Err(SetupError::new(SetupErrorKind::Invalid, "the metadata of a NIXL agent is empty"))
+            }
+            status => Err(refused(
+                status,
+                "use a peer's metadata: cut short, of an agent with a known name, or without a common backend",
+            )),
+        }
+    }
 }
 
 impl Peer {

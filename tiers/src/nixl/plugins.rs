@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::agent::Agent;
 use super::library::{Library, find};
+use crate::clock;
 use crate::error::{SetupError, SetupErrorKind};
 
 /// Names a directory of plugins that comes before the library's own.
@@ -112,12 +113,12 @@ fn silence() {
 }
 
 fn await_child(child: libc::pid_t) -> std::io::Result<Ending> {
-    let deadline = Instant::now() + PROBE_LIMIT;
+    let deadline = clock::now() + PROBE_LIMIT;
     loop {
         let mut status = 0;
         // SAFETY: the child is ours and nobody else waits for it.
         match unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) } {
-            0 if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(5)),
+            0 if clock::now() < deadline => std::thread::sleep(Duration::from_millis(5)),
             0 => {
                 // SAFETY: as above.
                 unsafe { (libc::kill(child, libc::SIGKILL), libc::waitpid(child, &raw mut status, 0)) };

@@ -1,4 +1,4 @@
-//! Yardsticks: NIXL called directly, without the types of this module and without a manager.
+//! Baselines: NIXL called directly, without the types of this module and without a manager.
 
 use std::ffi::c_int;
 use std::fs;
@@ -8,13 +8,14 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::Poll;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::agent::{Agent, BackendHandle};
 use super::library::Library;
 use super::registration::{Registration, Segment, device_of};
 use super::request::{Direction, Request, SegmentList};
 use super::sys::{self, XferReqS};
+use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, SlotId, Tier};
 use crate::disk::{DiskOptions, DiskRegion};
 use crate::dram::{DramOptions, DramRegion};
@@ -81,7 +82,7 @@ impl RawNixl {
     ///
     /// # Errors
     /// As [`loopback`](Self::loopback), and `Unavailable`: nobody comes to `place`.
-    pub fn meet(
+    pub fn load_remote_metadata(
         memory: DramOptions,
         place: &Path,
         batch: usize,
@@ -90,7 +91,7 @@ impl RawNixl {
         let ucx = start("UCX", &[])?;
         let (near, stride) = near(&ucx, memory)?;
         let (base, metadata) = await_introduction(place)?;
-        let peer = Arc::new(ucx.agent().meet(&metadata)?);
+        let peer = Arc::new(ucx.agent().load_remote_metadata(&metadata)?);
         peer.connect()?;
         let segment = |slot| Segment { address: base + slot as usize * stride, bytes: stride, device: 0 };
         let far = SegmentList::of_peer(&peer, (0..memory.geometry.slots()).map(segment))?;
@@ -108,7 +109,7 @@ impl RawNixl {
                 |indices| {
                     let mut request =
                         Request::new(direction, (&self.near, indices), (&self.far, indices), None)?;
-                    // SAFETY: nobody else has a title to any slot, and `run` borrows all of them.
+                    // SAFETY: nobody else has a slot handle to any slot, and `run` borrows all of them.
                     unsafe { request.post() }?;
                     Ok(request)
                 },
@@ -128,7 +129,7 @@ impl RawNixl {
         let all: Vec<_> = (0..self.near.len() as c_int).collect();
         let mut batches = all.chunks(self.batch);
         let mut flights: Vec<T> = Vec::with_capacity(self.in_flight);
-        let started = Instant::now();
+        let started = clock::now();
         loop {
             while flights.len() < self.in_flight
                 && let Some(batch) = batches.next()
@@ -166,7 +167,7 @@ impl<'a> Direct<'a> {
         let (at, count) = (indices.as_ptr(), indices.len());
         let (near, far) = (raw.near.as_ptr(), raw.far.as_ptr());
         // SAFETY: agent and lists live as long as `raw`, and the indices are positions in both lists; nobody else
-        // has a title to any slot.
+        // has a slot handle to any slot.
         let status = unsafe {
             let api = agent.api();
             let made = (api.make_xfer_req)(
@@ -223,7 +224,7 @@ impl RawNixlPeer {
         let ucx = start("UCX", &[])?;
         let memory: Arc<dyn Memory> = Arc::new(DramRegion::host(memory)?);
         let registration = Registration::memory(&ucx, &memory)?;
-        // SAFETY: nobody has a title to any slot here: the other process may do with them what it likes.
+        // SAFETY: nobody has a slot handle to any slot here: the other process may do with them what it likes.
         let metadata = unsafe { ucx.agent().metadata() }?;
         let base = memory.base().addr().get().to_le_bytes();
         let unfinished = place.with_extension("unfinished");
@@ -237,14 +238,14 @@ impl RawNixlPeer {
 }
 
 fn await_introduction(place: &Path) -> Result<(usize, Vec<u8>), SetupError> {
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = clock::now() + Duration::from_secs(20);
     loop {
         if let Ok(bytes) = fs::read(place)
             && let Some((base, metadata)) = bytes.split_first_chunk()
         {
             return Ok((usize::from_le_bytes(*base), metadata.to_vec()));
         }
-        if Instant::now() > deadline {
+        if clock::now() > deadline {
             let message = format!("the other process left nothing at {}", place.display());
             return Err(SetupError::new(SetupErrorKind::Unavailable, message));
         }
@@ -298,7 +299,7 @@ mod tests {
         let all = [
             RawNixl::posix(memory, &disk, 16, 2),
             RawNixl::loopback(memory, 16),
-            RawNixl::meet(memory, &place, 16, 2),
+            RawNixl::load_remote_metadata(memory, &place, 16, 2),
         ];
         for raw in all {
             let mut raw = raw.unwrap();

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use super::agent::Agent;
-use super::arguments::{OptArgs, done, status_name};
+use super::arguments::OptArgs;
 use super::peer::Peer;
 use super::registration::{Registration, Segment};
+use super::status::{done, status_name};
 use super::sys::{self, MemType, Status, XferDlistHandleS, XferDlistS, XferReqS};
 use crate::copy::{CopyError, CopyErrorKind};
 use crate::error::{SetupError, SetupErrorKind};
@@ -116,10 +117,12 @@ impl SegmentList {
         self.segments == 0
     }
 
+    #[cfg(any(test, feature = "baselines"))]
     pub(super) const fn agent(&self) -> &Agent {
         &self.agent
     }
 
+    #[cfg(any(test, feature = "baselines"))]
     pub(super) const fn as_ptr(&self) -> *mut XferDlistHandleS {
         self.handle.as_ptr()
     }

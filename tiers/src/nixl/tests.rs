@@ -9,7 +9,8 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Tier};
+use crate::backend::Backend;
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Tier};
 use crate::disk::{DiskOptions, DiskRegion};
 use crate::dram::DramRegion;
 use crate::error::SetupErrorKind;
@@ -98,7 +99,7 @@ fn a_short_file_fails_its_blocks_and_no_others() {
     }
 }
 
-/// Host memory and a disk, with all titles to both.
+/// Host memory and a disk, with all slot handles to both.
 struct Bed {
     backend: NixlBackend,
     memory: Arc<DramRegion>,
@@ -231,13 +232,13 @@ fn a_peer_must_not_have_our_name() {
     let ucx = plugin(library, "UCX", &[]);
     // SAFETY: nothing is registered.
     let own = unsafe { ucx.agent().metadata() }.unwrap();
-    assert_eq!(ucx.agent().meet(&own).unwrap_err().kind(), SetupErrorKind::InUse);
+    assert_eq!(ucx.agent().load_remote_metadata(&own).unwrap_err().kind(), SetupErrorKind::InUse);
     for nonsense in [&b""[..], b"nonsense", &own[..own.len() / 2]] {
-        assert!(ucx.agent().meet(nonsense).is_err());
+        assert!(ucx.agent().load_remote_metadata(nonsense).is_err());
     }
 }
 
-/// An agent with memory that peers reach, and all titles to it.
+/// An agent with memory that peers reach, and all slot handles to it.
 struct Side {
     ucx: Arc<BackendHandle>,
     memory: Arc<DramRegion>,
@@ -292,7 +293,7 @@ fn transfer(
 ) -> Result<(), CopyError> {
     let all: Vec<c_int> = (0..SLOTS.cast_signed()).collect();
     let mut request = Request::new(direction, (near, &all), (far, &all), notification)?;
-    // SAFETY: the test has all titles of both ends, and touches nothing until the end.
+    // SAFETY: the test has all slot handles of both ends, and touches nothing until the end.
     unsafe { request.post() }?;
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
@@ -319,11 +320,11 @@ fn await_notification(agent: &Agent) -> (String, Vec<u8>) {
 fn two_agents_of_a_process_exchange_blocks_and_messages() {
     let Some(library) = library() else { return };
     let (mut ours, mut theirs) = (Side::new(library), Side::new(library));
-    // SAFETY: the titles of both ends are in this test.
+    // SAFETY: the slot handles of both ends are in this test.
     let (our_data, their_data) =
         unsafe { (ours.ucx.agent().metadata().unwrap(), theirs.ucx.agent().metadata().unwrap()) };
-    let them = Arc::new(ours.ucx.agent().meet(&their_data).unwrap());
-    let us = Arc::new(theirs.ucx.agent().meet(&our_data).unwrap());
+    let them = Arc::new(ours.ucx.agent().load_remote_metadata(&their_data).unwrap());
+    let us = Arc::new(theirs.ucx.agent().load_remote_metadata(&our_data).unwrap());
     assert_eq!((them.name(), us.name()), (theirs.ucx.agent().name(), ours.ucx.agent().name()));
     them.connect().unwrap();
     let far = SegmentList::of_peer(&them, theirs.segments()).unwrap();
@@ -383,15 +384,15 @@ fn await_file(place: &Path, name: &str) -> Vec<u8> {
 /// Address of the first slot, then the agent's metadata.
 fn introduce(side: &Side, place: &Path, name: &str) {
     let base = side.memory.base().addr().get().to_le_bytes();
-    // SAFETY: the test has all titles, and the other process acts for it.
+    // SAFETY: the test has all slot handles, and the other process acts for it.
     let metadata = unsafe { side.ucx.agent().metadata() }.unwrap();
     leave(place, name, &[&base[..], &metadata].concat());
 }
 
-fn meet(side: &Side, place: &Path, name: &str) -> (Arc<Peer>, usize) {
+fn load_remote_metadata(side: &Side, place: &Path, name: &str) -> (Arc<Peer>, usize) {
     let bytes = await_file(place, name);
     let (base, metadata) = bytes.split_first_chunk().unwrap();
-    (Arc::new(side.ucx.agent().meet(metadata).unwrap()), usize::from_le_bytes(*base))
+    (Arc::new(side.ucx.agent().load_remote_metadata(metadata).unwrap()), usize::from_le_bytes(*base))
 }
 
 /// The other process of the tests below: it is written to, checks what arrived, and says so.
@@ -401,7 +402,7 @@ fn peer_process() {
     let Some(place) = std::env::var_os(MEETING_PLACE).map(PathBuf::from) else { return };
     let mut side = Side::new(Library::load(None).unwrap());
     introduce(&side, &place, "theirs");
-    let (us, _) = meet(&side, &place, "ours");
+    let (us, _) = load_remote_metadata(&side, &place, "ours");
     let (from, message) = await_notification(side.ucx.agent());
     assert_eq!((from.as_str(), &message[..]), (us.name(), &b"written"[..]));
     assert!(side.holds(0));
@@ -439,7 +440,7 @@ fn two_processes_exchange_blocks_and_one_survives_the_other() {
     let mut process = PeerProcess::start(place.path());
     let mut ours = Side::new(library);
     introduce(&ours, place.path(), "ours");
-    let (them, base) = meet(&ours, place.path(), "theirs");
+    let (them, base) = load_remote_metadata(&ours, place.path(), "theirs");
     them.connect().unwrap();
     let far = SegmentList::of_peer(&them, segments(base)).unwrap();
     ours.fill(0);

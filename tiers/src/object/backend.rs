@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crossbeam_channel::bounded;
+use crossbeam_channel::{Receiver, bounded};
 use object_store::ObjectStoreExt;
 use object_store::path::Path;
 use parking_lot::Mutex;
@@ -19,14 +19,21 @@ use super::locations::Locations;
 use super::open::Store;
 use super::segment::{SegmentName, SegmentNames};
 use super::{read, write};
+use crate::backend::Backend;
 use crate::checksum::Checksums;
-use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
+use crate::clock;
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::geometry::MAX_SLOTS;
 use crate::memory::{Memory, forget_checksum};
 
-/// How long the last handle's owner waits. What takes longer goes on without it.
-const CLOSE_LIMIT: Duration = Duration::from_secs(1);
+/// How long the last handle's owner waits for a store that gets on with it: many segments, or a machine that is busy
+/// with other things. Half a minute is what supervisors of services give all of a shutdown.
+const CLOSE_LIMIT: Duration = Duration::from_secs(10);
+/// How long it waits for a store that gets on with nothing. What takes longer goes on without it.
+const CLOSE_STALL: Duration = Duration::from_secs(1);
+/// How often it looks.
+const CLOSE_LOOK: Duration = Duration::from_millis(50);
 /// Of the requests in flight one in so many may compact: each holds up to three segments in memory.
 const COMPACTIONS_SHARE: usize = 4;
 
@@ -65,7 +72,8 @@ pub struct ObjectStats {
 /// Moves blocks between a memory region and an object store, both ways.
 ///
 /// Dropping it refuses what has not begun and, unless told to keep them, deletes the segments that it wrote. It
-/// waits a second for that; what takes longer goes on as long as the process lives, with the region kept alive.
+/// waits for that as long as something ends every second, ten seconds at most; what takes longer goes on as long as the
+/// process lives, with the region kept alive.
 pub struct ObjectBackend {
     shared: Arc<Shared>,
     memory: Arc<dyn Memory>,
@@ -167,6 +175,22 @@ impl ObjectBackend {
         }
     }
 
+    /// Waits until `end` comes, while there is progress.
+    fn has_closed(&self, end: &Receiver<()>) -> bool {
+        let began = clock::now();
+        let (mut left, mut moved) = (self.shared.work.count(), began);
+        while end.recv_timeout(CLOSE_LOOK).is_err_and(|error| error.is_timeout()) {
+            let now = clock::now();
+            if self.shared.work.count() != left {
+                (left, moved) = (self.shared.work.count(), now);
+            }
+            if now - moved >= CLOSE_STALL || now - began >= CLOSE_LIMIT {
+                return false;
+            }
+        }
+        true
+    }
+
     /// `None`: it was refused and reported.
     fn accept(&self, index: usize, op: &CopyOp, done: &Done) -> Option<Pending> {
         let (memory, object) = match op.route() {
@@ -248,8 +272,7 @@ impl Drop for ObjectBackend {
             drop(ended);
         });
         // The last report may have held the last handle: the thread that makes it cannot wait for its end.
-        if !Executor::is_own_thread() && end.recv_timeout(CLOSE_LIMIT).is_err_and(|error| error.is_timeout())
-        {
+        if !Executor::is_own_thread() && !self.has_closed(&end) {
             let store = &self.shared.store;
             tracing::warn!(%store, "the object store is slow: requests and deletions go on in the background");
         }

@@ -18,8 +18,8 @@ use tokio::time::{Instant, timeout_at};
 
 use super::backend::{Pin, Shared};
 use super::locations::{Location, Victim};
+use super::put::create;
 use super::segment::{Entry, decode_footer, encode_footer, footer_bytes};
-use super::write::create;
 use crate::checksum::checksum;
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
 
@@ -40,6 +40,7 @@ pub(super) async fn make_room(shared: &Arc<Shared>, blocks: usize, deadline: Ins
         // What is moved lies in memory of its own, so few may do it at a time.
         let Ok(Ok(_turn)) = timeout_at(deadline, shared.compactions.acquire()).await else { return };
         let victims = shared.locations.lock().victims(blocks, shared.blocks_per_segment);
+        // Nothing to gain, or other writes are compacting all that there is.
         if victims.is_empty() {
             return;
         }
@@ -53,12 +54,14 @@ pub(super) async fn make_room(shared: &Arc<Shared>, blocks: usize, deadline: Ins
 /// Writes what is left of the victims as one segment. That one of them cannot be read is no failure; that the
 /// store does not answer is, and then nothing moves.
 async fn compact(shared: &Arc<Shared>, victims: Vec<Victim>, deadline: Instant) -> Result<(), CopyError> {
+    // Pinned until the new places stand: a write may vacate the last live block of a victim meanwhile.
     let pins: Vec<_> = victims.iter().map(|victim| Pin::new(shared, victim.number)).collect();
     let fetched = join_all(victims.iter().map(|victim| fetch(shared, victim, deadline))).await;
     let (mut moved, mut left, mut result) = (Vec::new(), Vec::new(), Ok(()));
     for (victim, fetched) in victims.iter().zip(fetched) {
         let is_whole = fetched.as_ref().is_ok_and(|blocks| blocks.len() == victim.live.len());
         let is_away = fetched.as_ref().is_err_and(|error| error.kind() != CopyErrorKind::Io);
+        // A store that is away says nothing of the segment: only one that answers and lacks it makes it worth less.
         left.push((victim.number, is_whole || is_away));
         match fetched {
             Ok(blocks) => moved.extend(blocks),

@@ -16,14 +16,10 @@
 use std::error::Error;
 use std::io;
 
-use object_store::ObjectStoreExt;
 use object_store::client::HttpError;
-use object_store::path::Path;
 use tokio::time::error::Elapsed;
-use tokio::time::{Instant, timeout_at};
 
-use super::open::Store;
-use crate::copy::{CopyError, CopyErrorKind};
+use crate::copy::CopyErrorKind;
 
 /// The text of a store's error, without credentials. Servers quote parts of a request that they refuse.
 #[derive(Debug, thiserror::Error)]
@@ -51,42 +47,12 @@ impl Secrets {
     }
 }
 
-impl Store {
-    /// `message` says what was being done.
-    pub(super) fn copy_error(&self, message: String, error: &object_store::Error) -> CopyError {
-        let kind = if self.is_remote() { remote_kind(error) } else { local_kind(error) };
-        CopyError::caused(kind, message, self.secrets.scrub(error))
-    }
-
-    /// What the failure of a request for a range up to `end` means. The client does not tell an object that is
-    /// shorter from a service that refuses, so we look.
-    pub(super) async fn read_error(
-        &self,
-        path: &Path,
-        end: u64,
-        message: String,
-        error: &object_store::Error,
-        deadline: Instant,
-    ) -> CopyError {
-        let result = self.copy_error(message.clone(), error);
-        if result.kind() != CopyErrorKind::Unavailable || !is_an_answer(error) {
-            return result;
-        }
-        match timeout_at(deadline, self.client.head(path)).await {
-            Ok(Ok(meta)) if meta.size < end => {
-                CopyError::caused(CopyErrorKind::Io, message, self.secrets.scrub(error))
-            }
-            _ => result,
-        }
-    }
-}
-
 /// Whether the service said more than that it refuses us.
-fn is_an_answer(error: &object_store::Error) -> bool {
+pub(super) fn is_an_answer(error: &object_store::Error) -> bool {
     matches!(error, object_store::Error::Generic { .. }) && !causes(error).any(<dyn Error>::is::<HttpError>)
 }
 
-fn remote_kind(error: &object_store::Error) -> CopyErrorKind {
+pub(super) fn remote_kind(error: &object_store::Error) -> CopyErrorKind {
     use object_store::Error::{AlreadyExists, NotFound, Precondition};
     match error {
         NotFound { .. } | AlreadyExists { .. } | Precondition { .. } => CopyErrorKind::Io,
@@ -94,7 +60,7 @@ fn remote_kind(error: &object_store::Error) -> CopyErrorKind {
     }
 }
 
-fn local_kind(error: &object_store::Error) -> CopyErrorKind {
+pub(super) fn local_kind(error: &object_store::Error) -> CopyErrorKind {
     let cause = causes(error).find_map(|cause| cause.downcast_ref::<io::Error>());
     cause.map_or(CopyErrorKind::Io, file_kind)
 }

@@ -88,6 +88,11 @@ impl Work {
         self.0.send_replace(true);
     }
 
+    /// How many are at work.
+    pub(super) fn count(&self) -> usize {
+        self.0.receiver_count()
+    }
+
     /// Waits until nobody is at work.
     pub(super) async fn ended(&self) {
         self.0.closed().await;

@@ -132,6 +132,7 @@ impl Locations {
         let number = self.add(name, copied.iter().map(|&(_, slot)| slot).collect());
         let mut live = 0;
         for (position, &(from, slot)) in (0..).zip(copied) {
+            // Written again, or vacated, while its old content was copied: the newer one wins.
             if self.find(slot) == Some(from) {
                 self.set(slot, Location { segment: number, position });
                 self.change(from.segment, |segment| segment.live -= 1);
@@ -228,6 +229,7 @@ impl Locations {
         change(segment);
         let (after, needed) = (segment.emptiness(number), segment.live > 0 || segment.readers > 0);
         self.blocks.live = self.blocks.live + u64::from(segment.live) - u64::from(live);
+        // Readers come and go more often than blocks do, and leave the order as it is.
         if before != after {
             before.inspect(|before| _ = self.wasteful.remove(before));
             self.wasteful.extend(after);
@@ -237,6 +239,7 @@ impl Locations {
         }
         let dead = entry.take()?;
         self.blocks.stored -= dead.slots.len() as u64;
+        // Numbers come again only here, where nobody reads the segment: a reader's `Place` names the segment by number.
         self.vacant.push(number);
         Some(dead.name)
     }

@@ -14,6 +14,7 @@
 //! slots; what is sent to a service is copied first, so that no operation has to wait until a service that
 //! stopped reading has let go of it.
 
+mod address;
 mod backend;
 mod block;
 mod compact;
@@ -22,6 +23,7 @@ mod executor;
 mod files;
 mod locations;
 mod open;
+mod put;
 mod read;
 mod s3;
 pub mod segment;
@@ -30,8 +32,9 @@ mod write;
 #[cfg(test)]
 mod tests;
 
+pub use address::StoreOptions;
 pub use backend::{ObjectBackend, ObjectOptions, ObjectStats};
-pub use open::{Store, StoreOptions};
+pub use open::Store;
 
 /// How long an operation may take unless told otherwise: [`ObjectOptions::operation_limit`].
 pub const OPERATION_LIMIT: std::time::Duration = std::time::Duration::from_secs(20);

@@ -10,13 +10,16 @@ use futures::{StreamExt, TryStreamExt};
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode};
+use tokio::time::{Instant, timeout_at};
 use url::Url;
 
-use super::error::Secrets;
+use super::address::{ENDPOINT, FORMS, StoreOptions, URL, invalid, parse, path_of, secrets};
+use super::error::{Secrets, is_an_answer, local_kind, remote_kind};
 use super::executor::Executor;
 use super::files::{PrivateFiles, make_directory};
 use super::s3::open_s3;
 use super::segment::SegmentNames;
+use crate::copy::{CopyError, CopyErrorKind};
 use crate::error::{SetupError, SetupErrorKind};
 
 /// Objects are deleted one by one, and at the end only.
@@ -24,32 +27,6 @@ use crate::error::{SetupError, SetupErrorKind};
 const DELETION_LIMIT: Duration = Duration::from_mins(1);
 /// At start-up somebody is waiting for the answer.
 const PROBE_LIMIT: Duration = Duration::from_secs(8);
-
-pub(super) const URL: &str = "object.url (DYN_KVBM_OBJECT_URL)";
-pub(super) const ENDPOINT: &str = "object.endpoint (DYN_KVBM_OBJECT_ENDPOINT)";
-pub(super) const KEYS: &str =
-    "object.access_key and object.secret_key (DYN_KVBM_OBJECT_ACCESS_KEY, DYN_KVBM_OBJECT_SECRET_KEY)";
-const FORMS: &str = "use file:///directory, s3://bucket/prefix or memory:///";
-
-/// How an S3-compatible store is reached. Without keys, keys and everything else that is `None` come from the
-/// `AWS_*` variables, else from the instance that this runs on.
-#[derive(Clone, Default)]
-pub struct StoreOptions {
-    /// `http://…` or `https://…`; `None`: AWS.
-    pub endpoint: Option<String>,
-    /// Region; `None`: `us-east-1`.
-    pub region: Option<String>,
-    /// Access key.
-    pub access_key: Option<String>,
-    /// Secret key.
-    pub secret_key: Option<String>,
-}
-
-impl fmt::Debug for StoreOptions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("StoreOptions").field("region", &self.region).finish_non_exhaustive()
-    }
-}
 
 /// An object store that answered and lets us write, and the threads that talk to it.
 pub struct Store {
@@ -162,6 +139,7 @@ impl Store {
     }
 
     fn probe(&self) -> Result<(), SetupError> {
+        // A name of its own: many workers start on one store at a time, and a probe creates conditionally.
         let path = self.root.clone().join(format!(".probe-{}", SegmentNames::new().next()));
         let client = Arc::clone(&self.client);
         let write_and_delete = async move {
@@ -194,6 +172,36 @@ impl Store {
     }
 }
 
+impl Store {
+    /// `message` says what was being done.
+    pub(super) fn copy_error(&self, message: String, error: &object_store::Error) -> CopyError {
+        let kind = if self.is_remote() { remote_kind(error) } else { local_kind(error) };
+        CopyError::caused(kind, message, self.secrets.scrub(error))
+    }
+
+    /// What the failure of a request for a range up to `end` means. The client does not tell an object that is
+    /// shorter from a service that refuses, so we look.
+    pub(super) async fn read_error(
+        &self,
+        path: &Path,
+        end: u64,
+        message: String,
+        error: &object_store::Error,
+        deadline: Instant,
+    ) -> CopyError {
+        let result = self.copy_error(message.clone(), error);
+        if result.kind() != CopyErrorKind::Unavailable || !is_an_answer(error) {
+            return result;
+        }
+        match timeout_at(deadline, self.client.head(path)).await {
+            Ok(Ok(meta)) if meta.size < end => {
+                CopyError::caused(CopyErrorKind::Io, message, self.secrets.scrub(error))
+            }
+            _ => result,
+        }
+    }
+}
+
 impl fmt::Display for Store {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.url)
@@ -204,29 +212,6 @@ impl fmt::Debug for Store {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Store").field(&self.url).finish()
     }
-}
-
-/// The text is not quoted until it is known that it holds no credentials.
-pub(super) fn parse(text: &str, setting: &str) -> Result<Url, SetupError> {
-    let url = Url::parse(text).map_err(|e| {
-        SetupError::caused(SetupErrorKind::Invalid, format!("{setting} is not a URL: {FORMS}"), e)
-    })?;
-    // A bucket has no port: what looks like one may be a secret whose `@` was forgotten.
-    let is_odd = url.scheme() == "s3" && url.port().is_some();
-    if !url.username().is_empty() || url.password().is_some() || is_odd {
-        return Err(invalid(format!("{setting} contains credentials: move them to {KEYS}")));
-    }
-    if url.query().is_some() || url.fragment().is_some() {
-        return Err(invalid(format!("{setting} has a part after '?' or '#': remove it")));
-    }
-    Ok(url)
-}
-
-fn path_of(url: &Url) -> Result<Path, SetupError> {
-    Path::from_url_path(url.path()).map_err(|e| {
-        let message = format!("{URL} is '{url}', whose path cannot be part of an object's name");
-        SetupError::caused(SetupErrorKind::Invalid, message, e)
-    })
 }
 
 fn open_directory(url: &Url) -> Result<(PrivateFiles, Where), SetupError> {
@@ -241,17 +226,6 @@ fn open_directory(url: &Url) -> Result<(PrivateFiles, Where), SetupError> {
     make_directory(&path).map_err(|e| fail(e.into()))?;
     let files = PrivateFiles::open(&path).map_err(|e| fail(e.into()))?;
     Ok((files, Where::Directory { path, created }))
-}
-
-pub(super) fn secrets(options: &StoreOptions) -> Secrets {
-    let variables = ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"];
-    let from_environment = variables.iter().filter_map(|name| std::env::var(name).ok());
-    let given = [&options.access_key, &options.secret_key];
-    Secrets::new(given.into_iter().flatten().cloned().chain(from_environment))
-}
-
-pub(super) fn invalid(message: String) -> SetupError {
-    SetupError::new(SetupErrorKind::Invalid, message)
 }
 
 #[cfg(test)]

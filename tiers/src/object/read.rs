@@ -71,6 +71,7 @@ fn find(shared: &Shared, blocks: Vec<Pending>) -> Vec<(Place, Pending)> {
             pending.finish(Err(CopyError::new(CopyErrorKind::Io, message)));
         }
     }
+    // Blocks come in the order of the chain, and neighbours in a segment are what one request can fetch.
     found.sort_unstable_by_key(|(place, _)| *place);
     found
 }
@@ -152,6 +153,7 @@ impl Fetch<'_> {
         let rest = Arc::new(Mutex::new(blocks));
         let (waiting, context) = (Arc::clone(&rest), self.context.clone());
         let copy = move || {
+            // The lock is not held while a block is read: whoever gives up at the deadline takes what is still waiting.
             let next = || waiting.lock().pop_front();
             while let Some(mut wanted) = next() {
                 let read = file.read_exact_at(wanted.pending.destination(), wanted.offset);

@@ -7,7 +7,7 @@ use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::{BackoffConfig, ClientOptions, RetryConfig};
 use url::{Host, Url};
 
-use super::open::{ENDPOINT, KEYS, StoreOptions, URL, invalid, parse, secrets};
+use super::address::{ENDPOINT, KEYS, StoreOptions, URL, invalid, parse, secrets};
 use crate::error::{SetupError, SetupErrorKind};
 
 /// A request that takes longer is given up. A segment of 32 MiB at 20 Mbit/s fits.

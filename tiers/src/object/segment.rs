@@ -22,11 +22,11 @@
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::{BufMut, Bytes, BytesMut};
 
 use crate::checksum::checksum;
+use crate::clock;
 use crate::copy::BlockKey;
 
 /// The last bytes of every segment.
@@ -189,12 +189,12 @@ pub(super) struct SegmentNames {
 impl SegmentNames {
     pub(super) fn new() -> Self {
         // The hasher's keys are random: the standard library's only source of randomness.
-        let random = RandomState::new().hash_one((std::process::id(), SystemTime::now()));
+        let random = RandomState::new().hash_one((std::process::id(), clock::since_1970()));
         Self { writer: random >> 16, count: AtomicU32::new(0) }
     }
 
     pub(super) fn next(&self) -> SegmentName {
-        let millis = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |age| age.as_millis());
+        let millis = clock::since_1970().as_millis();
         let count = self.count.fetch_add(1, Ordering::Relaxed);
         SegmentName(millis << 80 | u128::from(self.writer) << 32 | u128::from(count))
     }

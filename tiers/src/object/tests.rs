@@ -27,8 +27,9 @@ use url::Url;
 
 use super::segment::decode_footer;
 use super::{OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions};
+use crate::backend::Backend;
 use crate::checksum::{Checksums, checksum};
-use crate::copy::{Backend, BlockKey, CopyError, CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
+use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
 use crate::geometry::{ALIGNMENT, Geometry};
 use crate::memory::Memory;
 use crate::verify::Verified;
@@ -419,6 +420,17 @@ fn closing_ends_every_operation() {
     assert!(kinds(&results).iter().flatten().all(|kind| *kind == CopyErrorKind::Refused));
 }
 
+#[test]
+fn closing_waits_for_deletions_as_long_as_they_get_on() {
+    let heap = Heap::new();
+    let faulty = Faulty::new(Fault::DeletesSlowly(Duration::from_millis(150)));
+    let backend = backend(Store::with_client(Arc::clone(&faulty) as _).unwrap(), &heap, &options(1));
+    // Three at a time: more than a second's work.
+    assert!(all_ok(&write(&backend, &heap, &(0..30).map(|slot| (slot, slot + 1)).collect::<Vec<_>>())));
+    drop(backend);
+    assert_eq!(faulty.sizes(), [0; 0], "segments are left behind");
+}
+
 fn kinds(results: &Results) -> Vec<Option<CopyErrorKind>> {
     results.iter().map(|result| result.as_ref().err().map(CopyError::kind)).collect()
 }
@@ -443,7 +455,9 @@ enum Fault {
     Hoards(Mutex<Vec<PutPayload>>),
     /// Takes objects that nobody waits for any more, so long after they were sent.
     TakesLate(Duration),
-    /// Answers the first question for an object when it is healed.
+    /// Deletes one object at a time, each in so long.
+    DeletesSlowly(Duration),
+    /// Returns the first question for an object when it is healed.
     HoldsFirstGet(AtomicBool),
 }
 
@@ -541,6 +555,13 @@ impl ObjectStore for Faulty {
         &self,
         locations: BoxStream<'static, object_store::Result<Path>>,
     ) -> BoxStream<'static, object_store::Result<Path>> {
+        if let Fault::DeletesSlowly(pause) = self.fault {
+            let slowly = move |location| async move {
+                tokio::time::sleep(pause).await;
+                location
+            };
+            return self.inner.delete_stream(locations.then(slowly).boxed());
+        }
         self.inner.delete_stream(locations)
     }
 

@@ -1,7 +1,8 @@
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use crate::clock;
 use crate::copy::{SlotId, Tier};
 use crate::dram::{DramOptions, DramRegion};
 use crate::error::SetupError;
@@ -38,7 +39,7 @@ impl RawCopy {
             };
             let workers: Vec<_> = (0..threads).map(|_| scope.spawn(copy)).collect();
             ready.wait();
-            let started = Instant::now();
+            let started = clock::now();
             workers.into_iter().for_each(|worker| drop(worker.join()));
             started.elapsed()
         })
@@ -48,7 +49,7 @@ impl RawCopy {
     fn copy(&self, slot: SlotId) -> bool {
         let (Some(from), Some(to)) = (self.from.slot(slot), self.to.slot(slot)) else { return false };
         let bytes = self.from.block_bytes();
-        // SAFETY: both slots exist and hold a block; no title to any slot was given out, `run` borrows both
+        // SAFETY: both slots exist and hold a block; no slot handle to any slot was given out, `run` borrows both
         // regions mutably, and each of its threads takes other slots.
         unsafe { from.cast::<u8>().copy_to_nonoverlapping(to.cast(), bytes) };
         true

@@ -1,7 +1,8 @@
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cudarc::driver::result::DriverError;
 
+use crate::clock;
 use crate::cuda::Gpu;
 use crate::cuda::driver::{DeviceMemory, Pinned, Stream, failed};
 use crate::cuda::kernels::Kernels;
@@ -114,7 +115,7 @@ impl RawGpu {
     fn timed(&self, start: impl FnOnce() -> Result<(), DriverError>) -> Result<Duration, SetupError> {
         let gone = |error| failed("a measurement failed", error);
         let _entered = self.stream.gpu().enter().map_err(gone)?;
-        let started = Instant::now();
+        let started = clock::now();
         let outcome = start();
         // Also after an error: what was started must end.
         self.stream.wait().and(outcome).map_err(gone)?;

@@ -1,9 +1,10 @@
 use std::io::{self, ErrorKind};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use io_uring::types::Fixed;
 use io_uring::{IoUring, opcode};
 
+use crate::clock;
 use crate::copy::{SlotId, Tier};
 use crate::disk::ring::{build, register_memory};
 use crate::disk::{DiskOptions, DiskRegion};
@@ -80,7 +81,7 @@ impl RawRing {
     }
 
     fn run(&mut self, direction: Direction) -> io::Result<Duration> {
-        let started = Instant::now();
+        let started = clock::now();
         let mut outcome = Ok(());
         let (mut next, mut flying) = (0, 0);
         while flying > 0 || (next < self.memory.slots() && outcome.is_ok()) {

@@ -1,7 +1,9 @@
 //! Children of the test's process: engines fork, and a child's destructors must leave the parent's things alone.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use crate::clock;
 
 /// Whether `child`, called in a forked copy of this process, returns true within ten seconds.
 pub fn holds_in_a_child(child: impl FnOnce() -> bool) -> bool {
@@ -28,13 +30,13 @@ impl Child {
 
     /// Whether it returned true within ten seconds.
     pub fn held(self) -> bool {
-        let (deadline, mut status) = (Instant::now() + Duration::from_secs(10), 0);
+        let (deadline, mut status) = (clock::now() + Duration::from_secs(10), 0);
         loop {
             // SAFETY: a child of ours that nobody else waits for, and a place for its status.
             if unsafe { libc::waitpid(self.0, &raw mut status, libc::WNOHANG) } == self.0 {
                 return libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0;
             }
-            if Instant::now() > deadline {
+            if clock::now() > deadline {
                 // SAFETY: a child of ours, not waited for yet.
                 unsafe { libc::kill(self.0, libc::SIGKILL) };
             }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use crate::copy::{Backend, CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
+use crate::backend::Backend;
+use crate::copy::{CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
 use crate::dram::DramRegion;
 use crate::frame::{Frame, FramePool};
 use crate::memory::Memory;
@@ -44,7 +45,7 @@ pub fn check(make: impl Fn(u32, usize) -> Pair) {
     drop_in_completion(make(64, 64 << 10));
 }
 
-/// A pair with the titles to all its slots.
+/// A pair with the slot handles to all its slots.
 struct Bench {
     pair: Pair,
     here: Vec<Frame>,

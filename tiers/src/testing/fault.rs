@@ -3,8 +3,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use crate::backend::Backend;
 use crate::chaos::{ChaosBackend, Effect, Faults, Late};
-use crate::copy::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route};
+use crate::clock;
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route};
 use crate::error::SetupError;
 use crate::memory::{Memories, Memory};
 
@@ -96,7 +98,7 @@ impl Faults for Plan {
             Fault::LyingShort => Effect::Torn,
             Fault::BitFlip => Effect::Corrupt,
             Fault::NeverCompletes => Effect::Never,
-            Fault::Slow(delay) => Effect::Late(Instant::now() + delay),
+            Fault::Slow(delay) => Effect::Late(clock::now() + delay),
             Fault::Panics => return None,
         })
     }

@@ -20,7 +20,8 @@ pub use tensors::Tensors;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use crate::copy::{Backend, BlockKey, CopyError, CopyOp, Done, SlotRef};
+use crate::backend::Backend;
+use crate::copy::{BlockKey, CopyError, CopyOp, Done, SlotRef};
 use crate::dram::{DramOptions, DramRegion};
 use crate::geometry::Geometry;
 

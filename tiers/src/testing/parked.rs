@@ -1,7 +1,8 @@
 use parking_lot::Mutex;
 use std::sync::Arc;
 
-use crate::copy::{Backend, CopyError, CopyOp, Done, Route};
+use crate::backend::Backend;
+use crate::copy::{CopyError, CopyOp, Done, Route};
 use crate::error::SetupError;
 use crate::memory::{Memories, Memory};
 

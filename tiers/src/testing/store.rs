@@ -1,6 +1,7 @@
 use std::sync::Arc;
 
-use crate::copy::{Backend, CopyOp, Done, Route, SlotId, Tier};
+use crate::backend::Backend;
+use crate::copy::{CopyOp, Done, Route, SlotId, Tier};
 use crate::dram::DramRegion;
 use crate::error::SetupError;
 use crate::memory::{Memories, Memory};

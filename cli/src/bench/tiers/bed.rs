@@ -1,9 +1,10 @@
 //! Our side: a manager and the chains that go to and fro.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use kvbm::{BlockHash, Brought, ChainHasher, Lease, Manager, ManualClock, Options, Ticket, Tier};
+use kvbm::{BlockHash, ChainHasher, Lease, Manager, ManualClock, Options, Tier, Transfer, Transferred};
 use kvbm_settings::Settings;
+use kvbm_tiers::clock;
 use tokio::runtime::Runtime;
 
 use crate::failure::Failure;
@@ -70,7 +71,7 @@ impl<'r> Bed<'r> {
 
     /// Saves to the host, or flushes from there.
     pub(crate) fn write(&self) -> Result<Duration, Failure> {
-        let started = Instant::now();
+        let started = clock::now();
         if self.bottom == Tier::Host {
             self.move_all(Manager::save)?;
         } else if !self.manager.drain(LIMIT).is_complete() {
@@ -83,7 +84,7 @@ impl<'r> Bed<'r> {
 
     /// Loads from the host, or brings up to there.
     pub(crate) fn read(&self) -> Result<Duration, Failure> {
-        let started = Instant::now();
+        let started = clock::now();
         let top = if self.bottom == Tier::Host {
             self.move_all(Manager::load)?;
             Tier::Device
@@ -112,7 +113,7 @@ impl<'r> Bed<'r> {
     }
 
     /// All chains at once, as concurrent requests would.
-    fn move_all(&self, start: impl Fn(&Manager, Lease) -> Ticket<Brought>) -> Result<(), Failure> {
+    fn move_all(&self, start: impl Fn(&Manager, Lease) -> Transfer<Transferred>) -> Result<(), Failure> {
         let start = |chain| start(&self.manager, self.manager.lease(chain));
         let tickets: Vec<_> = self.chains.iter().map(start).collect();
         tickets.into_iter().try_for_each(|ticket| self.runtime.block_on(ticket).map(drop))?;

@@ -3,9 +3,10 @@
 use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvbm_settings::Settings;
+use kvbm_tiers::clock;
 #[cfg(feature = "nixl")]
 use kvbm_tiers::nixl::Direction;
 #[cfg(feature = "nixl")]
@@ -19,7 +20,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinSet;
 use url::Url;
 
-use super::Bottom;
+use super::bottom::Bottom;
 use crate::failure::{Failure, with_causes};
 
 /// The raw medium of a contest.
@@ -172,7 +173,7 @@ impl Client {
         T: Future<Output = object_store::Result<()>> + Send + 'static,
     {
         self.work.next.store(0, Ordering::Relaxed);
-        let started = Instant::now();
+        let started = clock::now();
         self.runtime.block_on(async {
             let tasks = (0..self.concurrency).map(|_| task(Arc::clone(&self.work)));
             let mut tasks: JoinSet<_> = tasks.collect();

@@ -12,10 +12,10 @@ use kvbm_policies::{BLOCK_TOKENS, EvictionKind, Policy};
 use tempfile::NamedTempFile;
 
 use self::chart::{Bar, Line, Lines, Mark};
+use super::outcome::{Curve, Plan, Row};
 use super::text::{self, amount, capacity, duration, gain_points, gain_seconds, more, rate};
 use super::tiers::{Staircase, Step};
 use super::what_if::{Point, TierWhatIf, WhatIf};
-use super::{Curve, Plan, Row};
 use crate::failure::Failure;
 use crate::output;
 

@@ -19,7 +19,7 @@ pub(super) enum Mood {
     Silent,
     /// Takes connections and does not even read what is sent.
     Deaf,
-    /// Answers every request with this status.
+    /// Returns every request with this status.
     Refuses(u16),
     /// Sends half of what was asked for and closes the connection.
     CutsOff,

@@ -1,0 +1,215 @@
+//! How long the table's lock is held, at most, by what engines and background work do in a full hierarchy.
+
+use std::time::Duration;
+
+use kvbm::{BlockHash, Lease, RequestId, Tier, Transfer, Transferred, longest_hold};
+use kvbm_bench::chains::{LONG, Prompts, Random};
+use kvbm_bench::subject::{OurManager, device_and_host_of};
+use kvbm_settings::{AdmissionMode, Capacity, EvictionPolicy, Settings, WriteBudget};
+use kvbm_tiers::chaos::{Chaos, Direction, Episode, Kind, Medium, Schedule};
+use serde::Serialize;
+
+use crate::failure::Failure;
+
+/// Prompts of a phase.
+const PROMPTS: u64 = 12;
+/// Background work has something to do for so long at most.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Blocks of an hour that the rule lets through to disk, as a part of the host's. What is asked about beyond is
+/// refused.
+const WRITABLE: u64 = 4;
+/// A request is over after so many milliseconds.
+const TURN_MS: u64 = 10_000;
+
+/// The longest hold of each kind of work, in microseconds of the holder's CPU time.
+#[derive(Debug, Serialize)]
+pub(crate) struct Holds {
+    /// Prompts of 8,192 blocks are leased, allocated, published and saved, and end.
+    prompt: f64,
+    /// They are leased and loaded again.
+    load: f64,
+    /// As many come that nobody saves: the index grows.
+    growth: f64,
+    /// The host is full: what leaves it goes to disk ahead of time.
+    headroom: f64,
+    /// Policies learn from what was seen.
+    upkeep: f64,
+    /// A block on disk cannot be read: those that follow it go too. `None`: of a small table nothing was on disk only.
+    quarantine: Option<f64>,
+    /// Everything is asked about, most of it refused.
+    drain: f64,
+}
+
+impl Holds {
+    pub(crate) fn named(&self) -> impl Iterator<Item = (&'static str, f64)> {
+        let all = [
+            ("prompt of 8,192 blocks", Some(self.prompt)),
+            ("load of 8,192 blocks", Some(self.load)),
+            ("growth of the index", Some(self.growth)),
+            ("headroom", Some(self.headroom)),
+            ("upkeep", Some(self.upkeep)),
+            ("quarantine", self.quarantine),
+            ("drain", Some(self.drain)),
+        ];
+        all.into_iter().filter_map(|(what, us)| Some((what, us?)))
+    }
+
+    pub(crate) fn longest(&self) -> f64 {
+        self.named().map(|(_, us)| us).fold(0.0, f64::max)
+    }
+}
+
+/// Fills a hierarchy whose host holds `blocks` blocks and measures each kind of work in turn.
+pub(crate) fn measure(blocks: usize, eviction: EvictionPolicy) -> Result<Holds, Failure> {
+    let place = tempfile::tempdir().map_err(|error| Failure::unusable(error.to_string()))?;
+    let mut settings = device_and_host_of(blocks, eviction);
+    below_the_host(&mut settings, blocks);
+    settings.disk.dirs = vec![place.path().to_owned()];
+    let chaos = Chaos::new(Schedule::scripted([one_unreadable_block()]));
+    let mut mix = Mix::new(OurManager::open_with(settings, Some(chaos.clone())), blocks);
+    mix.fill(blocks);
+    let prompts = mix.new_prompts();
+    Ok(Holds {
+        prompt: micros(|| mix.serve(&prompts)),
+        load: micros(|| mix.load(&prompts)),
+        growth: micros(|| mix.publish_only()),
+        headroom: micros(|| mix.overfill()),
+        upkeep: micros(|| mix.let_time_pass()),
+        quarantine: mix.quarantine(&chaos),
+        drain: micros(|| {
+            // Most of it is refused: that it does not get there is the point.
+            let _ = mix.ours.manager().drain(PATIENCE);
+        }),
+    })
+}
+
+/// A disk to which only goes what leaves the host, and little of it.
+fn below_the_host(settings: &mut Settings, blocks: usize) {
+    let disk = (blocks / 4).max(1) as u64;
+    settings.disk.capacity = Some(Capacity::Blocks(disk));
+    settings.disk.o_direct = false;
+    settings.disk.admission = AdmissionMode::WriteBack;
+    let an_hour = blocks as u64 / WRITABLE * settings.block_bytes.unwrap_or_default();
+    settings.disk.write_budget = Some(WriteBudget::BytesPerDay(24 * an_hour));
+}
+
+const fn one_unreadable_block() -> Episode {
+    Episode {
+        medium: Medium::Disk,
+        direction: Some(Direction::Read),
+        kind: Kind::Io,
+        start: Duration::ZERO,
+        length: Duration::from_hours(1),
+        operations: Some(1),
+    }
+}
+
+fn micros(work: impl FnOnce()) -> f64 {
+    longest_hold(work).1.as_secs_f64() * 1e6
+}
+
+/// A full hierarchy, and what goes on in it.
+struct Mix {
+    ours: OurManager,
+    random: Random,
+    /// Blocks of a prompt: fewer where the hierarchy is small.
+    prompt_blocks: usize,
+    requests: u64,
+    /// What may lie on disk by now.
+    saved: Vec<Vec<BlockHash>>,
+}
+
+impl Mix {
+    fn new(ours: OurManager, blocks: usize) -> Self {
+        let prompt_blocks = LONG.min(blocks / 8 / PROMPTS as usize);
+        Self { ours, random: Random::new(9), prompt_blocks, requests: 0, saved: Vec::new() }
+    }
+
+    /// Leaves an eighth of the host for the first prompts.
+    fn fill(&mut self, blocks: usize) {
+        let prompts = Prompts::new(blocks * 7 / 8);
+        self.ours.save_all(&prompts);
+        let long = prompts.longest.iter().chain(&prompts.long);
+        self.saved.extend(long.map(|prompt| prompt.hashes[..prompt.saved].to_vec()));
+    }
+
+    fn new_prompts(&mut self) -> Vec<Vec<BlockHash>> {
+        (0..PROMPTS).map(|_| self.random.chain(self.prompt_blocks)).collect()
+    }
+
+    fn serve(&mut self, prompts: &[Vec<BlockHash>]) {
+        for prompt in prompts {
+            self.requests += 1;
+            let request = RequestId(self.requests);
+            self.ours.save(prompt, Some(request));
+            self.pass_time(TURN_MS);
+            self.ours.manager().finished(request, 500);
+        }
+        self.saved.extend_from_slice(prompts);
+    }
+
+    fn load(&self, prompts: &[Vec<BlockHash>]) {
+        let manager = self.ours.manager();
+        for prompt in prompts {
+            manager.evict(Tier::Device, 256);
+            self.wait(manager.load(manager.lease(prompt)));
+        }
+    }
+
+    fn wait(&self, ticket: Transfer<Transferred>) -> Option<Lease> {
+        self.ours.runtime().block_on(ticket).ok().map(|transferred| transferred.lease)
+    }
+
+    /// Prompts that stay on the device: the table knows more blocks than it set aside room for.
+    fn publish_only(&mut self) {
+        let device = self.ours.manager().counts(Tier::Device).total as usize;
+        for _ in 0..device / self.prompt_blocks.max(1) {
+            let prompt = self.random.chain(self.prompt_blocks);
+            drop(self.ours.put_on_device(&prompt, None));
+        }
+    }
+
+    /// More than the host has room for.
+    fn overfill(&mut self) {
+        for _ in 0..4 {
+            let prompts = self.new_prompts();
+            self.serve(&prompts);
+        }
+        self.settle();
+    }
+
+    fn let_time_pass(&self) {
+        for _ in 0..8 {
+            self.pass_time(TURN_MS);
+            self.settle();
+        }
+    }
+
+    fn pass_time(&self, ms: u64) {
+        let clock = self.ours.clock();
+        clock.advance_to(kvbm::Clock::now_ms(clock.as_ref()) + ms);
+        self.ours.manager().tick();
+    }
+
+    /// Gives the background thread some rounds.
+    fn settle(&self) {
+        for _ in 0..40 {
+            self.ours.manager().tick();
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Loads what lies on disk only, whose first block there cannot be read.
+    fn quarantine(&self, chaos: &Chaos) -> Option<f64> {
+        let manager = self.ours.manager();
+        let on_disk_only = |prompt: &&Vec<BlockHash>| {
+            let held = manager.matches(*prompt);
+            held.blocks(Tier::Disk).saturating_sub(held.blocks(Tier::Host).max(held.blocks(Tier::Device)))
+        };
+        let prompt = self.saved.iter().max_by_key(on_disk_only)?;
+        chaos.start();
+        let us = micros(|| drop(self.wait(manager.load(manager.lease(prompt)))));
+        chaos.heal();
+        (manager.stats(Tier::Disk).unreadable > 0).then_some(us)
+    }
+}

@@ -1,0 +1,89 @@
+//! The device tier through CUDA.
+
+use std::sync::Arc;
+
+use kvbm_tiers::cuda::{
+    self, CuFileOptions, CudaBackend, DeviceWindow, Driver, GdsBackend, Gpu, probe_cufile,
+};
+use kvbm_tiers::{Backend, Checksums, DeviceRegion, DiskRegion, FramePool, Memory, SetupError};
+
+use super::super::report::GpuReport;
+use super::super::setup;
+use super::{Allocate, GpuTier};
+use crate::device::Device;
+use crate::error::{Error, ErrorKind, Result};
+
+/// The GPU that the settings name, and the tier's memory there.
+#[derive(Debug)]
+struct CudaTier {
+    gpu: Gpu,
+    region: Arc<DeviceRegion>,
+}
+
+/// What allocates a tier on this GPU.
+pub(super) fn find(ordinal: u32) -> std::result::Result<Allocate, SetupError> {
+    let gpu = Gpu::open(ordinal)?;
+    Ok(Box::new(move |geometry| {
+        let region = Arc::new(gpu.allocate(geometry)?);
+        Ok(Box::new(CudaTier { gpu, region }))
+    }))
+}
+
+impl GpuTier for CudaTier {
+    fn frames(&self) -> Result<FramePool> {
+        self.region
+            .frames()
+            .ok_or_else(|| Error::new(ErrorKind::Invalid, "a region has one slot allocator only"))
+    }
+
+    fn numa_node(&self) -> Option<u32> {
+        self.gpu.device().numa_node()
+    }
+
+    fn window(&self) -> Result<Arc<dyn Device>> {
+        Ok(Arc::new(DeviceWindow::new(&self.gpu, Arc::clone(&self.region)).map_err(setup)?))
+    }
+
+    fn connect_memory(&self, memory: Arc<dyn Memory>) -> Result<Arc<dyn Backend>> {
+        Ok(Arc::new(CudaBackend::new(&self.gpu, memory, &self.region).map_err(setup)?))
+    }
+
+    fn connect_disk(
+        &self,
+        disk: Arc<DiskRegion>,
+        checksums: Arc<Checksums>,
+        depth: u32,
+        asked_for: bool,
+    ) -> Result<Arc<dyn Backend>> {
+        let (device, options) = (Arc::clone(&self.region), CuFileOptions::default());
+        let gds = GdsBackend::new(&self.gpu, device, disk, checksums, depth, &options).map_err(setup)?;
+        if let Some(why) = gds.indirect().filter(|_| !asked_for) {
+            let message = format!("cuFile would go through host memory: the slot files lie on {why}");
+            return Err(Error::new(ErrorKind::Unavailable, message));
+        }
+        Ok(Arc::new(gds))
+    }
+}
+
+/// Driver, compiler and cuFile, as they are here.
+pub(in crate::assemble) fn probe() -> GpuReport {
+    let found = cuda::probe();
+    let driver = found.driver.clone().ready();
+    let gds = probe_cufile(&CuFileOptions::default());
+    GpuReport {
+        cuda: found.driver.ready().map(|driver| shown(&driver)),
+        nvrtc: found.nvrtc.ready().map(|()| "kernels are compiled for this GPU".to_owned()),
+        gds: gds.ready().map(|report| report.to_string()),
+        nodes: driver.into_iter().flat_map(|driver| driver.devices).map(|gpu| gpu.numa_node()).collect(),
+    }
+}
+
+fn shown(driver: &Driver) -> String {
+    let devices = driver.devices.iter().enumerate().map(|(ordinal, gpu)| {
+        let node = gpu.numa_node().map_or_else(String::new, |node| format!(", NUMA node {node}"));
+        let window =
+            gpu.window_bytes().map_or_else(String::new, |bytes| format!(", BAR1 {} MiB", bytes >> 20));
+        format!("GPU {ordinal}: {}, {} GiB{window}{node}", gpu.name, gpu.memory >> 30)
+    });
+    format!("CUDA {}; {}", driver.version, devices.collect::<Vec<_>>().join("; "))
+}

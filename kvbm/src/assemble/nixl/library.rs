@@ -1,0 +1,131 @@
+//! NIXL's library, where it is compiled in.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Once};
+
+use kvbm_settings::Settings;
+use kvbm_tiers::nixl::{
+    self, Agent, BackendHandle, NixlBackend, NixlObjectOptions, check_plugin_directory, find,
+    installed_plugins, object_parameters,
+};
+use kvbm_tiers::object::Store;
+use kvbm_tiers::{Backend, DiskRegion, Memory, SetupError, UringBackend};
+
+use super::super::{namespace, setup, store_options};
+use super::{Library, Plugin};
+use crate::error::Result;
+
+/// The library, and the agent that its plugins run in.
+struct Loaded {
+    library: &'static nixl::Library,
+    /// Made with the first plugin: nothing is started where nothing is asked for.
+    agent: Option<Agent>,
+}
+
+/// Loads the library that the settings name, or the one that is installed.
+pub(super) fn load(settings: &Settings) -> std::result::Result<Box<dyn Library>, SetupError> {
+    let path = library_path(settings).map_or_else(find, |path| Ok(path.to_owned()))?;
+    Ok(Box::new(Loaded { library: nixl::Library::load(Some(&path))?, agent: None }))
+}
+
+/// Plugins that lie beside the library as files.
+pub(in crate::assemble) fn installed(library: Option<&str>) -> Vec<String> {
+    installed_plugins(library.map(Path::new))
+}
+
+impl Library for Loaded {
+    fn describe(&self) -> String {
+        let version = self.library.version().map_or_else(String::new, |version| format!("NIXL {version}, "));
+        format!("{version}{}", self.library.path().display())
+    }
+
+    fn start(
+        &mut self,
+        plugin: &str,
+        settings: &Settings,
+    ) -> std::result::Result<Option<Box<dyn Plugin>>, SetupError> {
+        let agent = match &self.agent {
+            Some(agent) => agent.clone(),
+            None => self.agent.insert(new_agent(self.library, settings)?).clone(),
+        };
+        match parameters(plugin, settings)? {
+            Some(parameters) => {
+                let handle = Arc::new(agent.backend(plugin, &parameters)?);
+                Ok(Some(Box::new(Running(handle))))
+            }
+            None => agent.probe(plugin).map(|()| None),
+        }
+    }
+}
+
+/// A plugin of an agent of ours.
+#[derive(Debug)]
+struct Running(Arc<BackendHandle>);
+
+impl Plugin for Running {
+    fn disk(&self, memory: Arc<dyn Memory>, region: Arc<DiskRegion>, depth: u32) -> Result<Arc<dyn Backend>> {
+        Ok(Arc::new(NixlBackend::disk(&self.0, memory, region, depth).map_err(setup)?))
+    }
+
+    fn objects(
+        &self,
+        memory: Arc<dyn Memory>,
+        store: Store,
+        slots: u32,
+        settings: &Settings,
+    ) -> Result<Arc<dyn Backend>> {
+        let (namespace, concurrency) = (namespace(settings), settings.object.concurrency);
+        let options = NixlObjectOptions { namespace, slots, concurrency };
+        Ok(Arc::new(NixlBackend::objects(&self.0, memory, store, &options).map_err(setup)?))
+    }
+}
+
+/// An agent whose name no other of this machine has.
+fn new_agent(library: &'static nixl::Library, settings: &Settings) -> std::result::Result<Agent, SetupError> {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    check_plugin_directory(library_path(settings), &settings.nixl.enabled())?;
+    let name = format!("kvbm-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+    Agent::new(library, &name)
+}
+
+fn library_path(settings: &Settings) -> Option<&Path> {
+    settings.nixl.library.as_deref().map(Path::new)
+}
+
+/// Those of the settings, and what follows from others. `None`: the plugin needs to know a place, and there is
+/// none.
+fn parameters(
+    name: &str,
+    settings: &Settings,
+) -> std::result::Result<Option<BTreeMap<String, String>>, SetupError> {
+    let mut parameters = BTreeMap::new();
+    match (name, settings.object.place()) {
+        // Twice as fast as the plugin's own choice.
+        ("POSIX", _) if !chooses_queue(settings) && UringBackend::probe().is_ok() => {
+            parameters.insert("use_uring".to_owned(), "true".to_owned());
+        }
+        ("OBJ", Some(url)) if url.starts_with("s3://") => {
+            let object = &settings.object;
+            parameters = object_parameters(url, &store_options(object), object.concurrency)?;
+        }
+        ("OBJ", _) => return Ok(None),
+        _ => {}
+    }
+    parameters.extend(settings.nixl.parameters.get(name).cloned().unwrap_or_default());
+    Ok(Some(parameters))
+}
+
+fn chooses_queue(settings: &Settings) -> bool {
+    let chosen = |key: &String| key.starts_with("use_");
+    settings.nixl.parameters.get("POSIX").is_some_and(|given| given.keys().any(chosen))
+}
+
+/// Nobody asked for NIXL, so its absence is no error; but who counts on it is told.
+pub(super) fn say_once_if_missing() {
+    static SAID: Once = Once::new();
+    if let Err(error) = find() {
+        SAID.call_once(|| tracing::info!("{error}. Blocks move natively"));
+    }
+}

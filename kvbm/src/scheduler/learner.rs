@@ -1,0 +1,64 @@
+//! What policies want done off everybody's path, on a thread of its own.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use kvbm_policies::Upkeep;
+
+use crate::sync::{AtomicUsize, JoinHandle, Mutex, spawn};
+
+/// Runs fits of reuse models, one round at a time. A fit of a large tier takes the better part of a second; on the thread
+/// that flushes, nothing would be flushed meanwhile.
+#[derive(Debug, Default)]
+pub(super) struct Learner {
+    /// Rounds under way: 0 or 1.
+    running: Arc<AtomicUsize>,
+    thread: Mutex<Option<JoinHandle>>,
+}
+
+/// Ends a round however it ends: work that panics must not be the last.
+struct Round(Arc<AtomicUsize>);
+
+impl Drop for Round {
+    fn drop(&mut self) {
+        self.0.store(0, Ordering::Release);
+    }
+}
+
+impl Learner {
+    /// Whether it has work to do. Policies are not asked for more until it has not.
+    pub(super) fn is_busy(&self) -> bool {
+        self.running.load(Ordering::Acquire) > 0
+    }
+
+    /// Does `work` elsewhere, unless it is busy. Work that is not done is asked for again by who wants it.
+    pub(super) fn start(&self, work: Vec<Upkeep>) {
+        if work.is_empty() || self.running.swap(1, Ordering::AcqRel) > 0 {
+            return;
+        }
+        let round = Round(Arc::clone(&self.running));
+        let thread = spawn("kvbm-learning", move || {
+            let _ends_with_the_work = round;
+            work.into_iter().for_each(|work| work());
+        });
+        match thread {
+            // The one before has ended, or it would be busy.
+            Ok(thread) => drop(self.thread.lock().replace(thread)),
+            Err(error) => tracing::warn!(%error, "cannot start a thread: policies do not learn now"),
+        }
+    }
+
+    /// Waits for what is under way.
+    pub(super) fn join(&self) {
+        let thread = self.thread.lock().take();
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("learning panicked: please report it with the message above");
+        }
+    }
+}
+
+impl Drop for Learner {
+    fn drop(&mut self) {
+        self.join();
+    }
+}

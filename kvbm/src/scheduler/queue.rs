@@ -1,0 +1,179 @@
+//! Queues of tasks, one queue per route, and the decision what goes to the hardware next.
+
+use std::collections::{HashSet, VecDeque};
+
+use kvbm_tiers::{BlockKey, Route, Tier};
+
+use super::routed::RoutedTask;
+use crate::task::{Class, TransferId};
+
+/// What is to be done with a task whose turn has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// It goes to the backend.
+    Send,
+    /// It waits for a staging slot, and those behind it with it.
+    Wait,
+    /// It is not sent at all.
+    Drop,
+}
+
+/// What goes to the hardware next.
+#[derive(Debug)]
+pub(super) struct Next {
+    pub(super) route: Route,
+    pub(super) class: Class,
+    /// May be none, when some were dropped.
+    pub(super) tasks: Vec<RoutedTask>,
+    pub(super) dropped: Vec<RoutedTask>,
+}
+
+/// How much may be in flight.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    /// Batches in flight per route.
+    pub(super) batches: usize,
+    /// Blocks in a batch.
+    pub(super) batch_blocks: usize,
+    /// Blocks in a batch to the object tier: what fits into one segment.
+    pub(super) segment_blocks: usize,
+}
+
+#[derive(Debug, Default)]
+struct RouteQueue {
+    by_class: [VecDeque<RoutedTask>; Class::ALL.len()],
+    batches: [usize; Class::ALL.len()],
+}
+
+impl RouteQueue {
+    fn batches(&self) -> usize {
+        self.batches.iter().sum()
+    }
+
+    fn has_loads(&self) -> bool {
+        let load = Class::Load as usize;
+        !self.by_class[load].is_empty() || self.batches[load] > 0
+    }
+
+    fn most_urgent(&self) -> Option<Class> {
+        Class::ALL.into_iter().find(|&class| !self.by_class[class as usize].is_empty())
+    }
+}
+
+/// All queues.
+#[derive(Debug)]
+pub(super) struct RouteQueues {
+    queues: [[RouteQueue; Tier::COUNT]; Tier::COUNT],
+    limits: Limits,
+}
+
+impl RouteQueues {
+    pub(super) fn new(limits: Limits) -> Self {
+        Self { queues: Default::default(), limits }
+    }
+
+    fn queue(&mut self, (from, to): Route) -> &mut RouteQueue {
+        &mut self.queues[from.index()][to.index()]
+    }
+
+    pub(super) fn push(&mut self, task: RoutedTask) {
+        self.queue(task.route()).by_class[task.task.class as usize].push_back(task);
+    }
+
+    /// Blocks that wait on a route.
+    pub(super) fn waiting(&self, (from, to): Route) -> usize {
+        self.queues[from.index()][to.index()].by_class.iter().map(VecDeque::len).sum()
+    }
+
+    /// Batches that the hardware is working on.
+    pub(super) fn in_flight(&self, (from, to): Route) -> usize {
+        self.queues[from.index()][to.index()].batches()
+    }
+
+    /// Makes the prefetches of these blocks loads: an engine waits for them now.
+    pub(super) fn raise(&mut self, blocks: &HashSet<BlockKey>) {
+        let (load, prefetch) = (Class::Load as usize, Class::Prefetch as usize);
+        for queue in self.queues.iter_mut().flatten() {
+            let waiting = std::mem::take(&mut queue.by_class[prefetch]);
+            let (raised, others): (VecDeque<_>, _) =
+                waiting.into_iter().partition(|task| blocks.contains(&task.task.block));
+            queue.by_class[load].extend(raised);
+            queue.by_class[prefetch] = others;
+        }
+    }
+
+    /// Takes out the tasks of a transfer for its blocks from `block` on, which are in vain.
+    pub(super) fn cancel(&mut self, (transfer, block): (TransferId, u32)) -> Vec<RoutedTask> {
+        let is_in_vain = |task: &RoutedTask| task.task.id.transfer == transfer && task.task.id.block >= block;
+        let mut cancelled = Vec::new();
+        for waiting in self.queues.iter_mut().flatten().flat_map(|queue| &mut queue.by_class) {
+            if waiting.iter().any(is_in_vain) {
+                let (in_vain, others): (VecDeque<_>, _) =
+                    std::mem::take(waiting).into_iter().partition(is_in_vain);
+                *waiting = others;
+                cancelled.extend(in_vain);
+            }
+        }
+        cancelled
+    }
+
+    /// Everything that waits.
+    pub(super) fn take_all(&mut self) -> Vec<RoutedTask> {
+        let queues = self.queues.iter_mut().flatten().flat_map(|queue| &mut queue.by_class);
+        queues.flat_map(std::mem::take).collect()
+    }
+
+    /// A batch that should start now; `turn` says of each task in its turn what is to be done with it.
+    pub(super) fn next_batch(&mut self, mut turn: impl FnMut(&mut RoutedTask) -> Turn) -> Option<Next> {
+        let loading = Tier::ALL.map(|tier| self.is_loading_from(tier));
+        for route in routes() {
+            let limit = self.batch_limit(route);
+            let most = self.limits.batches;
+            let queue = self.queue(route);
+            let Some(class) = queue.most_urgent().filter(|_| queue.batches() < most) else { continue };
+            // One batch of flushes still goes while a tier is loaded from: else a busy disk would never be flushed to.
+            let yields = class > Class::Save && (loading[route.0.index()] || loading[route.1.index()]);
+            if yields && queue.batches() > 0 {
+                continue;
+            }
+            let waiting = &mut queue.by_class[class as usize];
+            let mut tasks = Vec::with_capacity(limit.min(waiting.len()));
+            let mut dropped = Vec::new();
+            while tasks.len() < limit {
+                match waiting.front_mut().map(&mut turn) {
+                    Some(Turn::Send) => tasks.extend(waiting.pop_front()),
+                    Some(Turn::Drop) => dropped.extend(waiting.pop_front()),
+                    Some(Turn::Wait) | None => break,
+                }
+            }
+            // Where all were dropped nothing is in flight, and nobody would end the batch.
+            if !tasks.is_empty() {
+                queue.batches[class as usize] += 1;
+            }
+            if !(tasks.is_empty() && dropped.is_empty()) {
+                return Some(Next { route, class, tasks, dropped });
+            }
+        }
+        None
+    }
+
+    fn batch_limit(&self, route: Route) -> usize {
+        if route.1 == Tier::Object { self.limits.segment_blocks } else { self.limits.batch_blocks }
+    }
+
+    /// Whether blocks are being, or wait to be, loaded out of `tier` (a lower one: the device has no queue
+    /// to protect).
+    fn is_loading_from(&self, tier: Tier) -> bool {
+        tier > Tier::Host && self.queues[tier.index()].iter().any(RouteQueue::has_loads)
+    }
+
+    /// A batch ended.
+    pub(super) fn ended(&mut self, route: Route, class: Class) {
+        self.queue(route).batches[class as usize] -= 1;
+    }
+}
+
+/// All routes. What an engine waits for comes first: towards the device, then out of it.
+fn routes() -> impl Iterator<Item = Route> {
+    Tier::ALL.into_iter().flat_map(|to| Tier::ALL.into_iter().map(move |from| (from, to)))
+}

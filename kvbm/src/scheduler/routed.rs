@@ -1,0 +1,78 @@
+//! A copy task on its way: one leg where a backend connects its tiers, else two with a stop in DRAM.
+
+use kvbm_tiers::{CopyOp, Frame, Route, SlotRef, Tier};
+
+use crate::task::CopyTask;
+
+/// Where a block stops between its two legs.
+#[derive(Debug)]
+pub(super) enum Stop {
+    /// A staging slot is taken when the task's turn comes.
+    Wanted,
+    /// In this staging slot.
+    Staging(Frame),
+    /// In a slot of the host tier, where it stays.
+    Kept(SlotRef),
+}
+
+/// A copy task and its way.
+#[derive(Debug)]
+pub(super) struct RoutedTask {
+    pub(super) task: CopyTask,
+    /// `None`: its source and its destination are connected.
+    pub(super) stop: Option<Stop>,
+    /// The block has reached the stop.
+    pub(super) halfway: bool,
+}
+
+impl RoutedTask {
+    pub(super) fn new(task: CopyTask, is_direct: bool) -> Self {
+        let through_dram = || task.via.map_or(Stop::Wanted, Stop::Kept);
+        Self { task, stop: (!is_direct).then(through_dram), halfway: false }
+    }
+
+    /// The next copy to make. The staging slot must have been taken by now.
+    pub(super) fn op(&self) -> CopyOp {
+        let stop = match &self.stop {
+            Some(Stop::Staging(frame)) => Some(frame.slot_ref()),
+            Some(Stop::Kept(slot)) => Some(*slot),
+            _ => None,
+        };
+        let CopyTask { block, from, to, .. } = self.task;
+        match stop {
+            None => CopyOp { block, from, to },
+            Some(stop) if self.halfway => CopyOp { block, from: stop, to },
+            Some(stop) => CopyOp { block, from, to: stop },
+        }
+    }
+
+    /// The tiers that the next copy connects.
+    pub(super) const fn route(&self) -> Route {
+        let CopyTask { from, to, .. } = self.task;
+        match self.stop {
+            None => (from.tier, to.tier),
+            Some(_) if self.halfway => (Tier::Host, to.tier),
+            Some(_) => (from.tier, Tier::Host),
+        }
+    }
+
+    /// Whether a copy would still be ahead after the present one.
+    pub(super) const fn has_second_leg(&self) -> bool {
+        !self.halfway && self.stop.is_some()
+    }
+
+    pub(super) const fn has_staging(&self) -> bool {
+        matches!(self.stop, Some(Stop::Staging(_)))
+    }
+
+    /// The staging slot, if it has one.
+    pub(super) fn take_staging(&mut self) -> Option<Frame> {
+        match self.stop.take() {
+            Some(Stop::Staging(frame)) => Some(frame),
+            other => {
+                self.stop = other;
+                None
+            }
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! Which ways are open: routes and their legs, the room in their queues, and the breakers on them.
+
+use kvbm_tiers::{Route, SlotRef, Tier};
+
+use super::Core;
+use super::breaker::Passage;
+use crate::table::{TierSet, TransferPlan};
+use crate::task::Class;
+
+impl Core {
+    /// Cuts off a plan what the engine computes sooner than it is loaded, what cannot be copied now, and what the
+    /// queues have no room for. The returned route, if any, is to be tried with the plan's last block.
+    pub(super) fn limit(&self, class: Class, to: Tier, plan: &mut TransferPlan) -> Option<Route> {
+        if class == Class::Load {
+            let worth_loading = plan.held().worth_loading().saturating_sub(plan.before());
+            self.metrics.left_to_engine(plan.recompute_behind(worth_loading));
+        } else {
+            // An engine waits for loads, so they are never refused for a queue; the others can be asked for again.
+            plan.refuse_behind(self.room_in_queues(to, plan.sources()));
+        }
+        let (open, probe) = self.open_way(to, plan.sources());
+        plan.refuse_behind(open);
+        if probe.is_some() {
+            plan.mark_probe();
+        }
+        let indirect = |tiers: TierSet, &from: &Tier| {
+            if self.executor.connects((from, to)) { tiers } else { tiers.with(from) }
+        };
+        plan.pass_host_from(Tier::ALL.iter().fold(TierSet::default(), indirect));
+        probe
+    }
+
+    /// How many of the leading blocks may go now; the last of them, perhaps, as a probe of its route.
+    fn open_way(&self, to: Tier, sources: &[SlotRef]) -> (usize, Option<Route>) {
+        let mut passages = [None; Tier::COUNT];
+        for (at, from) in sources.iter().enumerate() {
+            let route = (from.tier, to);
+            match *passages[from.tier.index()].get_or_insert_with(|| self.pass(route)) {
+                Passage::Free => {}
+                // One block, and none behind it: nobody waits for more than that on a medium that may hang.
+                Passage::Probe => return (at + 1, Some(route)),
+                Passage::Blocked => return (at, None),
+            }
+        }
+        (sources.len(), None)
+    }
+
+    /// How many of the leading blocks the queues of their routes have room for.
+    fn room_in_queues(&self, to: Tier, sources: &[SlotRef]) -> usize {
+        let queues = self.queues.lock();
+        let first_leg = |from: Tier| self.legs((from, to)).next().unwrap_or((from, to));
+        let mut room =
+            Tier::ALL.map(|from| self.tuning.queue_blocks.saturating_sub(queues.waiting(first_leg(from))));
+        let has_room = |from: &&SlotRef| {
+            let room = &mut room[from.tier.index()];
+            *room = room.wrapping_sub(1);
+            *room != usize::MAX
+        };
+        sources.iter().take_while(has_room).count()
+    }
+
+    /// The routes that a block takes from one tier to another.
+    pub(super) fn legs(&self, (from, to): Route) -> impl Iterator<Item = Route> + use<> {
+        let is_direct = self.executor.connects((from, to));
+        let legs = if is_direct {
+            [Some((from, to)), None]
+        } else {
+            [Some((from, Tier::Host)), Some((Tier::Host, to))]
+        };
+        legs.into_iter().flatten()
+    }
+
+    /// Whether blocks may go from one tier to another now.
+    pub(super) fn pass(&self, route: Route) -> Passage {
+        let now = self.clock.uptime();
+        // All legs or none: a probe of one of them that cannot go on would be in vain.
+        if self.legs(route).any(|leg| self.breakers.is_blocked(leg, now)) {
+            return Passage::Blocked;
+        }
+        let verdict = |leg| self.tuning.limit(leg) + self.tuning.breaker_pause;
+        let passages = self.legs(route).map(|leg| self.breakers.pass(leg, verdict(leg), now));
+        passages.max().unwrap_or(Passage::Free)
+    }
+
+    pub(super) fn retract_probe(&self, route: Route) {
+        let now = self.clock.uptime();
+        self.legs(route).for_each(|leg| self.breakers.retract_probe(leg, now));
+    }
+}

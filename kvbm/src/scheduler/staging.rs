@@ -1,0 +1,56 @@
+//! The DRAM slots through which blocks travel where no backend connects their source and destination.
+
+use kvbm_tiers::Frame;
+
+#[derive(Debug)]
+pub(super) struct Staging {
+    idle: Vec<Frame>,
+    total: usize,
+    /// Slots that overdue copies may still touch.
+    lost: usize,
+}
+
+/// Occupancy of the staging slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StagingCounts {
+    /// All.
+    pub total: usize,
+    /// Used by no copy.
+    pub idle: usize,
+    /// Held by copies that are overdue.
+    pub lost: usize,
+}
+
+impl Staging {
+    pub(super) const fn new(idle: Vec<Frame>) -> Self {
+        Self { total: idle.len(), idle, lost: 0 }
+    }
+
+    pub(super) const fn counts(&self) -> StagingCounts {
+        StagingCounts { total: self.total, idle: self.idle.len(), lost: self.lost }
+    }
+
+    /// Whether waiting for a slot is in vain: none will come back soon.
+    pub(super) const fn is_gone(&self) -> bool {
+        self.total == self.lost
+    }
+
+    pub(super) fn take(&mut self) -> Option<Frame> {
+        self.idle.pop()
+    }
+
+    pub(super) fn give_back(&mut self, frame: Frame) {
+        self.idle.push(frame);
+    }
+
+    /// The copy through a slot that was taken is overdue.
+    pub(super) const fn lose(&mut self) {
+        self.lost += 1;
+    }
+
+    /// It has ended after all.
+    pub(super) fn regain(&mut self, frame: Frame) {
+        self.lost -= 1;
+        self.idle.push(frame);
+    }
+}

@@ -1,0 +1,133 @@
+//! How long the table's lock is held, for `kvbm bench table`. Without the feature `lock-times` nothing is measured.
+//!
+//! A hold is measured as CPU time of the thread that holds, so that on a busy machine it does not count how long the
+//! holder waited for a processor.
+
+#[cfg(feature = "lock-times")]
+mod timed {
+    use std::ops::{Deref, DerefMut};
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+    use std::time::Duration;
+
+    use rustix::time::{ClockId, clock_gettime};
+
+    use crate::sync::MutexGuard;
+    use crate::table::Table;
+
+    /// Reading a thread's CPU time is a system call: only while somebody asks.
+    static IS_MEASURING: AtomicBool = AtomicBool::new(false);
+    static LONGEST_NS: AtomicU64 = AtomicU64::new(0);
+
+    /// Does `work` and returns, besides its answer, the longest time that any thread held the lock of any table
+    /// meanwhile. One measurement at a time: the whole process shares one clock.
+    pub fn longest_hold<R>(work: impl FnOnce() -> R) -> (R, Duration) {
+        LONGEST_NS.store(0, Ordering::Relaxed);
+        IS_MEASURING.store(true, Ordering::Relaxed);
+        let answer = work();
+        IS_MEASURING.store(false, Ordering::Relaxed);
+        (answer, Duration::from_nanos(LONGEST_NS.load(Ordering::Relaxed)))
+    }
+
+    /// The table, locked.
+    #[derive(Debug)]
+    pub struct TableGuard<'a> {
+        // Before the lock: the time is noted, then the lock is given up.
+        _hold: Option<Hold>,
+        table: MutexGuard<'a, Table>,
+    }
+
+    pub(crate) fn watch(table: MutexGuard<'_, Table>) -> TableGuard<'_> {
+        TableGuard { _hold: IS_MEASURING.load(Ordering::Relaxed).then(Hold::begin), table }
+    }
+
+    impl Deref for TableGuard<'_> {
+        type Target = Table;
+
+        fn deref(&self) -> &Table {
+            &self.table
+        }
+    }
+
+    impl DerefMut for TableGuard<'_> {
+        fn deref_mut(&mut self) -> &mut Table {
+            &mut self.table
+        }
+    }
+
+    #[derive(Debug)]
+    struct Hold {
+        began: Duration,
+    }
+
+    impl Hold {
+        fn begin() -> Self {
+            Self { began: thread_time() }
+        }
+    }
+
+    impl Drop for Hold {
+        fn drop(&mut self) {
+            let held = thread_time().saturating_sub(self.began);
+            LONGEST_NS.fetch_max(held.as_nanos() as u64, Ordering::Relaxed);
+        }
+    }
+
+    fn thread_time() -> Duration {
+        let time = clock_gettime(ClockId::ThreadCPUTime);
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use std::time::Instant;
+
+        use super::*;
+        use crate::sync::Mutex;
+
+        #[test]
+        fn the_longest_hold_is_cpu_time_and_nothing_is_measured_outside() {
+            let table = Mutex::new(Table::new([]));
+            let spin = |ms| {
+                let _held = watch(table.lock());
+                let began = Instant::now();
+                while began.elapsed() < Duration::from_millis(ms) {}
+            };
+            let sleep = || {
+                let _held = watch(table.lock());
+                std::thread::sleep(Duration::from_millis(60));
+            };
+            spin(20);
+            let ((), longest) = longest_hold(|| {
+                spin(1);
+                sleep();
+                spin(2);
+            });
+            assert!(
+                longest > Duration::from_micros(500) && longest < Duration::from_millis(20),
+                "{longest:?}"
+            );
+        }
+    }
+}
+
+#[cfg(feature = "lock-times")]
+pub(crate) use timed::watch;
+#[cfg(feature = "lock-times")]
+pub use timed::{TableGuard, longest_hold};
+#[cfg(not(feature = "lock-times"))]
+pub use untimed::TableGuard;
+#[cfg(not(feature = "lock-times"))]
+pub(crate) use untimed::watch;
+
+#[cfg(not(feature = "lock-times"))]
+mod untimed {
+    use crate::sync::MutexGuard;
+    use crate::table::Table;
+
+    /// The table, locked.
+    pub type TableGuard<'a> = MutexGuard<'a, Table>;
+
+    pub(crate) const fn watch(table: MutexGuard<'_, Table>) -> TableGuard<'_> {
+        table
+    }
+}

@@ -1,0 +1,217 @@
+//! Leases in the table's own terms: one pin per tier, on the deepest block of a chain that it holds. Tiers drain
+//! leaf-first, so a block that is pinned keeps all its ancestors.
+
+use kvbm_policies::RequestId;
+use kvbm_tiers::{BlockKey, SlotId, SlotRef, Tier};
+
+use super::Table;
+use super::index::RecordId;
+use super::prefix::{Found, Match};
+use super::request::{RequestContext, RequestInfo};
+use super::tier_set::TierSet;
+use crate::hash::Chain;
+
+/// A lease in the table's own terms: one pin per tier, on the deepest block of the chain that it holds.
+/// Give it back with [`Table::release`]; [`Lease`](crate::Lease) does so by itself.
+#[derive(Debug)]
+#[must_use = "pins that are not released hold their blocks for ever"]
+pub struct Pins {
+    held: Match,
+    deepest: [Option<SlotId>; Tier::COUNT],
+    context: RequestContext,
+}
+
+impl Pins {
+    /// Holds nothing anywhere.
+    pub(crate) const fn of_nothing(context: RequestContext) -> Self {
+        Self { held: Match::new([0; Tier::COUNT]), deepest: [None; Tier::COUNT], context }
+    }
+
+    pub(super) const fn hold(&mut self, tier: Tier, deepest: SlotId, blocks: usize) {
+        self.held.set(tier, blocks as u32);
+        self.deepest[tier.index()] = Some(deepest);
+    }
+
+    /// How many leading blocks of the chain each tier holds.
+    pub const fn held(&self) -> &Match {
+        &self.held
+    }
+
+    /// Notes how many leading blocks are worth loading.
+    pub(crate) const fn judge(&mut self, worth_loading: u32) {
+        self.held.judge(worth_loading);
+    }
+
+    /// The slot of the deepest block that `tier` holds of the chain.
+    pub(super) const fn deepest(&self, tier: Tier) -> Option<SlotId> {
+        self.deepest[tier.index()]
+    }
+
+    /// Whose lease it is.
+    pub const fn context(&self) -> RequestContext {
+        self.context
+    }
+}
+
+impl Table {
+    /// Leases a chain: pins and touches the deepest block that each tier holds of it.
+    pub fn lease(&mut self, chain: Chain<'_>, info: RequestInfo) -> Pins {
+        let Found { held, deepest } = self.locate(chain);
+        let context = RequestContext { info: self.named(info), path: chain.len() as u32 };
+        let mut pins = Pins { held, ..Pins::of_nothing(context) };
+        for tier in Tier::ALL {
+            if let Some(record) = deepest[tier.index()] {
+                self.pin_deepest(&mut pins, tier, record, held.blocks(tier) as u32);
+            }
+        }
+        pins
+    }
+
+    /// Names a request that the engine has no name for, so that the parts of its use are told together.
+    pub(super) fn named(&mut self, info: RequestInfo) -> RequestInfo {
+        let request = info.request.unwrap_or_else(|| {
+            self.nameless += 1;
+            RequestId(self.nameless)
+        });
+        RequestInfo { request: Some(request), ..info }
+    }
+
+    fn pin_deepest(&mut self, pins: &mut Pins, tier: Tier, record: RecordId, depth: u32) {
+        let slot = self.records.at(record).slot(tier);
+        let access = pins.context.access(self.now_ms, slot, depth, 0);
+        let (held, records) = self.tier_and_records(tier);
+        if !held.at_mut(slot).pin() {
+            pins.held.set(tier, 0);
+            return;
+        }
+        pins.deepest[tier.index()] = Some(slot);
+        // The deepest block alone: its age flows up to its parent when it leaves, so a use costs the same however long
+        // the chain.
+        held.touch(&access, records);
+        self.want_flush_again(tier, slot, pins.context.info);
+    }
+
+    /// Ends a lease.
+    #[expect(clippy::needless_pass_by_value, reason = "the pins end here")]
+    pub fn release(&mut self, pins: Pins) {
+        for tier in Tier::ALL {
+            if let Some(slot) = pins.deepest[tier.index()] {
+                self.unpin(tier, slot);
+            }
+        }
+    }
+
+    /// Extends a lease to the `blocks` leading blocks that end with `deepest`, if `tier` has that. A lease that
+    /// holds more there already keeps it.
+    fn hold_if_resident(&mut self, pins: &mut Pins, tier: Tier, deepest: BlockKey, blocks: usize) {
+        if pins.held.blocks(tier) >= blocks {
+            return;
+        }
+        let Some(record) = self.find(deepest).filter(|&r| self.records.at(r).resident().has(tier)) else {
+            return;
+        };
+        let slot = self.records.at(record).slot(tier);
+        if self.tier_mut(tier).at_mut(slot).pin() {
+            self.release_tier(pins, tier);
+            pins.hold(tier, slot, blocks);
+        }
+    }
+
+    /// Extends a lease to those of the successive blocks `keys`, which come after `before` leading ones, that `tier`
+    /// has.
+    pub fn hold_leading(&mut self, pins: &mut Pins, tier: Tier, before: usize, keys: &[BlockKey]) {
+        let is_there =
+            |key: &BlockKey| self.find(*key).is_some_and(|r| self.records.at(r).resident().has(tier));
+        // Residency along a chain is true up to a boundary.
+        let there = keys.partition_point(is_there);
+        if let Some(last) = there.checked_sub(1) {
+            self.hold_if_resident(pins, tier, keys[last], before + there);
+        }
+    }
+
+    /// Pins once more what a lease pins in `tiers`: for copies that may outlive it. Not for a lease that may hold
+    /// quarantined blocks: [`drop_quarantined`](Self::drop_quarantined) comes first.
+    pub fn pin_again(&mut self, pins: &Pins, tiers: TierSet) -> Pins {
+        let mut again = Pins::of_nothing(pins.context);
+        for tier in Tier::ALL.into_iter().filter(|&tier| tiers.has(tier)) {
+            if let Some(slot) =
+                pins.deepest[tier.index()].filter(|&slot| self.tier_mut(tier).at_mut(slot).pin())
+            {
+                again.hold(tier, slot, pins.held.blocks(tier));
+            }
+        }
+        again
+    }
+
+    /// Pins a block that `tier` holds, and names its slot. `None`: it does not.
+    pub fn pin_resident(&mut self, tier: Tier, key: BlockKey) -> Option<(SlotRef, Pins)> {
+        let record = self.find(key).filter(|&r| self.records.at(r).resident().has(tier))?;
+        let slot = self.records.at(record).slot(tier);
+        let mut pins = Pins::of_nothing(RequestContext::default());
+        self.tier_mut(tier).at_mut(slot).pin().then(|| pins.hold(tier, slot, 0))?;
+        Some((self.slot_ref(tier, slot), pins))
+    }
+
+    /// Shortens the lease in those tiers where blocks were quarantined meanwhile, to what is left before these.
+    pub fn drop_quarantined(&mut self, pins: &mut Pins) {
+        for tier in Tier::ALL {
+            while let Some(slot) =
+                pins.deepest[tier.index()].filter(|&slot| self.tier(tier).at(slot).is_quarantined())
+            {
+                self.retreat_above(pins, tier, slot);
+            }
+        }
+    }
+
+    /// Moves a lease from a quarantined slot up to the last block before the quarantined ones.
+    fn retreat_above(&mut self, pins: &mut Pins, tier: Tier, quarantined: SlotId) {
+        let (below, anchor) = self.quarantines.anchor_of(tier, quarantined);
+        let left = pins.held.blocks(tier).saturating_sub(below);
+        // The quarantine's own pin keeps the anchor where it is until the lease has one there.
+        let anchor = anchor.filter(|&anchor| left > 0 && self.tier_mut(tier).at_mut(anchor).pin());
+        if let Some(anchor) = anchor.filter(|&anchor| self.tier(tier).at(anchor).is_quarantined()) {
+            self.quarantines.add_reader(tier, anchor);
+        }
+        self.release_tier(pins, tier);
+        if let Some(anchor) = anchor {
+            pins.hold(tier, anchor, left);
+        }
+    }
+
+    /// Whether all that `pins` holds belongs to `chain`.
+    pub fn is_lease_of(&self, pins: &Pins, chain: Chain<'_>) -> bool {
+        Tier::ALL.into_iter().all(|tier| {
+            let Some(slot) =
+                pins.deepest[tier.index()].filter(|&slot| !self.tier(tier).at(slot).is_quarantined())
+            else {
+                return true;
+            };
+            let blocks = pins.held.blocks(tier);
+            let shared = blocks.min(chain.len());
+            let ancestors = std::iter::successors(Some(self.tier(tier).at(slot).record), |&r| {
+                self.records.at(r).parent()
+            });
+            let mut ancestors = ancestors.skip(blocks - shared);
+            shared == 0 || ancestors.next().is_some_and(|r| self.records.at(r).is(chain.key(shared - 1)))
+        })
+    }
+
+    /// Ends the lease in one tier only.
+    pub fn release_tier(&mut self, pins: &mut Pins, tier: Tier) {
+        pins.held.set(tier, 0);
+        if let Some(slot) = pins.deepest[tier.index()].take() {
+            self.unpin(tier, slot);
+        }
+    }
+
+    pub(super) fn unpin(&mut self, tier: Tier, slot: SlotId) {
+        let held = self.tier_mut(tier);
+        let last = held.at_mut(slot).unpin();
+        // A quarantined slot is freed with its last reader; any other only becomes evictable.
+        if held.at(slot).is_quarantined() {
+            self.release_reader(tier, slot);
+        } else if last {
+            held.reconsider(slot);
+        }
+    }
+}

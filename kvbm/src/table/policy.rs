@@ -1,0 +1,220 @@
+//! Every call from the table to the policies of its tiers.
+//!
+//! A policy sees a tier through a [`Structure`]: which blocks are leaves, which of them may go, what is above each.
+//! Called under the table's lock.
+
+use kvbm_policies::{Access, BlockId, Candidates, Ended, Forest, Standing, TierPolicies, Trigger, Upkeep};
+use kvbm_tiers::{BlockKey, SlotId, Tier};
+
+use super::Table;
+use super::record::Records;
+use super::request::RequestInfo;
+use super::tier::{Slot, TierTable};
+
+impl TierTable {
+    /// The policies, and the tier as they may see it. Where a rule decides what goes down, a leaf that has not been
+    /// flushed may be named as victim: it is what the rule is asked about.
+    fn policies_and_structure<'a>(
+        &'a mut self,
+        records: &'a Records,
+    ) -> (&'a mut TierPolicies, Structure<'a>) {
+        let awaited = self.flush_to.filter(|_| !self.policies.has_admission() && !self.is_flush_blocked);
+        (&mut self.policies, Structure { tier: self.tier, slots: &self.slots, awaited, records })
+    }
+
+    /// What leaves next, flushed or not.
+    pub(super) fn next_to_leave(&mut self, records: &Records) -> Option<SlotId> {
+        let (policies, structure) = self.policies_and_structure(records);
+        policies.victim(&structure).map(|block| SlotId(block.0))
+    }
+
+    /// What may leave at once; `None` also where what leaves next must be flushed first.
+    pub(super) fn victim(&mut self, records: &Records) -> Option<SlotId> {
+        self.next_to_leave(records).filter(|&leaf| self.is_clean(leaf, records))
+    }
+
+    /// So many admitted blocks were not written.
+    pub(super) fn refund(&mut self, blocks: usize) {
+        self.policies.refund(blocks as u32);
+    }
+
+    /// How many of the candidates go down.
+    pub(super) fn admit(
+        &mut self,
+        candidates: Candidates,
+        trigger: Trigger,
+        now_ms: u64,
+        records: &Records,
+    ) -> u32 {
+        let (policies, structure) = self.policies_and_structure(records);
+        policies.admit(candidates, trigger, now_ms, &structure)
+    }
+
+    /// Reports a use to the policies.
+    pub(super) fn touch(&mut self, access: &Access, records: &Records) {
+        // A lease may be of a chain that begins in the middle of a longer one: policies count from the root.
+        let depth = records.at(self.at(SlotId(access.deepest.0)).record).depth();
+        let access = Access { depth, path: access.path.max(depth), ..*access };
+        let (policies, structure) = self.policies_and_structure(records);
+        policies.touch(&access, &structure);
+    }
+
+    /// Reports to the policies that a block left.
+    pub(super) fn forget(&mut self, slot: SlotId, exposed: Option<BlockId>) {
+        self.policies.removed(BlockId(slot.0), exposed);
+    }
+
+    /// Reports to the policies that a request has ended.
+    pub(super) fn finished(&mut self, ended: &Ended) {
+        self.policies.finished(ended);
+    }
+
+    /// In whose name the block in `slot` goes down: that of the request that used it last, as far as a policy knows.
+    /// Else the tier below could charge it to nobody, and would take its coming for a use by somebody new.
+    pub(super) fn last_user(&self, slot: SlotId, records: &Records) -> RequestInfo {
+        let depth = records.at(self.at(slot).record).depth();
+        let last = self.policies.last_use(BlockId(slot.0), depth);
+        last.map_or_else(RequestInfo::default, |last| RequestInfo {
+            request: last.request,
+            hints: last.hints,
+        })
+    }
+
+    /// A bounded step of what the policies want done besides: see [`TierPolicies::upkeep`].
+    pub(super) fn upkeep(&mut self, work: &mut Vec<Upkeep>) -> bool {
+        self.policies.upkeep(work)
+    }
+
+    /// Tells the policies about a leaf that may have become evictable.
+    pub(super) fn reconsider(&mut self, slot: SlotId) {
+        let held = self.at(slot);
+        if held.children == 0 && held.pins() == 0 && !held.is_quarantined() {
+            self.policies.released(BlockId(slot.0));
+        }
+    }
+}
+
+/// The tier as its policy may see it.
+pub(super) struct Structure<'a> {
+    tier: Tier,
+    slots: &'a [Slot],
+    /// The tier that must have a block before it may leave this one.
+    awaited: Option<Tier>,
+    records: &'a Records,
+}
+
+impl Forest for Structure<'_> {
+    fn standing(&self, block: BlockId) -> Standing {
+        let held = self.slots[block.0 as usize];
+        let is_clean = || {
+            let awaited = self.awaited.filter(|_| !held.skips_flush());
+            awaited.is_none_or(|below| self.records.at(held.record).resident().has(below))
+        };
+        match held {
+            Slot { children: 1.., .. } => Standing::Interior,
+            held if held.pins() == 0 && is_clean() => Standing::Evictable,
+            _ => Standing::Busy,
+        }
+    }
+
+    fn parent(&self, block: BlockId) -> Option<BlockId> {
+        let parent = self.records.at(self.slots[block.0 as usize].record).parent()?;
+        Some(BlockId(self.records.at(parent).slot(self.tier).0))
+    }
+
+    fn key(&self, block: BlockId) -> u64 {
+        self.records.at(self.slots[block.0 as usize].record).key().folded()
+    }
+}
+
+/// Blocks that are about to come, as a policy may see them beside those of the tier.
+pub(super) struct Insertion<'a> {
+    tier: Structure<'a>,
+    /// The first provisional id.
+    first: u32,
+    /// Those that have not been given up.
+    keys: &'a [BlockKey],
+    parent: Option<BlockId>,
+}
+
+impl Insertion<'_> {
+    fn position(&self, block: BlockId) -> Option<usize> {
+        block.0.checked_sub(self.first).map(|position| position as usize)
+    }
+}
+
+impl Forest for Insertion<'_> {
+    fn standing(&self, block: BlockId) -> Standing {
+        match self.position(block) {
+            Some(position) if position + 1 < self.keys.len() => Standing::Interior,
+            Some(_) => Standing::Evictable,
+            None if Some(block) == self.parent && !self.keys.is_empty() => Standing::Interior,
+            None => self.tier.standing(block),
+        }
+    }
+
+    fn parent(&self, block: BlockId) -> Option<BlockId> {
+        match self.position(block) {
+            Some(0) => self.parent,
+            Some(_) => Some(BlockId(block.0 - 1)),
+            None => self.tier.parent(block),
+        }
+    }
+
+    fn key(&self, block: BlockId) -> u64 {
+        match self.position(block) {
+            Some(position) => self.keys[position].folded(),
+            None => self.tier.key(block),
+        }
+    }
+}
+
+impl Table {
+    /// The policies, and the tier as they may see it with blocks that are about to come.
+    pub(super) fn show<'a>(
+        &'a mut self,
+        tier: Tier,
+        first: u32,
+        keys: &'a [BlockKey],
+        parent: Option<BlockId>,
+    ) -> (&'a mut TierPolicies, Insertion<'a>) {
+        let (held, records) = self.tier_and_records(tier);
+        let (policies, tier) = held.policies_and_structure(records);
+        (policies, Insertion { tier, first, keys, parent })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use kvbm_policies::admission::WriteBack;
+    use kvbm_policies::{Admission, EvictionKind, Hints, RequestId};
+    use kvbm_tiers::FramePool;
+
+    use super::super::TierSpec;
+    use super::*;
+    use crate::hash::{BlockHash, Chain};
+    use crate::task::Outcome;
+
+    fn spec(tier: Tier, flush_to: Option<Tier>) -> TierSpec {
+        let admission = flush_to.map(|_| Box::new(WriteBack) as Box<dyn Admission>);
+        TierSpec { pool: FramePool::new(tier, 4), policy: EvictionKind::Hazard.build(4), flush_to, admission }
+    }
+
+    #[test]
+    fn what_goes_down_keeps_its_request() {
+        let mut table = Table::new([spec(Tier::Host, Some(Tier::Disk)), spec(Tier::Disk, None)]);
+        let hints = Hints { tenant: Some(7), priority: Some(80), ..Hints::default() };
+        let info = RequestInfo { request: Some(RequestId(3)), hints };
+        let hashes: Vec<_> = (1..5).map(BlockHash::from_u128).collect();
+        let reserved = table.reserve(Tier::Host, Chain::from(&hashes[..]), info);
+        let _ = table.fill(reserved.transfer, 0, reserved.frames);
+        table.end_plan(reserved.transfer, None);
+        table.make_headroom(Tier::Host, 1, 8);
+        let down = table.take_effects().tasks;
+        let slot = down.first().expect("a block goes down").to.slot;
+        let _ = table.land(down.iter().map(|task| task.ended(Outcome::Arrived)), Duration::ZERO);
+        assert_eq!(table.tier(Tier::Disk).last_user(slot, &table.records), info);
+    }
+}

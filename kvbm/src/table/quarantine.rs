@@ -1,0 +1,328 @@
+//! Bad blocks leave a tier with all their descendants. Slots that are being read are freed when the readers leave.
+
+use std::collections::{HashMap, HashSet};
+
+use kvbm_tiers::{BlockKey, SlotId, SlotRef, Tier};
+
+use super::index::RecordId;
+use super::prefix::Found;
+use super::tier::Slot;
+use super::transfers::Dropped;
+use super::{MissReason, Table};
+use crate::hash::Chain;
+use crate::task::Defect;
+
+/// Slots of quarantined blocks that still have readers; they are freed together when the last one leaves.
+#[derive(Debug)]
+struct Quarantine {
+    /// Each with how many blocks below the anchor it was.
+    slots: HashMap<SlotId, u32>,
+    pins: u32,
+    /// The pinned parent of the topmost of them.
+    anchor: Option<SlotId>,
+}
+
+/// A bad block with many descendants, which are dropped in steps.
+#[derive(Debug)]
+struct Dropping {
+    key: BlockKey,
+    found: SlotRef,
+    defect: Defect,
+    /// Blocks from its chain's root to it, both included.
+    depth: usize,
+    /// Where the search for the next leaf goes on.
+    at: BlockKey,
+}
+
+/// Blocks dropped in one step: some 200 µs.
+const MAX_DROPPED: usize = 256;
+/// Blocks passed in one step on the way down to a leaf.
+const MAX_DESCENT: usize = 2_048;
+
+impl Defect {
+    const fn miss_reason(self) -> MissReason {
+        match self {
+            Self::Corrupt => MissReason::Corrupt,
+            Self::Unreadable => MissReason::Unreadable,
+        }
+    }
+}
+
+/// All quarantines.
+#[derive(Debug, Default)]
+pub(super) struct Quarantines {
+    by_tier: [Vec<Quarantine>; Tier::COUNT],
+    /// How many there were so far.
+    so_far: u64,
+    /// Bad blocks with more descendants than one step drops.
+    dropping: Vec<Dropping>,
+}
+
+impl Quarantines {
+    pub(super) const fn so_far(&self) -> u64 {
+        self.so_far
+    }
+
+    /// Slots of `tier` whose blocks are gone and whose readers are not.
+    pub(super) fn slots_of(&self, tier: Tier) -> u32 {
+        self.by_tier[tier.index()].iter().map(|quarantine| quarantine.slots.len() as u32).sum()
+    }
+
+    fn of(&mut self, tier: Tier, slot: SlotId) -> (usize, &mut Quarantine) {
+        let quarantines = self.by_tier[tier.index()].iter_mut().enumerate();
+        let mut holding = quarantines.filter(|(_, quarantine)| quarantine.slots.contains_key(&slot));
+        holding.next().expect("a quarantined slot lies in a quarantine")
+    }
+
+    /// How many blocks a slot lies below the anchor of its quarantine, and the anchor.
+    pub(super) fn anchor_of(&mut self, tier: Tier, slot: SlotId) -> (usize, Option<SlotId>) {
+        let (_, quarantine) = self.of(tier, slot);
+        (quarantine.slots.get(&slot).map_or(0, |&depth| depth as usize), quarantine.anchor)
+    }
+
+    /// Somebody pinned a slot that lies in quarantine.
+    pub(super) fn add_reader(&mut self, tier: Tier, slot: SlotId) {
+        self.of(tier, slot).1.pins += 1;
+    }
+
+    /// A reader of a quarantined slot left. The last one takes the quarantine with him.
+    fn remove_reader(&mut self, tier: Tier, slot: SlotId) -> Option<Quarantine> {
+        let (at, quarantine) = self.of(tier, slot);
+        quarantine.pins -= 1;
+        (quarantine.pins == 0).then(|| self.by_tier[tier.index()].swap_remove(at))
+    }
+}
+
+impl Table {
+    /// Drops a block whose bytes in the slot `found` are bad, with its descendants in that tier. Slots that are being
+    /// read are freed when the readers leave. Returns how many blocks went: none, if the block is not in that slot's
+    /// life any more, because it was dropped and perhaps written anew elsewhere since the read began; and none yet, if
+    /// they are too many for one step: then no match finds them, and [`drop_more`](Self::drop_more) goes on.
+    pub fn quarantine(&mut self, key: BlockKey, found: SlotRef, defect: Defect) -> usize {
+        let Some(bad) = self.resident_in(key, found) else { return 0 };
+        if self.count_from(found.tier, bad, MAX_DROPPED) <= MAX_DROPPED {
+            return self.drop_from(found.tier, bad, defect);
+        }
+        if !self.quarantines.dropping.iter().any(|known| known.found == found) {
+            let depth = self.records.at(bad).depth() as usize;
+            self.quarantines.dropping.push(Dropping { key, found, defect, depth, at: key });
+        }
+        0
+    }
+
+    /// Drops some more descendants of bad blocks, deepest first, so that what is left is a chain's beginning at any time.
+    /// Returns whether there are more.
+    pub fn drop_more(&mut self) -> bool {
+        let Some(mut dropping) = self.quarantines.dropping.pop() else { return false };
+        let tier = dropping.found.tier;
+        if let Some(bad) = self.resident_in(dropping.key, dropping.found) {
+            let is_there = |&record: &RecordId| self.records.at(record).resident().has(tier);
+            let from = self.find(dropping.at).filter(is_there).unwrap_or(bad);
+            let (at, is_leaf) = self.descend(tier, from);
+            dropping.at = self.records.at(at).key();
+            if is_leaf {
+                let part = self.small_part(tier, bad, at);
+                let above = self.records.at(part).parent().map(|parent| self.records.at(parent).key());
+                self.drop_from(tier, part, dropping.defect);
+                dropping.at = above.unwrap_or(dropping.key);
+            }
+            // The next step finds out whether that was all.
+            self.quarantines.dropping.push(dropping);
+        }
+        !self.quarantines.dropping.is_empty()
+    }
+
+    /// Whether there is something to [drop](Self::drop_more).
+    pub const fn is_dropping(&self) -> bool {
+        !self.quarantines.dropping.is_empty()
+    }
+
+    /// The record of a block in this life of a slot.
+    fn resident_in(&self, key: BlockKey, found: SlotRef) -> Option<RecordId> {
+        let is_there = |&r: &RecordId| {
+            let known = self.records.at(r);
+            known.resident().has(found.tier)
+                && known.slot(found.tier) == found.slot
+                && self.tier(found.tier).pool.resident_ref(found.slot) == Some(found)
+        };
+        self.find(key).filter(is_there)
+    }
+
+    fn resident_children(&self, tier: Tier, record: RecordId) -> impl Iterator<Item = RecordId> {
+        self.records.children(record).filter(move |&child| self.records.at(child).resident().has(tier))
+    }
+
+    /// How many blocks `tier` has of `top` and below; more than `max` are not told apart.
+    fn count_from(&self, tier: Tier, top: RecordId, max: usize) -> usize {
+        let (mut left, mut count) = (vec![top], 0);
+        while let Some(record) = left.pop() {
+            count += 1;
+            // A block may have more children than one step looks at.
+            left.extend(self.resident_children(tier, record).take(max + 1));
+            if count + left.len() > max {
+                return max + 1;
+            }
+        }
+        count
+    }
+
+    /// A leaf of `tier` below `from`, or how far one step comes.
+    fn descend(&self, tier: Tier, from: RecordId) -> (RecordId, bool) {
+        let mut at = from;
+        for _ in 0..MAX_DESCENT {
+            match self.resident_children(tier, at).next() {
+                Some(child) => at = child,
+                None => return (at, true),
+            }
+        }
+        (at, false)
+    }
+
+    /// The uppermost ancestor of `leaf` up to `top` that has few enough descendants to drop them in one step.
+    fn small_part(&self, tier: Tier, top: RecordId, leaf: RecordId) -> RecordId {
+        let (mut part, mut size) = (leaf, 1);
+        while part != top {
+            let Some(parent) = self.records.at(part).parent() else { break };
+            size += 1;
+            for sibling in self.resident_children(tier, parent).filter(|&child| child != part) {
+                size += self.count_from(tier, sibling, MAX_DROPPED);
+                if size > MAX_DROPPED {
+                    break;
+                }
+            }
+            if size > MAX_DROPPED {
+                break;
+            }
+            part = parent;
+        }
+        part
+    }
+
+    /// Drops a block and everything below it.
+    fn drop_from(&mut self, tier: Tier, bad: RecordId, defect: Defect) -> usize {
+        let doomed = self.descendants(tier, bad);
+        let stats = &mut self.tier_mut(tier).stats;
+        match defect {
+            Defect::Corrupt => stats.quarantined += doomed.len() as u64,
+            Defect::Unreadable => stats.unreadable += doomed.len() as u64,
+        }
+        self.quarantines.so_far += 1;
+        let slots_of_doomed: HashSet<_> = doomed.iter().map(|&(slot, _)| slot).collect();
+        let pins = doomed.iter().map(|&(slot, _)| self.tier(tier).at(slot).pins()).sum();
+        let anchor = if pins > 0 { self.pin_parent_of(tier, bad) } else { None };
+        let slots = self.depths_below(tier, bad, &doomed);
+        let blocks = doomed.len();
+        self.unlink_all(tier, doomed, defect);
+        self.hold_quarantined(tier, Quarantine { slots, pins, anchor });
+        // Now that their slots are marked, the leases of those who wait end before them.
+        self.abort_transfers_on(tier, &slots_of_doomed);
+        self.transfers.note_dropped(Dropped { tier, blocks, defect });
+        blocks
+    }
+
+    /// Cuts a match before bad blocks that are still to be dropped. Their chain is found by their depth: who leases a
+    /// part of it that begins elsewhere is told that the block is there, and has a miss when he reads it.
+    pub(super) fn hide_dropping(&self, chain: Chain<'_>, found: &mut Found) {
+        for bad in &self.quarantines.dropping {
+            let (tier, above) = (bad.found.tier, bad.depth - 1);
+            if found.held.blocks(tier) > above && chain.key(above) == bad.key {
+                found.held.set(tier, above as u32);
+                let deepest = above.checked_sub(1).and_then(|last| self.find(chain.key(last)));
+                found.deepest[tier.index()] = deepest;
+            }
+        }
+    }
+
+    /// How many blocks below the parent of `top` each of `doomed` lies.
+    fn depths_below(&self, tier: Tier, top: RecordId, doomed: &[(SlotId, RecordId)]) -> HashMap<SlotId, u32> {
+        let mut depths = HashMap::from([(self.records.at(top).slot(tier), 1)]);
+        let mut path = Vec::new();
+        for &(_, record) in doomed {
+            let mut at = record;
+            let above = loop {
+                let slot = self.records.at(at).slot(tier);
+                match (depths.get(&slot), self.records.at(at).parent()) {
+                    (Some(&depth), _) => break depth,
+                    (None, Some(parent)) => {
+                        path.push(slot);
+                        at = parent;
+                    }
+                    (None, None) => break 0,
+                }
+            };
+            depths.extend(path.drain(..).rev().zip(above + 1..));
+        }
+        depths
+    }
+
+    /// Whoever reads a doomed block may also be reading its ancestors, which his pin on it protected: from now
+    /// on the quarantine does.
+    fn pin_parent_of(&mut self, tier: Tier, record: RecordId) -> Option<SlotId> {
+        let parent = self.records.at(record).parent()?;
+        let slot = self.records.at(parent).slot(tier);
+        self.tier_mut(tier).at_mut(slot).pin().then_some(slot)
+    }
+
+    /// Ends the residency of a block with all its descendants, leaves first.
+    fn unlink_all(&mut self, tier: Tier, doomed: Vec<(SlotId, RecordId)>, defect: Defect) {
+        let slots: HashSet<_> = doomed.iter().map(|&(slot, _)| slot).collect();
+        let mut leaves: Vec<_> =
+            doomed.into_iter().filter(|&(slot, _)| self.tier(tier).at(slot).children == 0).collect();
+        while let Some((slot, record)) = leaves.pop() {
+            let parent = self.records.at(record).parent();
+            let above = parent.map(|parent| (self.records.at(parent).slot(tier), parent));
+            self.unlink_leaf(tier, slot, record);
+            self.tier_mut(tier).at_mut(slot).set_quarantined();
+            self.flush_again(tier, record);
+            self.forget_if_nowhere(record, defect.miss_reason(), tier);
+            let is_next =
+                |&(above, _): &(SlotId, _)| slots.contains(&above) && self.tier(tier).at(above).children == 0;
+            leaves.extend(above.filter(is_next));
+        }
+    }
+
+    /// `bad` and every resident block below it.
+    fn descendants(&self, tier: Tier, bad: RecordId) -> Vec<(SlotId, RecordId)> {
+        let mut doomed = vec![bad];
+        let mut looked_at = 0;
+        while let Some(&above) = doomed.get(looked_at) {
+            doomed.extend(self.resident_children(tier, above));
+            looked_at += 1;
+        }
+        doomed.into_iter().map(|record| (self.records.at(record).slot(tier), record)).collect()
+    }
+
+    /// Transfers that hang on a doomed block will never be published.
+    fn abort_transfers_on(&mut self, tier: Tier, slots: &HashSet<SlotId>) {
+        let hanging = self.transfers.hanging_on(tier, |slot| slots.contains(&slot));
+        hanging.into_iter().for_each(|(id, from)| self.abort(id, from));
+    }
+
+    fn hold_quarantined(&mut self, tier: Tier, quarantine: Quarantine) {
+        if quarantine.pins == 0 {
+            self.free_quarantined(tier, quarantine);
+        } else {
+            self.quarantines.by_tier[tier.index()].push(quarantine);
+        }
+    }
+
+    /// A reader of a quarantined slot left.
+    pub(super) fn release_reader(&mut self, tier: Tier, slot: SlotId) {
+        if let Some(quarantine) = self.quarantines.remove_reader(tier, slot) {
+            self.free_quarantined(tier, quarantine);
+        }
+    }
+
+    fn free_quarantined(&mut self, tier: Tier, quarantine: Quarantine) {
+        let held = self.tier_mut(tier);
+        for slot in quarantine.slots.into_keys() {
+            *held.at_mut(slot) = Slot::EMPTY;
+            if let Some(frame) = held.pool.withdraw(slot) {
+                held.pool.give_back(frame);
+            }
+        }
+        if let Some(anchor) = quarantine.anchor {
+            self.unpin(tier, anchor);
+        }
+    }
+}

@@ -1,0 +1,476 @@
+//! The landing: what became of copies, told to the table in batches; and how transfers end.
+
+use std::time::Duration;
+
+use kvbm_tiers::{Frame, SlotId, Tier};
+
+use super::{BlockState, Caller, Effects, Parent, Reply, Transfer, TransferEnd, Waiter};
+use crate::table::index::RecordId;
+use crate::table::pins::Pins;
+use crate::table::tier::Dirty;
+use crate::table::{MissReason, Table};
+use crate::task::{CopyTask, Outcome, TaskResult, TransferId};
+
+/// Blocks that become resident in one step: some 200 µs.
+const MAX_PUBLISHED: usize = 256;
+
+impl Table {
+    /// Takes note of what became of copies, at `now` by the clock of the hardware: publishes what can be, gives back
+    /// the slots of what failed, ends transfers. What follows from that is done with the table unlocked.
+    pub fn land(&mut self, results: impl IntoIterator<Item = TaskResult>, now: Duration) -> Effects {
+        let mut arrived: Vec<TransferId> = Vec::new();
+        for TaskResult { task, outcome } in results {
+            let (id, block) = (task.id.transfer, task.id.block as usize);
+            let kept = self.transfers.at_mut(id).and_then(|transfer| transfer.kept_block(block));
+            let kept = kept.filter(|_| task.via.is_some());
+            match outcome {
+                Outcome::Arrived => {
+                    for (id, block) in kept.into_iter().chain([(id, block)]) {
+                        self.block_arrived(id, block, None, now);
+                        // Blocks of a batch are published together: one touch for all of them.
+                        if arrived.last() != Some(&id) {
+                            arrived.push(id);
+                        }
+                    }
+                }
+                Outcome::Failed { halfway, defect } => {
+                    if let Some(defect) = defect {
+                        self.quarantine(task.block, task.from, defect);
+                    }
+                    if let Some((id, block)) = kept {
+                        if halfway {
+                            self.block_arrived(id, block, None, now);
+                            arrived.push(id);
+                        } else {
+                            self.block_failed(id, block, None);
+                        }
+                    }
+                    self.block_failed(id, block, None);
+                }
+                Outcome::Overdue { writes_destination } => {
+                    kept.into_iter().for_each(|(id, block)| self.block_overdue(id, block));
+                    if writes_destination {
+                        self.block_overdue(id, block);
+                    } else {
+                        // The medium is busy with the source; nothing will come here.
+                        self.abort(id, block);
+                        self.free_slot(id, block, None);
+                    }
+                }
+                Outcome::Returned => {
+                    for (id, block) in kept.into_iter().chain([(id, block)]) {
+                        self.block_returned(id, block, None);
+                    }
+                }
+            }
+        }
+        self.transfers.ready.extend(arrived);
+        self.publish_more()
+    }
+
+    /// Makes resident what can be, a step of it: thousands of blocks may have waited for one that arrived.
+    pub fn publish_more(&mut self) -> Effects {
+        let mut room = MAX_PUBLISHED;
+        while room > 0
+            && let Some(id) = self.transfers.ready.pop()
+        {
+            self.publish_ready(id, &mut room);
+        }
+        self.take_effects()
+    }
+
+    /// What was put off until the table is unlocked.
+    pub fn take_effects(&mut self) -> Effects {
+        let has_more = !self.transfers.ready.is_empty();
+        Effects { has_more, ..std::mem::take(&mut self.transfers.effects) }
+    }
+
+    /// Ends a transfer early: of what has not arrived, what waits is not copied.
+    pub fn cancel(&mut self, id: TransferId) -> Effects {
+        self.abort(id, 0);
+        self.take_effects()
+    }
+
+    /// Ends all transfers, and takes on no more. Copies that a medium works on keep their slots until they end.
+    pub fn close(&mut self) -> Effects {
+        // Set under the lock: whoever plans after this sees it, whoever planned before is among those that end here.
+        self.transfers.is_closed = true;
+        let all: Vec<TransferId> = self.transfers.iter().map(|(id, _)| id).collect();
+        all.into_iter().for_each(|id| self.abort(id, 0));
+        self.take_effects()
+    }
+
+    /// Makes blocks resident that an engine has filled: the `first`-th of a transfer and those behind it.
+    pub fn fill(&mut self, id: TransferId, first: usize, frames: impl IntoIterator<Item = Frame>) -> Effects {
+        for (block, frame) in (first..).zip(frames) {
+            self.block_arrived(id, block, Some(frame), Duration::ZERO);
+        }
+        self.transfers.ready.push(id);
+        self.publish_more()
+    }
+
+    /// Gives back the slots of blocks that an engine does not fill: the `first`-th of a transfer and those behind it.
+    pub fn abandon(
+        &mut self,
+        id: TransferId,
+        first: usize,
+        frames: impl IntoIterator<Item = Frame>,
+    ) -> Effects {
+        self.abort(id, first);
+        for (block, frame) in (first..).zip(frames) {
+            self.block_returned(id, block, Some(frame));
+        }
+        self.take_effects()
+    }
+
+    /// No more blocks of a transfer come. Who waits for it is told of its end, and has a lease of what it brought.
+    pub fn end_plan(&mut self, id: TransferId, caller: Option<(Pins, Reply)>) {
+        let Some(transfer) = self.transfers.at_mut(id) else { return };
+        transfer.is_open = false;
+        transfer.caller = caller.map(|(pins, reply)| Caller { pins, reply });
+        let kept = transfer.kept;
+        let sources = if transfer.away == 0 { transfer.sources.take() } else { None };
+        sources.into_iter().for_each(|pins| self.release(pins));
+        kept.into_iter().for_each(|(kept, _)| self.end_plan(kept, None));
+        self.end_if_done(id);
+    }
+
+    /// The bytes of a block are there. `frame`: the handle to its slot, from the engine that had it.
+    fn block_arrived(&mut self, id: TransferId, block: usize, frame: Option<Frame>, now: Duration) {
+        let Some(transfer) = self.transfers.at_mut(id) else { return };
+        // What comes before it failed while its own copy was under way: its bytes are right and of no use.
+        if block >= transfer.alive {
+            return self.block_returned(id, block, frame);
+        }
+        let arrived = &mut transfer.blocks[block];
+        debug_assert_eq!(arrived.state, BlockState::Coming, "a block arrived twice");
+        arrived.state = BlockState::Arrived;
+        arrived.frame = frame.or(arrived.frame.take());
+        debug_assert!(
+            arrived.frame.as_ref().is_some_and(|frame| frame.slot() == arrived.slot),
+            "the handle of another slot came back"
+        );
+        transfer.account.copied = Some(now);
+        self.came_home(id, block);
+    }
+
+    /// A block will not come, and nobody touches its slot any more.
+    fn block_failed(&mut self, id: TransferId, block: usize, frame: Option<Frame>) {
+        self.abort(id, block);
+        self.block_returned(id, block, frame);
+    }
+
+    /// A block will not come, and a medium may still write its slot.
+    fn block_overdue(&mut self, id: TransferId, block: usize) {
+        // What comes behind it can never be published, so nobody need wait for that either.
+        self.abort(id, block);
+        let Some(transfer) = self.transfers.at_mut(id) else { return };
+        let (tier, held) = (transfer.to, &mut transfer.blocks[block]);
+        debug_assert_eq!(held.state, BlockState::Coming, "a block that had ended is overdue");
+        held.state = BlockState::Overdue;
+        self.tier_mut(tier).lost += 1;
+    }
+
+    /// Nobody has a block that has failed any more.
+    fn block_returned(&mut self, id: TransferId, block: usize, frame: Option<Frame>) {
+        self.free_slot(id, block, frame);
+        self.came_home(id, block);
+    }
+
+    /// Nobody touches the slot of a block that has failed any more.
+    fn free_slot(&mut self, id: TransferId, block: usize, frame: Option<Frame>) {
+        let Some(transfer) = self.transfers.at_mut(id) else { return };
+        let (tier, held) = (transfer.to, &mut transfer.blocks[block]);
+        debug_assert!(block >= transfer.alive, "the slot of a block that may still come");
+        let was = std::mem::replace(&mut held.state, BlockState::Ended);
+        let frame = frame.or(held.frame.take());
+        let of_tier = self.tier_mut(tier);
+        of_tier.lost -= u32::from(was == BlockState::Overdue);
+        frame.into_iter().for_each(|frame| of_tier.pool.give_back(frame));
+    }
+
+    /// No queue, no medium and no engine has a block any more.
+    fn came_home(&mut self, id: TransferId, block: usize) {
+        let Some(transfer) = self.transfers.at_mut(id) else { return };
+        transfer.away -= 1;
+        // An open transfer may get more blocks, which read the same sources.
+        let sources = if transfer.away == 0 && !transfer.is_open { transfer.sources.take() } else { None };
+        let source = transfer.blocks[block].source.take();
+        source.into_iter().for_each(|slot| self.unpin(Tier::Host, slot));
+        sources.into_iter().for_each(|pins| self.release(pins));
+        self.forget_if_home(id);
+    }
+
+    /// Publishes what is ready of a transfer, `room` blocks at most. Those that hang on them are ready as well then.
+    fn publish_ready(&mut self, id: TransferId, room: &mut usize) {
+        let Some(transfer) = self.transfers.at_mut(id) else { return };
+        let (tier, parent, before) = (transfer.to, transfer.parent, transfer.published);
+        let info = transfer.context.info;
+        while *room > 0
+            && let Some((record, frame)) = self.transfers.at_mut(id).and_then(Transfer::next_ready)
+        {
+            *room -= 1;
+            self.publish(record, frame, info);
+            for waiter in self.transfers.take_waiting_for(tier, record) {
+                match waiter {
+                    Waiter::Transfer(waiting) => {
+                        self.hang_on(waiting, tier, record);
+                        self.transfers.ready.push(waiting);
+                    }
+                    Waiter::Copy(task) => self.resume(task),
+                }
+            }
+        }
+        self.advance_parent(id, parent, before);
+        if *room == 0 {
+            // Perhaps for nothing: the next step sees.
+            self.transfers.ready.push(id);
+        }
+        self.end_if_done(id);
+    }
+
+    /// The block that a transfer waited for is resident.
+    fn hang_on(&mut self, id: TransferId, tier: Tier, record: RecordId) {
+        let parent = self.pin_parent(tier, Some(record));
+        match (self.transfers.at_mut(id), parent) {
+            (Some(transfer), Some(parent)) => transfer.parent = parent,
+            (Some(transfer), None) => {
+                transfer.parent = Parent::Root;
+                self.abort(id, 0);
+            }
+            (None, parent) => parent.into_iter().for_each(|parent| self.unpin_parent(tier, parent)),
+        }
+    }
+
+    /// Moves a transfer's pin to the last block that it published, and reports the use.
+    fn advance_parent(&mut self, id: TransferId, old: Parent, before: usize) {
+        let now_ms = self.now_ms;
+        let Some(transfer) = self.transfers.at_mut(id) else { return };
+        let inserted = transfer.published - before;
+        let Some(last) = transfer.published.checked_sub(1).filter(|_| inserted > 0) else { return };
+        let (tier, context) = (transfer.to, transfer.context);
+        let (slot, record) = (transfer.blocks[last].slot, transfer.blocks[last].record);
+        transfer.parent = Parent::Resident(slot);
+        let depth = self.records.at(record).depth();
+        let (held, records) = self.tier_and_records(tier);
+        // The new pin before the old one goes: the ancestors must not be evictable in between.
+        let pinned = held.at_mut(slot).pin();
+        debug_assert!(pinned, "a block that was just published has no pins yet");
+        let access = context.access(now_ms, slot, depth, inserted as u32);
+        held.touch(&access, records);
+        self.unpin_parent(tier, old);
+    }
+
+    /// Holds on to the block that a transfer will hang on; `None` if it cannot be pinned.
+    pub(in crate::table) fn pin_parent(&mut self, tier: Tier, parent: Option<RecordId>) -> Option<Parent> {
+        let Some(parent) = parent else { return Some(Parent::Root) };
+        let record = self.records.at(parent);
+        if record.filling().has(tier) {
+            return Some(Parent::Awaited(parent));
+        }
+        let slot = record.slot(tier);
+        self.tier_mut(tier).at_mut(slot).pin().then_some(Parent::Resident(slot))
+    }
+
+    pub(super) fn unpin_parent(&mut self, tier: Tier, parent: Parent) {
+        if let Parent::Resident(slot) = parent {
+            self.unpin(tier, slot);
+        }
+    }
+
+    fn publish(&mut self, record: RecordId, frame: Frame, info: crate::table::RequestInfo) {
+        let tier = frame.tier();
+        self.records.at_mut(record).publish(tier);
+        self.note_residence(record);
+        if let Some(parent) = self.records.at(record).parent() {
+            let parent = self.records.at(parent).slot(tier);
+            self.tier_mut(tier).at_mut(parent).children += 1;
+        }
+        let since_ms = self.now_ms;
+        let resident = self.records.at(record).resident();
+        let held = self.tier_mut(tier);
+        let slot = held.pool.deposit(frame);
+        held.occupy(slot, record);
+        if held.flush_to.is_some_and(|below| !resident.has(below)) {
+            held.queue(Dirty { slot, record, since_ms, info });
+        }
+        self.mark_clean_above(tier, record);
+    }
+
+    /// `record` reached `tier`: where another tier waited for that before evicting it, it is clean now.
+    fn mark_clean_above(&mut self, tier: Tier, record: RecordId) {
+        let known = *self.records.at(record);
+        for above in self.tiers.iter_mut().flatten().filter(|above| above.flush_to == Some(tier)) {
+            if known.resident().has(above.tier) {
+                above.flush_succeeded();
+                above.reconsider(known.slot(above.tier));
+            }
+        }
+    }
+
+    /// The block that a copy waited for is in the host tier now, or will not come there: sends the copy on its way.
+    fn resume(&mut self, mut task: CopyTask) {
+        let there = self.pin_resident_slot(Tier::Host, task.block);
+        let (id, block) = (task.id.transfer, task.id.block as usize);
+        let Some(transfer) = self.transfers.at_mut(id).filter(|transfer| block < transfer.alive) else {
+            there.into_iter().for_each(|slot| self.unpin(Tier::Host, slot));
+            return self.block_returned(id, block, None);
+        };
+        if let Some(slot) = there {
+            transfer.blocks[block].source = Some(slot);
+            task.from = self.slot_ref(Tier::Host, slot);
+        }
+        self.transfers.effects.tasks.push(task);
+    }
+
+    /// Fails a transfer from its `from`-th block on, and every transfer that hangs on one of these blocks.
+    pub(in crate::table) fn abort(&mut self, id: TransferId, from: usize) {
+        let mut doomed = vec![(id, from)];
+        let mut dead = Vec::new();
+        let mut copies = Vec::new();
+        let mut next = 0;
+        while let Some(&(id, from)) = doomed.get(next) {
+            next += 1;
+            let Some(transfer) = self.transfers.at_mut(id) else { continue };
+            let (tier, blocks) =
+                (transfer.to, from.max(transfer.published).min(transfer.alive)..transfer.alive);
+            transfer.alive = blocks.start;
+            transfer.is_cut = true;
+            if from == 0 && matches!(transfer.parent, Parent::Awaited(_)) {
+                self.stop_waiting(id);
+            }
+            let Some(transfer) = self.transfers.at_mut(id) else { continue };
+            let records: Vec<RecordId> =
+                transfer.blocks[blocks.clone()].iter().map(|block| block.record).collect();
+            for record in records {
+                for waiter in self.transfers.take_waiting_for(tier, record) {
+                    match waiter {
+                        Waiter::Transfer(waiting) => {
+                            self.transfers
+                                .at_mut(waiting)
+                                .into_iter()
+                                .for_each(|held| held.parent = Parent::Root);
+                            doomed.push((waiting, 0));
+                        }
+                        Waiter::Copy(task) => copies.push(task),
+                    }
+                }
+            }
+            dead.push((id, blocks));
+        }
+        // Children first: a record must not be forgotten before those that name it as their parent.
+        for (id, blocks) in dead.iter().rev() {
+            blocks.clone().rev().for_each(|block| self.give_up_block(*id, block));
+        }
+        copies.into_iter().for_each(|task| self.resume(task));
+        for (id, blocks) in dead {
+            let is_away = self.transfers.at_mut(id).is_some_and(|transfer| transfer.away > 0);
+            if !blocks.is_empty() && is_away {
+                self.transfers.effects.cancelled.push((id, blocks.start as u32));
+            }
+            self.end_if_done(id);
+        }
+    }
+
+    /// A transfer that hangs on a block which is on its way does not wait for it any more.
+    fn stop_waiting(&mut self, id: TransferId) {
+        let Some(transfer) = self.transfers.at_mut(id) else { return };
+        let Parent::Awaited(record) = std::mem::replace(&mut transfer.parent, Parent::Root) else { return };
+        let block = (transfer.to, record);
+        if let Some(waiting) = self.transfers.waiting.get_mut(&block) {
+            waiting.retain(|waiter| !matches!(waiter, Waiter::Transfer(other) if *other == id));
+            if waiting.is_empty() {
+                self.transfers.waiting.remove(&block);
+            }
+        }
+    }
+
+    /// The block will not become resident: its record forgets the tier. If its bytes have arrived, its slot is free.
+    fn give_up_block(&mut self, id: TransferId, block: usize) {
+        let Some(transfer) = self.transfers.at_mut(id) else { return };
+        let (tier, held) = (transfer.to, &mut transfer.blocks[block]);
+        let record = held.record;
+        if held.state == BlockState::Arrived {
+            held.state = BlockState::Ended;
+            let frame = held.frame.take();
+            frame.into_iter().for_each(|frame| self.tier_mut(tier).pool.give_back(frame));
+        }
+        self.records.at_mut(record).leave(tier);
+        self.retry_above(tier, record);
+        self.forget_if_nowhere(record, MissReason::IoError, tier);
+    }
+
+    fn end_if_done(&mut self, id: TransferId) {
+        let Some(transfer) = self.transfers.at_mut(id).filter(|held| held.is_done() && !held.has_ended)
+        else {
+            return;
+        };
+        transfer.has_ended = true;
+        let (tier, parent, copied) = (transfer.to, transfer.parent, transfer.published);
+        // Whatever comes home later finds nobody to tell: the end is reported once.
+        let caller = transfer.caller.take();
+        let account = std::mem::take(&mut transfer.account);
+        let (class, blocks) = (transfer.class, account.blocks);
+        let (pins, reply) = match caller {
+            Some(Caller { mut pins, reply }) => {
+                self.extend_lease(&mut pins, tier, parent, account.before + copied);
+                if copied == 0 {
+                    // Of what other transfers brought, as much as arrived.
+                    self.hold_leading(&mut pins, tier, account.before - account.found.len(), &account.found);
+                }
+                self.drop_quarantined(&mut pins);
+                (Some(pins), Some(reply))
+            }
+            None => {
+                self.unpin_parent(tier, parent);
+                (None, None)
+            }
+        };
+        let took = account.copied.filter(|_| copied == blocks).map(|end| end.saturating_sub(account.started));
+        self.transfers.effects.ended.push(TransferEnd {
+            class,
+            to: tier,
+            blocks,
+            copied,
+            source: account.source,
+            took,
+            recompute: account.recompute,
+            declined: account.declined,
+            refused: account.refused,
+            pins,
+            reply,
+        });
+        self.forget_if_home(id);
+    }
+
+    /// Hands a transfer's pin over to its caller's lease, which holds `blocks` leading ones from now on.
+    fn extend_lease(&mut self, pins: &mut Pins, tier: Tier, parent: Parent, blocks: usize) {
+        self.drop_quarantined(pins);
+        if let Parent::Resident(slot) = parent {
+            // What was missing elsewhere is no reason to let go of what it has here.
+            if pins.held().blocks(tier) > blocks {
+                return self.unpin(tier, slot);
+            }
+            self.release_tier(pins, tier);
+            pins.hold(tier, slot, blocks);
+        }
+    }
+
+    fn forget_if_home(&mut self, id: TransferId) {
+        let is_over = |transfer: &&mut Transfer| transfer.has_ended && transfer.away == 0;
+        if self.transfers.at_mut(id).as_ref().is_some_and(is_over) {
+            let over = self.transfers.remove(id);
+            debug_assert!(
+                over.is_some_and(|transfer| transfer.sources.is_none()),
+                "what was read stays pinned"
+            );
+        }
+    }
+
+    /// Pins the slot of a block that `tier` holds. `None`: it does not.
+    fn pin_resident_slot(&mut self, tier: Tier, key: kvbm_tiers::BlockKey) -> Option<SlotId> {
+        let record = self.find(key).filter(|&r| self.records.at(r).resident().has(tier))?;
+        let slot = self.records.at(record).slot(tier);
+        self.tier_mut(tier).at_mut(slot).pin().then_some(slot)
+    }
+}

@@ -1,0 +1,352 @@
+//! Transfers: blocks of one chain on their way into one tier, from the plan to the landing.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `plan` | what a request lacks in a tier, and the slots for it: in steps, so that a long prompt does not keep the lock |
+//! | `land` | what became of the copies: publication, failure, and the end |
+//!
+//! Copies end in any order, publication follows the chain: a block becomes resident when its bytes are there and its
+//! parent is resident. A block that fails takes the rest of its transfer with it, and every transfer that hangs on
+//! it. A transfer has ended when nothing of it can become resident any more; it stays on the books until no medium
+//! has its slots.
+
+mod land;
+mod plan;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::time::Duration;
+
+use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
+
+use super::index::RecordId;
+use super::pins::Pins;
+use super::request::RequestContext;
+use crate::task::{Class, CopyTask, Defect, TransferId};
+
+pub use self::plan::{Filled, Reserved, Steps, TransferPlan};
+
+/// What a transfer's first unpublished block hangs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Parent {
+    /// The block is a root.
+    Root,
+    /// The parent is resident in this slot, which the transfer pins.
+    Resident(SlotId),
+    /// The parent is on the way in another transfer.
+    Awaited(RecordId),
+}
+
+/// A block on its way.
+#[derive(Debug)]
+struct Block {
+    record: RecordId,
+    slot: SlotId,
+    /// The handle to its slot, unless the engine has it, which fills the slot, or the tier.
+    frame: Option<Frame>,
+    state: BlockState,
+    /// The slot of the host tier that its copy reads, pinned for that.
+    source: Option<SlotId>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum BlockState {
+    /// Its bytes are on the way, or will be.
+    Coming,
+    /// They are there; its parent is not yet.
+    Arrived,
+    /// Nobody waits for them, and a medium may still write them.
+    Overdue,
+    /// It is resident, or it failed and its slot is free.
+    Ended,
+}
+
+/// Who asked for a transfer.
+#[derive(Debug)]
+struct Caller {
+    /// His lease. It holds the destination's part as well when the transfer has ended.
+    pins: Pins,
+    reply: Reply,
+}
+
+/// What is done with the end of a transfer, once the table is unlocked.
+pub struct Reply(Box<dyn FnOnce(TransferEnd) + Send>);
+
+impl Reply {
+    /// `reply` is called once.
+    pub fn new(reply: impl FnOnce(TransferEnd) + Send + 'static) -> Self {
+        Self(Box::new(reply))
+    }
+}
+
+impl fmt::Debug for Reply {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Reply")
+    }
+}
+
+/// One transfer.
+#[derive(Debug)]
+struct Transfer {
+    class: Class,
+    to: Tier,
+    context: RequestContext,
+    parent: Parent,
+    blocks: Vec<Block>,
+    /// Leading blocks that are resident.
+    published: usize,
+    /// Blocks from here on have failed.
+    alive: usize,
+    /// Copies that a queue or a medium still has, and blocks that an engine fills.
+    away: usize,
+    /// More blocks may come, or its caller.
+    is_open: bool,
+    has_ended: bool,
+    /// Its end has failed, perhaps before any block of it: nothing can be added behind.
+    is_cut: bool,
+    /// The transfer of those of its blocks that stay in the host tier when they pass it, and the first of them here.
+    kept: Option<(TransferId, usize)>,
+    /// Pins what its copies read until the last of them is out of the media's hands, whatever becomes of the caller's
+    /// lease.
+    sources: Option<Pins>,
+    caller: Option<Caller>,
+    account: Account,
+}
+
+/// What is reported of a transfer besides its blocks.
+#[derive(Debug, Default)]
+struct Account {
+    /// Leading blocks of the chain that come before those of the transfer.
+    before: usize,
+    /// The last of them, root first: those of which the caller's lease may not know in the destination, because they
+    /// came there since or are on the way in other transfers.
+    found: Vec<BlockKey>,
+    /// Blocks that it is to bring.
+    blocks: usize,
+    recompute: usize,
+    declined: usize,
+    refused: usize,
+    /// The tier that all its blocks come from, if it is one.
+    source: Option<Tier>,
+    started: Duration,
+    /// When its last copy arrived.
+    copied: Option<Duration>,
+}
+
+/// How a transfer ended.
+#[derive(Debug)]
+pub struct TransferEnd {
+    /// What kind of work it was.
+    pub class: Class,
+    /// Where the blocks went.
+    pub to: Tier,
+    /// Blocks that were to be copied.
+    pub blocks: usize,
+    /// Those of them that are resident now.
+    pub copied: usize,
+    /// The tier that all of them came from, if it is one.
+    pub source: Option<Tier>,
+    /// How long their copies took, time in queues included; `None` if not all of them arrived.
+    pub took: Option<Duration>,
+    /// Blocks left to the engine, which computes them sooner than they are loaded.
+    pub recompute: usize,
+    /// Blocks that the destination did not think worth the room.
+    pub declined: usize,
+    /// Blocks that found no room or no way.
+    pub refused: usize,
+    /// The caller's lease, which holds the destination's part as well.
+    pub pins: Option<Pins>,
+    reply: Option<Reply>,
+}
+
+impl TransferEnd {
+    /// Tells the caller. Not under the table's lock: a lease that nobody wants any more ends here.
+    pub fn report(mut self) {
+        if let Some(Reply(reply)) = self.reply.take() {
+            reply(self);
+        }
+    }
+}
+
+/// Blocks that were dropped from a tier with a bad one.
+#[derive(Clone, Copy, Debug)]
+pub struct Dropped {
+    /// The tier.
+    pub tier: Tier,
+    /// How many, descendants included.
+    pub blocks: usize,
+    /// What was wrong with the first.
+    pub defect: Defect,
+}
+
+/// What is to be done about a change of the table once it is unlocked.
+#[derive(Debug, Default)]
+#[must_use]
+pub struct Effects {
+    /// Copies to make.
+    pub tasks: Vec<CopyTask>,
+    /// Blocks that others wait for who are more urgent than whoever queued them.
+    pub awaited: Vec<BlockKey>,
+    /// Transfers, and from which block on their copies are in vain.
+    pub cancelled: Vec<(TransferId, u32)>,
+    /// Transfers that have ended.
+    pub ended: Vec<TransferEnd>,
+    /// Blocks that are gone.
+    pub dropped: Vec<Dropped>,
+    /// More blocks can become resident than one step takes: [`Table::publish_more`](super::Table::publish_more) goes on.
+    pub has_more: bool,
+}
+
+/// Who waits for a block that is on its way into a tier.
+#[derive(Debug)]
+enum Waiter {
+    /// A transfer that hangs on it.
+    Transfer(TransferId),
+    /// A copy that would read it from further down, and goes on from here instead.
+    Copy(CopyTask),
+}
+
+/// All transfers on the books, who waits for whom, and what is to be done about it after the lock.
+#[derive(Debug, Default)]
+pub(super) struct Transfers {
+    places: Vec<(u32, Option<Transfer>)>,
+    free: Vec<u32>,
+    waiting: HashMap<(Tier, RecordId), Vec<Waiter>>,
+    effects: Effects,
+    /// Transfers of which blocks can become resident.
+    ready: Vec<TransferId>,
+    is_closed: bool,
+}
+
+impl Transfers {
+    fn open(&mut self, transfer: Transfer) -> TransferId {
+        let awaited = match transfer.parent {
+            Parent::Awaited(parent) => Some((transfer.to, parent)),
+            _ => None,
+        };
+        let place = self.free.pop().unwrap_or_else(|| {
+            self.places.push((0, None));
+            self.places.len() as u32 - 1
+        });
+        let (life, held) = &mut self.places[place as usize];
+        *held = Some(transfer);
+        let id = TransferId { place, life: *life };
+        if let Some(block) = awaited {
+            self.wait_for(block, Waiter::Transfer(id));
+        }
+        id
+    }
+
+    fn at_mut(&mut self, id: TransferId) -> Option<&mut Transfer> {
+        let (life, transfer) = self.places.get_mut(id.place as usize)?;
+        transfer.as_mut().filter(|_| *life == id.life)
+    }
+
+    fn remove(&mut self, id: TransferId) -> Option<Transfer> {
+        self.at_mut(id)?;
+        let (life, transfer) = &mut self.places[id.place as usize];
+        // A completion of a transfer that is over must not find the next one in its place.
+        *life = life.wrapping_add(1);
+        self.free.push(id.place);
+        transfer.take()
+    }
+
+    fn wait_for(&mut self, block: (Tier, RecordId), waiter: Waiter) {
+        self.waiting.entry(block).or_default().push(waiter);
+    }
+
+    /// Who waits for a block of which it is known now what becomes of it.
+    fn take_waiting_for(&mut self, tier: Tier, record: RecordId) -> Vec<Waiter> {
+        // Nearly always nobody waits for anything.
+        if self.waiting.is_empty() {
+            return Vec::new();
+        }
+        self.waiting.remove(&(tier, record)).unwrap_or_default()
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (TransferId, &Transfer)> {
+        let places = (0u32..).zip(&self.places);
+        places.filter_map(|(place, (life, held))| Some((TransferId { place, life: *life }, held.as_ref()?)))
+    }
+
+    /// Whether none is on the books.
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.iter().next().is_none() && self.waiting.is_empty()
+    }
+
+    /// Whether blocks are on their way into `tier`.
+    pub(super) fn is_filling(&self, tier: Tier) -> bool {
+        self.iter().any(|(_, transfer)| transfer.to == tier && !transfer.has_ended)
+    }
+
+    /// The transfers into `tier` whose next block hangs on one of `slots`, with how far each has come.
+    pub(super) fn hanging_on(&self, tier: Tier, is_one: impl Fn(SlotId) -> bool) -> Vec<(TransferId, usize)> {
+        let hangs = |transfer: &Transfer| {
+            transfer.to == tier && matches!(transfer.parent, Parent::Resident(slot) if is_one(slot))
+        };
+        self.iter().filter(|(_, transfer)| hangs(transfer)).map(|(id, held)| (id, held.published)).collect()
+    }
+
+    /// Copies to make once the table is unlocked.
+    pub(super) const fn tasks_planned(&self) -> usize {
+        self.effects.tasks.len()
+    }
+
+    /// Notes that blocks were dropped.
+    pub(super) fn note_dropped(&mut self, dropped: Dropped) {
+        self.effects.dropped.push(dropped);
+    }
+}
+
+impl Transfer {
+    fn new(class: Class, to: Tier, context: RequestContext, parent: Parent) -> Self {
+        Self {
+            class,
+            to,
+            context,
+            parent,
+            blocks: Vec::new(),
+            published: 0,
+            alive: 0,
+            away: 0,
+            is_open: true,
+            has_ended: false,
+            is_cut: false,
+            kept: None,
+            sources: None,
+            caller: None,
+            account: Account::default(),
+        }
+    }
+
+    fn add(&mut self, record: RecordId, slot: SlotId, frame: Option<Frame>) {
+        debug_assert_eq!(self.alive, self.blocks.len(), "a block was added behind one that failed");
+        self.blocks.push(Block { record, slot, frame, state: BlockState::Coming, source: None });
+        self.alive += 1;
+        self.away += 1;
+    }
+
+    /// The next block to publish, if its turn has come.
+    fn next_ready(&mut self) -> Option<(RecordId, Frame)> {
+        if matches!(self.parent, Parent::Awaited(_)) || self.published == self.alive {
+            return None;
+        }
+        let block = self.blocks.get_mut(self.published).filter(|block| block.state == BlockState::Arrived)?;
+        let frame = block.frame.take()?;
+        block.state = BlockState::Ended;
+        self.published += 1;
+        Some((block.record, frame))
+    }
+
+    /// Whether nothing of it can become resident any more.
+    const fn is_done(&self) -> bool {
+        !self.is_open && !matches!(self.parent, Parent::Awaited(_)) && self.published == self.alive
+    }
+
+    /// The block of the host tier in which its `block`-th one stays on its way.
+    fn kept_block(&self, block: usize) -> Option<(TransferId, usize)> {
+        let (id, first) = self.kept?;
+        Some((id, block.checked_sub(first)?))
+    }
+}

@@ -1,0 +1,650 @@
+//! The plan: what a request lacks in a tier, where each block is read from, and the slots for them.
+//!
+//! A prompt may have thousands of blocks, and others need the table meanwhile: planning goes in steps of a bounded
+//! number of blocks, between which the table is unlocked. [`Table::trace`] finds what is missing,
+//! [`Table::extend`] takes slots and makes copy tasks, [`Table::finish_plan`] hands the transfer over to its caller.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use kvbm_tiers::{BlockKey, Frame, Route, SlotId, SlotRef, Tier};
+
+use super::{Account, Parent, Reply, Transfer, Waiter};
+use crate::hash::Chain;
+use crate::table::index::RecordId;
+use crate::table::pins::Pins;
+use crate::table::request::{RequestContext, RequestInfo};
+use crate::table::tier_set::TierSet;
+use crate::table::{MissReason, Table};
+use crate::task::{Class, CopyTask, TaskId, TransferId};
+
+/// How long the steps of plans are, in blocks.
+#[derive(Clone, Copy, Debug)]
+pub struct Steps {
+    /// Blocks for which slots are taken.
+    pub placed: usize,
+    /// Blocks that are only looked at.
+    pub looked_at: usize,
+}
+
+impl Default for Steps {
+    /// Some 300 µs, where each block that is placed needs another evicted; a cache miss or two for each that is looked
+    /// at.
+    fn default() -> Self {
+        Self { placed: 256, looked_at: 2_048 }
+    }
+}
+
+/// A full last tier weighs so many newcomers against what it has. What a longer chain has behind these is taken in as
+/// far as there is room: it is the last that would be asked for again.
+const WEIGHED: usize = 1_024;
+
+/// A transfer in the making.
+#[derive(Debug)]
+pub struct TransferPlan {
+    class: Class,
+    to: Tier,
+    context: RequestContext,
+    /// The caller's lease; none where an engine fills the blocks.
+    pins: Option<Pins>,
+    trace: Option<Trace>,
+    /// Leading blocks of the chain before `keys`, which the destination has, and the last of them.
+    before: usize,
+    behind: Option<BlockKey>,
+    /// The blocks that the destination lacks, root first, and, unless an engine fills them, where each is read.
+    keys: Vec<BlockKey>,
+    from: Vec<SlotRef>,
+    /// Pins what is read.
+    sources: Option<Pins>,
+    /// Tiers from which nothing leads to the destination but through the host tier.
+    through_host: TierSet,
+    /// The last block is to try whether a medium is well again.
+    is_probe: bool,
+    is_probe_sent: bool,
+    /// Leading ones of `keys` that came to the destination since, and those behind them that others bring.
+    resident: usize,
+    in_flight: usize,
+    transfer: Option<TransferId>,
+    /// The last block that has its place.
+    above: Option<RecordId>,
+    placed: usize,
+    admitted: usize,
+    keeping: Keeping,
+    recompute: usize,
+    declined: usize,
+    refused: usize,
+    /// Blocks for which no slots were taken, because those before them had failed meanwhile.
+    failed: usize,
+    found_no_room: bool,
+    /// The handles to the slots that an engine fills.
+    frames: Vec<Frame>,
+}
+
+/// How far the search for what is missing has come: up the chain from the deepest block of the lease.
+#[derive(Debug)]
+struct Trace {
+    longest: Tier,
+    at: Option<RecordId>,
+    before: usize,
+    /// Quarantines so far: another one may have dropped what was traced.
+    quarantines: u64,
+}
+
+/// Whether blocks that pass the host tier on their way up stay there.
+#[derive(Clone, Copy, Debug)]
+enum Keeping {
+    /// None has passed it yet.
+    NotYet,
+    /// Those so far are there or on their way: they need not be read twice.
+    Known,
+    /// They stay, as part of this transfer.
+    Into(TransferId),
+    /// There is no room for them, or their ancestors are not there.
+    No,
+}
+
+/// Slots that an engine fills.
+#[derive(Debug)]
+pub struct Reserved {
+    /// The transfer that makes the blocks resident once they are filled.
+    pub transfer: TransferId,
+    /// Leading blocks of the chain that the tier has or awaits.
+    pub before: usize,
+    /// How many of them are on the way in other transfers.
+    pub in_flight: usize,
+    /// The handles to the slots of the blocks behind them, root first.
+    pub frames: Vec<Frame>,
+    /// Blocks after these that are not worth the room that they would take.
+    pub declined: usize,
+    /// Blocks at the end that found no room.
+    pub refused: usize,
+    behind: Option<BlockKey>,
+}
+
+impl TransferPlan {
+    /// To make resident in `to` what a lease holds elsewhere.
+    pub fn copying(class: Class, to: Tier, pins: Pins) -> Self {
+        let context = pins.context();
+        Self { pins: Some(pins), ..Self::new(class, to, context) }
+    }
+
+    fn new(class: Class, to: Tier, context: RequestContext) -> Self {
+        Self {
+            class,
+            to,
+            context,
+            pins: None,
+            trace: None,
+            before: 0,
+            behind: None,
+            keys: Vec::new(),
+            from: Vec::new(),
+            sources: None,
+            through_host: TierSet::default(),
+            is_probe: false,
+            is_probe_sent: false,
+            resident: 0,
+            in_flight: 0,
+            transfer: None,
+            above: None,
+            placed: 0,
+            admitted: usize::MAX,
+            keeping: if class == Class::Load { Keeping::NotYet } else { Keeping::No },
+            recompute: 0,
+            declined: 0,
+            refused: 0,
+            failed: 0,
+            found_no_room: false,
+            frames: Vec::new(),
+        }
+    }
+
+    /// What the lease holds; nothing where an engine fills the blocks.
+    pub fn held(&self) -> crate::table::Match {
+        self.pins.as_ref().map(|pins| *pins.held()).unwrap_or_default()
+    }
+
+    /// Leading blocks of the chain that the destination has.
+    pub const fn before(&self) -> usize {
+        self.before
+    }
+
+    /// Where each missing block is read, root first.
+    pub fn sources(&self) -> &[SlotRef] {
+        &self.from
+    }
+
+    /// Leaves all but the first `blocks` missing ones to the engine, which computes them sooner. Returns how many.
+    pub fn recompute_behind(&mut self, blocks: usize) -> usize {
+        let left = self.cut(blocks);
+        self.recompute += left;
+        left
+    }
+
+    /// Refuses all but the first `blocks` missing ones.
+    pub fn refuse_behind(&mut self, blocks: usize) {
+        self.refused += self.cut(blocks);
+    }
+
+    fn cut(&mut self, blocks: usize) -> usize {
+        let all = self.keys.len();
+        self.keys.truncate(blocks);
+        self.from.truncate(blocks);
+        all - self.keys.len()
+    }
+
+    /// The last block tries whether a medium is well again.
+    pub const fn mark_probe(&mut self) {
+        self.is_probe = true;
+    }
+
+    /// Whether a copy was made to try it: the block may have found no room, or be on its way already.
+    pub const fn is_probe_sent(&self) -> bool {
+        self.is_probe_sent
+    }
+
+    /// Blocks that found no room, no queue or no way.
+    pub const fn refused(&self) -> usize {
+        self.refused
+    }
+
+    /// Whether the destination had no room for all of it.
+    pub const fn found_no_room(&self) -> bool {
+        self.found_no_room
+    }
+
+    /// Names the tiers from which nothing leads to the destination but through the host tier.
+    pub const fn pass_host_from(&mut self, tiers: TierSet) {
+        self.through_host = tiers;
+    }
+
+    /// The transfer, once slots were taken for it.
+    pub const fn transfer(&self) -> Option<TransferId> {
+        self.transfer
+    }
+
+    fn known(&self) -> usize {
+        self.resident + self.in_flight
+    }
+
+    /// Blocks that are not placed yet, as far as one step goes.
+    fn next(&self, most: usize) -> Range<usize> {
+        let next = self.known() + self.placed;
+        next..self.keys.len().min(self.admitted).min(next.saturating_add(most)).max(next)
+    }
+
+    fn last_known(&self) -> Option<BlockKey> {
+        self.known().checked_sub(1).map_or(self.behind, |last| Some(self.keys[last]))
+    }
+
+    /// The tier that all its blocks come from, if it is one.
+    fn only_source(&self) -> Option<Tier> {
+        let mut placed = self.from[self.known()..].iter().take(self.placed).map(|from| from.tier);
+        let first = placed.next()?;
+        placed.all(|tier| tier == first).then_some(first)
+    }
+
+    fn account(&mut self, started: Duration) -> Account {
+        let known = self.known();
+        let behind = self.behind.filter(|_| self.before > 0);
+        Account {
+            before: self.before + known,
+            found: behind.into_iter().chain(self.keys[..known].iter().copied()).collect(),
+            blocks: self.placed + self.failed,
+            recompute: self.recompute,
+            declined: self.declined,
+            refused: self.refused,
+            source: self.only_source(),
+            started,
+            copied: None,
+        }
+    }
+}
+
+impl Table {
+    /// The plan to take slots of `to` for what it lacks of `chain`, which an engine fills.
+    pub fn plan_filling(&mut self, to: Tier, chain: Chain<'_>, info: RequestInfo) -> TransferPlan {
+        let context = RequestContext { info: self.named(info), path: chain.len() as u32 };
+        let mut plan = TransferPlan::new(Class::Save, to, context);
+        plan.before = self.matches(chain).blocks(to);
+        plan.behind = match plan.before.checked_sub(1) {
+            Some(last) => Some(chain.key(last)),
+            None => self.parent_of_first(chain),
+        };
+        plan.keys = (plan.before..chain.len()).map(|at| chain.key(at)).collect();
+        plan
+    }
+
+    /// What comes before a chain that is known to begin in the middle of a longer one.
+    fn parent_of_first(&self, chain: Chain<'_>) -> Option<BlockKey> {
+        let first = self.find((!chain.is_empty()).then(|| chain.key(0))?)?;
+        self.records.at(first).parent().map(|parent| self.records.at(parent).key())
+    }
+
+    /// Finds out what the destination of a plan lacks of a leased chain. True when that is done.
+    pub fn trace(&mut self, plan: &mut TransferPlan) -> bool {
+        let Some(mut pins) = plan.pins.take() else { return true };
+        let is_complete = !self.has(plan.to) || self.trace_lease(plan, &mut pins);
+        if is_complete {
+            plan.keys.reverse();
+            plan.from.reverse();
+            let read = plan.from.iter().fold(TierSet::default(), |tiers, from| tiers.with(from.tier));
+            plan.sources = (!plan.from.is_empty()).then(|| self.pin_again(&pins, read));
+        }
+        plan.pins = Some(pins);
+        is_complete
+    }
+
+    fn trace_lease(&mut self, plan: &mut TransferPlan, pins: &mut Pins) -> bool {
+        let to = plan.to;
+        let quarantines = self.quarantines.so_far();
+        if plan.trace.as_ref().is_none_or(|trace| trace.quarantines != quarantines) {
+            self.drop_quarantined(pins);
+            plan.keys.clear();
+            plan.from.clear();
+        }
+        // Up from the deepest block, since only a parent is one step away; the lease's pins keep all of them in place.
+        let held = |tier: Tier| if tier == to { 0 } else { pins.held().blocks(tier) };
+        let mut trace = match plan.trace.take().filter(|trace| trace.quarantines == quarantines) {
+            Some(trace) => trace,
+            None => {
+                let longest = Tier::ALL.into_iter().rev().max_by_key(|&tier| held(tier)).unwrap_or(to);
+                let before = held(longest);
+                let deepest = pins.deepest(longest).filter(|_| before > 0);
+                let at = deepest.map(|slot| self.tier(longest).at(slot).record);
+                Trace { longest, at, before, quarantines }
+            }
+        };
+        for _ in 0..self.steps.looked_at {
+            // A chain may begin in the middle of a longer one: what comes before its first block is not its own.
+            let record = trace.at.filter(|_| trace.before > 0).map(|id| self.records.at(id));
+            let Some(record) = record.filter(|record| !record.resident().has(to)) else {
+                plan.before = trace.before;
+                plan.behind = trace.at.map(|id| self.records.at(id).key());
+                return true;
+            };
+            trace.before -= 1;
+            let before = trace.before;
+            let fastest = Tier::ALL.into_iter().find(|&tier| held(tier) > before).unwrap_or(trace.longest);
+            plan.keys.push(record.key());
+            plan.from.push(self.slot_ref(fastest, record.slot(fastest)));
+            trace.at = record.parent();
+        }
+        plan.trace = Some(trace);
+        false
+    }
+
+    /// Takes slots for the next blocks of a plan; the tasks to copy them are among the
+    /// [effects](Table::take_effects). True when there are no more.
+    pub fn extend(&mut self, plan: &mut TransferPlan) -> bool {
+        if plan.transfer.is_none() && !self.pass_known(plan) {
+            return false;
+        }
+        let id = plan.transfer.unwrap_or_else(|| self.open_transfer(plan));
+        // It may have failed, or all may have been closed, since the last step.
+        let is_cut = self.transfers.at_mut(id).is_none_or(|transfer| transfer.is_cut);
+        if self.transfers.is_closed || is_cut {
+            plan.failed = plan.next(usize::MAX).len();
+            plan.admitted = plan.known() + plan.placed;
+            return true;
+        }
+        let step = plan.next(self.steps.placed);
+        let placed = step.clone().take_while(|&at| self.place_next(plan, id, at)).count();
+        if placed < step.len() {
+            // No room, or a chain that names a block twice or under another parent than before: none at all.
+            self.miss_history.note(
+                plan.keys[step.start + placed],
+                MissReason::Capacity,
+                plan.to,
+                self.now_ms,
+            );
+            plan.refused += plan.keys.len().min(plan.admitted) - (step.start + placed);
+            plan.found_no_room = true;
+            plan.admitted = step.start + placed;
+        }
+        plan.next(1).is_empty()
+    }
+
+    /// Passes over what the destination has or awaits. False: there is more to look at.
+    fn pass_known(&mut self, plan: &mut TransferPlan) -> bool {
+        for _ in 0..self.steps.looked_at {
+            let Some(&key) = plan.keys.get(plan.known()) else { return true };
+            let known = self.find(key).map(|record| *self.records.at(record));
+            if plan.in_flight == 0 && known.is_some_and(|known| known.resident().has(plan.to)) {
+                plan.resident += 1;
+            } else if known.is_some_and(|known| known.has_or_awaits(plan.to)) {
+                // Resident ones as well: they came since the last step, while those before them were in flight.
+                plan.in_flight += 1;
+            } else {
+                return true;
+            }
+        }
+        false
+    }
+
+    fn open_transfer(&mut self, plan: &mut TransferPlan) -> TransferId {
+        debug_assert!(
+            plan.context.info.request.is_some(),
+            "a policy could not tell the parts of this use together"
+        );
+        let behind = plan.last_known();
+        let above = behind.and_then(|key| self.find(key));
+        let has = |record: RecordId| self.records.at(record).has_or_awaits(plan.to);
+        let is_rooted = behind.is_none() || above.is_some_and(has);
+        let parent = if is_rooted { self.pin_parent(plan.to, above) } else { None };
+        if parent.is_none() {
+            plan.refuse_behind(plan.known());
+        }
+        plan.above = above;
+        // A policy is shown new blocks below one that is resident; one that is on its way it does not know yet.
+        if matches!(parent, Some(Parent::Root | Parent::Resident(_))) {
+            self.admit(plan);
+        }
+        let mut transfer = Transfer::new(plan.class, plan.to, plan.context, parent.unwrap_or(Parent::Root));
+        transfer.blocks.reserve_exact(plan.next(usize::MAX).len());
+        transfer.sources = plan.sources.take();
+        let id = self.transfers.open(transfer);
+        plan.transfer = Some(id);
+        id
+    }
+
+    /// Asks a full tier which of the new blocks it takes in.
+    fn admit(&mut self, plan: &mut TransferPlan) {
+        let new = plan.next(WEIGHED);
+        if !self.has(plan.to) || new.is_empty() {
+            return;
+        }
+        let admitted = self.admit_new(plan.to, plan.above, &plan.keys[new.clone()], plan.context);
+        if admitted < new.len() {
+            plan.admitted = new.start + admitted;
+            plan.declined = plan.keys.len() - plan.admitted;
+            let first = plan.keys[plan.admitted];
+            self.miss_history.note(first, MissReason::Admission, plan.to, self.now_ms);
+        }
+    }
+
+    /// Takes a slot for block `at` of a plan, and has it copied there or filled by the engine.
+    fn place_next(&mut self, plan: &mut TransferPlan, id: TransferId, at: usize) -> bool {
+        let key = plan.keys[at];
+        let Some((record, frame)) = self.place(plan.to, key, plan.above) else { return false };
+        let (to, block) = (frame.slot_ref(), plan.placed as u32);
+        let from = plan.from.get(at).copied();
+        let kept_here = if from.is_some() {
+            Some(frame)
+        } else {
+            plan.frames.push(frame);
+            None
+        };
+        let transfer = self.transfers.at_mut(id).expect("the transfer is open until its plan is finished");
+        transfer.add(record, to.slot, kept_here);
+        plan.above = Some(record);
+        plan.placed += 1;
+        if let Some(from) = from {
+            let is_probe = plan.is_probe && at + 1 == plan.keys.len();
+            let id = TaskId { transfer: id, block };
+            let task = CopyTask { id, class: plan.class, block: key, from, to, via: None, is_probe };
+            if from.tier > Tier::Host && plan.through_host.has(from.tier) {
+                self.pass_host(plan, record, task);
+            } else {
+                self.send(plan, task);
+            }
+        }
+        true
+    }
+
+    fn send(&mut self, plan: &mut TransferPlan, task: CopyTask) {
+        plan.is_probe_sent |= task.is_probe;
+        self.transfers.effects.tasks.push(task);
+    }
+
+    /// Sends a block through the host tier, where it stays if there is room and its ancestors are there.
+    fn pass_host(&mut self, plan: &mut TransferPlan, record: RecordId, mut task: CopyTask) {
+        let known = *self.records.at(record);
+        if matches!(plan.keeping, Keeping::NotYet) {
+            let has = |parent: RecordId| self.records.at(parent).has_or_awaits(Tier::Host);
+            let may_stay = self.has(Tier::Host) && known.parent().is_none_or(has);
+            plan.keeping = if may_stay { Keeping::Known } else { Keeping::No };
+        }
+        if matches!(plan.keeping, Keeping::Known) {
+            if known.filling().has(Tier::Host) {
+                self.transfers.effects.awaited.push(task.block);
+                task.is_probe = false;
+                return self.transfers.wait_for((Tier::Host, record), Waiter::Copy(task));
+            }
+            if known.resident().has(Tier::Host) {
+                return self.copy_from_host(plan, known.slot(Tier::Host), task);
+            }
+            plan.keeping = self.keep_from(plan, known.parent(), task.id);
+        }
+        if let Keeping::Into(kept) = plan.keeping
+            && self.transfers.at_mut(kept).is_none_or(|kept| kept.is_cut)
+        {
+            plan.keeping = Keeping::No;
+        }
+        if let Keeping::Into(kept) = plan.keeping {
+            match self.place(Tier::Host, task.block, known.parent()) {
+                Some((record, frame)) => {
+                    task.via = Some(frame.slot_ref());
+                    let slot = frame.slot();
+                    let kept = self.transfers.at_mut(kept).expect("it is open until the plan is finished");
+                    kept.add(record, slot, Some(frame));
+                }
+                None => plan.keeping = Keeping::No,
+            }
+        }
+        self.send(plan, task);
+    }
+
+    fn copy_from_host(&mut self, plan: &mut TransferPlan, slot: SlotId, mut task: CopyTask) {
+        if self.tier_mut(Tier::Host).at_mut(slot).pin() {
+            task.from = self.slot_ref(Tier::Host, slot);
+            // It says nothing of the medium that was to be tried.
+            task.is_probe = false;
+            let transfer = self.transfers.at_mut(task.id.transfer).expect("it is being planned");
+            transfer.blocks[task.id.block as usize].source = Some(slot);
+        }
+        self.send(plan, task);
+    }
+
+    /// From block `task` on, blocks stay in the host tier behind `parent`.
+    fn keep_from(&mut self, plan: &TransferPlan, parent: Option<RecordId>, task: TaskId) -> Keeping {
+        // It may have failed, or left, since the step that looked.
+        let has = |parent: RecordId| self.records.at(parent).has_or_awaits(Tier::Host);
+        if !parent.is_none_or(has) {
+            return Keeping::No;
+        }
+        let Some(parent) = self.pin_parent(Tier::Host, parent) else { return Keeping::No };
+        let kept = self.transfers.open(Transfer::new(plan.class, Tier::Host, plan.context, parent));
+        let transfer = self.transfers.at_mut(task.transfer).expect("it is being planned");
+        transfer.kept = Some((kept, task.block as usize));
+        Keeping::Into(kept)
+    }
+
+    /// Sends successive blocks down that lie in the upper tier of `route`, as many as find room behind `parent`. `pins`
+    /// keeps them there. Returns how many.
+    pub(in crate::table) fn send_down(
+        &mut self,
+        (source, to): Route,
+        records: &[RecordId],
+        (parent, pins): (Parent, Pins),
+        is_probe: bool,
+    ) -> usize {
+        let mut placed = Vec::with_capacity(records.len());
+        for &record in records {
+            let known = *self.records.at(record);
+            let Some((_, frame)) = self.place(to, known.key(), known.parent()) else { break };
+            placed.push((record, frame));
+        }
+        let blocks = placed.len();
+        if blocks == 0 {
+            // Its end would wake whoever flushes, who would try again at once.
+            self.unpin_parent(to, parent);
+            self.release(pins);
+            return 0;
+        }
+        let mut transfer = Transfer::new(Class::Flush, to, pins.context(), parent);
+        transfer.account.blocks = blocks;
+        transfer.sources = Some(pins);
+        let id = self.transfers.open(transfer);
+        for ((record, frame), block) in placed.into_iter().zip(0..) {
+            let known = *self.records.at(record);
+            let task = CopyTask {
+                id: TaskId { transfer: id, block },
+                class: Class::Flush,
+                block: known.key(),
+                from: self.slot_ref(source, known.slot(source)),
+                to: frame.slot_ref(),
+                via: None,
+                is_probe,
+            };
+            let transfer = self.transfers.at_mut(id).expect("it was opened here");
+            transfer.add(record, task.to.slot, Some(frame));
+            self.transfers.effects.tasks.push(task);
+        }
+        self.end_plan(id, None);
+        blocks
+    }
+
+    /// Takes a slot of `tier` for a block behind `above`. `None`: there is none, or the tier knows the block.
+    pub(super) fn place(
+        &mut self,
+        tier: Tier,
+        key: BlockKey,
+        above: Option<RecordId>,
+    ) -> Option<(RecordId, Frame)> {
+        // The slot first: a block that finds no room needs no record.
+        let frame = self.claim(tier)?;
+        let record = self.intern(key, above).filter(|&record| {
+            // A chain that names a block twice, or under another parent than before, is no chain.
+            let known = self.records.at(record);
+            known.parent() == above && !known.resident().has(tier) && !known.filling().has(tier)
+        });
+        let Some(record) = record else {
+            self.tier_mut(tier).pool.give_back(frame);
+            return None;
+        };
+        self.records.at_mut(record).begin(tier, frame.slot());
+        Some((record, frame))
+    }
+
+    /// Hands a transfer over to its caller: `reply` is called with its end.
+    pub fn finish_plan(&mut self, mut plan: TransferPlan, reply: Reply, now: Duration) {
+        let (Some(id), Some(pins)) = (plan.transfer, plan.pins.take()) else { return };
+        let account = plan.account(now);
+        if let Some(transfer) = self.transfers.at_mut(id) {
+            // Copies are sent from the first step on, and may have arrived already.
+            let copied = transfer.account.copied;
+            transfer.account = Account { copied, ..account };
+        }
+        self.end_plan(id, Some((pins, reply)));
+    }
+
+    /// The slots that a plan took for an engine to fill.
+    ///
+    /// # Panics
+    /// If the plan was never [extended](Self::extend).
+    pub fn reserved(&mut self, mut plan: TransferPlan) -> Reserved {
+        Reserved {
+            transfer: plan.transfer.expect("the first step opens the transfer"),
+            before: plan.before + plan.known(),
+            in_flight: plan.in_flight,
+            behind: plan.last_known(),
+            declined: plan.declined,
+            refused: plan.refused,
+            frames: std::mem::take(&mut plan.frames),
+        }
+    }
+
+    /// Takes slots of `to` for what it lacks of `chain` in one go, whatever that takes.
+    pub fn reserve(&mut self, to: Tier, chain: Chain<'_>, info: RequestInfo) -> Reserved {
+        let mut plan = self.plan_filling(to, chain, info);
+        while !self.extend(&mut plan) {}
+        self.reserved(plan)
+    }
+
+    /// Hands a transfer that an engine filled over to its caller. `filled`: how many of its blocks came.
+    pub fn finish_filling(&mut self, filled: Filled, pins: Pins, reply: Reply) {
+        let Filled { transfer: id, before, behind, blocks } = filled;
+        if let Some(transfer) = self.transfers.at_mut(id) {
+            let found = behind.filter(|_| before > 0).into_iter().collect();
+            transfer.account = Account { before, found, blocks, ..Account::default() };
+        }
+        self.end_plan(id, Some((pins, reply)));
+    }
+}
+
+/// What an engine made of slots that were [reserved](Reserved) for it.
+#[derive(Clone, Copy, Debug)]
+pub struct Filled {
+    transfer: TransferId,
+    before: usize,
+    behind: Option<BlockKey>,
+    blocks: usize,
+}
+
+impl Reserved {
+    /// The engine filled the first `blocks` of them.
+    pub const fn filled(&self, blocks: usize) -> Filled {
+        Filled { transfer: self.transfer, before: self.before, behind: self.behind, blocks }
+    }
+}

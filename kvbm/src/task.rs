@@ -1,0 +1,122 @@
+//! Copy tasks: what the table asks of the scheduler, and what it is told about them. Plain data, which could as well
+//! travel to another process: the slot handles that a task needs stay with the table.
+
+use kvbm_tiers::{BlockKey, SlotRef};
+use serde::{Deserialize, Serialize};
+
+/// What kind of work a copy is; also its precedence, most urgent first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Class {
+    /// An engine waits for these bytes.
+    Load,
+    /// An engine waits for its slots to be saved.
+    Save,
+    /// Copying down what is dirty.
+    Flush,
+    /// Nobody waits yet.
+    Prefetch,
+}
+
+impl Class {
+    /// All classes, most urgent first.
+    pub const ALL: [Self; 4] = [Self::Load, Self::Save, Self::Flush, Self::Prefetch];
+
+    /// Name in metrics.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Load => "load",
+            Self::Save => "save",
+            Self::Flush => "flush",
+            Self::Prefetch => "prefetch",
+        }
+    }
+}
+
+/// Names a transfer for the whole life of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct TransferId {
+    /// Its place among the transfers under way, which others had before it.
+    pub(crate) place: u32,
+    /// How many had it.
+    pub(crate) life: u32,
+}
+
+/// Names a block of a transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct TaskId {
+    /// The transfer.
+    pub transfer: TransferId,
+    /// Which of its blocks, root first.
+    pub block: u32,
+}
+
+/// The task to copy one block from slot to slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CopyTask {
+    /// Which block of which transfer.
+    pub id: TaskId,
+    /// How urgent it is.
+    pub class: Class,
+    /// What is copied.
+    pub block: BlockKey,
+    /// Its source, pinned by the transfer.
+    pub from: SlotRef,
+    /// Its destination.
+    pub to: SlotRef,
+    /// The slot of the host tier that it passes, and stays in. Without one, a block whose source and destination
+    /// nothing connects passes a staging slot, which is the scheduler's own affair.
+    pub via: Option<SlotRef>,
+    /// It tries whether a medium is well again, although its breaker is open.
+    pub is_probe: bool,
+}
+
+/// What became of a copy task.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Outcome {
+    /// All its bytes are in the destination.
+    Arrived,
+    /// It will not arrive, and no medium has its slots.
+    Failed {
+        /// All its bytes are in [`CopyTask::via`], or in the staging slot.
+        halfway: bool,
+        /// What that says of the source.
+        defect: Option<Defect>,
+    },
+    /// Nobody waits for it any more; a medium may still read the source, and write the slot after it on the way.
+    Overdue {
+        /// That is the destination: else it has not been touched, and will not be.
+        writes_destination: bool,
+    },
+    /// It was overdue, and ended after all.
+    Returned,
+}
+
+/// Why a block's bytes in a tier are given up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Defect {
+    /// They are not those that were written.
+    Corrupt,
+    /// They cannot be read any more.
+    Unreadable,
+}
+
+/// The news of a copy task.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TaskResult {
+    /// The task.
+    pub task: CopyTask,
+    /// What became of it.
+    pub outcome: Outcome,
+}
+
+impl CopyTask {
+    /// The task with what became of it.
+    pub const fn ended(self, outcome: Outcome) -> TaskResult {
+        TaskResult { task: self, outcome }
+    }
+
+    /// The task that was never begun.
+    pub const fn dropped(self) -> TaskResult {
+        self.ended(Outcome::Failed { halfway: false, defect: None })
+    }
+}

@@ -1,0 +1,106 @@
+//! Multiplicative return hazard, learned online: the leaf least worth its room.
+
+use std::fmt;
+
+use super::policy::Eviction;
+use super::rank_queue::RankQueue;
+use crate::reuse::{PathId, ReuseModel};
+use crate::seam::{Access, BlockId, Forest, Standing};
+
+/// How often all tails are ranked anew while as many blocks come as are resident.
+const RERANKS: usize = 16;
+
+/// A search for a victim ranks no more tails than this: some 30 µs.
+const MAX_RERANKS: usize = 64;
+
+/// Evicts the leaf that brings the fewest expected hits for the time that it would be held: see
+/// `docs/policies.md`. What it knows of returns is the tier's [`ReuseModel`]; its own is the order of the leaves.
+#[derive(Default)]
+pub struct Hazard {
+    /// The paths whose tail may go, by rank.
+    queue: RankQueue,
+    /// The path whose tail was ranked last in turn.
+    cursor: usize,
+    /// How many are due, in units of one for each resident block.
+    due: usize,
+}
+
+impl Hazard {
+    /// Ranks the tail of `path` and puts it into the queue.
+    fn enqueue(&mut self, path: PathId, reuse: &ReuseModel) {
+        // Orders like the index, which is never negative.
+        if let Some(rank) = reuse.tail_rank(path).map(f32::to_bits) {
+            self.queue.set(path.0, rank);
+        }
+    }
+
+    /// Ranks some more tails anew, in turn, at such a pace that all have been after a sixteenth of the blocks
+    /// was replaced.
+    fn rerank_some(&mut self, reuse: &ReuseModel) {
+        let (_, paths) = self.queue.len();
+        let resident = reuse.resident();
+        if resident == 0 {
+            return;
+        }
+        self.due += RERANKS * paths;
+        for _ in 0..(self.due / resident).min(paths).min(MAX_RERANKS) {
+            self.cursor = (self.cursor + 1) % paths;
+            if self.queue.contains(self.cursor as u32) {
+                self.enqueue(PathId(self.cursor as u32), reuse);
+            }
+        }
+        self.due %= resident;
+    }
+}
+
+impl Eviction for Hazard {
+    fn needs_reuse(&self) -> bool {
+        true
+    }
+
+    fn touch(&mut self, _access: &Access, _forest: &dyn Forest, reuse: &ReuseModel) {
+        reuse.changed().iter().for_each(|&path| self.enqueue(path, reuse));
+    }
+
+    fn removed(&mut self, _block: BlockId, exposed: Option<BlockId>, reuse: &ReuseModel) {
+        if let Some(path) = exposed.and_then(|parent| reuse.path_of(parent))
+            && (reuse.changed().contains(&path) || !self.queue.contains(path.0))
+        {
+            self.enqueue(path, reuse);
+        }
+    }
+
+    fn victim(&mut self, forest: &dyn Forest, reuse: &ReuseModel) -> Option<BlockId> {
+        self.rerank_some(reuse);
+        while let Some(path) = self.queue.first().map(PathId) {
+            let tail = reuse.tail(path).filter(|&tail| forest.standing(tail) == Standing::Evictable);
+            if tail.is_some() {
+                return tail;
+            }
+            self.queue.remove_first();
+        }
+        None
+    }
+
+    fn released(&mut self, block: BlockId, reuse: &ReuseModel) {
+        if let Some(path) = reuse.path_of(block)
+            && !self.queue.contains(path.0)
+        {
+            self.enqueue(path, reuse);
+        }
+    }
+
+    fn finished(&mut self, reuse: &ReuseModel) {
+        reuse.changed().iter().for_each(|&path| self.enqueue(path, reuse));
+    }
+
+    fn may_decline(&self) -> bool {
+        true
+    }
+}
+
+impl fmt::Debug for Hazard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Hazard").field("queued", &self.queue.len().0).finish_non_exhaustive()
+    }
+}

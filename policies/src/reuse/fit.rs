@@ -1,0 +1,299 @@
+//! How soon blocks return: the hazard, and how it is learned.
+//!
+//! The hazard of a segment in age bin b is `base[b] · Π m[x] · g[x][group(b)]` over the values x of its
+//! factors. A fit counts, for the base and then for each factor in turn, how many returns there were and how
+//! many the rest of the model expected, and sets the multiplier to the ratio (one Gauss–Seidel sweep of a
+//! Poisson regression), held back by a prior where little was seen.
+
+use super::factors::{ALL_VALUES, FACTORS, Profile, START, VALUES};
+
+/// Age bins. The first ends at 2 s, each further one is 1.4 times as old at its end.
+pub(super) const BINS: usize = 48;
+/// Bins in an age group: 1.4³ = 2.74 times the age.
+pub(super) const GROUP: usize = 3;
+/// Age groups.
+pub(super) const GROUPS: usize = BINS / GROUP;
+
+/// Floats that are computed with together.
+const LANES: usize = 4;
+
+/// Where each bin ends, in seconds.
+pub(super) const EDGES: [f32; BINS] = {
+    let mut edges = [2.0; BINS];
+    let mut bin = 1;
+    while bin < BINS {
+        edges[bin] = edges[bin - 1] * 1.4;
+        bin += 1;
+    }
+    edges
+};
+
+/// Returns a bin, before anything is known: 0.3 for each e-fold of age.
+const PRIOR_HAZARD: f32 = 0.3 * 0.336_472_24;
+const BASE_PRIOR: f32 = 3.0;
+const FACTOR_PRIOR: f32 = 20.0;
+const FACTOR_RANGE: (f32, f32) = (0.05, 20.0);
+const GROUP_RANGE: (f32, f32) = (0.1, 10.0);
+
+/// One value for each age group.
+pub(super) type ByGroup = [f32; GROUPS];
+
+/// The life of a segment under one profile, from one age to another.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Record {
+    pub(super) profile: Profile,
+    /// Whether it ended by a return.
+    pub(super) returned: bool,
+    /// √blocks.
+    pub(super) weight: f32,
+    pub(super) entry: Age,
+    pub(super) exit: Age,
+}
+
+/// An age in bins: the whole part is the bin, the rest how much of the bin has passed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd)]
+pub(super) struct Age(f32);
+
+impl Age {
+    pub(super) fn from_ms(ms: u64) -> Self {
+        let seconds = ms as f32 / 1000.0;
+        let bin = EDGES.partition_point(|&edge| edge <= seconds).min(BINS - 1);
+        let begin = bin.checked_sub(1).map_or(0.0, |before| EDGES[before]);
+        let part = (seconds - begin) / (EDGES[bin] - begin);
+        Self(bin as f32 + part.min(0.999))
+    }
+
+    pub(super) fn bin(self) -> usize {
+        self.0 as usize
+    }
+
+    /// How much of its bin has passed.
+    pub(super) fn part(self) -> f32 {
+        self.0.fract()
+    }
+}
+
+/// The hazard as learned so far.
+#[derive(Clone, Debug)]
+pub(super) struct Model {
+    /// Returns expected while a bin passes.
+    pub(super) base: [f32; BINS],
+    /// By value of a factor: m.
+    multipliers: Vec<f32>,
+    /// By value of a factor: m · g.
+    effects: Vec<ByGroup>,
+}
+
+impl Default for Model {
+    fn default() -> Self {
+        Self {
+            base: [PRIOR_HAZARD; BINS],
+            multipliers: vec![1.0; ALL_VALUES],
+            effects: vec![[1.0; GROUPS]; ALL_VALUES],
+        }
+    }
+}
+
+impl Model {
+    /// What the factors together multiply the base with.
+    pub(super) fn effect(&self, profile: Profile) -> ByGroup {
+        let mut product = [1.0; GROUPS];
+        for place in profile.places() {
+            scale(&mut product, &self.effects[place], GROUPS);
+        }
+        product
+    }
+
+    /// Learns from `records`, each of which counts twice: as it is, and as if the length of the output were
+    /// unknown, for that is how blocks are ranked while their request runs.
+    pub(super) fn fit(&mut self, records: &[Record]) {
+        let lives = lives(records);
+        let Some(oldest) = lives.iter().map(|life| life.exit.bin()).max() else { return };
+        // Ages that nobody has reached cost nothing: whole vectors of groups.
+        let groups = (oldest / GROUP + 1).next_multiple_of(LANES);
+        let mut expected: Vec<_> = lives.iter().map(|life| self.effect(life.profile)).collect();
+        self.fit_base(&lives, &expected);
+        for (life, row) in lives.iter().zip(&mut expected) {
+            scale(row, &self.base_of(life), groups);
+        }
+        for factor in 0..FACTORS {
+            self.fit_factor(factor, &lives, &mut expected, groups);
+        }
+    }
+
+    fn fit_base(&mut self, lives: &[Life], effects: &[ByGroup]) {
+        let mut returns = [0.0; BINS];
+        let mut exposure = [0.0; BINS];
+        for (life, effect) in lives.iter().zip(effects) {
+            for (bin, part) in life.parts() {
+                exposure[bin] += life.weight * effect[bin / GROUP] * part;
+            }
+            if life.returned {
+                returns[life.exit.bin()] += life.weight;
+            }
+        }
+        for (bin, base) in self.base.iter_mut().enumerate() {
+            *base = (returns[bin] + BASE_PRIOR * PRIOR_HAZARD) / (exposure[bin] + BASE_PRIOR);
+        }
+    }
+
+    /// The returns that the base alone expects of a life.
+    fn base_of(&self, life: &Life) -> ByGroup {
+        let mut expected = [0.0; GROUPS];
+        for (bin, part) in life.parts() {
+            expected[bin / GROUP] += self.base[bin] * part * life.weight;
+        }
+        expected
+    }
+
+    /// Fits one factor; `expected` has the returns that the model expects of each life.
+    fn fit_factor(&mut self, factor: usize, lives: &[Life], expected: &mut [ByGroup], groups: usize) {
+        let start = START[factor];
+        let mut sums = vec![Seen::default(); VALUES[factor]];
+        for (life, row) in lives.iter().zip(&*expected) {
+            let seen = &mut sums[usize::from(life.places[factor]) - start];
+            add(&mut seen.expected, row, groups);
+            if life.returned {
+                seen.returns[life.exit.bin() / GROUP] += life.weight;
+            }
+        }
+        let change: Vec<_> = (start..).zip(&sums).map(|(place, seen)| self.update(place, seen)).collect();
+        for (life, row) in lives.iter().zip(expected) {
+            scale(row, &change[usize::from(life.places[factor]) - start], groups);
+        }
+    }
+
+    /// Sets one value's multipliers. Returns by how much its effect changed.
+    fn update(&mut self, place: usize, seen: &Seen) -> ByGroup {
+        let before = self.effects[place];
+        let overall: f32 = seen.expected.iter().sum::<f32>() / self.multipliers[place];
+        let multiplier = ratio(seen.returns.iter().sum(), overall, FACTOR_RANGE);
+        self.multipliers[place] = multiplier;
+        self.effects[place] = std::array::from_fn(|group| {
+            let rest = multiplier * seen.expected[group] / before[group];
+            multiplier * ratio(seen.returns[group], rest, GROUP_RANGE)
+        });
+        std::array::from_fn(|group| self.effects[place][group] / before[group])
+    }
+}
+
+/// Returns over expected returns, drawn towards 1 where there are few.
+fn ratio(returns: f32, expected: f32, range: (f32, f32)) -> f32 {
+    ((returns + FACTOR_PRIOR) / (expected + FACTOR_PRIOR)).clamp(range.0, range.1)
+}
+
+/// What happened to the lives with one value of a factor.
+#[derive(Clone, Default)]
+struct Seen {
+    returns: ByGroup,
+    expected: ByGroup,
+}
+
+/// A record as a fit looks at it.
+struct Life {
+    profile: Profile,
+    places: [u16; FACTORS],
+    returned: bool,
+    weight: f32,
+    entry: Age,
+    exit: Age,
+}
+
+impl Life {
+    fn new(profile: Profile, record: &Record, scale: f32) -> Self {
+        Self {
+            profile,
+            places: profile.places().map(|place| place as u16),
+            returned: record.returned,
+            weight: record.weight * scale,
+            entry: record.entry,
+            exit: record.exit,
+        }
+    }
+
+    /// The bins lived through, each with how much of it.
+    fn parts(&self) -> impl Iterator<Item = (usize, f32)> + use<> {
+        let (first, last) = (self.entry.bin(), self.exit.bin());
+        let (skipped, passed) = (self.entry.part(), self.exit.part());
+        (first..=last).map(move |bin| {
+            let until = if bin == last { passed } else { 1.0 };
+            let from = if bin == first { skipped } else { 0.0 };
+            (bin, (until - from).max(0.0))
+        })
+    }
+}
+
+/// Every record as it is, and once more without its output, with weights of mean 1.
+fn lives(records: &[Record]) -> Vec<Life> {
+    let weight: f32 = records.iter().map(|record| record.weight).sum();
+    let scale = records.len() as f32 / weight.max(f32::MIN_POSITIVE);
+    let known = records.iter().filter(|record| record.profile.knows_the_output());
+    let known = known.map(|record| Life::new(record.profile, record, scale));
+    let unknown = records.iter().map(|record| Life::new(record.profile.before_the_end(), record, scale));
+    known.chain(unknown).collect()
+}
+
+fn scale(row: &mut ByGroup, by: &ByGroup, groups: usize) {
+    for (cells, by) in row[..groups].chunks_exact_mut(LANES).zip(by.chunks_exact(LANES)) {
+        (0..LANES).for_each(|lane| cells[lane] *= by[lane]);
+    }
+}
+
+fn add(row: &mut ByGroup, other: &ByGroup, groups: usize) {
+    for (cells, other) in row[..groups].chunks_exact_mut(LANES).zip(other.chunks_exact(LANES)) {
+        (0..LANES).for_each(|lane| cells[lane] += other[lane]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::factors::{self, Traits};
+    use super::*;
+
+    fn record(output: u32, exit_ms: u64, returned: bool) -> Record {
+        let traits = Traits { output: factors::output(output), fresh: 3, path: 5, gap: 0 };
+        let profile = Profile::new(traits, 0, 0, factors::NO_DIVERGENCE);
+        Record { profile, returned, weight: 1.0, entry: Age::default(), exit: Age::from_ms(exit_ms) }
+    }
+
+    proptest! {
+        #[test]
+        fn no_records_make_the_hazard_absurd(
+            lives in prop::collection::vec((any::<u32>(), any::<u64>(), any::<bool>(), 0_f32..300.0), 0..200),
+        ) {
+            let weigh = |(output, exit, returned, weight)| Record { weight, ..record(output, exit, returned) };
+            let records: Vec<_> = lives.into_iter().map(weigh).collect();
+            let mut model = Model::default();
+            for _ in 0..3 {
+                model.fit(&records);
+            }
+            for record in &records {
+                let effect = model.effect(record.profile);
+                prop_assert!(effect.iter().chain(&model.base).all(|&rate| rate.is_finite() && rate > 0.0));
+            }
+        }
+
+        #[test]
+        fn ages_are_ordered_and_have_a_bin(one: u64, other: u64) {
+            let (young, old) = (Age::from_ms(one.min(other)), Age::from_ms(one.max(other)));
+            prop_assert!(young <= old && old.bin() < BINS);
+        }
+    }
+
+    #[test]
+    fn what_returns_sooner_is_learned() {
+        let talkers = (0..4000).map(|k| record(1000, 10_000 + k, k % 2 == 0));
+        let others = (0..4000).map(|k| record(10, 10_000 + k, k % 8 == 0));
+        let records: Vec<_> = talkers.chain(others).collect();
+        let mut model = Model::default();
+        for _ in 0..5 {
+            model.fit(&records);
+        }
+        let group = record(0, 10_000, false).exit.bin() / GROUP;
+        let rate = |output| model.effect(record(output, 0, false).profile)[group];
+        let ratio = rate(1000) / rate(10);
+        assert!((3.0..5.0).contains(&ratio), "4 times as many returned, learned {ratio}");
+    }
+}

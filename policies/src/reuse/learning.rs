@@ -1,0 +1,98 @@
+//! When a fit is due, and how its result comes back.
+
+use std::sync::{Arc, OnceLock};
+
+use super::fit::{Model, Record};
+use super::known::KnownBlocks;
+use super::records::Records;
+use crate::seam::Upkeep;
+
+/// Paths whose open records one step collects: some 0.3 ms where none of them is in a cache.
+const PATHS_A_STEP: usize = 2_048;
+
+/// Where learning stands.
+#[derive(Debug)]
+pub(super) struct Learning {
+    requests: u64,
+    /// The number of the request after which to fit next.
+    next_fit: u64,
+    phase: Phase,
+}
+
+#[derive(Debug)]
+enum Phase {
+    Waiting,
+    /// A fit is due; the open records of the paths before this one are here.
+    Collecting(usize, Vec<Vec<Record>>),
+    /// Somebody else has the work. If he dropped it undone, nobody but us holds the result's place.
+    Fitting(Arc<OnceLock<Arc<Model>>>),
+}
+
+impl Default for Learning {
+    fn default() -> Self {
+        Self { requests: 0, next_fit: fit_after(0), phase: Phase::Waiting }
+    }
+}
+
+/// After every 5 % more requests, but neither too often nor too seldom.
+fn fit_after(requests: u64) -> u64 {
+    requests + (requests / 20).clamp(50, 500)
+}
+
+impl Learning {
+    pub(super) const fn requests(&self) -> u64 {
+        self.requests
+    }
+
+    pub(super) const fn count_request(&mut self) {
+        self.requests += 1;
+    }
+
+    /// What was learned elsewhere since the last call.
+    pub(super) fn take_result(&mut self) -> Option<Arc<Model>> {
+        let Phase::Fitting(learned) = &self.phase else { return None };
+        let model = learned.get().cloned()?;
+        self.phase = Phase::Waiting;
+        Some(model)
+    }
+
+    /// Takes a bounded step towards the next fit, if one is due. Adds it to `work` when all is collected; returns
+    /// whether another step is due.
+    pub(super) fn step(
+        &mut self,
+        known: &KnownBlocks,
+        records: &Records,
+        model: &Arc<Model>,
+        work: &mut Vec<Upkeep>,
+    ) -> bool {
+        match &mut self.phase {
+            Phase::Fitting(learned) if Arc::strong_count(learned) > 1 => return false,
+            Phase::Collecting(..) => {}
+            _ if self.requests < self.next_fit => return false,
+            phase => {
+                self.next_fit = fit_after(self.requests);
+                *phase = Phase::Collecting(0, Vec::new());
+            }
+        }
+        let Phase::Collecting(next, open) = &mut self.phase else { return false };
+        let until = known.paths().min(*next + PATHS_A_STEP);
+        // What changes between two steps may be seen twice or not at all: a few records among thousands.
+        open.push((*next..until).flat_map(|path| known.open_records(path)).collect());
+        *next = until;
+        if until < known.paths() {
+            return true;
+        }
+        let (ended, open) = (records.snapshot(), std::mem::take(open));
+        let (last, mut model) = (known.returning(), Model::clone(model));
+        let learned = Arc::new(OnceLock::new());
+        self.phase = Phase::Fitting(Arc::clone(&learned));
+        work.push(Box::new(move || {
+            let ended = ended.iter().flat_map(|chunk| chunk.iter().copied());
+            let records: Vec<_> = ended.chain(last).chain(open.into_iter().flatten()).collect();
+            model.fit(&records);
+            // Nobody else writes it, so it cannot be set already.
+            let _ = learned.set(Arc::new(model));
+        }));
+        false
+    }
+}

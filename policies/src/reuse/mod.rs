@@ -1,0 +1,182 @@
+//! How soon the blocks of a tier return, learned online from its traffic.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `known` | the known blocks: what was used together, when, by whom, how often |
+//! | `path` | radix paths and their segments |
+//! | `counts` | reuse counts along a path |
+//! | `uses`, `last_use` | requests' uses |
+//! | `ghosts` | blocks that have left and may return |
+//! | `factors` | what is known about a segment, in small numbers |
+//! | `fit` | the hazard and how it is learned |
+//! | `records`, `learning` | what it is learned from, and when |
+//! | `rank` | the Gittins index and the probability of a return |
+
+mod counts;
+mod factors;
+mod fit;
+mod ghosts;
+mod ids;
+mod known;
+mod last_use;
+mod learning;
+mod path;
+mod rank;
+mod records;
+mod sharded;
+#[cfg(test)]
+mod tests;
+mod uses;
+
+use std::fmt;
+use std::sync::Arc;
+
+use self::fit::Model;
+use self::ghosts::GHOST_MS;
+pub(crate) use self::ids::PathId;
+use self::known::{KnownBlocks, State};
+pub use self::last_use::LastUse;
+use self::learning::Learning;
+use self::records::Records;
+use crate::seam::{Access, BlockId, Ended, Forest, Upkeep};
+
+/// A block is worth as much as it is likely to be used within so many milliseconds. The model knows little of
+/// blocks unused for longer than [`GHOST_MS`], and few are half that old when they leave.
+const RETURN_HORIZON_MS: u64 = GHOST_MS / 2;
+
+/// What does not return counts as such only when it is forgotten. When so many milliseconds have passed, as
+/// many failures have been counted as returns are waited for.
+const LEARNING_MS: u64 = 2 * GHOST_MS;
+
+/// What is known of the blocks of one tier: when and by what requests they were used, and how soon blocks of their
+/// kind return (a multiplicative hazard, see `docs/policies.md`).
+///
+/// It hears of a tier what happens there, once, and the policies of the tier borrow it. 12 bytes a block, besides
+/// segments and ghosts. It learns only if its [`upkeep`](Self::upkeep) is done.
+pub struct ReuseModel {
+    /// Nobody asks it: then it hears nothing either.
+    is_idle: bool,
+    known: KnownBlocks,
+    model: Arc<Model>,
+    records: Records,
+    learning: Learning,
+    /// Paths whose tail may rank otherwise since the latest event.
+    changed: Vec<PathId>,
+    /// When it will have learned enough to call a block worthless, once it has seen a use.
+    ready_ms: Option<u64>,
+}
+
+impl ReuseModel {
+    /// A model of a tier of `capacity` blocks.
+    pub fn with_capacity(capacity: u32) -> Self {
+        Self {
+            is_idle: false,
+            known: KnownBlocks::with_capacity(capacity),
+            model: Arc::default(),
+            records: Records::default(),
+            learning: Learning::default(),
+            changed: Vec::new(),
+            ready_ms: None,
+        }
+    }
+
+    /// A model that knows nothing and never will.
+    pub fn idle() -> Self {
+        Self { is_idle: true, ..Self::with_capacity(0) }
+    }
+
+    /// A request used the path that ends at `access.deepest`, whose last `access.inserted` blocks are new.
+    pub fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+        if self.is_idle {
+            return;
+        }
+        self.changed.clear();
+        self.ready_ms.get_or_insert(access.now_ms.saturating_add(LEARNING_MS));
+        if let Some(model) = self.learning.take_result() {
+            self.model = model;
+        }
+        let Some(touched) = self.known.touch(access, forest) else { return };
+        self.known.take_closed().for_each(|record| self.records.push(record));
+        if touched.is_new {
+            self.learning.count_request();
+        }
+        self.changed.extend(touched.paths);
+        self.changed.dedup();
+    }
+
+    /// `block` left the tier.
+    pub fn removed(&mut self, block: BlockId) {
+        if !self.is_idle {
+            self.changed.clear();
+            self.changed.extend(self.known.remove(block));
+        }
+    }
+
+    /// A request has ended.
+    pub fn finished(&mut self, ended: &Ended) {
+        if !self.is_idle {
+            self.changed.clear();
+            self.changed.extend(self.known.finished(ended));
+        }
+    }
+
+    /// Takes a bounded step of what is due besides (a fraction of a millisecond), and adds a fit to `work` when one is
+    /// ready: that is for another thread, takes milliseconds to a second and hands its result back by itself; dropping it
+    /// undone is harmless. Returns whether another step is due right away.
+    pub fn upkeep(&mut self, work: &mut Vec<Upkeep>) -> bool {
+        self.learning.step(&self.known, &self.records, &self.model, work)
+    }
+
+    /// Resident blocks.
+    pub(crate) fn resident(&self) -> usize {
+        self.known.resident()
+    }
+
+    /// The paths whose tail may rank otherwise since the latest event.
+    pub(crate) fn changed(&self) -> &[PathId] {
+        &self.changed
+    }
+
+    /// The path of a resident block.
+    pub(crate) fn path_of(&self, block: BlockId) -> Option<PathId> {
+        self.known.path_of(block)
+    }
+
+    /// The last resident block of a path.
+    pub(crate) fn tail(&self, path: PathId) -> Option<BlockId> {
+        self.known.last_block(path)
+    }
+
+    /// What the last resident block of `path` is worth for the time it would be held: the lowest goes first. Not
+    /// negative.
+    pub(crate) fn tail_rank(&self, path: PathId) -> Option<f32> {
+        let State { profile, age_ms, will_not_return } = self.known.tail(path)?;
+        Some(if will_not_return { 0.0 } else { rank::gittins(&self.model, profile, age_ms) })
+    }
+
+    /// The probability that `block`, the last one of a path of `depth` blocks, is used within the next
+    /// [`RETURN_HORIZON_MS`]; 1 where it is not known.
+    pub(crate) fn return_chance(&self, block: BlockId, depth: u32) -> f32 {
+        let Some(state) = self.known.state(block, depth) else { return 1.0 };
+        if state.will_not_return {
+            return 0.0;
+        }
+        rank::return_chance(&self.model, state.profile, state.age_ms, RETURN_HORIZON_MS)
+    }
+
+    /// Who used `block` last, the last one of a path of `depth` blocks. `None`: it is not known.
+    pub fn last_use(&self, block: BlockId, depth: u32) -> Option<LastUse> {
+        self.known.last_use(block, depth)
+    }
+
+    /// Whether it has seen enough blocks fail to return.
+    pub(crate) fn is_ready(&self, now_ms: u64) -> bool {
+        self.ready_ms.is_some_and(|ready_ms| ready_ms <= now_ms)
+    }
+}
+
+impl fmt::Debug for ReuseModel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReuseModel").field("requests", &self.learning.requests()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,68 @@
+//! A hash table that never grows all at once.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+
+/// A map of numbers to what is known of them, in parts of their own.
+///
+/// A table of two million entries takes 100 ms to grow, during which nobody else has the lock. A part takes a
+/// tenth of a millisecond, and they grow at different times.
+#[derive(Debug)]
+pub(super) struct ShardedMap<V>(Vec<HashMap<u64, V, BuildHasherDefault<Mixer>>>);
+
+const SHARDS: usize = 1_024;
+
+impl<V> Default for ShardedMap<V> {
+    fn default() -> Self {
+        Self((0..SHARDS).map(|_| HashMap::default()).collect())
+    }
+}
+
+impl<V> ShardedMap<V> {
+    pub(super) fn get(&self, key: u64) -> Option<&V> {
+        self.0[shard(key)].get(&key)
+    }
+
+    pub(super) fn insert(&mut self, key: u64, value: V) {
+        self.0[shard(key)].insert(key, value);
+    }
+
+    pub(super) fn remove(&mut self, key: u64) -> Option<V> {
+        self.0[shard(key)].remove(&key)
+    }
+
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.0.iter().map(HashMap::len).sum()
+    }
+}
+
+fn shard(key: u64) -> usize {
+    // Bits from the middle: a map tells its keys apart by the first and the last ones.
+    (mixed(key) >> 32) as usize % SHARDS
+}
+
+/// Hashes a number by one multiplication: the keys are hashes, or names that we give in turn.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Mixer(u64);
+
+impl Hasher for Mixer {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&byte| self.write_u64(u64::from(byte)));
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        self.0 = mixed(self.0 ^ number);
+    }
+}
+
+/// The finalizer of splitmix64: every bit of the result depends on every bit of `x`.
+pub(super) const fn mixed(x: u64) -> u64 {
+    let x = (x ^ x >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let x = (x ^ x >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+    x ^ x >> 31
+}

@@ -1,0 +1,48 @@
+//! What a lease of a long chain costs: as much as it changes, not as much as the chain is long.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvbm::scheduler::Core;
+use kvbm::{BlockHash, Chain, RequestInfo, Tier};
+use kvbm_tests::rig::{MEMORY, Sizes, TIGHT, bare_core, hash, seed};
+use kvbm_tiers::testing::ParkedBackend;
+
+fn core(slots: u32) -> Arc<Core> {
+    let parked = Arc::new(ParkedBackend::new(Vec::new(), MEMORY.to_vec()).expect("no regions, no conflict"));
+    let sizes = Sizes { tiers: [1, slots, 1, 1], staging: 0 };
+    bare_core(sizes, TIGHT, &(parked as _))
+}
+
+/// The median time of a lease and its release.
+fn time_of_a_lease(core: &Arc<Core>, chain: &[BlockHash]) -> Duration {
+    let mut times: Vec<_> = (0..400)
+        .map(|_| {
+            let start = Instant::now();
+            drop(core.lease(Chain::from(chain), RequestInfo::default()));
+            let time = start.elapsed();
+            // What the background thread does between leases; here nothing else is due.
+            core.estimated_hit_rate(1);
+            time
+        })
+        .collect();
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
+#[test]
+fn a_lease_of_a_long_chain_takes_no_pass_over_it() {
+    let chains = [64, 8_192, 65_536].map(|blocks: u32| {
+        let first = 100_000 * blocks.ilog2();
+        (first..first + blocks).map(hash).collect::<Vec<_>>()
+    });
+    let core = core(80_000);
+    let times = chains.each_ref().map(|chain| {
+        seed(&core, Tier::Host, Chain::from(&chain[..]));
+        assert_eq!(core.matches(Chain::from(&chain[..])).longest(), chain.len());
+        time_of_a_lease(&core, chain)
+    });
+    eprintln!("lease and release of 64, 8,192 and 65,536 blocks: {times:?}");
+    // A pass takes a millisecond for the last one.
+    assert!(times[2] < 40 * times[0].max(Duration::from_micros(5)), "{times:?}");
+}
