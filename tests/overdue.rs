@@ -252,3 +252,27 @@ fn closing_answers_everybody_and_takes_nothing_on() {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
+
+#[test]
+fn closing_waits_for_what_the_media_have() {
+    let slow = Duration::from_millis(300);
+    let system = System::new(SIZES);
+    let one = chain(1, 3);
+    system.sink(&one);
+    system.disk.inject(Fault::Slow(slow), &[FROM_DISK]);
+    let began = Instant::now();
+    let load = system.load(&one);
+    system.rig.core.close();
+    assert_eq!(load.wait().unwrap().blocks, 0);
+    assert_eq!(
+        system.rig.core.wait_for_media(Duration::ZERO),
+        3,
+        "whoever does not wait is told what is left"
+    );
+    assert_eq!(system.rig.core.wait_for_media(SOON), 0);
+    assert!(began.elapsed() >= slow, "the copies cannot have ended before");
+    // Whoever removes the tiers' files now must be the only one who uses them.
+    let core = Arc::downgrade(&system.rig.core);
+    drop(system);
+    assert!(core.upgrade().is_none(), "a medium's thread still holds the core");
+}

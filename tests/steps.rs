@@ -248,7 +248,7 @@ fn a_closed_manager_allocates_nothing() {
         kvbm_tests::engine::open(kvbm_tests::engine::settings(4096, 32, 32), &prometheus::Registry::new())
             .unwrap();
     let all = chain(1, 4);
-    manager.close();
+    assert!(manager.close(Duration::ZERO).is_complete());
     let error = manager.allocate(&all, manager.lease(&all)).unwrap_err();
     assert_eq!(error.kind(), kvbm::ErrorKind::Closed);
 }

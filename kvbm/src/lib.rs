@@ -43,7 +43,7 @@ pub use hash::{BlockHash, Chain, ChainHasher};
 pub use kvbm_policies::{Hints, RequestId};
 pub use kvbm_tiers::{BlockKey, Tier};
 pub use lease::Lease;
-pub use manager::{Allocation, Manager};
+pub use manager::{Allocation, Closing, Manager};
 pub use metrics::Metrics;
 pub use options::{Options, RouteReport};
 pub use scheduler::Drained;

@@ -211,8 +211,7 @@ impl Manager {
     /// Copies that are overdue now: their media completed nothing for too long, and nobody waits for them any more.
     /// Each holds the slot that it writes, and one that bounces also the slot that it bounces through.
     pub fn overdue(&self) -> u64 {
-        let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
-        routes.map(|route| self.core.overdue(route)).sum()
+        self.core.overdue_in_all()
     }
 
     /// Occupancy of the DRAM slots through which blocks bounce between tiers that nothing connects.
@@ -260,12 +259,14 @@ impl Manager {
     }
 
     /// Stops everything: background work ends, what waits for its turn is not copied, and every [`Transfer`] has its
-    /// answer soon. What is asked for afterwards is refused as [`ErrorKind::Closed`]. Copies that a medium works on end
-    /// by themselves and keep their memory until then.
-    pub fn close(&self) {
+    /// answer soon. What is asked for afterwards is refused as [`ErrorKind::Closed`]. Copies that a medium works on are
+    /// waited for, at most for `limit`; they end by themselves and keep their memory until then. Only when none is left
+    /// may somebody else use the tiers' files and objects.
+    pub fn close(&self, limit: Duration) -> Closing {
         drop(self.background.lock().take());
         self.core.close();
         self.pinned.clear();
+        Closing { copies_left: self.core.wait_for_media(limit) }
     }
 }
 
@@ -273,10 +274,25 @@ impl Drop for Manager {
     /// In a forked child the parent's threads are not there to end, and what they share is the parent's still.
     fn drop(&mut self) {
         if self.process == std::process::id() {
-            self.close();
+            let _ = self.close(Duration::ZERO);
         } else {
             std::mem::forget(self.background.lock().take());
         }
+    }
+}
+
+/// What a [`Manager::close`] left behind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct Closing {
+    /// Copies that a medium still works on.
+    pub copies_left: u64,
+}
+
+impl Closing {
+    /// Whether nobody touches the tiers any more.
+    pub const fn is_complete(self) -> bool {
+        self.copies_left == 0
     }
 }
 

@@ -4,9 +4,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kvbm_tiers::Done;
+use kvbm_tiers::{Completion, Done};
 
 use super::Core;
+use super::batch::Batch;
 use super::queue::{Next, Turn};
 use super::routed::{RoutedTask, Stop};
 use crate::sync::AtomicUsize;
@@ -58,9 +59,12 @@ impl Core {
         }
         let ops = tasks.iter().map(RoutedTask::op).collect();
         let batch = self.batches.start(route, class, tasks, self.clock.uptime());
-        let core = Arc::clone(self);
-        let ended = Arc::clone(&batch);
-        let done = Done::together(move |completions| core.copies_ended(&ended, completions));
+        let report = Report {
+            core: Arc::clone(self),
+            batch: Arc::clone(&batch),
+            _with_medium: Arc::clone(&self.with_media),
+        };
+        let done = Done::together(move |completions| report.copies_ended(completions));
         // Nobody knows what became of a batch whose backend panicked: its copies will be overdue. The request that
         // happened to pump, and all the others, must not suffer for it.
         if catch_unwind(AssertUnwindSafe(|| self.executor.submit(route, ops, &done))).is_err() {
@@ -89,6 +93,20 @@ impl Core {
             None => return Turn::Wait,
         }
         Turn::Send
+    }
+}
+
+/// What a backend keeps of a batch until it is done with it.
+struct Report {
+    core: Arc<Core>,
+    batch: Arc<Batch>,
+    /// After the core, so that who counts these knows that a medium's thread is not the last to hold that.
+    _with_medium: Arc<()>,
+}
+
+impl Report {
+    fn copies_ended(&self, completions: Vec<Completion>) {
+        self.core.copies_ended(&self.batch, completions);
     }
 }
 

@@ -128,6 +128,8 @@ pub struct Core {
     tuning: Tuning,
     /// Calls of [`Core::pump`] that somebody has to act on.
     pumps: AtomicUsize,
+    /// Held once for each batch that a backend has.
+    with_media: Arc<()>,
     /// 1 when nothing is taken on any more.
     closed: AtomicUsize,
 }
@@ -181,6 +183,7 @@ impl Core {
             metrics,
             tuning,
             pumps: AtomicUsize::new(0),
+            with_media: Arc::default(),
             closed: AtomicUsize::new(0),
         })
     }
@@ -408,6 +411,22 @@ impl Core {
         self.batches.all().iter().for_each(|batch| self.give_up(batch));
         let effects = self.table().close();
         self.apply(effects);
+    }
+
+    /// Waits until no backend has any copy of ours, at most for `limit`. Returns how many copies are left.
+    pub fn wait_for_media(&self, limit: Duration) -> u64 {
+        let deadline = self.clock.uptime() + limit;
+        while Arc::strong_count(&self.with_media) > 1 && self.clock.uptime() < deadline {
+            // As seldom as a drain looks: nobody closes in a hurry.
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        self.overdue_in_all()
+    }
+
+    /// Copies that are overdue now, on all routes.
+    pub(crate) fn overdue_in_all(&self) -> u64 {
+        let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
+        routes.map(|route| self.overdue(route)).sum()
     }
 
     pub(crate) fn is_closed(&self) -> bool {
