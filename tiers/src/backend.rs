@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route};
-use crate::fence::{Fence, Fences, Mark};
+use crate::fence::{Fence, Fences, Layers, Mark};
 
 /// Moves blocks between regions.
 ///
@@ -68,7 +68,8 @@ pub fn submit(backend: &Arc<dyn Backend>, batch: Vec<CopyOp>, fences: Fences, do
     match fences.after {
         Fence::Host(fence) => {
             let batch = Some((batch, done));
-            let waiting = Waiting { batch, backend: Arc::clone(backend), mark: fences.mark };
+            let waiting =
+                Waiting { batch, backend: Arc::clone(backend), mark: fences.mark, layers: fences.layers };
             fence.park(move || waiting.submit());
         }
         _ => backend.submit_fenced(batch, fences, done),
@@ -81,12 +82,13 @@ struct Waiting {
     batch: Option<(Vec<CopyOp>, Done)>,
     backend: Arc<dyn Backend>,
     mark: Option<Mark>,
+    layers: Option<Layers>,
 }
 
 impl Waiting {
     fn submit(mut self) {
         if let Some((ops, done)) = self.batch.take() {
-            let fences = Fences { after: Fence::Done, mark: self.mark.take() };
+            let fences = Fences { after: Fence::Done, mark: self.mark.take(), layers: self.layers.take() };
             self.backend.submit_fenced(ops, fences, done);
         }
     }
@@ -101,8 +103,13 @@ impl Drop for Waiting {
     }
 }
 
-/// Of a backend that cannot wait for GPUs.
-fn submit_unfenced<B: Backend + ?Sized>(backend: &B, batch: Vec<CopyOp>, fences: &Fences, done: Done) {
+/// Of a backend that cannot wait for GPUs, and copies block by block.
+pub(crate) fn submit_unfenced<B: Backend + ?Sized>(
+    backend: &B,
+    batch: Vec<CopyOp>,
+    fences: &Fences,
+    done: Done,
+) {
     if fences.after.is_done() {
         return backend.submit(batch, done);
     }
@@ -152,7 +159,12 @@ mod tests {
 
         fn save(&self, after: Fence) {
             let op = order(0, self.frames[0].slot_ref(), self.frames[1].slot_ref());
-            submit(&self.backend, vec![op], Fences { after, mark: Some(Mark::new()) }, self.done.clone());
+            submit(
+                &self.backend,
+                vec![op],
+                Fences { after, mark: Some(Mark::new()), layers: None },
+                self.done.clone(),
+            );
         }
 
         fn engine_writes(&mut self, pattern: usize) {

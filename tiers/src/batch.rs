@@ -1,16 +1,21 @@
 //! Threads that work off batches of copies together.
 
+use std::collections::HashMap;
 use std::io;
 use std::mem;
+use std::num::NonZeroU16;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 
 use crossbeam_channel::{Receiver, Sender};
+use parking_lot::Mutex;
 
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done};
+use crate::fence::Layers;
 use crate::fork::Maker;
 
 /// A pool of threads in which every thread takes the next few operations of the oldest batch until none is
@@ -24,13 +29,49 @@ pub(crate) struct CopyThreads {
     maker: Maker,
 }
 
-/// Executes one operation, to its end.
-pub(crate) type Execute = dyn Fn(&CopyOp) -> Result<(), CopyError> + Send + Sync;
+/// Executes one operation, or a share of it, to its end.
+pub(crate) type Execute = dyn Fn(&CopyOp, Share) -> Result<(), CopyError> + Send + Sync;
+
+/// One of so many equal shares of a block's bytes: a layer, or all of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Share {
+    number: u16,
+    of: NonZeroU16,
+}
+
+impl Share {
+    pub(crate) const WHOLE: Self = Self { number: 0, of: NonZeroU16::MIN };
+
+    pub(crate) const fn is_whole(self) -> bool {
+        self.of.get() == 1
+    }
+
+    /// The last share has what cannot be divided.
+    pub(crate) fn of_bytes(self, bytes: usize) -> Range<usize> {
+        let share = bytes / usize::from(self.of.get());
+        let from = share * usize::from(self.number);
+        from..if self.number + 1 == self.of.get() { bytes } else { from + share }
+    }
+}
 
 struct Batch {
     ops: Vec<CopyOp>,
     done: Done,
+    /// How many operations a thread takes at a time.
+    grain: usize,
     next: AtomicUsize,
+    layered: Option<Layered>,
+}
+
+/// The state of a batch that goes layer by layer. What a thread takes at a time, a unit, is a layer of `grain` blocks;
+/// units are numbered layer by layer.
+struct Layered {
+    layers: Layers,
+    /// Units that each layer still lacks.
+    of_layer: Vec<AtomicUsize>,
+    /// Units that each `grain` of blocks still lacks.
+    of_grain: Vec<AtomicUsize>,
+    failed: Mutex<HashMap<usize, CopyError>>,
 }
 
 impl CopyThreads {
@@ -46,22 +87,22 @@ impl CopyThreads {
         let mut pool = Self { queue: Some(queue), threads: Vec::new(), grain, maker: Maker::this_process() };
         for number in 0..threads.max(1) {
             let (batches, execute) = (batches.clone(), Arc::clone(execute));
-            let work = move || work(&batches, grain, &*execute);
+            let work = move || work(&batches, &*execute);
             pool.threads.push(clock::spawn(format!("{name}-{number}"), work)?);
         }
         Ok(pool)
     }
 
-    pub(crate) fn submit(&self, ops: Vec<CopyOp>, done: Done) {
-        let helpers = ops.len().div_ceil(self.grain).min(self.threads.len());
-        let batch = Arc::new(Batch { ops, done, next: AtomicUsize::new(0) });
-        for _ in 0..helpers {
+    /// Copies whole blocks, one after the other, or `layers` of them.
+    pub(crate) fn submit(&self, ops: Vec<CopyOp>, layers: Option<Layers>, done: Done) {
+        let batch = Arc::new(Batch::new(ops, layers, self.grain, done));
+        for _ in 0..batch.units().min(self.threads.len()) {
             // One message per helper and not per operation: each takes a grain of what is left when it comes, so
             // that a slow one holds up nobody.
             let sent = self.queue.as_ref().is_some_and(|queue| queue.send(Arc::clone(&batch)).is_ok());
             if !sent {
                 // Panics end no thread, but if all were gone nobody else would complete the rest.
-                batch.work(self.grain, &|_| Err(CopyError::new(CopyErrorKind::Refused, "copy threads died")));
+                batch.work(&|_, _| Err(CopyError::new(CopyErrorKind::Refused, "copy threads died")));
             }
         }
     }
@@ -84,29 +125,90 @@ impl Drop for CopyThreads {
     }
 }
 
-fn work(batches: &Receiver<Arc<Batch>>, grain: usize, execute: &Execute) {
+fn work(batches: &Receiver<Arc<Batch>>, execute: &Execute) {
     for batch in batches {
-        batch.work(grain, execute);
+        batch.work(execute);
     }
 }
 
 impl Batch {
-    fn work(&self, grain: usize, execute: &Execute) {
+    fn new(ops: Vec<CopyOp>, layers: Option<Layers>, grain: usize, done: Done) -> Self {
+        // A layer of a block is less work than the block.
+        let grain = grain * layers.as_ref().map_or(1, |layers| usize::from(layers.count()));
+        let grains = ops.len().div_ceil(grain);
+        let layered = layers.map(|layers| Layered::new(layers, grains));
+        Self { ops, done, grain, next: AtomicUsize::new(0), layered }
+    }
+
+    fn grains(&self) -> usize {
+        self.ops.len().div_ceil(self.grain)
+    }
+
+    /// What there is to take.
+    fn units(&self) -> usize {
+        let layers = self.layered.as_ref().map_or(1, |layered| layered.of_layer.len());
+        self.grains() * layers
+    }
+
+    fn work(&self, execute: &Execute) {
         loop {
-            let from = self.next.fetch_add(grain, Ordering::Relaxed);
-            let Some(rest) = self.ops.get(from..) else { return };
-            if rest.is_empty() {
+            let unit = self.next.fetch_add(1, Ordering::Relaxed);
+            if unit >= self.units() {
                 return;
             }
-            let ended = rest.iter().take(grain).zip(from..).map(|(op, index)| (index, caught(op, execute)));
-            self.done.complete_all(ended.collect());
+            match &self.layered {
+                Some(layered) => self.copy_layer(layered, unit, execute),
+                None => self.copy_blocks(unit, execute),
+            }
+        }
+    }
+
+    fn ops_of(&self, grain: usize) -> impl Iterator<Item = (usize, &CopyOp)> {
+        let first = grain * self.grain;
+        (first..).zip(self.ops[first..].iter().take(self.grain))
+    }
+
+    fn copy_blocks(&self, grain: usize, execute: &Execute) {
+        let ended = self.ops_of(grain).map(|(index, op)| (index, caught(op, Share::WHOLE, execute)));
+        self.done.complete_all(ended.collect());
+    }
+
+    fn copy_layer(&self, layered: &Layered, unit: usize, execute: &Execute) {
+        let (layer, grain) = (unit / self.grains(), unit % self.grains());
+        let share = Share { number: layer as u16, of: layered.layers.shares() };
+        for (index, op) in self.ops_of(grain) {
+            if let Err(error) = caught(op, share, execute) {
+                layered.failed.lock().entry(index).or_insert(error);
+            }
+        }
+        layered.layer_copied(layer);
+        if layered.of_grain[grain].fetch_sub(1, Ordering::AcqRel) == 1 {
+            let outcome = |index| layered.failed.lock().get(&index).cloned().map_or(Ok(()), Err);
+            self.done.complete_all(self.ops_of(grain).map(|(index, _)| (index, outcome(index))).collect());
+        }
+    }
+}
+
+impl Layered {
+    fn new(layers: Layers, grains: usize) -> Self {
+        let count = usize::from(layers.count());
+        let counts = |of: usize, each: usize| (0..of).map(|_| AtomicUsize::new(each)).collect();
+        let (of_layer, of_grain) = (counts(count, grains), counts(grains, count));
+        Self { layers, of_layer, of_grain, failed: Mutex::default() }
+    }
+
+    /// A unit of a layer is done. Once a block has failed no layer is whole any more.
+    fn layer_copied(&self, layer: usize) {
+        let is_last = self.of_layer[layer].fetch_sub(1, Ordering::AcqRel) == 1;
+        if is_last && self.failed.lock().is_empty() {
+            self.layers.arrived(layer as u16);
         }
     }
 }
 
 /// The batch goes on whatever one operation does.
-fn caught(op: &CopyOp, execute: &Execute) -> Result<(), CopyError> {
-    catch_unwind(AssertUnwindSafe(|| execute(op))).unwrap_or_else(|_| {
+fn caught(op: &CopyOp, share: Share, execute: &Execute) -> Result<(), CopyError> {
+    catch_unwind(AssertUnwindSafe(|| execute(op, share))).unwrap_or_else(|_| {
         let message = format!("{} to {}: the copy panicked; please report this", op.from, op.to);
         Err(CopyError::new(CopyErrorKind::Io, message))
     })
@@ -123,7 +225,7 @@ mod tests {
 
     /// Two threads that panic for the slot 1.
     fn pool() -> CopyThreads {
-        let execute: Arc<Execute> = Arc::new(|op: &CopyOp| {
+        let execute: Arc<Execute> = Arc::new(|op: &CopyOp, _| {
             assert!(op.from.slot != SlotId(1), "as the test wants");
             Ok(())
         });
@@ -140,7 +242,7 @@ mod tests {
         let pool = pool();
         for _ in 0..3 {
             let (report, reports) = mpsc::channel();
-            pool.submit(ops(), Done::new(move |op, result| report.send((op, result)).unwrap()));
+            pool.submit(ops(), None, Done::new(move |op, result| report.send((op, result)).unwrap()));
             let mut ended: Vec<_> = reports.into_iter().collect();
             ended.sort_unstable_by_key(|&(op, _)| op);
             assert_eq!(ended.len(), 64);
@@ -158,6 +260,7 @@ mod tests {
             let (report, reports) = mpsc::channel();
             pool.submit(
                 ops(),
+                None,
                 Done::new(move |op, _| {
                     assert!(op % 8 != 0, "as the test wants");
                     report.send(op).unwrap();
@@ -168,5 +271,56 @@ mod tests {
             assert_eq!(ended, 64 - 8);
         }
         assert!(Done::panics() >= panics + 3 * 8);
+    }
+
+    #[test]
+    fn the_first_layer_of_all_blocks_comes_before_the_second_of_any() {
+        let copied = Arc::new(Mutex::new(Vec::new()));
+        let copies = Arc::clone(&copied);
+        let execute: Arc<Execute> = Arc::new(move |op: &CopyOp, share: Share| {
+            copies.lock().push((share.number, op.from.slot.0));
+            Ok(())
+        });
+        let pool = CopyThreads::start("test", 1, 1, &execute).unwrap();
+        let arrived = Arc::new(Mutex::new(Vec::new()));
+        let (layers, so_far) = (Arc::clone(&arrived), Arc::clone(&copied));
+        let layers = Layers::new(NonZeroU16::new(4).unwrap(), move |layer| {
+            layers.lock().push((layer, so_far.lock().len()));
+        });
+        let (report, reports) = mpsc::channel();
+        pool.submit(ops(), Some(layers), Done::new(move |op, result| report.send((op, result)).unwrap()));
+        assert_eq!(reports.into_iter().filter(|(_, result)| result.is_ok()).count(), 64);
+        let expected: Vec<_> = (0..4).flat_map(|layer| (0..64).map(move |slot| (layer, slot))).collect();
+        assert_eq!(*copied.lock(), expected);
+        assert_eq!(*arrived.lock(), [(0, 64), (1, 128), (2, 192), (3, 256)]);
+    }
+
+    #[test]
+    fn a_block_that_fails_in_a_layer_fails_alone_and_no_later_layer_is_whole() {
+        let execute: Arc<Execute> = Arc::new(|op: &CopyOp, share: Share| {
+            assert!((share.number, op.from.slot.0) != (2, 5), "as the test wants");
+            Ok(())
+        });
+        let pool = CopyThreads::start("test", 2, 2, &execute).unwrap();
+        for _ in 0..3 {
+            let arrived = Arc::new(Mutex::new(Vec::new()));
+            let layers = Arc::clone(&arrived);
+            let layers = Layers::new(NonZeroU16::new(4).unwrap(), move |layer| layers.lock().push(layer));
+            let (report, reports) = mpsc::channel();
+            pool.submit(ops(), Some(layers), Done::new(move |op, result| report.send((op, result)).unwrap()));
+            let failed: Vec<_> = reports.into_iter().filter(|(_, result)| result.is_err()).collect();
+            assert_eq!(failed.iter().map(|&(op, _)| op).collect::<Vec<_>>(), [5]);
+            assert!(!arrived.lock().contains(&2), "{arrived:?}");
+        }
+    }
+
+    #[test]
+    fn the_shares_of_a_block_are_all_of_it() {
+        for (bytes, layers) in [(4096, 32), (100, 7), (5, 5), (3, 1)] {
+            let of = NonZeroU16::new(layers).unwrap();
+            let shares: Vec<_> = (0..layers).map(|number| Share { number, of }.of_bytes(bytes)).collect();
+            assert!(shares.windows(2).all(|pair| pair[0].end == pair[1].start));
+            assert_eq!((shares[0].start, shares[shares.len() - 1].end), (0, bytes));
+        }
     }
 }

@@ -7,6 +7,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::num::NonZeroU16;
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
@@ -111,7 +112,7 @@ impl HostFence {
     }
 
     /// Does `work` when it is raised, at once if it is already. Drops it if nobody can raise it any more.
-    pub(crate) fn park(&self, work: impl FnOnce() + Send + 'static) {
+    pub fn park(&self, work: impl FnOnce() + Send + 'static) {
         if let Flag::Down(parked) = &mut *self.0.lock() {
             return parked.push(Box::new(work));
         }
@@ -148,6 +149,41 @@ impl Mark {
     }
 }
 
+/// In which order a batch brings its blocks to an engine that computes layer by layer: the first layer of all blocks,
+/// then the second. A layer is an equal share of a block's bytes.
+#[derive(Clone)]
+pub struct Layers {
+    count: NonZeroU16,
+    arrived: Arc<dyn Fn(u16) + Send + Sync>,
+}
+
+impl Layers {
+    /// `arrived(n)` hears that layer `n` of every block of the batch is there, from any thread, not always in the order
+    /// of the layers, and not at all from a backend that copies block by block. It must not block.
+    pub fn new(count: NonZeroU16, arrived: impl Fn(u16) + Send + Sync + 'static) -> Self {
+        Self { count, arrived: Arc::new(arrived) }
+    }
+
+    /// How many layers a block has.
+    pub const fn count(&self) -> u16 {
+        self.count.get()
+    }
+
+    pub(crate) const fn shares(&self) -> NonZeroU16 {
+        self.count
+    }
+
+    pub(crate) fn arrived(&self, layer: u16) {
+        (self.arrived)(layer);
+    }
+}
+
+impl fmt::Debug for Layers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Layers({})", self.count)
+    }
+}
+
 /// The order that a batch keeps with the engine's work.
 #[derive(Clone, Debug, Default)]
 pub struct Fences {
@@ -155,4 +191,6 @@ pub struct Fences {
     pub after: Fence,
     /// Gets a fence behind the copies once they are started.
     pub mark: Option<Mark>,
+    /// The engine begins with the first layer before the last one is there.
+    pub layers: Option<Layers>,
 }

@@ -67,7 +67,7 @@ pub use device::{DeviceRegion, Space};
 pub use disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
 pub use dram::{DramOptions, DramRegion};
 pub use error::{Failure, SetupError, SetupErrorKind};
-pub use fence::{Fence, Fences, HostFence, Mark};
+pub use fence::{Fence, Fences, HostFence, Layers, Mark};
 pub use frame::{Frame, FramePool, Loan};
 pub use geometry::Geometry;
 pub use huge::{HugeVec, mapped_bytes};

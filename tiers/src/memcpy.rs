@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use crate::backend::Backend;
+use crate::backend::{Backend, submit_unfenced};
 use crate::batch::{CopyThreads, Execute};
 use crate::copy::{CopyOp, Done, Route};
 use crate::device::DeviceRegion;
 use crate::error::{SetupError, SetupErrorKind};
+use crate::fence::Fences;
 use crate::memory::{Memories, Memory};
 
 /// What a thread copies before it looks for the next work: enough to make the look negligible.
@@ -15,6 +16,7 @@ const GRAIN_BYTES: usize = 256 << 10;
 /// A pool of threads that copies blocks between regions of memory, and within one.
 #[derive(Debug)]
 pub struct MemcpyBackend {
+    memories: Arc<Memories>,
     routes: Vec<Route>,
     threads: CopyThreads,
 }
@@ -44,19 +46,20 @@ impl MemcpyBackend {
 
     fn start(memories: Memories, block_bytes: usize, threads: usize) -> Result<Self, SetupError> {
         let grain = GRAIN_BYTES / block_bytes;
-        let routes = memories.routes();
+        let (memories, routes) = (Arc::new(memories.clone()), memories.routes());
+        let between = Arc::clone(&memories);
         // SAFETY: executes submitted operations only, whose submitter answers for their slots.
-        let copy: Arc<Execute> = Arc::new(move |op: &CopyOp| unsafe { memories.copy(op) });
+        let copy: Arc<Execute> = Arc::new(move |op: &CopyOp, part| unsafe { between.copy(op, part) });
         let threads = CopyThreads::start("kvbm-copy", threads, grain, &copy).map_err(|error| {
             let message =
                 "cannot start copy threads; lower transfer.copy_threads (DYN_KVBM_TRANSFER_COPY_THREADS)";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         })?;
-        Ok(Self { routes, threads })
+        Ok(Self { memories, routes, threads })
     }
 }
 
-// SAFETY: every thread copies the operations that it took, one by one, and completes each right after;
+// SAFETY: every thread copies the operations that it took, one by one, and completes each after the last of its bytes;
 // `Memories` keeps the regions alive and copies whole blocks between slots that exist.
 unsafe impl Backend for MemcpyBackend {
     fn name(&self) -> &'static str {
@@ -68,21 +71,30 @@ unsafe impl Backend for MemcpyBackend {
     }
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
-        self.threads.submit(batch, done);
+        self.threads.submit(batch, None, done);
+    }
+
+    fn submit_fenced(&self, batch: Vec<CopyOp>, fences: Fences, done: Done) {
+        let are_summed = batch.iter().any(|op| self.memories.are_summed(op.to.tier));
+        if !fences.after.is_done() || are_summed {
+            return submit_unfenced(self, batch, &fences, done);
+        }
+        self.threads.submit(batch, fences.layers, done);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::copy::{CopyErrorKind, Tier};
+    use crate::copy::{CopyErrorKind, SlotId, SlotRef, Tier};
     use crate::device::Space;
     use crate::dram::{DramOptions, DramRegion};
     use crate::error::SetupErrorKind;
+    use crate::fence::Layers;
     use crate::geometry::Geometry;
     use crate::segments::{Part, SegmentMap};
     use crate::testing::conformance::{self, Pair};
-    use crate::testing::{Tensors, host, order, run};
+    use crate::testing::{Tensors, fill_pattern, has_pattern, host, order, run};
 
     #[test]
     fn conforms_between_host_and_emulated_device() {
@@ -105,6 +117,30 @@ mod tests {
                 let backend = MemcpyBackend::with_device(Arc::clone(&memory) as _, device, 2).unwrap();
                 Pair { memory, other: Tier::Device, backend: Arc::new(backend) }
             });
+        }
+    }
+
+    #[test]
+    fn layers_of_blocks_in_pieces_come_to_the_same_bytes() {
+        let memory = Arc::new(host(4, 4096));
+        let device = Arc::new(Tensors::new(4, 4096, 24).into_region());
+        let backend = MemcpyBackend::with_device(Arc::clone(&memory) as _, device, 2).unwrap();
+        let mut frames = memory.frames().unwrap();
+        let there = |slot| SlotRef { tier: Tier::Device, slot: SlotId(slot), generation: 0 };
+        for slot in 0..4 {
+            let mut from = frames.take().unwrap();
+            fill_pattern(slot as usize, memory.write(&mut from).unwrap());
+            let (report, reports) = std::sync::mpsc::channel();
+            let layers = Layers::new(7.try_into().unwrap(), |_| {});
+            let fences = Fences { layers: Some(layers), ..Fences::default() };
+            let done = Done::new(move |_, result| report.send(result).unwrap());
+            backend.submit_fenced(vec![order(0, from.slot_ref(), there(slot))], fences, done);
+            reports.recv().unwrap().unwrap();
+            memory.write(&mut from).unwrap().fill(0);
+            let results = run(&backend, vec![order(0, there(slot), from.slot_ref())]);
+            assert!(results[0].is_ok());
+            assert!(has_pattern(slot as usize, memory.read(&from).unwrap()));
+            frames.give_back(from);
         }
     }
 

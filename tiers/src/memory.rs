@@ -1,9 +1,11 @@
 //! Regions that the CPU can address.
 
 use std::fmt;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use crate::batch::Share;
 use crate::checksum::{Checksums, SummedCopy};
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
 use crate::device::{DeviceRegion, Space};
@@ -85,15 +87,15 @@ impl Place {
         }
     }
 
-    /// Where the block of a slot lies; `None`: there is no such slot.
-    fn segments(&self, slot: SlotId) -> Option<impl Iterator<Item = Segment> + '_> {
+    /// Where these bytes of a slot's block lie; `None`: there is no such slot.
+    fn segments(&self, slot: SlotId, bytes: Range<usize>) -> Option<impl Iterator<Item = Segment> + '_> {
         let (whole, cut) = match self {
             Self::Whole(memory) => (Some(memory.slot(slot)?), None),
-            Self::InPieces(region) => (None, Some(region.segments().segments(slot)?)),
+            Self::InPieces(region) => (None, Some(region.segments().cut(slot, bytes.clone())?)),
         };
         let whole = whole.map(|start| Segment {
-            address: start.as_ptr().cast::<u8>().expose_provenance(),
-            bytes: self.block_bytes(),
+            address: start.as_ptr().cast::<u8>().expose_provenance() + bytes.start,
+            bytes: bytes.len(),
         });
         Some(whole.into_iter().chain(cut.into_iter().flatten()))
     }
@@ -154,17 +156,26 @@ impl Memories {
         Some(NonNull::slice_from_raw_parts(start, region.block_bytes()))
     }
 
-    fn segments(&self, slot: SlotRef) -> Result<impl Iterator<Item = Segment> + '_, CopyError> {
+    /// The bytes of a part of a block.
+    fn segments(&self, slot: SlotRef, part: Share) -> Result<impl Iterator<Item = Segment> + '_, CopyError> {
         let place = self.0[slot.tier.index()].as_ref();
-        place.and_then(|place| place.segments(slot.slot)).ok_or_else(|| no_such_slot(slot))
+        let segments = place.and_then(|place| place.segments(slot.slot, part.of_bytes(place.block_bytes())));
+        segments.ok_or_else(|| no_such_slot(slot))
     }
 
-    /// Copies a block from memory to memory, and sums it on the way where the destination remembers checksums.
+    /// Whether blocks of this tier are summed as they arrive, and so must arrive whole.
+    pub(crate) fn are_summed(&self, tier: Tier) -> bool {
+        self.checksums(tier).is_some()
+    }
+
+    /// Copies a block or a share of it from memory to memory, and sums it on the way where the destination remembers
+    /// checksums.
     ///
     /// # Safety
     /// The caller answers for what [`Backend::submit`](crate::Backend::submit) asks of its callers.
-    pub(crate) unsafe fn copy(&self, op: &CopyOp) -> Result<(), CopyError> {
-        let pieces = pieces(self.segments(op.from)?, self.segments(op.to)?);
+    pub(crate) unsafe fn copy(&self, op: &CopyOp, part: Share) -> Result<(), CopyError> {
+        debug_assert!(part.is_whole() || !self.are_summed(op.to.tier), "a part has no checksum");
+        let pieces = pieces(self.segments(op.from, part)?, self.segments(op.to, part)?);
         if (op.from.tier, op.from.slot) == (op.to.tier, op.to.slot) {
             let message = format!("{} cannot be copied onto itself", op.from);
             return Err(CopyError::new(CopyErrorKind::Refused, message));

@@ -1,6 +1,8 @@
 //! Where the pieces of a block lie, if not in one: an engine's KV cache is a tensor per layer, with keys and
 //! values apart, and a block is a piece of each. Plain arithmetic on addresses, which need not be the CPU's.
 
+use std::ops::Range;
+
 use crate::copy::SlotId;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::geometry::{Geometry, MAX_SLOTS};
@@ -32,6 +34,8 @@ pub struct SegmentMap {
     slots: u32,
     block_bytes: usize,
     parts: Box<[Part]>,
+    /// Of each part: where in a block its piece begins.
+    offsets: Box<[usize]>,
 }
 
 impl SegmentMap {
@@ -50,11 +54,20 @@ impl SegmentMap {
         extents.sort_unstable_by_key(|&((start, _), _)| start);
         check_apart(&extents)?;
         let parts = joined(parts);
-        let block_bytes = parts.iter().map(|part| part.bytes).sum();
-        if block_bytes == 0 {
+        if parts.is_empty() {
             return Err(invalid("no parts: name the tensors that hold the blocks"));
         }
-        Ok(Self { slots, block_bytes, parts })
+        Ok(Self::of_parts(slots, parts))
+    }
+
+    fn of_parts(slots: u32, parts: Box<[Part]>) -> Self {
+        let mut offsets = Vec::with_capacity(parts.len());
+        let mut block_bytes = 0;
+        for part in &parts {
+            offsets.push(block_bytes);
+            block_bytes += part.bytes;
+        }
+        Self { slots, block_bytes, parts, offsets: offsets.into() }
     }
 
     /// Blocks that lie whole, one after the other as `geometry` says, from address `base` on.
@@ -83,14 +96,27 @@ impl SegmentMap {
 
     /// The pieces of a slot's block, in order; `None`: there is no such slot.
     pub fn segments(&self, slot: SlotId) -> Option<impl Iterator<Item = Segment> + Clone + '_> {
-        if slot.0 >= self.slots {
+        self.cut(slot, 0..self.block_bytes)
+    }
+
+    /// The pieces of these bytes of a slot's block, in order; `None`: there is no such slot, or the block is shorter.
+    pub fn cut(
+        &self,
+        slot: SlotId,
+        bytes: Range<usize>,
+    ) -> Option<impl Iterator<Item = Segment> + Clone + '_> {
+        if slot.0 >= self.slots || bytes.end > self.block_bytes {
             return None;
         }
-        let of = move |part: &Part| Segment {
-            address: part.base + slot.0 as usize * part.stride,
-            bytes: part.bytes,
-        };
-        Some(self.parts.iter().map(of))
+        // A layer is a piece or two of dozens: those before it are not looked at.
+        let first = self.offsets.partition_point(|&offset| offset <= bytes.start).saturating_sub(1);
+        let parts = self.parts[first..].iter().zip(&self.offsets[first..]);
+        let within = parts.take_while(move |&(_, &offset)| offset < bytes.end);
+        Some(within.map(move |(part, &offset)| {
+            let (from, to) = (bytes.start.max(offset), bytes.end.min(offset + part.bytes));
+            let address = part.base + slot.0 as usize * part.stride + (from - offset);
+            Segment { address, bytes: to - from }
+        }))
     }
 }
 
@@ -230,6 +256,19 @@ mod tests {
         }
 
         #[test]
+        fn the_cuts_of_a_block_are_its_bytes_in_order(slots in 1_u32..6, parts in some_parts(), cut in 1_usize..9) {
+            if let Ok(map) = SegmentMap::new(slots, &parts) {
+                let slot = SlotId(slots - 1);
+                let bytes = |cut| map.cut(slot, cut).unwrap().flat_map(|s| s.address..s.address + s.bytes);
+                let whole: Vec<_> = bytes(0..map.block_bytes()).collect();
+                let starts = (0..map.block_bytes()).step_by(cut);
+                let cuts: Vec<_> = starts.flat_map(|at| bytes(at..map.block_bytes().min(at + cut))).collect();
+                prop_assert_eq!(whole, cuts);
+                prop_assert!(map.cut(slot, 0..map.block_bytes() + 1).is_none());
+            }
+        }
+
+        #[test]
         fn joining_parts_changes_no_address(slots in 1_u32..6, cuts in proptest::collection::vec(1_usize..9, 1..6)) {
             let stride = cuts.iter().sum::<usize>() + 3;
             let mut base = 100;
@@ -240,7 +279,7 @@ mod tests {
             }
             let whole = SegmentMap::new(slots, &parts).unwrap();
             prop_assert_eq!(whole.parts().len(), 1);
-            let unjoined = SegmentMap { slots, block_bytes: stride - 3, parts: parts.into() };
+            let unjoined = SegmentMap::of_parts(slots, parts.into());
             prop_assert_eq!(every_byte(&whole), every_byte(&unjoined));
         }
 

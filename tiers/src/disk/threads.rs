@@ -27,7 +27,7 @@ impl ThreadsBackend {
     pub fn new(memory: Arc<dyn Memory>, disk: Arc<DiskRegion>, depth: u32) -> Result<Self, SetupError> {
         transfer::check_fit(&*memory, &disk)?;
         let routes = transfer::routes(memory.tier());
-        let execute: Arc<Execute> = Arc::new(move |op: &CopyOp| execute(op, &*memory, &disk));
+        let execute: Arc<Execute> = Arc::new(move |op: &CopyOp, _| execute(op, &*memory, &disk));
         let threads = CopyThreads::start("kvbm-disk", depth as usize, 1, &execute).map_err(|error| {
             let message = "cannot start disk threads; lower disk.queue_depth (DYN_KVBM_DISK_QUEUE_DEPTH)";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
@@ -48,7 +48,7 @@ unsafe impl Backend for ThreadsBackend {
     }
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
-        self.threads.submit(batch, done);
+        self.threads.submit(batch, None, done);
     }
 }
 

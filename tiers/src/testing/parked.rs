@@ -2,6 +2,7 @@ use parking_lot::Mutex;
 use std::sync::Arc;
 
 use crate::backend::Backend;
+use crate::batch::Share;
 use crate::copy::{CopyError, CopyOp, Done, Route};
 use crate::error::SetupError;
 use crate::memory::{Memories, Memory};
@@ -64,7 +65,7 @@ impl ParkedBackend {
             return Ok(());
         }
         // SAFETY: the operation is submitted and not completed: its submitter answers for the slots.
-        unsafe { self.memories.copy(op) }
+        unsafe { self.memories.copy(op, Share::WHOLE) }
     }
 }
 

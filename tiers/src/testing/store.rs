@@ -1,6 +1,7 @@
 use std::sync::Arc;
 
 use crate::backend::Backend;
+use crate::batch::Share;
 use crate::copy::{CopyOp, Done, Route, SlotId, Tier};
 use crate::dram::DramRegion;
 use crate::error::SetupError;
@@ -58,7 +59,7 @@ unsafe impl Backend for MemoryStore {
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
         for (index, op) in batch.iter().enumerate() {
             // SAFETY: the submitter answers for the slots.
-            done.complete(index, unsafe { self.memories.copy(op) });
+            done.complete(index, unsafe { self.memories.copy(op, Share::WHOLE) });
         }
     }
 }
