@@ -1,5 +1,6 @@
 //! Builds a manager's parts from its settings: the only place that names concrete backends and policies.
 
+mod engine;
 mod gpu;
 mod nixl;
 mod policies;
@@ -17,8 +18,9 @@ use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::geometry::{ALIGNMENT, MAX_SLOTS};
 use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions};
 use kvbm_tiers::{
-    Backend, Checksums, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool, Geometry,
-    MemcpyBackend, Memory, SetupError, SetupErrorKind, ThreadsBackend, Tier, UringBackend, Verified, numa,
+    Backend, Checksums, DeviceRegion, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool,
+    Geometry, MemcpyBackend, Memory, SetupError, SetupErrorKind, ThreadsBackend, Tier, UringBackend,
+    Verified, numa,
 };
 use prometheus::Registry;
 
@@ -64,14 +66,18 @@ pub(crate) struct Assembled {
 }
 
 /// Opens all tiers. Takes memory, makes files and probes stores, so it works on a thread of its own.
-pub(crate) async fn open(settings: Settings, options: &Options) -> Result<Assembled> {
+pub(crate) async fn open(
+    settings: Settings,
+    options: &Options,
+    engine: Option<Arc<DeviceRegion>>,
+) -> Result<Assembled> {
     settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
     let block_bytes = settings.block_bytes.unwrap_or_default();
     let metrics = Metrics::new(&options.registry, block_bytes, options.block_tokens)?;
     let (clock, block_tokens) = (Arc::clone(&options.clock), options.block_tokens);
     let chaos = options.chaos.clone();
     let build = move || -> Result<Assembled> {
-        let tiers = Tiers::open(&settings, chaos)?;
+        let tiers = Tiers::open(&settings, chaos, engine)?;
         let tuning = tuning(&settings, block_bytes, block_tokens);
         let routes = tiers.routes();
         let Tiers { device, specs, staging, executor, fallbacks, .. } = tiers;
@@ -115,6 +121,8 @@ fn prefill_block_s(settings: &Settings, block_tokens: u64) -> Option<f64> {
 struct Tiers {
     device: Option<Arc<dyn Device>>,
     emulated: Option<Arc<DramRegion>>,
+    /// The engine's memory, in place of a device tier.
+    engine: Option<Arc<DeviceRegion>>,
     gpu: Option<Box<dyn GpuTier>>,
     host: Option<Arc<DramRegion>>,
     specs: Vec<TierSpec>,
@@ -127,12 +135,13 @@ struct Tiers {
 }
 
 impl Tiers {
-    fn open(settings: &Settings, chaos: Option<Chaos>) -> Result<Self> {
+    fn open(settings: &Settings, chaos: Option<Chaos>, engine: Option<Arc<DeviceRegion>>) -> Result<Self> {
         policies::warn_of_no_budget(settings);
-        let mut tiers = Self { chaos, ..Self::default() };
+        let mut tiers = Self { engine, chaos, ..Self::default() };
         tiers.open_device(settings)?;
         tiers.open_host(settings)?;
         tiers.connect_memory(settings)?;
+        tiers.connect_engine(settings)?;
         let nixl = Nixl::start(settings)?;
         tiers.open_disk(settings, &nixl)?;
         tiers.open_object(settings, &nixl)?;
@@ -184,6 +193,21 @@ impl Tiers {
             let backend = MemcpyBackend::new(vec![device, Arc::clone(&host) as _], threads).map_err(setup)?;
             self.connect(self.with_chaos(backend, host)?);
         }
+        Ok(())
+    }
+
+    /// The engine's memory takes the place of the device tier, and is tried at once.
+    fn connect_engine(&mut self, settings: &Settings) -> Result<()> {
+        let Some(engine) = self.engine.clone() else { return Ok(()) };
+        engine::check(&engine, settings)?;
+        let host = self.host.clone().ok_or_else(engine::no_memory)?;
+        let threads = settings.transfer.copy_threads as usize;
+        let backend = engine::connect(&engine, Arc::clone(&host) as _, threads)?;
+        let backend = self.with_chaos(backend, Arc::clone(&host) as _)?;
+        let pool =
+            self.specs.iter_mut().find(|spec| spec.pool.tier() == Tier::Host).map(|spec| &mut spec.pool);
+        engine::try_out(&engine, &backend, &host, pool, &mut self.staging)?;
+        self.connect(backend);
         Ok(())
     }
 
@@ -390,7 +414,8 @@ impl Tiers {
     }
 
     fn routes(&self) -> Vec<RouteReport> {
-        let tiers = || self.specs.iter().map(|spec| spec.pool.tier());
+        let engine = self.engine.as_ref().map(|_| Tier::Device);
+        let tiers = || engine.into_iter().chain(self.specs.iter().map(|spec| spec.pool.tier()));
         let pairs =
             tiers().flat_map(|from| tiers().map(move |to| (from, to))).filter(|(from, to)| from != to);
         let name = |route| self.executor.backend(route).map_or("via host", |backend| backend.name());

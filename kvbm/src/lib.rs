@@ -10,6 +10,7 @@
 //! | `lease`, `transfer`, `pinned` | what callers hold: the right to read a chain, the answer to come, chains kept for a while |
 //! | `manager`, `options` | what an engine talks to, and how it is opened |
 //! | `assemble` | the only place that names concrete backends and policies |
+//! | `engine_memory`, `layers` | an engine's own memory at one end of a transfer |
 //! | `device` | the device tier's bytes, for who looks at them on the CPU |
 //! | `demand` | what more memory would bring: hit rate against capacity |
 //! | `metrics`, `clock`, `sync` | counting, time, locks and threads, each from one place |
@@ -23,8 +24,10 @@ mod assemble;
 mod clock;
 mod demand;
 mod device;
+mod engine_memory;
 mod error;
 mod hash;
+mod layers;
 mod lease;
 mod manager;
 mod metrics;
@@ -38,10 +41,11 @@ mod transfer;
 
 pub use assemble::{GpuReport, NixlReport, PluginReport, installed_nixl_plugins, probe_gpu, probe_nixl};
 pub use clock::{Clock, JumpingClock, ManualClock, SystemClock};
+pub use engine_memory::{EngineMemory, Loaded, Saved, Writers};
 pub use error::{Error, ErrorKind, Result};
 pub use hash::{BlockHash, Chain, ChainHasher};
 pub use kvbm_policies::{Hints, RequestId};
-pub use kvbm_tiers::{BlockKey, Tier};
+pub use kvbm_tiers::{BlockKey, DeviceRegion, Fence, HostFence, Part, SegmentMap, SlotId, Space, Tier};
 pub use lease::Lease;
 pub use manager::{Allocation, Closing, Manager};
 pub use metrics::Metrics;

@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use kvbm_policies::{Ended, RequestId};
 use kvbm_settings::Settings;
-use kvbm_tiers::{Loan, Tier};
+use kvbm_tiers::{Frame, Loan, SlotId, Tier};
 
 use crate::assemble;
 use crate::device::Device;
+use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
 use crate::hash::Chain;
 use crate::lease::Lease;
@@ -35,6 +36,7 @@ pub struct Manager {
     routes: Vec<RouteReport>,
     background: Mutex<Option<Background>>,
     pinned: Arc<PinnedChains>,
+    engine: Option<EngineMemory>,
     /// The one that opened it.
     process: u32,
 }
@@ -52,7 +54,24 @@ impl Manager {
     /// [`ErrorKind::Invalid`]: a setting is wrong or does not fit. [`ErrorKind::Unavailable`]: memory, a
     /// directory or a store cannot be had. The message names the setting to change.
     pub async fn open(settings: Settings, options: Options) -> Result<Self> {
-        let assembled = assemble::open(settings, &options).await?;
+        Self::assemble(settings, &options, None).await
+    }
+
+    /// [`open`](Self::open), beside an engine with memory of its own: [`save_from`](Self::save_from) and
+    /// [`load_into`](Self::load_into) copy between its slots and the tiers. A block goes down and comes back before this
+    /// returns, through the first and the last slot, whose bytes are as before then.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open). [`ErrorKind::Invalid`] too: its blocks are not of `block_bytes`, the settings name a
+    /// device tier, or no DRAM to copy to. [`ErrorKind::Unavailable`]: what came back is not what went down, so its layout
+    /// is not what it says; or nothing here copies to its memory.
+    pub async fn open_with(settings: Settings, options: Options, memory: EngineMemory) -> Result<Self> {
+        Self::assemble(settings, &options, Some(memory)).await
+    }
+
+    async fn assemble(settings: Settings, options: &Options, engine: Option<EngineMemory>) -> Result<Self> {
+        let region = engine.as_ref().map(|memory| Arc::clone(memory.region()));
+        let assembled = assemble::open(settings, options, region).await?;
         assemble::export(&options.registry, &assembled.core)?;
         let pinned = Arc::new(PinnedChains::default());
         let background = Background::start(&assembled.core, &pinned)?;
@@ -62,6 +81,7 @@ impl Manager {
             routes: assembled.routes,
             background: Mutex::new(Some(background)),
             pinned,
+            engine,
             process: std::process::id(),
         })
     }
@@ -121,9 +141,22 @@ impl Manager {
 
     /// Copies what the lease holds to the uppermost tier below the device.
     pub fn save(&self, lease: Lease) -> Transfer<Transferred> {
-        let below =
-            [Tier::Host, Tier::Disk, Tier::Object].into_iter().find(|&tier| self.core.table().has(tier));
-        self.core.transfer(Class::Save, below.unwrap_or(Tier::Device), lease)
+        self.core.transfer(Class::Save, self.below_device().unwrap_or(Tier::Device), lease)
+    }
+
+    /// The uppermost tier below the device.
+    pub(crate) fn below_device(&self) -> Option<Tier> {
+        [Tier::Host, Tier::Disk, Tier::Object].into_iter().find(|&tier| self.core.table().has(tier))
+    }
+
+    pub(crate) const fn core(&self) -> &Arc<Core> {
+        &self.core
+    }
+
+    pub(crate) fn engine(&self) -> Result<&EngineMemory> {
+        self.engine.as_ref().ok_or_else(|| {
+            Error::new(ErrorKind::Invalid, "there is no engine's memory: open the manager with open_with")
+        })
     }
 
     /// Brings what the lease holds further down up to `to`, when nothing more urgent is to be done.
@@ -162,7 +195,7 @@ impl Manager {
         })
     }
 
-    fn check_lease(&self, lease: &Lease) -> Result<()> {
+    pub(crate) fn check_lease(&self, lease: &Lease) -> Result<()> {
         if self.core.made(lease) { Ok(()) } else { Err(foreign_lease()) }
     }
 
@@ -332,6 +365,12 @@ impl Allocation {
     pub fn blocks(&self) -> Range<usize> {
         let before = self.reserved(|reserved| reserved.before);
         before..before + self.filled.len()
+    }
+
+    /// The device's slots for these blocks, in the chain's order, for an engine that writes them itself and then says
+    /// [`mark_filled`](Self::mark_filled).
+    pub fn slots(&self) -> impl Iterator<Item = SlotId> + '_ {
+        self.slots.iter().flat_map(|(reserved, _)| reserved.frames.iter().map(Frame::slot))
     }
 
     /// Blocks before these that another request is filling or loading.

@@ -2,22 +2,31 @@
 
 use std::fmt;
 use std::future::Future;
-use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::Thread;
+use std::time::Duration;
 
+use kvbm_tiers::clock;
 use tokio::sync::oneshot;
 
 use crate::error::{Error, Result};
+use crate::layers::LayerCount;
 use crate::lease::Lease;
+use crate::task::TransferId;
 
-/// Stands for a transfer in progress: `await` it, [`wait`](Self::wait) for it on a thread, or
-/// [`cancel`](Self::cancel) it. Dropping it cancels nothing: the hardware finishes, and the slots come back by
-/// themselves.
+/// Stands for a transfer in progress: `await` it, ask [now and then](Self::try_take) for its answer,
+/// [`wait`](Self::wait) for it on a thread, or [`cancel`](Self::cancel) it. Dropping it cancels nothing: the hardware
+/// finishes, and the slots come back by themselves.
 #[must_use = "dropping a transfer loses the answer, not the work"]
 pub struct Transfer<T> {
     state: State<T>,
+    id: Option<TransferId>,
     /// Ends it early.
     cancel: Option<Box<dyn FnOnce() + Send + Sync>>,
+    /// Of a load whose layers come one by one.
+    layers: Option<Arc<LayerCount>>,
 }
 
 #[derive(Debug)]
@@ -56,12 +65,33 @@ impl<T> fmt::Debug for Transfer<T> {
 
 impl<T> Transfer<T> {
     pub(crate) const fn new(answer: oneshot::Receiver<T>) -> Self {
-        Self { state: State::UnderWay(answer), cancel: None }
+        Self { state: State::UnderWay(answer), id: None, cancel: None, layers: None }
     }
 
     /// Of work that was not begun.
     pub(crate) const fn failed(error: Error) -> Self {
-        Self { state: State::Refused(Some(error)), cancel: None }
+        Self { state: State::Refused(Some(error)), id: None, cancel: None, layers: None }
+    }
+
+    /// Of work that was over at once.
+    pub(crate) fn ended(answer: T) -> Self {
+        let (told, transfer) = oneshot::channel();
+        // The receiver is right here.
+        let _ = told.send(answer);
+        Self::new(transfer)
+    }
+
+    pub(crate) fn named(self, id: Option<TransferId>) -> Self {
+        Self { id, ..self }
+    }
+
+    pub(crate) fn in_layers(self, layers: Option<Arc<LayerCount>>) -> Self {
+        Self { layers, ..self }
+    }
+
+    /// Its name in [`Manager::completions`](crate::Manager::completions); `None` if it was never begun.
+    pub const fn id(&self) -> Option<TransferId> {
+        self.id
     }
 
     /// With what ends it early.
@@ -88,6 +118,66 @@ impl<T> Transfer<T> {
             State::UnderWay(answer) => answer.blocking_recv().map_err(|_| Error::closed()),
             State::Refused(error) => Err(error.unwrap_or_else(Error::closed)),
         }
+    }
+}
+
+impl<T> Transfer<T> {
+    /// The answer, if it is there. It is given once; whoever asks again hears [`Closed`](crate::ErrorKind::Closed).
+    ///
+    /// # Errors
+    /// Those of [`wait`](Self::wait).
+    pub fn try_take(&mut self) -> Option<Result<T>>
+    where
+        T: Unpin,
+    {
+        match Pin::new(self).poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(answer) => Some(answer),
+            Poll::Pending => None,
+        }
+    }
+
+    /// [`wait`](Self::wait), for `limit` at most. `None`: it is still under way, and can be asked again.
+    ///
+    /// # Errors
+    /// Those of [`wait`](Self::wait).
+    pub fn wait_for(&mut self, limit: Duration) -> Option<Result<T>>
+    where
+        T: Unpin,
+    {
+        let deadline = clock::now() + limit;
+        let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+        let mut this = pin!(self);
+        loop {
+            if let Poll::Ready(answer) = this.as_mut().poll(&mut Context::from_waker(&waker)) {
+                return Some(answer);
+            }
+            let left = deadline.saturating_duration_since(clock::now());
+            if left.is_zero() {
+                return None;
+            }
+            std::thread::park_timeout(left);
+        }
+    }
+
+    /// Leading layers that are there in every block of the load, 0 for any other transfer. A backend that copies block by
+    /// block tells of none before the end.
+    pub fn layers_arrived(&self) -> u16 {
+        self.layers.as_ref().map_or(0, |layers| layers.arrived())
+    }
+
+    /// Blocks the thread, for `limit` at most, until the first `layers` layers of every block are there. False: they are
+    /// not, and where the load has ended they will not be: the [answer](Self::try_take) says what arrived.
+    pub fn wait_layers(&self, layers: u16, limit: Duration) -> bool {
+        self.layers.as_ref().is_some_and(|count| count.wait(layers, limit) >= layers)
+    }
+}
+
+/// Wakes a thread that waits.
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
     }
 }
 

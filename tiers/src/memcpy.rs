@@ -46,7 +46,7 @@ impl MemcpyBackend {
 
     fn start(memories: Memories, block_bytes: usize, threads: usize) -> Result<Self, SetupError> {
         let grain = GRAIN_BYTES / block_bytes;
-        let (memories, routes) = (Arc::new(memories.clone()), memories.routes());
+        let (routes, memories) = (memories.routes(), Arc::new(memories));
         let between = Arc::clone(&memories);
         // SAFETY: executes submitted operations only, whose submitter answers for their slots.
         let copy: Arc<Execute> = Arc::new(move |op: &CopyOp, part| unsafe { between.copy(op, part) });

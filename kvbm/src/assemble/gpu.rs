@@ -8,6 +8,8 @@ use std::sync::Arc;
 
 use kvbm_settings::{DeviceBackend, Settings};
 #[cfg(not(feature = "cuda"))]
+use kvbm_tiers::DeviceRegion;
+#[cfg(not(feature = "cuda"))]
 use kvbm_tiers::SetupErrorKind;
 use kvbm_tiers::{Backend, Checksums, DiskRegion, FramePool, Geometry, Memory, SetupError};
 
@@ -57,9 +59,21 @@ pub(super) fn open(settings: &Settings, geometry: Geometry) -> Result<Option<Box
     }
 }
 
+/// Between an engine's memory on a GPU and ours.
+#[cfg(not(feature = "cuda"))]
+pub(super) fn connect_engine(
+    _ordinal: u32,
+    _engine: &Arc<DeviceRegion>,
+    _host: Arc<dyn Memory>,
+) -> Result<Arc<dyn Backend>> {
+    Err(setup(SetupError::new(SetupErrorKind::Unavailable, ABSENT)))
+}
+
 /// Takes the tier's memory from a GPU that was found.
 type Allocate = Box<dyn FnOnce(Geometry) -> std::result::Result<Box<dyn GpuTier>, SetupError>>;
 
+#[cfg(feature = "cuda")]
+pub(super) use cuda::connect_engine;
 #[cfg(feature = "cuda")]
 use cuda::find;
 #[cfg(feature = "cuda")]

@@ -45,6 +45,8 @@ pub struct Metrics {
     missed_tokens: IntCounterVec,
     miss_age: HistogramVec,
     recompute_tokens: IntCounter,
+    orphans: IntCounter,
+    duplicates: IntCounter,
     upstream: Upstream,
 }
 
@@ -170,6 +172,14 @@ impl Metrics {
                 "kvbm_recompute_tokens_total",
                 "Tokens held but left to the engine, which computes them sooner than they are loaded.",
             )?,
+            orphans: b.counter(
+                "kvbm_orphan_blocks_total",
+                "Blocks that an engine brought and that could not be kept, because those before them are not there.",
+            )?,
+            duplicates: b.counter(
+                "kvbm_duplicate_blocks_total",
+                "Blocks that an engine brought and that were there, or on their way, already.",
+            )?,
             upstream: Upstream::new(&b)?,
         })
     }
@@ -268,6 +278,16 @@ impl Metrics {
     /// So many blocks are sooner computed than loaded.
     pub(crate) fn left_to_engine(&self, blocks: usize) {
         self.recompute_tokens.inc_by(blocks as u64 * self.block_tokens);
+    }
+
+    /// Blocks of an engine's that nothing was there to hang on.
+    pub(crate) fn orphaned(&self, blocks: usize) {
+        self.orphans.inc_by(blocks as u64);
+    }
+
+    /// Blocks of an engine's that were there already.
+    pub(crate) fn duplicated(&self, blocks: usize) {
+        self.duplicates.inc_by(blocks as u64);
     }
 
     /// Bytes copied on a route so far.

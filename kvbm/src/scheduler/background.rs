@@ -79,6 +79,7 @@ impl Core {
     /// One round of background work.
     pub fn tick(self: &Arc<Self>) {
         self.give_up_overdue();
+        self.give_up_unfenced();
         // If somebody panicked while he pumped, what others had left to him is still to be done.
         self.pump();
         self.learn();

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kvbm_tiers::{Completion, Done};
+use kvbm_tiers::{Completion, Done, Fences};
 
 use super::Core;
 use super::batch::Batch;
@@ -19,10 +19,11 @@ impl Core {
         if tasks.is_empty() {
             return;
         }
+        let tasks = self.orders.lock().let_through(tasks);
         let mut queues = self.queues.lock();
-        for task in tasks {
+        for (task, order) in tasks {
             let is_direct = self.executor.connects((task.from.tier, task.to.tier));
-            queues.push(RoutedTask::new(task, is_direct));
+            queues.push(RoutedTask::new(task, is_direct).in_order(order));
         }
         drop(queues);
         self.pump();
@@ -57,7 +58,9 @@ impl Core {
         if tasks.is_empty() {
             return true;
         }
-        let ops = tasks.iter().map(RoutedTask::op).collect();
+        let ops: Vec<_> = tasks.iter().map(RoutedTask::op).collect();
+        let order = tasks.first().and_then(RoutedTask::order);
+        let fences = order.map_or_else(Fences::default, |order| order.fences(ops.len()));
         let batch = self.batches.start(route, class, tasks, self.clock.uptime());
         let report = Report {
             core: Arc::clone(self),
@@ -67,7 +70,7 @@ impl Core {
         let done = Done::together(move |completions| report.copies_ended(completions));
         // Nobody knows what became of a batch whose backend panicked: its copies will be overdue. The request that
         // happened to pump, and all the others, must not suffer for it.
-        if catch_unwind(AssertUnwindSafe(|| self.executor.submit(route, ops, &done))).is_err() {
+        if catch_unwind(AssertUnwindSafe(|| self.executor.submit(route, ops, fences, &done))).is_err() {
             tracing::error!(from = %route.0, to = %route.1, "a backend panicked when it was given a batch");
         }
         if self.is_closed() {

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use kvbm_tiers::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
+use kvbm_tiers::backend::submit;
+use kvbm_tiers::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Fences, Route, Tier};
 
 /// At most one backend per route, fixed at start-up.
 #[derive(Clone, Debug, Default)]
@@ -28,10 +29,10 @@ impl Executor {
         self.backend(route).is_some()
     }
 
-    /// Starts a batch whose operations share `route`.
-    pub(super) fn submit(&self, route: Route, batch: Vec<CopyOp>, done: &Done) {
+    /// Starts a batch whose operations share `route`, in this order with the engine's work.
+    pub(super) fn submit(&self, route: Route, batch: Vec<CopyOp>, fences: Fences, done: &Done) {
         if let Some(backend) = self.backend(route) {
-            return backend.submit(batch, done.clone());
+            return submit(backend, batch, fences, done.clone());
         }
         let error =
             CopyError::new(CopyErrorKind::Refused, format!("no backend copies {} to {}", route.0, route.1));

@@ -165,13 +165,17 @@ impl Core {
     }
 
     fn apply_step(self: &Arc<Self>, effects: Effects) {
-        let Effects { tasks, awaited, cancelled, ended, dropped, .. } = effects;
+        let Effects { tasks, awaited, cancelled, ended, dropped, released, .. } = effects;
+        // Before the replies: who is told that all is over must find that it is.
+        drop(released);
         for Dropped { tier, blocks, defect } in dropped {
             tracing::error!(%tier, blocks, ?defect, "a block and its descendants are dropped");
         }
         for rest in cancelled {
             let cancelled = self.queues.lock().cancel(rest);
             self.drop_tasks(cancelled);
+            let held = self.orders.lock().cancel(rest);
+            self.drop_held(held);
         }
         if !awaited.is_empty() {
             self.queues.lock().raise(&awaited.into_iter().collect());
@@ -181,7 +185,7 @@ impl Core {
         ended.into_iter().for_each(|ended| self.transfer_ended(ended));
     }
 
-    fn transfer_ended(&self, ended: TransferEnd) {
+    fn transfer_ended(self: &Arc<Self>, ended: TransferEnd) {
         if ended.class == Class::Flush {
             self.flushing.ended(ended.to, ended.blocks);
         }
@@ -189,7 +193,13 @@ impl Core {
         if let (Some(source), Some(took)) = (source, ended.took) {
             self.paces.learn(source, ended.copied, took, self.clock.uptime());
         }
+        let id = ended.id;
+        let of_engine = self.orders.lock().end(id);
         ended.report();
+        if let Some(in_vain) = of_engine {
+            self.drop_held(in_vain);
+            self.note_completion(id);
+        }
     }
 }
 

@@ -18,6 +18,8 @@
 //! | `staging` | DRAM slots through which blocks travel |
 //! | `pace` | how long a block takes from each tier |
 //! | `executor` | which backend serves which route |
+//! | `engine` | transfers between the tiers and an engine's own memory |
+//! | `engine_order` | what these wait for: the engine's fence, the rest of the plan |
 //! | `background` | flushing and time-outs |
 //! | `learner` | fits of policies, on a thread of their own |
 //!
@@ -29,6 +31,8 @@ mod background;
 mod batch;
 mod breaker;
 mod dispatch;
+mod engine;
+mod engine_order;
 mod executor;
 mod landing;
 mod learner;
@@ -51,6 +55,7 @@ use tokio::sync::oneshot;
 use self::background::Flushing;
 use self::batch::Batches;
 use self::breaker::Breakers;
+use self::engine_order::EngineOrders;
 use self::learner::Learner;
 use self::pace::Paces;
 use self::queue::{Limits, RouteQueues};
@@ -65,10 +70,11 @@ use crate::sync::{AtomicUsize, Mutex};
 use crate::table::{
     Match, Reply, RequestInfo, Reserved, SharedTable, Table, TableGuard, TransferEnd, TransferPlan,
 };
-use crate::task::Class;
+use crate::task::{Class, TransferId};
 use crate::transfer::{Transfer, Transferred};
 
 pub use self::background::Drained;
+pub use self::engine::{LoadInto, SaveFrom};
 pub use self::executor::Executor;
 pub use self::staging::StagingCounts;
 
@@ -115,6 +121,9 @@ pub struct Core {
     /// table; who planned the same chain meanwhile would take its blocks apart.
     planning: Mutex<()>,
     queues: Mutex<RouteQueues>,
+    orders: Mutex<EngineOrders>,
+    /// Transfers of an engine's slots that have ended, since it asks for them.
+    completions: Mutex<Option<Vec<TransferId>>>,
     executor: Executor,
     batches: Batches,
     staging: Mutex<Staging>,
@@ -171,6 +180,8 @@ impl Core {
             table: Arc::new(SharedTable::new(table, Arc::clone(&clock))),
             planning: Mutex::new(()),
             queues: Mutex::new(RouteQueues::new(limits)),
+            orders: Mutex::default(),
+            completions: Mutex::default(),
             executor,
             batches: Batches::default(),
             staging: Mutex::new(Staging::new(staging)),
@@ -305,13 +316,19 @@ impl Core {
         if found_no_room {
             self.flushing.wake();
         }
+        self.cancellable(transfer, id)
+    }
+
+    /// A transfer that its caller can name and cancel.
+    fn cancellable<T>(self: &Arc<Self>, transfer: Transfer<T>, id: Option<TransferId>) -> Transfer<T> {
         let core = Arc::downgrade(self);
-        transfer.cancelled_by(move || {
+        let cancel = move || {
             if let (Some(core), Some(id)) = (core.upgrade(), id) {
                 let effects = core.table().cancel(id);
                 core.apply(effects);
             }
-        })
+        };
+        transfer.named(id).cancelled_by(cancel)
     }
 
     /// Takes slots for all blocks of a plan, and sends the copies on their way.
@@ -328,21 +345,28 @@ impl Core {
 
     /// What the end of a transfer is told to, and what its caller gets.
     fn reply(&self) -> (Reply, Transfer<Transferred>) {
-        let (answer, transfer) = oneshot::channel();
+        self.reply_with(|ended, lease| Transferred {
+            blocks: lease.blocks(ended.to),
+            copied: ended.copied,
+            recompute: ended.recompute,
+            declined: ended.declined,
+            refused: ended.refused,
+            failed: ended.blocks - ended.copied,
+            lease,
+        })
+    }
+
+    /// [`reply`](Self::reply) with another answer.
+    fn reply_with<T: Send + 'static>(
+        &self,
+        answer: impl FnOnce(&TransferEnd, Lease) -> T + Send + 'static,
+    ) -> (Reply, Transfer<T>) {
+        let (told, transfer) = oneshot::channel();
         let table = Arc::clone(&self.table);
-        let reply = Reply::new(move |ended: TransferEnd| {
-            let Some(pins) = ended.pins else { return };
-            let lease = Lease::new(table, pins);
+        let reply = Reply::new(move |mut ended: TransferEnd| {
+            let Some(pins) = ended.pins.take() else { return };
             // If nobody wants to know any more, the lease ends here.
-            drop(answer.send(Transferred {
-                blocks: lease.blocks(ended.to),
-                copied: ended.copied,
-                recompute: ended.recompute,
-                declined: ended.declined,
-                refused: ended.refused,
-                failed: ended.blocks - ended.copied,
-                lease,
-            }));
+            drop(told.send(answer(&ended, Lease::new(table, pins))));
         });
         (reply, Transfer::new(transfer))
     }
@@ -408,6 +432,8 @@ impl Core {
         self.closed.store(1, Ordering::Release);
         let waiting = self.queues.lock().take_all();
         self.drop_tasks(waiting);
+        let held = self.orders.lock().take_all();
+        self.drop_held(held);
         self.batches.all().iter().for_each(|batch| self.give_up(batch));
         let effects = self.table().close();
         self.apply(effects);

@@ -1,6 +1,7 @@
 //! Queues of tasks, one queue per route, and the decision what goes to the hardware next.
 
 use std::collections::{HashSet, VecDeque};
+use std::sync::Arc;
 
 use kvbm_tiers::{BlockKey, Route, Tier};
 
@@ -137,10 +138,18 @@ impl RouteQueues {
                 continue;
             }
             let waiting = &mut queue.by_class[class as usize];
+            // An order with the engine's work is that of a batch, and layers are those of all its blocks.
+            let order = waiting.front().and_then(RoutedTask::order).cloned();
+            let limit =
+                if order.as_ref().is_some_and(|order| order.has_layers()) { usize::MAX } else { limit };
+            let is_of_batch = |task: &&mut RoutedTask| match (&order, task.order()) {
+                (Some(order), Some(other)) => Arc::ptr_eq(order, other),
+                (order, other) => order.is_none() && other.is_none(),
+            };
             let mut tasks = Vec::with_capacity(limit.min(waiting.len()));
             let mut dropped = Vec::new();
             while tasks.len() < limit {
-                match waiting.front_mut().map(&mut turn) {
+                match waiting.front_mut().filter(is_of_batch).map(&mut turn) {
                     Some(Turn::Send) => tasks.extend(waiting.pop_front()),
                     Some(Turn::Drop) => dropped.extend(waiting.pop_front()),
                     Some(Turn::Wait) | None => break,

@@ -1,7 +1,10 @@
 //! A copy task on its way: one leg where a backend connects its tiers, else two with a stop in DRAM.
 
+use std::sync::Arc;
+
 use kvbm_tiers::{CopyOp, Frame, Route, SlotRef, Tier};
 
+use super::engine_order::EngineOrder;
 use crate::task::CopyTask;
 
 /// Where a block stops between its two legs.
@@ -23,12 +26,24 @@ pub(super) struct RoutedTask {
     pub(super) stop: Option<Stop>,
     /// The block has reached the stop.
     pub(super) halfway: bool,
+    /// The order to keep with the engine's work where its own memory is touched.
+    pub(super) order: Option<Arc<EngineOrder>>,
 }
 
 impl RoutedTask {
     pub(super) fn new(task: CopyTask, is_direct: bool) -> Self {
         let through_dram = || task.via.map_or(Stop::Wanted, Stop::Kept);
-        Self { task, stop: (!is_direct).then(through_dram), halfway: false }
+        Self { task, stop: (!is_direct).then(through_dram), halfway: false, order: None }
+    }
+
+    pub(super) fn in_order(self, order: Option<Arc<EngineOrder>>) -> Self {
+        Self { order, ..self }
+    }
+
+    /// The order that the next copy keeps. One that does not touch the engine's memory need not wait for it.
+    pub(super) fn order(&self) -> Option<&Arc<EngineOrder>> {
+        let (from, to) = self.route();
+        self.order.as_ref().filter(|_| from == Tier::Device || to == Tier::Device)
     }
 
     /// The next copy to make. The staging slot must have been taken by now.

@@ -11,7 +11,9 @@ impl Core {
     /// Cuts off a plan what the engine computes sooner than it is loaded, what cannot be copied now, and what the
     /// queues have no room for. The returned route, if any, is to be tried with the plan's last block.
     pub(super) fn limit(&self, class: Class, to: Tier, plan: &mut TransferPlan) -> Option<Route> {
-        if class == Class::Load {
+        if plan.is_into_engine() {
+            // The engine has seen what is worth loading, and asks for this.
+        } else if class == Class::Load {
             let worth_loading = plan.held().worth_loading().saturating_sub(plan.before());
             self.metrics.left_to_engine(plan.recompute_behind(worth_loading));
         } else {

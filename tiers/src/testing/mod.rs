@@ -15,7 +15,7 @@ pub use child::{Child, holds_in_a_child};
 pub use fault::{Fault, FaultBackend};
 pub use parked::{ParkedBackend, Pending};
 pub use store::MemoryStore;
-pub use tensors::Tensors;
+pub use tensors::{TensorView, Tensors, TwoFaced};
 
 use std::sync::mpsc;
 use std::time::Duration;

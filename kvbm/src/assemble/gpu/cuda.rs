@@ -29,6 +29,16 @@ pub(super) fn find(ordinal: u32) -> std::result::Result<Allocate, SetupError> {
     }))
 }
 
+/// Between an engine's memory on a GPU and ours.
+pub(in crate::assemble) fn connect_engine(
+    ordinal: u32,
+    engine: &Arc<DeviceRegion>,
+    host: Arc<dyn Memory>,
+) -> Result<Arc<dyn Backend>> {
+    let gpu = Gpu::open(ordinal).map_err(setup)?;
+    Ok(Arc::new(CudaBackend::new(&gpu, host, engine).map_err(setup)?))
+}
+
 impl GpuTier for CudaTier {
     fn frames(&self) -> Result<FramePool> {
         self.region

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvbm_tiers::{Frame, SlotId, Tier};
 
-use super::{BlockState, Caller, Effects, Parent, Reply, Transfer, TransferEnd, Waiter};
+use super::{BlockState, Caller, Effects, Parent, Ready, Reply, Transfer, TransferEnd, Waiter};
 use crate::table::index::RecordId;
 use crate::table::pins::Pins;
 use crate::table::tier::Dirty;
@@ -146,8 +146,9 @@ impl Table {
         debug_assert_eq!(arrived.state, BlockState::Coming, "a block arrived twice");
         arrived.state = BlockState::Arrived;
         arrived.frame = frame.or(arrived.frame.take());
-        debug_assert!(
-            arrived.frame.as_ref().is_some_and(|frame| frame.slot() == arrived.slot),
+        debug_assert_eq!(
+            arrived.frame.as_ref().map(Frame::slot),
+            arrived.record.map(|_| arrived.slot),
             "the handle of another slot came back"
         );
         transfer.account.copied = Some(now);
@@ -168,7 +169,9 @@ impl Table {
         let (tier, held) = (transfer.to, &mut transfer.blocks[block]);
         debug_assert_eq!(held.state, BlockState::Coming, "a block that had ended is overdue");
         held.state = BlockState::Overdue;
-        self.tier_mut(tier).lost += 1;
+        if held.record.is_some() {
+            self.tier_mut(tier).lost += 1;
+        }
     }
 
     /// Nobody has a block that has failed any more.
@@ -184,6 +187,9 @@ impl Table {
         debug_assert!(block >= transfer.alive, "the slot of a block that may still come");
         let was = std::mem::replace(&mut held.state, BlockState::Ended);
         let frame = frame.or(held.frame.take());
+        if held.record.is_none() {
+            return;
+        }
         let of_tier = self.tier_mut(tier);
         of_tier.lost -= u32::from(was == BlockState::Overdue);
         frame.into_iter().for_each(|frame| of_tier.pool.give_back(frame));
@@ -207,9 +213,10 @@ impl Table {
         let (tier, parent, before) = (transfer.to, transfer.parent, transfer.published);
         let info = transfer.context.info;
         while *room > 0
-            && let Some((record, frame)) = self.transfers.at_mut(id).and_then(Transfer::next_ready)
+            && let Some(ready) = self.transfers.at_mut(id).and_then(Transfer::next_ready)
         {
             *room -= 1;
+            let Ready::InTier(record, frame) = ready else { continue };
             self.publish(record, frame, info);
             for waiter in self.transfers.take_waiting_for(tier, record) {
                 match waiter {
@@ -249,7 +256,8 @@ impl Table {
         let inserted = transfer.published - before;
         let Some(last) = transfer.published.checked_sub(1).filter(|_| inserted > 0) else { return };
         let (tier, context) = (transfer.to, transfer.context);
-        let (slot, record) = (transfer.blocks[last].slot, transfer.blocks[last].record);
+        let slot = transfer.blocks[last].slot;
+        let Some(record) = transfer.blocks[last].record else { return };
         transfer.parent = Parent::Resident(slot);
         let depth = self.records.at(record).depth();
         let (held, records) = self.tier_and_records(tier);
@@ -341,7 +349,7 @@ impl Table {
             }
             let Some(transfer) = self.transfers.at_mut(id) else { continue };
             let records: Vec<RecordId> =
-                transfer.blocks[blocks.clone()].iter().map(|block| block.record).collect();
+                transfer.blocks[blocks.clone()].iter().filter_map(|block| block.record).collect();
             for record in records {
                 for waiter in self.transfers.take_waiting_for(tier, record) {
                     match waiter {
@@ -395,6 +403,7 @@ impl Table {
             let frame = held.frame.take();
             frame.into_iter().for_each(|frame| self.tier_mut(tier).pool.give_back(frame));
         }
+        let Some(record) = record else { return };
         self.records.at_mut(record).leave(tier);
         self.retry_above(tier, record);
         self.forget_if_nowhere(record, MissReason::IoError, tier);
@@ -428,6 +437,7 @@ impl Table {
         };
         let took = account.copied.filter(|_| copied == blocks).map(|end| end.saturating_sub(account.started));
         self.transfers.effects.ended.push(TransferEnd {
+            id,
             class,
             to: tier,
             blocks,
@@ -461,9 +471,10 @@ impl Table {
         if self.transfers.at_mut(id).as_ref().is_some_and(is_over) {
             let over = self.transfers.remove(id);
             debug_assert!(
-                over.is_some_and(|transfer| transfer.sources.is_none()),
+                over.as_ref().is_some_and(|transfer| transfer.sources.is_none()),
                 "what was read stays pinned"
             );
+            self.transfers.effects.released.extend(over.and_then(|transfer| transfer.with_media));
         }
     }
 

@@ -15,6 +15,7 @@ mod plan;
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
@@ -40,9 +41,10 @@ pub(super) enum Parent {
 /// A block on its way.
 #[derive(Debug)]
 struct Block {
-    record: RecordId,
+    /// `None`: it goes into a slot of the engine's own, of which nothing is recorded.
+    record: Option<RecordId>,
     slot: SlotId,
-    /// The handle to its slot, unless the engine has it, which fills the slot, or the tier.
+    /// The handle to its slot, unless the engine has it, which fills the slot or owns it, or the tier.
     frame: Option<Frame>,
     state: BlockState,
     /// The slot of the host tier that its copy reads, pinned for that.
@@ -59,6 +61,15 @@ enum BlockState {
     Overdue,
     /// It is resident, or it failed and its slot is free.
     Ended,
+}
+
+/// A block whose turn has come.
+#[derive(Debug)]
+enum Ready {
+    /// It becomes resident.
+    InTier(RecordId, Frame),
+    /// It is where the engine wanted it.
+    WithEngine,
 }
 
 /// Who asked for a transfer.
@@ -110,6 +121,8 @@ struct Transfer {
     /// lease.
     sources: Option<Pins>,
     caller: Option<Caller>,
+    /// Goes when no medium has a slot of it any more: who lent the slots looks at that.
+    with_media: Option<Arc<()>>,
     account: Account,
 }
 
@@ -136,6 +149,8 @@ struct Account {
 /// How a transfer ended.
 #[derive(Debug)]
 pub struct TransferEnd {
+    /// Which it was.
+    pub id: TransferId,
     /// What kind of work it was.
     pub class: Class,
     /// Where the blocks went.
@@ -191,6 +206,8 @@ pub struct Effects {
     pub cancelled: Vec<(TransferId, u32)>,
     /// Transfers that have ended.
     pub ended: Vec<TransferEnd>,
+    /// Held for those who lent slots to transfers that no medium has any more.
+    pub released: Vec<Arc<()>>,
     /// Blocks that are gone.
     pub dropped: Vec<Dropped>,
     /// More blocks can become resident than one step takes: [`Table::publish_more`](super::Table::publish_more) goes on.
@@ -316,11 +333,12 @@ impl Transfer {
             kept: None,
             sources: None,
             caller: None,
+            with_media: None,
             account: Account::default(),
         }
     }
 
-    fn add(&mut self, record: RecordId, slot: SlotId, frame: Option<Frame>) {
+    fn add(&mut self, record: Option<RecordId>, slot: SlotId, frame: Option<Frame>) {
         debug_assert_eq!(self.alive, self.blocks.len(), "a block was added behind one that failed");
         self.blocks.push(Block { record, slot, frame, state: BlockState::Coming, source: None });
         self.alive += 1;
@@ -328,15 +346,18 @@ impl Transfer {
     }
 
     /// The next block to publish, if its turn has come.
-    fn next_ready(&mut self) -> Option<(RecordId, Frame)> {
+    fn next_ready(&mut self) -> Option<Ready> {
         if matches!(self.parent, Parent::Awaited(_)) || self.published == self.alive {
             return None;
         }
         let block = self.blocks.get_mut(self.published).filter(|block| block.state == BlockState::Arrived)?;
-        let frame = block.frame.take()?;
+        let ready = match block.record {
+            Some(record) => Ready::InTier(record, block.frame.take()?),
+            None => Ready::WithEngine,
+        };
         block.state = BlockState::Ended;
         self.published += 1;
-        Some((block.record, frame))
+        Some(ready)
     }
 
     /// Whether nothing of it can become resident any more.

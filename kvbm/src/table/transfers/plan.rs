@@ -5,6 +5,7 @@
 //! [`Table::extend`] takes slots and makes copy tasks, [`Table::finish_plan`] hands the transfer over to its caller.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm_tiers::{BlockKey, Frame, Route, SlotId, SlotRef, Tier};
@@ -78,6 +79,12 @@ pub struct TransferPlan {
     found_no_room: bool,
     /// The handles to the slots that an engine fills.
     frames: Vec<Frame>,
+    /// What is asked for of the lease's chain, where that is not all.
+    wanted: Range<usize>,
+    /// Slots of the engine's own for these blocks; empty: they go into slots of the destination tier.
+    engine_slots: Vec<SlotRef>,
+    /// Goes when no medium has a slot of the transfer any more.
+    with_media: Option<Arc<()>>,
 }
 
 /// How far the search for what is missing has come: up the chain from the deepest block of the lease.
@@ -101,6 +108,15 @@ enum Keeping {
     Into(TransferId),
     /// There is no room for them, or their ancestors are not there.
     No,
+}
+
+/// A block that has its place.
+struct Placed {
+    record: RecordId,
+    to: SlotRef,
+    /// The place is in a tier, and the record tells of it.
+    is_recorded: bool,
+    frame: Option<Frame>,
 }
 
 /// Slots that an engine fills.
@@ -156,7 +172,36 @@ impl TransferPlan {
             failed: 0,
             found_no_room: false,
             frames: Vec::new(),
+            wanted: 0..usize::MAX,
+            engine_slots: Vec::new(),
+            with_media: None,
         }
+    }
+
+    /// To copy what a lease holds of its chain into slots of the engine's own: block `first` into the first of them, and
+    /// so on. `with_media` goes when no medium has these any more.
+    pub fn into_engine(pins: Pins, first: usize, slots: Vec<SlotRef>, with_media: Arc<()>) -> Self {
+        Self {
+            wanted: first..first + slots.len(),
+            engine_slots: slots,
+            with_media: Some(with_media),
+            ..Self::copying(Class::Load, Tier::Device, pins)
+        }
+    }
+
+    /// Whether the blocks go where the engine says, and nothing is recorded of them there.
+    pub const fn is_into_engine(&self) -> bool {
+        self.with_media.is_some()
+    }
+
+    /// Blocks that have their place.
+    pub const fn placed(&self) -> usize {
+        self.placed
+    }
+
+    /// Blocks that the engine brought and that the destination has or awaits without them.
+    pub const fn duplicates(&self) -> usize {
+        self.before - self.wanted.start + self.known()
     }
 
     /// What the lease holds; nothing where an engine fills the blocks.
@@ -223,7 +268,7 @@ impl TransferPlan {
         self.transfer
     }
 
-    fn known(&self) -> usize {
+    const fn known(&self) -> usize {
         self.resident + self.in_flight
     }
 
@@ -275,6 +320,31 @@ impl Table {
         plan
     }
 
+    /// The plan to bring blocks from an engine's own slots into `to`: block `first` of `chain` from the first of
+    /// `slots`, and so on. `None`: the blocks before these are neither there nor on their way, and nothing can hang on
+    /// them.
+    pub fn plan_saving(
+        &mut self,
+        to: Tier,
+        chain: Chain<'_>,
+        (first, slots): (usize, &[SlotRef]),
+        pins: Pins,
+    ) -> std::result::Result<TransferPlan, Pins> {
+        let before = pins.held().blocks(to).clamp(first, first + slots.len());
+        let behind = before.checked_sub(1).map(|last| chain.key(last));
+        let hangs = |key: BlockKey| self.find(key).is_some_and(|id| self.records.at(id).has_or_awaits(to));
+        if pins.held().blocks(to) < first && !behind.is_some_and(hangs) {
+            return Err(pins);
+        }
+        let mut plan = TransferPlan::copying(Class::Save, to, pins);
+        plan.wanted = first..first + slots.len();
+        plan.before = before;
+        plan.behind = behind.or_else(|| self.parent_of_first(chain));
+        plan.keys = (before..plan.wanted.end).map(|at| chain.key(at)).collect();
+        plan.from = slots[before - first..].to_vec();
+        Ok(plan)
+    }
+
     /// What comes before a chain that is known to begin in the middle of a longer one.
     fn parent_of_first(&self, chain: Chain<'_>) -> Option<BlockKey> {
         let first = self.find((!chain.is_empty()).then(|| chain.key(0))?)?;
@@ -284,7 +354,8 @@ impl Table {
     /// Finds out what the destination of a plan lacks of a leased chain. True when that is done.
     pub fn trace(&mut self, plan: &mut TransferPlan) -> bool {
         let Some(mut pins) = plan.pins.take() else { return true };
-        let is_complete = !self.has(plan.to) || self.trace_lease(plan, &mut pins);
+        let has_destination = self.has(plan.to) || plan.is_into_engine();
+        let is_complete = !has_destination || self.trace_lease(plan, &mut pins);
         if is_complete {
             plan.keys.reverse();
             plan.from.reverse();
@@ -317,17 +388,22 @@ impl Table {
         };
         for _ in 0..self.steps.looked_at {
             // A chain may begin in the middle of a longer one: what comes before its first block is not its own.
-            let record = trace.at.filter(|_| trace.before > 0).map(|id| self.records.at(id));
+            let record = trace.at.filter(|_| trace.before > plan.wanted.start).map(|id| self.records.at(id));
             let Some(record) = record.filter(|record| !record.resident().has(to)) else {
                 plan.before = trace.before;
-                plan.behind = trace.at.map(|id| self.records.at(id).key());
+                // In the engine's own memory blocks hang on nothing.
+                let behind = trace.at.filter(|_| !plan.is_into_engine());
+                plan.behind = behind.map(|id| self.records.at(id).key());
                 return true;
             };
             trace.before -= 1;
             let before = trace.before;
-            let fastest = Tier::ALL.into_iter().find(|&tier| held(tier) > before).unwrap_or(trace.longest);
-            plan.keys.push(record.key());
-            plan.from.push(self.slot_ref(fastest, record.slot(fastest)));
+            if before < plan.wanted.end {
+                let fastest =
+                    Tier::ALL.into_iter().find(|&tier| held(tier) > before).unwrap_or(trace.longest);
+                plan.keys.push(record.key());
+                plan.from.push(self.slot_ref(fastest, record.slot(fastest)));
+            }
             trace.at = record.parent();
         }
         plan.trace = Some(trace);
@@ -367,6 +443,9 @@ impl Table {
 
     /// Passes over what the destination has or awaits. False: there is more to look at.
     fn pass_known(&mut self, plan: &mut TransferPlan) -> bool {
+        if plan.is_into_engine() {
+            return true;
+        }
         for _ in 0..self.steps.looked_at {
             let Some(&key) = plan.keys.get(plan.known()) else { return true };
             let known = self.find(key).map(|record| *self.records.at(record));
@@ -403,6 +482,7 @@ impl Table {
         let mut transfer = Transfer::new(plan.class, plan.to, plan.context, parent.unwrap_or(Parent::Root));
         transfer.blocks.reserve_exact(plan.next(usize::MAX).len());
         transfer.sources = plan.sources.take();
+        transfer.with_media.clone_from(&plan.with_media);
         let id = self.transfers.open(transfer);
         plan.transfer = Some(id);
         id
@@ -426,17 +506,18 @@ impl Table {
     /// Takes a slot for block `at` of a plan, and has it copied there or filled by the engine.
     fn place_next(&mut self, plan: &mut TransferPlan, id: TransferId, at: usize) -> bool {
         let key = plan.keys[at];
-        let Some((record, frame)) = self.place(plan.to, key, plan.above) else { return false };
-        let (to, block) = (frame.slot_ref(), plan.placed as u32);
+        let Some(Placed { record, to, is_recorded, frame }) = self.place_in(plan, at) else { return false };
+        let block = plan.placed as u32;
         let from = plan.from.get(at).copied();
-        let kept_here = if from.is_some() {
-            Some(frame)
-        } else {
-            plan.frames.push(frame);
-            None
+        let kept_here = match frame {
+            Some(frame) if from.is_none() => {
+                plan.frames.push(frame);
+                None
+            }
+            frame => frame,
         };
         let transfer = self.transfers.at_mut(id).expect("the transfer is open until its plan is finished");
-        transfer.add(record, to.slot, kept_here);
+        transfer.add(is_recorded.then_some(record), to.slot, kept_here);
         plan.above = Some(record);
         plan.placed += 1;
         if let Some(from) = from {
@@ -450,6 +531,17 @@ impl Table {
             }
         }
         true
+    }
+
+    /// Where block `at` of a plan goes. `None`: there is no room, or what was to be read is gone.
+    fn place_in(&mut self, plan: &TransferPlan, at: usize) -> Option<Placed> {
+        if plan.is_into_engine() {
+            let record = self.find(plan.keys[at])?;
+            let to = *plan.engine_slots.get(at)?;
+            return Some(Placed { record, to, is_recorded: false, frame: None });
+        }
+        let (record, frame) = self.place(plan.to, plan.keys[at], plan.above)?;
+        Some(Placed { record, to: frame.slot_ref(), is_recorded: true, frame: Some(frame) })
     }
 
     fn send(&mut self, plan: &mut TransferPlan, task: CopyTask) {
@@ -487,7 +579,7 @@ impl Table {
                     task.via = Some(frame.slot_ref());
                     let slot = frame.slot();
                     let kept = self.transfers.at_mut(kept).expect("it is open until the plan is finished");
-                    kept.add(record, slot, Some(frame));
+                    kept.add(Some(record), slot, Some(frame));
                 }
                 None => plan.keeping = Keeping::No,
             }
@@ -558,7 +650,7 @@ impl Table {
                 is_probe,
             };
             let transfer = self.transfers.at_mut(id).expect("it was opened here");
-            transfer.add(record, task.to.slot, Some(frame));
+            transfer.add(Some(record), task.to.slot, Some(frame));
             self.transfers.effects.tasks.push(task);
         }
         self.end_plan(id, None);

@@ -1,0 +1,140 @@
+//! The memory of an engine at the place of a device tier: what connects it, and a trial.
+
+use std::sync::Arc;
+
+use kvbm_settings::Settings;
+use kvbm_tiers::{
+    Backend, BlockKey, CopyOp, DeviceRegion, Done, DramRegion, Frame, FramePool, MemcpyBackend, Memory,
+    SlotId, SlotRef, Space, Tier,
+};
+
+use super::{gpu, setup};
+use crate::error::{Error, ErrorKind, Result};
+
+/// That the settings fit the engine's memory.
+pub(super) fn check(engine: &DeviceRegion, settings: &Settings) -> Result<()> {
+    let (ours, theirs) = (settings.block_bytes.unwrap_or_default(), engine.segments().block_bytes() as u64);
+    if settings.device.capacity.is_some() {
+        let message = "device.capacity (DYN_KVBM_DEVICE_CACHE_*) names a device tier, and the engine brings its own \
+             memory: leave one out";
+        return Err(Error::new(ErrorKind::Invalid, message));
+    }
+    if ours != theirs {
+        let message = format!(
+            "block_bytes (DYN_KVBM_BLOCK_BYTES) is {ours}, and a block of the engine has {theirs} bytes: set it to that"
+        );
+        return Err(Error::new(ErrorKind::Invalid, message));
+    }
+    Ok(())
+}
+
+pub(super) fn no_memory() -> Error {
+    let message = "an engine's memory needs DRAM to copy to: set host.capacity, or host.staging_blocks above 0 with a \
+         lower tier";
+    Error::new(ErrorKind::Invalid, message)
+}
+
+/// Between the engine's memory and ours.
+pub(super) fn connect(
+    engine: &Arc<DeviceRegion>,
+    host: Arc<dyn Memory>,
+    threads: usize,
+) -> Result<Arc<dyn Backend>> {
+    match engine.space() {
+        Space::Host => {
+            let backend = MemcpyBackend::with_device(host, Arc::clone(engine), threads).map_err(setup)?;
+            Ok(Arc::new(backend))
+        }
+        Space::Cuda(ordinal) => gpu::connect_engine(ordinal, engine, host),
+    }
+}
+
+/// Sends a block of a known pattern through the first and the last slot, and compares what comes back. What was in the
+/// slots goes back there.
+pub(super) fn try_out(
+    engine: &DeviceRegion,
+    backend: &Arc<dyn Backend>,
+    host: &DramRegion,
+    pool: Option<&mut FramePool>,
+    staging: &mut Vec<Frame>,
+) -> Result<()> {
+    let (frame, pool) = match (staging.pop(), pool) {
+        (Some(frame), _) => (frame, None),
+        (None, Some(pool)) => (pool.take().ok_or_else(no_memory)?, Some(pool)),
+        (None, None) => return Err(no_memory()),
+    };
+    let mut canary = Canary { backend, host, frame };
+    let slots = [SlotId(0), SlotId(engine.segments().slots() - 1)];
+    let outcome = canary.fly(&slots);
+    match pool {
+        Some(pool) => pool.give_back(canary.frame),
+        None => staging.push(canary.frame),
+    }
+    outcome
+}
+
+struct Canary<'a> {
+    backend: &'a Arc<dyn Backend>,
+    host: &'a DramRegion,
+    frame: Frame,
+}
+
+impl Canary<'_> {
+    /// All slots get their patterns before any is read: two that overlap show.
+    fn fly(&mut self, slots: &[SlotId]) -> Result<()> {
+        let before = slots.iter().map(|&slot| self.read(slot)).collect::<Result<Vec<_>>>()?;
+        let patterns: Vec<_> = (0..).zip(&before).map(|(seed, block)| pattern(seed, block.len())).collect();
+        let written = slots.iter().zip(&patterns).try_for_each(|(&slot, block)| self.write(slot, block));
+        let came_back = written.and_then(|()| {
+            let read = |&slot| self.read(slot);
+            slots.iter().map(read).collect::<Result<Vec<_>>>()
+        });
+        let restored = slots.iter().zip(&before).try_for_each(|(&slot, block)| self.write(slot, block));
+        let wrong = came_back?.iter().zip(&patterns).position(|(block, pattern)| block != pattern);
+        restored?;
+        wrong.map_or(Ok(()), |place| {
+            let message = format!(
+                "a block that went through the engine's slot {} came back changed: its memory does not lie as its \
+                 parts say",
+                slots[place].0
+            );
+            Err(Error::new(ErrorKind::Unavailable, message))
+        })
+    }
+
+    fn read(&mut self, slot: SlotId) -> Result<Vec<u8>> {
+        self.copy(there(slot), self.frame.slot_ref())?;
+        self.host.read(&self.frame).map(<[u8]>::to_vec).ok_or_else(no_memory)
+    }
+
+    fn write(&mut self, slot: SlotId, block: &[u8]) -> Result<()> {
+        self.host.write(&mut self.frame).ok_or_else(no_memory)?.copy_from_slice(block);
+        self.copy(self.frame.slot_ref(), there(slot))
+    }
+
+    fn copy(&self, from: SlotRef, to: SlotRef) -> Result<()> {
+        let (report, reported) = std::sync::mpsc::channel();
+        let done = Done::new(move |_, result| drop(report.send(result)));
+        self.backend.submit(vec![CopyOp { block: BlockKey { hash: 0, group: 0 }, from, to }], done);
+        let failed = |error| {
+            let message = "a block could not be copied between the engine's memory and ours";
+            Error::caused(ErrorKind::Unavailable, message, error)
+        };
+        reported.recv().map_err(failed)?.map_err(|error| {
+            let message =
+                format!("a block could not be copied between the engine's memory and ours: {error}");
+            Error::caused(ErrorKind::Unavailable, message, error)
+        })
+    }
+}
+
+const fn there(slot: SlotId) -> SlotRef {
+    SlotRef { tier: Tier::Device, slot, generation: 0 }
+}
+
+/// Bytes that differ from place to place and from slot to slot.
+fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
+    (0..bytes as u64)
+        .map(|at| (at.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(21) ^ seed.wrapping_add(at >> 8)) as u8)
+        .collect()
+}

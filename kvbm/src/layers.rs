@@ -1,0 +1,95 @@
+//! How far the layers of a load have come, for an engine that computes the first while the last is on its way.
+
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+
+/// The blocks that have arrived, by layer.
+#[derive(Debug)]
+pub(crate) struct LayerCount {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Of each layer: blocks that are still to come. None before the load is planned.
+    missing: Option<Vec<usize>>,
+    layers: u16,
+    has_ended: bool,
+}
+
+impl LayerCount {
+    pub(crate) const fn new(layers: u16) -> Self {
+        let state = State { missing: None, layers, has_ended: false };
+        Self { state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// The load is of so many blocks.
+    pub(crate) fn expect(&self, blocks: usize) {
+        let mut state = self.state.lock();
+        state.missing = Some(vec![blocks; state.layers.into()]);
+    }
+
+    /// A layer of so many more blocks is there.
+    pub(crate) fn add(&self, layer: u16, blocks: usize) {
+        let mut state = self.state.lock();
+        let missing = state.missing.as_mut().and_then(|missing| missing.get_mut(usize::from(layer)));
+        let Some(missing) = missing else { return };
+        *missing = missing.saturating_sub(blocks);
+        if *missing == 0 {
+            self.changed.notify_all();
+        }
+    }
+
+    /// No more will come. A backend that copies block by block has told of no layer: `is_whole` says that all are there.
+    pub(crate) fn end(&self, is_whole: bool) {
+        let mut state = self.state.lock();
+        state.has_ended = true;
+        if is_whole {
+            state.missing = Some(vec![0; state.layers.into()]);
+        }
+        self.changed.notify_all();
+    }
+
+    /// Leading layers that are there in every block.
+    pub(crate) fn arrived(&self) -> u16 {
+        self.state.lock().arrived()
+    }
+
+    /// Waits, for `limit` at most, until so many leading layers are there or the load has ended. Returns how many are.
+    pub(crate) fn wait(&self, layers: u16, limit: Duration) -> u16 {
+        let mut state = self.state.lock();
+        self.changed.wait_while_for(&mut state, |state| !state.has_ended && state.arrived() < layers, limit);
+        state.arrived()
+    }
+}
+
+impl State {
+    fn arrived(&self) -> u16 {
+        let missing = self.missing.as_deref().unwrap_or_default();
+        missing.iter().take_while(|&&missing| missing == 0).count() as u16
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_layer_is_there_when_all_blocks_have_it_and_those_before_it() {
+        let count = LayerCount::new(3);
+        assert_eq!(count.arrived(), 0);
+        count.expect(4);
+        count.add(1, 4);
+        count.add(0, 3);
+        assert_eq!(count.arrived(), 0);
+        count.add(0, 1);
+        assert_eq!(count.wait(2, Duration::ZERO), 2);
+        assert_eq!(count.wait(3, Duration::from_millis(1)), 2);
+        count.end(false);
+        assert_eq!(count.wait(3, Duration::from_mins(1)), 2);
+        count.end(true);
+        assert_eq!(count.arrived(), 3);
+    }
+}

@@ -1,0 +1,230 @@
+//! Transfers between the tiers and an engine's own memory: the engine names its slots, and nothing is recorded of them.
+
+use std::num::NonZeroU16;
+use std::ops::Range;
+use std::sync::{Arc, Weak};
+
+use kvbm_tiers::{Fence, SlotId, SlotRef, Tier};
+
+use super::Core;
+use super::routed::RoutedTask;
+use crate::engine_memory::{Loaded, Saved, Writers};
+use crate::error::Error;
+use crate::hash::Chain;
+use crate::layers::LayerCount;
+use crate::lease::Lease;
+use crate::table::{RequestInfo, TransferEnd, TransferPlan};
+use crate::task::{Class, CopyTask, TransferId};
+use crate::transfer::Transfer;
+
+/// A save from an engine's slots.
+#[derive(Debug)]
+pub struct SaveFrom<'a> {
+    /// Whose blocks they are.
+    pub info: RequestInfo,
+    /// The request's chain.
+    pub chain: Chain<'a>,
+    /// Position in the chain of the block in the first of `slots`.
+    pub first: usize,
+    /// The engine's slots of successive blocks.
+    pub slots: &'a [SlotId],
+    /// When they are written.
+    pub ready: Fence,
+}
+
+/// A load into an engine's slots.
+#[derive(Debug)]
+pub struct LoadInto<'a> {
+    /// Holds the blocks.
+    pub lease: Lease,
+    /// Positions of the wanted blocks in the lease's chain.
+    pub blocks: Range<usize>,
+    /// Where each goes.
+    pub slots: &'a [SlotId],
+    /// When these may be written.
+    pub after: Fence,
+    /// Layers of a block.
+    pub layers: NonZeroU16,
+}
+
+impl Core {
+    /// Brings blocks from an engine's slots into `to`, as far as it lacks them and they can hang on what it has.
+    pub fn save_from(self: &Arc<Self>, to: Tier, save: SaveFrom<'_>) -> Transfer<Saved> {
+        if self.is_closed() {
+            return Transfer::failed(Error::closed());
+        }
+        let SaveFrom { info, chain, first, slots, ready } = save;
+        let slots = slot_refs(slots);
+        let turn = self.planning.lock();
+        let started = self.clock.uptime();
+        let mut table = self.table();
+        let pins = table.lease(chain, info);
+        let planned = table.plan_saving(to, chain, (first, &slots), pins);
+        drop(table);
+        let mut plan = match planned {
+            Ok(plan) => plan,
+            Err(pins) => {
+                drop(turn);
+                self.metrics.orphaned(slots.len());
+                let lease = Lease::new(Arc::clone(&self.table), pins);
+                return Transfer::ended(Saved::orphans(slots.len(), to, lease));
+            }
+        };
+        let probe = self.limit(Class::Save, to, &mut plan);
+        self.take_slots_in_order(&mut plan, &ready, None);
+        if let Some(route) = probe.filter(|_| !plan.is_probe_sent()) {
+            self.retract_probe(route);
+        }
+        let (id, duplicates) = (plan.transfer(), plan.duplicates());
+        self.metrics.duplicated(duplicates);
+        let (reply, transfer) = self.reply_with(move |ended, lease| Saved::new(ended, duplicates, lease));
+        let mut table = self.table();
+        table.finish_plan(plan, reply, started);
+        let effects = table.take_effects();
+        drop(table);
+        drop(turn);
+        self.apply(effects);
+        self.go_after(id, ready);
+        self.cancellable(transfer, id)
+    }
+
+    /// Brings what a lease holds into an engine's slots.
+    pub fn load_into(self: &Arc<Self>, load: LoadInto<'_>) -> Transfer<Loaded> {
+        if self.is_closed() {
+            return Transfer::failed(Error::closed());
+        }
+        let LoadInto { lease, blocks, slots, after, layers } = load;
+        let count = Arc::new(LayerCount::new(layers.get()));
+        let (with_media, wanted) = (Arc::new(()), blocks.len());
+        let writers = Writers::new(&with_media);
+        let turn = self.planning.lock();
+        let started = self.clock.uptime();
+        let mut plan =
+            TransferPlan::into_engine(lease.into_pins(), blocks.start, slot_refs(slots), with_media);
+        while !self.table().trace(&mut plan) {}
+        let probe = self.limit(Class::Load, Tier::Device, &mut plan);
+        self.take_slots_in_order(&mut plan, &after, Some((layers, Arc::clone(&count))));
+        if let Some(route) = probe.filter(|_| !plan.is_probe_sent()) {
+            self.retract_probe(route);
+        }
+        count.expect(plan.placed());
+        let id = plan.transfer();
+        let ends = EndsLayers(Arc::clone(&count));
+        let (reply, transfer) = self.reply_with(move |ended: &TransferEnd, lease| {
+            ends.0.end(ended.copied == wanted);
+            Loaded { arrived: ended.copied, failed: wanted - ended.copied, lease, writers }
+        });
+        let mut table = self.table();
+        table.finish_plan(plan, reply, started);
+        let effects = table.take_effects();
+        drop(table);
+        drop(turn);
+        self.apply(effects);
+        self.go_after(id, after);
+        self.cancellable(transfer, id).in_layers(Some(count))
+    }
+
+    /// [`take_slots`](Self::take_slots), for copies that wait until the plan is complete and the engine is `ready`.
+    fn take_slots_in_order(
+        self: &Arc<Self>,
+        plan: &mut TransferPlan,
+        ready: &Fence,
+        layers: Option<(NonZeroU16, Arc<LayerCount>)>,
+    ) {
+        let mut is_complete = false;
+        let mut order = Some((ready.clone(), layers));
+        while !is_complete {
+            let mut table = self.table();
+            is_complete = table.extend(plan);
+            let effects = table.take_effects();
+            drop(table);
+            if let Some(id) = plan.transfer()
+                && let Some((after, layers)) = order.take()
+            {
+                self.orders.lock().open(id, after, layers, self.clock.uptime());
+            }
+            self.apply(effects);
+        }
+    }
+
+    /// The plan of a transfer is complete: its copies go once the engine is `ready`.
+    fn go_after(self: &Arc<Self>, id: Option<TransferId>, ready: Fence) {
+        let Some(id) = id else { return };
+        let tasks = self.orders.lock().planned(id);
+        self.queue(tasks);
+        if let Fence::Host(fence) = ready {
+            let waiting = Waiting { core: Arc::downgrade(self), id, is_raised: false };
+            fence.park(move || waiting.raised());
+        }
+    }
+
+    /// Ends transfers whose fence does not come.
+    pub(super) fn give_up_unfenced(self: &Arc<Self>) {
+        let overdue = self.orders.lock().overdue(self.clock.uptime(), self.tuning.timeout);
+        for id in overdue {
+            tracing::error!(?id, "an engine's fence does not come: its transfer ends");
+            self.end_early(id);
+        }
+    }
+
+    pub(super) fn end_early(self: &Arc<Self>, id: TransferId) {
+        let effects = self.table().cancel(id);
+        self.apply(effects);
+    }
+
+    /// Tasks that were held back are not sent.
+    pub(super) fn drop_held(self: &Arc<Self>, held: Vec<CopyTask>) {
+        self.drop_tasks(held.into_iter().map(|task| RoutedTask::new(task, true)).collect());
+    }
+
+    /// Adds the transfers of an engine's slots that have ended since the last call, of those since the first call.
+    pub(crate) fn completions(&self, out: &mut Vec<TransferId>) {
+        out.append(self.completions.lock().get_or_insert_default());
+    }
+
+    pub(super) fn note_completion(&self, id: TransferId) {
+        if let Some(completions) = &mut *self.completions.lock() {
+            completions.push(id);
+        }
+    }
+}
+
+/// A transfer that waits for a thread of the engine.
+struct Waiting {
+    core: Weak<Core>,
+    id: TransferId,
+    is_raised: bool,
+}
+
+impl Waiting {
+    fn raised(mut self) {
+        self.is_raised = true;
+        if let Some(core) = self.core.upgrade() {
+            let tasks = core.orders.lock().raised(self.id);
+            core.queue(tasks);
+        }
+    }
+}
+
+impl Drop for Waiting {
+    /// A fence that nobody can raise any more ends what waits for it.
+    fn drop(&mut self) {
+        if let Some(core) = self.core.upgrade().filter(|_| !self.is_raised) {
+            core.end_early(self.id);
+        }
+    }
+}
+
+/// Tells whoever waits for layers that no more will come, also where the answer is never given.
+struct EndsLayers(Arc<LayerCount>);
+
+impl Drop for EndsLayers {
+    fn drop(&mut self) {
+        self.0.end(false);
+    }
+}
+
+/// An engine's slots have one life, and no generation.
+fn slot_refs(slots: &[SlotId]) -> Vec<SlotRef> {
+    slots.iter().map(|&slot| SlotRef { tier: Tier::Device, slot, generation: 0 }).collect()
+}

@@ -1,0 +1,517 @@
+//! An engine with memory of its own: its slots are adopted, blocks go between them and the tiers, and every byte is right.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use kvbm::{
+    BlockHash, Chain, EngineMemory, Error, ErrorKind, Fence, HostFence, Loaded, Manager, Options,
+    RequestInfo, Saved, SlotId, Tier,
+};
+use kvbm_settings::{Capacity, EvictionPolicy, Settings};
+use kvbm_tests::rig::hash;
+use kvbm_tiers::chaos::{Chaos, Episode, Schedule};
+use kvbm_tiers::testing::{TensorView, Tensors, TwoFaced, fill_pattern, has_pattern};
+use proptest::prelude::*;
+
+const BLOCK: usize = 4096;
+const LAYERS: u16 = 8;
+const SOON: Duration = Duration::from_secs(20);
+/// The shortest that the settings take.
+const TIMEOUT: Duration = Duration::from_millis(100);
+
+fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
+    (0..blocks).map(|i| hash(1_000 * n + i + 1)).collect()
+}
+
+/// What tells a block's bytes from all others'.
+fn number(hash: BlockHash) -> usize {
+    kvbm_tests::rig::number(Chain::from([hash].as_slice()).key(0))
+}
+
+fn slots(range: std::ops::Range<u32>) -> Vec<SlotId> {
+    range.map(SlotId).collect()
+}
+
+fn settings() -> Settings {
+    let mut settings =
+        Settings { block_bytes: Some(BLOCK as u64), eviction: EvictionPolicy::Lru, ..Settings::default() };
+    settings.host.capacity = Some(Capacity::Blocks(64));
+    settings.host.huge_pages = false;
+    settings
+}
+
+fn open(settings: Settings, memory: EngineMemory, chaos: Option<Chaos>) -> Result<Manager, Error> {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    runtime.block_on(Manager::open_with(settings, Options { chaos, ..Options::default() }, memory))
+}
+
+fn memory(slots: u32) -> (EngineMemory, TensorView) {
+    // Keys and values of a layer apart: sixteen tensors.
+    let (region, view) = Tensors::new(slots, BLOCK, 2 * usize::from(LAYERS)).shared();
+    (EngineMemory::new(region, LAYERS).expect("layers of one size"), view)
+}
+
+struct Engine {
+    manager: Manager,
+    memory: TensorView,
+    /// Holds a disk tier, if there is one.
+    _disk: Option<tempfile::TempDir>,
+}
+
+impl Engine {
+    fn new() -> Self {
+        Self::with(settings(), None)
+    }
+
+    fn with(settings: Settings, chaos: Option<Chaos>) -> Self {
+        let (engine, view) = memory(128);
+        Self { manager: open(settings, engine, chaos).expect("it opens"), memory: view, _disk: None }
+    }
+
+    fn on_disk(chaos: Option<Chaos>, timeout: Duration) -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut settings = settings();
+        settings.disk.capacity = Some(Capacity::Blocks(256));
+        settings.disk.dirs = vec![dir.path().to_owned()];
+        settings.host.staging_blocks = 8;
+        settings.transfer.timeout_ms = timeout.as_millis() as u64;
+        Self { _disk: Some(dir), ..Self::with(settings, chaos) }
+    }
+
+    fn compute(&self, chain: &[BlockHash], slots: &[SlotId]) {
+        for (hash, &slot) in chain.iter().zip(slots) {
+            let mut block = vec![0; BLOCK];
+            fill_pattern(number(*hash), &mut block);
+            self.memory.write(slot, &block);
+        }
+    }
+
+    fn has(&self, hash: BlockHash, slot: SlotId) -> bool {
+        has_pattern(number(hash), &self.memory.read(slot))
+    }
+
+    fn save(&self, chain: &[BlockHash], first: usize, slots: &[SlotId]) -> Saved {
+        let saved = self.manager.save_from(RequestInfo::default(), chain, first, slots, Fence::Done);
+        saved.wait().expect("the manager is open")
+    }
+
+    fn load(&self, chain: &[BlockHash], slots: &[SlotId]) -> Loaded {
+        let lease = self.manager.lease(chain);
+        let loaded = self.manager.load_into(lease, 0..slots.len(), slots, Fence::Done);
+        loaded.wait().expect("the manager is open")
+    }
+
+    #[track_caller]
+    fn assert_loads(&self, chain: &[BlockHash], into: &[SlotId]) {
+        let loaded = self.load(chain, into);
+        assert_eq!((loaded.arrived, loaded.failed), (chain.len(), 0));
+        assert!(loaded.writers.are_gone());
+        chain.iter().zip(into).for_each(|(&hash, &slot)| assert!(self.has(hash, slot), "{slot:?}"));
+    }
+
+    /// All slots are free or resident, and the books are right.
+    #[track_caller]
+    fn assert_well(&self) {
+        let began = Instant::now();
+        while Tier::ALL.iter().any(|&tier| self.manager.counts(tier).lost > 0) {
+            assert!(began.elapsed() < SOON, "slots do not come back");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        assert!(self.manager.drain(SOON).is_complete());
+        for tier in Tier::ALL {
+            assert_eq!(self.manager.counts(tier).filling, 0, "{tier}");
+        }
+        assert_eq!(self.manager.audit(), []);
+    }
+}
+
+#[test]
+fn what_an_engine_saves_comes_back_to_other_slots() {
+    let engine = Engine::new();
+    let (all, from) = (chain(1, 20), slots(0..20));
+    engine.compute(&all, &from);
+    let saved = engine.save(&all, 0, &from);
+    assert_eq!((saved.blocks, saved.copied, saved.duplicates, saved.orphans), (20, 20, 0, 0));
+    // Nothing is recorded of the engine's own memory.
+    assert_eq!(saved.lease.held().plan().collect::<Vec<_>>(), [(Tier::Host, 0..20)]);
+    let permuted: Vec<_> = (0..20).map(|i| SlotId(100 - i * 3)).collect();
+    engine.assert_loads(&all, &permuted);
+    // A part of the chain, in the middle.
+    let part = engine.manager.load_into(saved.lease, 5..9, &slots(110..114), Fence::Done).wait().unwrap();
+    assert_eq!((part.arrived, part.failed), (4, 0));
+    (5..9).zip(slots(110..114)).for_each(|(at, slot)| assert!(engine.has(all[at], slot)));
+    drop(part);
+    engine.assert_well();
+}
+
+#[test]
+fn chunks_of_a_prefill_add_up_and_what_nothing_hangs_on_is_an_orphan() {
+    let engine = Engine::new();
+    let (all, from) = (chain(1, 12), slots(0..12));
+    engine.compute(&all, &from);
+    assert_eq!(engine.save(&all[..4], 0, &from[..4]).blocks, 4);
+    // Blocks 4 to 7 are missing.
+    let saved = engine.save(&all, 8, &from[8..]);
+    assert_eq!((saved.copied, saved.orphans, saved.blocks), (0, 4, 4));
+    let saved = engine.save(&all[..8], 4, &from[4..8]);
+    assert_eq!((saved.copied, saved.duplicates, saved.blocks), (4, 0, 8));
+    // From the root: what is there is not copied again.
+    let saved = engine.save(&all, 0, &from);
+    assert_eq!((saved.copied, saved.duplicates, saved.orphans, saved.blocks), (4, 8, 0, 12));
+    drop(saved);
+    engine.assert_loads(&all, &slots(50..62));
+    engine.assert_well();
+}
+
+#[test]
+fn two_saves_of_one_chain_copy_each_block_once() {
+    let engine = Engine::new();
+    let (all, fence) = (chain(1, 8), HostFence::new());
+    engine.compute(&all, &slots(0..8));
+    engine.compute(&all, &slots(8..16));
+    let save = |first: usize, from: &[SlotId], ready: Fence| {
+        engine.manager.save_from(RequestInfo::default(), &all, first, from, ready)
+    };
+    let one = save(0, &slots(0..8), Fence::Host(fence.clone()));
+    let two = save(0, &slots(8..16), Fence::Done);
+    // What comes behind blocks that are on their way waits for them.
+    fence.raise();
+    let (one, two) = (one.wait().unwrap(), two.wait().unwrap());
+    assert_eq!((one.copied, one.duplicates), (8, 0));
+    assert_eq!((two.copied, two.duplicates, two.blocks), (0, 8, 8));
+    drop((one, two));
+    engine.assert_well();
+}
+
+#[test]
+fn layers_come_one_by_one() {
+    let engine = Engine::new();
+    let (all, from) = (chain(1, 48), slots(0..48));
+    engine.compute(&all, &from);
+    drop(engine.save(&all, 0, &from));
+    let into = slots(64..112);
+    for round in 0..20 {
+        into.iter().for_each(|&slot| engine.memory.write(slot, &[0; BLOCK]));
+        let lease = engine.manager.lease(&all);
+        let mut load = engine.manager.load_into(lease, 0..48, &into, Fence::Done);
+        for layer in 0..LAYERS {
+            assert!(load.wait_layers(layer + 1, SOON), "layer {layer} does not come");
+            let share = BLOCK / usize::from(LAYERS);
+            let bytes = share * usize::from(layer)..share * (usize::from(layer) + 1);
+            for (&hash, &slot) in all.iter().zip(&into) {
+                let mut block = vec![0; BLOCK];
+                fill_pattern(number(hash), &mut block);
+                assert_eq!(
+                    engine.memory.read_part(slot, bytes.clone()),
+                    block[bytes.clone()],
+                    "round {round}"
+                );
+            }
+        }
+        let loaded = load.wait_for(SOON).expect("it ends").unwrap();
+        assert_eq!((loaded.arrived, load.layers_arrived()), (48, LAYERS));
+    }
+    engine.assert_well();
+}
+
+#[test]
+fn copies_wait_for_the_engine() {
+    let engine = Engine::new();
+    let (all, from, fence) = (chain(1, 6), slots(0..6), HostFence::new());
+    let mut save =
+        engine.manager.save_from(RequestInfo::default(), &all, 0, &from, Fence::Host(fence.clone()));
+    assert!(save.wait_for(Duration::from_millis(20)).is_none());
+    engine.compute(&all, &from);
+    fence.raise();
+    assert_eq!(save.wait_for(SOON).unwrap().unwrap().copied, 6);
+    let (into, fence) = (slots(20..26), HostFence::new());
+    into.iter().for_each(|&slot| engine.memory.write(slot, &[7; BLOCK]));
+    let lease = engine.manager.lease(&all);
+    let mut load = engine.manager.load_into(lease, 0..6, &into, Fence::Host(fence.clone()));
+    assert!(load.try_take().is_none());
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(
+        into.iter().all(|&slot| engine.memory.read(slot) == [7; BLOCK]),
+        "written before the engine let go"
+    );
+    fence.raise();
+    assert_eq!(load.wait_for(SOON).unwrap().unwrap().arrived, 6);
+    drop((save, load));
+    engine.assert_well();
+}
+
+#[test]
+fn a_fence_that_never_comes_costs_its_caller_alone() {
+    let engine = Engine::on_disk(None, TIMEOUT);
+    let (all, from) = (chain(1, 6), slots(0..6));
+    engine.compute(&all, &from);
+    let kept = HostFence::new();
+    for fence in [kept.clone(), HostFence::new()] {
+        let save = engine.manager.save_from(RequestInfo::default(), &all, 0, &from, Fence::Host(fence));
+        let saved = save.wait().unwrap();
+        assert_eq!((saved.copied, saved.failed, saved.blocks), (0, 6, 0));
+    }
+    // The medium is not to blame, and what comes too late is not copied.
+    kept.raise();
+    assert_eq!(engine.manager.failures(), 0);
+    assert_eq!(engine.save(&all, 0, &from).copied, 6);
+    let lease = engine.manager.lease(&all);
+    let load = engine.manager.load_into(lease, 0..6, &slots(20..26), Fence::Host(HostFence::new()));
+    let loaded = load.wait().unwrap();
+    assert_eq!((loaded.arrived, loaded.failed), (0, 6));
+    assert!(loaded.writers.are_gone());
+    drop(loaded);
+    engine.assert_loads(&all, &slots(20..26));
+    engine.assert_well();
+}
+
+#[test]
+fn what_waits_can_be_cancelled() {
+    let engine = Engine::new();
+    let (all, from, fence) = (chain(1, 6), slots(0..6), HostFence::new());
+    engine.compute(&all, &from);
+    let mut save =
+        engine.manager.save_from(RequestInfo::default(), &all, 0, &from, Fence::Host(fence.clone()));
+    save.cancel();
+    let saved = save.wait_for(SOON).unwrap().unwrap();
+    assert_eq!((saved.copied, saved.failed), (0, 6));
+    drop(saved);
+    fence.raise();
+    assert_eq!(engine.manager.counts(Tier::Host).resident, 0);
+    engine.assert_well();
+    assert_eq!(engine.save(&all, 0, &from).copied, 6);
+    engine.assert_loads(&all, &slots(20..26));
+    engine.assert_well();
+}
+
+#[test]
+fn an_engine_that_polls_is_told_what_has_ended() {
+    let engine = Engine::new();
+    let (all, from) = (chain(1, 4), slots(0..4));
+    engine.compute(&all, &from);
+    let mut ended = Vec::new();
+    engine.manager.completions(&mut ended);
+    let mut under_way = HashMap::new();
+    for _ in 0..3 {
+        let save = engine.manager.save_from(RequestInfo::default(), &all, 0, &from, Fence::Done);
+        under_way.insert(save.id().expect("it was begun"), save);
+    }
+    let began = Instant::now();
+    while !under_way.is_empty() {
+        assert!(began.elapsed() < SOON, "a transfer ends unheard");
+        engine.manager.completions(&mut ended);
+        for id in ended.drain(..) {
+            let mut save = under_way.remove(&id).expect("each is named once");
+            assert_eq!(save.try_take().expect("it has ended").unwrap().blocks, 4);
+        }
+    }
+    engine.assert_well();
+}
+
+/// A chain on disk and nowhere else.
+fn sink(engine: &Engine, all: &[BlockHash]) {
+    let from = slots(0..all.len() as u32);
+    engine.compute(all, &from);
+    drop(engine.save(all, 0, &from));
+    assert!(engine.manager.drain(SOON).is_complete());
+    engine.manager.evict(Tier::Host, 1_000);
+    assert_eq!(engine.manager.lease(all).held().plan().collect::<Vec<_>>(), [(Tier::Disk, 0..all.len())]);
+}
+
+#[test]
+fn what_lies_on_disk_comes_through_the_host_tier_and_stays_there() {
+    let engine = Engine::on_disk(None, SOON);
+    let all = chain(1, 30);
+    sink(&engine, &all);
+    engine.assert_loads(&all, &slots(60..90));
+    assert_eq!(engine.manager.lease(&all).blocks(Tier::Host), 30);
+    engine.assert_well();
+}
+
+fn chaos(script: &[&str]) -> Chaos {
+    let episodes = script.iter().map(|text| text.parse::<Episode>().expect("an episode"));
+    Chaos::new(Schedule::scripted(episodes))
+}
+
+#[test]
+fn a_block_that_is_corrupt_below_ends_a_load_before_it() {
+    let faults = chaos(&["disk.read:corrupt@0s+1h x1"]);
+    let engine = Engine::on_disk(Some(faults.clone()), SOON);
+    let all = chain(1, 12);
+    sink(&engine, &all);
+    faults.start();
+    let loaded = engine.load(&all, &slots(60..72));
+    assert!(loaded.arrived < 12, "{loaded:?}");
+    assert_eq!(loaded.arrived + loaded.failed, 12);
+    all[..loaded.arrived].iter().zip(slots(60..72)).for_each(|(&hash, slot)| assert!(engine.has(hash, slot)));
+    drop(loaded);
+    faults.heal();
+    // And then it heals: the engine computes what was lost, and all is there again.
+    engine.compute(&all, &slots(0..12));
+    assert_eq!(engine.save(&all, 0, &slots(0..12)).blocks, 12);
+    engine.assert_loads(&all, &slots(60..72));
+    engine.assert_well();
+}
+
+#[test]
+fn slots_that_a_hanging_medium_may_still_write_are_told() {
+    let faults = chaos(&["memory.read:hang@0s+600ms"]);
+    let engine = Engine::on_disk(Some(faults.clone()), TIMEOUT);
+    let (all, into) = (chain(1, 4), slots(60..64));
+    engine.compute(&all, &slots(0..4));
+    drop(engine.save(&all, 0, &slots(0..4)));
+    faults.start();
+    let loaded = engine.load(&all, &into);
+    assert_eq!((loaded.arrived, loaded.failed), (0, 4));
+    assert!(!loaded.writers.are_gone(), "the medium has the slots still");
+    assert!(loaded.writers.wait(SOON));
+    drop(loaded);
+    faults.heal();
+    let began = Instant::now();
+    // The first one may be the probe, of one block.
+    while engine.load(&all, &into).arrived < 4 {
+        assert!(began.elapsed() < SOON, "the way stays shut");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    engine.assert_loads(&all, &into);
+    engine.assert_well();
+}
+
+#[test]
+fn closing_ends_what_is_under_way() {
+    let engine = Engine::new();
+    let (all, from) = (chain(1, 6), slots(0..6));
+    engine.compute(&all, &from);
+    let fence = HostFence::new();
+    let held = engine.manager.save_from(RequestInfo::default(), &all, 0, &from, Fence::Host(fence.clone()));
+    assert!(engine.manager.close(SOON).is_complete());
+    assert_eq!(held.wait().unwrap().copied, 0);
+    let refused = engine.manager.save_from(RequestInfo::default(), &all, 0, &from, Fence::Done);
+    assert_eq!(refused.wait().unwrap_err().kind(), ErrorKind::Closed);
+    let refused = engine.manager.load_into(engine.manager.lease(&all), 0..6, &from, Fence::Done);
+    assert_eq!(refused.wait().unwrap_err().kind(), ErrorKind::Closed);
+    fence.raise();
+    assert_eq!(engine.manager.counts(Tier::Host).free, 64);
+    assert_eq!(engine.manager.audit(), []);
+}
+
+#[test]
+fn bad_input_is_named() {
+    let engine = Engine::new();
+    let all = chain(1, 4);
+    let named = |error: Error, words: &str| {
+        assert_eq!(error.kind(), ErrorKind::Invalid);
+        assert!(error.to_string().contains(words), "{error}");
+    };
+    let save = |first, slots: &[SlotId]| {
+        engine.manager.save_from(RequestInfo::default(), &all, first, slots, Fence::Done).wait().unwrap_err()
+    };
+    named(save(0, &[SlotId(128)]), "slot 128 is not among the engine's 128 slots");
+    named(save(2, &slots(0..3)), "3 blocks from position 2 on, of 4");
+    named(save(usize::MAX, &slots(0..3)), "of 4");
+    let load = |blocks, slots: &[SlotId]| {
+        engine.manager.load_into(engine.manager.lease(&all), blocks, slots, Fence::Done).wait().unwrap_err()
+    };
+    named(load(0..2, &[SlotId(3), SlotId(3)]), "slot 3 is to get two blocks at once");
+    named(load(0..3, &slots(0..2)), "one slot for each block");
+    let other = Engine::new();
+    let foreign = engine.manager.load_into(other.manager.lease(&all), 0..1, &slots(0..1), Fence::Done);
+    named(foreign.wait().unwrap_err(), "another manager");
+    let without = kvbm_tests::engine::open(settings(), &prometheus::Registry::new()).unwrap();
+    let error =
+        without.save_from(RequestInfo::default(), &all, 0, &slots(0..4), Fence::Done).wait().unwrap_err();
+    named(error, "open_with");
+
+    let refused =
+        |settings: Settings, words: &str| named(open(settings, memory(4).0, None).unwrap_err(), words);
+    refused(Settings { block_bytes: Some(8192), ..settings() }, "a block of the engine has 4096 bytes");
+    let mut both = settings();
+    both.device.capacity = Some(Capacity::Blocks(4));
+    refused(both, "device.capacity");
+    let mut nowhere = settings();
+    nowhere.host.capacity = None;
+    refused(nowhere, "needs DRAM");
+    let uneven = EngineMemory::new(Tensors::new(4, BLOCK, 2).into_region(), 7).unwrap_err();
+    named(uneven, "4096 bytes has no 7 layers");
+    named(EngineMemory::new(Tensors::new(4, BLOCK, 2).into_region(), 0).unwrap_err(), "no 0 layers");
+}
+
+#[test]
+fn memory_that_does_not_lie_as_said_is_found_at_once() {
+    let two_faced = EngineMemory::new(TwoFaced::region(BLOCK), LAYERS).unwrap();
+    let error = open(settings(), two_faced, None).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.to_string().contains("came back changed"), "{error}");
+    // What was in the slots is there still.
+    let (engine, view) = memory(4);
+    view.write(SlotId(0), &[3; BLOCK]);
+    view.write(SlotId(3), &[4; BLOCK]);
+    drop(open(settings(), engine, None).unwrap());
+    assert_eq!((view.read(SlotId(0)), view.read(SlotId(3))), (vec![3; BLOCK], vec![4; BLOCK]));
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Save { chain: u32, first: u32, blocks: u32 },
+    Load { chain: u32, first: u32, blocks: u32 },
+    Evict { tier: Tier, blocks: usize },
+    Drain,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let tier = prop_oneof![Just(Tier::Host), Just(Tier::Disk)];
+    let step = prop_oneof![
+        4 => (0..4_u32, 0..20_u32, 1..24_u32).prop_map(|(chain, first, blocks)| Step::Save { chain, first, blocks }),
+        4 => (0..4_u32, 0..20_u32, 1..24_u32).prop_map(|(chain, first, blocks)| Step::Load { chain, first, blocks }),
+        1 => (tier, 1..40_usize).prop_map(|(tier, blocks)| Step::Evict { tier, blocks }),
+        1 => Just(Step::Drain),
+    ];
+    proptest::collection::vec(step, 1..30)
+}
+
+/// Chains share their first eight blocks.
+fn forked(n: u32) -> Vec<BlockHash> {
+    (0..40).map(|i| if i < 8 { hash(i + 1) } else { hash(1_000 * (n + 1) + i) }).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    #[test]
+    fn whatever_is_said_to_have_arrived_has(steps in steps(), seed in any::<u64>()) {
+        let engine = Engine::on_disk(None, SOON);
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let mut free: Vec<u32> = (0..128).collect();
+        for step in steps {
+            rng.shuffle(&mut free);
+            match step {
+                Step::Save { chain, first, blocks } => {
+                    let all = forked(chain);
+                    let (first, end) = (first as usize, (first + blocks).min(40) as usize);
+                    let from: Vec<_> = free[..end - first].iter().map(|&slot| SlotId(slot)).collect();
+                    engine.compute(&all[first..end], &from);
+                    let saved = engine.save(&all[..end], first, &from);
+                    let told = [saved.copied, saved.duplicates, saved.orphans, saved.declined, saved.refused];
+                    prop_assert_eq!(told.iter().sum::<usize>() + saved.failed, end - first);
+                    prop_assert_eq!(saved.failed, 0);
+                }
+                Step::Load { chain, first, blocks } => {
+                    let all = forked(chain);
+                    let (first, end) = (first as usize, (first + blocks).min(40) as usize);
+                    let into: Vec<_> = free[..end - first].iter().map(|&slot| SlotId(slot)).collect();
+                    let lease = engine.manager.lease(Chain::from(&all));
+                    let held = lease.held().longest().clamp(first, end) - first;
+                    let loaded = engine.manager.load_into(lease, first..end, &into, Fence::Done).wait().unwrap();
+                    prop_assert_eq!((loaded.arrived, loaded.failed), (held, end - first - held));
+                    for (&hash, &slot) in all[first..first + held].iter().zip(&into) {
+                        prop_assert!(engine.has(hash, slot));
+                    }
+                }
+                Step::Evict { tier, blocks } => drop(engine.manager.evict(tier, blocks)),
+                Step::Drain => prop_assert!(engine.manager.drain(SOON).is_complete()),
+            }
+            prop_assert_eq!(engine.manager.audit(), []);
+        }
+        engine.assert_well();
+    }
+}
