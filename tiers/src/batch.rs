@@ -276,9 +276,9 @@ mod tests {
     #[test]
     fn the_first_layer_of_all_blocks_comes_before_the_second_of_any() {
         let copied = Arc::new(Mutex::new(Vec::new()));
-        let copies = Arc::clone(&copied);
+        let log = Arc::clone(&copied);
         let execute: Arc<Execute> = Arc::new(move |op: &CopyOp, share: Share| {
-            copies.lock().push((share.number, op.from.slot.0));
+            log.lock().push((share.number, op.from.slot.0));
             Ok(())
         });
         let pool = CopyThreads::start("test", 1, 1, &execute).unwrap();

@@ -593,7 +593,7 @@ mod beside_an_engine {
         let (send, reports) = std::sync::mpsc::channel();
         let done = Done::new(move |_, result| send.send(result).unwrap());
         let save = order(0, engine.bench.there[0].slot_ref(), engine.bench.here[2].slot_ref());
-        engine.bench.backend.submit_fenced(vec![save], Fences { after, mark: None }, done);
+        engine.bench.backend.submit_fenced(vec![save], Fences { after, ..Fences::default() }, done);
         assert!(reports.recv_timeout(Duration::from_millis(20)).is_err());
         computing.free();
         reports.recv().unwrap().unwrap();
@@ -615,7 +615,7 @@ mod beside_an_engine {
         let done = Done::new(move |_, result| send.send(result).unwrap());
         let (load, mark) =
             (order(0, engine.bench.here[0].slot_ref(), engine.bench.there[0].slot_ref()), Mark::new());
-        let fences = Fences { after, mark: Some(mark.clone()) };
+        let fences = Fences { after, mark: Some(mark.clone()), ..Fences::default() };
         engine.bench.backend.submit_fenced(vec![load], fences, done);
         // The copy is started at once, though it cannot run.
         let started = Instant::now();
@@ -670,7 +670,7 @@ mod beside_an_engine {
         let (send, reports) = std::sync::mpsc::channel();
         let done = Done::new(move |_, result| send.send(result).unwrap());
         let save = order(0, engine.bench.there[0].slot_ref(), engine.bench.here[2].slot_ref());
-        let fences = Fences { after: Fence::Host(raised.clone()), mark: None };
+        let fences = Fences { after: Fence::Host(raised.clone()), ..Fences::default() };
         backend.submit_fenced(vec![save], fences.clone(), done.clone());
         assert_eq!(reports.recv().unwrap().unwrap_err().kind(), CopyErrorKind::Refused);
         backend::submit(&backend, vec![save], fences, done);
