@@ -396,6 +396,37 @@ fn closing_ends_what_is_under_way() {
 }
 
 #[test]
+fn a_reset_ends_what_is_under_way_and_all_works_again() {
+    let engine = Engine::new();
+    let (all, other, fence) = (chain(1, 6), chain(2, 6), HostFence::new());
+    engine.compute(&all, &slots(0..6));
+    drop(engine.save(&all, 0, &slots(0..6)));
+    let (lease, stale) = (engine.manager.lease(&all), engine.manager.lease(&all));
+    let load = engine.manager.load_into(lease, 0..6, &slots(20..26), Fence::Host(fence.clone()));
+    let ready = Fence::Host(fence.clone());
+    let save = engine.manager.save_from(RequestInfo::default(), &other, 0, &slots(0..6), ready);
+    engine.manager.reset(1).unwrap();
+    let (loaded, saved) = (load.wait().unwrap(), save.wait().unwrap());
+    assert_eq!((loaded.arrived, loaded.failed, saved.copied, saved.blocks), (0, 6, 0, 0));
+    assert!(loaded.writers.are_gone());
+    let refused = engine.manager.load_into(stale, 0..6, &slots(20..26), Fence::Done).wait().unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Stale);
+    fence.raise();
+    for chain in [&all, &other] {
+        assert_eq!(engine.manager.matches(chain).longest(), 0);
+    }
+    drop((loaded, saved));
+    // The new weights make other bytes of the same tokens.
+    engine.compute(&other, &slots(0..6));
+    assert_eq!(engine.save(&all, 0, &slots(0..6)).copied, 6);
+    let loaded = engine.load(&all, &slots(20..26));
+    assert_eq!(loaded.arrived, 6);
+    other.iter().zip(slots(20..26)).for_each(|(&hash, slot)| assert!(engine.has(hash, slot)));
+    drop(loaded);
+    engine.assert_well();
+}
+
+#[test]
 fn bad_input_is_named() {
     let engine = Engine::new();
     let all = chain(1, 4);
@@ -456,6 +487,7 @@ enum Step {
     Load { chain: u32, first: u32, blocks: u32 },
     Evict { tier: Tier, blocks: usize },
     Drain,
+    Reset,
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -465,6 +497,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         4 => (0..4_u32, 0..20_u32, 1..24_u32).prop_map(|(chain, first, blocks)| Step::Load { chain, first, blocks }),
         1 => (tier, 1..40_usize).prop_map(|(tier, blocks)| Step::Evict { tier, blocks }),
         1 => Just(Step::Drain),
+        1 => Just(Step::Reset),
     ];
     proptest::collection::vec(step, 1..30)
 }
@@ -508,6 +541,7 @@ proptest! {
                     }
                 }
                 Step::Evict { tier, blocks } => drop(engine.manager.evict(tier, blocks)),
+                Step::Reset => engine.manager.reset(engine.manager.epoch() + 1).unwrap(),
                 Step::Drain => prop_assert!(engine.manager.drain(SOON).is_complete()),
             }
             prop_assert_eq!(engine.manager.audit(), []);

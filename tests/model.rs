@@ -76,6 +76,8 @@ enum Transition {
         chain: usize,
     },
     FlushAll,
+    /// New weights.
+    Reset,
     Tick {
         after_ms: u64,
     },
@@ -104,6 +106,12 @@ struct Model {
 }
 
 impl Model {
+    /// Nothing of what was there is worth anything, and what is being filled neither.
+    fn reset(&mut self) {
+        self.written.clear();
+        self.filled.iter_mut().for_each(|(_, blocks)| *blocks = 0);
+    }
+
     fn leading_written(&self, chain: &[BlockHash]) -> usize {
         chain.iter().take_while(|hash| self.written.contains(&hash.get())).count()
     }
@@ -156,6 +164,7 @@ impl ReferenceStateMachine for Model {
             1 => (stored, chain, 0..8usize)
                 .prop_map(|(tier, chain, depth)| Transition::Rot { tier, chain, depth }),
             2 => Just(Transition::FlushAll),
+            1 => Just(Transition::Reset),
             2 => (0..3_000u64).prop_map(|after_ms| Transition::Tick { after_ms }),
             3 => (tier, 1..13usize).prop_map(|(tier, blocks)| Transition::Evict { tier, blocks }),
         ]
@@ -172,6 +181,7 @@ impl ReferenceStateMachine for Model {
             Transition::Abandon(which) if !state.filled.is_empty() => {
                 state.filled.swap_remove(which % state.filled.len());
             }
+            Transition::Reset => state.reset(),
             _ => {}
         }
         state
@@ -183,6 +193,7 @@ struct Held {
     lease: Lease,
     chain: Vec<BlockHash>,
     promised: Match,
+    epoch: u64,
     /// Blocks quarantined in each tier by then. Quarantine alone may break the promise.
     quarantined: [u64; Tier::COUNT],
 }
@@ -191,6 +202,7 @@ struct Waiting {
     ticket: Transfer<Transferred>,
     chain: Vec<BlockHash>,
     to: Tier,
+    epoch: u64,
     /// Blocks quarantined in each tier when its lease was taken.
     quarantined: [u64; Tier::COUNT],
 }
@@ -200,7 +212,9 @@ struct System {
     /// Another manager.
     stranger: Rig,
     backends: [Arc<ParkedBackend>; 3],
-    filled: Vec<(Filled, Vec<BlockHash>)>,
+    /// With their chains and epochs.
+    filled: Vec<(Filled, Vec<BlockHash>, u64)>,
+    epoch: u64,
     leases: Vec<Held>,
     tickets: Vec<Waiting>,
     rotten: HashSet<(Tier, BlockKey)>,
@@ -220,6 +234,7 @@ impl System {
             stranger: Rig::new(SIZES, TUNING, |_| Vec::new()),
             backends: backends.expect("made with the rig"),
             filled: Vec::new(),
+            epoch: 0,
             leases: Vec::new(),
             tickets: Vec::new(),
             rotten: HashSet::new(),
@@ -230,18 +245,18 @@ impl System {
         match *transition {
             Transition::Fill { chain: n, blocks } => {
                 let hashes: Vec<_> = chain(n).into_iter().take(blocks).collect();
-                self.filled.push((self.rig.fill(Chain::from(&hashes)), hashes));
+                self.filled.push((self.rig.fill(Chain::from(&hashes)), hashes, self.epoch));
             }
             Transition::Publish(which) => self.publish(which),
             Transition::Abandon(which) => {
-                if let Some((filled, _)) = pick(&mut self.filled, which) {
+                if let Some((filled, ..)) = pick(&mut self.filled, which) {
                     self.rig.abandon(filled);
                 }
             }
             Transition::Lease { chain: n, skip, blocks } => {
                 let hashes: Vec<_> = chain(n).into_iter().skip(skip).take(blocks).collect();
                 let lease = self.rig.core.lease(Chain::from(&hashes), RequestInfo::default());
-                self.hold(lease, hashes, self.quarantined());
+                self.hold(lease, hashes, self.epoch, self.quarantined());
             }
             Transition::Release(which) => drop(pick(&mut self.leases, which)),
             Transition::Bring { class, to, chain, held } => self.transfer(class, to, chain, held),
@@ -258,6 +273,10 @@ impl System {
             Transition::FlushAll => {
                 let _ = self.rig.core.drain(Duration::ZERO);
             }
+            Transition::Reset => {
+                self.epoch += 1;
+                self.rig.core.reset(self.epoch).expect("a greater epoch");
+            }
             Transition::Tick { after_ms } => self.tick(after_ms),
             Transition::Evict { tier, blocks } => {
                 self.rig.core.table().evict(tier, blocks);
@@ -266,31 +285,37 @@ impl System {
     }
 
     fn publish(&mut self, which: usize) {
-        let Some((filled, chain)) = pick(&mut self.filled, which) else { return };
+        let Some((filled, chain, epoch)) = pick(&mut self.filled, which) else { return };
         let ticket = self.rig.publish(filled, Chain::from(&chain));
-        self.tickets.push(Waiting { ticket, chain, to: Tier::Device, quarantined: self.quarantined() });
+        let quarantined = self.quarantined();
+        self.tickets.push(Waiting { ticket, chain, to: Tier::Device, epoch, quarantined });
     }
 
-    fn hold(&mut self, lease: Lease, chain: Vec<BlockHash>, quarantined: [u64; Tier::COUNT]) {
+    fn hold(&mut self, lease: Lease, chain: Vec<BlockHash>, epoch: u64, quarantined: [u64; Tier::COUNT]) {
         let promised = lease.held();
-        self.leases.push(Held { lease, chain, promised, quarantined });
+        self.leases.push(Held { lease, chain, promised, epoch, quarantined });
     }
 
     fn transfer(&mut self, class: Class, to: Tier, n: usize, held: Option<usize>) {
         let held = held.and_then(|which| pick(&mut self.leases, which));
-        let (lease, chain, quarantined) = held.map_or_else(
+        let (lease, chain, epoch, quarantined) = held.map_or_else(
             || {
                 let hashes = chain(n);
                 (
                     self.rig.core.lease(Chain::from(&hashes), RequestInfo::default()),
                     hashes,
+                    self.epoch,
                     self.quarantined(),
                 )
             },
-            |held| (held.lease, held.chain, held.quarantined),
+            |held| (held.lease, held.chain, held.epoch, held.quarantined),
         );
         let ticket = self.rig.core.transfer(class, to, lease);
-        self.tickets.push(Waiting { ticket, chain, to, quarantined });
+        if epoch < self.epoch {
+            assert_eq!(ticket.wait().unwrap_err().kind(), ErrorKind::Stale);
+            return;
+        }
+        self.tickets.push(Waiting { ticket, chain, to, epoch, quarantined });
     }
 
     fn parked(&self) -> Vec<(usize, Pending)> {
@@ -329,13 +354,18 @@ impl System {
     /// Flips a bit where the medium may do so: in a block that nobody is reading.
     fn rot(&mut self, tier: Tier, n: usize, depth: usize) {
         let hashes = chain(n);
-        let key = Chain::from(&hashes).key(depth.min(hashes.len() - 1));
+        let key = self.key(&hashes, depth.min(hashes.len() - 1));
         let reads = self.parked().iter().any(|(_, pending)| pending.op.block == key);
         if let Some(slot) = self.slot(tier, key).filter(|_| !reads) {
             let store = if tier == Tier::Disk { &self.rig.places.disk } else { &self.rig.places.object };
             store.flip_bit(slot, depth);
             self.rotten.insert((tier, key));
         }
+    }
+
+    /// The present name of a block.
+    fn key(&self, chain: &[BlockHash], block: usize) -> BlockKey {
+        self.rig.core.table().enter(Chain::from(chain)).key(block)
     }
 
     fn slot(&self, tier: Tier, key: BlockKey) -> Option<SlotId> {
@@ -367,7 +397,7 @@ impl System {
     fn check_blocks(&mut self, model: &Model) {
         for n in 0..CHAINS {
             let hashes = chain(n);
-            let chain = Chain::from(&hashes);
+            let chain = self.rig.core.table().enter(Chain::from(&hashes));
             let held = self.rig.core.table().matches(chain);
             for tier in Tier::ALL {
                 assert!(held.blocks(tier) <= model.leading_written(&hashes), "{tier} has what nobody wrote");
@@ -394,7 +424,9 @@ impl System {
             assert!(!written.contains(&(op.from.tier, op.from.slot)), "{} is read and written", op.from);
         }
         let mut occupied = HashMap::new();
-        for key in (0..CHAINS).flat_map(|n| keys(&chain(n))).collect::<BTreeSet<_>>() {
+        let chains = (0..CHAINS).map(chain);
+        let keys = chains.flat_map(|hashes| (0..hashes.len()).map(move |i| (hashes.clone(), i)));
+        for key in keys.map(|(hashes, i)| self.key(&hashes, i)).collect::<BTreeSet<_>>() {
             for tier in Tier::ALL {
                 let Some(slot) = self.slot(tier, key) else { continue };
                 assert!(!written.contains(&(tier, slot)), "a copy writes a resident block");
@@ -405,7 +437,8 @@ impl System {
 
     fn check_leases(&mut self) {
         let quarantined = self.quarantined();
-        for held in &mut self.leases {
+        let epoch = self.epoch;
+        for held in self.leases.iter().filter(|held| held.epoch == epoch) {
             let now = self.rig.core.table().matches(Chain::from(&held.chain));
             for tier in Tier::ALL {
                 let is_broken = quarantined[tier.index()] > held.quarantined[tier.index()];
@@ -424,15 +457,19 @@ impl System {
                 waiting.push(request);
                 continue;
             };
-            let Waiting { chain, to, quarantined, .. } = request;
+            let Waiting { chain, to, epoch, quarantined, .. } = request;
             let transferred = answer.expect("the core is there");
+            if epoch < self.epoch {
+                let held = transferred.lease.held().longest();
+                assert_eq!((transferred.blocks, transferred.copied, held), (0, 0, 0), "it landed");
+            }
             let there = self.rig.core.table().matches(Chain::from(&chain));
             assert!(transferred.blocks.max(transferred.copied) <= chain.len(), "{transferred:?}");
             if self.quarantined()[to.index()] == quarantined_before[to.index()] {
                 assert!(transferred.blocks <= there.blocks(to), "{to} has {there:?}, not {transferred:?}");
             }
             if chain.len() % 2 == 0 {
-                self.hold(transferred.lease, chain, quarantined);
+                self.hold(transferred.lease, chain, epoch, quarantined);
             }
         }
         self.tickets = waiting;
@@ -440,7 +477,7 @@ impl System {
 
     /// Lets everything end, overdue or not. Then every slot is free.
     fn end(mut self, model: &Model) {
-        for (filled, _) in std::mem::take(&mut self.filled) {
+        for (filled, ..) in std::mem::take(&mut self.filled) {
             self.rig.abandon(filled);
         }
         while !self.parked().is_empty() {
@@ -450,13 +487,15 @@ impl System {
         self.check(model, quarantined);
         self.leases.clear();
         let mut table = self.rig.core.table();
+        while table.sweep() {}
         for tier in Tier::ALL {
             table.block_flushes(tier, true);
         }
         for tier in Tier::ALL {
             table.evict(tier, SIZES.tiers[tier.index()] as usize);
             let counts = table.counts(tier);
-            assert_eq!((counts.resident, counts.filling), (0, 0), "{tier} cannot be emptied: {counts:?}");
+            let left = counts.resident + counts.filling + counts.forgotten;
+            assert_eq!(left, 0, "{tier} cannot be emptied: {counts:?}");
             assert_eq!(counts.free, counts.total, "{tier}: {counts:?}");
         }
         assert!(table.is_empty());
@@ -468,10 +507,6 @@ impl System {
 
 fn pick<T>(from: &mut Vec<T>, which: usize) -> Option<T> {
     (!from.is_empty()).then(|| from.swap_remove(which % from.len()))
-}
-
-fn keys(hashes: &[BlockHash]) -> Vec<BlockKey> {
-    (0..hashes.len()).map(|i| Chain::from(hashes).key(i)).collect()
 }
 
 struct Manager;

@@ -226,6 +226,8 @@ impl Rig {
     /// Takes device slots for what the device lacks of a chain, and fills them.
     pub fn fill(&self, chain: Chain<'_>) -> Filled {
         let mut reserved = self.core.reserve(Tier::Device, chain, RequestInfo::default());
+        // The bytes of one epoch are not those of another.
+        let chain = self.core.table().enter(chain);
         for (position, frame) in (reserved.before..).zip(&mut reserved.frames) {
             let block = self.places.device.write(frame).expect("a frame of the device");
             fill_pattern(number(chain.key(position)), block);

@@ -26,6 +26,7 @@ use prometheus::Registry;
 
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
+use crate::fingerprint::Fingerprint;
 use crate::metrics::{Gauges, Metrics};
 use crate::options::{Options, RouteReport};
 use crate::scheduler::{Core, Executor, Parts, Tuning};
@@ -75,14 +76,17 @@ pub(crate) async fn open(
     let block_bytes = settings.block_bytes.unwrap_or_default();
     let metrics = Metrics::new(&options.registry, block_bytes, options.block_tokens)?;
     let (clock, block_tokens) = (Arc::clone(&options.clock), options.block_tokens);
-    let chaos = options.chaos.clone();
+    let (chaos, fingerprint) = (options.chaos.clone(), options.fingerprint.clone());
+    fingerprint.as_ref().map_or(Ok(()), |fingerprint| fingerprint.validate(options.block_tokens))?;
     let build = move || -> Result<Assembled> {
-        let tiers = Tiers::open(&settings, chaos, engine)?;
+        let tiers = Tiers::open(&settings, fingerprint.as_ref(), chaos, engine)?;
         let tuning = tuning(&settings, block_bytes, block_tokens);
         let routes = tiers.routes();
         let Tiers { device, specs, staging, executor, fallbacks, .. } = tiers;
         fallbacks.into_iter().for_each(|wanted| metrics.fell_back(wanted));
-        let parts = Parts { table: Table::new(specs), executor, staging, clock, metrics, tuning };
+        let table = Table::new(specs);
+        let table = fingerprint.into_iter().fold(table, Table::with_fingerprint);
+        let parts = Parts { table, executor, staging, clock, metrics, tuning };
         Ok(Assembled { core: Core::new(parts), device, routes })
     };
     tokio::task::spawn_blocking(build)
@@ -132,12 +136,20 @@ struct Tiers {
     fallbacks: Vec<&'static str>,
     /// What goes wrong on purpose.
     chaos: Option<Chaos>,
+    /// Names the files and objects that are kept.
+    namespace: String,
 }
 
 impl Tiers {
-    fn open(settings: &Settings, chaos: Option<Chaos>, engine: Option<Arc<DeviceRegion>>) -> Result<Self> {
+    fn open(
+        settings: &Settings,
+        fingerprint: Option<&Fingerprint>,
+        chaos: Option<Chaos>,
+        engine: Option<Arc<DeviceRegion>>,
+    ) -> Result<Self> {
         policies::warn_of_no_budget(settings);
-        let mut tiers = Self { engine, chaos, ..Self::default() };
+        let namespace = namespace(settings, fingerprint);
+        let mut tiers = Self { engine, chaos, namespace, ..Self::default() };
         tiers.open_device(settings)?;
         tiers.open_host(settings)?;
         tiers.connect_memory(settings)?;
@@ -219,7 +231,7 @@ impl Tiers {
             dirs: settings.disk.dirs.clone(),
             o_direct: settings.disk.o_direct,
             zerofill_fallback: settings.disk.zerofill_fallback,
-            keep: settings.disk.keep.then(|| namespace(settings)),
+            keep: settings.disk.keep.then(|| self.namespace.clone()),
         });
         let region = Arc::new(region.map_err(setup)?);
         self.connect_disk(&region, &settings.disk, nixl)?;
@@ -321,7 +333,8 @@ impl Tiers {
             }
             ObjectChoice::Nixl => {
                 let memory = self.memory()?;
-                let backend = nixl.objects(Arc::clone(&memory), store, slots, settings)?;
+                let place = (self.namespace.clone(), object.concurrency);
+                let backend = nixl.objects(Arc::clone(&memory), store, slots, place)?;
                 let backend = self.with_chaos(backend, Arc::clone(&memory))?;
                 self.connect_verified_aside(backend, memory, Arc::default())?;
             }
@@ -333,7 +346,7 @@ impl Tiers {
     fn connect_objects(&mut self, store: Store, settings: &Settings) -> Result<()> {
         let object = &settings.object;
         let options = ObjectOptions {
-            namespace: namespace(settings),
+            namespace: self.namespace.clone(),
             segment_bytes: object.segment_bytes,
             concurrency: object.concurrency,
             operation_limit: OPERATION_LIMIT,
@@ -491,10 +504,14 @@ fn slots(capacity: Capacity, settings: &Settings) -> Result<u32> {
     })
 }
 
-/// Keeps the files and objects of other block sizes apart. Nothing in it tells models apart: nobody reads what
-/// another process has written.
-fn namespace(settings: &Settings) -> String {
-    format!("v1-block{}", settings.block_bytes.unwrap_or_default())
+/// Keeps the files and objects of other block sizes and fingerprints apart. Without a fingerprint nothing in it tells
+/// models apart: nobody reads what another process has written.
+fn namespace(settings: &Settings, fingerprint: Option<&Fingerprint>) -> String {
+    let block_bytes = settings.block_bytes.unwrap_or_default();
+    match fingerprint {
+        Some(fingerprint) => format!("v1-block{block_bytes}-{fingerprint}"),
+        None => format!("v1-block{block_bytes}"),
+    }
 }
 
 fn store_options(object: &ObjectSettings) -> StoreOptions {

@@ -177,8 +177,8 @@ impl Manager {
     ///
     /// Nobody else may use the slots until the answer, and those that failed until its [`Writers`] are gone. It is an
     /// error of kind [`Invalid`](ErrorKind::Invalid) if there is no engine's memory, a slot does not exist or is named
-    /// twice, there is not one for each block, or the lease is of another manager; of kind [`Closed`](ErrorKind::Closed)
-    /// after [`close`](Self::close). For `after` what [`save_from`](Self::save_from) says of `ready` holds.
+    /// twice, there is not one for each block, or the lease is of another manager; of kind [`Stale`](ErrorKind::Stale) if it is
+    /// from before a [`reset`](Self::reset), and of kind [`Closed`](ErrorKind::Closed) after [`close`](Self::close). For `after` what [`save_from`](Self::save_from) says of `ready` holds.
     pub fn load_into(
         &self,
         lease: Lease,
@@ -189,7 +189,7 @@ impl Manager {
         let checked = self.engine().and_then(|engine| {
             engine.check(slots)?;
             check_distinct(slots)?;
-            self.check_lease(&lease)?;
+            self.core().check_lease(&lease)?;
             if blocks.len() == slots.len() {
                 Ok(engine.layers)
             } else {

@@ -14,6 +14,8 @@ pub enum ErrorKind {
     Full,
     /// The manager is shutting down.
     Closed,
+    /// The lease is of a namespace that a reset ended: lease the chain again.
+    Stale,
 }
 
 /// An error of the block manager.
@@ -36,6 +38,10 @@ impl Error {
 
     pub(crate) fn closed() -> Self {
         Self::new(ErrorKind::Closed, "the block manager was shut down before the transfer ended")
+    }
+
+    pub(crate) fn stale() -> Self {
+        Self::new(ErrorKind::Stale, "the lease is from before a reset: lease the chain again")
     }
 
     /// What can be done about it.

@@ -63,9 +63,21 @@ pub struct Chain<'a> {
     pub group: u8,
     /// Hashes of its full blocks.
     pub hashes: &'a [BlockHash],
+    /// Makes the names of blocks differ between namespaces. A table sets it where a chain enters.
+    salt: u128,
 }
 
-impl Chain<'_> {
+impl<'a> Chain<'a> {
+    /// A chain in a cache group.
+    pub const fn of_group(group: u8, hashes: &'a [BlockHash]) -> Self {
+        Self { group, hashes, salt: 0 }
+    }
+
+    /// The same blocks, as they are named in the namespace of `salt`.
+    pub(crate) const fn salted(self, salt: u128) -> Self {
+        Self { salt, ..self }
+    }
+
     /// Number of blocks.
     pub const fn len(&self) -> usize {
         self.hashes.len()
@@ -82,21 +94,22 @@ impl Chain<'_> {
         Self { hashes: &self.hashes[..blocks.min(self.hashes.len())], ..self }
     }
 
-    /// The name of block `i`.
+    /// The name of block `i`, in the namespace that the chain [entered](crate::table::Table::enter); in that of a
+    /// manager without fingerprint and before its first reset, if it entered none.
     pub fn key(&self, i: usize) -> BlockKey {
-        BlockKey { hash: self.hashes[i].0, group: self.group }
+        BlockKey { hash: self.hashes[i].0 ^ self.salt, group: self.group }
     }
 }
 
 impl<'a> From<&'a [BlockHash]> for Chain<'a> {
     fn from(hashes: &'a [BlockHash]) -> Self {
-        Self { group: 0, hashes }
+        Self::of_group(0, hashes)
     }
 }
 
 impl<'a> From<&'a Vec<BlockHash>> for Chain<'a> {
     fn from(hashes: &'a Vec<BlockHash>) -> Self {
-        Self { group: 0, hashes }
+        Self::of_group(0, hashes)
     }
 }
 

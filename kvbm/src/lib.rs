@@ -26,6 +26,7 @@ mod demand;
 mod device;
 mod engine_memory;
 mod error;
+mod fingerprint;
 mod hash;
 mod layers;
 mod lease;
@@ -43,6 +44,7 @@ pub use assemble::{GpuReport, NixlReport, PluginReport, installed_nixl_plugins, 
 pub use clock::{Clock, JumpingClock, ManualClock, SystemClock};
 pub use engine_memory::{EngineMemory, Loaded, Saved, Writers};
 pub use error::{Error, ErrorKind, Result};
+pub use fingerprint::{Fingerprint, Hashing, KvLayout, Ranks, Rope};
 pub use hash::{BlockHash, Chain, ChainHasher};
 pub use kvbm_policies::{Hints, RequestId};
 pub use kvbm_tiers::{BlockKey, DeviceRegion, Fence, HostFence, Part, SegmentMap, SlotId, Space, Tier};

@@ -19,7 +19,7 @@ use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::options::{Options, RouteReport};
 use crate::pinned::PinnedChains;
-use crate::scheduler::{Core, Drained, StagingCounts, foreign_lease};
+use crate::scheduler::{Core, Drained, StagingCounts};
 use crate::sync::{JoinHandle, Mutex, spawn};
 use crate::table::{Match, RequestInfo, Reserved, SlotCounts, TierStats, Violation};
 use crate::task::Class;
@@ -109,12 +109,11 @@ impl Manager {
     /// first, and pin the answer's lease.
     ///
     /// # Errors
-    /// [`ErrorKind::Full`] if too many chains are pinned; [`ErrorKind::Invalid`] if the lease is of another manager.
-    /// The lease ends then.
+    /// [`ErrorKind::Full`] if too many chains are pinned; [`ErrorKind::Invalid`] if the lease is of another manager;
+    /// [`ErrorKind::Stale`] if it is from before a [`reset`](Self::reset). The lease ends then.
     pub fn pin(&self, lease: Lease, ttl_ms: u64) -> Result<()> {
-        self.check_lease(&lease)?;
         let until_ms = self.core.now_ms().saturating_add(ttl_ms);
-        self.pinned.add(lease, until_ms)
+        self.pinned.add(lease, until_ms, |lease| self.core.check_lease(lease))
     }
 
     /// The request has ended and generated `output_tokens`. Policies learn from it how long an answer it was;
@@ -169,20 +168,27 @@ impl Manager {
     /// # Errors
     /// [`ErrorKind::Full`] if not one of them finds room: every leaf of the device is in use. [`ErrorKind::Invalid`] if
     /// there is no device tier, or the lease is of another manager or of another chain; one of a beginning of `chain`,
-    /// or of a longer chain that begins with it, will do.
+    /// or of a longer chain that begins with it, will do. [`ErrorKind::Stale`] if the lease is from before a
+    /// [`reset`](Self::reset).
     pub fn allocate<'a>(&self, chain: impl Into<Chain<'a>>, lease: Lease) -> Result<Allocation> {
         let chain = chain.into();
         if self.device.is_none() {
             return Err(Error::new(ErrorKind::Invalid, "there is no device tier: set device.capacity"));
         }
-        self.check_lease(&lease)?;
+        self.core.check_lease(&lease)?;
         if self.core.is_closed() {
             return Err(Error::closed());
         }
         if !self.core.table().is_lease_of(lease.pins(), chain) {
+            self.core.check_lease(&lease)?;
             return Err(Error::new(ErrorKind::Invalid, "the lease is of another chain: lease this one"));
         }
         let reserved = self.core.reserve(Tier::Device, chain, lease.pins().context().info);
+        if reserved.namespace() != lease.pins().namespace() {
+            // A reset came in between: what the engine is about to compute would be taken for what it computes now.
+            self.core.abandon(reserved);
+            return Err(Error::stale());
+        }
         if reserved.frames.is_empty() && reserved.refused > 0 {
             self.core.abandon(reserved);
             return Err(Error::new(ErrorKind::Full, "every block of the device tier is in use"));
@@ -195,12 +201,8 @@ impl Manager {
         })
     }
 
-    pub(crate) fn check_lease(&self, lease: &Lease) -> Result<()> {
-        if self.core.made(lease) { Ok(()) } else { Err(foreign_lease()) }
-    }
-
     /// Shows the bytes of a block on the device: block `position` of `chain`, which `lease` holds there. `None` if
-    /// it does not, it is of another manager, or the GPU failed.
+    /// it does not, it is of another manager or from before a [`reset`](Self::reset), or the GPU failed.
     pub fn read_device<'a, R>(
         &self,
         lease: &Lease,
@@ -209,13 +211,36 @@ impl Manager {
         read: impl FnOnce(&[u8]) -> R,
     ) -> Option<R> {
         let chain = chain.into();
-        let is_held = self.core.made(lease) && position < lease.blocks(Tier::Device).min(chain.len());
+        let is_held = position < lease.blocks(Tier::Device).min(chain.len());
         let device = self.device.as_ref().filter(|_| is_held)?;
-        let loan = self.core.table().lend(Tier::Device, chain.key(position))?;
+        let loan = self.core.lend_device(lease, chain, position)?;
         let lent = Lent { core: &self.core, loan: Some(loan) };
         let (mut read, mut answer) = (Some(read), None);
         device.read(lent.loan.as_ref()?, &mut |block| answer = read.take().map(|read| read(block)));
         answer
+    }
+
+    /// Begins another epoch: with new weights, or to forget all. From here on no block is found that was there before,
+    /// in any tier; the call takes the same time whatever they hold, and their slots come back in the background.
+    ///
+    /// What is under way lands nowhere: transfers end with 0 blocks and a lease that holds nothing, pins end, and what
+    /// was to be flushed is not. A lease from before still keeps what it holds where it is, so that an engine may end
+    /// what it is doing; whoever asks something else with it is told [`ErrorKind::Stale`]. To a call that is made
+    /// meanwhile the reset comes before or after. Stop a model from computing with old weights before: what it
+    /// [allocates](Self::allocate) with a lease from after the reset is taken for new.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] unless `epoch` is greater than the present one: whoever meant to exchange the weights and
+    /// did not must learn it, and no epoch comes twice. Nothing has changed then.
+    pub fn reset(&self, epoch: u64) -> Result<()> {
+        self.core.reset(epoch)?;
+        self.pinned.end_past(self.core.table().namespace());
+        Ok(())
+    }
+
+    /// The present epoch: that of the [fingerprint](Options::fingerprint), or 0, until the first [`reset`](Self::reset).
+    pub fn epoch(&self) -> u64 {
+        self.core.table().epoch()
     }
 
     /// Sets the flushing clock's consequences in motion: call it after a manual clock was moved.
@@ -456,6 +481,7 @@ fn run(core: &Arc<Core>, pinned: &PinnedChains, woken: &Receiver<()>) {
                 // Flushing must go on whatever a policy or a backend does.
                 let round = AssertUnwindSafe(|| {
                     pinned.expire(core.now_ms());
+                    pinned.end_past(core.table().namespace());
                     core.tick();
                 });
                 if catch_unwind(round).is_err() {

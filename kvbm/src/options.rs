@@ -7,6 +7,7 @@ use kvbm_tiers::chaos::Chaos;
 use prometheus::Registry;
 
 use crate::clock::{Clock, SystemClock};
+use crate::fingerprint::Fingerprint;
 
 /// What a manager is opened with besides its settings.
 #[derive(Debug)]
@@ -17,6 +18,9 @@ pub struct Options {
     pub clock: Arc<dyn Clock>,
     /// Tokens in a block, for metrics.
     pub block_tokens: u64,
+    /// What the bytes of its blocks depend on besides tokens. Blocks of different fingerprints share neither names nor
+    /// files nor objects. `None`: whoever opens the manager sees to that.
+    pub fingerprint: Option<Fingerprint>,
     /// What goes wrong on purpose with the copies of all tiers, for tests.
     pub chaos: Option<Chaos>,
 }
@@ -27,6 +31,7 @@ impl Default for Options {
             registry: Registry::new(),
             clock: Arc::new(SystemClock::default()),
             block_tokens: 16,
+            fingerprint: None,
             chaos: None,
         }
     }

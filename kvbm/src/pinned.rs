@@ -6,13 +6,21 @@ use std::collections::BinaryHeap;
 use crate::error::{Error, ErrorKind, Result};
 use crate::lease::Lease;
 use crate::sync::Mutex;
+use crate::table::NamespaceId;
 
 /// So many pins may be held at a time.
 const MAX: usize = 65_536;
 
 /// Leases with an end.
 #[derive(Debug, Default)]
-pub(crate) struct PinnedChains(Mutex<BinaryHeap<Pin>>);
+pub(crate) struct PinnedChains(Mutex<Pins>);
+
+#[derive(Debug, Default)]
+struct Pins {
+    by_end: BinaryHeap<Pin>,
+    /// The namespace when those of earlier ones were ended last.
+    namespace: NamespaceId,
+}
 
 #[derive(Debug)]
 struct Pin {
@@ -41,15 +49,22 @@ impl PartialEq for Pin {
 impl Eq for Pin {}
 
 impl PinnedChains {
-    pub(crate) fn add(&self, lease: Lease, until_ms: u64) -> Result<()> {
+    /// `check` is asked under the lock: a reset that comes after it finds the pin, and ends it.
+    pub(crate) fn add(
+        &self,
+        lease: Lease,
+        until_ms: u64,
+        check: impl FnOnce(&Lease) -> Result<()>,
+    ) -> Result<()> {
         let mut pins = self.0.lock();
-        if pins.len() >= MAX {
+        check(&lease)?;
+        if pins.by_end.len() >= MAX {
             drop(pins);
             let message =
                 format!("{MAX} chains are pinned already: wait until some of the pins have expired");
             return Err(Error::new(ErrorKind::Full, message));
         }
-        pins.push(Pin { until_ms: Reverse(until_ms), lease });
+        pins.by_end.push(Pin { until_ms: Reverse(until_ms), lease });
         Ok(())
     }
 
@@ -60,16 +75,31 @@ impl PinnedChains {
         }
     }
 
+    /// Ends those from before a reset.
+    pub(crate) fn end_past(&self, present: NamespaceId) {
+        let mut pins = self.0.lock();
+        if pins.namespace == present {
+            return;
+        }
+        pins.namespace = present;
+        let all = std::mem::take(&mut pins.by_end);
+        let is_present = |pin: &Pin| pin.lease.pins().namespace() == present;
+        let (kept, past): (Vec<Pin>, Vec<Pin>) = all.into_iter().partition(is_present);
+        pins.by_end = kept.into();
+        drop(pins);
+        drop(past);
+    }
+
     /// Ends them all.
     pub(crate) fn clear(&self) {
-        let pins = std::mem::take(&mut *self.0.lock());
+        let pins = std::mem::take(&mut self.0.lock().by_end);
         drop(pins);
     }
 
     /// Out of the lock: a lease takes the table's when it ends.
     fn next_expired(&self, now_ms: u64) -> Option<Pin> {
         let mut pins = self.0.lock();
-        pins.peek().filter(|pin| pin.until_ms.0 <= now_ms)?;
-        pins.pop()
+        pins.by_end.peek().filter(|pin| pin.until_ms.0 <= now_ms)?;
+        pins.by_end.pop()
     }
 }

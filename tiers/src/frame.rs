@@ -200,6 +200,18 @@ impl FramePool {
         Some(SlotRef { tier: self.tier, slot, generation: entry.payload() })
     }
 
+    /// How many lives slots have had so far; it begins anew after a billion.
+    pub const fn lives(&self) -> u32 {
+        self.lives
+    }
+
+    /// Whether a slot is resident in a life that had begun when slots had had `lives` lives. True, also of later ones,
+    /// half a billion lives later.
+    pub fn is_as_old_as(&self, slot: SlotId, lives: u32) -> bool {
+        let entry = self.states.get(slot.0 as usize).filter(|entry| entry.is(State::Resident));
+        entry.is_some_and(|entry| lives.wrapping_sub(entry.payload()) & PAYLOAD <= PAYLOAD / 2)
+    }
+
     /// Lends a resident slot for reading; `None`: it is not resident. End it with [`settle`](Self::settle).
     pub fn lend(&mut self, slot: SlotId) -> Option<Loan> {
         self.resident_ref(slot)?;

@@ -32,13 +32,13 @@ trait Plugin: fmt::Debug {
     /// Between `memory` and `region`.
     fn disk(&self, memory: Arc<dyn Memory>, region: Arc<DiskRegion>, depth: u32) -> Result<Arc<dyn Backend>>;
 
-    /// Between `memory` and `slots` objects of `store`.
+    /// Between `memory` and `slots` objects of `store`, in a namespace, so many requests at a time.
     fn objects(
         &self,
         memory: Arc<dyn Memory>,
         store: Store,
         slots: u32,
-        settings: &Settings,
+        place: (String, u32),
     ) -> Result<Arc<dyn Backend>>;
 }
 
@@ -89,9 +89,9 @@ impl Nixl {
         memory: Arc<dyn Memory>,
         store: Store,
         slots: u32,
-        settings: &Settings,
+        place: (String, u32),
     ) -> Result<Arc<dyn Backend>> {
-        self.plugin("OBJ")?.objects(memory, store, slots, settings)
+        self.plugin("OBJ")?.objects(memory, store, slots, place)
     }
 
     fn plugin(&self, name: &str) -> Result<&dyn Plugin> {

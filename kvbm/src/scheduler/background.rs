@@ -85,6 +85,7 @@ impl Core {
         self.learn();
         self.demand.take_up();
         while self.drop_more() {}
+        while self.sweep() {}
         for from in Tier::ALL {
             self.flush(from, false);
         }

@@ -58,6 +58,7 @@ impl Core {
         let turn = self.planning.lock();
         let started = self.clock.uptime();
         let mut table = self.table();
+        let chain = table.enter(chain);
         let pins = table.lease(chain, info);
         let planned = table.plan_saving(to, chain, (first, &slots), pins);
         drop(table);

@@ -16,6 +16,7 @@
 //! | `landing` | what happens when a copy ends |
 //! | `breaker` | media that are away, full or hanging are left alone for a while |
 //! | `staging` | DRAM slots through which blocks travel |
+//! | `reset` | closing a namespace: what is under way lands nowhere |
 //! | `pace` | how long a block takes from each tier |
 //! | `executor` | which backend serves which route |
 //! | `engine` | transfers between the tiers and an engine's own memory |
@@ -38,6 +39,7 @@ mod landing;
 mod learner;
 mod pace;
 mod queue;
+mod reset;
 mod routed;
 mod routes;
 mod staging;
@@ -62,7 +64,7 @@ use self::queue::{Limits, RouteQueues};
 use self::staging::Staging;
 use crate::clock::Clock;
 use crate::demand::Demand;
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Result};
 use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::metrics::Metrics;
@@ -204,9 +206,15 @@ impl Core {
         self.table.lock()
     }
 
-    /// Whether a lease is of this table.
-    pub(crate) fn made(&self, lease: &Lease) -> bool {
-        lease.is_of(&self.table)
+    /// Whether anything can be done with a lease.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] if it is of another manager; [`ErrorKind::Stale`] if it is from before a reset.
+    pub(crate) fn check_lease(&self, lease: &Lease) -> Result<()> {
+        if !lease.is_of(&self.table) {
+            return Err(foreign_lease());
+        }
+        if self.table().is_present(lease.pins()) { Ok(()) } else { Err(Error::stale()) }
     }
 
     /// Now, by the clock of policies and flushing.
@@ -244,6 +252,7 @@ impl Core {
     /// Pins the leading blocks of `chain` in every tier that holds any, and counts as their use.
     pub fn lease(&self, chain: Chain<'_>, info: RequestInfo) -> Lease {
         let mut table = self.table();
+        let chain = table.enter(chain);
         let mut pins = table.lease(chain, info);
         let miss = table.miss(chain, pins.held());
         drop(table);
@@ -286,11 +295,12 @@ impl Core {
     /// Makes the leading blocks of a leased chain resident in `to`: as many as the lease holds anywhere, as
     /// far as there is room.
     ///
-    /// The answer is an error of kind [`Invalid`](crate::ErrorKind::Invalid) for a lease of another manager, and of
-    /// kind [`Closed`](crate::ErrorKind::Closed) after [`close`](Self::close).
+    /// The answer is an error of kind [`Invalid`](crate::ErrorKind::Invalid) for a lease of another manager, of kind
+    /// [`Stale`](crate::ErrorKind::Stale) for one from before a reset, and of kind
+    /// [`Closed`](crate::ErrorKind::Closed) after [`close`](Self::close).
     pub fn transfer(self: &Arc<Self>, class: Class, to: Tier, lease: Lease) -> Transfer<Transferred> {
-        if !self.made(&lease) {
-            return Transfer::failed(foreign_lease());
+        if let Err(error) = self.check_lease(&lease) {
+            return Transfer::failed(error);
         }
         if self.is_closed() {
             return Transfer::failed(Error::closed());
@@ -387,9 +397,9 @@ impl Core {
         filled: usize,
         lease: Lease,
     ) -> Transfer<Transferred> {
-        if !self.made(&lease) {
+        if let Err(error) = self.check_lease(&lease) {
             self.abandon(reserved);
-            return Transfer::failed(foreign_lease());
+            return Transfer::failed(error);
         }
         let filled = filled.min(reserved.frames.len());
         let (reply, transfer) = self.reply();
@@ -460,6 +470,6 @@ impl Core {
     }
 }
 
-pub(crate) fn foreign_lease() -> Error {
+fn foreign_lease() -> Error {
     Error::new(ErrorKind::Invalid, "the lease is of another manager: give it to the one that made it")
 }

@@ -76,14 +76,18 @@ impl Table {
                 children[parent.slot(tier).0 as usize] += 1;
             }
         }
-        expect(resident == held.resident, || format!("{tier} miscounts its residents"), violations);
+        expect(
+            resident == held.resident + held.forgotten.blocks,
+            || format!("{tier} miscounts its residents"),
+            violations,
+        );
         for (_, record) in self.records.live().filter(|(_, record)| record.resident().has(tier)) {
             let slot = record.slot(tier);
             let agrees = held.at(slot).children == children[slot.0 as usize];
             expect(agrees, || format!("{tier} slot {} miscounts its children", slot.0), violations);
         }
         let counts = self.counts(tier);
-        let used = counts.free + counts.resident + counts.lost;
+        let used = counts.free + counts.resident + counts.forgotten + counts.lost;
         expect(used <= counts.total, || format!("{tier} has more slot handles than slots"), violations);
     }
 }

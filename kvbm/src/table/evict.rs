@@ -7,9 +7,15 @@ use super::index::RecordId;
 use super::tier::{Dirty, Slot};
 use super::{MissReason, Table};
 
+/// Where there is no room, so many forgotten blocks leave first.
+const SWEPT: usize = 64;
+
 impl Table {
     /// A slot handle to a slot of `tier`, evicting a leaf if none is free. `None`: every leaf is busy.
     pub(super) fn claim(&mut self, tier: Tier) -> Option<Frame> {
+        if self.tier(tier).pool.free() == 0 {
+            self.sweep_tier(tier, SWEPT);
+        }
         if self.tier(tier).pool.free() == 0 {
             let Some(victim) = self.victim(tier) else {
                 let held = self.tier_mut(tier);
@@ -59,7 +65,7 @@ impl Table {
     }
 
     /// Takes a leaf out of a tier and its slot handle out of the table.
-    fn detach(&mut self, tier: Tier, slot: SlotId) -> Frame {
+    pub(super) fn detach(&mut self, tier: Tier, slot: SlotId) -> Frame {
         let record = self.tier(tier).at(slot).record;
         self.unlink_leaf(tier, slot, record);
         self.skip_flush_above(tier, record);
@@ -78,7 +84,12 @@ impl Table {
         let exposed = self.lose_child(tier, self.records.at(record).parent());
         let held = self.tier_mut(tier);
         held.forget(slot, exposed);
-        held.resident -= 1;
+        if held.is_forgotten(slot) {
+            held.forgotten.blocks -= 1;
+            exposed.into_iter().for_each(|parent| held.sweep_soon(SlotId(parent.0)));
+        } else {
+            held.resident -= 1;
+        }
     }
 
     /// The parent, if it is a leaf now.

@@ -50,7 +50,8 @@ impl Table {
         let Some(to) = held.flush_to else { return (0, None) };
         let is_missing = |slot: &u32| {
             let at = held.at(SlotId(*slot));
-            at.is_queued() && !at.is_quarantined() && !self.records.at(at.record).resident().has(to)
+            let is_wanted = !at.is_quarantined() && !held.is_forgotten(SlotId(*slot));
+            at.is_queued() && is_wanted && !self.records.at(at.record).resident().has(to)
         };
         let (slots, next) = held.step(from, STEP);
         (slots.filter(is_missing).count(), next)
@@ -239,7 +240,7 @@ impl Table {
         if !self.tier_mut(source).at_mut(deepest).pin() {
             return Vec::new();
         }
-        let mut pins = Pins::of_nothing(context);
+        let mut pins = Pins::of_nothing(context, self.namespace());
         pins.hold(source, deepest, 0);
         let above = self.records.at(first).parent();
         let Some(parent) = self.pin_parent(to, above) else {

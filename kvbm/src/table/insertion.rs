@@ -21,6 +21,8 @@ impl Table {
         keys: &[BlockKey],
         context: RequestContext,
     ) -> usize {
+        // What nobody asks for any more must not count against what is new.
+        self.sweep_tier(tier, keys.len());
         let held = self.tier(tier);
         // What the device lacks the engine is about to compute there: it must have the room. And what comes to
         // a tier that is flushed may be wanted below.

@@ -13,6 +13,8 @@
 //! | `pins` | leases: the deepest block of a chain in each tier, pinned |
 //! | `transfers` | blocks on their way into a tier, from the plan to the landing, published in chain order |
 //! | `evict` | eviction |
+//! | `namespace` | under which names blocks are known, and how a reset changes them |
+//! | `forgotten` | what a reset leaves behind in its slots |
 //! | `quarantine` | bad blocks, and who still reads them |
 //! | `flush` | which dirty blocks to copy down next, root-first |
 //! | `request` | whose use something is: the request, and what the engine says about it |
@@ -27,10 +29,12 @@ mod audit;
 mod demotion;
 mod evict;
 mod flush;
+mod forgotten;
 mod index;
 mod insertion;
 mod lock_times;
 mod miss_history;
+mod namespace;
 mod pins;
 mod policy;
 mod prefix;
@@ -48,11 +52,13 @@ use kvbm_policies::{Ended, Upkeep};
 use kvbm_tiers::{BlockKey, Loan, SlotId, SlotRef, Tier};
 
 pub use self::audit::Violation;
+pub use self::forgotten::Unflushed;
 pub use self::index::RecordId;
 pub use self::lock_times::TableGuard;
 #[cfg(feature = "lock-times")]
 pub use self::lock_times::longest_hold;
 pub use self::miss_history::{Miss, MissReason};
+pub use self::namespace::NamespaceId;
 pub use self::pins::Pins;
 pub use self::prefix::Match;
 pub use self::request::{RequestContext, RequestInfo};
@@ -63,6 +69,7 @@ pub use self::transfers::{Dropped, Effects, Filled, Reply, Reserved, Steps, Tran
 
 use self::index::{Index, KeyHash};
 use self::miss_history::MissHistory;
+use self::namespace::Namespace;
 use self::quarantine::Quarantines;
 use self::record::Records;
 use self::tier::TierTable;
@@ -82,6 +89,8 @@ pub struct SlotCounts {
     pub resident: u32,
     /// Of blocks that were dropped because their bytes are bad, while somebody still reads them.
     pub quarantined: u32,
+    /// Of blocks that a reset forgot: free soon, or when nobody reads them any more.
+    pub forgotten: u32,
     /// Held by copies that are overdue: free again when these end after all.
     pub lost: u32,
 }
@@ -89,6 +98,7 @@ pub struct SlotCounts {
 /// The block table.
 #[derive(Debug)]
 pub struct Table {
+    namespace: Namespace,
     index: Index,
     records: Records,
     tiers: [Option<TierTable>; Tier::COUNT],
@@ -113,6 +123,7 @@ impl Table {
             tiers[tier.index()] = Some(held);
         }
         Self {
+            namespace: Namespace::default(),
             index: Index::with_room_for(largest as usize),
             records: Records::with_room_for(largest as usize),
             tiers,
@@ -160,6 +171,7 @@ impl Table {
 
     /// Why `held` is not all of `chain`; `None` if it is.
     pub fn miss(&self, chain: Chain<'_>, held: &Match) -> Option<Miss> {
+        let chain = self.enter(chain);
         let first = Some(held.longest()).filter(|&first| first < chain.len())?;
         let key = chain.key(first);
         let filling = self.find(key).map(|record| self.records.at(record).filling());
@@ -248,10 +260,10 @@ impl Table {
     pub fn counts(&self, tier: Tier) -> SlotCounts {
         let Some(held) = &self.tiers[tier.index()] else { return SlotCounts::default() };
         let (total, free, lost) = (held.total, held.pool.free(), held.lost);
-        let resident = held.resident;
+        let (resident, forgotten) = (held.resident, held.forgotten.blocks);
         let quarantined = self.quarantines.slots_of(tier);
-        let filling = total.saturating_sub(free + resident + lost + quarantined);
-        SlotCounts { total, free, filling, resident, quarantined, lost }
+        let filling = total.saturating_sub(free + resident + forgotten + lost + quarantined);
+        SlotCounts { total, free, filling, resident, quarantined, forgotten, lost }
     }
 
     /// Counts of `tier` since the start.

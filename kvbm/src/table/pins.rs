@@ -6,6 +6,7 @@ use kvbm_tiers::{BlockKey, SlotId, SlotRef, Tier};
 
 use super::Table;
 use super::index::RecordId;
+use super::namespace::NamespaceId;
 use super::prefix::{Found, Match};
 use super::request::{RequestContext, RequestInfo};
 use super::tier_set::TierSet;
@@ -19,12 +20,13 @@ pub struct Pins {
     held: Match,
     deepest: [Option<SlotId>; Tier::COUNT],
     context: RequestContext,
+    namespace: NamespaceId,
 }
 
 impl Pins {
     /// Holds nothing anywhere.
-    pub(crate) const fn of_nothing(context: RequestContext) -> Self {
-        Self { held: Match::new([0; Tier::COUNT]), deepest: [None; Tier::COUNT], context }
+    pub(crate) const fn of_nothing(context: RequestContext, namespace: NamespaceId) -> Self {
+        Self { held: Match::new([0; Tier::COUNT]), deepest: [None; Tier::COUNT], context, namespace }
     }
 
     pub(super) const fn hold(&mut self, tier: Tier, deepest: SlotId, blocks: usize) {
@@ -47,6 +49,11 @@ impl Pins {
         self.deepest[tier.index()]
     }
 
+    /// The namespace that its blocks have their names in.
+    pub(crate) const fn namespace(&self) -> NamespaceId {
+        self.namespace
+    }
+
     /// Whose lease it is.
     pub const fn context(&self) -> RequestContext {
         self.context
@@ -58,7 +65,7 @@ impl Table {
     pub fn lease(&mut self, chain: Chain<'_>, info: RequestInfo) -> Pins {
         let Found { held, deepest } = self.locate(chain);
         let context = RequestContext { info: self.named(info), path: chain.len() as u32 };
-        let mut pins = Pins { held, ..Pins::of_nothing(context) };
+        let mut pins = Pins { held, ..Pins::of_nothing(context, self.namespace()) };
         for tier in Tier::ALL {
             if let Some(record) = deepest[tier.index()] {
                 self.pin_deepest(&mut pins, tier, record, held.blocks(tier) as u32);
@@ -132,7 +139,7 @@ impl Table {
     /// Pins once more what a lease pins in `tiers`: for copies that may outlive it. Not for a lease that may hold
     /// quarantined blocks: [`drop_quarantined`](Self::drop_quarantined) comes first.
     pub fn pin_again(&mut self, pins: &Pins, tiers: TierSet) -> Pins {
-        let mut again = Pins::of_nothing(pins.context);
+        let mut again = Pins::of_nothing(pins.context, pins.namespace);
         for tier in Tier::ALL.into_iter().filter(|&tier| tiers.has(tier)) {
             if let Some(slot) =
                 pins.deepest[tier.index()].filter(|&slot| self.tier_mut(tier).at_mut(slot).pin())
@@ -147,7 +154,7 @@ impl Table {
     pub fn pin_resident(&mut self, tier: Tier, key: BlockKey) -> Option<(SlotRef, Pins)> {
         let record = self.find(key).filter(|&r| self.records.at(r).resident().has(tier))?;
         let slot = self.records.at(record).slot(tier);
-        let mut pins = Pins::of_nothing(RequestContext::default());
+        let mut pins = Pins::of_nothing(RequestContext::default(), self.namespace());
         self.tier_mut(tier).at_mut(slot).pin().then(|| pins.hold(tier, slot, 0))?;
         Some((self.slot_ref(tier, slot), pins))
     }
@@ -180,6 +187,7 @@ impl Table {
 
     /// Whether all that `pins` holds belongs to `chain`.
     pub fn is_lease_of(&self, pins: &Pins, chain: Chain<'_>) -> bool {
+        let chain = self.enter(chain);
         Tier::ALL.into_iter().all(|tier| {
             let Some(slot) =
                 pins.deepest[tier.index()].filter(|&slot| !self.tier(tier).at(slot).is_quarantined())

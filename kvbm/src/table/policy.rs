@@ -88,7 +88,12 @@ impl TierTable {
     /// Tells the policies about a leaf that may have become evictable.
     pub(super) fn reconsider(&mut self, slot: SlotId) {
         let held = self.at(slot);
-        if held.children == 0 && held.pins() == 0 && !held.is_quarantined() {
+        if held.children > 0 || held.pins() > 0 || held.is_quarantined() {
+            return;
+        }
+        if self.is_forgotten(slot) {
+            self.sweep_soon(slot);
+        } else {
             self.policies.released(BlockId(slot.0));
         }
     }

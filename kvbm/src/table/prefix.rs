@@ -159,6 +159,7 @@ impl Table {
     /// The index alone may overstate a boundary, when two blocks share a tag. So the records there are looked
     /// at, and if one of them is not what it seemed, the search is repeated on records.
     pub(super) fn locate(&self, chain: Chain<'_>) -> Found {
+        let chain = self.enter(chain);
         let by_index = self.search(chain, |_, hash, first| self.index.residence(hash, first));
         let mut found = self.confirm(chain, by_index).unwrap_or_else(|| {
             let by_record = self.search(chain, |key, hash, first| {

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use kvbm_policies::{Admission, Eviction, TierPolicies};
 use kvbm_tiers::{FramePool, HugeVec, SlotId, Tier};
 
+use super::forgotten::Forgotten;
 use super::index::RecordId;
 use super::record::Records;
 use super::request::RequestInfo;
@@ -55,6 +56,7 @@ pub(super) struct Slot {
 const QUARANTINED: u32 = 1;
 const SKIPS_FLUSH: u32 = 2;
 const QUEUED: u32 = 4;
+const FORGOTTEN: u32 = 8;
 const ONE_PIN: u32 = 1 << 8;
 
 impl Slot {
@@ -112,6 +114,15 @@ impl Slot {
         self.state & QUEUED != 0
     }
 
+    /// A reset forgot it: marked when the pass over the tier comes by, see [`TierTable::is_forgotten`].
+    pub(super) const fn is_forgotten(self) -> bool {
+        self.state & FORGOTTEN != 0
+    }
+
+    pub(super) const fn set_forgotten(&mut self) {
+        self.state |= FORGOTTEN;
+    }
+
     const fn set_queued(&mut self, queued: bool) {
         self.state = if queued { self.state | QUEUED } else { self.state & !QUEUED };
     }
@@ -155,6 +166,7 @@ pub(super) struct TierTable {
     /// The tier below cannot be written now: what is dirty may leave without it.
     pub(super) is_flush_blocked: bool,
     pub(super) resident: u32,
+    pub(super) forgotten: Forgotten,
     /// Slots that an overdue copy may still touch.
     pub(super) lost: u32,
     /// Somebody found no room although blocks only wait to be flushed.
@@ -180,6 +192,7 @@ impl TierTable {
             retry_pause_ms: FIRST_PAUSE_MS,
             is_flush_blocked: false,
             resident: 0,
+            forgotten: Forgotten::default(),
             lost: 0,
             pressed: false,
             stats: TierStats::default(),
@@ -226,7 +239,7 @@ impl TierTable {
 
     /// Has a block flushed, or asked about. A block that waits already keeps its place.
     pub(super) fn queue(&mut self, entry: Dirty) {
-        if !self.at(entry.slot).is_queued() {
+        if !self.at(entry.slot).is_queued() && !self.is_forgotten(entry.slot) {
             self.at_mut(entry.slot).set_queued(true);
             // Behind its parent, which was published before it: the queue is root-first along every chain.
             self.dirty.push_back(entry);
@@ -270,6 +283,9 @@ impl TierTable {
 
     /// Has a failed flush tried again after a pause. Until then the block may leave.
     pub(super) fn retry_later(&mut self, entry: Dirty, now_ms: u64) {
+        if self.is_forgotten(entry.slot) {
+            return;
+        }
         self.stats.flush_failures += 1;
         // The blocks of a batch fail together: that is one failure.
         if now_ms >= self.retry_at_ms {
@@ -312,7 +328,8 @@ impl TierTable {
     /// Whether the tier below has the block, or need not have it.
     pub(super) fn is_clean(&self, slot: SlotId, records: &Records) -> bool {
         let held = self.at(slot);
-        let below = self.flush_to.filter(|_| !held.skips_flush() && !self.is_flush_blocked);
+        let is_wanted = !held.skips_flush() && !self.is_flush_blocked && !self.is_forgotten(slot);
+        let below = self.flush_to.filter(|_| is_wanted);
         below.is_none_or(|below| records.at(held.record).resident().has(below))
     }
 
@@ -320,6 +337,9 @@ impl TierTable {
     pub(super) fn is_unflushed(&self, slot: SlotId, records: &Records) -> bool {
         let held = self.at(slot);
         let lacks = |below: Tier| !records.at(held.record).resident().has(below);
-        held.is_queued() && !self.policies.has_admission() && self.flush_to.is_some_and(lacks)
+        held.is_queued()
+            && !self.is_forgotten(slot)
+            && !self.policies.has_admission()
+            && self.flush_to.is_some_and(lacks)
     }
 }

@@ -13,7 +13,7 @@ use kvbm_tiers::nixl::{
 use kvbm_tiers::object::Store;
 use kvbm_tiers::{Backend, DiskRegion, Memory, SetupError, UringBackend};
 
-use super::super::{namespace, setup, store_options};
+use super::super::{setup, store_options};
 use super::{Library, Plugin};
 use crate::error::Result;
 
@@ -74,9 +74,8 @@ impl Plugin for Running {
         memory: Arc<dyn Memory>,
         store: Store,
         slots: u32,
-        settings: &Settings,
+        (namespace, concurrency): (String, u32),
     ) -> Result<Arc<dyn Backend>> {
-        let (namespace, concurrency) = (namespace(settings), settings.object.concurrency);
         let options = NixlObjectOptions { namespace, slots, concurrency };
         Ok(Arc::new(NixlBackend::objects(&self.0, memory, store, &options).map_err(setup)?))
     }

@@ -100,6 +100,16 @@ impl Table {
         self.take_effects()
     }
 
+    /// Ends the transfers of past namespaces, one at a time, the one at place `from` or behind it. Returns where the
+    /// next step goes on. `None`: there are no more.
+    pub fn end_past(&mut self, from: u32) -> Option<u32> {
+        let present = self.namespace();
+        let is_past = |transfer: &Transfer| transfer.namespace != present && !transfer.has_ended;
+        let id = self.transfers.next(from, is_past)?;
+        self.abort(id, 0);
+        Some(id.place + 1)
+    }
+
     /// Makes blocks resident that an engine has filled: the `first`-th of a transfer and those behind it.
     pub fn fill(&mut self, id: TransferId, first: usize, frames: impl IntoIterator<Item = Frame>) -> Effects {
         for (block, frame) in (first..).zip(frames) {
@@ -209,7 +219,11 @@ impl Table {
 
     /// Publishes what is ready of a transfer, `room` blocks at most. Those that hang on them are ready as well then.
     fn publish_ready(&mut self, id: TransferId, room: &mut usize) {
+        let present = self.namespace();
         let Some(transfer) = self.transfers.at_mut(id) else { return };
+        if transfer.namespace != present {
+            return self.abort(id, 0);
+        }
         let (tier, parent, before) = (transfer.to, transfer.parent, transfer.published);
         let info = transfer.context.info;
         while *room > 0
@@ -410,17 +424,25 @@ impl Table {
     }
 
     fn end_if_done(&mut self, id: TransferId) {
+        let present = self.namespace();
         let Some(transfer) = self.transfers.at_mut(id).filter(|held| held.is_done() && !held.has_ended)
         else {
             return;
         };
         transfer.has_ended = true;
-        let (tier, parent, copied) = (transfer.to, transfer.parent, transfer.published);
+        let (tier, parent, namespace) = (transfer.to, transfer.parent, transfer.namespace);
+        let copied = if namespace == present { transfer.published } else { 0 };
         // Whatever comes home later finds nobody to tell: the end is reported once.
         let caller = transfer.caller.take();
         let account = std::mem::take(&mut transfer.account);
         let (class, blocks) = (transfer.class, account.blocks);
         let (pins, reply) = match caller {
+            Some(Caller { pins, reply }) if namespace != present => {
+                self.unpin_parent(tier, parent);
+                let nothing = Pins::of_nothing(pins.context(), namespace);
+                self.release(pins);
+                (Some(nothing), Some(reply))
+            }
             Some(Caller { mut pins, reply }) => {
                 self.extend_lease(&mut pins, tier, parent, account.before + copied);
                 if copied == 0 {

@@ -20,7 +20,9 @@ use std::time::Duration;
 
 use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
 
+use super::forgotten::Unflushed;
 use super::index::RecordId;
+use super::namespace::NamespaceId;
 use super::pins::Pins;
 use super::request::RequestContext;
 use crate::task::{Class, CopyTask, Defect, TransferId};
@@ -102,6 +104,8 @@ struct Transfer {
     class: Class,
     to: Tier,
     context: RequestContext,
+    /// That of its blocks. Once it is past, nothing of the transfer lands.
+    namespace: NamespaceId,
     parent: Parent,
     blocks: Vec<Block>,
     /// Leading blocks that are resident.
@@ -210,6 +214,8 @@ pub struct Effects {
     pub released: Vec<Arc<()>>,
     /// Blocks that are gone.
     pub dropped: Vec<Dropped>,
+    /// What was to be flushed and is forgotten.
+    pub unflushed: Vec<Unflushed>,
     /// More blocks can become resident than one step takes: [`Table::publish_more`](super::Table::publish_more) goes on.
     pub has_more: bool,
 }
@@ -286,6 +292,13 @@ impl Transfers {
         places.filter_map(|(place, (life, held))| Some((TransferId { place, life: *life }, held.as_ref()?)))
     }
 
+    /// The first at place `from` or behind it that is what is looked for.
+    fn next(&self, from: u32, is_it: impl Fn(&Transfer) -> bool) -> Option<TransferId> {
+        let mut places = (from..).zip(self.places.get(from as usize..)?);
+        let (place, (life, _)) = places.find(|(_, (_, held))| held.as_ref().is_some_and(&is_it))?;
+        Some(TransferId { place, life: *life })
+    }
+
     /// Whether none is on the books.
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
@@ -317,11 +330,17 @@ impl Transfers {
 }
 
 impl Transfer {
-    fn new(class: Class, to: Tier, context: RequestContext, parent: Parent) -> Self {
+    fn new(
+        class: Class,
+        to: Tier,
+        (context, namespace): (RequestContext, NamespaceId),
+        parent: Parent,
+    ) -> Self {
         Self {
             class,
             to,
             context,
+            namespace,
             parent,
             blocks: Vec::new(),
             published: 0,

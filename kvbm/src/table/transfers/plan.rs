@@ -13,6 +13,7 @@ use kvbm_tiers::{BlockKey, Frame, Route, SlotId, SlotRef, Tier};
 use super::{Account, Parent, Reply, Transfer, Waiter};
 use crate::hash::Chain;
 use crate::table::index::RecordId;
+use crate::table::namespace::NamespaceId;
 use crate::table::pins::Pins;
 use crate::table::request::{RequestContext, RequestInfo};
 use crate::table::tier_set::TierSet;
@@ -46,6 +47,7 @@ pub struct TransferPlan {
     class: Class,
     to: Tier,
     context: RequestContext,
+    namespace: NamespaceId,
     /// The caller's lease; none where an engine fills the blocks.
     pins: Option<Pins>,
     trace: Option<Trace>,
@@ -135,20 +137,22 @@ pub struct Reserved {
     /// Blocks at the end that found no room.
     pub refused: usize,
     behind: Option<BlockKey>,
+    namespace: NamespaceId,
 }
 
 impl TransferPlan {
     /// To make resident in `to` what a lease holds elsewhere.
     pub fn copying(class: Class, to: Tier, pins: Pins) -> Self {
-        let context = pins.context();
-        Self { pins: Some(pins), ..Self::new(class, to, context) }
+        let (context, namespace) = (pins.context(), pins.namespace());
+        Self { pins: Some(pins), ..Self::new(class, to, context, namespace) }
     }
 
-    fn new(class: Class, to: Tier, context: RequestContext) -> Self {
+    fn new(class: Class, to: Tier, context: RequestContext, namespace: NamespaceId) -> Self {
         Self {
             class,
             to,
             context,
+            namespace,
             pins: None,
             trace: None,
             before: 0,
@@ -201,7 +205,7 @@ impl TransferPlan {
 
     /// Blocks that the engine brought and that the destination has or awaits without them.
     pub const fn duplicates(&self) -> usize {
-        self.before - self.wanted.start + self.known()
+        (self.before + self.known()).saturating_sub(self.wanted.start)
     }
 
     /// What the lease holds; nothing where an engine fills the blocks.
@@ -268,6 +272,17 @@ impl TransferPlan {
         self.transfer
     }
 
+    /// The transfer of its blocks into a tier, still without any.
+    fn open(&self, to: Tier, parent: Parent) -> Transfer {
+        Transfer::new(self.class, to, (self.context, self.namespace), parent)
+    }
+
+    /// A reset closed the namespace of its blocks: none of them comes.
+    fn fail(&mut self) {
+        self.failed += self.cut(0);
+        (self.before, self.behind, self.resident, self.in_flight) = (0, None, 0, 0);
+    }
+
     const fn known(&self) -> usize {
         self.resident + self.in_flight
     }
@@ -309,8 +324,9 @@ impl TransferPlan {
 impl Table {
     /// The plan to take slots of `to` for what it lacks of `chain`, which an engine fills.
     pub fn plan_filling(&mut self, to: Tier, chain: Chain<'_>, info: RequestInfo) -> TransferPlan {
+        let chain = self.enter(chain);
         let context = RequestContext { info: self.named(info), path: chain.len() as u32 };
-        let mut plan = TransferPlan::new(Class::Save, to, context);
+        let mut plan = TransferPlan::new(Class::Save, to, context, self.namespace());
         plan.before = self.matches(chain).blocks(to);
         plan.behind = match plan.before.checked_sub(1) {
             Some(last) => Some(chain.key(last)),
@@ -413,14 +429,18 @@ impl Table {
     /// Takes slots for the next blocks of a plan; the tasks to copy them are among the
     /// [effects](Table::take_effects). True when there are no more.
     pub fn extend(&mut self, plan: &mut TransferPlan) -> bool {
+        let is_past = plan.namespace != self.namespace();
+        if is_past && plan.transfer.is_none() {
+            plan.fail();
+        }
         if plan.transfer.is_none() && !self.pass_known(plan) {
             return false;
         }
         let id = plan.transfer.unwrap_or_else(|| self.open_transfer(plan));
         // It may have failed, or all may have been closed, since the last step.
         let is_cut = self.transfers.at_mut(id).is_none_or(|transfer| transfer.is_cut);
-        if self.transfers.is_closed || is_cut {
-            plan.failed = plan.next(usize::MAX).len();
+        if self.transfers.is_closed || is_cut || is_past {
+            plan.failed += plan.next(usize::MAX).len();
             plan.admitted = plan.known() + plan.placed;
             return true;
         }
@@ -479,7 +499,7 @@ impl Table {
         if matches!(parent, Some(Parent::Root | Parent::Resident(_))) {
             self.admit(plan);
         }
-        let mut transfer = Transfer::new(plan.class, plan.to, plan.context, parent.unwrap_or(Parent::Root));
+        let mut transfer = plan.open(plan.to, parent.unwrap_or(Parent::Root));
         transfer.blocks.reserve_exact(plan.next(usize::MAX).len());
         transfer.sources = plan.sources.take();
         transfer.with_media.clone_from(&plan.with_media);
@@ -606,7 +626,7 @@ impl Table {
             return Keeping::No;
         }
         let Some(parent) = self.pin_parent(Tier::Host, parent) else { return Keeping::No };
-        let kept = self.transfers.open(Transfer::new(plan.class, Tier::Host, plan.context, parent));
+        let kept = self.transfers.open(plan.open(Tier::Host, parent));
         let transfer = self.transfers.at_mut(task.transfer).expect("it is being planned");
         transfer.kept = Some((kept, task.block as usize));
         Keeping::Into(kept)
@@ -634,7 +654,7 @@ impl Table {
             self.release(pins);
             return 0;
         }
-        let mut transfer = Transfer::new(Class::Flush, to, pins.context(), parent);
+        let mut transfer = Transfer::new(Class::Flush, to, (pins.context(), pins.namespace()), parent);
         transfer.account.blocks = blocks;
         transfer.sources = Some(pins);
         let id = self.transfers.open(transfer);
@@ -701,6 +721,7 @@ impl Table {
             before: plan.before + plan.known(),
             in_flight: plan.in_flight,
             behind: plan.last_known(),
+            namespace: plan.namespace,
             declined: plan.declined,
             refused: plan.refused,
             frames: std::mem::take(&mut plan.frames),
@@ -735,6 +756,11 @@ pub struct Filled {
 }
 
 impl Reserved {
+    /// The namespace of the blocks that it is for.
+    pub(crate) const fn namespace(&self) -> NamespaceId {
+        self.namespace
+    }
+
     /// The engine filled the first `blocks` of them.
     pub const fn filled(&self, blocks: usize) -> Filled {
         Filled { transfer: self.transfer, before: self.before, behind: self.behind, blocks }

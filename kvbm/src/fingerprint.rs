@@ -1,0 +1,213 @@
+//! What the bytes of a block depend on besides its tokens.
+
+use std::fmt;
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// All that the bytes of a block depend on besides its tokens: blocks of one fingerprint mean nothing to another.
+///
+/// An engine fills it in, with the same words for the same thing each time; what it does not know it leaves at the
+/// default. Two fingerprints that differ in any field have different [digests](Self::digest), so they share neither
+/// block names nor files nor objects.
+///
+/// **No secrets.** The fields are written beside the blocks and may be logged. A secret salt (a tenant's) belongs in
+/// the hashes, as that of a [`ChainHasher`](crate::ChainHasher).
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Fingerprint {
+    /// Name of the model, such as `meta-llama/Llama-3.1-8B`. Not empty.
+    pub model: String,
+    /// Which weights these are: a revision, or a digest of the files. Adapters that are merged into them count.
+    pub weights: String,
+    /// Type of the numbers in the cache, with their scales if it is quantised: `bf16`, `fp8_e4m3`.
+    pub dtype: String,
+    /// How a block lies in memory, by cache group: that of group 0 first.
+    pub layouts: Vec<KvLayout>,
+    /// Which part of the model this process has.
+    pub ranks: Ranks,
+    /// Tokens in a block: those of [`Options::block_tokens`](crate::Options::block_tokens).
+    pub block_tokens: u64,
+    /// How positions are encoded in the keys.
+    pub rope: Rope,
+    /// Name of the engine, such as `vllm`.
+    pub engine: String,
+    /// Its version.
+    pub engine_version: String,
+    /// How blocks are hashed.
+    pub hashing: Hashing,
+    /// Counts what else makes old blocks worthless. The first one of a manager; [`Manager::reset`] begins others.
+    ///
+    /// [`Manager::reset`]: crate::Manager::reset
+    pub epoch: u64,
+}
+
+/// How the KV tensors of one cache group lie in memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KvLayout {
+    /// Layers of the group in this process.
+    pub layers: u32,
+    /// What the dimensions of a layer's block are, outermost first, such as `kv,token,head,element`.
+    pub order: String,
+    /// How long each of them is: as many numbers as there are strides.
+    pub shape: Vec<u64>,
+    /// Bytes from one to the next along each of them.
+    pub strides: Vec<u64>,
+}
+
+/// Which part of a model a process has. Each rank is below its world, and a world is at least 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ranks {
+    /// Processes that share each layer.
+    pub tensor_world: u32,
+    /// Which of them this is.
+    pub tensor_rank: u32,
+    /// Stages, each with some of the layers.
+    pub pipeline_world: u32,
+    /// Which of them this is.
+    pub pipeline_rank: u32,
+}
+
+impl Default for Ranks {
+    /// The only one.
+    fn default() -> Self {
+        Self { tensor_world: 1, tensor_rank: 0, pipeline_world: 1, pipeline_rank: 0 }
+    }
+}
+
+/// Rotary position embedding (Su et al., "RoFormer", 2021), as far as it is rotated into the cached keys.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Rope {
+    /// Base of the angles, such as 500,000; 0 where there is none.
+    pub theta: f64,
+    /// Dimensions of a head that are rotated.
+    pub dimensions: u32,
+    /// How long contexts are scaled, with all parameters, such as `yarn factor=4`.
+    pub scaling: String,
+}
+
+/// How blocks are hashed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Hashing {
+    /// The algorithm, such as `sha256_cbor` or `blake3`.
+    pub algorithm: String,
+    /// What the first block of every chain is hashed with.
+    pub seed: Vec<u8>,
+}
+
+/// Comes first in every encoding. Another order or meaning of the fields is another version.
+const VERSION: &[u8] = b"kvbm fingerprint 1";
+
+impl Fingerprint {
+    /// Names what it says in 128 bits (of BLAKE3 over a canonical encoding with a version in it).
+    pub fn digest(&self) -> u128 {
+        digest(&self.encoded(self.epoch))
+    }
+
+    /// That of the same in another epoch.
+    pub(crate) fn digest_in(&self, epoch: u64) -> u128 {
+        digest(&self.encoded(epoch))
+    }
+
+    /// Every field in turn, each with its length where that may vary: different fields never make the same bytes.
+    fn encoded(&self, epoch: u64) -> Vec<u8> {
+        // Named one by one, so that a field that is added cannot be forgotten here.
+        #[rustfmt::skip]
+        let Self { model, weights, dtype, layouts, ranks, block_tokens, rope, engine, engine_version, hashing, epoch: _ } =
+            self;
+        let Hashing { algorithm, seed } = hashing;
+        let mut encoding = Encoding::default();
+        encoding.bytes(VERSION);
+        [model, weights, dtype].into_iter().for_each(|text| encoding.bytes(text.as_bytes()));
+        encoding.number(layouts.len() as u64);
+        layouts.iter().for_each(|layout| layout.encode(&mut encoding));
+        ranks.encode(&mut encoding);
+        encoding.number(*block_tokens);
+        rope.encode(&mut encoding);
+        [engine, engine_version, algorithm].into_iter().for_each(|text| encoding.bytes(text.as_bytes()));
+        encoding.bytes(seed);
+        encoding.number(epoch);
+        encoding.0
+    }
+
+    /// Refuses what cannot be true.
+    pub(crate) fn validate(&self, block_tokens: u64) -> Result<()> {
+        let Ranks { tensor_world, tensor_rank, pipeline_world, pipeline_rank } = self.ranks;
+        let problem = if self.model.is_empty() || self.weights.is_empty() {
+            "a fingerprint names its model and its weights".to_owned()
+        } else if self.block_tokens != block_tokens {
+            let own = self.block_tokens;
+            format!("the fingerprint is of blocks of {own} tokens, and the options of {block_tokens}")
+        } else if tensor_rank >= tensor_world || pipeline_rank >= pipeline_world {
+            format!("a rank of the fingerprint is not below its world: {:?}", self.ranks)
+        } else if let Some(layout) = self.layouts.iter().find(|held| held.shape.len() != held.strides.len()) {
+            format!("a layout of the fingerprint needs a stride for each dimension: {layout:?}")
+        } else {
+            return Ok(());
+        };
+        Err(Error::new(ErrorKind::Invalid, problem))
+    }
+}
+
+impl fmt::Display for Fingerprint {
+    /// The short form that names directories and objects: 16 hexadecimal digits, of letters below `g` and the same in
+    /// every epoch. What persists tells epochs apart, and anything else that has the same short form by chance, by the
+    /// names of blocks: these hold the whole digest.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.digest_in(0) as u64)
+    }
+}
+
+impl KvLayout {
+    fn encode(&self, encoding: &mut Encoding) {
+        let Self { layers, order, shape, strides } = self;
+        encoding.number(u64::from(*layers));
+        encoding.bytes(order.as_bytes());
+        encoding.numbers(shape);
+        encoding.numbers(strides);
+    }
+}
+
+impl Ranks {
+    fn encode(self, encoding: &mut Encoding) {
+        let Self { tensor_world, tensor_rank, pipeline_world, pipeline_rank } = self;
+        [tensor_world, tensor_rank, pipeline_world, pipeline_rank]
+            .into_iter()
+            .for_each(|number| encoding.number(u64::from(number)));
+    }
+}
+
+impl Rope {
+    fn encode(&self, encoding: &mut Encoding) {
+        let Self { theta, dimensions, scaling } = self;
+        // Both zeroes are one number.
+        encoding.number((theta + 0.0).to_bits());
+        encoding.number(u64::from(*dimensions));
+        encoding.bytes(scaling.as_bytes());
+    }
+}
+
+/// Numbers of 64 bits, little-endian, and texts behind their lengths.
+#[derive(Default)]
+struct Encoding(Vec<u8>);
+
+impl Encoding {
+    fn number(&mut self, number: u64) {
+        self.0.extend(number.to_le_bytes());
+    }
+
+    fn numbers(&mut self, numbers: &[u64]) {
+        self.number(numbers.len() as u64);
+        numbers.iter().for_each(|&number| self.number(number));
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) {
+        self.number(bytes.len() as u64);
+        self.0.extend(bytes);
+    }
+}
+
+/// The first 128 bits of BLAKE3.
+pub(crate) fn digest(bytes: &[u8]) -> u128 {
+    let mut half = [0; 16];
+    half.copy_from_slice(&blake3::hash(bytes).as_bytes()[..16]);
+    u128::from_le_bytes(half)
+}

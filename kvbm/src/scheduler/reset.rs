@@ -1,0 +1,64 @@
+//! Closing a namespace: no block that is there now is found again, and what is under way lands nowhere.
+
+use std::sync::Arc;
+
+use kvbm_tiers::{Loan, Tier};
+
+use super::Core;
+use crate::error::Result;
+use crate::hash::Chain;
+use crate::lease::Lease;
+use crate::table::{Effects, Unflushed};
+
+impl Core {
+    /// Begins another epoch. May be called from anywhere, completions of backends included.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) unless `epoch` is greater than the present one.
+    pub fn reset(self: &Arc<Self>, epoch: u64) -> Result<()> {
+        let effects = self.table().reset(epoch)?;
+        self.forgotten(effects);
+        Ok(())
+    }
+
+    /// Forgets all blocks within the epoch, which stays: those of one part of them were lost, say, and nobody knows
+    /// which these are. Else as [`reset`](Self::reset).
+    pub fn forget_all(self: &Arc<Self>) {
+        let effects = self.table().forget_all();
+        self.forgotten(effects);
+    }
+
+    /// The namespace has been closed: ends its transfers.
+    fn forgotten(self: &Arc<Self>, effects: Effects) {
+        let unflushed: usize = effects.unflushed.iter().map(Unflushed::blocks).sum();
+        tracing::info!(unflushed, "a reset: all blocks are forgotten");
+        self.apply(effects);
+        let mut from = Some(0);
+        while let Some(place) = from {
+            let mut table = self.table();
+            from = table.end_past(place);
+            let effects = table.take_effects();
+            drop(table);
+            self.apply(effects);
+        }
+        self.flushing.wake();
+    }
+
+    /// Gives back slots of forgotten blocks, a step of them.
+    pub(super) fn sweep(self: &Arc<Self>) -> bool {
+        let mut table = self.table();
+        let has_more = table.sweep();
+        let effects = table.take_effects();
+        drop(table);
+        self.apply(effects);
+        has_more
+    }
+
+    /// Lends block `position` of a chain on the device, if the lease is of the present namespace.
+    pub(crate) fn lend_device(&self, lease: &Lease, chain: Chain<'_>, position: usize) -> Option<Loan> {
+        let mut table = self.table();
+        let is_good = lease.is_of(&self.table) && table.is_present(lease.pins());
+        let key = is_good.then(|| table.enter(chain).key(position))?;
+        table.lend(Tier::Device, key)
+    }
+}

@@ -1,0 +1,122 @@
+//! What a reset forgot and is still in its slots.
+//!
+//! Nobody finds a forgotten block; whoever leased it before may still read it. Its slot comes back in one pass over
+//! the tier's slots, in steps, or sooner where somebody needs room; one that is read then comes back when its last
+//! reader leaves. Blocks leave leaf-first here as well.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use kvbm_tiers::{SlotId, Tier};
+
+use super::Table;
+use super::tier::{Dirty, TierTable};
+
+/// Slots looked at in one step.
+const LOOKED_AT: usize = 2_048;
+/// Blocks that leave in one step: some 200 µs.
+const MAX_SWEPT: usize = 256;
+
+/// The forgotten blocks of a tier.
+#[derive(Debug, Default)]
+pub(super) struct Forgotten {
+    /// How many there are.
+    pub(super) blocks: u32,
+    pass: Option<Pass>,
+    /// Leaves that nobody reads any more.
+    leaves: Vec<SlotId>,
+}
+
+/// A look at each slot in turn, to mark what is forgotten and let go what can.
+#[derive(Clone, Copy, Debug)]
+struct Pass {
+    /// What lay in the tier when its slots had had so many lives is forgotten.
+    lives: u32,
+    next: u32,
+}
+
+/// Blocks of a tier that were to be flushed when a reset forgot them. There may be a million: they are dropped with the
+/// table unlocked.
+#[derive(Debug)]
+pub struct Unflushed {
+    dirty: VecDeque<Dirty>,
+    retries: BTreeMap<(u64, u64), Dirty>,
+}
+
+impl Unflushed {
+    /// How many.
+    pub fn blocks(&self) -> usize {
+        self.dirty.len() + self.retries.len()
+    }
+}
+
+impl TierTable {
+    /// Forgets all blocks of the tier, and what of them was to be flushed.
+    pub(super) fn forget_all(&mut self) -> Unflushed {
+        self.forgotten.blocks += std::mem::take(&mut self.resident);
+        self.forgotten.pass = Some(Pass { lives: self.pool.lives(), next: 0 });
+        self.pressed = false;
+        Unflushed { dirty: std::mem::take(&mut self.dirty), retries: std::mem::take(&mut self.retries) }
+    }
+
+    /// Whether the block in `slot` is forgotten.
+    pub(super) fn is_forgotten(&self, slot: SlotId) -> bool {
+        let pass = self.forgotten.pass;
+        self.at(slot).is_forgotten() || pass.is_some_and(|pass| self.pool.is_as_old_as(slot, pass.lives))
+    }
+
+    /// Notes that a forgotten block may be a leaf that nobody reads.
+    pub(super) fn sweep_soon(&mut self, slot: SlotId) {
+        self.forgotten.leaves.push(slot);
+    }
+
+    fn next_to_sweep(&mut self) -> Option<SlotId> {
+        if let Some(leaf) = self.forgotten.leaves.pop() {
+            return Some(leaf);
+        }
+        let next = SlotId(self.forgotten.pass?.next);
+        if self.forgotten.blocks == 0 || next.0 as usize >= self.slots.len() {
+            self.forgotten.pass = None;
+            return None;
+        }
+        // The pass may be over before the block's last reader leaves.
+        if self.is_forgotten(next) {
+            self.at_mut(next).set_forgotten();
+        }
+        self.forgotten.pass.as_mut()?.next += 1;
+        Some(next)
+    }
+}
+
+impl Table {
+    /// Lets forgotten blocks go that nobody reads, a step of them. Returns whether there is more to look at.
+    pub fn sweep(&mut self) -> bool {
+        // One step a call: the tiers after the first that wants another wait for their turn.
+        Tier::ALL.into_iter().any(|tier| self.has(tier) && self.sweep_tier(tier, MAX_SWEPT))
+    }
+
+    /// Lets up to `most` of them leave `tier`, as far as one step goes. Returns whether there is more to look at.
+    pub(super) fn sweep_tier(&mut self, tier: Tier, most: usize) -> bool {
+        let mut swept = 0;
+        for _ in 0..LOOKED_AT {
+            let Some(slot) = self.tier_mut(tier).next_to_sweep() else { return false };
+            swept += usize::from(self.sweep_slot(tier, slot));
+            if swept == most {
+                return true;
+            }
+        }
+        true
+    }
+
+    /// Lets the block in `slot` go, if it is forgotten, a leaf and not read.
+    fn sweep_slot(&mut self, tier: Tier, slot: SlotId) -> bool {
+        let held = self.tier(tier);
+        let block = *held.at(slot);
+        let is_free_to_go = block.children == 0 && block.pins() == 0 && !block.is_quarantined();
+        if !held.is_forgotten(slot) || !is_free_to_go {
+            return false;
+        }
+        let frame = self.detach(tier, slot);
+        self.tier_mut(tier).pool.give_back(frame);
+        true
+    }
+}

@@ -1,0 +1,106 @@
+//! Namespaces: under which names blocks are known. A reset closes one and opens another.
+//!
+//! The key of a block is its hash and the namespace's salt, so a reset costs the same whatever the table holds: what
+//! was there before has names that nobody can say any more. It is [forgotten](super::forgotten).
+
+use super::pins::Pins;
+use super::tier::TierTable;
+use super::{Effects, Table};
+use crate::error::{Error, ErrorKind, Result};
+use crate::fingerprint::{Fingerprint, digest};
+use crate::hash::Chain;
+
+/// Tells the namespaces of one table apart. Later ones have greater numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct NamespaceId(u64);
+
+/// The present namespace.
+#[derive(Debug, Default)]
+pub(super) struct Namespace {
+    id: NamespaceId,
+    fingerprint: Option<Fingerprint>,
+    epoch: u64,
+    /// How often everything was forgotten within the epoch.
+    forgotten: u64,
+    salt: u128,
+}
+
+impl Namespace {
+    fn of(fingerprint: Fingerprint) -> Self {
+        let (epoch, salt) = (fingerprint.epoch, fingerprint.digest());
+        Self { epoch, salt, fingerprint: Some(fingerprint), ..Self::default() }
+    }
+
+    /// The same in every process for the same fingerprint and epoch, unless all was forgotten meanwhile.
+    fn salt(&self) -> u128 {
+        let base = match &self.fingerprint {
+            Some(fingerprint) => fingerprint.digest_in(self.epoch),
+            None => digest(&[b"kvbm epoch 1", &self.epoch.to_le_bytes()[..]].concat()),
+        };
+        match self.forgotten {
+            0 => base,
+            forgotten => digest(&[base.to_le_bytes().as_slice(), &forgotten.to_le_bytes()].concat()),
+        }
+    }
+
+    fn change(&mut self, epoch: u64, forgotten: u64) {
+        (self.epoch, self.forgotten) = (epoch, forgotten);
+        self.id = NamespaceId(self.id.0 + 1);
+        self.salt = self.salt();
+    }
+}
+
+impl Table {
+    /// Has the names of its blocks depend on a fingerprint.
+    #[must_use]
+    pub fn with_fingerprint(self, fingerprint: Fingerprint) -> Self {
+        Self { namespace: Namespace::of(fingerprint), ..self }
+    }
+
+    /// The chain by the names that its blocks have now.
+    #[must_use]
+    pub const fn enter<'a>(&self, chain: Chain<'a>) -> Chain<'a> {
+        chain.salted(self.namespace.salt)
+    }
+
+    /// The present namespace.
+    pub const fn namespace(&self) -> NamespaceId {
+        self.namespace.id
+    }
+
+    /// The present epoch.
+    pub const fn epoch(&self) -> u64 {
+        self.namespace.epoch
+    }
+
+    /// Whether a lease is of the present namespace.
+    pub fn is_present(&self, pins: &Pins) -> bool {
+        pins.namespace() == self.namespace.id
+    }
+
+    /// Begins another epoch: no block that is here now is found again. Takes the same time whatever the table holds.
+    /// Transfers under way land nowhere; [`end_past`](Self::end_past) ends them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] unless `epoch` is greater than the present one.
+    pub fn reset(&mut self, epoch: u64) -> Result<Effects> {
+        if epoch <= self.namespace.epoch {
+            let now = self.namespace.epoch;
+            let message = format!("epoch {epoch} has been: the present one is {now}, give a greater one");
+            return Err(Error::new(ErrorKind::Invalid, message));
+        }
+        self.namespace.change(epoch, 0);
+        Ok(self.forget_blocks())
+    }
+
+    /// [`reset`](Self::reset) within the epoch: no block that is here now is found again.
+    pub fn forget_all(&mut self) -> Effects {
+        self.namespace.change(self.namespace.epoch, self.namespace.forgotten + 1);
+        self.forget_blocks()
+    }
+
+    fn forget_blocks(&mut self) -> Effects {
+        let unflushed = self.tiers.iter_mut().flatten().map(TierTable::forget_all).collect();
+        Effects { unflushed, ..self.take_effects() }
+    }
+}
