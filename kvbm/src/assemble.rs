@@ -3,6 +3,7 @@
 mod gpu;
 mod nixl;
 mod policies;
+mod ranks;
 mod report;
 
 use std::sync::Arc;
@@ -30,10 +31,12 @@ use crate::options::{Options, RouteReport};
 use crate::scheduler::{Core, Executor, Parts, Tuning};
 use crate::table::{Table, TierSpec};
 
+pub(crate) use ranks::{OpenedRank, open_rank};
 pub use report::{GpuReport, NixlReport, PluginReport};
 
 use gpu::GpuTier;
 use nixl::Nixl;
+use ranks::LossHook;
 
 // Settings that are valid must not be refused here: the two leaves agree, and the largest tier fits.
 const _: () = assert!(MAX_TIER_BLOCKS == MAX_SLOTS);
@@ -68,20 +71,28 @@ pub(crate) struct Assembled {
 pub(crate) async fn open(settings: Settings, options: &Options) -> Result<Assembled> {
     settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
     let block_bytes = settings.block_bytes.unwrap_or_default();
-    let metrics = Metrics::new(&options.registry, block_bytes, options.block_tokens)?;
+    let world = options.ranks.as_ref().map_or(1, |group| u64::from(group.world));
+    let metrics = Metrics::new(&options.registry, block_bytes * world, options.block_tokens)?;
     let (clock, block_tokens) = (Arc::clone(&options.clock), options.block_tokens);
     let (chaos, fingerprint) = (options.chaos.clone(), options.fingerprint.clone());
     fingerprint.as_ref().map_or(Ok(()), |fingerprint| fingerprint.validate(options.block_tokens))?;
+    let group = options.ranks.clone();
     let build = move || -> Result<Assembled> {
-        let tiers = Tiers::open(&settings, fingerprint.as_ref(), chaos)?;
+        let on_loss = LossHook::default();
+        let tiers = match group {
+            Some(_) if chaos.is_some() => return Err(ranks::chaos_is_elsewhere()),
+            Some(group) => Tiers::lead(&settings, fingerprint.as_ref(), group, on_loss.clone())?,
+            None => Tiers::open(&settings, namespace(&settings, fingerprint.as_ref()), chaos)?,
+        };
         let tuning = tuning(&settings, block_bytes, block_tokens);
         let routes = tiers.routes();
         let Tiers { device, specs, staging, executor, fallbacks, .. } = tiers;
         fallbacks.into_iter().for_each(|wanted| metrics.fell_back(wanted));
         let table = Table::new(specs);
         let table = fingerprint.into_iter().fold(table, Table::with_fingerprint);
-        let parts = Parts { table, executor, staging, clock, metrics, tuning };
-        Ok(Assembled { core: Core::new(parts), device, routes })
+        let core = Core::new(Parts { table, executor, staging, clock, metrics, tuning });
+        on_loss.set(&core);
+        Ok(Assembled { core, device, routes })
     };
     tokio::task::spawn_blocking(build)
         .await
@@ -133,9 +144,8 @@ struct Tiers {
 }
 
 impl Tiers {
-    fn open(settings: &Settings, fingerprint: Option<&Fingerprint>, chaos: Option<Chaos>) -> Result<Self> {
+    fn open(settings: &Settings, namespace: String, chaos: Option<Chaos>) -> Result<Self> {
         policies::warn_of_no_budget(settings);
-        let namespace = namespace(settings, fingerprint);
         let mut tiers = Self { chaos, namespace, ..Self::default() };
         tiers.open_device(settings)?;
         tiers.open_host(settings)?;

@@ -11,6 +11,7 @@
 //! | `manager`, `options` | what an engine talks to, and how it is opened |
 //! | `assemble` | the only place that names concrete backends and policies |
 //! | `device` | the device tier's bytes, for who looks at them on the CPU |
+//! | `ranks` | a manager whose bytes lie in other processes, one for each tensor-parallel rank |
 //! | `demand` | what more memory would bring: hit rate against capacity |
 //! | `metrics`, `clock`, `sync` | counting, time, locks and threads, each from one place |
 //!
@@ -31,6 +32,7 @@ mod manager;
 mod metrics;
 mod options;
 mod pinned;
+mod ranks;
 pub mod scheduler;
 mod sync;
 pub mod table;
@@ -43,11 +45,12 @@ pub use error::{Error, ErrorKind, Result};
 pub use fingerprint::{Fingerprint, Hashing, KvLayout, Ranks, Rope};
 pub use hash::{BlockHash, Chain, ChainHasher};
 pub use kvbm_policies::{Hints, RequestId};
-pub use kvbm_tiers::{BlockKey, Tier};
+pub use kvbm_tiers::{BlockKey, SlotId, Tier};
 pub use lease::Lease;
 pub use manager::{Allocation, Manager};
 pub use metrics::Metrics;
 pub use options::{Options, RouteReport};
+pub use ranks::{Rank, RankGroup, RankOptions};
 pub use scheduler::Drained;
 pub use table::RequestInfo;
 #[cfg(feature = "lock-times")]

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use kvbm_policies::{Ended, RequestId};
 use kvbm_settings::Settings;
-use kvbm_tiers::{Loan, Tier};
+use kvbm_tiers::{Frame, Loan, SlotId, Tier};
 
 use crate::assemble;
 use crate::device::Device;
@@ -187,6 +187,21 @@ impl Manager {
         answer
     }
 
+    /// In which slot of the device the block `position` of `chain` is, which `lease` holds there: for engines that read
+    /// it themselves, and for ranks. `None` as for [`read_device`](Self::read_device).
+    pub fn device_slot<'a>(
+        &self,
+        lease: &Lease,
+        chain: impl Into<Chain<'a>>,
+        position: usize,
+    ) -> Option<SlotId> {
+        let chain = chain.into();
+        let is_held = position < lease.blocks(Tier::Device).min(chain.len());
+        let loan = is_held.then(|| self.core.lend_device(lease, chain, position))??;
+        let lent = Lent { core: &self.core, loan: Some(loan) };
+        lent.loan.as_ref().map(Loan::slot)
+    }
+
     /// Begins another epoch: with new weights, or to forget all. From here on no block is found that was there before,
     /// in any tier; the call takes the same time whatever they hold, and their slots come back in the background.
     ///
@@ -355,6 +370,14 @@ impl Allocation {
 
     fn reserved(&self, count: impl Fn(&Reserved) -> usize) -> usize {
         self.slots.as_ref().map_or(0, |(reserved, _)| count(reserved))
+    }
+
+    /// The slot of the device for block `position`: for engines that write it themselves, and for ranks. `None`: it is
+    /// not among [`blocks`](Self::blocks).
+    pub fn slot(&self, position: usize) -> Option<SlotId> {
+        let place = position.checked_sub(self.blocks().start)?;
+        let (reserved, _) = self.slots.as_ref()?;
+        reserved.frames.get(place).map(Frame::slot)
     }
 
     /// Lets `fill` write block `position` into its slot. False: it is not among [`blocks`](Self::blocks), or the GPU
