@@ -15,12 +15,14 @@ use kvbm::{
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine;
 use kvbm_tests::rig::{hash, number};
-use kvbm_tiers::testing::{fill_pattern, has_pattern};
+use kvbm_tiers::testing::{Child as Forked, fill_pattern, has_pattern};
 use prometheus::Registry;
 
 const WORLD: u16 = 4;
 const BLOCK: u64 = 8192;
 const LIMIT: Duration = Duration::from_secs(30);
+/// How long a forked child keeps what it got of its parent.
+const LINGERS: Duration = Duration::from_secs(5);
 /// How this executable is told that it is a rank or a leader, and where.
 const ROLE: &str = "KVBM_TEST_RANK";
 const PLACE: &str = "KVBM_TEST_PLACE";
@@ -84,6 +86,14 @@ fn be_a_rank(place: &Path, rank: u16) {
         let number = |at: usize| words[at].parse::<usize>().unwrap();
         let answer = match words[0] {
             "fill" => joined.fill_device(SlotId(number(1) as u32), |block| fill_pattern(number(2), block)),
+            // An engine's worker forks, and the child outlives it for a while.
+            "fork" => {
+                std::mem::forget(Forked::fork(|| {
+                    thread::sleep(LINGERS);
+                    true
+                }));
+                true
+            }
             "check" => {
                 joined.read_device(SlotId(number(1) as u32), |block| has_pattern(number(2), block)).unwrap()
             }
@@ -218,6 +228,14 @@ impl Fleet {
         killed.child.wait().unwrap();
     }
 
+    fn assert_forgets(&self, chain: &[BlockHash], limit: Duration) {
+        let deadline = Instant::now() + limit;
+        while self.manager.matches(chain).longest() > 0 {
+            assert!(Instant::now() < deadline, "what a dead rank held is still believed to be there");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     fn restart(&mut self, rank: u16) {
         let mut process = Process::rank(rank, self.dir.path());
         assert_eq!(process.hear(), "joined");
@@ -227,26 +245,24 @@ impl Fleet {
     /// Everything goes on as if nothing had been, once the media's breakers have found that out.
     fn assert_heals(&mut self, chain: &[BlockHash]) {
         let all = chain.len();
-        self.serve_until(chain, |served| served.saved == all);
-        for tier in [Tier::Host, Tier::Disk] {
-            let _ = self.manager.drain(LIMIT);
-            assert_eq!(self.manager.matches(chain).blocks(tier), all, "{tier}");
-            self.serve_until(chain, |served| served.hit == all);
-        }
+        self.serve_until(chain, &[Tier::Device], |served| served.saved == all);
+        self.serve_until(chain, &[Tier::Device], |served| served.hit == all);
+        self.serve_until(chain, &[Tier::Device, Tier::Host], |served| served.hit == all);
         self.assert_sound();
     }
 
-    /// Serves a request again and again, whose blocks the device lacks, and the second time the host too.
-    fn serve_until(&mut self, chain: &[BlockHash], is_well: impl Fn(&Served) -> bool) {
+    /// Serves a request again and again, until it goes well. The blocks are in none of the tiers `without` at first.
+    fn serve_until(&mut self, chain: &[BlockHash], without: &[Tier], is_well: impl Fn(&Served) -> bool) {
         let deadline = Instant::now() + LIMIT;
         loop {
-            self.empty(Tier::Device);
+            let drained = self.manager.drain(LIMIT / 4);
+            without.iter().for_each(|&tier| self.empty(tier));
             let served = self.serve(chain);
             assert_eq!(served.wrong, 0);
             if is_well(&served) {
-                return self.empty(Tier::Host);
+                return;
             }
-            assert!(Instant::now() < deadline, "it does not heal: {served:?}");
+            assert!(Instant::now() < deadline, "it does not heal: {served:?} after {drained:?}");
             thread::sleep(Duration::from_millis(50));
         }
     }
@@ -311,11 +327,7 @@ fn a_rank_killed_while_it_copies_costs_what_it_held_and_comes_back() {
         fleet.kill(2);
         let loaded: Vec<_> = loads.into_iter().map(answer).collect();
         drop(loaded);
-        let deadline = Instant::now() + LIMIT;
-        while (1..4).any(|n| fleet.manager.matches(&chain(n)).longest() > 0) {
-            assert!(Instant::now() < deadline, "what a dead rank held is still believed to be there");
-            thread::sleep(Duration::from_millis(1));
-        }
+        (1..4).for_each(|n| fleet.assert_forgets(&chain(n), LIMIT));
         let served = fleet.serve(&chain(1));
         assert_eq!((served.hit, served.computed, served.saved), (0, 6, 0), "the engine goes on alone");
         fleet.restart(2);
@@ -324,6 +336,18 @@ fn a_rank_killed_while_it_copies_costs_what_it_held_and_comes_back() {
         (1..4).for_each(|n| fleet.assert_heals(&chain(n)));
         println!("round {round} healed");
     }
+}
+
+#[test]
+fn a_child_that_outlives_its_rank_does_not_keep_its_place() {
+    let mut fleet = Fleet::new();
+    assert_eq!(fleet.serve(&chain(1)).saved, 6);
+    assert_eq!(fleet.ranks[0].as_mut().unwrap().ask("fork"), "true");
+    fleet.kill(0);
+    fleet.assert_forgets(&chain(1), LINGERS / 2);
+    // It waits for the lock on its file, which the child has too.
+    fleet.restart(0);
+    fleet.assert_heals(&chain(1));
 }
 
 #[test]
