@@ -4,6 +4,7 @@ mod engine;
 mod gpu;
 mod nixl;
 mod policies;
+mod ranks;
 mod report;
 
 use std::sync::Arc;
@@ -25,6 +26,7 @@ use kvbm_tiers::{
 use prometheus::Registry;
 
 use crate::device::Device;
+use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fingerprint::Fingerprint;
 use crate::metrics::{Gauges, Metrics};
@@ -32,10 +34,12 @@ use crate::options::{Options, RouteReport};
 use crate::scheduler::{Core, Executor, Parts, Tuning};
 use crate::table::{Table, TierSpec};
 
+pub(crate) use ranks::{OpenedRank, open_rank};
 pub use report::{GpuReport, NixlReport, PluginReport};
 
 use gpu::GpuTier;
 use nixl::Nixl;
+use ranks::LossHook;
 
 // Settings that are valid must not be refused here: the two leaves agree, and the largest tier fits.
 const _: () = assert!(MAX_TIER_BLOCKS == MAX_SLOTS);
@@ -70,24 +74,36 @@ pub(crate) struct Assembled {
 pub(crate) async fn open(
     settings: Settings,
     options: &Options,
-    engine: Option<Arc<DeviceRegion>>,
+    engine: Option<EngineMemory>,
 ) -> Result<Assembled> {
     settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
     let block_bytes = settings.block_bytes.unwrap_or_default();
-    let metrics = Metrics::new(&options.registry, block_bytes, options.block_tokens)?;
+    let world = options.ranks.as_ref().map_or(1, |group| u64::from(group.world));
+    let metrics = Metrics::new(&options.registry, block_bytes * world, options.block_tokens)?;
     let (clock, block_tokens) = (Arc::clone(&options.clock), options.block_tokens);
     let (chaos, fingerprint) = (options.chaos.clone(), options.fingerprint.clone());
     fingerprint.as_ref().map_or(Ok(()), |fingerprint| fingerprint.validate(options.block_tokens))?;
+    let group = options.ranks.clone();
     let build = move || -> Result<Assembled> {
-        let tiers = Tiers::open(&settings, fingerprint.as_ref(), chaos, engine)?;
+        let on_loss = LossHook::default();
+        let known = fingerprint.as_ref();
+        let tiers = match group {
+            Some(_) if chaos.is_some() => return Err(ranks::chaos_is_elsewhere()),
+            Some(group) => Tiers::lead(&settings, known, group, on_loss.clone(), engine.as_ref())?,
+            None => {
+                let engine = engine.as_ref().map(EngineMemory::region).transpose()?;
+                Tiers::open(&settings, namespace(&settings, known), chaos, engine)?
+            }
+        };
         let tuning = tuning(&settings, block_bytes, block_tokens);
         let routes = tiers.routes();
         let Tiers { device, specs, staging, executor, fallbacks, .. } = tiers;
         fallbacks.into_iter().for_each(|wanted| metrics.fell_back(wanted));
         let table = Table::new(specs);
         let table = fingerprint.into_iter().fold(table, Table::with_fingerprint);
-        let parts = Parts { table, executor, staging, clock, metrics, tuning };
-        Ok(Assembled { core: Core::new(parts), device, routes })
+        let core = Core::new(Parts { table, executor, staging, clock, metrics, tuning });
+        on_loss.set(&core);
+        Ok(Assembled { core, device, routes })
     };
     tokio::task::spawn_blocking(build)
         .await
@@ -127,6 +143,8 @@ struct Tiers {
     emulated: Option<Arc<DramRegion>>,
     /// The engine's memory, in place of a device tier.
     engine: Option<Arc<DeviceRegion>>,
+    /// There is such memory, here or in the ranks.
+    has_engine: bool,
     gpu: Option<Box<dyn GpuTier>>,
     host: Option<Arc<DramRegion>>,
     specs: Vec<TierSpec>,
@@ -143,13 +161,13 @@ struct Tiers {
 impl Tiers {
     fn open(
         settings: &Settings,
-        fingerprint: Option<&Fingerprint>,
+        namespace: String,
         chaos: Option<Chaos>,
         engine: Option<Arc<DeviceRegion>>,
     ) -> Result<Self> {
         policies::warn_of_no_budget(settings);
-        let namespace = namespace(settings, fingerprint);
-        let mut tiers = Self { engine, chaos, namespace, ..Self::default() };
+        let has_engine = engine.is_some();
+        let mut tiers = Self { engine, has_engine, chaos, namespace, ..Self::default() };
         tiers.open_device(settings)?;
         tiers.open_host(settings)?;
         tiers.connect_memory(settings)?;
@@ -211,7 +229,7 @@ impl Tiers {
     /// The engine's memory takes the place of the device tier, and is tried at once.
     fn connect_engine(&mut self, settings: &Settings) -> Result<()> {
         let Some(engine) = self.engine.clone() else { return Ok(()) };
-        engine::check(&engine, settings)?;
+        engine::check(engine.segments().block_bytes() as u64, settings)?;
         let host = self.host.clone().ok_or_else(engine::no_memory)?;
         let threads = settings.transfer.copy_threads as usize;
         let backend = engine::connect(&engine, Arc::clone(&host) as _, threads)?;
@@ -427,7 +445,7 @@ impl Tiers {
     }
 
     fn routes(&self) -> Vec<RouteReport> {
-        let engine = self.engine.as_ref().map(|_| Tier::Device);
+        let engine = self.has_engine.then_some(Tier::Device);
         let tiers = || engine.into_iter().chain(self.specs.iter().map(|spec| spec.pool.tier()));
         let pairs =
             tiers().flat_map(|from| tiers().map(move |to| (from, to))).filter(|(from, to)| from != to);

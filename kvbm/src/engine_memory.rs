@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use kvbm_settings::Settings;
 use kvbm_tiers::{DeviceRegion, Fence, SlotId, Tier, clock};
 
 use crate::error::{Error, ErrorKind, Result};
@@ -20,11 +21,17 @@ use crate::table::{RequestInfo, TransferEnd};
 use crate::task::TransferId;
 use crate::transfer::Transfer;
 
-/// An engine's KV cache: where its blocks lie, and how many layers each has.
-#[derive(Debug)]
+/// An engine's KV cache: where its blocks lie, and how many layers each has. A clone is of the same memory.
+#[derive(Clone, Debug)]
 pub struct EngineMemory {
-    region: Arc<DeviceRegion>,
+    place: Place,
     layers: NonZeroU16,
+}
+
+#[derive(Clone, Debug)]
+enum Place {
+    Here(Arc<DeviceRegion>),
+    InRanks { slots: u32 },
 }
 
 impl EngineMemory {
@@ -34,23 +41,53 @@ impl EngineMemory {
     /// # Errors
     /// [`ErrorKind::Invalid`]: no layers, or a block cannot be divided into so many.
     pub fn new(region: DeviceRegion, layers: u16) -> Result<Self> {
-        let bytes = region.segments().block_bytes();
-        match NonZeroU16::new(layers).filter(|layers| bytes.is_multiple_of(usize::from(layers.get()))) {
-            Some(layers) => Ok(Self { region: Arc::new(region), layers }),
-            None => {
-                let message = format!("a block of {bytes} bytes has no {layers} layers of one size");
-                Err(Error::new(ErrorKind::Invalid, message))
-            }
+        let layers = layers_of(region.segments().block_bytes() as u64, layers)?;
+        Ok(Self { place: Place::Here(Arc::new(region)), layers })
+    }
+
+    /// For the leader of [ranks](crate::Rank), each of which [brings](crate::Rank::join_with) its slice of `slots` slots.
+    /// Layers are told at the end of a load, since they come in other processes.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`]: no layers.
+    pub fn in_ranks(slots: u32, layers: u16) -> Result<Self> {
+        Ok(Self { place: Place::InRanks { slots }, layers: layers_of(u64::from(layers), layers)? })
+    }
+
+    pub(crate) fn slots(&self) -> u32 {
+        match &self.place {
+            Place::Here(region) => region.segments().slots(),
+            Place::InRanks { slots } => *slots,
         }
     }
 
-    pub(crate) const fn region(&self) -> &Arc<DeviceRegion> {
-        &self.region
+    /// The memory of a process that has it.
+    pub(crate) fn region(&self) -> Result<Arc<DeviceRegion>> {
+        match &self.place {
+            Place::Here(region) => Ok(Arc::clone(region)),
+            Place::InRanks { .. } => Err(Error::new(
+                ErrorKind::Invalid,
+                "the engine's memory is in ranks, and there are none: set Options::ranks",
+            )),
+        }
+    }
+
+    /// That a leader's ranks have it.
+    pub(crate) fn check_in_ranks(&self, settings: &Settings) -> Result<()> {
+        match &self.place {
+            Place::InRanks { .. } => {
+                layers_of(settings.block_bytes.unwrap_or_default(), self.layers.get()).map(drop)
+            }
+            Place::Here(_) => Err(Error::new(
+                ErrorKind::Invalid,
+                "a leader of ranks has no memory of its own: say EngineMemory::in_ranks, and give it to the ranks",
+            )),
+        }
     }
 
     /// That each of `slots` is one of the engine's.
     fn check(&self, slots: &[SlotId]) -> Result<()> {
-        let all = self.region.segments().slots();
+        let all = self.slots();
         match slots.iter().find(|slot| slot.0 >= all) {
             None => Ok(()),
             Some(slot) => {
@@ -213,6 +250,13 @@ impl Manager {
             Error::new(ErrorKind::Invalid, "there is no tier to save to: set host.capacity, or a lower tier")
         })
     }
+}
+
+fn layers_of(bytes: u64, layers: u16) -> Result<NonZeroU16> {
+    NonZeroU16::new(layers).filter(|&layers| bytes.is_multiple_of(u64::from(layers.get()))).ok_or_else(|| {
+        let message = format!("a block of {bytes} bytes has no {layers} layers of one size");
+        Error::new(ErrorKind::Invalid, message)
+    })
 }
 
 fn too_short(first: usize, (wanted, there): (usize, usize)) -> Error {

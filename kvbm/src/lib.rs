@@ -12,6 +12,7 @@
 //! | `assemble` | the only place that names concrete backends and policies |
 //! | `engine_memory`, `layers` | an engine's own memory at one end of a transfer |
 //! | `device` | the device tier's bytes, for who looks at them on the CPU |
+//! | `ranks` | a manager whose bytes lie in other processes, one for each tensor-parallel rank |
 //! | `demand` | what more memory would bring: hit rate against capacity |
 //! | `metrics`, `clock`, `sync` | counting, time, locks and threads, each from one place |
 //!
@@ -34,6 +35,7 @@ mod manager;
 mod metrics;
 mod options;
 mod pinned;
+mod ranks;
 pub mod scheduler;
 mod sync;
 pub mod table;
@@ -52,6 +54,7 @@ pub use lease::Lease;
 pub use manager::{Allocation, Closing, Manager};
 pub use metrics::Metrics;
 pub use options::{Options, RouteReport};
+pub use ranks::{Rank, RankGroup, RankOptions};
 pub use scheduler::Drained;
 pub use table::RequestInfo;
 #[cfg(feature = "lock-times")]

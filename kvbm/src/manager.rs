@@ -70,8 +70,7 @@ impl Manager {
     }
 
     async fn assemble(settings: Settings, options: &Options, engine: Option<EngineMemory>) -> Result<Self> {
-        let region = engine.as_ref().map(|memory| Arc::clone(memory.region()));
-        let assembled = assemble::open(settings, options, region).await?;
+        let assembled = assemble::open(settings, options, engine.clone()).await?;
         assemble::export(&options.registry, &assembled.core)?;
         let pinned = Arc::new(PinnedChains::default());
         let background = Background::start(&assembled.core, &pinned)?;
@@ -218,6 +217,21 @@ impl Manager {
         let (mut read, mut answer) = (Some(read), None);
         device.read(lent.loan.as_ref()?, &mut |block| answer = read.take().map(|read| read(block)));
         answer
+    }
+
+    /// In which slot of the device the block `position` of `chain` is, which `lease` holds there: for engines that read
+    /// it themselves, and for ranks. `None` as for [`read_device`](Self::read_device).
+    pub fn device_slot<'a>(
+        &self,
+        lease: &Lease,
+        chain: impl Into<Chain<'a>>,
+        position: usize,
+    ) -> Option<SlotId> {
+        let chain = chain.into();
+        let is_held = position < lease.blocks(Tier::Device).min(chain.len());
+        let loan = is_held.then(|| self.core.lend_device(lease, chain, position))??;
+        let lent = Lent { core: &self.core, loan: Some(loan) };
+        lent.loan.as_ref().map(Loan::slot)
     }
 
     /// Begins another epoch: with new weights, or to forget all. From here on no block is found that was there before,
@@ -410,6 +424,14 @@ impl Allocation {
 
     fn reserved(&self, count: impl Fn(&Reserved) -> usize) -> usize {
         self.slots.as_ref().map_or(0, |(reserved, _)| count(reserved))
+    }
+
+    /// The slot of the device for block `position`: for engines that write it themselves, and for ranks. `None`: it is
+    /// not among [`blocks`](Self::blocks).
+    pub fn slot(&self, position: usize) -> Option<SlotId> {
+        let place = position.checked_sub(self.blocks().start)?;
+        let (reserved, _) = self.slots.as_ref()?;
+        reserved.frames.get(place).map(Frame::slot)
     }
 
     /// Lets `fill` write block `position` into its slot. False: it is not among [`blocks`](Self::blocks), or the GPU

@@ -8,6 +8,7 @@ use prometheus::Registry;
 
 use crate::clock::{Clock, SystemClock};
 use crate::fingerprint::Fingerprint;
+use crate::ranks::RankGroup;
 
 /// What a manager is opened with besides its settings.
 #[derive(Debug)]
@@ -21,6 +22,8 @@ pub struct Options {
     /// What the bytes of its blocks depend on besides tokens. Blocks of different fingerprints share neither names nor
     /// files nor objects. `None`: whoever opens the manager sees to that.
     pub fingerprint: Option<Fingerprint>,
+    /// The processes whose memory, files and objects the tiers are; `None`: those of this process.
+    pub ranks: Option<RankGroup>,
     /// What goes wrong on purpose with the copies of all tiers, for tests.
     pub chaos: Option<Chaos>,
 }
@@ -32,6 +35,7 @@ impl Default for Options {
             clock: Arc::new(SystemClock::default()),
             block_tokens: 16,
             fingerprint: None,
+            ranks: None,
             chaos: None,
         }
     }

@@ -114,7 +114,7 @@ impl CopyOp {
 }
 
 /// What a caller can do about a failed copy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum CopyErrorKind {
     /// The medium failed at this block, or returned fewer bytes than it has. What was read is not there any more.

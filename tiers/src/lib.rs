@@ -17,6 +17,8 @@
 //! for each slot; whoever has one may read and write the slot's memory. [`transform`] rearranges blocks between the
 //! layouts of engines.
 //!
+//! [`ranks`] has copies done by other processes, each with regions of its own.
+//!
 //! [`chaos`] makes media fail on purpose, around any backend and any object store.
 //!
 //! With the feature `baselines` there is `raw`, what all this is measured against. With the feature `testing`, the
@@ -50,6 +52,7 @@ pub mod memory;
 pub mod nixl;
 pub mod numa;
 pub mod object;
+pub mod ranks;
 #[cfg(any(test, feature = "baselines"))]
 pub mod raw;
 pub mod segments;

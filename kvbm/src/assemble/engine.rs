@@ -11,9 +11,9 @@ use kvbm_tiers::{
 use super::{gpu, setup};
 use crate::error::{Error, ErrorKind, Result};
 
-/// That the settings fit the engine's memory.
-pub(super) fn check(engine: &DeviceRegion, settings: &Settings) -> Result<()> {
-    let (ours, theirs) = (settings.block_bytes.unwrap_or_default(), engine.segments().block_bytes() as u64);
+/// That the settings fit the engine's memory, whose blocks have so many bytes.
+pub(super) fn check(theirs: u64, settings: &Settings) -> Result<()> {
+    let ours = settings.block_bytes.unwrap_or_default();
     if settings.device.capacity.is_some() {
         let message = "device.capacity (DYN_KVBM_DEVICE_CACHE_*) names a device tier, and the engine brings its own \
              memory: leave one out";

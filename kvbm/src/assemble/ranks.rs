@@ -1,0 +1,153 @@
+//! The two halves of a manager with ranks: a leader has slots without bytes, a rank has bytes without a table.
+
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock, Weak};
+
+use kvbm_settings::Settings;
+use kvbm_tiers::ranks::{JoinOptions, Leader, LeaderOptions, Member, Membership};
+use kvbm_tiers::{Backend, Frame, FramePool, Loan, Route, Tier};
+
+use super::{HostSlots, Tiers, host_slots, namespace, object_slots, own_slots, policies, setup, slots};
+use crate::device::Device;
+use crate::engine_memory::EngineMemory;
+use crate::error::{Error, ErrorKind, Result};
+use crate::fingerprint::{Fingerprint, Ranks};
+use crate::ranks::{RankGroup, RankOptions};
+use crate::scheduler::Core;
+
+/// What is done when a rank is lost: all residency ends, since a part of every block is gone. It is set when there is
+/// a core; before that nothing is resident.
+#[derive(Clone, Default)]
+pub(super) struct LossHook(Arc<OnceLock<Weak<Core>>>);
+
+impl LossHook {
+    pub(super) fn set(&self, core: &Arc<Core>) {
+        self.0.get_or_init(|| Arc::downgrade(core));
+    }
+
+    fn lost(&self) {
+        if let Some(core) = self.0.get().and_then(Weak::upgrade) {
+            core.forget_all();
+        }
+    }
+}
+
+impl Tiers {
+    /// Those of a leader: slots are counted here, and their bytes lie in the ranks, for which this waits.
+    pub(super) fn lead(
+        settings: &Settings,
+        fingerprint: Option<&Fingerprint>,
+        group: RankGroup,
+        on_loss: LossHook,
+        engine: Option<&EngineMemory>,
+    ) -> Result<Self> {
+        policies::warn_of_no_budget(settings);
+        engine.map_or(Ok(()), |engine| engine.check_in_ranks(settings))?;
+        let options = LeaderOptions {
+            dir: group.dir,
+            world: group.world,
+            slots: slots_by_tier(settings, engine)?,
+            block_bytes: settings.block_bytes.unwrap_or_default(),
+            fingerprint: shared_name(fingerprint),
+            limit: group.limit,
+        };
+        let mut tiers = Self::default();
+        tiers.count_slots(options.slots, host_slots(settings)?, settings);
+        let leader = Leader::open(options, move |_| on_loss.lost()).map_err(setup)?;
+        tiers.connect(leader);
+        tiers.link_flushes(settings);
+        Ok(tiers)
+    }
+
+    fn count_slots(&mut self, slots: [u32; Tier::COUNT], host: HostSlots, settings: &Settings) {
+        for tier in Tier::ALL {
+            let mut pool = FramePool::new(tier, slots[tier.index()]);
+            if tier == Tier::Host {
+                self.staging.extend((0..host.staging).filter_map(|_| pool.take()));
+            }
+            if own_slots(&pool) > 0 {
+                self.add_tier(pool, settings);
+            }
+        }
+        if slots[Tier::Device.index()] > 0 {
+            self.device = Some(Arc::new(Elsewhere));
+        }
+    }
+}
+
+pub(super) fn chaos_is_elsewhere() -> Error {
+    let message = "chaos is with the media: give it to the ranks, not to their leader";
+    Error::new(ErrorKind::Invalid, message)
+}
+
+/// What is the same in the fingerprints of all ranks and their leader. Epochs are the leader's affair: it may have begun
+/// others since, when a rank is started anew.
+fn shared_name(fingerprint: Option<&Fingerprint>) -> String {
+    fingerprint.map_or("none".to_owned(), |fingerprint| {
+        let ranks = Ranks { tensor_rank: 0, ..fingerprint.ranks };
+        format!("{:032x}", Fingerprint { ranks, ..fingerprint.clone() }.digest_in(0))
+    })
+}
+
+/// Slots that a region of each tier has, on the leader's side and on a rank's.
+fn slots_by_tier(settings: &Settings, engine: Option<&EngineMemory>) -> Result<[u32; Tier::COUNT]> {
+    let count = |capacity: Option<_>| capacity.map_or(Ok(0), |capacity| slots(capacity, settings));
+    let HostSlots { tier, staging } = host_slots(settings)?;
+    let object = settings.object.place().map_or(Ok(0), |_| object_slots(settings))?;
+    let device = engine.map_or_else(|| count(settings.device.capacity), |engine| Ok(engine.slots()))?;
+    Ok([device, tier + staging, count(settings.disk.capacity)?, object])
+}
+
+/// A rank that has joined, and its device's bytes.
+pub(crate) struct OpenedRank {
+    pub(crate) member: Member,
+    pub(crate) device: Option<(Arc<dyn Device>, FramePool)>,
+}
+
+/// Opens a rank's tiers, and joins. Takes memory, makes files, probes stores, and waits for the leader.
+pub(crate) fn open_rank(
+    settings: &Settings,
+    options: RankOptions,
+    engine: Option<&EngineMemory>,
+) -> Result<OpenedRank> {
+    settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
+    let RankOptions { group, rank, fingerprint, chaos } = options;
+    let (RankGroup { dir, world, limit }, fingerprint) = (group, fingerprint.as_ref());
+    fingerprint.map_or(Ok(()), |fingerprint| fingerprint.validate(fingerprint.block_tokens))?;
+    // Ranks may share directories and stores: each has files and objects of its own there.
+    let namespace = format!("{}-rank{rank}of{world}", namespace(settings, fingerprint));
+    let region = engine.map(EngineMemory::region).transpose()?;
+    let Tiers { device, specs, executor, .. } = Tiers::open(settings, namespace, chaos, region)?;
+    let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
+    let backend = |route: Route| Some((route, Arc::clone(executor.backend(route)?)));
+    let backends: HashMap<Route, Arc<dyn Backend>> = routes.filter_map(backend).collect();
+    let member = Membership {
+        rank,
+        world,
+        slots: slots_by_tier(settings, engine)?,
+        block_bytes: settings.block_bytes.unwrap_or_default(),
+        fingerprint: shared_name(fingerprint),
+        routes: Vec::new(),
+    };
+    let member = Member::join(JoinOptions { dir, member, limit }, backends).map_err(setup)?;
+    let pool = specs.into_iter().map(|spec| spec.pool).find(|pool| pool.tier() == Tier::Device);
+    Ok(OpenedRank { member, device: device.zip(pool) })
+}
+
+/// The device of a leader: its bytes are the ranks'.
+#[derive(Debug)]
+struct Elsewhere;
+
+impl Device for Elsewhere {
+    fn name(&self) -> &'static str {
+        "ranks"
+    }
+
+    fn fill(&self, _: &mut Frame, _: &mut dyn FnMut(&mut [u8])) -> bool {
+        false
+    }
+
+    fn read(&self, _: &Loan, _: &mut dyn FnMut(&[u8])) -> bool {
+        false
+    }
+}

@@ -1,0 +1,218 @@
+//! One manager over several processes, as tensor parallelism has them.
+//!
+//! Each rank of a model has its slice of every block: its heads' keys and values. One process, the *leader*, has the
+//! [`Manager`](crate::Manager): it decides which block lies where. Each *rank* has tiers of its own, with memory, files
+//! and objects, and moves its slice of a block when the leader moves the block, from and to the slot of the same number.
+//! A block is there when every rank has it.
+//!
+//! ```text
+//!  leader's process            a rank's process, one for each
+//!  Manager::open ◄──joins──── Rank::join
+//!  lease, load, save ──copies─► its slice: device, host, disk, objects
+//!                    ◄─ended──
+//! ```
+//!
+//! The leader opens with [`Options::ranks`](crate::Options::ranks), and waits for its ranks; they are opened with the
+//! same settings, of which sizes are compared. `block_bytes` and capacities are of *one* rank's slice. A process may be
+//! leader and rank at once: it opens both, the rank on another thread.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvbm_settings::Settings;
+use kvbm_tiers::chaos::Chaos;
+use kvbm_tiers::ranks::Stopper;
+use kvbm_tiers::{Failure, FramePool, SlotId};
+use parking_lot::Condvar;
+
+use crate::assemble::{OpenedRank, open_rank};
+use crate::device::Device;
+use crate::engine_memory::EngineMemory;
+use crate::error::{Error, ErrorKind, Result};
+use crate::fingerprint::Fingerprint;
+use crate::sync::{JoinHandle, Mutex, spawn};
+
+/// The processes that share blocks. Leader and ranks are given the same.
+#[derive(Clone, Debug)]
+pub struct RankGroup {
+    /// A directory on this machine where they meet, of this user alone; its last component is created if it is missing.
+    /// One leader at a time uses it. At most some 90 bytes, since sockets have short names.
+    pub dir: PathBuf,
+    /// How many ranks there are, 1 to 64.
+    pub world: u16,
+    /// How long the leader waits for its ranks when it opens, and a rank for its leader.
+    pub limit: Duration,
+}
+
+/// What a rank is opened with besides its settings.
+#[derive(Debug)]
+pub struct RankOptions {
+    /// Whose rank it is.
+    pub group: RankGroup,
+    /// Its number, from 0.
+    pub rank: u16,
+    /// What the bytes of its blocks depend on: the same as the leader's [`Options::fingerprint`], but for the tensor
+    /// rank and the epoch.
+    ///
+    /// [`Options::fingerprint`]: crate::Options::fingerprint
+    pub fingerprint: Option<Fingerprint>,
+    /// What goes wrong on purpose with the copies of its tiers, for tests.
+    pub chaos: Option<Chaos>,
+}
+
+/// A rank: it has tiers, and moves blocks between them as its leader says, on a thread of its own. Dropping it ends its
+/// service; the leader then counts it as lost.
+pub struct Rank {
+    number: u16,
+    leader: i32,
+    device: Option<DeviceSlots>,
+    stopper: Stopper,
+    service: Arc<Service>,
+    thread: Option<JoinHandle>,
+}
+
+/// The device tier of a rank, in which an engine writes and reads slots that its leader named.
+struct DeviceSlots {
+    device: Arc<dyn Device>,
+    /// Has all slots as resident: who may use one is known to the leader alone.
+    pool: Mutex<FramePool>,
+}
+
+/// What became of the service, once it has ended.
+#[derive(Default)]
+struct Service {
+    outcome: parking_lot::Mutex<Option<Result<()>>>,
+    ended: Condvar,
+}
+
+impl fmt::Debug for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rank")
+            .field("number", &self.number)
+            .field("leader", &self.leader)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Rank {
+    /// Opens the tiers that the settings name, and joins the leader, for which it waits. Blocks meanwhile.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`]: a setting is wrong or does not fit, or the leader has other ones, another fingerprint or
+    /// version, or another number of ranks. [`ErrorKind::Unavailable`]: memory, a directory or a store cannot be had, no
+    /// leader came in time, or another process has this rank's number. The message names what it is.
+    pub fn join(settings: &Settings, options: RankOptions) -> Result<Self> {
+        Self::join_as(settings, options, None)
+    }
+
+    /// [`join`](Self::join), with the memory of this rank's engine in place of a device tier: the leader
+    /// [saves from](crate::Manager::save_from) and [loads into](crate::Manager::load_into) its slots.
+    ///
+    /// # Errors
+    /// Those of [`join`](Self::join) and of [`open_with`](crate::Manager::open_with).
+    pub fn join_with(settings: &Settings, options: RankOptions, memory: &EngineMemory) -> Result<Self> {
+        Self::join_as(settings, options, Some(memory))
+    }
+
+    fn join_as(settings: &Settings, options: RankOptions, memory: Option<&EngineMemory>) -> Result<Self> {
+        let number = options.rank;
+        let OpenedRank { member, device } = open_rank(settings, options, memory)?;
+        let (stopper, leader) = (member.stopper(), member.leader());
+        let service = Arc::new(Service::default());
+        let outcome = Arc::clone(&service);
+        let thread = spawn("kvbm-rank", move || outcome.end(member.serve().map_err(leader_gone)))
+            .map_err(|error| Error::caused(ErrorKind::Unavailable, "cannot start a thread", error))?;
+        let device = device.map(|(device, pool)| DeviceSlots::new(device, pool));
+        Ok(Self { number, leader, device, stopper, service, thread: Some(thread) })
+    }
+
+    /// Its number, from 0.
+    pub const fn number(&self) -> u16 {
+        self.number
+    }
+
+    /// Waits until the service ends: `Ok` when the leader closed its manager. Then [`join`](Self::join) again.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`]: the leader is gone, which the message names. What the rank held is worth nothing
+    /// then.
+    pub fn wait(&self) -> Result<()> {
+        let mut outcome = self.service.outcome.lock();
+        loop {
+            if let Some(outcome) = &*outcome {
+                return outcome.clone();
+            }
+            self.service.ended.wait(&mut outcome);
+        }
+    }
+
+    /// Whether it still does what its leader says.
+    pub fn is_serving(&self) -> bool {
+        self.service.outcome.lock().is_none()
+    }
+
+    /// Lets `fill` write this rank's slice of a block, `block_bytes` long, into a slot of its device: one of the leader's
+    /// [`Allocation`](crate::Allocation). False: there is no such slot, or the GPU failed.
+    pub fn fill_device(&self, slot: SlotId, mut fill: impl FnMut(&mut [u8])) -> bool {
+        self.device.as_ref().is_some_and(|slots| slots.fill(slot, &mut fill))
+    }
+
+    /// Shows this rank's slice of a block in a slot of its device: one that the leader
+    /// [holds](crate::Manager::device_slot). `None`: there is no such slot, or the GPU failed.
+    pub fn read_device<R>(&self, slot: SlotId, read: impl FnOnce(&[u8]) -> R) -> Option<R> {
+        let (mut read, mut answer) = (Some(read), None);
+        let mut show = |block: &[u8]| answer = read.take().map(|read| read(block));
+        self.device.as_ref()?.read(slot, &mut show).then_some(())?;
+        answer
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        self.stopper.stop();
+        if let Some(Err(_)) = self.thread.take().map(JoinHandle::join) {
+            tracing::error!(rank = self.number, "the thread that serves a rank's leader died of a panic");
+        }
+    }
+}
+
+impl Service {
+    fn end(&self, outcome: Result<()>) {
+        if let Err(error) = &outcome {
+            tracing::error!(%error, "a rank's service ended");
+        }
+        *self.outcome.lock() = Some(outcome);
+        self.ended.notify_all();
+    }
+}
+
+impl DeviceSlots {
+    fn new(device: Arc<dyn Device>, mut pool: FramePool) -> Self {
+        while let Some(frame) = pool.take() {
+            pool.deposit(frame);
+        }
+        Self { device, pool: Mutex::new(pool) }
+    }
+
+    /// The slot's handle is with the filler meanwhile: two cannot write to one slot.
+    fn fill(&self, slot: SlotId, fill: &mut dyn FnMut(&mut [u8])) -> bool {
+        let Some(mut frame) = self.pool.lock().withdraw(slot) else { return false };
+        let is_filled = self.device.fill(&mut frame, fill);
+        self.pool.lock().deposit(frame);
+        is_filled
+    }
+
+    fn read(&self, slot: SlotId, read: &mut dyn FnMut(&[u8])) -> bool {
+        let Some(loan) = self.pool.lock().lend(slot) else { return false };
+        let is_shown = self.device.read(&loan, read);
+        self.pool.lock().settle(loan);
+        is_shown
+    }
+}
+
+fn leader_gone<K: fmt::Debug + Copy + Send + Sync + 'static>(error: Failure<K>) -> Error {
+    let message = error.to_string();
+    Error::caused(ErrorKind::Unavailable, message, error)
+}

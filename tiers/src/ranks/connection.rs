@@ -1,0 +1,255 @@
+//! A stream between a leader and a rank, on which nobody waits: not who sends, nor who receives.
+
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::process::{Pid, PidfdFlags, geteuid, pidfd_open};
+
+use super::protocol::{Malformed, first_message, framed_bytes};
+
+/// Bytes that wait for a peer who does not read. What a scheduler has under way is far less.
+const MAX_OUTBOX: usize = 16 << 20;
+/// Bytes read at a time: some thirty batches' reports.
+const READ_BYTES: usize = 64 << 10;
+
+/// The sending side, and who is at the other end.
+#[derive(Debug)]
+pub(super) struct Connection {
+    stream: UnixStream,
+    /// What the stream would not take yet.
+    outbox: Mutex<Vec<u8>>,
+    peer: Peer,
+}
+
+/// The process at the other end.
+#[derive(Debug)]
+pub(super) struct Peer {
+    /// 0: of another PID namespace.
+    pub(super) pid: i32,
+    /// Becomes readable when the process ends. The end of the stream does not say that: engines fork, and a child that
+    /// outlives its parent keeps the stream open. `None`: the kernel does not tell, and the stream must do.
+    life: Option<OwnedFd>,
+}
+
+/// What became of a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sent {
+    /// The stream has it, or is broken, which who reads it learns.
+    Entirely,
+    /// Some of it waits until the stream [can take it](Connection::flush).
+    Partly,
+    /// Nothing of it: too much waits already.
+    Refused,
+}
+
+impl Connection {
+    /// Fails if the peer is a process of another user.
+    pub(super) fn new(stream: UnixStream) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        let peer = Peer::of(&stream)?;
+        Ok(Self { stream, outbox: Mutex::default(), peer })
+    }
+
+    pub(super) const fn peer(&self) -> &Peer {
+        &self.peer
+    }
+
+    pub(super) fn send(&self, frame: &[u8]) -> Sent {
+        let mut outbox = self.outbox.lock();
+        if outbox.len() + frame.len() > MAX_OUTBOX {
+            return Sent::Refused;
+        }
+        let sent = if outbox.is_empty() { write_some(&self.stream, frame) } else { 0 };
+        outbox.extend_from_slice(&frame[sent..]);
+        if outbox.is_empty() { Sent::Entirely } else { Sent::Partly }
+    }
+
+    /// Sends what waits, as far as the stream takes it.
+    pub(super) fn flush(&self) {
+        let mut outbox = self.outbox.lock();
+        let sent = write_some(&self.stream, &outbox);
+        outbox.drain(..sent);
+    }
+
+    /// The peer reads the end of the stream, and may go on sending.
+    pub(super) fn say_no_more(&self) {
+        // Of a stream that is broken both ends know.
+        let _ = self.stream.shutdown(Shutdown::Write);
+    }
+
+    /// What to wait for: something to read, room for what waits, or the peer's end.
+    pub(super) fn watch<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
+        let waits = !self.outbox.lock().is_empty();
+        let flags = if waits { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+        fds.push(PollFd::new(&self.stream, flags));
+        // Every connection has two places in the list.
+        match &self.peer.life {
+            Some(life) => fds.push(PollFd::new(life, PollFlags::IN)),
+            None => fds.push(PollFd::new(&self.stream, PollFlags::empty())),
+        }
+    }
+}
+
+/// What a wait found out about a connection.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ready {
+    pub(super) is_readable: bool,
+    pub(super) is_writable: bool,
+    /// The process at the other end has ended.
+    pub(super) is_dead: bool,
+}
+
+impl Ready {
+    /// Of the two places that [`Connection::watch`] filled.
+    pub(super) fn of(fds: &[PollFd<'_>]) -> Self {
+        let (stream, life) = (fds[0].revents(), fds[1].revents());
+        Self {
+            is_readable: stream.intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR),
+            is_writable: stream.contains(PollFlags::OUT),
+            is_dead: life.contains(PollFlags::IN),
+        }
+    }
+}
+
+/// All of it, unless the stream is full. Of a broken stream nothing is left to send.
+fn write_some(mut stream: &UnixStream, bytes: &[u8]) -> usize {
+    let mut sent = 0;
+    while sent < bytes.len() {
+        match stream.write(&bytes[sent..]) {
+            Ok(count) => sent += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return sent,
+            Err(_) => return bytes.len(),
+        }
+    }
+    sent
+}
+
+/// The receiving side, of one thread.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    bytes: Vec<u8>,
+    /// Where the first message begins that was not taken.
+    start: usize,
+    limit: usize,
+}
+
+/// Why nothing more will come.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum End {
+    #[error("it closed the connection")]
+    Closed,
+    #[error("its process ended")]
+    Died,
+    #[error("the connection failed: {0}")]
+    Failed(io::Error),
+    #[error(transparent)]
+    Malformed(#[from] Malformed),
+}
+
+impl Inbox {
+    /// Takes messages of up to `limit` bytes.
+    pub(super) const fn new(limit: usize) -> Self {
+        Self { bytes: Vec::new(), start: 0, limit }
+    }
+
+    pub(super) const fn set_limit(&mut self, limit: usize) {
+        self.limit = limit;
+    }
+
+    /// Reads what has come, once: a peer who sends without end must not keep others waiting.
+    pub(super) fn read(&mut self, connection: &Connection) -> Result<(), End> {
+        self.bytes.drain(..self.start);
+        self.start = 0;
+        let read = self.bytes.len();
+        self.bytes.resize(read + READ_BYTES, 0);
+        let outcome = (&connection.stream).read(&mut self.bytes[read..]);
+        self.bytes.truncate(read + outcome.as_ref().map_or(0, |&count| count));
+        match outcome {
+            Ok(0) => Err(End::Closed),
+            Ok(_) => Ok(()),
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
+                Ok(())
+            }
+            Err(error) => Err(End::Failed(error)),
+        }
+    }
+
+    /// Drops what was read.
+    pub(super) fn clear(&mut self) {
+        (self.start, self.bytes) = (0, Vec::new());
+    }
+
+    /// The next message that is here entirely.
+    pub(super) fn next(&mut self) -> Result<Option<&[u8]>, Malformed> {
+        let message = first_message(&self.bytes[self.start..], self.limit)?;
+        self.start += message.map_or(0, framed_bytes);
+        Ok(message)
+    }
+}
+
+impl Peer {
+    fn of(stream: &UnixStream) -> io::Result<Self> {
+        let (pid, uid) = credentials(stream)?;
+        if uid != geteuid().as_raw() {
+            let message = format!("process {pid} belongs to user {uid}");
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
+        }
+        let life = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        Ok(Self { pid, life })
+    }
+}
+
+/// Process and user at the other end, as they were when it connected or listened.
+fn credentials(stream: &UnixStream) -> io::Result<(i32, u32)> {
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut bytes = size_of::<libc::ucred>() as libc::socklen_t;
+    // Not through rustix: it has no value for the process 0, which a process of another PID namespace is.
+    // SAFETY: the place is as large as it is said to be, and its own.
+    let status = unsafe {
+        let (level, option) = (libc::SOL_SOCKET, libc::SO_PEERCRED);
+        libc::getsockopt(stream.as_raw_fd(), level, option, (&raw mut peer).cast(), &raw mut bytes)
+    };
+    if status == 0 { Ok((peer.pid, peer.uid)) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Ends the wait of a thread that waits for connections.
+#[derive(Debug)]
+pub(super) struct Waker(OwnedFd);
+
+impl Waker {
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
+    }
+
+    pub(super) fn wake(&self) {
+        // Full means woken.
+        let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
+    }
+
+    /// The next wait is one.
+    pub(super) fn rearm(&self) {
+        let _ = rustix::io::read(&self.0, &mut [0; 8]);
+    }
+}
+
+impl AsFd for Waker {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// Waits for any of these, at most for `limit`.
+pub(super) fn wait(fds: &mut [PollFd<'_>], limit: Option<Duration>) {
+    // A poll that fails, of a signal or for want of memory, found nothing: the next one will.
+    let limit =
+        limit.map(|limit| Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() });
+    if poll(fds, limit.as_ref()).is_err() {
+        fds.iter_mut().for_each(PollFd::clear_revents);
+    }
+}

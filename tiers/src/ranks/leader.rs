@@ -1,0 +1,599 @@
+//! The leader's side: a backend whose copies are done by all ranks, and the thread that listens to them.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::io;
+use std::mem;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use rustix::event::{PollFd, PollFlags};
+
+use super::connection::{Connection, End, Inbox, Ready, Sent, Waker, wait};
+use super::pending::{MAX_RANKS, Pending, Report, Unexpected};
+use super::protocol::{
+    Ended, Hello, MAX_FINGERPRINT, MAX_GREETING, MAX_MESSAGE, MAX_OPS, Malformed, Membership, Refusal,
+    ToLeader, ToRank, decode, frame,
+};
+use super::socket::Meeting;
+use crate::backend::Backend;
+use crate::clock;
+use crate::copy::{Completion, CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
+use crate::error::{SetupError, SetupErrorKind};
+use crate::fork::Maker;
+
+/// How long somebody who connected may take to say who it is.
+const GREETING_LIMIT: Duration = Duration::from_secs(5);
+/// How long a leader that ends waits for copies under way.
+const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
+/// So many may be about to say it.
+const MAX_NEWCOMERS: usize = 2 * MAX_RANKS as usize;
+
+/// What a leader expects of its ranks.
+#[derive(Clone, Debug)]
+pub struct LeaderOptions {
+    /// Where they meet; its last component is created if it is missing.
+    pub dir: PathBuf,
+    /// How many there are, 1 to [`MAX_RANKS`].
+    pub world: u16,
+    /// Slots by tier that each has; in the host tier with the staging slots.
+    pub slots: [u32; Tier::COUNT],
+    /// Bytes of each one's slice of a block.
+    pub block_bytes: u64,
+    /// What else must be the same.
+    pub fingerprint: String,
+    /// How long to wait until all are there.
+    pub limit: Duration,
+}
+
+/// A backend whose copies are done by ranks, each of its slice. Dropping it ends their service.
+#[derive(Debug)]
+pub struct Leader {
+    shared: Arc<Shared>,
+    routes: Vec<Route>,
+    thread: Option<JoinHandle<()>>,
+    maker: Maker,
+}
+
+impl Leader {
+    /// Waits until all ranks are there. From then on `on_lost` is called, with its number, when one is gone: all that
+    /// it held is lost, and copies that it had confirmed are told of as failed only after the call returned.
+    ///
+    /// # Errors
+    /// `Invalid`: no ranks, or too many; or some were refused, which the message names. `InUse`: the directory has a
+    /// leader. `NotWritable`: the directory. `Unavailable`: ranks that the message names have not come in time; or no
+    /// thread.
+    pub fn open(
+        options: LeaderOptions,
+        on_lost: impl Fn(u16) + Send + Sync + 'static,
+    ) -> Result<Self, SetupError> {
+        if !(1..=MAX_RANKS).contains(&options.world) {
+            let message = format!("{} ranks: have 1 to {MAX_RANKS}", options.world);
+            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+        }
+        check_fingerprint(&options.fingerprint)?;
+        let meeting = Meeting::open(&options.dir)?;
+        let deadline = clock::now() + options.limit;
+        let waker = Waker::new().map_err(|error| no_thread(&error))?;
+        let state = State {
+            seats: (0..options.world).map(|_| None).collect(),
+            refused: vec![None; usize::from(options.world)],
+            agreed: None,
+            pending: Pending::default(),
+        };
+        let shared = Arc::new(Shared {
+            options,
+            state: Mutex::new(state),
+            joined: Condvar::new(),
+            waker,
+            is_closing: AtomicBool::new(false),
+            on_lost: Box::new(on_lost),
+        });
+        let desk = Desk { shared: Arc::clone(&shared), meeting, ranks: Vec::new(), newcomers: Vec::new() };
+        let thread = clock::spawn("kvbm-ranks", move || desk.run()).map_err(|error| no_thread(&error))?;
+        let thread = Some(thread);
+        let mut leader = Self { shared, routes: Vec::new(), thread, maker: Maker::this_process() };
+        leader.routes = leader.shared.wait_for_all(deadline)?;
+        Ok(leader)
+    }
+}
+
+/// Hellos are short.
+pub(super) fn check_fingerprint(fingerprint: &str) -> Result<(), SetupError> {
+    if fingerprint.len() <= MAX_FINGERPRINT {
+        return Ok(());
+    }
+    let bytes = fingerprint.len();
+    let message =
+        format!("a fingerprint of {bytes} bytes: give the ranks a digest of {MAX_FINGERPRINT} at most");
+    Err(SetupError::new(SetupErrorKind::Invalid, message))
+}
+
+fn no_thread(error: &io::Error) -> SetupError {
+    SetupError::new(SetupErrorKind::Unavailable, format!("cannot start to listen to ranks: {error}"))
+}
+
+// SAFETY: a copy is reported when each rank has said that it ended, or when the rank is gone: its process has ended, or
+// it closed the connection, which it does when it has ended its copies. The regions are the ranks' own.
+unsafe impl Backend for Leader {
+    fn name(&self) -> &'static str {
+        "ranks"
+    }
+
+    fn routes(&self) -> &[Route] {
+        &self.routes
+    }
+
+    fn submit(&self, batch: Vec<CopyOp>, done: Done) {
+        if batch.len() <= MAX_OPS {
+            return self.shared.send(&batch, done);
+        }
+        for (ops, first) in batch.chunks(MAX_OPS).zip((0..).step_by(MAX_OPS)) {
+            let done = done.clone();
+            let report = move |ended: Vec<Completion>| {
+                done.complete_all(ended.into_iter().map(|(op, result)| (first + op, result)).collect());
+            };
+            self.shared.send(ops, Done::together(report));
+        }
+    }
+}
+
+impl Drop for Leader {
+    /// In a forked child the ranks are the parent's still, and the thread is not there.
+    fn drop(&mut self) {
+        let thread = self.thread.take();
+        if !self.maker.is_this_process() {
+            return mem::forget((thread, Arc::clone(&self.shared)));
+        }
+        self.shared.is_closing.store(true, Ordering::Release);
+        self.shared.waker.wake();
+        // A completion may have dropped the last handle of the leader: the thread cannot wait for itself.
+        let is_other = |thread: &JoinHandle<()>| thread.thread().id() != thread::current().id();
+        if let Some(Err(_)) = thread.filter(is_other).map(JoinHandle::join) {
+            tracing::error!("the thread that listens to ranks died of a panic");
+        }
+    }
+}
+
+/// What those who submit share with the thread that listens.
+struct Shared {
+    options: LeaderOptions,
+    state: Mutex<State>,
+    /// A rank came.
+    joined: Condvar,
+    waker: Waker,
+    is_closing: AtomicBool,
+    on_lost: Box<dyn Fn(u16) + Send + Sync>,
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    /// By rank: who it is, while it is there.
+    seats: Vec<Option<Seat>>,
+    /// By rank: why somebody who claimed to be it was refused last, while it was not there.
+    refused: Vec<Option<String>>,
+    /// The routes that all ranks had when they were complete for the first time.
+    agreed: Option<Vec<Route>>,
+    pending: Pending,
+}
+
+#[derive(Debug)]
+struct Seat {
+    connection: Arc<Connection>,
+    routes: Vec<Route>,
+}
+
+impl State {
+    /// All ranks' connections; an error names one that is not there.
+    fn all(&self) -> Result<Vec<Arc<Connection>>, u16> {
+        let seats = (0..).zip(&self.seats);
+        seats.map(|(rank, seat)| seat.as_ref().map(|seat| Arc::clone(&seat.connection)).ok_or(rank)).collect()
+    }
+
+    /// What every rank can do, once all are there.
+    fn agree(&mut self) {
+        if self.agreed.is_some() || self.seats.iter().any(Option::is_none) {
+            return;
+        }
+        let mut routes: Vec<_> = self.seats[0].as_ref().map(|seat| seat.routes.clone()).unwrap_or_default();
+        routes.retain(|route| self.seats.iter().flatten().all(|seat| seat.routes.contains(route)));
+        self.agreed = Some(routes);
+    }
+}
+
+impl Shared {
+    fn wait_for_all(&self, deadline: Instant) -> Result<Vec<Route>, SetupError> {
+        let mut state = self.state.lock();
+        loop {
+            if let Some(routes) = &state.agreed {
+                return Ok(routes.clone());
+            }
+            if self.joined.wait_until(&mut state, deadline).timed_out() && state.agreed.is_none() {
+                return Err(self.incomplete(&state));
+            }
+        }
+    }
+
+    fn incomplete(&self, state: &State) -> SetupError {
+        let LeaderOptions { dir, limit, world, .. } = &self.options;
+        let missing = (0..*world).filter(|&rank| state.seats[usize::from(rank)].is_none());
+        let named: Vec<_> = missing
+            .map(|rank| match &state.refused[usize::from(rank)] {
+                Some(why) => format!("{rank} (refused: {why})"),
+                None => rank.to_string(),
+            })
+            .collect();
+        let is_refusal = state.refused.iter().any(Option::is_some);
+        let kind = if is_refusal { SetupErrorKind::Invalid } else { SetupErrorKind::Unavailable };
+        let (named, dir) = (named.join(", "), dir.display());
+        SetupError::new(kind, format!("of {world} ranks these did not come to {dir} in {limit:?}: {named}"))
+    }
+
+    fn is_busy(&self) -> bool {
+        !self.state.lock().pending.is_empty()
+    }
+
+    /// Has all ranks do a batch.
+    fn send(&self, ops: &[CopyOp], done: Done) {
+        if ops.is_empty() {
+            return;
+        }
+        let mut state = self.state.lock();
+        let connections = match state.all() {
+            Ok(connections) => connections,
+            Err(rank) => {
+                drop(state);
+                let away = CopyError::new(CopyErrorKind::Unavailable, format!("rank {rank} is not there"));
+                return done.complete_all((0..ops.len()).map(|op| (op, Err(away.clone()))).collect());
+            }
+        };
+        let batch = state.pending.add(ops.len(), self.options.world, done);
+        drop(state);
+        // Written once for all of them.
+        let message = frame(&ToRank::Copy { batch, ops: Cow::Borrowed(ops) });
+        for (rank, connection) in (0..).zip(connections) {
+            match connection.send(&message) {
+                Sent::Entirely => {}
+                Sent::Partly => self.waker.wake(),
+                Sent::Refused => self.overrun(rank, batch, ops.len()),
+            }
+        }
+    }
+
+    /// A rank does not even read any more.
+    fn overrun(&self, rank: u16, batch: u64, copies: usize) {
+        let mut ended = Ended::new(batch);
+        let why = "too much waits for it";
+        (0..copies as u32).for_each(|op| ended.failed(op, CopyErrorKind::Unavailable, why));
+        // If the rank was lost since, that has ended the copies.
+        let (report, _) = self.state.lock().pending.ended(rank, ended);
+        report.into_iter().for_each(Report::send);
+    }
+
+    /// What a rank reported.
+    fn ended(&self, rank: u16, news: Vec<Ended>) -> Result<(), Unexpected> {
+        let mut reports = Vec::with_capacity(news.len());
+        let mut state = self.state.lock();
+        let outcome = news.into_iter().try_for_each(|ended| {
+            let (report, outcome) = state.pending.ended(rank, ended);
+            reports.extend(report);
+            outcome
+        });
+        drop(state);
+        reports.into_iter().for_each(Report::send);
+        outcome
+    }
+
+    /// A rank is gone.
+    fn lost(&self, rank: u16, why: &Loss) {
+        let error = CopyError::new(CopyErrorKind::Unavailable, format!("rank {rank} is gone: {why}"));
+        let mut state = self.state.lock();
+        state.seats[usize::from(rank)] = None;
+        let reports = state.pending.lost(rank, &error);
+        drop(state);
+        // First, so that nothing lands any more that the rank had confirmed.
+        (self.on_lost)(rank);
+        reports.into_iter().for_each(Report::send);
+    }
+
+    /// Lets a rank in, or says why not.
+    fn seat(&self, member: Membership, connection: &Arc<Connection>) -> Result<(), Refusal> {
+        let mismatch = |why| Refusal { is_taken: false, why };
+        self.options.check(&member).map_err(mismatch)?;
+        let mut state = self.state.lock();
+        let place = usize::from(member.rank);
+        if let Some(holder) = &state.seats[place] {
+            let pid = holder.connection.peer().pid;
+            let why = format!("process {pid} is that rank: stop it first, or join as another");
+            return Err(Refusal { is_taken: true, why });
+        }
+        let lacking = |route: &&Route| !member.routes.contains(route);
+        if let Some((from, to)) = state.agreed.iter().flatten().find(lacking) {
+            return Err(mismatch(format!("it cannot copy {from} to {to}, as it could before")));
+        }
+        // Before anybody can send it copies.
+        connection.send(&frame(&ToRank::Welcome));
+        state.seats[place] = Some(Seat { connection: Arc::clone(connection), routes: member.routes });
+        state.refused[place] = None;
+        state.agree();
+        self.joined.notify_all();
+        Ok(())
+    }
+
+    fn note_refusal(&self, rank: u16, why: String) {
+        if let Some(noted) = self.state.lock().refused.get_mut(usize::from(rank)) {
+            *noted = Some(why);
+        }
+    }
+}
+
+impl LeaderOptions {
+    /// Whether somebody is one of the ranks that are expected; an error says what is not as expected.
+    fn check(&self, member: &Membership) -> Result<(), String> {
+        let differs = |what: &str, its: &dyn fmt::Display, ours: &dyn fmt::Display| {
+            Err(format!("its {what} is {its}, this leader's {ours}"))
+        };
+        if member.world != self.world {
+            return differs("number of ranks", &member.world, &self.world);
+        }
+        if member.rank >= self.world {
+            return Err(format!("there is no such rank: they are 0 to {}", self.world - 1));
+        }
+        if member.block_bytes != self.block_bytes {
+            return differs("block_bytes", &member.block_bytes, &self.block_bytes);
+        }
+        let mut slots = member.slots.iter().zip(&self.slots).zip(Tier::ALL);
+        if let Some(((its, ours), tier)) = slots.find(|((its, ours), _)| its != ours) {
+            return differs(&format!("number of {tier} slots"), its, ours);
+        }
+        if member.fingerprint != self.fingerprint {
+            return differs("fingerprint", &member.fingerprint, &self.fingerprint);
+        }
+        Ok(())
+    }
+}
+
+/// Why a rank is lost.
+#[derive(Debug, thiserror::Error)]
+enum Loss {
+    #[error(transparent)]
+    Ended(#[from] End),
+    #[error(transparent)]
+    Unexpected(#[from] Unexpected),
+    #[error("it said hello twice")]
+    HelloTwice,
+}
+
+impl From<Malformed> for Loss {
+    fn from(error: Malformed) -> Self {
+        Self::Ended(End::Malformed(error))
+    }
+}
+
+/// The thread that listens: to those who connect, and to those who have joined. It alone lets ranks in and declares
+/// them lost, so that these come in an order.
+struct Desk {
+    shared: Arc<Shared>,
+    meeting: Meeting,
+    ranks: Vec<Joined>,
+    newcomers: Vec<Newcomer>,
+}
+
+struct Joined {
+    rank: u16,
+    connection: Arc<Connection>,
+    inbox: Inbox,
+    /// What it did wrong. It was told to go, and is lost when it has ended its copies and went.
+    fault: Option<Loss>,
+}
+
+/// Somebody who has yet to say who it is.
+struct Newcomer {
+    connection: Arc<Connection>,
+    inbox: Inbox,
+    deadline: Instant,
+}
+
+impl Desk {
+    fn run(mut self) {
+        while !self.shared.is_closing.load(Ordering::Acquire) {
+            self.round(None);
+        }
+        let goodbye = frame(&ToRank::Goodbye);
+        for joined in &self.ranks {
+            joined.connection.send(&goodbye);
+        }
+        self.meeting.close();
+        // Whoever was given copies reports them first.
+        let deadline = clock::now() + FAREWELL_LIMIT;
+        while self.shared.is_busy() && clock::now() < deadline {
+            self.round(Some(FAREWELL_LIMIT));
+        }
+    }
+
+    fn round(&mut self, limit: Option<Duration>) {
+        let Found { is_woken, is_called, ranks, newcomers } = self.wait(limit);
+        if is_woken {
+            self.shared.waker.rearm();
+        }
+        self.hear_ranks(&ranks);
+        self.hear_newcomers(&newcomers);
+        if is_called {
+            self.accept();
+        }
+    }
+
+    /// Waits until there is something to do.
+    fn wait(&self, limit: Option<Duration>) -> Found {
+        let mut fds = vec![
+            PollFd::new(&self.shared.waker, PollFlags::IN),
+            PollFd::new(&self.meeting.listener, PollFlags::IN),
+        ];
+        self.ranks.iter().for_each(|joined| joined.connection.watch(&mut fds));
+        self.newcomers.iter().for_each(|newcomer| newcomer.connection.watch(&mut fds));
+        let deadline = self.newcomers.iter().map(|newcomer| newcomer.deadline).min();
+        let until = deadline.map(|deadline| deadline.saturating_duration_since(clock::now()));
+        wait(&mut fds, limit.into_iter().chain(until).min());
+        let mut ready = fds[2..].chunks(2).map(Ready::of);
+        Found {
+            is_woken: !fds[0].revents().is_empty(),
+            is_called: !fds[1].revents().is_empty(),
+            ranks: ready.by_ref().take(self.ranks.len()).collect(),
+            newcomers: ready.collect(),
+        }
+    }
+
+    fn hear_ranks(&mut self, ready: &[Ready]) {
+        let mut ready = ready.iter();
+        let shared = Arc::clone(&self.shared);
+        self.ranks.retain_mut(|joined| {
+            let ready = ready.next().expect("as many as were waited for");
+            let outcome = joined.hear(*ready, &shared);
+            let is_there = outcome.is_ok();
+            outcome.unwrap_or_else(|why| joined.lose(&why, &shared));
+            is_there
+        });
+    }
+
+    fn hear_newcomers(&mut self, ready: &[Ready]) {
+        let now = clock::now();
+        for (place, ready) in ready.iter().enumerate().rev() {
+            let outcome = self.newcomers[place].hear(*ready, now);
+            match outcome {
+                Ok(None) => {}
+                Ok(Some(greeting)) => {
+                    let newcomer = self.newcomers.swap_remove(place);
+                    self.greet(newcomer, greeting);
+                }
+                Err(why) => {
+                    let newcomer = self.newcomers.swap_remove(place);
+                    tracing::warn!(pid = newcomer.connection.peer().pid, %why, "somebody left without a hello");
+                }
+            }
+        }
+    }
+
+    fn greet(&mut self, newcomer: Newcomer, greeting: Result<Membership, String>) {
+        // It may be a rank that was started anew, and the end of the old one not heard of yet.
+        let Found { ranks, .. } = self.wait(Some(Duration::ZERO));
+        self.hear_ranks(&ranks);
+        let Newcomer { connection, mut inbox, .. } = newcomer;
+        let pid = connection.peer().pid;
+        let seated = greeting.map_err(|why| (None, Refusal { is_taken: false, why })).and_then(|member| {
+            let rank = member.rank;
+            self.shared.seat(member, &connection).map_err(|refusal| (Some(rank), refusal)).map(|()| rank)
+        });
+        match seated {
+            Ok(rank) => {
+                inbox.set_limit(MAX_MESSAGE);
+                tracing::info!(rank, pid, "a rank joined");
+                let mut joined = Joined { rank, connection, inbox, fault: None };
+                // Whoever says more than hello before the answer is heard all the same.
+                joined.hear_messages(&self.shared);
+                self.ranks.push(joined);
+            }
+            Err((rank, refusal)) => {
+                connection.send(&frame(&ToRank::Refused(refusal.clone())));
+                tracing::error!(rank, pid, why = refusal.why, "a rank is refused");
+                let why = format!("process {pid}: {}", refusal.why);
+                rank.into_iter().for_each(|rank| self.shared.note_refusal(rank, why.clone()));
+            }
+        }
+    }
+
+    fn accept(&mut self) {
+        let connection = match self.meeting.listener.accept() {
+            Ok((stream, _)) => Connection::new(stream),
+            Err(error) => Err(error),
+        };
+        match connection {
+            // Who finds the desk crowded sees its connection closed, and tries again.
+            Ok(connection) if self.newcomers.len() < MAX_NEWCOMERS => self.newcomers.push(Newcomer {
+                connection: Arc::new(connection),
+                inbox: Inbox::new(MAX_GREETING),
+                deadline: clock::now() + GREETING_LIMIT,
+            }),
+            Ok(_) => tracing::warn!("too many connect at once: one is sent away"),
+            Err(error) => tracing::warn!(%error, "somebody who connected is not let in"),
+        }
+    }
+}
+
+/// What a wait found out.
+struct Found {
+    is_woken: bool,
+    is_called: bool,
+    ranks: Vec<Ready>,
+    newcomers: Vec<Ready>,
+}
+
+impl Joined {
+    /// An error: it is gone.
+    fn hear(&mut self, ready: Ready, shared: &Shared) -> Result<(), Loss> {
+        if ready.is_writable {
+            self.connection.flush();
+        }
+        if ready.is_dead {
+            return Err(End::Died.into());
+        }
+        if ready.is_readable {
+            self.inbox.read(&self.connection).map_err(|end| self.fault.take().unwrap_or(end.into()))?;
+            self.hear_messages(shared);
+        }
+        Ok(())
+    }
+
+    fn hear_messages(&mut self, shared: &Shared) {
+        match &self.fault {
+            None => self.take_messages(shared).unwrap_or_else(|fault| self.dismiss(fault)),
+            Some(_) => self.inbox.clear(),
+        }
+    }
+
+    fn take_messages(&mut self, shared: &Shared) -> Result<(), Loss> {
+        let mut news = Vec::new();
+        while let Some(message) = self.inbox.next()? {
+            match decode(message)? {
+                ToLeader::Ended(ended) => news.push(ended),
+                ToLeader::Hello(_) => return Err(Loss::HelloTwice),
+            }
+        }
+        Ok(shared.ended(self.rank, news)?)
+    }
+
+    /// It cannot be understood, but it may still be copying.
+    fn dismiss(&mut self, fault: Loss) {
+        tracing::error!(rank = self.rank, %fault, "a rank does not keep to the protocol, and is told to go");
+        self.connection.say_no_more();
+        self.fault = Some(fault);
+    }
+
+    fn lose(&self, why: &Loss, shared: &Shared) {
+        let pid = self.connection.peer().pid;
+        tracing::error!(rank = self.rank, pid, %why, "a rank is gone, and with it what it held of every block");
+        shared.lost(self.rank, why);
+    }
+}
+
+impl Newcomer {
+    /// What it said, if it has said something.
+    fn hear(&mut self, ready: Ready, now: Instant) -> Result<Option<Result<Membership, String>>, End> {
+        if ready.is_readable {
+            self.inbox.read(&self.connection)?;
+            if let Some(message) = self.inbox.next()? {
+                return Ok(Some(Hello::parse(message)));
+            }
+        }
+        if now < self.deadline { Ok(None) } else { Err(End::Closed) }
+    }
+}

@@ -1,0 +1,397 @@
+//! A rank's side: it joins, does what the leader says, and reports.
+
+use std::collections::HashMap;
+use std::io;
+use std::mem;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use rustix::event::{PollFd, PollFlags};
+
+use super::connection::{Connection, End, Inbox, Ready, Sent, Waker, wait};
+use super::generations::Generations;
+use super::leader::check_fingerprint;
+use super::protocol::{
+    Ended, Hello, MAX_GREETING, MAX_MESSAGE, Membership, Refusal, ToLeader, ToRank, decode, frame,
+};
+use super::socket;
+use crate::backend::Backend;
+use crate::clock;
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
+use crate::error::{Failure, SetupError, SetupErrorKind};
+
+/// What has ended of a batch is reported after this time at the latest, before the rest has: a leader judges media by
+/// how they get on. A batch that is faster is one message, which costs the leader less.
+const REPORT_PERIOD: Duration = Duration::from_millis(5);
+/// How long a rank whose leader is gone waits for its copies.
+const ENDING_LIMIT: Duration = Duration::from_secs(10);
+/// Failed copies in one message; with the longest texts they are half of what one may be.
+const MAX_FAILED: usize = 1_024;
+
+/// How a rank joins.
+#[derive(Clone, Debug)]
+pub struct JoinOptions {
+    /// Where the leader listens.
+    pub dir: PathBuf,
+    /// Who joins, and what it has; its routes are those of the backends.
+    pub member: Membership,
+    /// How long to wait for the leader and its answer.
+    pub limit: Duration,
+}
+
+/// Why a rank's service ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum LeaderGone {
+    /// It died, or closed the connection without a word.
+    Away,
+    /// It said what is no message.
+    Unintelligible,
+}
+
+/// A rank that a leader let in.
+#[derive(Debug)]
+pub struct Member {
+    rank: u16,
+    slots: [u32; Tier::COUNT],
+    backends: HashMap<Route, Arc<dyn Backend>>,
+    work: Arc<Work>,
+    inbox: Inbox,
+    waker: Arc<Waker>,
+    is_stopping: Arc<AtomicBool>,
+    /// When parts of batches were reported last.
+    reported: Instant,
+}
+
+/// Ends a rank's service from another thread.
+#[derive(Clone, Debug)]
+pub struct Stopper {
+    waker: Arc<Waker>,
+    is_stopping: Arc<AtomicBool>,
+}
+
+impl Stopper {
+    /// The rank takes no more copies, and leaves when those that it has begun have ended.
+    pub fn stop(&self) {
+        self.is_stopping.store(true, Ordering::Release);
+        self.waker.wake();
+    }
+}
+
+impl Member {
+    /// Joins the ranks of a leader, and waits for it where there is none yet. `backends` do the copies.
+    ///
+    /// # Errors
+    /// `Invalid`: the leader expects something else, which the message names. `InUse`: another process has this rank's
+    /// number. `Unavailable`: no leader, or it does not answer. `NotWritable`: its socket is not ours to use.
+    pub fn join(
+        mut options: JoinOptions,
+        backends: HashMap<Route, Arc<dyn Backend>>,
+    ) -> Result<Self, SetupError> {
+        check_fingerprint(&options.member.fingerprint)?;
+        options.member.routes = backends.keys().copied().collect();
+        options.member.routes.sort_unstable();
+        let deadline = clock::now() + options.limit;
+        let stream = socket::connect(&options.dir, deadline)?;
+        let connection = Connection::new(stream).map_err(|error| not_ours(&options, error))?;
+        let waker = Waker::new().map_err(|error| not_ours(&options, error))?;
+        let mut inbox = Inbox::new(MAX_GREETING);
+        let Membership { rank, slots, .. } = options.member;
+        connection.send(&frame(&ToLeader::Hello(Hello::new(options.member.clone()))));
+        hear_answer(&connection, &mut inbox, deadline)
+            .map_err(|why| why.explain(&options, connection.peer().pid))?;
+        inbox.set_limit(MAX_MESSAGE);
+        let waker = Arc::new(waker);
+        let work = Work {
+            connection,
+            waker: Arc::clone(&waker),
+            batches: Mutex::default(),
+            ended: Condvar::new(),
+            generations: Generations::default(),
+        };
+        let (work, is_stopping, reported) = (Arc::new(work), Arc::default(), clock::now());
+        Ok(Self { rank, slots, backends, work, inbox, waker, is_stopping, reported })
+    }
+
+    /// What ends [`serve`](Self::serve).
+    pub fn stopper(&self) -> Stopper {
+        Stopper { waker: Arc::clone(&self.waker), is_stopping: Arc::clone(&self.is_stopping) }
+    }
+
+    /// The leader's process; 0 if it is of another PID namespace.
+    pub fn leader(&self) -> i32 {
+        self.work.connection.peer().pid
+    }
+
+    /// Does what the leader says, until it says goodbye or [`Stopper::stop`] is called; then all copies have ended.
+    ///
+    /// # Errors
+    /// The leader is gone. Copies that it had begun were waited for; if their media hang, the message says so.
+    pub fn serve(mut self) -> Result<(), Failure<LeaderGone>> {
+        // The first copies may have come with the welcome.
+        let mut turn = self.take_messages();
+        while let Ok(Turn::Next) = turn {
+            turn = self.round();
+        }
+        let unended = self.work.finish(clock::now() + ENDING_LIMIT);
+        if unended > 0 {
+            // What still waits for them keeps the connection, so that the leader does not take this for their end.
+            tracing::error!(rank = self.rank, unended, "batches did not end with a rank's service");
+        }
+        turn.map(|_| ()).map_err(|end| self.gone(end, unended))
+    }
+
+    fn round(&mut self) -> Result<Turn, End> {
+        if self.is_stopping.load(Ordering::Acquire) {
+            return Ok(Turn::Last);
+        }
+        let (is_woken, ready) = self.wait();
+        if is_woken {
+            self.waker.rearm();
+        }
+        if ready.is_writable {
+            self.work.connection.flush();
+        }
+        if self.reported.elapsed() >= REPORT_PERIOD {
+            self.work.report_partly();
+            self.reported = clock::now();
+        }
+        if ready.is_dead {
+            return Err(End::Died);
+        }
+        if !ready.is_readable {
+            return Ok(Turn::Next);
+        }
+        self.inbox.read(&self.work.connection)?;
+        self.take_messages()
+    }
+
+    fn wait(&self) -> (bool, Ready) {
+        let mut fds = vec![PollFd::new(&*self.waker, PollFlags::IN)];
+        self.work.connection.watch(&mut fds);
+        wait(&mut fds, self.work.is_busy().then_some(REPORT_PERIOD));
+        (!fds[0].revents().is_empty(), Ready::of(&fds[1..]))
+    }
+
+    fn take_messages(&mut self) -> Result<Turn, End> {
+        loop {
+            let Some(message) = self.inbox.next()? else { return Ok(Turn::Next) };
+            match decode(message)? {
+                ToRank::Copy { batch, ops } => self.copy(batch, &ops),
+                ToRank::Goodbye => return Ok(Turn::Last),
+                // A leader that says so again is harmless.
+                ToRank::Welcome | ToRank::Refused(_) => {}
+            }
+        }
+    }
+
+    /// Starts the copies of a batch, but for those that cannot be right.
+    fn copy(&self, batch: u64, ops: &[CopyOp]) {
+        let Some(route) = ops.first().map(CopyOp::route) else { return };
+        let backend = self.backends.get(&route);
+        self.work.batches.lock().insert(batch, Batch { left: ops.len(), report: Ended::new(batch) });
+        let (mut started, mut refused) = (Vec::with_capacity(ops.len()), Vec::new());
+        for (place, op) in (0..).zip(ops) {
+            match self.check(op, route).and_then(|()| self.work.generations.begin(op)) {
+                Ok(()) => started.push((place, *op)),
+                Err(error) => refused.push((place, Err(error))),
+            }
+        }
+        self.work.ended(batch, refused);
+        let Some(backend) = backend.filter(|_| !started.is_empty()) else { return };
+        let ops = started.iter().map(|&(_, op)| op).collect();
+        let work = Arc::clone(&self.work);
+        let done = Done::together(move |completions| {
+            work.ended(
+                batch,
+                completions.into_iter().map(|(index, result)| {
+                    let (place, op) = &started[index];
+                    result.is_ok().then(|| work.generations.arrived(op));
+                    (*place, result)
+                }),
+            );
+        });
+        // What became of the copies of a backend that panicked nobody knows: for the leader they will be overdue.
+        if catch_unwind(AssertUnwindSafe(|| backend.submit(ops, done))).is_err() {
+            tracing::error!(from = %route.0, to = %route.1, "a backend panicked when it was given a batch");
+        }
+    }
+
+    /// The leader says which slots, and it may be wrong.
+    fn check(&self, op: &CopyOp, route: Route) -> Result<(), CopyError> {
+        let refused = |why: String| Err(CopyError::new(CopyErrorKind::Refused, why));
+        if op.route() != route || !self.backends.contains_key(&route) {
+            return refused(format!("nothing copies {} to {} in one batch", op.from, op.to));
+        }
+        match [op.from, op.to].into_iter().find(|at| at.slot.0 >= self.slots[at.tier.index()]) {
+            Some(at) => refused(format!("there is no {at}")),
+            None => Ok(()),
+        }
+    }
+
+    fn gone(&self, end: End, unended: usize) -> Failure<LeaderGone> {
+        let kind = match end {
+            End::Malformed(_) => LeaderGone::Unintelligible,
+            _ => LeaderGone::Away,
+        };
+        let (rank, pid) = (self.rank, self.leader());
+        let left = if unended > 0 { format!("; {unended} batches did not end") } else { String::new() };
+        Failure::caused(kind, format!("rank {rank} lost its leader (process {pid}): {end}{left}"), end)
+    }
+}
+
+/// What comes after a round.
+enum Turn {
+    Next,
+    Last,
+}
+
+/// What is under way, shared with the backends' completions.
+#[derive(Debug)]
+struct Work {
+    connection: Connection,
+    waker: Arc<Waker>,
+    batches: Mutex<HashMap<u64, Batch>>,
+    /// A batch ended.
+    ended: Condvar,
+    generations: Generations,
+}
+
+#[derive(Debug)]
+struct Batch {
+    /// Copies that have not ended.
+    left: usize,
+    /// Those that have, and were not reported yet.
+    report: Ended,
+}
+
+impl Work {
+    fn is_busy(&self) -> bool {
+        !self.batches.lock().is_empty()
+    }
+
+    /// Copies of a batch ended.
+    fn ended(&self, number: u64, ended: impl IntoIterator<Item = (u32, Result<(), CopyError>)>) {
+        let mut reports = Vec::new();
+        let mut batches = self.batches.lock();
+        let Some(batch) = batches.get_mut(&number) else { return };
+        for (op, result) in ended {
+            batch.left -= 1;
+            match result {
+                Ok(()) => batch.report.arrived(op),
+                Err(error) => batch.report.failed(op, error.kind(), &error.to_string()),
+            }
+            if batch.report.failed.len() == MAX_FAILED {
+                reports.push(batch.take_report(number));
+            }
+        }
+        if batch.left == 0 {
+            reports.push(batch.take_report(number));
+            batches.remove(&number);
+        }
+        drop(batches);
+        reports.into_iter().for_each(|report| self.send(report));
+        self.ended.notify_all();
+    }
+
+    /// Reports what has ended of batches that have not.
+    fn report_partly(&self) {
+        let mut batches = self.batches.lock();
+        let with_news = batches.iter_mut().filter(|(_, batch)| batch.report.is_news());
+        let reports: Vec<_> = with_news.map(|(&number, batch)| batch.take_report(number)).collect();
+        drop(batches);
+        reports.into_iter().for_each(|report| self.send(report));
+    }
+
+    fn send(&self, report: Ended) {
+        match self.connection.send(&frame(&ToLeader::Ended(report))) {
+            Sent::Entirely => {}
+            Sent::Partly => self.waker.wake(),
+            Sent::Refused => tracing::error!("a leader that reads nothing misses a report"),
+        }
+    }
+
+    /// Waits until nothing is under way. Returns how many batches are then.
+    fn finish(&self, deadline: Instant) -> usize {
+        let mut batches = self.batches.lock();
+        while !batches.is_empty() && !self.ended.wait_until(&mut batches, deadline).timed_out() {}
+        batches.len()
+    }
+}
+
+impl Batch {
+    fn take_report(&mut self, number: u64) -> Ended {
+        mem::replace(&mut self.report, Ended::new(number))
+    }
+}
+
+/// Why somebody did not become a member.
+enum NoAnswer {
+    Refused(Refusal),
+    Gone(End),
+    Late,
+}
+
+impl<E: Into<End>> From<E> for NoAnswer {
+    fn from(end: E) -> Self {
+        Self::Gone(end.into())
+    }
+}
+
+/// The leader's first message.
+fn hear_answer(connection: &Connection, inbox: &mut Inbox, deadline: Instant) -> Result<(), NoAnswer> {
+    loop {
+        if let Some(message) = inbox.next()? {
+            match decode(message)? {
+                ToRank::Welcome => return Ok(()),
+                ToRank::Refused(refusal) => return Err(NoAnswer::Refused(refusal)),
+                ToRank::Copy { .. } | ToRank::Goodbye => return Err(NoAnswer::Gone(End::Closed)),
+            }
+        }
+        let left = deadline.saturating_duration_since(clock::now());
+        if left.is_zero() {
+            return Err(NoAnswer::Late);
+        }
+        let mut fds = Vec::new();
+        connection.watch(&mut fds);
+        wait(&mut fds, Some(left));
+        let ready = Ready::of(&fds);
+        if ready.is_writable {
+            connection.flush();
+        }
+        if ready.is_readable {
+            inbox.read(connection)?;
+        }
+    }
+}
+
+impl NoAnswer {
+    fn explain(self, options: &JoinOptions, leader: i32) -> SetupError {
+        let Membership { rank, world, .. } = options.member;
+        let who = format!("rank {rank} of {world}");
+        match self {
+            Self::Refused(Refusal { is_taken, why }) => {
+                let kind = if is_taken { SetupErrorKind::InUse } else { SetupErrorKind::Invalid };
+                SetupError::new(kind, format!("the leader (process {leader}) refuses {who}: {why}"))
+            }
+            Self::Gone(end) => {
+                let message = format!("the leader (process {leader}) did not let {who} in: {end}");
+                SetupError::caused(SetupErrorKind::Unavailable, message, end)
+            }
+            Self::Late => {
+                let limit = options.limit;
+                let message = format!("the leader (process {leader}) did not answer {who} in {limit:?}");
+                SetupError::new(SetupErrorKind::Unavailable, message)
+            }
+        }
+    }
+}
+
+fn not_ours(options: &JoinOptions, error: io::Error) -> SetupError {
+    let message = format!("cannot join the ranks in {}: {error}", options.dir.display());
+    SetupError::caused(SetupErrorKind::NotWritable, message, error)
+}

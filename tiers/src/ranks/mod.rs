@@ -1,0 +1,52 @@
+//! Copies in other processes: one leader has them done by ranks, each in its own memory, files and objects.
+//!
+//! A model that is spread over several GPUs (tensor parallelism) has a process for each, a *rank*, which holds its
+//! slice of every block. One process, the *leader*, decides where blocks lie; each rank has its slice of a block in
+//! the slot of that number.
+//!
+//! ```text
+//!  leader                                        rank 0, 1, …
+//!  scheduler ──batch──► Leader (a Backend)       Member
+//!                        │ one message to each ───► reads it, checks slots and generations
+//!                        │                          gives it to the Backend of its route
+//!                        │ Pending: who has yet     │ moves its slice: memory, disk, objects
+//!                        │ to confirm what       ◄──┘ reports what ended, together
+//!  scheduler ◄─reports──┘ when the last one did
+//! ```
+//!
+//! | module | holds |
+//! |---|---|
+//! | `protocol` | messages, and how they are read from bytes that anybody may have sent |
+//! | `connection` | a stream on which nobody waits |
+//! | `pending` | batches under way, and which ranks have yet to confirm them |
+//! | `leader` | the backend of the leader, and the thread that listens |
+//! | `member` | a rank: it does what the leader says and reports |
+//! | `generations` | what a rank's slots hold, as far as it knows itself |
+//!
+//! A copy has arrived when every rank says so; otherwise the worst that any rank said of it is what became of it.
+//!
+//! **A rank that is gone** (its process ended, or it closed the connection) has ended its copies: their slots need not
+//! be waited for in it. What it had confirmed of batches under way counts no more, the other ranks' copies are waited
+//! for, and the copies end as [`Unavailable`](crate::CopyErrorKind::Unavailable), as does what is asked for until it is
+//! there again. Before any of that is reported, the leader's owner is told, and must forget all blocks: what the rank
+//! held of each is lost.
+//!
+//! **A rank that hangs** is a medium that hangs: its copies do not end, and keep their slots. Nobody cuts it off, since
+//! it might go on writing to slots that others have by then.
+//!
+//! **A leader that is gone** ends its ranks' service: each waits for the copies that it has begun, then says so.
+
+mod connection;
+mod generations;
+mod leader;
+mod member;
+mod pending;
+mod protocol;
+mod socket;
+#[cfg(test)]
+mod tests;
+
+pub use leader::{Leader, LeaderOptions};
+pub use member::{JoinOptions, LeaderGone, Member, Stopper};
+pub use pending::MAX_RANKS;
+pub use protocol::{Membership, VERSION};

@@ -1,0 +1,345 @@
+//! What a leader and its ranks say to each other: frames on a stream.
+//!
+//! A frame is a length (four bytes, least first) and so many bytes: one message, as `postcard` writes it. The first
+//! thing that a rank says is [`Hello`], the first thing that it hears is [`ToRank::Welcome`] or [`ToRank::Refused`].
+//!
+//! **What stays the same in all versions**: the length, that a hello is variant 0 and begins with [`MAGIC`] and the
+//! version, and that a refusal is variant 0 as well and is a [`Refusal`]. So two processes of different versions
+//! understand each other well enough to say that they do not.
+//!
+//! Whatever comes from the stream is somebody else's: it may end anywhere and hold anything. A frame is refused by its
+//! length before memory is set aside for it, and a message before any of it is acted upon.
+
+use std::borrow::Cow;
+
+use serde::{Deserialize, Serialize};
+
+use crate::copy::{CopyErrorKind, CopyOp, Route, Tier};
+
+/// What both sides must agree on. Raise it with every change of a message.
+pub const VERSION: u16 = 1;
+/// `kvbm`, least byte first: what connects here by mistake is told so.
+const MAGIC: u32 = u32::from_le_bytes(*b"kvbm");
+
+/// Bytes of the longest message. The largest batch, a segment of the smallest blocks, is a third of it.
+pub(super) const MAX_MESSAGE: usize = 1 << 20;
+/// Bytes of the longest message of somebody who has not been welcomed.
+pub(super) const MAX_GREETING: usize = 16 << 10;
+/// Bytes of the longest fingerprint.
+pub(super) const MAX_FINGERPRINT: usize = 4 << 10;
+/// Copies in one message. Batches of more go in several.
+pub(super) const MAX_OPS: usize = 8_192;
+/// What is kept of an error's text.
+const MAX_TEXT: usize = 256;
+const LENGTH_BYTES: usize = 4;
+
+/// Bytes that are no message. Whoever sent them cannot be understood any further.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Malformed {
+    #[error("a message of {0} bytes, of {1} at most")]
+    TooLong(usize, usize),
+    #[error("bytes that are no message: {0}")]
+    Undecodable(#[from] postcard::Error),
+    #[error("{0} bytes behind a message")]
+    Rest(usize),
+}
+
+/// What a rank says first.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Hello {
+    magic: u32,
+    version: u16,
+    pub(super) member: Membership,
+}
+
+/// Who a rank is, and what it has. All ranks must have the same, but for their number.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Membership {
+    /// Its number, from 0.
+    pub rank: u16,
+    /// How many ranks there are.
+    pub world: u16,
+    /// Slots by tier; in the host tier with the staging slots.
+    pub slots: [u32; Tier::COUNT],
+    /// Bytes of its slice of a block.
+    pub block_bytes: u64,
+    /// What else must be the same: the model, its layout, its version. Opaque here.
+    pub fingerprint: String,
+    /// The routes that its backends serve.
+    pub routes: Vec<Route>,
+}
+
+/// Why somebody is not let in.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Refusal {
+    /// Somebody else has its number; else it is not what the leader expects.
+    pub(super) is_taken: bool,
+    pub(super) why: String,
+}
+
+/// Messages from a rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) enum ToLeader {
+    Hello(Hello),
+    Ended(Ended),
+}
+
+/// Some copies of a batch have ended: nothing of the rank touches their slots any more.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct Ended {
+    pub(super) batch: u64,
+    pub(super) arrived: Vec<Run>,
+    pub(super) failed: Vec<FailedCopy>,
+}
+
+/// So many copies of a batch, from the `first`-th on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Run {
+    pub(super) first: u32,
+    pub(super) count: u32,
+}
+
+/// One that did not arrive.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct FailedCopy {
+    pub(super) op: u32,
+    pub(super) kind: CopyErrorKind,
+    pub(super) why: String,
+}
+
+/// Messages to a rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) enum ToRank<'a> {
+    Refused(Refusal),
+    Welcome,
+    Copy {
+        batch: u64,
+        ops: Cow<'a, [CopyOp]>,
+    },
+    /// The leader ends, and wants nothing more.
+    Goodbye,
+}
+
+impl Hello {
+    pub(super) const fn new(member: Membership) -> Self {
+        Self { magic: MAGIC, version: VERSION, member }
+    }
+
+    /// The hello in a first message; an error says who it is that cannot be talked to.
+    pub(super) fn parse(message: &[u8]) -> Result<Membership, String> {
+        // Read by themselves: what follows may be another version's.
+        let (variant, magic, version) = match postcard::take_from_bytes::<(u8, u32, u16)>(message) {
+            Ok((beginning, _)) => beginning,
+            Err(error) => return Err(format!("it does not say who it is: {error}")),
+        };
+        if (variant, magic) != (0, MAGIC) {
+            return Err("it is no rank of a block manager".to_owned());
+        }
+        if version != VERSION {
+            return Err(format!(
+                "it speaks version {version} of the protocol, this leader version {VERSION}"
+            ));
+        }
+        match decode(message) {
+            Ok(ToLeader::Hello(hello)) => Ok(hello.member),
+            Ok(ToLeader::Ended(_)) => Err("it reports copies before it says who it is".to_owned()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+}
+
+impl Ended {
+    pub(super) fn new(batch: u64) -> Self {
+        Self { batch, ..Self::default() }
+    }
+
+    /// Whether it says anything.
+    pub(super) fn is_news(&self) -> bool {
+        !self.arrived.is_empty() || !self.failed.is_empty()
+    }
+
+    /// The `op`-th copy arrived.
+    pub(super) fn arrived(&mut self, op: u32) {
+        match self.arrived.last_mut() {
+            Some(run) if u64::from(run.first) + u64::from(run.count) == u64::from(op) => run.count += 1,
+            _ => self.arrived.push(Run { first: op, count: 1 }),
+        }
+    }
+
+    /// The `op`-th copy failed.
+    pub(super) fn failed(&mut self, op: u32, kind: CopyErrorKind, why: &str) {
+        let end = why.floor_char_boundary(MAX_TEXT);
+        self.failed.push(FailedCopy { op, kind, why: why[..end].to_owned() });
+    }
+}
+
+/// A message with its length before it.
+pub(super) fn frame(message: &impl Serialize) -> Vec<u8> {
+    let room = vec![0; LENGTH_BYTES];
+    let mut frame = postcard::to_extend(message, room).expect("memory takes any of our messages");
+    let bytes = (frame.len() - LENGTH_BYTES) as u32;
+    frame[..LENGTH_BYTES].copy_from_slice(&bytes.to_le_bytes());
+    frame
+}
+
+/// The message that these bytes are, all of them.
+pub(super) fn decode<'de, T: Deserialize<'de>>(message: &'de [u8]) -> Result<T, Malformed> {
+    let (decoded, rest) = postcard::take_from_bytes(message)?;
+    if rest.is_empty() { Ok(decoded) } else { Err(Malformed::Rest(rest.len())) }
+}
+
+/// The first message of `bytes`, without its length; `None`: it is not all there yet.
+pub(super) fn first_message(bytes: &[u8], limit: usize) -> Result<Option<&[u8]>, Malformed> {
+    let Some((length, rest)) = bytes.split_first_chunk::<LENGTH_BYTES>() else { return Ok(None) };
+    let length = u32::from_le_bytes(*length) as usize;
+    if length > limit {
+        return Err(Malformed::TooLong(length, limit));
+    }
+    Ok(rest.get(..length))
+}
+
+/// Bytes of a message with its length.
+pub(super) const fn framed_bytes(message: &[u8]) -> usize {
+    LENGTH_BYTES + message.len()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::copy::{BlockKey, SlotId, SlotRef};
+
+    fn member() -> Membership {
+        Membership {
+            rank: 3,
+            world: 4,
+            slots: [1, 20, 300, 0],
+            block_bytes: 4_096,
+            fingerprint: "a model".to_owned(),
+            routes: vec![(Tier::Device, Tier::Host), (Tier::Host, Tier::Device)],
+        }
+    }
+
+    fn body(message: &impl Serialize) -> Vec<u8> {
+        let frame = frame(message);
+        first_message(&frame, MAX_MESSAGE).unwrap().expect("all of it").to_vec()
+    }
+
+    fn tier() -> impl Strategy<Value = Tier> {
+        (0..Tier::COUNT).prop_map(|tier| Tier::ALL[tier])
+    }
+
+    fn slot() -> impl Strategy<Value = SlotRef> {
+        (tier(), any::<u32>(), any::<u32>()).prop_map(|(tier, slot, generation)| SlotRef {
+            tier,
+            slot: SlotId(slot),
+            generation,
+        })
+    }
+
+    fn op() -> impl Strategy<Value = CopyOp> {
+        (any::<u128>(), any::<u8>(), slot(), slot()).prop_map(|(hash, group, from, to)| CopyOp {
+            block: BlockKey { hash, group },
+            from,
+            to,
+        })
+    }
+
+    fn ended() -> impl Strategy<Value = Ended> {
+        let failures = prop::collection::vec((any::<u32>(), "\\PC*"), 0..20);
+        (any::<u64>(), prop::collection::vec(any::<u32>(), 0..50), failures).prop_map(
+            |(batch, arrived, failed)| {
+                let mut ended = Ended::new(batch);
+                arrived.into_iter().for_each(|op| ended.arrived(op));
+                failed.iter().for_each(|(op, why)| ended.failed(*op, CopyErrorKind::Io, why));
+                ended
+            },
+        )
+    }
+
+    /// Whatever the bytes, each way of reading them answers, and nothing longer than the bytes comes out.
+    fn read_as_anything(bytes: &[u8]) -> Result<(), TestCaseError> {
+        if let Ok(Some(message)) = first_message(bytes, MAX_GREETING) {
+            prop_assert!(message.len() <= MAX_GREETING.min(bytes.len()));
+        }
+        if let Ok(ToRank::Copy { ops, .. }) = decode(bytes) {
+            prop_assert!(ops.len() <= bytes.len());
+        }
+        if let Ok(ToLeader::Ended(ended)) = decode(bytes) {
+            prop_assert!(ended.arrived.len() + ended.failed.len() <= bytes.len());
+        }
+        let _ = Hello::parse(bytes);
+        Ok(())
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2_000))]
+
+        #[test]
+        fn random_bytes_are_an_error_and_nothing_worse(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            read_as_anything(&bytes)?;
+        }
+
+        #[test]
+        fn copies_arrive_as_they_were_sent_and_nothing_else_is_taken_for_them(
+            batch: u64,
+            ops in prop::collection::vec(op(), 0..80),
+            cut: prop::sample::Index,
+            flip: prop::sample::Index,
+            bit in 0..8u8,
+        ) {
+            let sent = ToRank::Copy { batch, ops: Cow::Owned(ops) };
+            let mut bytes = body(&sent);
+            prop_assert_eq!(decode::<ToRank<'_>>(&bytes).unwrap(), sent);
+            prop_assert!(decode::<ToRank<'_>>(&bytes[..cut.index(bytes.len())]).is_err());
+            let place = flip.index(bytes.len());
+            bytes[place] ^= 1 << bit;
+            read_as_anything(&bytes)?;
+        }
+
+        #[test]
+        fn reports_arrive_as_they_were_sent(ended in ended(), cut: prop::sample::Index) {
+            let sent = ToLeader::Ended(ended);
+            let bytes = body(&sent);
+            prop_assert_eq!(decode::<ToLeader>(&bytes).unwrap(), sent);
+            prop_assert!(decode::<ToLeader>(&bytes[..cut.index(bytes.len())]).is_err());
+        }
+
+        #[test]
+        fn arrivals_in_a_row_are_one_run(count in 1..1_000u32) {
+            let mut ended = Ended::new(0);
+            (0..count).for_each(|op| ended.arrived(op));
+            prop_assert_eq!(ended.arrived, vec![Run { first: 0, count }]);
+        }
+    }
+
+    #[test]
+    fn a_message_that_claims_to_be_longer_than_any_is_refused_before_it_is_read() {
+        let bytes = [0xff, 0xff, 0xff, 0x7f, 0];
+        let error = first_message(&bytes, MAX_MESSAGE).unwrap_err();
+        assert_eq!(error, Malformed::TooLong(0x7fff_ffff, MAX_MESSAGE));
+        // A list that claims more than the message can hold.
+        let mut huge = vec![1, 0];
+        huge.extend([0xff, 0xff, 0xff, 0xff, 0x0f]);
+        assert!(decode::<ToLeader>(&huge).is_err());
+    }
+
+    #[test]
+    fn the_largest_message_of_either_side_is_within_the_limit() {
+        let slot = SlotRef { tier: Tier::Object, slot: SlotId(u32::MAX), generation: u32::MAX };
+        let op = CopyOp { block: BlockKey { hash: u128::MAX, group: u8::MAX }, from: slot, to: slot };
+        let copy = ToRank::Copy { batch: u64::MAX, ops: Cow::Owned(vec![op; MAX_OPS]) };
+        assert!(body(&copy).len() <= MAX_MESSAGE);
+    }
+
+    #[test]
+    fn another_version_is_named_whatever_it_says_next() {
+        assert_eq!(Hello::parse(&body(&ToLeader::Hello(Hello::new(member())))).unwrap(), member());
+        let other = (0_u8, MAGIC, VERSION + 1, "something that this version does not know");
+        let why = Hello::parse(&body(&other)).unwrap_err();
+        assert!(why.contains("speaks version 2") && why.contains("this leader version 1"), "{why}");
+        let stranger = Hello::parse(b"GET / HTTP/1.1\r\n").unwrap_err();
+        assert!(stranger.contains("no rank"), "{stranger}");
+    }
+}

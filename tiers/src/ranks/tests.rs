@@ -1,0 +1,382 @@
+//! A leader and its ranks, which are threads here: `tests/ranks.rs` has them in processes, and kills them.
+
+use std::collections::HashMap;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tempfile::TempDir;
+
+use super::protocol::{Hello, ToLeader, ToRank, decode, first_message, frame};
+use super::{JoinOptions, Leader, LeaderGone, LeaderOptions, Member, Membership, Stopper, VERSION};
+use crate::backend::Backend;
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
+use crate::dram::DramRegion;
+use crate::error::{Failure, SetupError, SetupErrorKind};
+use crate::frame::Frame;
+use crate::memcpy::MemcpyBackend;
+use crate::memory::Memory;
+use crate::testing::{
+    Fault, FaultBackend, ParkedBackend, fill_pattern, has_pattern, options, order, run, start,
+};
+
+const SLOTS: u32 = 16;
+const BYTES: usize = 4096;
+const LIMIT: Duration = Duration::from_secs(20);
+const SAVE: Route = (Tier::Device, Tier::Host);
+
+fn leader_options(dir: &Path, world: u16) -> LeaderOptions {
+    LeaderOptions {
+        dir: dir.to_owned(),
+        world,
+        slots: [SLOTS, SLOTS, 0, 0],
+        block_bytes: BYTES as u64,
+        fingerprint: "a test".to_owned(),
+        limit: LIMIT,
+    }
+}
+
+fn membership(rank: u16, world: u16) -> Membership {
+    let LeaderOptions { slots, block_bytes, fingerprint, .. } = leader_options(Path::new(""), world);
+    Membership { rank, world, slots, block_bytes, fingerprint, routes: Vec::new() }
+}
+
+fn join_options(dir: &Path, member: Membership) -> JoinOptions {
+    JoinOptions { dir: dir.to_owned(), member, limit: LIMIT }
+}
+
+/// A rank on a thread, with memory of its own that a test looks into.
+struct Rank {
+    device: Arc<DramRegion>,
+    host: Arc<DramRegion>,
+    titles: Vec<Frame>,
+    faults: Arc<FaultBackend<MemcpyBackend>>,
+    stopper: Stopper,
+    service: JoinHandle<Result<(), Failure<LeaderGone>>>,
+}
+
+impl Rank {
+    fn join(dir: &Path, member: Membership) -> Result<Self, SetupError> {
+        let device = Arc::new(DramRegion::emulated_device(options(SLOTS, BYTES))?);
+        let host = Arc::new(DramRegion::host(options(SLOTS, BYTES))?);
+        let regions = || vec![Arc::clone(&device) as Arc<dyn Memory>, Arc::clone(&host) as _];
+        let faults = FaultBackend::new(MemcpyBackend::new(regions(), 1)?, regions())?;
+        let faults = Arc::new(faults);
+        let backends: HashMap<Route, Arc<dyn Backend>> =
+            faults.routes().iter().map(|&route| (route, Arc::clone(&faults) as _)).collect();
+        let member = Member::join(join_options(dir, member), backends)?;
+        let mut titles = [&device, &host].map(|region| region.frames().unwrap());
+        let titles = titles.iter_mut().flat_map(|pool| (0..SLOTS).filter_map(|_| pool.take())).collect();
+        let stopper = member.stopper();
+        let service = thread::spawn(move || member.serve());
+        Ok(Self { device, host, titles, faults, stopper, service })
+    }
+
+    /// Fills a slot of the device with what no other rank has.
+    fn fill(&mut self, slot: u32, pattern: usize) {
+        let title = &mut self.titles[slot as usize];
+        fill_pattern(pattern, self.device.write(title).unwrap());
+    }
+
+    fn host_has(&self, slot: u32, pattern: usize) -> bool {
+        has_pattern(pattern, self.host.read(&self.titles[(SLOTS + slot) as usize]).unwrap())
+    }
+
+    /// It goes, as a process goes that ends.
+    fn leave(self) {
+        self.stopper.stop();
+        self.service.join().unwrap().unwrap();
+    }
+}
+
+/// A leader with `world` ranks, and which of them it said are lost.
+struct Fleet {
+    dir: TempDir,
+    leader: Leader,
+    ranks: Vec<Option<Rank>>,
+    lost: Arc<Mutex<Vec<u16>>>,
+}
+
+impl Fleet {
+    fn new(world: u16) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let at = dir.path().to_owned();
+        let joining: Vec<_> = (0..world)
+            .map(|rank| {
+                let at = at.clone();
+                thread::spawn(move || Rank::join(&at, membership(rank, world)).unwrap())
+            })
+            .collect();
+        let lost = Arc::new(Mutex::new(Vec::new()));
+        let note = Arc::clone(&lost);
+        let leader = Leader::open(leader_options(&at, world), move |rank| note.lock().push(rank)).unwrap();
+        let ranks = joining.into_iter().map(|rank| Some(rank.join().unwrap())).collect();
+        Self { dir, leader, ranks, lost }
+    }
+
+    fn rank(&mut self, rank: usize) -> &mut Rank {
+        self.ranks[rank].as_mut().unwrap()
+    }
+
+    fn rejoin(&mut self, rank: u16) {
+        let member = membership(rank, self.ranks.len() as u16);
+        self.ranks[rank as usize] = Some(Rank::join(self.dir.path(), member).unwrap());
+    }
+
+    /// Every rank's slots get their bytes and are saved; returns what became of the copies.
+    fn save(&mut self, slots: u32) -> Vec<Result<(), CopyError>> {
+        for (number, rank) in self.ranks.iter_mut().enumerate() {
+            let Some(rank) = rank else { continue };
+            (0..slots).for_each(|slot| rank.fill(slot, pattern(number, slot)));
+        }
+        run(&self.leader, (0..slots).map(|slot| op(SAVE, slot)).collect())
+    }
+
+    fn assert_works(&mut self) {
+        assert!(self.save(SLOTS).iter().all(Result::is_ok));
+        for (number, rank) in self.ranks.iter().enumerate() {
+            let rank = rank.as_ref().unwrap();
+            assert!((0..SLOTS).all(|slot| rank.host_has(slot, pattern(number, slot))), "rank {number}");
+        }
+    }
+}
+
+fn pattern(rank: usize, slot: u32) -> usize {
+    1_000 * (rank + 1) + slot as usize
+}
+
+fn op((from, to): Route, slot: u32) -> CopyOp {
+    let at = |tier| SlotRef { tier, slot: SlotId(slot), generation: slot + 1 };
+    order(slot as usize, at(from), at(to))
+}
+
+fn kinds(results: &[Result<(), CopyError>]) -> Vec<Option<CopyErrorKind>> {
+    results.iter().map(|result| result.as_ref().err().map(|error| error.kind())).collect()
+}
+
+#[test]
+fn every_rank_copies_its_own_slice() {
+    let mut fleet = Fleet::new(3);
+    assert!(fleet.leader.routes().contains(&SAVE));
+    assert!(!fleet.leader.routes().contains(&(Tier::Host, Tier::Disk)));
+    fleet.assert_works();
+    assert!(fleet.lost.lock().is_empty());
+}
+
+#[test]
+fn one_rank_that_fails_is_what_became_of_the_block() {
+    let mut fleet = Fleet::new(3);
+    fleet.rank(0).faults.inject(Fault::FailAfter(2, CopyErrorKind::NoSpace), &[SAVE]);
+    fleet.rank(2).faults.inject(Fault::FailAfter(2, CopyErrorKind::Corrupt), &[SAVE]);
+    let results = fleet.save(4);
+    let bad = Some(CopyErrorKind::Corrupt);
+    assert_eq!(kinds(&results), [None, None, bad, bad]);
+    assert!(results[2].as_ref().unwrap_err().to_string().starts_with("rank 2: "));
+    fleet.rank(0).faults.heal();
+    fleet.rank(2).faults.heal();
+    fleet.assert_works();
+}
+
+#[test]
+fn a_rank_that_left_makes_copies_unavailable_until_it_is_back() {
+    let mut fleet = Fleet::new(3);
+    fleet.assert_works();
+    fleet.ranks[1].take().unwrap().leave();
+    let away = Some(CopyErrorKind::Unavailable);
+    assert_eq!(kinds(&fleet.save(2)), [away, away]);
+    assert_eq!(*fleet.lost.lock(), [1]);
+    fleet.rejoin(1);
+    fleet.assert_works();
+    assert_eq!(*fleet.lost.lock(), [1]);
+}
+
+#[test]
+fn a_rank_that_hangs_is_waited_for() {
+    let mut fleet = Fleet::new(2);
+    fleet.rank(1).faults.inject(Fault::Slow(Duration::from_millis(100)), &[SAVE]);
+    let reports = start(&fleet.leader, vec![op(SAVE, 0)]);
+    assert_eq!(reports.recv_timeout(Duration::from_millis(20)).unwrap_err(), RecvTimeoutError::Timeout);
+    assert!(reports.recv_timeout(LIMIT).unwrap().1.is_ok());
+    fleet.rank(1).faults.heal();
+    fleet.assert_works();
+}
+
+#[test]
+fn what_has_ended_of_a_slow_batch_is_reported_before_the_rest() {
+    let dir = tempfile::tempdir().unwrap();
+    let parked = Arc::new(ParkedBackend::new(Vec::new(), vec![SAVE]).unwrap());
+    let backends = HashMap::from([(SAVE, Arc::clone(&parked) as Arc<dyn Backend>)]);
+    let options = join_options(dir.path(), membership(0, 1));
+    let service = thread::spawn(|| Member::join(options, backends).unwrap().serve());
+    let leader = Leader::open(leader_options(dir.path(), 1), |_| ()).unwrap();
+    let reports = start(&leader, (0..3).map(|slot| op(SAVE, slot)).collect());
+    while parked.pending().len() < 3 {
+        thread::yield_now();
+    }
+    for (id, slot) in [(1, 1), (0, 0), (2, 2)] {
+        assert!(reports.recv_timeout(Duration::from_millis(20)).is_err(), "nothing has ended");
+        parked.finish(id, Ok(()));
+        let (ended, result) = reports.recv_timeout(LIMIT).unwrap();
+        assert_eq!((ended, result.is_ok()), (slot, true));
+    }
+    drop(leader);
+    service.join().unwrap().unwrap();
+}
+
+#[test]
+fn a_rank_gives_out_nothing_that_it_was_not_given() {
+    let mut fleet = Fleet::new(2);
+    fleet.assert_works();
+    fleet.ranks[0].take().unwrap().leave();
+    fleet.rejoin(0);
+    // The leader should have forgotten it: the slot of the new rank 0 was never written.
+    let load = op((Tier::Host, Tier::Device), 3);
+    let result = run(&fleet.leader, vec![load]).remove(0).unwrap_err();
+    assert_eq!(result.kind(), CopyErrorKind::Io);
+    assert!(result.to_string().contains("rank 0: host slot 3 (generation 4) was never written"), "{result}");
+    let nowhere = op(SAVE, SLOTS);
+    assert_eq!(run(&fleet.leader, vec![nowhere]).remove(0).unwrap_err().kind(), CopyErrorKind::Refused);
+    fleet.assert_works();
+}
+
+#[test]
+fn a_leader_that_ends_says_goodbye_and_one_that_dies_does_not() {
+    let Fleet { leader, ranks, .. } = Fleet::new(2);
+    drop(leader);
+    for rank in ranks.into_iter().flatten() {
+        rank.service.join().unwrap().unwrap();
+    }
+    // One that welcomes a rank, and is gone.
+    let dir = tempfile::tempdir().unwrap();
+    let meeting = super::socket::Meeting::open(dir.path()).unwrap();
+    let at = dir.path().to_owned();
+    let joining = thread::spawn(move || Rank::join(&at, membership(0, 1)).unwrap());
+    let listener = meeting.listener.try_clone().unwrap();
+    listener.set_nonblocking(false).unwrap();
+    let mut stream = listener.accept().unwrap().0;
+    stream.write_all(&frame(&ToRank::Welcome)).unwrap();
+    let rank = joining.join().unwrap();
+    drop(stream);
+    let error = rank.service.join().unwrap().unwrap_err();
+    assert_eq!(error.kind(), LeaderGone::Away);
+    assert!(error.to_string().contains("rank 0 lost its leader"), "{error}");
+}
+
+#[test]
+fn who_is_not_what_the_leader_expects_is_told_so_and_named() {
+    let fleet = Fleet::new(2);
+    let refused = |change: &dyn Fn(&mut Membership)| {
+        let mut member = membership(1, 2);
+        change(&mut member);
+        Rank::join(fleet.dir.path(), member).err().expect("a refusal")
+    };
+    let taken = refused(&|_| ());
+    assert_eq!(taken.kind(), SetupErrorKind::InUse);
+    assert!(taken.to_string().contains(&format!("process {} is that rank", std::process::id())), "{taken}");
+    for (change, words) in [
+        (&(|member: &mut Membership| member.world = 4) as &dyn Fn(&mut Membership), "number of ranks is 4"),
+        (&|member| member.rank = 2, "there is no such rank"),
+        (&|member| member.slots[1] = 7, "number of host slots is 7, this leader's 16"),
+        (&|member| member.block_bytes = 1, "block_bytes is 1, this leader's 4096"),
+        (&|member| member.fingerprint = "another".to_owned(), "fingerprint is another"),
+    ] {
+        let error = refused(change);
+        assert_eq!(error.kind(), SetupErrorKind::Invalid);
+        assert!(error.to_string().contains(words), "{error}");
+    }
+    let mut fleet = fleet;
+    fleet.assert_works();
+}
+
+#[test]
+fn a_leader_whose_ranks_do_not_come_names_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().to_owned();
+    let one = thread::spawn(move || {
+        let _refused = Rank::join(&at, Membership { block_bytes: 1, ..membership(2, 3) }).err();
+        Rank::join(&at, membership(1, 3)).map(|rank| rank.service.join().unwrap()).unwrap()
+    });
+    let options = LeaderOptions { limit: Duration::from_millis(500), ..leader_options(dir.path(), 3) };
+    let error = Leader::open(options, |_| ()).unwrap_err();
+    assert_eq!(error.kind(), SetupErrorKind::Invalid);
+    let words = format!("0, 2 (refused: process {}: its block_bytes is 1", std::process::id());
+    assert!(error.to_string().contains(&words), "{error}");
+    one.join().unwrap().unwrap();
+    for (world, dir) in [(0, dir.path()), (65, dir.path())] {
+        let error = Leader::open(leader_options(dir, world), |_| ()).unwrap_err();
+        assert_eq!(error.kind(), SetupErrorKind::Invalid);
+    }
+}
+
+#[test]
+fn one_directory_has_one_leader() {
+    let mut fleet = Fleet::new(1);
+    let error = Leader::open(leader_options(fleet.dir.path(), 1), |_| ()).unwrap_err();
+    assert_eq!(error.kind(), SetupErrorKind::InUse);
+    assert!(error.to_string().contains(&format!("process {}", std::process::id())), "{error}");
+    fleet.assert_works();
+    let Fleet { dir, leader, .. } = fleet;
+    drop(leader);
+    let error = Leader::open(
+        LeaderOptions { limit: Duration::from_millis(1), ..leader_options(dir.path(), 1) },
+        |_| (),
+    );
+    assert_eq!(error.unwrap_err().kind(), SetupErrorKind::Unavailable, "the place is free again");
+}
+
+#[test]
+fn a_rank_without_a_leader_says_so_in_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let options =
+        JoinOptions { limit: Duration::from_millis(50), ..join_options(dir.path(), membership(0, 1)) };
+    let error = Member::join(options, HashMap::new()).unwrap_err();
+    assert_eq!(error.kind(), SetupErrorKind::Unavailable);
+    assert!(error.to_string().contains("no leader listens in"), "{error}");
+}
+
+/// Says something to a leader, and returns the first thing that it answers.
+fn talk(dir: &Path, words: &[u8]) -> Option<Vec<u8>> {
+    let mut stream = UnixStream::connect(dir.join("ranks.sock")).unwrap();
+    stream.set_read_timeout(Some(LIMIT)).unwrap();
+    // It may hang up in the middle.
+    let _ = stream.write_all(words);
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    first_message(&answer, 1 << 16).unwrap().map(<[u8]>::to_vec)
+}
+
+#[test]
+fn another_version_is_refused_and_named() {
+    let mut fleet = Fleet::new(1);
+    let hello = frame(&(0_u8, u32::from_le_bytes(*b"kvbm"), VERSION + 1, 0_u64));
+    let answer = talk(fleet.dir.path(), &hello).unwrap();
+    let ToRank::Refused(refusal) = decode(&answer).unwrap() else { panic!("{answer:?}") };
+    assert!(refusal.why.contains("version 2"), "{}", refusal.why);
+    fleet.assert_works();
+}
+
+#[test]
+fn nonsense_costs_the_one_who_says_it_his_connection_and_nobody_else_anything() {
+    let mut fleet = Fleet::new(2);
+    let dir = fleet.dir.path().to_owned();
+    assert_eq!(talk(&dir, &[0xff; 64]), None, "a message of 4 GiB");
+    assert!(talk(&dir, &[3, 0, 0, 0, 9, 9, 9]).is_some(), "it is told that it is no rank");
+    drop(UnixStream::connect(dir.join("ranks.sock")).unwrap());
+    // A rank that was let in and then reports what it was never given.
+    fleet.ranks[1].take().unwrap().leave();
+    let routes = fleet.leader.routes().to_vec();
+    let hello = ToLeader::Hello(Hello::new(Membership { routes, ..membership(1, 2) }));
+    let mut words = frame(&hello);
+    let mut report = super::protocol::Ended::new(77);
+    report.arrived(0);
+    words.extend(frame(&ToLeader::Ended(report)));
+    assert_eq!(decode::<ToRank<'_>>(&talk(&dir, &words).unwrap()).unwrap(), ToRank::Welcome);
+    fleet.rejoin(1);
+    fleet.assert_works();
+    assert_eq!(*fleet.lost.lock(), [1, 1]);
+}
