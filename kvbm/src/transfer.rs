@@ -159,7 +159,7 @@ impl<T> Transfer<T> {
         }
     }
 
-    /// Leading layers that are there in every block of the load, 0 for any other transfer. A backend that copies block by
+    /// Leading layers that are there in every block that the load was asked for, 0 for any other transfer. A backend that copies block by
     /// block tells of none before the end.
     pub fn layers_arrived(&self) -> u16 {
         self.layers.as_ref().map_or(0, |layers| layers.arrived())

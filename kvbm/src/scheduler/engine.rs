@@ -108,7 +108,8 @@ impl Core {
         if let Some(route) = probe.filter(|_| !plan.is_probe_sent()) {
             self.retract_probe(route);
         }
-        count.expect(plan.placed());
+        // Of what is not held no layer comes: an engine that goes on with a layer must have it of all that it asked for.
+        count.expect(wanted);
         let id = plan.transfer();
         let ends = EndsLayers(Arc::clone(&count));
         let (reply, transfer) = self.reply_with(move |ended: &TransferEnd, lease| {

@@ -1,0 +1,78 @@
+//! Processes of a test's own executable: a rank, or an engine's worker, that a test tells what to do line by line.
+
+use std::env;
+use std::io::{BufRead, BufReader, Lines, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+/// How an executable is told what it is to be, and where.
+const ROLE: &str = "KVBM_TEST_ROLE";
+const PLACE: &str = "KVBM_TEST_PLACE";
+
+/// A process of this executable, which ends with this handle.
+#[derive(Debug)]
+pub struct Process {
+    child: Child,
+    commands: ChildStdin,
+    answers: Lines<BufReader<ChildStdout>>,
+}
+
+/// What this process is to be, and where, if a test started it. The target must have a test called `process`, which asks
+/// for this first thing.
+pub fn role() -> Option<(String, PathBuf)> {
+    Some((env::var(ROLE).ok()?, PathBuf::from(env::var(PLACE).ok()?)))
+}
+
+/// Answers the test that started this process.
+pub fn say(answer: &str) {
+    println!("@ {answer}");
+}
+
+impl Process {
+    /// Starts the test `process` of this executable.
+    ///
+    /// # Panics
+    /// If the system starts no processes.
+    pub fn start(role: &str, place: &Path) -> Self {
+        let mut command = Command::new(env::current_exe().expect("this executable"));
+        command.args(["--exact", "process", "--nocapture"]).env(ROLE, role).env(PLACE, place);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it starts");
+        let commands = child.stdin.take().expect("it was asked for");
+        let answers = BufReader::new(child.stdout.take().expect("it was asked for")).lines();
+        Self { child, commands, answers }
+    }
+
+    /// What it says next; the test harness around it speaks too.
+    ///
+    /// # Panics
+    /// If it ends without a word.
+    pub fn hear(&mut self) -> String {
+        let said = self.answers.by_ref().map(|line| line.expect("a line"));
+        said.filter_map(|line| Some(line.split_once("@ ")?.1.to_owned())).next().expect("it says something")
+    }
+
+    /// What it says to a command.
+    ///
+    /// # Panics
+    /// If it is gone.
+    pub fn ask(&mut self, command: &str) -> String {
+        writeln!(self.commands, "{command}").expect("it listens");
+        self.hear()
+    }
+
+    /// Ends it where it is.
+    ///
+    /// # Panics
+    /// If it ended before.
+    pub fn kill(mut self) {
+        self.child.kill().expect("it is there");
+        self.child.wait().expect("it is ours");
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
