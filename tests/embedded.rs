@@ -277,7 +277,7 @@ fn an_engine_on_four_ranks_in_good_times_and_bad() {
     let (fence, lease) = (HostFence::new(), engine.manager.lease(&two.chain));
     let stale = engine.manager.lease(&two.chain);
     let load = engine.manager.load_into(lease, 0..10, &into, Fence::Host(fence.clone()));
-    let under_way = engine.save(&one, 5, &Fence::Done);
+    let under_way = engine.save(&one, 5, &Fence::Host(fence.clone()));
     engine.manager.reset(engine.manager.epoch() + 1).unwrap();
     fence.raise();
     let Loaded { arrived, writers, .. } = end(load);
