@@ -308,6 +308,19 @@ fn an_engine_that_polls_is_told_what_has_ended() {
     engine.assert_well();
 }
 
+#[test]
+fn an_answer_is_given_once_and_waited_for_as_long_as_one_likes() {
+    let engine = Engine::new();
+    let (all, from) = (chain(1, 4), slots(0..4));
+    engine.compute(&all, &from);
+    let mut save = engine.manager.save_from(RequestInfo::default(), &all, 0, &from, Fence::Done);
+    assert_eq!(save.wait_for(Duration::MAX).expect("it ends").unwrap().copied, 4);
+    assert_eq!(save.try_take().expect("it has ended").unwrap_err().kind(), ErrorKind::Closed);
+    assert_eq!(save.wait().unwrap_err().kind(), ErrorKind::Closed);
+    assert!(engine.load(&all, &slots(20..24)).writers.wait(Duration::MAX));
+    assert!(engine.manager.close(Duration::MAX).is_complete());
+}
+
 /// A chain on disk and nowhere else.
 fn sink(engine: &Engine, all: &[BlockHash]) {
     let from = slots(0..all.len() as u32);

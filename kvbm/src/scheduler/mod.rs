@@ -441,7 +441,7 @@ impl Core {
 
     /// Waits until no backend has any copy of ours, at most for `limit`. Returns how many copies are left.
     pub fn wait_for_media(&self, limit: Duration) -> u64 {
-        let deadline = self.clock.uptime() + limit;
+        let deadline = self.clock.uptime().saturating_add(limit);
         while Arc::strong_count(&self.with_media) > 1 && self.clock.uptime() < deadline {
             // As seldom as a drain looks: nobody closes in a hurry.
             std::thread::sleep(Duration::from_micros(200));
