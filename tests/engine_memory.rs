@@ -215,6 +215,22 @@ fn layers_come_one_by_one() {
 }
 
 #[test]
+fn a_load_that_does_not_come_whole_tells_of_no_layer() {
+    let engine = Engine::new();
+    let (all, from) = (chain(1, 8), slots(0..8));
+    engine.compute(&all, &from);
+    drop(engine.save(&all[..4], 0, &from[..4]));
+    for (chain, arrived) in [(all, 4), (chain(2, 8), 0)] {
+        let lease = engine.manager.lease(&chain);
+        let mut load = engine.manager.load_into(lease, 0..8, &slots(20..28), Fence::Done);
+        assert!(!load.wait_layers(1, SOON), "the first layer of blocks that are nowhere");
+        let loaded = load.wait_for(SOON).expect("it ends").unwrap();
+        assert_eq!((loaded.arrived, load.layers_arrived()), (arrived, 0));
+    }
+    engine.assert_well();
+}
+
+#[test]
 fn copies_wait_for_the_engine() {
     let engine = Engine::new();
     let (all, from, fence) = (chain(1, 6), slots(0..6), HostFence::new());

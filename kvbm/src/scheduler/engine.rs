@@ -107,7 +107,8 @@ impl Core {
         if let Some(route) = probe.filter(|_| !plan.is_probe_sent()) {
             self.retract_probe(route);
         }
-        count.expect(plan.placed());
+        // Not only what is on its way: a layer that lacks blocks is not there, whoever lacks them.
+        count.expect(wanted);
         let id = plan.transfer();
         let ends = EndsLayers(Arc::clone(&count));
         let (reply, transfer) = self.reply_with(move |ended: &TransferEnd, lease| {

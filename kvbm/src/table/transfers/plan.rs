@@ -194,11 +194,6 @@ impl TransferPlan {
         self.with_media.is_some()
     }
 
-    /// Blocks that have their place.
-    pub const fn placed(&self) -> usize {
-        self.placed
-    }
-
     /// Blocks that the engine brought and that the destination has or awaits without them.
     pub const fn duplicates(&self) -> usize {
         self.before - self.wanted.start + self.known()
