@@ -337,6 +337,23 @@ fn an_answer_is_given_once_and_waited_for_as_long_as_one_likes() {
     assert!(engine.manager.close(Duration::MAX).is_complete());
 }
 
+#[test]
+fn what_waits_for_the_engine_says_nothing_of_a_tiers_pace() {
+    let mut settings = settings();
+    // A block in a few milliseconds.
+    settings.transfer.prefill_tokens_per_second = 5_000;
+    let engine = Engine::with(settings, None);
+    let (all, from, fence) = (chain(1, 6), slots(0..6), HostFence::new());
+    engine.compute(&all, &from);
+    drop(engine.save(&all, 0, &from));
+    let lease = engine.manager.lease(&all);
+    let load = engine.manager.load_into(lease, 0..6, &slots(20..26), Fence::Host(fence.clone()));
+    std::thread::sleep(Duration::from_millis(300));
+    fence.raise();
+    assert_eq!(load.wait().unwrap().arrived, 6);
+    assert_eq!(engine.manager.matches(&all).worth_loading(), 6, "the engine was slow, not the tier");
+}
+
 /// A chain on disk and nowhere else.
 fn sink(engine: &Engine, all: &[BlockHash]) {
     let from = slots(0..all.len() as u32);
