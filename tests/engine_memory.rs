@@ -215,6 +215,22 @@ fn layers_come_one_by_one() {
 }
 
 #[test]
+fn a_load_that_does_not_come_whole_tells_of_no_layer() {
+    let engine = Engine::new();
+    let (all, from) = (chain(1, 8), slots(0..8));
+    engine.compute(&all, &from);
+    drop(engine.save(&all[..4], 0, &from[..4]));
+    for (chain, arrived) in [(all, 4), (chain(2, 8), 0)] {
+        let lease = engine.manager.lease(&chain);
+        let mut load = engine.manager.load_into(lease, 0..8, &slots(20..28), Fence::Done);
+        assert!(!load.wait_layers(1, SOON), "the first layer of blocks that are nowhere");
+        let loaded = load.wait_for(SOON).expect("it ends").unwrap();
+        assert_eq!((loaded.arrived, load.layers_arrived()), (arrived, 0));
+    }
+    engine.assert_well();
+}
+
+#[test]
 fn copies_wait_for_the_engine() {
     let engine = Engine::new();
     let (all, from, fence) = (chain(1, 6), slots(0..6), HostFence::new());
@@ -306,6 +322,36 @@ fn an_engine_that_polls_is_told_what_has_ended() {
         }
     }
     engine.assert_well();
+}
+
+#[test]
+fn an_answer_is_given_once_and_waited_for_as_long_as_one_likes() {
+    let engine = Engine::new();
+    let (all, from) = (chain(1, 4), slots(0..4));
+    engine.compute(&all, &from);
+    let mut save = engine.manager.save_from(RequestInfo::default(), &all, 0, &from, Fence::Done);
+    assert_eq!(save.wait_for(Duration::MAX).expect("it ends").unwrap().copied, 4);
+    assert_eq!(save.try_take().expect("it has ended").unwrap_err().kind(), ErrorKind::Closed);
+    assert_eq!(save.wait().unwrap_err().kind(), ErrorKind::Closed);
+    assert!(engine.load(&all, &slots(20..24)).writers.wait(Duration::MAX));
+    assert!(engine.manager.close(Duration::MAX).is_complete());
+}
+
+#[test]
+fn what_waits_for_the_engine_says_nothing_of_a_tiers_pace() {
+    let mut settings = settings();
+    // A block in a few milliseconds.
+    settings.transfer.prefill_tokens_per_second = 5_000;
+    let engine = Engine::with(settings, None);
+    let (all, from, fence) = (chain(1, 6), slots(0..6), HostFence::new());
+    engine.compute(&all, &from);
+    drop(engine.save(&all, 0, &from));
+    let lease = engine.manager.lease(&all);
+    let load = engine.manager.load_into(lease, 0..6, &slots(20..26), Fence::Host(fence.clone()));
+    std::thread::sleep(Duration::from_millis(300));
+    fence.raise();
+    assert_eq!(load.wait().unwrap().arrived, 6);
+    assert_eq!(engine.manager.matches(&all).worth_loading(), 6, "the engine was slow, not the tier");
 }
 
 /// A chain on disk and nowhere else.
@@ -473,6 +519,8 @@ fn memory_that_does_not_lie_as_said_is_found_at_once() {
     let error = open(settings(), two_faced, None).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().contains("came back changed"), "{error}");
+    // One slot is the first and the last.
+    drop(open(settings(), memory(1).0, None).unwrap());
     // What was in the slots is there still.
     let (engine, view) = memory(4);
     view.write(SlotId(0), &[3; BLOCK]);

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use kvbm::scheduler::Core;
-use kvbm::{BlockHash, Chain, Class, RequestInfo, Tier};
+use kvbm::scheduler::{Core, LoadInto, SaveFrom};
+use kvbm::{BlockHash, Chain, Class, Fence, HostFence, RequestInfo, SlotId, Tier};
 use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, hash, seed};
 use kvbm_tiers::testing::ParkedBackend;
 use kvbm_tiers::{Backend, CopyError, CopyErrorKind};
@@ -18,6 +18,8 @@ use shuttle::rand::Rng;
 use shuttle::thread;
 
 const SIZES: Sizes = Sizes { tiers: [6, 6, 12, 12], staging: 2 };
+/// The device is an engine's own.
+const ENGINE: Sizes = Sizes { tiers: [0, 6, 12, 12], staging: 2 };
 
 /// Under random schedules, and under those of a scheduler that is good at rare orders (Burckhardt et al.,
 /// "A randomized scheduler with probabilistic guarantees of finding bugs", 2010).
@@ -37,6 +39,8 @@ struct Machine {
     parked: Arc<ParkedBackend>,
     off: Arc<AtomicBool>,
     ended: Arc<AtomicUsize>,
+    /// An engine's memory is not to be touched now.
+    hands_off: Arc<AtomicBool>,
     hardware: thread::JoinHandle<()>,
 }
 
@@ -47,11 +51,13 @@ impl Machine {
         let parked = Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
         let core = bare_core(sizes, TIGHT, &(Arc::clone(&parked) as Arc<dyn Backend>));
         let (off, ended) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+        let hands_off = Arc::new(AtomicBool::new(false));
         let hardware = {
             let (parked, off, ended) = (Arc::clone(&parked), Arc::clone(&off), Arc::clone(&ended));
-            thread::spawn(move || work(&parked, &off, &ended, fails_one_in))
+            let hands_off = Arc::clone(&hands_off);
+            thread::spawn(move || work(&parked, (&off, &hands_off), &ended, fails_one_in))
         };
-        Self { core, parked, off, ended, hardware }
+        Self { core, parked, off, ended, hands_off, hardware }
     }
 
     /// Brings a chain somewhere from a thread of its own; returns how much of it arrived.
@@ -81,9 +87,20 @@ impl Machine {
     }
 }
 
-fn work(parked: &ParkedBackend, off: &AtomicBool, ended: &AtomicUsize, fails_one_in: Option<u32>) {
+fn work(
+    parked: &ParkedBackend,
+    (off, hands_off): (&AtomicBool, &AtomicBool),
+    ended: &AtomicUsize,
+    fails_one_in: Option<u32>,
+) {
     loop {
         let pending = parked.pending();
+        let touches_device =
+            pending.iter().any(|copy| [copy.op.from, copy.op.to].map(|end| end.tier).contains(&Tier::Device));
+        assert!(
+            !(touches_device && hands_off.load(Ordering::Acquire)),
+            "the engine has not let go: {pending:?}"
+        );
         if pending.is_empty() {
             if off.load(Ordering::Acquire) {
                 return;
@@ -314,5 +331,68 @@ fn closing_answers_whoever_waits_for_a_medium_that_hangs() {
         // The checker reports a deadlock if the ticket has no answer.
         [asker, hardware, closer].into_iter().for_each(|thread| thread.join().unwrap());
         assert_eq!(core.table().audit(), []);
+    });
+}
+
+/// What becomes of an engine's fence.
+fn end_fence(fence: HostFence, hands_off: &AtomicBool) {
+    if shuttle::rand::thread_rng().gen_range(0..2) == 0 {
+        hands_off.store(false, Ordering::Release);
+        fence.raise();
+    }
+}
+
+/// Whoever else brings the same blocks, fails, cancels or closes.
+#[test]
+fn nothing_touches_an_engines_memory_before_its_fence() {
+    check(|| {
+        let machine = Machine::start(ENGINE, Some(6));
+        machine.hands_off.store(true, Ordering::Release);
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
+        let others = [(); 2].map(|()| {
+            let core = Arc::clone(&machine.core);
+            thread::spawn(move || {
+                let lease = core.lease(Chain::from(&chain(1)), RequestInfo::default());
+                // An error, if it is closed.
+                drop(block_on(core.transfer(Class::Prefetch, Tier::Host, lease)));
+            })
+        });
+        let (core, hands_off) = (Arc::clone(&machine.core), Arc::clone(&machine.hands_off));
+        let engine = thread::spawn(move || {
+            let (wanted, computed, fence) = (chain(1), chain(2), HostFence::new());
+            let slots: Vec<_> = (0..6).map(SlotId).collect();
+            let order = || Fence::Host(fence.clone());
+            let lease = core.lease(Chain::from(&wanted), RequestInfo::default());
+            let layers = 2.try_into().expect("above zero");
+            let load = LoadInto { lease, blocks: 0..3, slots: &slots[..3], after: order(), layers };
+            let mut load = core.load_into(load);
+            let (info, chain) = (RequestInfo::default(), Chain::from(&computed));
+            let save = SaveFrom { info, chain, first: 0, slots: &slots[3..], ready: order() };
+            let mut save = core.save_from(Tier::Host, save);
+            let raiser = thread::spawn(move || end_fence(fence, &hands_off));
+            if shuttle::rand::thread_rng().gen_range(0..3) == 0 {
+                load.cancel();
+                save.cancel();
+            }
+            if let Ok(loaded) = block_on(load) {
+                assert_eq!(loaded.arrived + loaded.failed, 3);
+            }
+            if let Ok(saved) = block_on(save) {
+                assert_eq!(saved.copied + saved.refused + saved.failed, 3);
+            }
+            raiser.join().unwrap();
+        });
+        let core = Arc::clone(&machine.core);
+        let closer = thread::spawn(move || match shuttle::rand::thread_rng().gen_range(0..3) {
+            0 => core.tick(),
+            1 => core.close(),
+            _ => {}
+        });
+        engine.join().unwrap();
+        closer.join().unwrap();
+        others.into_iter().for_each(|other| other.join().unwrap());
+        let (core, _) = machine.stop();
+        let staging = core.staging();
+        assert_eq!((staging.idle, staging.lost), (staging.total, 0));
     });
 }

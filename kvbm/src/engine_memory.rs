@@ -170,9 +170,10 @@ impl Writers {
     /// Waits for that, at most for `limit`. False: a medium still has one.
     pub fn wait(&self, limit: Duration) -> bool {
         const LOOK: Duration = Duration::from_micros(200);
-        let deadline = clock::now() + limit;
+        // None: beyond the end of time.
+        let deadline = clock::now().checked_add(limit);
         // A medium that hangs is rare, and goes on when it will.
-        while !self.are_gone() && clock::now() < deadline {
+        while !self.are_gone() && deadline.is_none_or(|deadline| clock::now() < deadline) {
             std::thread::sleep(LOOK);
         }
         self.are_gone()

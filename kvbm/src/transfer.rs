@@ -4,7 +4,7 @@ use std::fmt;
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Context, Poll, Wake, Waker, ready};
 use std::thread::Thread;
 use std::time::Duration;
 
@@ -32,8 +32,8 @@ pub struct Transfer<T> {
 #[derive(Debug)]
 enum State<T> {
     UnderWay(oneshot::Receiver<T>),
-    /// It was never begun; the reason, until it is asked for.
-    Refused(Option<Error>),
+    /// The answer was given, or it was never begun: the reason, until it is asked for.
+    Over(Option<Error>),
 }
 
 /// How a transfer ended.
@@ -70,7 +70,7 @@ impl<T> Transfer<T> {
 
     /// Of work that was not begun.
     pub(crate) const fn failed(error: Error) -> Self {
-        Self { state: State::Refused(Some(error)), id: None, cancel: None, layers: None }
+        Self { state: State::Over(Some(error)), id: None, cancel: None, layers: None }
     }
 
     /// Of work that was over at once.
@@ -116,7 +116,7 @@ impl<T> Transfer<T> {
     pub fn wait(self) -> Result<T> {
         match self.state {
             State::UnderWay(answer) => answer.blocking_recv().map_err(|_| Error::closed()),
-            State::Refused(error) => Err(error.unwrap_or_else(Error::closed)),
+            State::Over(error) => Err(error.unwrap_or_else(Error::closed)),
         }
     }
 }
@@ -126,10 +126,7 @@ impl<T> Transfer<T> {
     ///
     /// # Errors
     /// Those of [`wait`](Self::wait).
-    pub fn try_take(&mut self) -> Option<Result<T>>
-    where
-        T: Unpin,
-    {
+    pub fn try_take(&mut self) -> Option<Result<T>> {
         match Pin::new(self).poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(answer) => Some(answer),
             Poll::Pending => None,
@@ -140,18 +137,16 @@ impl<T> Transfer<T> {
     ///
     /// # Errors
     /// Those of [`wait`](Self::wait).
-    pub fn wait_for(&mut self, limit: Duration) -> Option<Result<T>>
-    where
-        T: Unpin,
-    {
-        let deadline = clock::now() + limit;
+    pub fn wait_for(&mut self, limit: Duration) -> Option<Result<T>> {
+        // None: beyond the end of time.
+        let deadline = clock::now().checked_add(limit);
         let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
         let mut this = pin!(self);
         loop {
             if let Poll::Ready(answer) = this.as_mut().poll(&mut Context::from_waker(&waker)) {
                 return Some(answer);
             }
-            let left = deadline.saturating_duration_since(clock::now());
+            let left = deadline.map_or(limit, |deadline| deadline.saturating_duration_since(clock::now()));
             if left.is_zero() {
                 return None;
             }
@@ -185,9 +180,11 @@ impl<T> Future for Transfer<T> {
     type Output = Result<T>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        match &mut self.state {
-            State::UnderWay(answer) => Pin::new(answer).poll(context).map_err(|_| Error::closed()),
-            State::Refused(error) => Poll::Ready(Err(error.take().unwrap_or_else(Error::closed))),
-        }
+        let answer = match &mut self.state {
+            State::UnderWay(answer) => ready!(Pin::new(answer).poll(context)).map_err(|_| Error::closed()),
+            State::Over(error) => Err(error.take().unwrap_or_else(Error::closed)),
+        };
+        self.state = State::Over(None);
+        Poll::Ready(answer)
     }
 }

@@ -64,7 +64,8 @@ pub(super) fn try_out(
         (None, None) => return Err(no_memory()),
     };
     let mut canary = Canary { backend, host, frame };
-    let slots = [SlotId(0), SlotId(engine.segments().slots() - 1)];
+    let mut slots = vec![SlotId(0), SlotId(engine.segments().slots() - 1)];
+    slots.dedup();
     let outcome = canary.fly(&slots);
     match pool {
         Some(pool) => pool.give_back(canary.frame),

@@ -232,7 +232,7 @@ impl Core {
     /// get there.
     pub fn drain(self: &Arc<Self>, limit: Duration) -> Drained {
         self.flushing.drains.fetch_add(1, Ordering::AcqRel);
-        self.drain_until(self.clock.uptime() + limit);
+        self.drain_until(self.clock.uptime().saturating_add(limit));
         self.flushing.drains.fetch_sub(1, Ordering::AcqRel);
         self.drained()
     }

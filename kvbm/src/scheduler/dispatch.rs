@@ -8,6 +8,7 @@ use kvbm_tiers::{Completion, Done, Fences};
 
 use super::Core;
 use super::batch::Batch;
+use super::engine_order::LetThrough;
 use super::queue::{Next, Turn};
 use super::routed::{RoutedTask, Stop};
 use crate::sync::AtomicUsize;
@@ -19,7 +20,8 @@ impl Core {
         if tasks.is_empty() {
             return;
         }
-        let tasks = self.orders.lock().let_through(tasks);
+        let LetThrough { tasks, in_vain } = self.orders.lock().let_through(tasks);
+        self.drop_held(in_vain);
         let mut queues = self.queues.lock();
         for (task, order) in tasks {
             let is_direct = self.executor.connects((task.from.tier, task.to.tier));

@@ -79,12 +79,7 @@ impl Core {
         let (id, duplicates) = (plan.transfer(), plan.duplicates());
         self.metrics.duplicated(duplicates);
         let (reply, transfer) = self.reply_with(move |ended, lease| Saved::new(ended, duplicates, lease));
-        let mut table = self.table();
-        table.finish_plan(plan, reply, started);
-        let effects = table.take_effects();
-        drop(table);
-        drop(turn);
-        self.apply(effects);
+        self.hand_over(plan, reply, (turn, started));
         self.go_after(id, ready);
         self.cancellable(transfer, id)
     }
@@ -116,12 +111,7 @@ impl Core {
             ends.0.end(ended.copied == wanted);
             Loaded { arrived: ended.copied, failed: wanted - ended.copied, lease, writers }
         });
-        let mut table = self.table();
-        table.finish_plan(plan, reply, started);
-        let effects = table.take_effects();
-        drop(table);
-        drop(turn);
-        self.apply(effects);
+        self.hand_over(plan, reply, (turn, started));
         self.go_after(id, after);
         self.cancellable(transfer, id).in_layers(Some(count))
     }
@@ -139,12 +129,13 @@ impl Core {
             let mut table = self.table();
             is_complete = table.extend(plan);
             let effects = table.take_effects();
-            drop(table);
+            // While the table is locked: a copy that waits for another's block may be sent by whoever lands that.
             if let Some(id) = plan.transfer()
                 && let Some((after, layers)) = order.take()
             {
                 self.orders.lock().open(id, after, layers, self.clock.uptime());
             }
+            drop(table);
             self.apply(effects);
         }
     }

@@ -9,7 +9,7 @@ use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::{Fence, Fences, Layers};
+use kvbm_tiers::{Fence, Fences, Layers, Tier};
 
 use crate::layers::LayerCount;
 use crate::task::{CopyTask, TransferId};
@@ -44,15 +44,44 @@ struct Ordered {
     /// What is yet to come before anything is copied: the rest of the plan, and the engine's fence.
     lacks_plan: bool,
     lacks_fence: bool,
+    /// Its time is not the tiers' alone.
+    waits: bool,
     since: Duration,
     held: Vec<CopyTask>,
 }
 
-/// All transfers of engines' slots.
+/// Copy tasks that came to be queued.
 #[derive(Debug, Default)]
-pub(super) struct EngineOrders(HashMap<TransferId, Ordered>);
+pub(super) struct LetThrough {
+    /// Those that are not held back, with the order that they keep.
+    pub(super) tasks: Vec<(CopyTask, Option<Arc<EngineOrder>>)>,
+    /// Of transfers that ended while these were on their way here: the engine may use their slots again, and no fence
+    /// says when.
+    pub(super) in_vain: Vec<CopyTask>,
+}
+
+/// What is left of a transfer of an engine's slots that has ended.
+#[derive(Debug)]
+pub(super) struct EndedOrder {
+    /// It had to wait for the engine.
+    pub(super) waited: bool,
+    /// What was held back for it since it failed, and is in vain.
+    pub(super) held: Vec<CopyTask>,
+}
+
+/// All transfers of engines' slots.
+#[derive(Debug)]
+pub(super) struct EngineOrders {
+    transfers: HashMap<TransferId, Ordered>,
+    /// No slot there is ours: what is copied from or to the device is of one of these transfers.
+    is_device_of_engine: bool,
+}
 
 impl EngineOrders {
+    pub(super) fn new(is_device_of_engine: bool) -> Self {
+        Self { transfers: HashMap::new(), is_device_of_engine }
+    }
+
     /// Holds back a transfer that is being planned, and whose copies come `after` the engine's work.
     pub(super) fn open(
         &mut self,
@@ -61,28 +90,31 @@ impl EngineOrders {
         layers: Option<(NonZeroU16, Arc<LayerCount>)>,
         now: Duration,
     ) {
+        let waits = !after.is_done();
         // A thread's fence is waited for here, everything else is left to the backend.
         let (lacks_fence, after) = match after {
             Fence::Host(fence) => (!fence.is_raised(), Fence::Done),
             other => (false, other),
         };
         let order = Arc::new(EngineOrder { after, layers });
-        let ordered = Ordered { order, lacks_plan: true, lacks_fence, since: now, held: Vec::new() };
-        self.0.insert(id, ordered);
+        let ordered = Ordered { order, lacks_plan: true, lacks_fence, waits, since: now, held: Vec::new() };
+        self.transfers.insert(id, ordered);
     }
 
-    /// Those of `tasks` that are not held back, with the order that they keep.
-    pub(super) fn let_through(&mut self, tasks: Vec<CopyTask>) -> Vec<(CopyTask, Option<Arc<EngineOrder>>)> {
+    /// Holds back what has to wait of `tasks`.
+    pub(super) fn let_through(&mut self, tasks: Vec<CopyTask>) -> LetThrough {
         // Most managers have no engine's memory.
-        if self.0.is_empty() {
-            return tasks.into_iter().map(|task| (task, None)).collect();
+        if !self.is_device_of_engine {
+            let tasks = tasks.into_iter().map(|task| (task, None)).collect();
+            return LetThrough { tasks, ..LetThrough::default() };
         }
-        let mut through = Vec::with_capacity(tasks.len());
+        let mut through = LetThrough::default();
         for task in tasks {
-            match self.0.get_mut(&task.id.transfer) {
+            match self.transfers.get_mut(&task.id.transfer) {
                 Some(ordered) if ordered.lacks_plan || ordered.lacks_fence => ordered.held.push(task),
-                Some(ordered) => through.push((task, Some(Arc::clone(&ordered.order)))),
-                None => through.push((task, None)),
+                Some(ordered) => through.tasks.push((task, Some(Arc::clone(&ordered.order)))),
+                None if touches_device(&task) => through.in_vain.push(task),
+                None => through.tasks.push((task, None)),
             }
         }
         through
@@ -99,14 +131,14 @@ impl EngineOrders {
     }
 
     fn advance(&mut self, id: TransferId, step: impl FnOnce(&mut Ordered)) -> Vec<CopyTask> {
-        let Some(ordered) = self.0.get_mut(&id) else { return Vec::new() };
+        let Some(ordered) = self.transfers.get_mut(&id) else { return Vec::new() };
         step(ordered);
         if ordered.lacks_plan || ordered.lacks_fence { Vec::new() } else { std::mem::take(&mut ordered.held) }
     }
 
     /// Takes out what is held back of a transfer for its blocks from `block` on.
     pub(super) fn cancel(&mut self, (id, block): (TransferId, u32)) -> Vec<CopyTask> {
-        let Some(ordered) = self.0.get_mut(&id) else { return Vec::new() };
+        let Some(ordered) = self.transfers.get_mut(&id) else { return Vec::new() };
         let held = std::mem::take(&mut ordered.held);
         let (in_vain, others) = held.into_iter().partition(|task| task.id.block >= block);
         ordered.held = others;
@@ -115,17 +147,58 @@ impl EngineOrders {
 
     /// Everything that is held back.
     pub(super) fn take_all(&mut self) -> Vec<CopyTask> {
-        self.0.values_mut().flat_map(|ordered| std::mem::take(&mut ordered.held)).collect()
+        self.transfers.values_mut().flat_map(|ordered| std::mem::take(&mut ordered.held)).collect()
     }
 
     /// Transfers whose fence has not come within `limit`.
     pub(super) fn overdue(&self, now: Duration, limit: Duration) -> Vec<TransferId> {
         let is_overdue = |ordered: &Ordered| ordered.lacks_fence && now.saturating_sub(ordered.since) > limit;
-        self.0.iter().filter(|(_, ordered)| is_overdue(ordered)).map(|(&id, _)| id).collect()
+        self.transfers.iter().filter(|(_, ordered)| is_overdue(ordered)).map(|(&id, _)| id).collect()
     }
 
-    /// A transfer has ended. If it was one of these: what was held back for it since it failed, and is in vain.
-    pub(super) fn end(&mut self, id: TransferId) -> Option<Vec<CopyTask>> {
-        self.0.remove(&id).map(|ordered| ordered.held)
+    /// A transfer has ended, perhaps one of these.
+    pub(super) fn end(&mut self, id: TransferId) -> Option<EndedOrder> {
+        let Ordered { waits: waited, held, .. } = self.transfers.remove(&id)?;
+        Some(EndedOrder { waited, held })
+    }
+}
+
+fn touches_device(task: &CopyTask) -> bool {
+    task.from.tier == Tier::Device || task.to.tier == Tier::Device
+}
+
+#[cfg(test)]
+mod tests {
+    use kvbm_tiers::{BlockKey, HostFence, SlotId, SlotRef};
+
+    use super::*;
+    use crate::task::{Class, TaskId};
+
+    const ID: TransferId = TransferId { place: 0, life: 0 };
+
+    fn task(to: Tier) -> CopyTask {
+        let slot = |tier| SlotRef { tier, slot: SlotId(0), generation: 0 };
+        CopyTask {
+            id: TaskId { transfer: ID, block: 0 },
+            class: Class::Load,
+            block: BlockKey { hash: 1, group: 0 },
+            from: slot(Tier::Disk),
+            to: slot(to),
+            via: None,
+            is_probe: false,
+        }
+    }
+
+    #[test]
+    fn what_comes_after_the_end_of_its_transfer_is_in_vain() {
+        let mut orders = EngineOrders::new(true);
+        orders.open(ID, Fence::Host(HostFence::new()), None, Duration::ZERO);
+        let through = orders.let_through(vec![task(Tier::Device)]);
+        assert!(through.tasks.is_empty() && through.in_vain.is_empty(), "it waits for its fence");
+        let ended = orders.end(ID).expect("it is an engine's");
+        assert!(ended.waited && ended.held.len() == 1);
+        let through = orders.let_through(vec![task(Tier::Device), task(Tier::Host)]);
+        assert_eq!(through.in_vain.len(), 1, "nothing orders it with the engine any more");
+        assert_eq!(through.tasks.len(), 1, "a flush touches no memory of the engine's");
     }
 }

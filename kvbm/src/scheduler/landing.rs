@@ -7,6 +7,7 @@ use kvbm_tiers::{Completion, CopyError, CopyErrorKind, Tier};
 
 use super::Core;
 use super::batch::{Batch, Completed, Overdue};
+use super::engine_order::EndedOrder;
 use super::routed::RoutedTask;
 use crate::table::{Dropped, Effects, TransferEnd};
 use crate::task::{Class, Defect, Outcome, TaskResult};
@@ -189,17 +190,18 @@ impl Core {
         if ended.class == Class::Flush {
             self.flushing.ended(ended.to, ended.blocks);
         }
-        let source = ended.source.filter(|_| ended.class == Class::Load);
+        let id = ended.id;
+        let of_engine = self.orders.lock().end(id);
+        let has_waited = of_engine.as_ref().is_some_and(|order| order.waited);
+        let source = ended.source.filter(|_| ended.class == Class::Load && !has_waited);
         if let (Some(source), Some(took)) = (source, ended.took) {
             self.paces.learn(source, ended.copied, took, self.clock.uptime());
         }
-        let id = ended.id;
-        let of_engine = self.orders.lock().end(id);
+        let Some(EndedOrder { held, .. }) = of_engine else { return ended.report() };
+        // Before the reply: who is told that it is over may find that its slots are free.
+        self.drop_held(held);
         ended.report();
-        if let Some(in_vain) = of_engine {
-            self.drop_held(in_vain);
-            self.note_completion(id);
-        }
+        self.note_completion(id);
     }
 }
 

@@ -68,7 +68,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::metrics::Metrics;
-use crate::sync::{AtomicUsize, Mutex};
+use crate::sync::{AtomicUsize, Mutex, MutexGuard};
 use crate::table::{
     Match, Reply, RequestInfo, Reserved, SharedTable, Table, TableGuard, TransferEnd, TransferPlan,
 };
@@ -173,6 +173,7 @@ impl Core {
     pub fn new(parts: Parts) -> Arc<Self> {
         let Parts { table, executor, staging, clock, metrics, tuning } = parts;
         let largest = Tier::ALL.iter().map(|&tier| table.counts(tier).total).max().unwrap_or(0);
+        let is_device_of_engine = table.counts(Tier::Device).total == 0;
         let limits = Limits {
             batches: tuning.max_concurrent,
             batch_blocks: tuning.max_batch,
@@ -182,7 +183,7 @@ impl Core {
             table: Arc::new(SharedTable::new(table, Arc::clone(&clock))),
             planning: Mutex::new(()),
             queues: Mutex::new(RouteQueues::new(limits)),
-            orders: Mutex::default(),
+            orders: Mutex::new(EngineOrders::new(is_device_of_engine)),
             completions: Mutex::default(),
             executor,
             batches: Batches::default(),
@@ -316,7 +317,19 @@ impl Core {
         if let Some(route) = probe.filter(|_| !plan.is_probe_sent()) {
             self.retract_probe(route);
         }
-        let (id, found_no_room) = (plan.transfer(), plan.found_no_room());
+        let id = plan.transfer();
+        self.hand_over(plan, reply, (turn, started));
+        self.cancellable(transfer, id)
+    }
+
+    /// Hands a planned transfer over to its caller, and lets the next one plan.
+    fn hand_over(
+        self: &Arc<Self>,
+        plan: TransferPlan,
+        reply: Reply,
+        (turn, started): (MutexGuard<'_, ()>, Duration),
+    ) {
+        let found_no_room = plan.found_no_room();
         let mut table = self.table();
         table.finish_plan(plan, reply, started);
         let effects = table.take_effects();
@@ -326,7 +339,6 @@ impl Core {
         if found_no_room {
             self.flushing.wake();
         }
-        self.cancellable(transfer, id)
     }
 
     /// A transfer that its caller can name and cancel.
@@ -451,7 +463,7 @@ impl Core {
 
     /// Waits until no backend has any copy of ours, at most for `limit`. Returns how many copies are left.
     pub fn wait_for_media(&self, limit: Duration) -> u64 {
-        let deadline = self.clock.uptime() + limit;
+        let deadline = self.clock.uptime().saturating_add(limit);
         while Arc::strong_count(&self.with_media) > 1 && self.clock.uptime() < deadline {
             // As seldom as a drain looks: nobody closes in a hurry.
             std::thread::sleep(Duration::from_micros(200));
