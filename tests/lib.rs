@@ -2,4 +2,5 @@
 //! [`engine`], which the targets share.
 
 pub mod engine;
+pub mod follower;
 pub mod rig;

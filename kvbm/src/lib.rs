@@ -4,6 +4,8 @@
 //! | module | holds |
 //! |---|---|
 //! | `hash` | names of blocks: chained hashes |
+//! | `fingerprint` | what the bytes of a block depend on besides its tokens |
+//! | `events` | what comes to the tiers and leaves them, for whoever listens |
 //! | `task` | what the table asks of the scheduler, and what it is told: plain data |
 //! | [`table`] | which block lies in which slot of which tier; leases; flushing and eviction. Pure bookkeeping |
 //! | [`scheduler`] | moves blocks: queues, batches, breakers, time-outs, flushing |
@@ -24,6 +26,7 @@ mod clock;
 mod demand;
 mod device;
 mod error;
+mod events;
 mod fingerprint;
 mod hash;
 mod lease;
@@ -40,6 +43,7 @@ mod transfer;
 pub use assemble::{GpuReport, NixlReport, PluginReport, installed_nixl_plugins, probe_gpu, probe_nixl};
 pub use clock::{Clock, JumpingClock, ManualClock, SystemClock};
 pub use error::{Error, ErrorKind, Result};
+pub use events::{CacheEvent, CachedBlock, Events, RemoveReason, StoreReason};
 pub use fingerprint::{Fingerprint, Hashing, KvLayout, Ranks, Rope};
 pub use hash::{BlockHash, Chain, ChainHasher};
 pub use kvbm_policies::{Hints, RequestId};

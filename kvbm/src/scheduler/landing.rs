@@ -165,7 +165,8 @@ impl Core {
     }
 
     fn apply_step(self: &Arc<Self>, effects: Effects) {
-        let Effects { tasks, awaited, cancelled, ended, dropped, .. } = effects;
+        let Effects { tasks, awaited, cancelled, ended, dropped, news, .. } = effects;
+        news.iter().for_each(|listener| listener.wake());
         for Dropped { tier, blocks, defect } in dropped {
             tracing::error!(%tier, blocks, ?defect, "a block and its descendants are dropped");
         }

@@ -15,6 +15,7 @@ mod plan;
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
@@ -24,6 +25,7 @@ use super::index::RecordId;
 use super::namespace::NamespaceId;
 use super::pins::Pins;
 use super::request::RequestContext;
+use crate::events::{Buffer, StoreReason};
 use crate::task::{Class, CopyTask, Defect, TransferId};
 
 pub use self::plan::{Filled, Reserved, Steps, TransferPlan};
@@ -103,6 +105,8 @@ struct Transfer {
     alive: usize,
     /// Copies that a queue or a medium still has, and blocks that an engine fills.
     away: usize,
+    /// An engine writes its blocks.
+    is_filled: bool,
     /// More blocks may come, or its caller.
     is_open: bool,
     has_ended: bool,
@@ -197,6 +201,8 @@ pub struct Effects {
     pub ended: Vec<TransferEnd>,
     /// Blocks that are gone.
     pub dropped: Vec<Dropped>,
+    /// Those who listen, and for whom something was noted.
+    pub(crate) news: Vec<Arc<Buffer>>,
     /// What was to be flushed and is forgotten.
     pub unflushed: Vec<Unflushed>,
     /// More blocks can become resident than one step takes: [`Table::publish_more`](super::Table::publish_more) goes on.
@@ -329,6 +335,7 @@ impl Transfer {
             published: 0,
             alive: 0,
             away: 0,
+            is_filled: false,
             is_open: true,
             has_ended: false,
             is_cut: false,
@@ -361,6 +368,17 @@ impl Transfer {
     /// Whether nothing of it can become resident any more.
     const fn is_done(&self) -> bool {
         !self.is_open && !matches!(self.parent, Parent::Awaited(_)) && self.published == self.alive
+    }
+
+    /// How its blocks come, as those who listen are told.
+    const fn store_reason(&self) -> StoreReason {
+        match self.class {
+            _ if self.is_filled => StoreReason::Filled,
+            Class::Load => StoreReason::Loaded,
+            Class::Save => StoreReason::Saved,
+            Class::Flush => StoreReason::Flushed,
+            Class::Prefetch => StoreReason::Prefetched,
+        }
     }
 
     /// The block of the host tier in which its `block`-th one stays on its way.

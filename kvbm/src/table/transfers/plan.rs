@@ -423,6 +423,7 @@ impl Table {
         let mut transfer = plan.open(plan.to, parent.unwrap_or(Parent::Root));
         transfer.blocks.reserve_exact(plan.next(usize::MAX).len());
         transfer.sources = plan.sources.take();
+        transfer.is_filled = plan.from.is_empty();
         let id = self.transfers.open(transfer);
         plan.transfer = Some(id);
         id
