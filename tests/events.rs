@@ -214,7 +214,7 @@ fn whoever_follows_many_threads_knows_what_each_tier_holds() {
             let core = &rig.core;
             scope.spawn(move || {
                 let mut random = fastrand::Rng::with_seed(thread);
-                (0..400).for_each(|_| do_something(core, &mut random));
+                (0..1_500).for_each(|_| do_something(core, &mut random));
             });
         }
         scope.spawn(|| {
