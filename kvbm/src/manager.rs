@@ -205,7 +205,7 @@ impl Manager {
     /// did not must learn it, and no epoch comes twice. Nothing has changed then.
     pub fn reset(&self, epoch: u64) -> Result<()> {
         self.core.reset(epoch)?;
-        self.pinned.end_past(self.core.table().namespace());
+        self.pinned.end_past(self.core.namespace());
         Ok(())
     }
 
@@ -435,7 +435,7 @@ fn run(core: &Arc<Core>, pinned: &PinnedChains, woken: &Receiver<()>) {
                 // Flushing must go on whatever a policy or a backend does.
                 let round = AssertUnwindSafe(|| {
                     pinned.expire(core.now_ms());
-                    pinned.end_past(core.table().namespace());
+                    pinned.end_past(core.namespace());
                     core.tick();
                 });
                 if catch_unwind(round).is_err() {

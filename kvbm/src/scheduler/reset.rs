@@ -8,7 +8,7 @@ use super::Core;
 use crate::error::Result;
 use crate::hash::Chain;
 use crate::lease::Lease;
-use crate::table::{Effects, Unflushed};
+use crate::table::{Effects, NamespaceId, Unflushed};
 
 impl Core {
     /// Begins another epoch. May be called from anywhere, completions of backends included.
@@ -26,6 +26,11 @@ impl Core {
     pub fn forget_all(self: &Arc<Self>) {
         let effects = self.table().forget_all();
         self.forgotten(effects);
+    }
+
+    /// The present namespace.
+    pub(crate) fn namespace(&self) -> NamespaceId {
+        self.table().namespace()
     }
 
     /// The namespace has been closed: ends its transfers.

@@ -22,7 +22,8 @@ impl Table {
         reason: StoreReason,
     ) {
         if !self.listeners.is_empty() {
-            let (block, request) = (self.cached_block(tier, record), info.request.filter(is_given));
+            let (block, request) =
+                (self.cached_block(tier, record), info.request.filter(|&request| is_given(request)));
             self.listeners.note(CacheEvent::Stored { block, request, reason });
         }
     }
@@ -52,6 +53,6 @@ impl Table {
 }
 
 /// Whether the engine named the request: see [`Table::named`].
-fn is_given(request: &RequestId) -> bool {
+fn is_given(request: RequestId) -> bool {
     request.0 < super::FIRST_NAMELESS
 }

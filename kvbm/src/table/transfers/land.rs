@@ -84,7 +84,7 @@ impl Table {
     pub fn take_effects(&mut self) -> Effects {
         let has_more = !self.transfers.ready.is_empty();
         let news = self.listeners.take_news();
-        Effects { has_more, news, ..std::mem::take(&mut self.transfers.effects) }
+        Effects { news, has_more, ..std::mem::take(&mut self.transfers.effects) }
     }
 
     /// Ends a transfer early: of what has not arrived, what waits is not copied.
@@ -222,7 +222,7 @@ impl Table {
             return self.abort(id, 0);
         }
         let (tier, parent, before) = (transfer.to, transfer.parent, transfer.published);
-        let told = (transfer.context.info, transfer.store_reason());
+        let told = (transfer.context.info, transfer.reason);
         while *room > 0
             && let Some((record, frame)) = self.transfers.at_mut(id).and_then(Transfer::next_ready)
         {

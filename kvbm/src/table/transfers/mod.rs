@@ -105,8 +105,8 @@ struct Transfer {
     alive: usize,
     /// Copies that a queue or a medium still has, and blocks that an engine fills.
     away: usize,
-    /// An engine writes its blocks.
-    is_filled: bool,
+    /// How its blocks come, as those who listen are told.
+    reason: StoreReason,
     /// More blocks may come, or its caller.
     is_open: bool,
     has_ended: bool,
@@ -335,7 +335,7 @@ impl Transfer {
             published: 0,
             alive: 0,
             away: 0,
-            is_filled: false,
+            reason: store_reason(class),
             is_open: true,
             has_ended: false,
             is_cut: false,
@@ -370,20 +370,19 @@ impl Transfer {
         !self.is_open && !matches!(self.parent, Parent::Awaited(_)) && self.published == self.alive
     }
 
-    /// How its blocks come, as those who listen are told.
-    const fn store_reason(&self) -> StoreReason {
-        match self.class {
-            _ if self.is_filled => StoreReason::Filled,
-            Class::Load => StoreReason::Loaded,
-            Class::Save => StoreReason::Saved,
-            Class::Flush => StoreReason::Flushed,
-            Class::Prefetch => StoreReason::Prefetched,
-        }
-    }
-
     /// The block of the host tier in which its `block`-th one stays on its way.
     fn kept_block(&self, block: usize) -> Option<(TransferId, usize)> {
         let (id, first) = self.kept?;
         Some((id, block.checked_sub(first)?))
+    }
+}
+
+/// How blocks come that are copied.
+const fn store_reason(class: Class) -> StoreReason {
+    match class {
+        Class::Load => StoreReason::Loaded,
+        Class::Save => StoreReason::Saved,
+        Class::Flush => StoreReason::Flushed,
+        Class::Prefetch => StoreReason::Prefetched,
     }
 }

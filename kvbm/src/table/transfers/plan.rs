@@ -10,6 +10,7 @@ use std::time::Duration;
 use kvbm_tiers::{BlockKey, Frame, Route, SlotId, SlotRef, Tier};
 
 use super::{Account, Parent, Reply, Transfer, Waiter};
+use crate::events::StoreReason;
 use crate::hash::Chain;
 use crate::table::index::RecordId;
 use crate::table::namespace::NamespaceId;
@@ -423,7 +424,9 @@ impl Table {
         let mut transfer = plan.open(plan.to, parent.unwrap_or(Parent::Root));
         transfer.blocks.reserve_exact(plan.next(usize::MAX).len());
         transfer.sources = plan.sources.take();
-        transfer.is_filled = plan.from.is_empty();
+        if plan.from.is_empty() {
+            transfer.reason = StoreReason::Filled;
+        }
         let id = self.transfers.open(transfer);
         plan.transfer = Some(id);
         id
