@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvbm::scheduler::Core;
+use kvbm::table::Unflushed;
 use kvbm::{BlockHash, Chain, RequestInfo, Tier};
 use kvbm_tests::rig::{MEMORY, Sizes, TIGHT, bare_core, hash, seed};
 use kvbm_tiers::testing::ParkedBackend;
@@ -45,4 +46,30 @@ fn a_lease_of_a_long_chain_takes_no_pass_over_it() {
     eprintln!("lease and release of 64, 8,192 and 65,536 blocks: {times:?}");
     // A pass takes a millisecond for the last one.
     assert!(times[2] < 40 * times[0].max(Duration::from_micros(5)), "{times:?}");
+}
+
+/// How long the table is locked for a reset, at best: of `blocks` dirty blocks in one tier.
+fn time_of_a_reset(blocks: u32) -> Duration {
+    let core = core(blocks);
+    let chain: Vec<_> = (1..=blocks).map(hash).collect();
+    let times = (1..4).map(|epoch| {
+        seed(&core, Tier::Host, Chain::from(&chain));
+        let mut table = core.table();
+        let start = Instant::now();
+        let effects = table.reset(epoch).expect("a greater epoch");
+        let time = start.elapsed();
+        drop(table);
+        assert_eq!(effects.unflushed.iter().map(Unflushed::blocks).sum::<usize>(), chain.len());
+        assert_eq!(core.table().counts(Tier::Host).forgotten, blocks);
+        time
+    });
+    times.min().expect("three times")
+}
+
+#[test]
+fn a_reset_takes_no_pass_over_the_table() {
+    let times = [64, 400_000].map(time_of_a_reset);
+    eprintln!("reset of 64 and of 400,000 blocks: {times:?}");
+    // A pass takes milliseconds for the last one.
+    assert!(times[1] < 40 * times[0].max(Duration::from_micros(5)), "{times:?}");
 }

@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvbm::scheduler::{Core, LoadInto, SaveFrom};
-use kvbm::{BlockHash, Chain, Class, Fence, HostFence, RequestInfo, SlotId, Tier};
+use kvbm::{BlockHash, Chain, Class, ErrorKind, Fence, HostFence, RequestInfo, SlotId, Tier};
+use kvbm_tests::follower::Follower;
 use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, hash, seed};
 use kvbm_tiers::testing::ParkedBackend;
 use kvbm_tiers::{Backend, CopyError, CopyErrorKind};
@@ -395,4 +396,71 @@ fn nothing_touches_an_engines_memory_before_its_fence() {
         let staging = core.staging();
         assert_eq!((staging.idle, staging.lost), (staging.total, 0));
     });
+}
+
+/// A load, a prefetch, a save, a flush and an engine that fills its slots, all begun before or after a reset: what was
+/// there or under way is not found after it, and every slot comes back.
+#[test]
+fn nothing_from_before_a_reset_is_found_after_it() {
+    check(|| {
+        let machine = Machine::start(SIZES, Some(6));
+        let mut follower = Follower::of(&machine.core);
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
+        seed(&machine.core, Tier::Device, Chain::from(&chain(2)));
+        let asks = |class, to, n| {
+            let core = Arc::clone(&machine.core);
+            thread::spawn(move || {
+                let lease = core.lease(Chain::from(&chain(n)), RequestInfo::default());
+                answered(block_on(core.transfer(class, to, lease)));
+            })
+        };
+        let reserved = machine.core.reserve(Tier::Device, Chain::from(&chain(3)), RequestInfo::default());
+        let core = Arc::clone(&machine.core);
+        let engine = thread::spawn(move || {
+            let lease = core.lease(Chain::from(&chain(3)), RequestInfo::default());
+            answered(block_on(core.publish(reserved, usize::MAX, lease)));
+        });
+        let core = Arc::clone(&machine.core);
+        let flusher = thread::spawn(move || {
+            let _ = core.drain(Duration::ZERO);
+            core.tick();
+        });
+        let core = Arc::clone(&machine.core);
+        let resetter = thread::spawn(move || {
+            core.reset(1).expect("a greater epoch");
+            assert_nothing_is_found(&core);
+        });
+        let others = [
+            asks(Class::Load, Tier::Device, 1),
+            asks(Class::Prefetch, Tier::Host, 1),
+            asks(Class::Save, Tier::Host, 2),
+            engine,
+            flusher,
+            resetter,
+        ];
+        others.into_iter().for_each(|other| other.join().unwrap());
+        let (core, _) = machine.stop();
+        core.tick();
+        assert_nothing_is_found(&core);
+        follower.check(&core, [1, 2, 3].map(chain).iter().map(Chain::from));
+        for tier in Tier::ALL {
+            let counts = core.table().counts(tier);
+            assert_eq!(counts.free, counts.total, "{tier}: {counts:?}");
+        }
+        assert!(core.table().is_empty());
+    });
+}
+
+/// Well, or by the reset.
+fn answered(answer: kvbm::Result<kvbm::Transferred>) {
+    match answer {
+        Ok(transferred) => assert!(transferred.blocks <= 3),
+        Err(error) => assert_eq!(error.kind(), ErrorKind::Stale),
+    }
+}
+
+fn assert_nothing_is_found(core: &Core) {
+    for n in 1..4 {
+        assert_eq!(core.matches(Chain::from(&chain(n))).longest(), 0, "chain {n} is found");
+    }
 }

@@ -12,6 +12,7 @@ use kvbm::scheduler::Tuning;
 use kvbm::table::Match;
 use kvbm::{BlockHash, Chain, Class, Clock, ErrorKind, Lease, RequestInfo, Tier, Transfer, Transferred};
 use kvbm_policies::AdmissionKind;
+use kvbm_tests::follower::Follower;
 use kvbm_tests::rig::{DISK, Filled, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, hash};
 use kvbm_tiers::testing::{ParkedBackend, Pending};
 use kvbm_tiers::{Backend, BlockKey, CopyError, CopyErrorKind, SlotId};
@@ -215,6 +216,7 @@ struct System {
     /// With their chains and epochs.
     filled: Vec<(Filled, Vec<BlockHash>, u64)>,
     epoch: u64,
+    follower: Follower,
     leases: Vec<Held>,
     tickets: Vec<Waiting>,
     rotten: HashSet<(Tier, BlockKey)>,
@@ -229,8 +231,10 @@ impl System {
             let [memory, disk, object] = backends.insert(parked).clone();
             vec![memory as Arc<dyn Backend>, places.verified(disk), places.verified(object)]
         });
+        let follower = Follower::of(&rig.core);
         Self {
             rig,
+            follower,
             stranger: Rig::new(SIZES, TUNING, |_| Vec::new()),
             backends: backends.expect("made with the rig"),
             filled: Vec::new(),
@@ -385,6 +389,8 @@ impl System {
     fn check(&mut self, model: &Model, quarantined_before: [u64; Tier::COUNT]) {
         assert_eq!(self.rig.core.table().audit(), []);
         self.check_blocks(model);
+        let chains: Vec<_> = (0..CHAINS).map(chain).collect();
+        self.follower.check(&self.rig.core, chains.iter().map(Chain::from));
         self.check_copies();
         self.check_leases();
         self.collect(quarantined_before);

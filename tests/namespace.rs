@@ -1,10 +1,19 @@
 //! Resets: from one moment on nothing is found that was there before, and what is under way lands nowhere.
 
+use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use kvbm::scheduler::Core;
-use kvbm::{BlockHash, Chain, Class, ErrorKind, RequestInfo, Tier, Transfer, Transferred};
+use kvbm::table::Table;
+use kvbm::{
+    BlockHash, CacheEvent, Chain, Class, ErrorKind, Fingerprint, Manager, Options, RequestInfo, Tier,
+    Transfer, Transferred,
+};
+use kvbm_settings::{Capacity, Settings};
+use kvbm_tests::engine;
 use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, bare_core, hash, seed};
 use kvbm_tiers::Backend;
 use kvbm_tiers::testing::ParkedBackend;
@@ -52,6 +61,11 @@ fn assert_healed(core: &Arc<Core>, parked: &ParkedBackend) {
     let load = transfer(core, Class::Load, Tier::Device, &fresh);
     finish_all(parked);
     assert_eq!(load.wait().expect("the core is there").blocks, 3);
+    let dirty = chain(10, 3);
+    seed(core, Tier::Host, Chain::from(&dirty));
+    let _ = core.drain(Duration::ZERO);
+    finish_all(parked);
+    assert_eq!(blocks(core, Tier::Disk, &dirty), 3, "flushing goes on");
 }
 
 #[test]
@@ -106,6 +120,25 @@ fn whoever_needs_room_before_the_sweep_has_it() {
     assert_eq!(core.table().audit(), []);
     core.reset(2).unwrap();
     assert_healed(&core, &parked);
+}
+
+/// A dirty chain that is longer than what one step looks at, its leaf where the pass comes last.
+#[test]
+fn room_is_found_however_a_forgotten_chain_lies() {
+    let sizes = Sizes { tiers: [8, 20_000, 8, 8], staging: 4 };
+    let (core, _) = parked(sizes);
+    let upside_down: Vec<_> = (1..=20_000).map(|n| chain(n, 1)).collect();
+    upside_down.iter().for_each(|chain| seed(&core, Tier::Host, Chain::from(chain)));
+    // The first slots are the last to be free again, and so the first to be taken.
+    core.table().block_flushes(Tier::Host, true);
+    assert_eq!(core.table().evict(Tier::Host, 20_000), 20_000);
+    core.table().block_flushes(Tier::Host, false);
+    let long: Vec<_> = (1..=20_000).map(hash).collect();
+    seed(&core, Tier::Host, Chain::from(&long));
+    core.reset(1).unwrap();
+    seed(&core, Tier::Host, Chain::from(&long[..100]));
+    assert_eq!(blocks(&core, Tier::Host, &long[..100]), 100);
+    assert_eq!(core.table().audit(), []);
 }
 
 #[test]
@@ -207,4 +240,126 @@ fn a_flush_that_fails_after_a_reset_is_not_tried_again() {
     assert_eq!(core.table().stats(Tier::Host).flush_failures, 0);
     drop(reader);
     assert_healed(&core, &parked);
+}
+
+fn fingerprint(weights: &str) -> Fingerprint {
+    Fingerprint { model: "m".into(), weights: weights.into(), block_tokens: 16, ..Fingerprint::default() }
+}
+
+fn open(settings: Settings, fingerprint: Option<Fingerprint>) -> kvbm::Result<Manager> {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    runtime.block_on(Manager::open(settings, Options { fingerprint, ..Options::default() }))
+}
+
+#[test]
+fn a_manager_says_what_a_lease_from_before_is_good_for() {
+    let manager = open(engine::settings(4096, 16, 32), Some(fingerprint("one"))).unwrap();
+    let mut events = manager.events();
+    let hashes = chain(1, 6);
+    engine::serve(&manager, &hashes);
+    let lease = || manager.lease(&hashes);
+    manager.pin(lease(), 3_600_000).unwrap();
+    let (loads, saves, prefetches, pins, reads) = (lease(), lease(), lease(), lease(), lease());
+    let longer = chain(1, 8);
+    let mut under_way = manager.allocate(&longer, manager.lease(&longer)).unwrap();
+    assert_eq!(under_way.blocks(), 6..8);
+    under_way.blocks().for_each(|block| assert!(under_way.mark_filled(block)));
+
+    manager.reset(1).unwrap();
+    assert_eq!((manager.epoch(), manager.matches(&hashes).longest()), (1, 0));
+    assert_eq!(manager.reset(1).unwrap_err().kind(), ErrorKind::Invalid);
+    let kind = |answer: kvbm::Result<()>| answer.unwrap_err().kind();
+    assert_eq!(kind(manager.load(loads).wait().map(drop)), ErrorKind::Stale);
+    assert_eq!(kind(manager.save(saves).wait().map(drop)), ErrorKind::Stale);
+    assert_eq!(kind(manager.prefetch(prefetches, Tier::Host).wait().map(drop)), ErrorKind::Stale);
+    assert_eq!(kind(manager.pin(pins, 1)), ErrorKind::Stale);
+    assert_eq!(kind(under_way.publish().unwrap().wait().map(drop)), ErrorKind::Stale);
+    assert_eq!(manager.read_device(&reads, &hashes, 0, <[u8]>::len), None);
+    assert_eq!(kind(manager.allocate(&hashes, reads).map(drop)), ErrorKind::Stale);
+
+    // The pin has ended, and with the last lease all of it is gone.
+    let start = Instant::now();
+    while manager.counts(Tier::Host).forgotten + manager.counts(Tier::Device).forgotten > 0 {
+        assert!(start.elapsed() < Duration::from_secs(30), "{:?}", manager.counts(Tier::Host));
+        thread::sleep(Duration::from_millis(1));
+    }
+    let again = engine::serve(&manager, &hashes);
+    assert_eq!((again.hit, again.wrong, again.computed), (0, 0, 6));
+    assert_eq!(engine::serve(&manager, &hashes).hit, 6);
+    let cleared =
+        std::iter::from_fn(|| events.try_next()).filter(|event| *event == CacheEvent::Cleared { epoch: 1 });
+    assert_eq!(cleared.count(), 1);
+    assert_eq!(manager.audit(), []);
+}
+
+/// Names of what lies in a folder, at any depth.
+fn names(dir: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(dir).expect("a folder").map(|entry| entry.expect("an entry").path());
+    entries
+        .flat_map(|path| {
+            let below = if path.is_dir() { names(&path) } else { Vec::new() };
+            below.into_iter().chain([path.file_name().expect("a name").to_string_lossy().into_owned()])
+        })
+        .collect()
+}
+
+#[test]
+fn files_and_objects_of_another_fingerprint_are_other_files_and_objects() {
+    let home = tempfile::tempdir().unwrap();
+    let mut settings = engine::settings(4096, 16, 16);
+    settings.disk.capacity = Some(Capacity::Blocks(16));
+    settings.disk.dirs = vec![home.path().join("slots")];
+    settings.disk.keep = true;
+    settings.object.url = Some(format!("file://{}", home.path().join("objects").display()));
+    settings.object.keep = true;
+    settings.flush.interval_ms = 1;
+    let given = [None, Some(fingerprint("one")), Some(fingerprint("two"))];
+    for fingerprint in &given {
+        let manager = open(settings.clone(), fingerprint.clone()).unwrap();
+        engine::serve(&manager, &chain(1, 6));
+        assert!(manager.drain(Duration::from_secs(30)).is_complete());
+    }
+    let (files, objects) = (names(&home.path().join("slots")), names(&home.path().join("objects")));
+    for fingerprint in &given {
+        let suffix = fingerprint.as_ref().map_or_else(String::new, |fingerprint| format!("-{fingerprint}"));
+        let namespace = format!("v1-block4096{suffix}");
+        let file = format!("kvbm-{namespace}-0of1.blocks");
+        assert!(files.contains(&file) && objects.contains(&namespace), "{namespace}: {files:?} {objects:?}");
+    }
+    assert_eq!(files.iter().filter(|name| name.ends_with(".blocks")).count(), 3, "{files:?}");
+}
+
+#[test]
+fn a_fingerprint_that_cannot_be_true_is_refused() {
+    let error = open(engine::settings(4096, 16, 16), Some(Fingerprint::default())).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
+    let other_blocks = Fingerprint { block_tokens: 32, ..fingerprint("one") };
+    let error = open(engine::settings(4096, 16, 16), Some(other_blocks)).unwrap_err();
+    assert!(error.to_string().contains("32 tokens"), "{error}");
+}
+
+#[test]
+fn block_names_differ_with_the_fingerprint_and_the_epoch() {
+    let hashes = chain(1, 1);
+    let mut names = BTreeSet::new();
+    for fingerprint in [None, Some(fingerprint("one")), Some(fingerprint("two"))] {
+        let mut table = fingerprint.into_iter().fold(Table::new([]), Table::with_fingerprint);
+        for epoch in 1..4 {
+            names.insert(table.enter(Chain::from(&hashes)).key(0));
+            drop(table.forget_all());
+            names.insert(table.enter(Chain::from(&hashes)).key(0));
+            drop(table.reset(epoch).unwrap());
+        }
+    }
+    assert_eq!(names.len(), 3 * 2 * 3);
+    let opened_later = Fingerprint { epoch: 3, ..fingerprint("one") };
+    let mut reset = Table::new([]).with_fingerprint(fingerprint("one"));
+    drop(reset.reset(3).unwrap());
+    let opened = Table::new([]).with_fingerprint(opened_later);
+    let name = |table: &Table| table.enter(Chain::from(&hashes)).key(0);
+    assert_eq!(
+        name(&reset),
+        name(&opened),
+        "a process that is started in an epoch knows the names of one that came to it"
+    );
 }

@@ -149,6 +149,7 @@ impl Engine {
             registry,
             clock: Arc::clone(&wall_clock) as _,
             block_tokens: u64::from(BLOCK_TOKENS),
+            fingerprint: None,
             chaos: chaos.clone(),
         };
         let manager = runtime.block_on(stop.or(Manager::open(settings, options)))??;

@@ -73,7 +73,7 @@ impl Default for Ranks {
     }
 }
 
-/// Rotary position embedding (Su et al., "RoFormer", 2021), as far as it is rotated into the cached keys.
+/// Rotary position embedding (Su et al., "`RoFormer`", 2021), as far as it is rotated into the cached keys.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rope {
     /// Base of the angles, such as 500,000; 0 where there is none.
@@ -210,4 +210,147 @@ pub(crate) fn digest(bytes: &[u8]) -> u128 {
     let mut half = [0; 16];
     half.copy_from_slice(&blake3::hash(bytes).as_bytes()[..16]);
     u128::from_le_bytes(half)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+    use proptest::sample::Index;
+
+    use super::*;
+
+    fn word() -> impl Strategy<Value = String> {
+        "[a-z0-9 ,=]{0,6}"
+    }
+
+    fn layout() -> impl Strategy<Value = KvLayout> {
+        (0..100_u32, word(), vec((any::<u64>(), any::<u64>()), 0..4)).prop_map(
+            |(layers, order, dimensions)| {
+                let (shape, strides) = dimensions.into_iter().unzip();
+                KvLayout { layers, order, shape, strides }
+            },
+        )
+    }
+
+    fn fingerprint() -> impl Strategy<Value = Fingerprint> {
+        let words = (word(), word(), word(), word(), word(), word(), word());
+        let numbers = (1..9_u32, any::<Index>(), 1..9_u32, any::<Index>(), 1..99_u64, any::<u64>());
+        let rest = (vec(layout(), 0..3), any::<f64>(), any::<u32>(), vec(any::<u8>(), 0..4));
+        (words, numbers, rest).prop_map(|(words, numbers, rest)| {
+            let (model, weights, dtype, scaling, engine, engine_version, algorithm) = words;
+            let (tensor_world, tensor, pipeline_world, pipeline, block_tokens, epoch) = numbers;
+            let (layouts, theta, dimensions, seed) = rest;
+            let tensor_rank = tensor.index(tensor_world as usize) as u32;
+            let pipeline_rank = pipeline.index(pipeline_world as usize) as u32;
+            let ranks = Ranks { tensor_world, tensor_rank, pipeline_world, pipeline_rank };
+            let (rope, hashing) = (Rope { theta, dimensions, scaling }, Hashing { algorithm, seed });
+            Fingerprint {
+                model,
+                weights,
+                dtype,
+                layouts,
+                ranks,
+                block_tokens,
+                rope,
+                engine,
+                engine_version,
+                hashing,
+                epoch,
+            }
+        })
+    }
+
+    type Change = fn(&mut Fingerprint);
+
+    /// Ways to change one field, and nothing but that.
+    const CHANGES: &[Change] = &[
+        |of| of.model.push('x'),
+        |of| of.weights.push('x'),
+        |of| of.dtype.push('x'),
+        |of| of.layouts.push(KvLayout::default()),
+        |of| of.layouts.iter_mut().for_each(|layout| layout.layers ^= 1),
+        |of| of.layouts.iter_mut().for_each(|layout| layout.order.push('x')),
+        |of| of.layouts.iter_mut().for_each(|layout| layout.shape.push(0)),
+        |of| of.layouts.iter_mut().for_each(|layout| layout.strides.push(0)),
+        |of| of.layouts.iter_mut().flat_map(|layout| &mut layout.shape).for_each(|length| *length ^= 1),
+        |of| of.layouts.iter_mut().flat_map(|layout| &mut layout.strides).for_each(|stride| *stride ^= 1),
+        |of| of.ranks.tensor_world += 1,
+        |of| of.ranks.tensor_rank += 1,
+        |of| of.ranks.pipeline_world += 1,
+        |of| of.ranks.pipeline_rank += 1,
+        |of| of.block_tokens += 1,
+        |of| of.rope.theta = f64::from_bits(of.rope.theta.to_bits() ^ 1),
+        |of| of.rope.dimensions ^= 1,
+        |of| of.rope.scaling.push('x'),
+        |of| of.engine.push('x'),
+        |of| of.engine_version.push('x'),
+        |of| of.hashing.algorithm.push('x'),
+        |of| of.hashing.seed.push(0),
+        |of| of.epoch ^= 1,
+    ];
+
+    /// Letters move from one field to the next.
+    const MOVES: &[Change] = &[
+        |of| of.weights.extend(of.model.pop()),
+        |of| of.dtype.extend(of.weights.pop()),
+        |of| of.engine_version.extend(of.engine.pop()),
+        |of| of.hashing.algorithm.extend(of.engine_version.pop()),
+        |of| of.layouts.iter_mut().for_each(|layout| layout.strides.extend(layout.shape.pop())),
+    ];
+
+    proptest! {
+        #[test]
+        fn whatever_differs_makes_another_digest(one in fingerprint()) {
+            prop_assert_eq!(one.digest(), one.clone().digest());
+            for change in CHANGES.iter().chain(MOVES) {
+                let mut other = one.clone();
+                change(&mut other);
+                // There may be no layout to change; a number that is none is like no number.
+                let is_same = other == one || (one.rope.theta.is_nan() && format!("{other:?}") == format!("{one:?}"));
+                prop_assert!(is_same || other.digest() != one.digest(), "{:?} {:?}", one, other);
+                let same_but_for_the_epoch = Fingerprint { epoch: one.epoch, ..other.clone() } == one;
+                if !is_same && !one.rope.theta.is_nan() {
+                    prop_assert_eq!(other.to_string() == one.to_string(), same_but_for_the_epoch);
+                }
+            }
+        }
+    }
+
+    /// Whoever changes the encoding must change its version, or the blocks of a namespace are lost without a word.
+    #[test]
+    fn the_encoding_stays_as_it_is() {
+        let none = Fingerprint::default();
+        assert_eq!(none.digest(), 0xba33_01a6_aa2d_27c0_19e5_bd59_f570_7bc3);
+        assert_eq!(none.to_string(), "19e5bd59f5707bc3");
+        assert_eq!(Fingerprint { epoch: 9, ..none.clone() }.to_string(), none.to_string());
+        let minus = Rope { theta: -0.0, ..Rope::default() };
+        assert_eq!(Fingerprint { rope: minus, ..none.clone() }.digest(), none.digest(), "one number");
+    }
+
+    #[test]
+    fn what_cannot_be_true_is_refused() {
+        let good = Fingerprint {
+            model: "m".into(),
+            weights: "w".into(),
+            block_tokens: 16,
+            layouts: vec![KvLayout { shape: vec![2, 16], strides: vec![64, 4], ..KvLayout::default() }],
+            ..Fingerprint::default()
+        };
+        good.validate(16).unwrap();
+        let bad: [(Change, &str); 5] = [
+            (|of| of.model.clear(), "names its model"),
+            (|of| of.weights.clear(), "names its model"),
+            (|of| of.block_tokens = 32, "blocks of 32 tokens"),
+            (|of| of.ranks.tensor_rank = 1, "not below its world"),
+            (|of| of.layouts[0].strides.truncate(1), "a stride for each dimension"),
+        ];
+        for (spoil, words) in bad {
+            let mut spoiled = good.clone();
+            spoil(&mut spoiled);
+            let error = spoiled.validate(16).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Invalid);
+            assert!(error.to_string().contains(words), "{error}");
+        }
+    }
 }

@@ -4,6 +4,8 @@
 //! | module | holds |
 //! |---|---|
 //! | `hash` | names of blocks: chained hashes |
+//! | `fingerprint` | what the bytes of a block depend on besides its tokens |
+//! | `events` | what comes to the tiers and leaves them, for whoever listens |
 //! | `task` | what the table asks of the scheduler, and what it is told: plain data |
 //! | [`table`] | which block lies in which slot of which tier; leases; flushing and eviction. Pure bookkeeping |
 //! | [`scheduler`] | moves blocks: queues, batches, breakers, time-outs, flushing |
@@ -27,6 +29,7 @@ mod demand;
 mod device;
 mod engine_memory;
 mod error;
+mod events;
 mod fingerprint;
 mod hash;
 mod layers;
@@ -46,6 +49,7 @@ pub use assemble::{GpuReport, NixlReport, PluginReport, installed_nixl_plugins, 
 pub use clock::{Clock, JumpingClock, ManualClock, SystemClock};
 pub use engine_memory::{EngineMemory, Loaded, Saved, Writers};
 pub use error::{Error, ErrorKind, Result};
+pub use events::{CacheEvent, CachedBlock, Events, RemoveReason, StoreReason};
 pub use fingerprint::{Fingerprint, Hashing, KvLayout, Ranks, Rope};
 pub use hash::{BlockHash, Chain, ChainHasher};
 pub use kvbm_policies::{Hints, RequestId};

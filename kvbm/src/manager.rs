@@ -15,6 +15,7 @@ use crate::assemble;
 use crate::device::Device;
 use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
+use crate::events::Events;
 use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::options::{Options, RouteReport};
@@ -24,6 +25,9 @@ use crate::sync::{JoinHandle, Mutex, spawn};
 use crate::table::{Match, RequestInfo, Reserved, SlotCounts, TierStats, Violation};
 use crate::task::Class;
 use crate::transfer::{Transfer, Transferred};
+
+/// So many events wait for a receiver: some 5 MB, taken as they come.
+const MAX_EVENTS: usize = 1 << 16;
 
 /// Keeps KV blocks in a hierarchy of tiers and gives them back.
 ///
@@ -248,7 +252,7 @@ impl Manager {
     /// did not must learn it, and no epoch comes twice. Nothing has changed then.
     pub fn reset(&self, epoch: u64) -> Result<()> {
         self.core.reset(epoch)?;
-        self.pinned.end_past(self.core.table().namespace());
+        self.pinned.end_past(self.core.namespace());
         Ok(())
     }
 
@@ -271,8 +275,13 @@ impl Manager {
     /// Lets up to `blocks` blocks of `tier` go, in the order of its policy; returns how many could. What is
     /// leased stays, and what is still to be flushed, unless the tier below cannot be written now.
     pub fn evict(&self, tier: Tier, blocks: usize) -> usize {
-        let mut table = self.core.table();
-        if table.has(tier) { table.evict(tier, blocks) } else { 0 }
+        self.core.evict(tier, blocks)
+    }
+
+    /// What comes to the tiers and leaves them from here on. For each receiver up to 65,536 events wait; one that is
+    /// slower loses the oldest. Where nobody listens nothing is paid for it.
+    pub fn events(&self) -> Events {
+        self.core.table().listen(MAX_EVENTS)
     }
 
     /// Occupancy of a tier.
@@ -503,7 +512,7 @@ fn run(core: &Arc<Core>, pinned: &PinnedChains, woken: &Receiver<()>) {
                 // Flushing must go on whatever a policy or a backend does.
                 let round = AssertUnwindSafe(|| {
                     pinned.expire(core.now_ms());
-                    pinned.end_past(core.table().namespace());
+                    pinned.end_past(core.namespace());
                     core.tick();
                 });
                 if catch_unwind(round).is_err() {

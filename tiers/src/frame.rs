@@ -310,6 +310,26 @@ mod tests {
 
     use super::*;
 
+    #[test]
+    fn a_resident_slot_is_as_old_as_its_life() {
+        let mut pool = FramePool::new(Tier::Host, 3);
+        // Also where the count of lives begins anew.
+        pool.lives = PAYLOAD - 1;
+        let [old, away] = [(); 2].map(|()| pool.take().unwrap());
+        let (old, before) = (pool.deposit(old), pool.lives());
+        let young = pool.take().unwrap();
+        let young = pool.deposit(young);
+        assert!(pool.is_as_old_as(old, before) && !pool.is_as_old_as(young, before));
+        assert!(pool.is_as_old_as(young, pool.lives()));
+        assert!(!pool.is_as_old_as(away.slot(), before), "it is not resident");
+        pool.give_back(away);
+        let again = pool.withdraw(old).unwrap();
+        pool.give_back(again);
+        let again = pool.take().unwrap();
+        let again = pool.deposit(again);
+        assert!(again == old && !pool.is_as_old_as(again, before), "in another life");
+    }
+
     proptest! {
         /// Whatever the order of events, no slot has two slot handles and the counts add up.
         #[test]

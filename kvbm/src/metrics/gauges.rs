@@ -12,6 +12,7 @@ use crate::scheduler::{Core, StagingCounts};
 /// Asks a [`Core`] for its state at each scrape. Shows the last state after the core is gone.
 pub(crate) struct Gauges {
     core: Weak<Core>,
+    epoch: IntGauge,
     slots: IntGaugeVec,
     dirty_blocks: IntGaugeVec,
     published_blocks: IntGaugeVec,
@@ -40,6 +41,7 @@ impl Gauges {
         let (tier, route) = (["tier"], ["from", "to"]);
         Ok(Self {
             core,
+            epoch: IntGauge::new("kvbm_epoch", "The present epoch.")?,
             slots: gauges("kvbm_slots", "Slots by state.", &["tier", "state"])?,
             dirty_blocks: gauges("kvbm_dirty_blocks", "Blocks that wait to be flushed.", &tier)?,
             published_blocks: gauges(
@@ -100,8 +102,9 @@ impl Gauges {
         })
     }
 
-    fn all(&self) -> [&dyn Collector; 16] {
+    fn all(&self) -> [&dyn Collector; 17] {
         [
+            &self.epoch,
             &self.slots,
             &self.dirty_blocks,
             &self.published_blocks,
@@ -123,6 +126,7 @@ impl Gauges {
 
     fn update(&self, core: &Core) {
         self.update_staging(core);
+        self.epoch.set(i64::try_from(core.table().epoch()).unwrap_or(i64::MAX));
         self.completion_panics.set(Done::panics() as i64);
         let present: Vec<Tier> = Tier::ALL.into_iter().filter(|&tier| core.table().has(tier)).collect();
         for &tier in &present {
@@ -154,6 +158,7 @@ impl Gauges {
             ("filling", counts.filling),
             ("resident", counts.resident),
             ("quarantined", counts.quarantined),
+            ("forgotten", counts.forgotten),
             ("lost", counts.lost),
         ];
         for (state, slots) in by_state {

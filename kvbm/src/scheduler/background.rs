@@ -85,7 +85,7 @@ impl Core {
         self.learn();
         self.demand.take_up();
         while self.drop_more() {}
-        while self.sweep() {}
+        self.sweep_some();
         for from in Tier::ALL {
             self.flush(from, false);
         }

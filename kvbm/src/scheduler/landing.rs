@@ -166,9 +166,10 @@ impl Core {
     }
 
     fn apply_step(self: &Arc<Self>, effects: Effects) {
-        let Effects { tasks, awaited, cancelled, ended, dropped, released, .. } = effects;
+        let Effects { tasks, awaited, cancelled, ended, dropped, released, news, .. } = effects;
         // Before the replies: who is told that all is over must find that it is.
         drop(released);
+        news.iter().for_each(|listener| listener.wake());
         for Dropped { tier, blocks, defect } in dropped {
             tracing::error!(%tier, blocks, ?defect, "a block and its descendants are dropped");
         }

@@ -207,6 +207,16 @@ impl Core {
         self.table.lock()
     }
 
+    /// Lets up to `blocks` blocks of `tier` go, in the order of its policy; returns how many could.
+    pub(crate) fn evict(self: &Arc<Self>, tier: Tier, blocks: usize) -> usize {
+        let mut table = self.table();
+        let evicted = if table.has(tier) { table.evict(tier, blocks) } else { 0 };
+        let effects = table.take_effects();
+        drop(table);
+        self.apply(effects);
+        evicted
+    }
+
     /// Whether anything can be done with a lease.
     ///
     /// # Errors

@@ -8,7 +8,10 @@ use super::Core;
 use crate::error::Result;
 use crate::hash::Chain;
 use crate::lease::Lease;
-use crate::table::{Effects, Unflushed};
+use crate::table::{Effects, NamespaceId, Unflushed};
+
+/// Steps in one round: some 10 ms. A disk of a hundred million slots must not keep flushes and time-outs waiting.
+const SWEEPS: usize = 64;
 
 impl Core {
     /// Begins another epoch. May be called from anywhere, completions of backends included.
@@ -28,6 +31,11 @@ impl Core {
         self.forgotten(effects);
     }
 
+    /// The present namespace.
+    pub(crate) fn namespace(&self) -> NamespaceId {
+        self.table().namespace()
+    }
+
     /// The namespace has been closed: ends its transfers.
     fn forgotten(self: &Arc<Self>, effects: Effects) {
         let unflushed: usize = effects.unflushed.iter().map(Unflushed::blocks).sum();
@@ -44,8 +52,15 @@ impl Core {
         self.flushing.wake();
     }
 
-    /// Gives back slots of forgotten blocks, a step of them.
-    pub(super) fn sweep(self: &Arc<Self>) -> bool {
+    /// Gives back slots of forgotten blocks, as many as one round of background work has time for.
+    pub(super) fn sweep_some(self: &Arc<Self>) {
+        if (0..SWEEPS).all(|_| self.sweep()) {
+            self.flushing.wake();
+        }
+    }
+
+    /// A step of them. Returns whether there may be more.
+    fn sweep(self: &Arc<Self>) -> bool {
         let mut table = self.table();
         let has_more = table.sweep();
         let effects = table.take_effects();

@@ -6,6 +6,7 @@ use kvbm_tiers::{Frame, SlotId, Tier};
 use super::index::RecordId;
 use super::tier::{Dirty, Slot};
 use super::{MissReason, Table};
+use crate::events::RemoveReason;
 
 /// Where there is no room, so many forgotten blocks leave first.
 const SWEPT: usize = 64;
@@ -67,7 +68,7 @@ impl Table {
     /// Takes a leaf out of a tier and its slot handle out of the table.
     pub(super) fn detach(&mut self, tier: Tier, slot: SlotId) -> Frame {
         let record = self.tier(tier).at(slot).record;
-        self.unlink_leaf(tier, slot, record);
+        self.unlink_leaf(tier, slot, record, RemoveReason::Evicted);
         self.skip_flush_above(tier, record);
         let held = self.tier_mut(tier);
         // So that entries of queues which still name the slot find nobody there.
@@ -78,7 +79,7 @@ impl Table {
     }
 
     /// Ends a leaf's residency; its slot stays taken.
-    pub(super) fn unlink_leaf(&mut self, tier: Tier, slot: SlotId, record: RecordId) {
+    pub(super) fn unlink_leaf(&mut self, tier: Tier, slot: SlotId, record: RecordId, reason: RemoveReason) {
         self.records.at_mut(record).leave(tier);
         self.note_residence(record);
         let exposed = self.lose_child(tier, self.records.at(record).parent());
@@ -89,6 +90,7 @@ impl Table {
             exposed.into_iter().for_each(|parent| held.sweep_soon(SlotId(parent.0)));
         } else {
             held.resident -= 1;
+            self.tell_removed(tier, record, reason);
         }
     }
 

@@ -6,10 +6,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use kvbm_tiers::{SlotId, Tier};
+use kvbm_tiers::{FramePool, SlotId, Tier};
 
 use super::Table;
-use super::tier::{Dirty, TierTable};
+use super::tier::{Dirty, Slot, TierTable};
 
 /// Slots looked at in one step.
 const LOOKED_AT: usize = 2_048;
@@ -31,7 +31,16 @@ pub(super) struct Forgotten {
 struct Pass {
     /// What lay in the tier when its slots had had so many lives is forgotten.
     lives: u32,
-    next: u32,
+    /// Slots that have not been looked at. The last one comes first: a chain lies root-first where slots were free, so
+    /// that this meets its leaf at once.
+    left: u32,
+}
+
+impl Forgotten {
+    /// Whether the block that `slot` of `pool` holds is forgotten.
+    pub(super) fn has(&self, slot: SlotId, held: Slot, pool: &FramePool) -> bool {
+        held.is_forgotten() || self.pass.is_some_and(|pass| pool.is_as_old_as(slot, pass.lives))
+    }
 }
 
 /// Blocks of a tier that were to be flushed when a reset forgot them. There may be a million: they are dropped with the
@@ -53,15 +62,14 @@ impl TierTable {
     /// Forgets all blocks of the tier, and what of them was to be flushed.
     pub(super) fn forget_all(&mut self) -> Unflushed {
         self.forgotten.blocks += std::mem::take(&mut self.resident);
-        self.forgotten.pass = Some(Pass { lives: self.pool.lives(), next: 0 });
+        self.forgotten.pass = Some(Pass { lives: self.pool.lives(), left: self.slots.len() as u32 });
         self.pressed = false;
         Unflushed { dirty: std::mem::take(&mut self.dirty), retries: std::mem::take(&mut self.retries) }
     }
 
     /// Whether the block in `slot` is forgotten.
     pub(super) fn is_forgotten(&self, slot: SlotId) -> bool {
-        let pass = self.forgotten.pass;
-        self.at(slot).is_forgotten() || pass.is_some_and(|pass| self.pool.is_as_old_as(slot, pass.lives))
+        self.forgotten.has(slot, *self.at(slot), &self.pool)
     }
 
     /// Notes that a forgotten block may be a leaf that nobody reads.
@@ -73,16 +81,17 @@ impl TierTable {
         if let Some(leaf) = self.forgotten.leaves.pop() {
             return Some(leaf);
         }
-        let next = SlotId(self.forgotten.pass?.next);
-        if self.forgotten.blocks == 0 || next.0 as usize >= self.slots.len() {
+        let left = self.forgotten.pass?.left;
+        let Some(next) = left.checked_sub(1).filter(|_| self.forgotten.blocks > 0) else {
             self.forgotten.pass = None;
             return None;
-        }
+        };
+        let next = SlotId(next);
         // The pass may be over before the block's last reader leaves.
         if self.is_forgotten(next) {
             self.at_mut(next).set_forgotten();
         }
-        self.forgotten.pass.as_mut()?.next += 1;
+        self.forgotten.pass.as_mut()?.left -= 1;
         Some(next)
     }
 }

@@ -20,6 +20,7 @@
 //! | `request` | whose use something is: the request, and what the engine says about it |
 //! | `policy` | every call to a tier's policies |
 //! | `insertion` | which blocks a full tier takes in |
+//! | `events` | what those who listen are told |
 //! | `miss_history` | why blocks are gone: the reasons for misses |
 //! | `demotion` | blocks that go down when they leave, not before |
 //! | `shared`, `lock_times` | the table behind its lock, and, for the bench, how long it is held |
@@ -27,6 +28,7 @@
 
 mod audit;
 mod demotion;
+mod events;
 mod evict;
 mod flush;
 mod forgotten;
@@ -74,6 +76,7 @@ use self::quarantine::Quarantines;
 use self::record::Records;
 use self::tier::TierTable;
 use self::transfers::Transfers;
+use crate::events::Listeners;
 use crate::hash::Chain;
 
 /// Occupancy of a tier, in slots.
@@ -95,6 +98,9 @@ pub struct SlotCounts {
     pub lost: u32,
 }
 
+/// Requests that the engine has no name for are named from here on.
+const FIRST_NAMELESS: u64 = 1 << 63;
+
 /// The block table.
 #[derive(Debug)]
 pub struct Table {
@@ -106,6 +112,7 @@ pub struct Table {
     steps: Steps,
     quarantines: Quarantines,
     miss_history: MissHistory,
+    listeners: Listeners,
     /// The name given last to a request that had none.
     nameless: u64,
     now_ms: u64,
@@ -131,7 +138,8 @@ impl Table {
             steps: Steps::default(),
             quarantines: Quarantines::default(),
             miss_history: MissHistory::with_room_for(largest as usize),
-            nameless: 1 << 63,
+            listeners: Listeners::default(),
+            nameless: FIRST_NAMELESS,
             now_ms: 0,
         }
     }

@@ -3,6 +3,8 @@
 //! The key of a block is its hash and the namespace's salt, so a reset costs the same whatever the table holds: what
 //! was there before has names that nobody can say any more. It is [forgotten](super::forgotten).
 
+use kvbm_tiers::BlockKey;
+
 use super::pins::Pins;
 use super::tier::TierTable;
 use super::{Effects, Table};
@@ -41,6 +43,11 @@ impl Namespace {
             0 => base,
             forgotten => digest(&[base.to_le_bytes().as_slice(), &forgotten.to_le_bytes()].concat()),
         }
+    }
+
+    /// The hash that the engine knows a block by.
+    pub(super) const fn hash_of(&self, key: BlockKey) -> u128 {
+        key.hash ^ self.salt
     }
 
     fn change(&mut self, epoch: u64, forgotten: u64) {
@@ -100,6 +107,7 @@ impl Table {
     }
 
     fn forget_blocks(&mut self) -> Effects {
+        self.tell_cleared();
         let unflushed = self.tiers.iter_mut().flatten().map(TierTable::forget_all).collect();
         Effects { unflushed, ..self.take_effects() }
     }

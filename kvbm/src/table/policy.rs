@@ -4,9 +4,10 @@
 //! Called under the table's lock.
 
 use kvbm_policies::{Access, BlockId, Candidates, Ended, Forest, Standing, TierPolicies, Trigger, Upkeep};
-use kvbm_tiers::{BlockKey, SlotId, Tier};
+use kvbm_tiers::{BlockKey, FramePool, SlotId, Tier};
 
 use super::Table;
+use super::forgotten::Forgotten;
 use super::record::Records;
 use super::request::RequestInfo;
 use super::tier::{Slot, TierTable};
@@ -19,7 +20,8 @@ impl TierTable {
         records: &'a Records,
     ) -> (&'a mut TierPolicies, Structure<'a>) {
         let awaited = self.flush_to.filter(|_| !self.policies.has_admission() && !self.is_flush_blocked);
-        (&mut self.policies, Structure { tier: self.tier, slots: &self.slots, awaited, records })
+        let forgotten = (&self.forgotten, &self.pool);
+        (&mut self.policies, Structure { tier: self.tier, slots: &self.slots, awaited, forgotten, records })
     }
 
     /// What leaves next, flushed or not.
@@ -105,6 +107,8 @@ pub(super) struct Structure<'a> {
     slots: &'a [Slot],
     /// The tier that must have a block before it may leave this one.
     awaited: Option<Tier>,
+    /// Those that need not be there before.
+    forgotten: (&'a Forgotten, &'a FramePool),
     records: &'a Records,
 }
 
@@ -112,7 +116,9 @@ impl Forest for Structure<'_> {
     fn standing(&self, block: BlockId) -> Standing {
         let held = self.slots[block.0 as usize];
         let is_clean = || {
-            let awaited = self.awaited.filter(|_| !held.skips_flush());
+            let (forgotten, pool) = self.forgotten;
+            let is_wanted = || !held.skips_flush() && !forgotten.has(SlotId(block.0), held, pool);
+            let awaited = self.awaited.filter(|_| is_wanted());
             awaited.is_none_or(|below| self.records.at(held.record).resident().has(below))
         };
         match held {

@@ -9,6 +9,7 @@ use super::prefix::Found;
 use super::tier::Slot;
 use super::transfers::Dropped;
 use super::{MissReason, Table};
+use crate::events::RemoveReason;
 use crate::hash::Chain;
 use crate::task::Defect;
 
@@ -40,6 +41,13 @@ const MAX_DROPPED: usize = 256;
 const MAX_DESCENT: usize = 2_048;
 
 impl Defect {
+    const fn remove_reason(self) -> RemoveReason {
+        match self {
+            Self::Corrupt => RemoveReason::Corrupt,
+            Self::Unreadable => RemoveReason::Unreadable,
+        }
+    }
+
     const fn miss_reason(self) -> MissReason {
         match self {
             Self::Corrupt => MissReason::Corrupt,
@@ -271,7 +279,7 @@ impl Table {
         while let Some((slot, record)) = leaves.pop() {
             let parent = self.records.at(record).parent();
             let above = parent.map(|parent| (self.records.at(parent).slot(tier), parent));
-            self.unlink_leaf(tier, slot, record);
+            self.unlink_leaf(tier, slot, record, defect.remove_reason());
             self.tier_mut(tier).at_mut(slot).set_quarantined();
             self.flush_again(tier, record);
             self.forget_if_nowhere(record, defect.miss_reason(), tier);

@@ -5,10 +5,11 @@ use std::time::Duration;
 use kvbm_tiers::{Frame, SlotId, Tier};
 
 use super::{BlockState, Caller, Effects, Parent, Ready, Reply, Transfer, TransferEnd, Waiter};
+use crate::events::StoreReason;
 use crate::table::index::RecordId;
 use crate::table::pins::Pins;
 use crate::table::tier::Dirty;
-use crate::table::{MissReason, Table};
+use crate::table::{MissReason, RequestInfo, Table};
 use crate::task::{CopyTask, Outcome, TaskResult, TransferId};
 
 /// Blocks that become resident in one step: some 200 µs.
@@ -82,7 +83,8 @@ impl Table {
     /// What was put off until the table is unlocked.
     pub fn take_effects(&mut self) -> Effects {
         let has_more = !self.transfers.ready.is_empty();
-        Effects { has_more, ..std::mem::take(&mut self.transfers.effects) }
+        let news = self.listeners.take_news();
+        Effects { news, has_more, ..std::mem::take(&mut self.transfers.effects) }
     }
 
     /// Ends a transfer early: of what has not arrived, what waits is not copied.
@@ -95,6 +97,7 @@ impl Table {
     pub fn close(&mut self) -> Effects {
         // Set under the lock: whoever plans after this sees it, whoever planned before is among those that end here.
         self.transfers.is_closed = true;
+        self.listeners.close();
         let all: Vec<TransferId> = self.transfers.iter().map(|(id, _)| id).collect();
         all.into_iter().for_each(|id| self.abort(id, 0));
         self.take_effects()
@@ -225,13 +228,13 @@ impl Table {
             return self.abort(id, 0);
         }
         let (tier, parent, before) = (transfer.to, transfer.parent, transfer.published);
-        let info = transfer.context.info;
+        let told = (transfer.context.info, transfer.reason);
         while *room > 0
             && let Some(ready) = self.transfers.at_mut(id).and_then(Transfer::next_ready)
         {
             *room -= 1;
             let Ready::InTier(record, frame) = ready else { continue };
-            self.publish(record, frame, info);
+            self.publish(record, frame, told);
             for waiter in self.transfers.take_waiting_for(tier, record) {
                 match waiter {
                     Waiter::Transfer(waiting) => {
@@ -300,7 +303,7 @@ impl Table {
         }
     }
 
-    fn publish(&mut self, record: RecordId, frame: Frame, info: crate::table::RequestInfo) {
+    fn publish(&mut self, record: RecordId, frame: Frame, (info, reason): (RequestInfo, StoreReason)) {
         let tier = frame.tier();
         self.records.at_mut(record).publish(tier);
         self.note_residence(record);
@@ -316,6 +319,7 @@ impl Table {
         if held.flush_to.is_some_and(|below| !resident.has(below)) {
             held.queue(Dirty { slot, record, since_ms, info });
         }
+        self.tell_stored(tier, record, info, reason);
         self.mark_clean_above(tier, record);
     }
 

@@ -25,6 +25,7 @@ use super::index::RecordId;
 use super::namespace::NamespaceId;
 use super::pins::Pins;
 use super::request::RequestContext;
+use crate::events::{Buffer, StoreReason};
 use crate::task::{Class, CopyTask, Defect, TransferId};
 
 pub use self::plan::{Filled, Reserved, Steps, TransferPlan};
@@ -114,6 +115,8 @@ struct Transfer {
     alive: usize,
     /// Copies that a queue or a medium still has, and blocks that an engine fills.
     away: usize,
+    /// How its blocks come, as those who listen are told.
+    reason: StoreReason,
     /// More blocks may come, or its caller.
     is_open: bool,
     has_ended: bool,
@@ -214,6 +217,8 @@ pub struct Effects {
     pub released: Vec<Arc<()>>,
     /// Blocks that are gone.
     pub dropped: Vec<Dropped>,
+    /// Those who listen, and for whom something was noted.
+    pub(crate) news: Vec<Arc<Buffer>>,
     /// What was to be flushed and is forgotten.
     pub unflushed: Vec<Unflushed>,
     /// More blocks can become resident than one step takes: [`Table::publish_more`](super::Table::publish_more) goes on.
@@ -346,6 +351,7 @@ impl Transfer {
             published: 0,
             alive: 0,
             away: 0,
+            reason: store_reason(class),
             is_open: true,
             has_ended: false,
             is_cut: false,
@@ -388,5 +394,15 @@ impl Transfer {
     fn kept_block(&self, block: usize) -> Option<(TransferId, usize)> {
         let (id, first) = self.kept?;
         Some((id, block.checked_sub(first)?))
+    }
+}
+
+/// How blocks come that are copied.
+const fn store_reason(class: Class) -> StoreReason {
+    match class {
+        Class::Load => StoreReason::Loaded,
+        Class::Save => StoreReason::Saved,
+        Class::Flush => StoreReason::Flushed,
+        Class::Prefetch => StoreReason::Prefetched,
     }
 }

@@ -11,6 +11,7 @@ use std::time::Duration;
 use kvbm_tiers::{BlockKey, Frame, Route, SlotId, SlotRef, Tier};
 
 use super::{Account, Parent, Reply, Transfer, Waiter};
+use crate::events::StoreReason;
 use crate::hash::Chain;
 use crate::table::index::RecordId;
 use crate::table::namespace::NamespaceId;
@@ -498,6 +499,9 @@ impl Table {
         transfer.blocks.reserve_exact(plan.next(usize::MAX).len());
         transfer.sources = plan.sources.take();
         transfer.with_media.clone_from(&plan.with_media);
+        if plan.from.is_empty() {
+            transfer.reason = StoreReason::Filled;
+        }
         let id = self.transfers.open(transfer);
         plan.transfer = Some(id);
         id

@@ -1,0 +1,58 @@
+//! What the table tells those who listen. Nobody is told of forgotten blocks: they were gone when that was said.
+
+use kvbm_policies::RequestId;
+use kvbm_tiers::Tier;
+
+use super::index::RecordId;
+use super::{RequestInfo, Table};
+use crate::events::{CacheEvent, CachedBlock, Events, RemoveReason, StoreReason};
+use crate::hash::BlockHash;
+
+impl Table {
+    /// The events from here on. Up to `capacity` of them wait for their receiver.
+    pub fn listen(&mut self, capacity: usize) -> Events {
+        self.listeners.add(capacity)
+    }
+
+    pub(super) fn tell_stored(
+        &mut self,
+        tier: Tier,
+        record: RecordId,
+        info: RequestInfo,
+        reason: StoreReason,
+    ) {
+        if !self.listeners.is_empty() {
+            let (block, request) =
+                (self.cached_block(tier, record), info.request.filter(|&request| is_given(request)));
+            self.listeners.note(CacheEvent::Stored { block, request, reason });
+        }
+    }
+
+    pub(super) fn tell_removed(&mut self, tier: Tier, record: RecordId, reason: RemoveReason) {
+        if !self.listeners.is_empty() {
+            let block = self.cached_block(tier, record);
+            self.listeners.note(CacheEvent::Removed { block, reason });
+        }
+    }
+
+    pub(super) fn tell_cleared(&mut self) {
+        if !self.listeners.is_empty() {
+            let epoch = self.epoch();
+            self.listeners.note(CacheEvent::Cleared { epoch });
+        }
+    }
+
+    fn cached_block(&self, tier: Tier, record: RecordId) -> CachedBlock {
+        let known = self.records.at(record);
+        let hash = |record: RecordId| {
+            let key = self.records.at(record).key();
+            BlockHash::from_u128(self.namespace.hash_of(key))
+        };
+        CachedBlock { tier, group: known.key().group, hash: hash(record), parent: known.parent().map(hash) }
+    }
+}
+
+/// Whether the engine named the request: see [`Table::named`].
+fn is_given(request: RequestId) -> bool {
+    request.0 < super::FIRST_NAMELESS
+}
