@@ -1,4 +1,4 @@
-//! What a lease of a long chain costs: as much as it changes, not as much as the chain is long.
+//! What a call costs: as much as it changes, not as much as a chain is long or the table is large.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -45,4 +45,15 @@ fn a_lease_of_a_long_chain_takes_no_pass_over_it() {
     eprintln!("lease and release of 64, 8,192 and 65,536 blocks: {times:?}");
     // A pass takes a millisecond for the last one.
     assert!(times[2] < 40 * times[0].max(Duration::from_micros(5)), "{times:?}");
+}
+
+#[test]
+fn background_work_has_memory_ready_before_the_table_needs_it() {
+    let core = core(1_000);
+    let chain: Vec<_> = (1..1_000).map(hash).collect();
+    seed(&core, Tier::Host, Chain::from(&chain[..]));
+    let wants_more = || core.table().wanted_memory().provide().is_some();
+    assert!(wants_more(), "the index has room for a few more");
+    core.tick();
+    assert!(!wants_more(), "the array into which it grows next is there");
 }

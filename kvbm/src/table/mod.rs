@@ -7,6 +7,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `index` | key → record number, one cache miss |
+//! | `provision` | memory of these ahead of its need, made while the table is unlocked |
 //! | `record` | a block: key, parent, slots, where it is resident or filling |
 //! | `tier` | a tier's slots: children, pins, flags; its policy and its queue of dirty blocks |
 //! | `prefix` | the match: leading blocks per tier, found by galloping |
@@ -34,6 +35,7 @@ mod miss_history;
 mod pins;
 mod policy;
 mod prefix;
+mod provision;
 mod quarantine;
 mod record;
 mod request;
@@ -55,6 +57,7 @@ pub use self::lock_times::longest_hold;
 pub use self::miss_history::{Miss, MissReason};
 pub use self::pins::Pins;
 pub use self::prefix::Match;
+pub use self::provision::{Provision, Spare};
 pub use self::request::{RequestContext, RequestInfo};
 pub use self::shared::SharedTable;
 pub use self::tier::{TierSpec, TierStats};
@@ -108,6 +111,7 @@ impl Table {
         let mut largest = 0;
         for spec in specs {
             let held = TierTable::new(spec);
+            // Tiers hold much the same blocks: the largest has most of what there is.
             largest = largest.max(held.total.min(Self::RESERVED_RECORDS));
             let tier = held.tier;
             tiers[tier.index()] = Some(held);
@@ -120,6 +124,7 @@ impl Table {
             steps: Steps::default(),
             quarantines: Quarantines::default(),
             miss_history: MissHistory::with_room_for(largest as usize),
+            // Where engines that count their requests do not come by.
             nameless: 1 << 63,
             now_ms: 0,
         }
@@ -178,6 +183,7 @@ impl Table {
     /// The record of a block, made if no tier knows it. `None` if the index cannot take another.
     fn intern(&mut self, key: BlockKey, parent: Option<RecordId>) -> Option<RecordId> {
         self.find(key).or_else(|| {
+            // The index holds numbers of records, so the record is made first, and given up if the index is full.
             let record = self.records.add(key, parent);
             let hash_of = |record| KeyHash::of(self.records.at(record).key());
             if !self.index.insert(KeyHash::of(key), record, hash_of) {
@@ -250,6 +256,7 @@ impl Table {
         let (total, free, lost) = (held.total, held.pool.free(), held.lost);
         let resident = held.resident;
         let quarantined = self.quarantines.slots_of(tier);
+        // Whatever is nothing else is being written.
         let filling = total.saturating_sub(free + resident + lost + quarantined);
         SlotCounts { total, free, filling, resident, quarantined, lost }
     }
