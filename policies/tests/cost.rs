@@ -38,7 +38,7 @@ fn access(now: u64, blocks: u32, inserted: u32) -> Access {
 /// The median time of a use of all `blocks` blocks by a request of its own.
 fn time_of_a_use(blocks: u32) -> Duration {
     let line = Line { blocks };
-    let mut policies = TierPolicies::new(blocks, EvictionKind::Hazard.build(blocks), None);
+    let mut policies = TierPolicies::new(EvictionKind::Hazard.build(blocks), None);
     policies.touch(&access(0, blocks, blocks), &line);
     let mut times: Vec<_> = (1..1_000)
         .map(|now| {
@@ -104,7 +104,7 @@ fn timed<T>(longest: &mut Duration, call: impl FnOnce() -> T) -> T {
 #[test]
 fn no_call_takes_long_in_a_tier_of_a_million_blocks() {
     let mut tier = Chains { has_child: vec![false; TIER as usize] };
-    let mut policies = TierPolicies::new(TIER, EvictionKind::Hazard.build(TIER), None);
+    let mut policies = TierPolicies::new(EvictionKind::Hazard.build(TIER), None);
     let (mut longest, mut work, mut now) = (Longest::default(), Vec::new(), 0);
     let mut use_chain =
         |tier: &mut Chains, policies: &mut TierPolicies, longest: &mut Longest, chain: u32, at_s: u64| {
@@ -132,7 +132,7 @@ fn no_call_takes_long_in_a_tier_of_a_million_blocks() {
         if let Some(parent) = exposed {
             tier.has_child[parent.0 as usize] = false;
         }
-        timed(&mut longest.removed, || policies.removed(victim, exposed));
+        timed(&mut longest.removed, || policies.removed(victim, tier.key(victim), exposed));
     }
     eprintln!("half a tier of a million blocks left: {longest:?}");
     let limit = Duration::from_millis(20);

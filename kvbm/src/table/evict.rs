@@ -34,6 +34,7 @@ impl Table {
                 return victim;
             }
             let entry = held.next_dirty()?;
+            // Its slot may be another block's by now.
             if held.at(entry.slot).record == entry.record {
                 held.put_off(entry, now_ms);
             }
@@ -76,8 +77,8 @@ impl Table {
         self.records.at_mut(record).leave(tier);
         self.note_residence(record);
         let exposed = self.lose_child(tier, self.records.at(record).parent());
-        let held = self.tier_mut(tier);
-        held.forget(slot, exposed);
+        let (held, records) = self.tier_and_records(tier);
+        held.forget(slot, exposed, records);
         held.resident -= 1;
     }
 

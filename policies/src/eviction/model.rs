@@ -74,7 +74,7 @@ pub(crate) struct Tree {
 
 impl Default for Tree {
     fn default() -> Self {
-        Self { reuse: ReuseModel::with_capacity(8), blocks: Vec::new(), now: 0, has_tenants: false }
+        Self { reuse: ReuseModel::new(), blocks: Vec::new(), now: 0, has_tenants: false }
     }
 }
 
@@ -181,6 +181,7 @@ impl Tree {
     }
 
     fn remove(&mut self, id: BlockId, policy: &mut dyn Eviction) {
+        let key = self.key(id);
         let block = self.blocks[id.0 as usize].take().expect("only resident blocks leave");
         let exposed = block.parent.filter(|&parent| {
             let parent = self.block_mut(parent);
@@ -188,7 +189,7 @@ impl Tree {
             parent.out_of_turn |= block.out_of_turn;
             parent.children == 0
         });
-        self.reuse.removed(id);
+        self.reuse.removed(id, key);
         policy.removed(id, exposed, &self.reuse);
     }
 

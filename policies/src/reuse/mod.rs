@@ -51,7 +51,7 @@ const LEARNING_MS: u64 = 2 * GHOST_MS;
 /// What is known of the blocks of one tier: when and by what requests they were used, and how soon blocks of their
 /// kind return (a multiplicative hazard, see `docs/policies.md`).
 ///
-/// It hears of a tier what happens there, once, and the policies of the tier borrow it. 12 bytes a block, besides
+/// It hears of a tier what happens there, once, and the policies of the tier borrow it. 8 bytes a block, besides
 /// segments and ghosts. It learns only if its [`upkeep`](Self::upkeep) is done.
 pub struct ReuseModel {
     /// Nobody asks it: then it hears nothing either.
@@ -67,11 +67,11 @@ pub struct ReuseModel {
 }
 
 impl ReuseModel {
-    /// A model of a tier of `capacity` blocks.
-    pub fn with_capacity(capacity: u32) -> Self {
+    /// A model that knows nothing yet.
+    pub fn new() -> Self {
         Self {
             is_idle: false,
-            known: KnownBlocks::with_capacity(capacity),
+            known: KnownBlocks::default(),
             model: Arc::default(),
             records: Records::default(),
             learning: Learning::default(),
@@ -82,7 +82,7 @@ impl ReuseModel {
 
     /// A model that knows nothing and never will.
     pub fn idle() -> Self {
-        Self { is_idle: true, ..Self::with_capacity(0) }
+        Self { is_idle: true, ..Self::new() }
     }
 
     /// A request used the path that ends at `access.deepest`, whose last `access.inserted` blocks are new.
@@ -104,11 +104,11 @@ impl ReuseModel {
         self.changed.dedup();
     }
 
-    /// `block` left the tier.
-    pub fn removed(&mut self, block: BlockId) {
+    /// `block`, whose content `key` names (see [`Forest::key`]), left the tier.
+    pub fn removed(&mut self, block: BlockId, key: u64) {
         if !self.is_idle {
             self.changed.clear();
-            self.changed.extend(self.known.remove(block));
+            self.changed.extend(self.known.remove(block, key));
         }
     }
 
