@@ -20,7 +20,7 @@ impl TierPolicies {
     /// `admission` decides what goes down; without it, the owner does.
     pub fn new(eviction: Box<dyn Eviction>, admission: Option<Box<dyn Admission>>) -> Self {
         let needs_reuse = eviction.needs_reuse() || admission.as_ref().is_some_and(|rule| rule.needs_reuse());
-        let reuse = if needs_reuse { ReuseModel::new() } else { ReuseModel::idle() };
+        let reuse = if needs_reuse { ReuseModel::default() } else { ReuseModel::idle() };
         Self { reuse, eviction, admission }
     }
 

@@ -74,7 +74,7 @@ pub(crate) struct Tree {
 
 impl Default for Tree {
     fn default() -> Self {
-        Self { reuse: ReuseModel::new(), blocks: Vec::new(), now: 0, has_tenants: false }
+        Self { reuse: ReuseModel::default(), blocks: Vec::new(), now: 0, has_tenants: false }
     }
 }
 

@@ -53,6 +53,7 @@ const LEARNING_MS: u64 = 2 * GHOST_MS;
 ///
 /// It hears of a tier what happens there, once, and the policies of the tier borrow it. 8 bytes a block, besides
 /// segments and ghosts. It learns only if its [`upkeep`](Self::upkeep) is done.
+#[derive(Default)]
 pub struct ReuseModel {
     /// Nobody asks it: then it hears nothing either.
     is_idle: bool,
@@ -67,22 +68,9 @@ pub struct ReuseModel {
 }
 
 impl ReuseModel {
-    /// A model that knows nothing yet.
-    pub fn new() -> Self {
-        Self {
-            is_idle: false,
-            known: KnownBlocks::default(),
-            model: Arc::default(),
-            records: Records::default(),
-            learning: Learning::default(),
-            changed: Vec::new(),
-            ready_ms: None,
-        }
-    }
-
     /// A model that knows nothing and never will.
     pub fn idle() -> Self {
-        Self { is_idle: true, ..Self::new() }
+        Self { is_idle: true, ..Self::default() }
     }
 
     /// A request used the path that ends at `access.deepest`, whose last `access.inserted` blocks are new.
