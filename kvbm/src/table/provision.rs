@@ -9,6 +9,7 @@ use kvbm_tiers::Ahead;
 
 use super::Table;
 use super::index::Buckets;
+use super::tier::TierTable;
 
 /// Memory that the table needs soon, and what it needs no more.
 #[derive(Debug)]
@@ -34,7 +35,7 @@ impl Provision {
 impl Table {
     /// What memory the table needs soon.
     pub fn wanted_memory(&mut self) -> Provision {
-        let slots = self.tiers.iter_mut().flatten().flat_map(|held| held.ahead());
+        let slots = self.tiers.iter_mut().flatten().flat_map(TierTable::ahead);
         let ahead = slots.chain(self.records.ahead()).collect();
         Provision { ahead, spare: self.index.wanted_spare(), _retired: self.index.take_retired() }
     }

@@ -65,17 +65,12 @@ struct Block {
 }
 
 /// A tier and its requests' time, which is their number.
+#[derive(Default)]
 pub(crate) struct Tree {
     reuse: ReuseModel,
     blocks: Vec<Option<Block>>,
     now: u64,
     has_tenants: bool,
-}
-
-impl Default for Tree {
-    fn default() -> Self {
-        Self { reuse: ReuseModel::default(), blocks: Vec::new(), now: 0, has_tenants: false }
-    }
 }
 
 impl Tree {
