@@ -1,5 +1,5 @@
 //! Every pair of a region and a backend that a manager can be assembled from passes the suite of
-//! `kvbm_tiers` (pairs on a GPU: `tiers/tests/gpu.rs`). What this machine lacks is skipped aloud; `KVBM_REQUIRE` makes that a failure.
+//! `kvbm_tiers` (pairs on a GPU: `tiers/tests/gpu`). What this machine lacks is skipped aloud; `KVBM_REQUIRE` makes that a failure.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What a lease of a long chain costs: as much as it changes, not as much as the chain is long.
+//! What a call costs: as much as it changes, not as much as a chain is long or the table is large.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -72,4 +72,15 @@ fn a_reset_takes_no_pass_over_the_table() {
     eprintln!("reset of 64 and of 400,000 blocks: {times:?}");
     // A pass takes milliseconds for the last one.
     assert!(times[1] < 40 * times[0].max(Duration::from_micros(5)), "{times:?}");
+}
+
+#[test]
+fn background_work_has_memory_ready_before_the_table_needs_it() {
+    let core = core(1_000);
+    let chain: Vec<_> = (1..1_000).map(hash).collect();
+    seed(&core, Tier::Host, Chain::from(&chain[..]));
+    let wants_more = || core.table().wanted_memory().provide().is_some();
+    assert!(wants_more(), "the index has room for a few more");
+    core.tick();
+    assert!(!wants_more(), "the array into which it grows next is there");
 }

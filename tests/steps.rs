@@ -1,68 +1,17 @@
 //! Plans go in steps, between which others use the table: what may come in between, and what a caller has at the end.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm::Defect;
-use kvbm::scheduler::{Core, Tuning};
-use kvbm::table::{TierSet, TransferPlan};
-use kvbm::{BlockHash, Chain, Class, Outcome, RequestInfo, Tier, Transfer, Transferred};
-use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, hash, seed};
-use kvbm_tiers::testing::ParkedBackend;
-use kvbm_tiers::{Backend, CopyError, CopyErrorKind, Route};
+use kvbm::scheduler::Tuning;
+use kvbm::table::TierSet;
+use kvbm::{BlockHash, Chain, Class, Outcome, RequestInfo, Tier};
+use kvbm_tests::parked::{self, Parked, chain};
+use kvbm_tests::rig::Sizes;
+use kvbm_tiers::CopyErrorKind;
 
-const PATIENT: Tuning = Tuning {
-    timeout: Duration::from_mins(1),
-    object_timeout: Duration::from_mins(1),
-    max_batch: 8,
-    queue_blocks: 100_000,
-    ..TIGHT
-};
+const PATIENT: Tuning = Tuning { queue_blocks: 100_000, ..parked::PATIENT };
 const BIG: Sizes = Sizes { tiers: [128, 128, 128, 128], staging: 4 };
-
-fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
-    (0..blocks).map(|i| hash(1_000 * n + i + 1)).collect()
-}
-
-struct Parked {
-    core: Arc<Core>,
-    parked: Arc<ParkedBackend>,
-}
-
-impl Parked {
-    fn new(sizes: Sizes, tuning: Tuning) -> Self {
-        let routes = [MEMORY, DISK, OBJECT].concat();
-        let parked = Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
-        let core = bare_core(sizes, tuning, &(Arc::clone(&parked) as Arc<dyn Backend>));
-        Self { core, parked }
-    }
-    fn seed(&self, tier: Tier, chain: &[BlockHash]) {
-        seed(&self.core, tier, Chain::from(chain));
-    }
-    fn transfer(&self, class: Class, to: Tier, chain: &[BlockHash]) -> Transfer<Transferred> {
-        let lease = self.core.lease(Chain::from(chain), RequestInfo::default());
-        self.core.transfer(class, to, lease)
-    }
-    fn pending(&self) -> Vec<(u64, Route)> {
-        self.parked.pending().into_iter().map(|pending| (pending.id, pending.op.route())).collect()
-    }
-    fn finish(&self, id: u64, result: Result<(), CopyErrorKind>) {
-        assert!(self.parked.finish(id, result.map_err(|kind| CopyError::new(kind, "as the test says"))));
-    }
-    fn finish_all(&self) {
-        while let Some(&(id, _)) = self.pending().first() {
-            self.finish(id, Ok(()));
-        }
-    }
-    fn plan(&self, class: Class, to: Tier, chain: &[BlockHash], through: TierSet) -> TransferPlan {
-        let mut table = self.core.table();
-        let pins = table.lease(Chain::from(chain), RequestInfo::default());
-        let mut plan = TransferPlan::copying(class, to, pins);
-        while !table.trace(&mut plan) {}
-        plan.pass_host_from(through);
-        plan
-    }
-}
 
 fn tiers(list: &[Tier]) -> TierSet {
     list.iter().fold(TierSet::default(), |set, &tier| set.with(tier))
@@ -81,12 +30,12 @@ fn a_load_of_what_is_there_keeps_all_of_its_lease() {
     assert_eq!((got.blocks, evicted), (10, 0));
 }
 
-#[test]
-fn what_blocks_would_stay_behind_may_fail_between_two_steps() {
+/// A load passes the host, to which another transfer brings the first `brought` of the same blocks, and these fail.
+fn others_fail_between_two_steps(brought: usize) {
     let system = Parked::new(BIG, PATIENT);
     let all = chain(1, 60);
     system.seed(Tier::Disk, &all);
-    let _prefetch = system.transfer(Class::Prefetch, Tier::Host, &all[..10]);
+    let _prefetch = system.transfer(Class::Prefetch, Tier::Host, &all[..brought]);
     let mut plan = system.plan(Class::Load, Tier::Device, &all, tiers(&[Tier::Disk, Tier::Object]));
     {
         let mut table = system.core.table();
@@ -102,23 +51,13 @@ fn what_blocks_would_stay_behind_may_fail_between_two_steps() {
 }
 
 #[test]
+fn what_blocks_would_stay_behind_may_fail_between_two_steps() {
+    others_fail_between_two_steps(10);
+}
+
+#[test]
 fn what_others_bring_to_the_host_may_fail_between_two_steps() {
-    let system = Parked::new(BIG, PATIENT);
-    let all = chain(1, 60);
-    system.seed(Tier::Disk, &all);
-    let _prefetch = system.transfer(Class::Prefetch, Tier::Host, &all);
-    let mut plan = system.plan(Class::Load, Tier::Device, &all, tiers(&[Tier::Disk, Tier::Object]));
-    {
-        let mut table = system.core.table();
-        assert!(!table.extend(&mut plan));
-        let _ = table.take_effects();
-    }
-    for (id, _) in system.pending() {
-        system.finish(id, Err(CopyErrorKind::Refused));
-    }
-    let mut table = system.core.table();
-    while !table.extend(&mut plan) {}
-    assert_eq!(table.audit(), []);
+    others_fail_between_two_steps(60);
 }
 
 #[test]

@@ -1,79 +1,17 @@
 //! How transfers share copies, bound their queues and refuse nonsense: with backends that end copies when told to.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm::Defect;
-use kvbm::scheduler::{Core, Tuning};
-use kvbm::{BlockHash, Chain, Class, ErrorKind, RequestInfo, Tier, Transfer, Transferred};
+use kvbm::scheduler::Tuning;
+use kvbm::{BlockHash, Chain, Class, ErrorKind, RequestInfo, Tier};
 use kvbm_settings::Capacity;
 use kvbm_tests::engine;
-use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, hash, seed};
-use kvbm_tiers::testing::ParkedBackend;
-use kvbm_tiers::{Backend, CopyError, CopyErrorKind, Route};
+use kvbm_tests::parked::{PATIENT, Parked, chain};
+use kvbm_tests::rig::{Sizes, TIGHT};
+use kvbm_tiers::CopyErrorKind;
 use prometheus::Registry;
 
 const SIZES: Sizes = Sizes { tiers: [16, 16, 32, 64], staging: 4 };
-const PATIENT: Tuning =
-    Tuning { timeout: Duration::from_mins(1), object_timeout: Duration::from_mins(1), max_batch: 8, ..TIGHT };
-
-fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
-    (0..blocks).map(|i| hash(1_000 * n + i + 1)).collect()
-}
-
-struct Parked {
-    core: Arc<Core>,
-    parked: Arc<ParkedBackend>,
-}
-
-impl Parked {
-    fn new(sizes: Sizes, tuning: Tuning) -> Self {
-        let routes = [MEMORY, DISK, OBJECT].concat();
-        let parked = Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
-        let core = bare_core(sizes, tuning, &(Arc::clone(&parked) as Arc<dyn Backend>));
-        Self { core, parked }
-    }
-
-    fn seed(&self, tier: Tier, chain: &[BlockHash]) {
-        seed(&self.core, tier, Chain::from(chain));
-    }
-
-    fn transfer(&self, class: Class, to: Tier, chain: &[BlockHash]) -> Transfer<Transferred> {
-        let lease = self.core.lease(Chain::from(chain), RequestInfo::default());
-        self.core.transfer(class, to, lease)
-    }
-
-    fn pending(&self) -> Vec<(u64, Route)> {
-        self.parked.pending().into_iter().map(|pending| (pending.id, pending.op.route())).collect()
-    }
-
-    fn pending_on(&self, route: Route) -> usize {
-        self.pending().into_iter().filter(|&(_, other)| other == route).count()
-    }
-
-    fn finish(&self, id: u64, result: Result<(), CopyErrorKind>) {
-        assert!(self.parked.finish(id, result.map_err(|kind| CopyError::new(kind, "as the test says"))));
-    }
-
-    fn finish_all(&self) {
-        while let Some(&(id, _)) = self.pending().first() {
-            self.finish(id, Ok(()));
-        }
-    }
-
-    fn held(&self, tier: Tier, chain: &[BlockHash]) -> usize {
-        self.core.table().matches(Chain::from(chain)).blocks(tier)
-    }
-
-    /// Drops block `depth` of a chain from a tier.
-    fn quarantine(&self, tier: Tier, chain: &[BlockHash], depth: usize) {
-        let key = Chain::from(chain).key(depth);
-        let mut table = self.core.table();
-        let (found, pins) = table.pin_resident(tier, key).expect("a resident block");
-        table.release(pins);
-        assert!(table.quarantine(key, found, Defect::Corrupt) > 0);
-    }
-}
 
 #[test]
 fn a_load_that_joins_another_gets_what_arrives() {

@@ -495,7 +495,7 @@ fn geometry(slots: u32, settings: &Settings) -> Result<Geometry> {
 }
 
 /// Slots of the host region: those of the tier, and those beside it.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 struct HostSlots {
     tier: u32,
     staging: u32,

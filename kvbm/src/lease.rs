@@ -11,22 +11,21 @@ use crate::table::{Match, Pins, SharedTable};
 /// block per tier, the deepest: tiers drain leaf-first, so its ancestors cannot leave before it.
 pub struct Lease {
     table: Arc<SharedTable>,
-    /// There until the drop.
-    pins: Option<Pins>,
+    pins: Pins,
 }
 
 impl Lease {
     pub(crate) const fn new(table: Arc<SharedTable>, pins: Pins) -> Self {
-        Self { table, pins: Some(pins) }
+        Self { table, pins }
     }
 
     /// Leading blocks that each tier holds for this lease.
-    pub fn held(&self) -> Match {
-        self.pins.as_ref().map(|pins| *pins.held()).unwrap_or_default()
+    pub const fn held(&self) -> Match {
+        *self.pins.held()
     }
 
     /// Leading blocks that `tier` holds for this lease.
-    pub fn blocks(&self, tier: Tier) -> usize {
+    pub const fn blocks(&self, tier: Tier) -> usize {
         self.held().blocks(tier)
     }
 
@@ -35,19 +34,27 @@ impl Lease {
         Arc::ptr_eq(&self.table, table)
     }
 
-    pub(crate) fn pins(&self) -> &Pins {
-        self.pins.as_ref().expect("a lease has its pins until it is dropped")
+    pub(crate) const fn pins(&self) -> &Pins {
+        &self.pins
     }
 
     /// The pins, which somebody else releases from now on.
     pub(crate) fn into_pins(mut self) -> Pins {
-        self.pins.take().expect("a lease has its pins until it is dropped")
+        self.take_pins()
+    }
+
+    /// Leaves a lease of nothing, whose drop does nothing.
+    const fn take_pins(&mut self) -> Pins {
+        let nothing = Pins::of_nothing(self.pins.context(), self.pins.namespace());
+        std::mem::replace(&mut self.pins, nothing)
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if let Some(pins) = self.pins.take() {
+        let pins = self.take_pins();
+        // A lease of nothing is no reason to ask for the lock.
+        if !pins.is_of_nothing() {
             self.table.lock().release(pins);
         }
     }

@@ -10,6 +10,7 @@
 //! | [`admission`] | the [`Admission`] trait: which blocks are copied to the tier below, and when |
 //! | [`reuse`] | the [`ReuseModel`] of a tier, which both borrow: how soon blocks return |
 //! | `tier_policies` | the [`TierPolicies`] of one tier: who hears of what, and in which order |
+//! | `chunked` | arrays that never move |
 //! | `seam` | what the owner of a tier and its policies say to each other |
 //! | [`sample`] | a few blocks that stand for all |
 //! | [`miss_ratio`] | hit rate against capacity, in one pass |
@@ -20,6 +21,7 @@
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 pub mod admission;
+mod chunked;
 pub mod eviction;
 pub mod miss_ratio;
 pub mod reuse;

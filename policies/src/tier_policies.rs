@@ -17,10 +17,10 @@ pub struct TierPolicies {
 }
 
 impl TierPolicies {
-    /// For a tier of `capacity` blocks. `admission` decides what goes down; without it, the owner does.
-    pub fn new(capacity: u32, eviction: Box<dyn Eviction>, admission: Option<Box<dyn Admission>>) -> Self {
+    /// `admission` decides what goes down; without it, the owner does.
+    pub fn new(eviction: Box<dyn Eviction>, admission: Option<Box<dyn Admission>>) -> Self {
         let needs_reuse = eviction.needs_reuse() || admission.as_ref().is_some_and(|rule| rule.needs_reuse());
-        let reuse = if needs_reuse { ReuseModel::with_capacity(capacity) } else { ReuseModel::idle() };
+        let reuse = if needs_reuse { ReuseModel::default() } else { ReuseModel::idle() };
         Self { reuse, eviction, admission }
     }
 
@@ -44,9 +44,10 @@ impl TierPolicies {
         }
     }
 
-    /// `block` left the tier (it was a leaf). `exposed` is its parent where that is a leaf from now on.
-    pub fn removed(&mut self, block: BlockId, exposed: Option<BlockId>) {
-        self.reuse.removed(block);
+    /// `block`, whose content `key` names (see [`Forest::key`]), left the tier; it was a leaf. `exposed` is its parent
+    /// where that is a leaf from now on.
+    pub fn removed(&mut self, block: BlockId, key: u64, exposed: Option<BlockId>) {
+        self.reuse.removed(block, key);
         self.eviction.removed(block, exposed, &self.reuse);
     }
 

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use kvbm_policies::{Access, BlockId, EvictionKind, Forest, Hints, RequestId, Standing, TierPolicies};
+use rustix::time::{ClockId, clock_gettime};
 
 /// One path whose blocks are named by their position.
 struct Line {
@@ -38,7 +39,7 @@ fn access(now: u64, blocks: u32, inserted: u32) -> Access {
 /// The median time of a use of all `blocks` blocks by a request of its own.
 fn time_of_a_use(blocks: u32) -> Duration {
     let line = Line { blocks };
-    let mut policies = TierPolicies::new(blocks, EvictionKind::Hazard.build(blocks), None);
+    let mut policies = TierPolicies::new(EvictionKind::Hazard.build(blocks), None);
     policies.touch(&access(0, blocks, blocks), &line);
     let mut times: Vec<_> = (1..1_000)
         .map(|now| {
@@ -92,19 +93,24 @@ struct Longest {
     upkeep: Duration,
 }
 
+/// By the time that the thread had a processor: what else a machine does meanwhile says nothing of a call.
 fn timed<T>(longest: &mut Duration, call: impl FnOnce() -> T) -> T {
-    let start = Instant::now();
+    let start = cpu_time();
     let result = call();
-    *longest = start.elapsed().max(*longest);
+    *longest = cpu_time().saturating_sub(start).max(*longest);
     result
 }
 
+fn cpu_time() -> Duration {
+    clock_gettime(ClockId::ThreadCPUTime).try_into().expect("it does not go back")
+}
+
 /// A tier is filled and used over and over; of the blocks that leave, the last ones are forgotten all in the same second.
-/// The bound leaves room for what else a machine does meanwhile: what is done in one piece takes 100 ms and more.
+/// The bound leaves room for the first use of memory: what is done in one piece takes 100 ms and more.
 #[test]
 fn no_call_takes_long_in_a_tier_of_a_million_blocks() {
     let mut tier = Chains { has_child: vec![false; TIER as usize] };
-    let mut policies = TierPolicies::new(TIER, EvictionKind::Hazard.build(TIER), None);
+    let mut policies = TierPolicies::new(EvictionKind::Hazard.build(TIER), None);
     let (mut longest, mut work, mut now) = (Longest::default(), Vec::new(), 0);
     let mut use_chain =
         |tier: &mut Chains, policies: &mut TierPolicies, longest: &mut Longest, chain: u32, at_s: u64| {
@@ -132,10 +138,10 @@ fn no_call_takes_long_in_a_tier_of_a_million_blocks() {
         if let Some(parent) = exposed {
             tier.has_child[parent.0 as usize] = false;
         }
-        timed(&mut longest.removed, || policies.removed(victim, exposed));
+        timed(&mut longest.removed, || policies.removed(victim, tier.key(victim), exposed));
     }
     eprintln!("half a tier of a million blocks left: {longest:?}");
-    let limit = Duration::from_millis(20);
+    let limit = Duration::from_millis(50);
     assert!(longest.touch < limit && longest.victim < limit, "{longest:?}");
     assert!(longest.removed < limit && longest.upkeep < limit, "{longest:?}");
 }

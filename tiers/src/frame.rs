@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::copy::{SlotId, SlotRef, Tier};
 use crate::geometry::MAX_SLOTS;
-use crate::huge::HugeVec;
+use crate::huge::{Ahead, HugeVec};
 
 /// The sole slot handle to one slot of one tier, for one of the slot's lives. It cannot be copied: whoever has it
 /// may write the slot, and nobody else may.
@@ -92,6 +92,8 @@ enum State {
 
 const PAYLOAD_BITS: u32 = 30;
 const PAYLOAD: u32 = (1 << PAYLOAD_BITS) - 1;
+/// Addresses are reserved for so many slots at the start, and for more when they are needed.
+const RESERVED: u32 = 1 << 24;
 /// Ends the chain of free slots.
 const LAST: u32 = PAYLOAD;
 const _: () = assert!(MAX_SLOTS < LAST, "slot numbers must not collide with the end mark");
@@ -144,7 +146,8 @@ impl FramePool {
             id,
             tier,
             slots,
-            states: HugeVec::with_capacity(0),
+            // Addresses only: the kernel provides memory as far as it is used.
+            states: HugeVec::with_capacity(slots.min(RESERVED) as usize),
             free_head: LAST,
             lives: 0,
             loans: Vec::new(),
@@ -230,6 +233,11 @@ impl FramePool {
         if let Some(place) = self.loans.iter().position(|&lent| lent == loan.slot) {
             self.loans.swap_remove(place);
         }
+    }
+
+    /// The memory of the next `slots` slots that are used for the first time.
+    pub fn ahead(&mut self, slots: usize) -> Option<Ahead> {
+        self.states.ahead(slots)
     }
 
     /// The tier whose slots these are.
@@ -381,7 +389,8 @@ mod tests {
     fn a_huge_tier_costs_only_what_is_used() {
         let mut pool = FramePool::new(Tier::Object, MAX_SLOTS);
         let frame = pool.take().unwrap();
-        assert!(pool.states.capacity() <= 1024);
+        // Of addresses there are enough; memory is what is used.
+        assert!(pool.states.capacity() <= RESERVED as usize && pool.states.len() == 1);
         assert_eq!(pool.free(), MAX_SLOTS - 1);
         pool.give_back(frame);
     }

@@ -26,12 +26,17 @@ pub fn mapped_bytes() -> usize {
 /// Such a mapping grows without copying: the kernel gives its pages a larger place, so that appending a value takes
 /// next to no time in proportion to the array.
 ///
+/// The first use of a huge page takes milliseconds in a virtual machine: the kernel clears it, and the machine below has
+/// to find it first. Whoever appends under a lock has [`ahead`](Self::ahead) provided outside of it before.
+///
 /// Unlike the slots of a region it is not kept from children that the process forks. No hardware is given its
 /// pages, so a fork shares them and copies page tables only.
 pub struct HugeVec<T: Copy> {
     start: NonNull<T>,
     len: usize,
     capacity: usize,
+    /// Bytes from the start on whose pages were named by [`ahead`](Self::ahead) or are there already.
+    provided: usize,
 }
 
 // SAFETY: it owns its values, like a `Vec`.
@@ -56,7 +61,7 @@ impl HugeVec<u64> {
 impl<T: Copy> HugeVec<T> {
     /// Empty, with room for `capacity` values.
     pub fn with_capacity(capacity: usize) -> Self {
-        let mut array = Self { start: NonNull::dangling(), len: 0, capacity: 0 };
+        let mut array = Self { start: NonNull::dangling(), len: 0, capacity: 0, provided: 0 };
         array.move_to(capacity);
         array
     }
@@ -68,19 +73,25 @@ impl<T: Copy> HugeVec<T> {
         array
     }
 
-    /// Has the kernel provide the memory for all its room now. Else the first use of each huge page waits until that is
-    /// cleared, a millisecond at worst in a virtual machine, which somebody may hold a lock for. Where the kernel
-    /// cannot (before 5.14, or memory is short) nothing is lost.
+    /// Has the kernel provide the memory for all its room now.
     #[must_use]
-    pub fn populated(self) -> Self {
+    pub fn populated(mut self) -> Self {
         if let Some(Place::Mapped(bytes)) = place_of::<T>(self.capacity) {
-            // SAFETY: the mapping is this array's own; its contents do not change.
-            let populated = unsafe { madvise(self.start.as_ptr().cast(), bytes, Advice::LinuxPopulateWrite) };
-            if let Err(error) = populated {
-                tracing::debug!(bytes, %error, "memory is not provided ahead of its use");
-            }
+            Ahead { start: self.start.addr().get(), bytes }.provide();
+            self.provided = bytes;
         }
         self
+    }
+
+    /// Names the pages of the next `values` values, as far as there is room for these, which have not been used or named
+    /// before. `None`: there are none, or the array is none of its own pages.
+    pub fn ahead(&mut self, values: usize) -> Option<Ahead> {
+        let Some(Place::Mapped(bytes)) = place_of::<T>(self.capacity) else { return None };
+        let used = (self.len * size_of::<T>()).next_multiple_of(HUGE_PAGE);
+        let wanted = self.len.saturating_add(values).min(self.capacity) * size_of::<T>();
+        let (from, to) = (self.provided.max(used), wanted.next_multiple_of(HUGE_PAGE).min(bytes));
+        self.provided = from.max(to);
+        (from < to).then(|| Ahead { start: self.start.addr().get() + from, bytes: to - from })
     }
 
     /// How many values fit before it moves.
@@ -128,6 +139,33 @@ impl<T: Copy> HugeVec<T> {
             }
         };
         self.capacity = capacity;
+    }
+}
+
+/// Pages that an array will use soon.
+#[derive(Debug)]
+#[must_use = "nothing is provided until it is asked for"]
+pub struct Ahead {
+    /// An address: the array may have moved or gone by the time that the pages are provided.
+    start: usize,
+    bytes: usize,
+}
+
+impl Ahead {
+    /// Has the kernel provide them, which takes milliseconds for each 2 MiB. Where it cannot (before Linux 5.14, or memory
+    /// is short) nothing is lost, and nothing happens where the array has moved meanwhile.
+    pub fn provide(self) {
+        // A page at a time: whoever maps memory meanwhile, perhaps with a lock, waits for no more than one.
+        for from in (0..self.bytes).step_by(HUGE_PAGE) {
+            let bytes = HUGE_PAGE.min(self.bytes - from);
+            // SAFETY: this advice changes no content of any memory, whoever's it is by now; of memory that is not mapped
+            // it says so.
+            let provided =
+                unsafe { madvise((self.start + from) as *mut _, bytes, Advice::LinuxPopulateWrite) };
+            if let Err(error) = provided {
+                return tracing::debug!(bytes, %error, "memory is not provided ahead of its use");
+            }
+        }
     }
 }
 
@@ -303,6 +341,40 @@ mod tests {
             assert_eq!(zeroes.len(), len);
             assert!(zeroes.iter().all(|&zero| zero == 0));
         }
+    }
+
+    /// Whether the kernel has a page for an address already.
+    fn is_there(address: usize) -> bool {
+        let mut entry = [0; 8];
+        let file = std::fs::File::open("/proc/self/pagemap").unwrap();
+        let at = (address / page_size() * 8) as u64;
+        std::os::unix::fs::FileExt::read_exact_at(&file, &mut entry, at).unwrap();
+        u64::from_le_bytes(entry) >> 63 == 1
+    }
+
+    #[test]
+    fn what_is_ahead_is_provided_once_and_elsewhere() {
+        let mut array = HugeVec::<u64>::with_capacity(8 * HUGE_PAGE / 8);
+        let end_of = |pages: usize, array: &HugeVec<u64>| array.start.addr().get() + pages * HUGE_PAGE - 1;
+        assert!(!is_there(end_of(1, &array)));
+        array.ahead(1).expect("nothing has been used").provide();
+        assert!(is_there(end_of(1, &array)) && !is_there(end_of(2, &array)));
+        assert!(array.ahead(1000).is_none(), "these pages are there");
+        array.resize(HUGE_PAGE / 8 * 3, 7);
+        let ahead = array.ahead(usize::MAX).expect("five pages have not been used");
+        assert_eq!(ahead.bytes, 5 * HUGE_PAGE);
+        std::thread::spawn(|| ahead.provide()).join().unwrap();
+        assert!(is_there(end_of(8, &array)));
+        assert!(array.iter().all(|&value| value == 7));
+        assert!(HugeVec::<u64>::with_capacity(8).ahead(8).is_none(), "it is of the allocator's pages");
+    }
+
+    #[test]
+    fn pages_of_an_array_that_is_gone_are_not_provided() {
+        let mut array = HugeVec::<u64>::with_capacity(4 * HUGE_PAGE / 8);
+        let ahead = array.ahead(usize::MAX).unwrap();
+        drop(array);
+        ahead.provide();
     }
 
     proptest! {

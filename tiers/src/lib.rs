@@ -73,7 +73,7 @@ pub use error::{Failure, SetupError, SetupErrorKind};
 pub use fence::{Fence, Fences, HostFence, Layers, Mark};
 pub use frame::{Frame, FramePool, Loan};
 pub use geometry::Geometry;
-pub use huge::{HugeVec, mapped_bytes};
+pub use huge::{Ahead, HugeVec, mapped_bytes};
 pub use memcpy::MemcpyBackend;
 pub use memory::Memory;
 pub use segments::{Part, Piece, Segment, SegmentMap};

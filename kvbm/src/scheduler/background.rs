@@ -82,12 +82,22 @@ impl Core {
         self.give_up_unfenced();
         // If somebody panicked while he pumped, what others had left to him is still to be done.
         self.pump();
+        self.provide_memory();
         self.learn();
         self.demand.take_up();
         while self.drop_more() {}
         self.sweep_some();
         for from in Tier::ALL {
             self.flush(from, false);
+        }
+    }
+
+    /// Has memory ready that the table needs soon, so that nobody who holds it waits for the kernel.
+    fn provide_memory(&self) {
+        let wanted = self.table().wanted_memory();
+        if let Some(spare) = wanted.provide() {
+            // Not wanted any more: dropped with the table unlocked.
+            let _unused = self.table().supply(spare);
         }
     }
 

@@ -98,6 +98,7 @@ impl RouteQueues {
             let waiting = std::mem::take(&mut queue.by_class[prefetch]);
             let (raised, others): (VecDeque<_>, _) =
                 waiting.into_iter().partition(|task| blocks.contains(&task.task.block));
+            // Behind the loads that wait already: their engines have waited longer.
             queue.by_class[load].extend(raised);
             queue.by_class[prefetch] = others;
         }
@@ -108,6 +109,7 @@ impl RouteQueues {
         let is_in_vain = |task: &RoutedTask| task.task.id.transfer == transfer && task.task.id.block >= block;
         let mut cancelled = Vec::new();
         for waiting in self.queues.iter_mut().flatten().flat_map(|queue| &mut queue.by_class) {
+            // Most queues have nothing of the transfer, and are left as they are.
             if waiting.iter().any(is_in_vain) {
                 let (in_vain, others): (VecDeque<_>, _) =
                     std::mem::take(waiting).into_iter().partition(is_in_vain);

@@ -64,6 +64,7 @@ impl RoutedTask {
     /// The tiers that the next copy connects.
     pub(super) const fn route(&self) -> Route {
         let CopyTask { from, to, .. } = self.task;
+        // A staging slot lies in the host's memory: to a backend both kinds of stop are the host tier.
         match self.stop {
             None => (from.tier, to.tier),
             Some(_) if self.halfway => (Tier::Host, to.tier),

@@ -35,6 +35,7 @@ impl Table {
         let found = self.index.find(hash, self.index.first(hash), |r| self.records.at(r).is(record.key()));
         expect(found == Some(id), || format!("{id:?} is not found by its key"), violations);
         let noted = self.index.residence(hash, self.index.first(hash));
+        // It may overstate, where a neighbour has the same tag. It must hide nothing.
         let agrees = noted.union(record.resident()) == noted;
         expect(agrees, || format!("the index hides where {id:?} is resident"), violations);
         let is_linked = |parent| self.records.children(parent).any(|child| child == id);
@@ -67,6 +68,7 @@ impl Table {
 
     fn audit_tier(&self, tier: Tier, violations: &mut Vec<Violation>) {
         let Some(held) = &self.tiers[tier.index()] else { return };
+        // Counted anew: the counts in the slots are what is checked.
         let mut children = vec![0u32; held.slots.len()];
         let mut resident = 0;
         for (_, record) in self.records.live().filter(|(_, record)| record.resident().has(tier)) {
@@ -87,6 +89,7 @@ impl Table {
             expect(agrees, || format!("{tier} slot {} miscounts its children", slot.0), violations);
         }
         let counts = self.counts(tier);
+        // What is filling or in quarantine makes up the rest.
         let used = counts.free + counts.resident + counts.forgotten + counts.lost;
         expect(used <= counts.total, || format!("{tier} has more slot handles than slots"), violations);
     }

@@ -41,6 +41,7 @@ impl Table {
                 return victim;
             }
             let entry = held.next_dirty()?;
+            // Its slot may be another block's by now.
             if held.at(entry.slot).record == entry.record {
                 held.put_off(entry, now_ms);
             }
@@ -83,8 +84,8 @@ impl Table {
         self.records.at_mut(record).leave(tier);
         self.note_residence(record);
         let exposed = self.lose_child(tier, self.records.at(record).parent());
-        let held = self.tier_mut(tier);
-        held.forget(slot, exposed);
+        let (held, records) = self.tier_and_records(tier);
+        held.forget(slot, exposed, records);
         if held.is_forgotten(slot) {
             held.forgotten.blocks -= 1;
             exposed.into_iter().for_each(|parent| held.sweep_soon(SlotId(parent.0)));

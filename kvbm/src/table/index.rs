@@ -8,7 +8,8 @@
 //!
 //! It grows in steps, since whoever inserts holds the table's lock: each insertion moves the entries of a few homes
 //! into a larger array. Homes are in the order of the hashes in both, so that one comparison tells in which of the
-//! two a key is to be looked for, and there is never a second place to look.
+//! two a key is to be looked for, and there is never a second place to look. The larger array is made before it is
+//! needed, by somebody who does not hold the lock, if he comes in time (see `provision`).
 
 use kvbm_tiers::{BlockKey, HugeVec};
 
@@ -17,6 +18,12 @@ use super::tier_set::TierSet;
 /// Number of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RecordId(pub(super) u32);
+
+/// How many more entries to be ready for in an array of `len`. A table takes in a million blocks a second at most, and
+/// background work, which makes arrays ready, comes by 50 times a second: of a million entries this is a thirty-second.
+pub(super) const fn soon(len: usize) -> usize {
+    len / 32 + 1
+}
 
 /// Records that the index can number.
 const MAX_RECORDS: usize = (1 << RECORD_BITS) - 1;
@@ -93,6 +100,7 @@ impl KeyHash {
     pub(super) fn of(key: BlockKey) -> Self {
         let folded = key.folded();
         let mixed = u128::from(folded ^ 0x2545_F491_4F6C_DD1D) * 0x9E37_79B9_7F4A_7C15;
+        // Place and tag come from different halves: entries that crowd one place still differ in their tags.
         let mixed = (mixed >> 64) as u64 ^ mixed as u64;
         Self { place: (mixed >> 32) as u32, tag: mixed & ((1 << TAG_BITS) - 1) }
     }
@@ -100,11 +108,16 @@ impl KeyHash {
 
 /// One array.
 #[derive(Debug)]
-struct Buckets(HugeVec<u64>);
+pub(super) struct Buckets(HugeVec<u64>);
 
 impl Buckets {
     fn new(len: usize) -> Self {
         Self(HugeVec::zeroed(len))
+    }
+
+    /// One whose memory is there from the start. That takes milliseconds for each 2 MiB.
+    pub(super) fn populated(len: usize) -> Self {
+        Self(HugeVec::zeroed(len).populated())
     }
 
     fn len(&self) -> usize {
@@ -120,6 +133,7 @@ impl Buckets {
     }
 
     fn home(&self, hash: KeyHash) -> usize {
+        // By multiplication, not by remainder: homes are in the order of the hashes, whatever the array's length.
         ((u64::from(hash.place) * self.len() as u64) >> u32::BITS) as usize
     }
 
@@ -140,6 +154,7 @@ impl Buckets {
         mut is_it: impl FnMut(Bucket) -> bool,
     ) -> Option<(usize, Bucket)> {
         let (mut at, mut bucket, mut distance) = (self.home(hash), first, 0);
+        // Who lies nearer to its home than we would from ours came later: had we been here, it would have gone on.
         while bucket != EMPTY && bucket.distance() >= distance {
             if bucket.has_tag(hash) && is_it(bucket) {
                 return Some((at, bucket));
@@ -225,6 +240,10 @@ pub(super) struct Index {
     buckets: Buckets,
     /// While it grows: the array that takes over. Else of no length.
     larger: Buckets,
+    /// What is to be the larger array, made ahead of its need.
+    spare: Option<Buckets>,
+    /// An array that is not used any more. To give a large one back takes long.
+    retired: Option<Buckets>,
     /// Homes of `buckets` that have moved.
     homes_moved: usize,
     /// Entries whose hashes have a place below lie in `larger`.
@@ -235,11 +254,31 @@ pub(super) struct Index {
 impl Index {
     /// Room for `entries` before it grows.
     pub(super) fn with_room_for(entries: usize) -> Self {
-        Self::of(Buckets(HugeVec::zeroed(Self::buckets_for(entries)).populated()), 0)
+        Self::of(Buckets::populated(Self::buckets_for(entries)), 0)
     }
 
     fn of(buckets: Buckets, len: usize) -> Self {
-        Self { buckets, larger: Buckets::new(0), homes_moved: 0, moved_below: 0, len }
+        let larger = Buckets::new(0);
+        Self { buckets, larger, spare: None, retired: None, homes_moved: 0, moved_below: 0, len }
+    }
+
+    /// How many buckets the next array has, if that is needed soon and nobody has made it yet.
+    pub(super) fn wanted_spare(&self) -> Option<usize> {
+        let is_near = Self::buckets_for(self.len + soon(self.len)) > self.buckets.len();
+        (is_near && !self.is_growing() && self.spare.is_none()).then(|| self.next_size())
+    }
+
+    /// Keeps an array for the next growth. Returns it if it is not wanted any more.
+    pub(super) fn keep_spare(&mut self, spare: Buckets) -> Option<Buckets> {
+        if self.wanted_spare() != Some(spare.len()) {
+            return Some(spare);
+        }
+        self.spare.replace(spare)
+    }
+
+    /// An array that is not used any more, to be dropped by who does not hold the lock.
+    pub(super) fn take_retired(&mut self) -> Option<Buckets> {
+        self.retired.take()
     }
 
     /// Six buckets for five entries: an entry is two or three buckets from home, so that a search ends within a cache
@@ -308,11 +347,12 @@ impl Index {
             return false;
         }
         if !self.is_growing() && Self::buckets_for(self.len + 1) > self.buckets.len() {
-            self.larger = Buckets::new(self.next_size());
+            self.larger = self.spare.take().unwrap_or_else(|| Buckets::new(self.next_size()));
         }
         if self.is_growing() && !self.move_homes(&hash_of) && !self.grow_at_once(&hash_of) {
             return false;
         }
+        // The array is asked for anew each time: a growth may have moved the border past this hash.
         while !self.array_mut(hash).place(hash, Bucket::new(hash, record)) {
             if !self.grow_at_once(&hash_of) {
                 return false;
@@ -340,7 +380,8 @@ impl Index {
             }
             if self.homes_moved == self.buckets.len() {
                 let grown = std::mem::replace(&mut self.larger, Buckets::new(0));
-                *self = Self::of(grown, self.len);
+                self.retired = Some(std::mem::replace(&mut self.buckets, grown));
+                (self.homes_moved, self.moved_below) = (0, 0);
                 return true;
             }
         }
@@ -359,6 +400,7 @@ impl Index {
             }
             at = self.buckets.after(at);
         }
+        // Those behind move back each time: the next one lies where the last one did.
         (0..count).for_each(|_| self.buckets.remove(first));
         self.homes_moved += 1;
         self.moved_below = self.buckets.first_place_at(self.homes_moved);
@@ -380,6 +422,7 @@ impl Index {
     fn grow_at_once(&mut self, hash_of: &impl Fn(RecordId) -> KeyHash) -> bool {
         let most = Self::buckets_for(self.len + 1) * MAX_GROWTH;
         let mut bigger = self.next_size();
+        // A step is of a thousand buckets at least, which a small index must be allowed as well.
         while bigger <= most.max(MAX_GROWTH * 1024) {
             if let Some(rebuilt) = self.rebuilt(bigger, hash_of) {
                 *self = Self::of(rebuilt, self.len);
@@ -392,6 +435,7 @@ impl Index {
 
     fn rebuilt(&self, buckets: usize, hash_of: &impl Fn(RecordId) -> KeyHash) -> Option<Buckets> {
         let mut rebuilt = Buckets::new(buckets);
+        // Keys may crowd in the middle of a growth, when each array has a part.
         let mut entries = self.buckets.entries().chain(self.larger.entries());
         entries.all(|bucket| rebuilt.place(hash_of(bucket.record()), bucket)).then_some(rebuilt)
     }
@@ -458,7 +502,7 @@ mod tests {
         /// Against a map, through several growths and looked at in the middle of them; with hashes, and with keys that
         /// collide and wrap.
         #[test]
-        fn agrees_with_a_map(steps in steps(), is_crowded in any::<bool>()) {
+        fn agrees_with_a_map(steps in steps(), is_crowded in any::<bool>(), is_provided in any::<bool>()) {
             let hash = if is_crowded { crowded } else { hash };
             let mut index = Index::with_room_for(1);
             let mut model = HashMap::new();
@@ -475,6 +519,9 @@ mod tests {
                         *noted = TierSet::from_bits(tiers);
                         index.note(hash(RecordId(n)), RecordId(n), *noted);
                     },
+                }
+                if is_provided && let Some(buckets) = index.wanted_spare() {
+                    prop_assert!(index.keep_spare(Buckets::populated(buckets)).is_none());
                 }
                 // A growth takes twice as many insertions, or more.
                 if count % 64 == 0 {
@@ -501,6 +548,34 @@ mod tests {
             all += moved.get();
         }
         assert!(most <= 8 * HOMES_MOVED && all > 200_000, "{most} at a time, {all} in all");
+    }
+
+    /// Whoever inserts neither makes an array, if there is a spare, nor gives one back.
+    #[test]
+    fn growth_takes_a_spare_and_leaves_the_old_array() {
+        let mut index = Index::with_room_for(1_000);
+        let old = index.buckets.0.as_ptr();
+        let mut records = (0..).map(RecordId);
+        let mut insert = |index: &mut Index| {
+            let record = records.next().expect("there is no end of numbers");
+            assert!(index.insert(hash(record), record, hash));
+        };
+        while index.wanted_spare().is_none() {
+            insert(&mut index);
+        }
+        let spare = Buckets::populated(index.next_size());
+        let new = spare.0.as_ptr();
+        assert!(index.keep_spare(spare).is_none() && !index.is_growing());
+        while !index.is_growing() {
+            insert(&mut index);
+        }
+        assert_eq!(index.larger.0.as_ptr(), new);
+        assert!(index.take_retired().is_none());
+        while index.is_growing() {
+            insert(&mut index);
+        }
+        assert_eq!(index.buckets.0.as_ptr(), new);
+        assert_eq!(index.take_retired().map(|retired| retired.0.as_ptr()), Some(old));
     }
 
     /// Neighbouring keys: the array grows until nobody is too far away, whatever the load says.

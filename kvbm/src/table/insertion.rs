@@ -40,7 +40,7 @@ impl Table {
         policies.touch(&access, &insertion);
         let kept = self.choose(tier, first, keys, parent);
         for left in (0..kept).rev() {
-            self.reject_new(tier, BlockId(first + left as u32), left, parent);
+            self.reject_new(tier, (BlockId(first + left as u32), &keys[left]), left, parent);
         }
         self.tier_mut(tier).stats.declined += (keys.len() - kept) as u64;
         kept
@@ -54,7 +54,7 @@ impl Table {
             match policies.victim(&insertion) {
                 Some(block) if block.0 >= first => {
                     kept -= 1;
-                    self.reject_new(tier, block, kept, parent);
+                    self.reject_new(tier, (block, &keys[kept]), kept, parent);
                 }
                 Some(block) => self.evict_leaf(tier, SlotId(block.0)),
                 // The rest finds no room, and is refused when it asks for it.
@@ -65,12 +65,18 @@ impl Table {
     }
 
     /// The last newcomer, behind `left` others, is none any more.
-    fn reject_new(&mut self, tier: Tier, newcomer: BlockId, left: usize, parent: Option<BlockId>) {
+    fn reject_new(
+        &mut self,
+        tier: Tier,
+        (newcomer, key): (BlockId, &BlockKey),
+        left: usize,
+        parent: Option<BlockId>,
+    ) {
         let is_leaf = |parent: &BlockId| self.tier(tier).at(SlotId(parent.0)).children == 0;
         let exposed = match left {
             0 => parent.filter(is_leaf),
             _ => Some(BlockId(newcomer.0 - 1)),
         };
-        self.tier_mut(tier).policies.removed(newcomer, exposed);
+        self.tier_mut(tier).policies.removed(newcomer, key.folded(), exposed);
     }
 }

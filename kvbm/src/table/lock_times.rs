@@ -21,6 +21,7 @@ mod timed {
     /// Does `work` and returns, besides its answer, the longest time that any thread held the lock of any table
     /// meanwhile. One measurement at a time: the whole process shares one clock.
     pub fn longest_hold<R>(work: impl FnOnce() -> R) -> (R, Duration) {
+        // Relaxed: whether a hold that begins just now is measured does not matter.
         LONGEST_NS.store(0, Ordering::Relaxed);
         IS_MEASURING.store(true, Ordering::Relaxed);
         let answer = work();

@@ -90,6 +90,7 @@ impl MissHistory {
         let hash = name(key);
         let cause = ((reason as u64) << 2) | tier.index() as u64;
         let place = self.place(hash);
+        // The place is of the lower half: the upper one tells those apart that share it.
         self.notes[place] = (hash >> 32 << 32) | (cause << TIME_BITS) | ((now_ms / 1000) & TIME);
     }
 

@@ -7,6 +7,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `index` | key → record number, one cache miss |
+//! | `provision` | memory of these ahead of its need, made while the table is unlocked |
 //! | `record` | a block: key, parent, slots, where it is resident or filling |
 //! | `tier` | a tier's slots: children, pins, flags; its policy and its queue of dirty blocks |
 //! | `prefix` | the match: leading blocks per tier, found by galloping |
@@ -40,6 +41,7 @@ mod namespace;
 mod pins;
 mod policy;
 mod prefix;
+mod provision;
 mod quarantine;
 mod record;
 mod request;
@@ -63,6 +65,7 @@ pub use self::miss_history::{Miss, MissReason};
 pub use self::namespace::NamespaceId;
 pub use self::pins::Pins;
 pub use self::prefix::Match;
+pub use self::provision::{Provision, Spare};
 pub use self::request::{RequestContext, RequestInfo};
 pub use self::shared::SharedTable;
 pub use self::tier::{TierSpec, TierStats};
@@ -125,6 +128,7 @@ impl Table {
         let mut largest = 0;
         for spec in specs {
             let held = TierTable::new(spec);
+            // Tiers hold much the same blocks: the largest has most of what there is.
             largest = largest.max(held.total.min(Self::RESERVED_RECORDS));
             let tier = held.tier;
             tiers[tier.index()] = Some(held);
@@ -139,6 +143,7 @@ impl Table {
             quarantines: Quarantines::default(),
             miss_history: MissHistory::with_room_for(largest as usize),
             listeners: Listeners::default(),
+            // Where engines that count their requests do not come by.
             nameless: FIRST_NAMELESS,
             now_ms: 0,
         }
@@ -198,6 +203,7 @@ impl Table {
     /// The record of a block, made if no tier knows it. `None` if the index cannot take another.
     fn intern(&mut self, key: BlockKey, parent: Option<RecordId>) -> Option<RecordId> {
         self.find(key).or_else(|| {
+            // The index holds numbers of records, so the record is made first, and given up if the index is full.
             let record = self.records.add(key, parent);
             let hash_of = |record| KeyHash::of(self.records.at(record).key());
             if !self.index.insert(KeyHash::of(key), record, hash_of) {
@@ -270,6 +276,7 @@ impl Table {
         let (total, free, lost) = (held.total, held.pool.free(), held.lost);
         let (resident, forgotten) = (held.resident, held.forgotten.blocks);
         let quarantined = self.quarantines.slots_of(tier);
+        // Whatever is nothing else is being written.
         let filling = total.saturating_sub(free + resident + forgotten + lost + quarantined);
         SlotCounts { total, free, filling, resident, quarantined, forgotten, lost }
     }

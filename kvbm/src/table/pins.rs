@@ -29,6 +29,11 @@ impl Pins {
         Self { held: Match::new([0; Tier::COUNT]), deepest: [None; Tier::COUNT], context, namespace }
     }
 
+    /// Whether nothing is pinned: then there is nothing to release either.
+    pub(crate) fn is_of_nothing(&self) -> bool {
+        self.deepest.iter().all(Option::is_none)
+    }
+
     pub(super) const fn hold(&mut self, tier: Tier, deepest: SlotId, blocks: usize) {
         self.held.set(tier, blocks as u32);
         self.deepest[tier.index()] = Some(deepest);
@@ -199,6 +204,7 @@ impl Table {
             let ancestors = std::iter::successors(Some(self.tier(tier).at(slot).record), |&r| {
                 self.records.at(r).parent()
             });
+            // Of a lease that holds more than the chain, the block is looked at where the chain ends.
             let mut ancestors = ancestors.skip(blocks - shared);
             shared == 0 || ancestors.next().is_some_and(|r| self.records.at(r).is(chain.key(shared - 1)))
         })

@@ -62,8 +62,9 @@ impl TierTable {
     }
 
     /// Reports to the policies that a block left.
-    pub(super) fn forget(&mut self, slot: SlotId, exposed: Option<BlockId>) {
-        self.policies.removed(BlockId(slot.0), exposed);
+    pub(super) fn forget(&mut self, slot: SlotId, exposed: Option<BlockId>, records: &Records) {
+        let key = records.at(self.at(slot).record).key().folded();
+        self.policies.removed(BlockId(slot.0), key, exposed);
     }
 
     /// Reports to the policies that a request has ended.
@@ -90,6 +91,7 @@ impl TierTable {
     /// Tells the policies about a leaf that may have become evictable.
     pub(super) fn reconsider(&mut self, slot: SlotId) {
         let held = self.at(slot);
+        // Who is pinned still is reconsidered when the last pin goes; who has children, when the last of them does.
         if held.children > 0 || held.pins() > 0 || held.is_quarantined() {
             return;
         }
@@ -121,6 +123,7 @@ impl Forest for Structure<'_> {
             let awaited = self.awaited.filter(|_| is_wanted());
             awaited.is_none_or(|below| self.records.at(held.record).resident().has(below))
         };
+        // By cost: whoever has children needs no look at his record, which is a cache miss.
         match held {
             Slot { children: 1.., .. } => Standing::Interior,
             held if held.pins() == 0 && is_clean() => Standing::Evictable,
@@ -159,6 +162,7 @@ impl Forest for Insertion<'_> {
         match self.position(block) {
             Some(position) if position + 1 < self.keys.len() => Standing::Interior,
             Some(_) => Standing::Evictable,
+            // The new ones' parent is a leaf to the tier still, but not once they are there.
             None if Some(block) == self.parent && !self.keys.is_empty() => Standing::Interior,
             None => self.tier.standing(block),
         }

@@ -113,6 +113,7 @@ impl Search {
         let mut round = Round::empty();
         for tier in 0..Tier::COUNT {
             let interval = (self.low[tier], self.high[tier]);
+            // Tiers often hold the same prefix: what they have in common is cut once.
             let seen = (0..tier).any(|other| (self.low[other], self.high[other]) == interval);
             if !seen {
                 Self::cut(&mut round, interval.0, interval.1);
@@ -123,6 +124,7 @@ impl Search {
 
     fn cut(round: &mut Round, low: u32, high: u32) {
         let width = high.saturating_sub(low);
+        // In a narrow interval every position is probed: then this round is the last.
         let cuts = width.min(PARTS as u32 - 1);
         for cut in 1..=cuts {
             round.push(low + (u64::from(width) * u64::from(cut) / u64::from(cuts + 1)) as u32);
@@ -132,6 +134,7 @@ impl Search {
     fn learn(&mut self, position: u32, held: TierSet) {
         for tier in Tier::ALL {
             let t = tier.index();
+            // A probe for one tier says something of the others as well, wherever it lies in their intervals.
             if held.has(tier) {
                 self.low[t] = self.low[t].max(position + 1);
             } else {
@@ -162,6 +165,7 @@ impl Table {
         let chain = self.enter(chain);
         let by_index = self.search(chain, |_, hash, first| self.index.residence(hash, first));
         let mut found = self.confirm(chain, by_index).unwrap_or_else(|| {
+            // Records are sure, at one more cache miss for each probe; once in millions of matches.
             let by_record = self.search(chain, |key, hash, first| {
                 let found = self.index.find(hash, first, |r| self.records.at(r).is(key));
                 found.map_or(TierSet::default(), |r| self.records.at(r).resident())

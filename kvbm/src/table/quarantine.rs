@@ -111,6 +111,7 @@ impl Table {
         if self.count_from(found.tier, bad, MAX_DROPPED) <= MAX_DROPPED {
             return self.drop_from(found.tier, bad, defect);
         }
+        // Several readers of the block may find it bad, one after another.
         if !self.quarantines.dropping.iter().any(|known| known.found == found) {
             let depth = self.records.at(bad).depth() as usize;
             self.quarantines.dropping.push(Dropping { key, found, defect, depth, at: key });
@@ -125,6 +126,7 @@ impl Table {
         let tier = dropping.found.tier;
         if let Some(bad) = self.resident_in(dropping.key, dropping.found) {
             let is_there = |&record: &RecordId| self.records.at(record).resident().has(tier);
+            // Where the last step stopped, the block may have been evicted since.
             let from = self.find(dropping.at).filter(is_there).unwrap_or(bad);
             let (at, is_leaf) = self.descend(tier, from);
             dropping.at = self.records.at(at).key();
@@ -218,6 +220,7 @@ impl Table {
         let slots_of_doomed: HashSet<_> = doomed.iter().map(|&(slot, _)| slot).collect();
         let pins = doomed.iter().map(|&(slot, _)| self.tier(tier).at(slot).pins()).sum();
         let anchor = if pins > 0 { self.pin_parent_of(tier, bad) } else { None };
+        // While they are linked: afterwards nobody can tell how deep each of them was.
         let slots = self.depths_below(tier, bad, &doomed);
         let blocks = doomed.len();
         self.unlink_all(tier, doomed, defect);

@@ -1,8 +1,8 @@
 //! Records: what the table knows about one block, whatever tiers hold it.
 
-use kvbm_tiers::{BlockKey, HugeVec, SlotId, Tier};
+use kvbm_tiers::{Ahead, BlockKey, HugeVec, SlotId, Tier};
 
-use super::index::RecordId;
+use super::index::{RecordId, soon};
 use super::tier_set::{TierSet, bit};
 
 /// Marks the absence of a slot, a parent or a free record.
@@ -152,14 +152,31 @@ impl Records {
             self.free = std::mem::replace(self.at_mut(id), record).parent;
             return id;
         }
-        if self.all.len() == self.all.capacity() {
-            self.all.reserve_exact(self.all.len() / 8 + 1024);
-        }
+        self.make_room_for(1);
         self.all.push(record);
         RecordId(self.all.len() as u32 - 1)
     }
 
+    /// A little more room each time than asked for, but far from twice as much: most of what a table costs is records.
+    fn make_room_for(&mut self, records: usize) {
+        if self.all.capacity() - self.all.len() < records {
+            self.all.reserve_exact(records + self.all.len() / 8 + 1024);
+        }
+    }
+
+    /// The memory of the records that come next.
+    pub(super) fn ahead(&mut self) -> Option<Ahead> {
+        let soon = soon(self.all.len());
+        // Free records are used first.
+        if self.all.len() - self.live > soon {
+            return None;
+        }
+        self.make_room_for(soon);
+        self.all.ahead(soon)
+    }
+
     fn link(&mut self, child: RecordId, parent: RecordId) {
+        // In front: a shared prefix may have thousands of children.
         let next = std::mem::replace(&mut self.at_mut(parent).first_child, child.0);
         self.at_mut(child).next_sibling = next;
         if let Some(next) = some(next) {
@@ -172,6 +189,7 @@ impl Records {
         match (some(prev_sibling), some(parent)) {
             (Some(before), _) => self.at_mut(before).next_sibling = next_sibling,
             (None, Some(parent)) => self.at_mut(parent).first_child = next_sibling,
+            // Roots are in no list.
             (None, None) => {}
         }
         if let Some(after) = some(next_sibling) {
@@ -197,6 +215,7 @@ impl Records {
             orphan = some(std::mem::replace(&mut child.next_sibling, NONE));
         }
         self.unlink(id);
+        // Who is free has no parent: the chain of the free ones runs through that field.
         self.at_mut(id).parent = self.free;
         self.free = id.0;
         self.live -= 1;

@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use kvbm_policies::{Admission, Eviction, TierPolicies};
-use kvbm_tiers::{FramePool, HugeVec, SlotId, Tier};
+use kvbm_tiers::{Ahead, FramePool, HugeVec, SlotId, Tier};
 
 use super::forgotten::Forgotten;
-use super::index::RecordId;
+use super::index::{RecordId, soon};
 use super::record::Records;
 use super::request::RequestInfo;
 
@@ -183,7 +183,7 @@ impl TierTable {
             // Addresses only: the kernel provides memory as far as it is used.
             slots: HugeVec::with_capacity((spec.pool.total() as usize).min(RESERVED_SLOTS)),
             pool: spec.pool,
-            policies: TierPolicies::new(total, spec.policy, spec.admission),
+            policies: TierPolicies::new(spec.policy, spec.admission),
             flush_to: spec.flush_to,
             dirty: VecDeque::new(),
             retries: BTreeMap::new(),
@@ -235,6 +235,12 @@ impl TierTable {
             self.slots.reserve_exact(more.max(slots) - self.slots.len());
         }
         self.slots.resize((slots + STEP).min(total).max(slots), Slot::EMPTY);
+    }
+
+    /// The memory of the slots that are used next for the first time.
+    pub(super) fn ahead(&mut self) -> impl Iterator<Item = Ahead> {
+        let soon = STEP + soon(self.slots.len());
+        self.slots.ahead(soon).into_iter().chain(self.pool.ahead(soon))
     }
 
     /// Has a block flushed, or asked about. A block that waits already keeps its place.
@@ -315,6 +321,7 @@ impl TierTable {
             let slot = self.at_mut(entry.slot);
             if slot.record == entry.record {
                 slot.want_flush();
+                // Due at once: it has waited before.
                 self.dirty.push_back(Dirty { since_ms: 0, ..entry });
             }
         }

@@ -61,6 +61,10 @@ impl Admission for Witness {
         self.seen.lock().unwrap().push((candidates, trigger, now_ms, admitted));
         admitted
     }
+
+    fn refund(&mut self, blocks: u32) {
+        self.inner.refund(blocks);
+    }
 }
 
 /// Hours of requests over few blocks, whose gaps are long enough for blocks to be given up.

@@ -2,14 +2,15 @@
 
 use std::fmt;
 
-use crate::seam::{BlockId, PREPARED_BLOCKS};
+use crate::chunked::Chunked;
+use crate::seam::BlockId;
 
 /// A doubly linked ring of blocks from oldest to newest, indexed by block id. Every operation is O(1), a block
 /// costs 8 bytes.
 pub(super) struct AgeList {
     /// `links[0]` is the ring's joint: its `newer` is the oldest block and its `older` the newest one.
     /// Block `b` is at `b + 1`.
-    links: Vec<Link>,
+    links: Chunked<Link>,
 }
 
 #[derive(Clone, Copy)]
@@ -22,12 +23,6 @@ const JOINT: u32 = 0;
 const UNLINKED: Link = Link { older: u32::MAX, newer: u32::MAX };
 
 impl AgeList {
-    pub(super) fn with_capacity(capacity: u32) -> Self {
-        let mut links = Vec::with_capacity(capacity.min(PREPARED_BLOCKS) as usize + 1);
-        links.push(Link { older: JOINT, newer: JOINT });
-        Self { links }
-    }
-
     pub(super) fn contains(&self, block: BlockId) -> bool {
         self.links.get(position(block) as usize).is_some_and(|link| link.newer != UNLINKED.newer)
     }
@@ -61,12 +56,9 @@ impl AgeList {
 
     /// Links position `at`, which is not linked, just after `older`.
     fn link(&mut self, older: u32, at: u32) {
-        if self.links.len() <= at as usize {
-            self.links.resize(at as usize + 1, UNLINKED);
-        }
         let newer = std::mem::replace(&mut self.links[older as usize].newer, at);
+        *self.links.reach(at as usize, UNLINKED) = Link { older, newer };
         self.links[newer as usize].older = at;
-        self.links[at as usize] = Link { older, newer };
     }
 }
 
@@ -76,7 +68,9 @@ fn position(block: BlockId) -> u32 {
 
 impl Default for AgeList {
     fn default() -> Self {
-        Self::with_capacity(0)
+        let mut links = Chunked::default();
+        links.push(Link { older: JOINT, newer: JOINT });
+        Self { links }
     }
 }
 
@@ -128,7 +122,7 @@ mod tests {
 
     #[test]
     fn a_block_inserted_after_another_leaves_right_after_it() {
-        let mut list = AgeList::with_capacity(3);
+        let mut list = AgeList::default();
         list.push_newest(BlockId(0));
         list.push_newest(BlockId(1));
         list.insert_after(BlockId(0), BlockId(2));

@@ -13,13 +13,6 @@ pub struct Fifo {
     queue: LeafQueue,
 }
 
-impl Fifo {
-    /// A policy for a tier of `capacity` blocks, which needs no further memory for them (up to a million).
-    pub fn with_capacity(capacity: u32) -> Self {
-        Self { queue: LeafQueue::with_capacity(capacity) }
-    }
-}
-
 impl Eviction for Fifo {
     fn touch(&mut self, access: &Access, _forest: &dyn Forest, _reuse: &ReuseModel) {
         if access.inserted > 0 {

@@ -83,8 +83,8 @@ impl EvictionKind {
     /// policy's arrays grow while it is used.
     pub fn build(self, capacity: u32) -> Box<dyn Eviction> {
         match self {
-            Self::Lru => Box::new(Lru::with_capacity(capacity)),
-            Self::Fifo => Box::new(Fifo::with_capacity(capacity)),
+            Self::Lru => Box::new(Lru::default()),
+            Self::Fifo => Box::new(Fifo::default()),
             Self::Hazard => Box::new(Hazard::default()),
             Self::Lfu => Box::new(Lfu::with_capacity(capacity)),
             Self::Lru2 => Box::new(Lru2::with_capacity(capacity)),

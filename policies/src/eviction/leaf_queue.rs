@@ -28,11 +28,6 @@ pub(super) struct LeafQueue {
 }
 
 impl LeafQueue {
-    /// A queue that needs no further memory for the block ids below `capacity` (up to a million).
-    pub(super) fn with_capacity(capacity: u32) -> Self {
-        Self { ages: AgeList::with_capacity(capacity) }
-    }
-
     /// Makes `block` the youngest.
     pub(super) fn renew(&mut self, block: BlockId) {
         self.ages.unlink(block);

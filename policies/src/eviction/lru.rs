@@ -15,13 +15,6 @@ pub struct Lru {
     queue: LeafQueue,
 }
 
-impl Lru {
-    /// A policy for a tier of `capacity` blocks, which needs no further memory for them (up to a million).
-    pub fn with_capacity(capacity: u32) -> Self {
-        Self { queue: LeafQueue::with_capacity(capacity) }
-    }
-}
-
 impl Eviction for Lru {
     fn touch(&mut self, access: &Access, _forest: &dyn Forest, _reuse: &ReuseModel) {
         self.queue.renew(access.deepest);

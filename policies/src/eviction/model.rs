@@ -65,17 +65,12 @@ struct Block {
 }
 
 /// A tier and its requests' time, which is their number.
+#[derive(Default)]
 pub(crate) struct Tree {
     reuse: ReuseModel,
     blocks: Vec<Option<Block>>,
     now: u64,
     has_tenants: bool,
-}
-
-impl Default for Tree {
-    fn default() -> Self {
-        Self { reuse: ReuseModel::with_capacity(8), blocks: Vec::new(), now: 0, has_tenants: false }
-    }
 }
 
 impl Tree {
@@ -181,6 +176,7 @@ impl Tree {
     }
 
     fn remove(&mut self, id: BlockId, policy: &mut dyn Eviction) {
+        let key = self.key(id);
         let block = self.blocks[id.0 as usize].take().expect("only resident blocks leave");
         let exposed = block.parent.filter(|&parent| {
             let parent = self.block_mut(parent);
@@ -188,7 +184,7 @@ impl Tree {
             parent.out_of_turn |= block.out_of_turn;
             parent.children == 0
         });
-        self.reuse.removed(id);
+        self.reuse.removed(id, key);
         policy.removed(id, exposed, &self.reuse);
     }
 

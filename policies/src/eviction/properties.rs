@@ -91,7 +91,7 @@ impl Roots {
             return self.keys.len() - 1;
         }
         let victim = policies.victim(self).expect("any block may go");
-        policies.removed(victim, None);
+        policies.removed(victim, self.key(victim), None);
         self.keys[victim.0 as usize] = key;
         victim.0 as usize
     }
@@ -105,7 +105,7 @@ fn access(now_ms: u64, deepest: BlockId, inserted: u32) -> Access {
 /// `Debug` shows all that a policy keeps, so its length stands for memory.
 fn footprint(kind: EvictionKind, requests: u64) -> usize {
     let mut tier = Roots { keys: Vec::new(), now_ms: 0 };
-    let mut policies = TierPolicies::new(32, kind.build(32), None);
+    let mut policies = TierPolicies::new(kind.build(32), None);
     for key in 0..requests {
         tier.request(key / 2, 32, &mut policies);
     }
@@ -125,7 +125,7 @@ fn a_scan_leaves_what_was_used_again() {
     use EvictionKind::{Arc, Lirs, Lru2, S3Fifo, Slru};
     for kind in [Lru2, Slru, Arc, S3Fifo, Lirs] {
         let mut tier = Roots { keys: Vec::new(), now_ms: 0 };
-        let mut policies = TierPolicies::new(100, kind.build(100), None);
+        let mut policies = TierPolicies::new(kind.build(100), None);
         let popular = (0..10).cycle().take(30);
         for key in popular.chain(100..1_000) {
             tier.request(key, 100, &mut policies);

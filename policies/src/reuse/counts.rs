@@ -26,7 +26,13 @@ impl ReuseCounts {
         let end = self.blocks() + blocks;
         match self.0.last_mut() {
             Some(last) if last.count == 0 => last.end = end,
-            _ => self.0.push(Run { end, count: 0 }),
+            _ => {
+                if self.0.is_empty() {
+                    // Most paths have no other: the room for four that a `Vec` takes adds up.
+                    self.0.reserve_exact(1);
+                }
+                self.0.push(Run { end, count: 0 });
+            }
         }
     }
 

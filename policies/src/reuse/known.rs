@@ -8,9 +8,10 @@ use super::fit::{Age, Record};
 use super::ghosts::{Expiry, GHOST_MS, Ghosts, tag};
 use super::ids::{Node, PathId, UseId};
 use super::last_use::LastUse;
-use super::path::{KnownBlock, RadixPath, Segment};
+use super::path::{RadixPath, Segment};
 use super::uses::{RequestUse, Uses};
-use crate::seam::{Access, BlockId, Ended, Forest, PREPARED_BLOCKS};
+use crate::chunked::Chunked;
+use crate::seam::{Access, BlockId, Ended, Forest};
 
 /// Ghosts that one call forgets at most, besides two for each block that it adds: some 50 µs. What is left over waits for
 /// the next calls, and counts as forgotten until then.
@@ -53,11 +54,11 @@ struct Returning {
 /// All known blocks.
 #[derive(Debug, Default)]
 pub(super) struct KnownBlocks {
-    paths: Vec<RadixPath>,
+    paths: Chunked<RadixPath>,
     free_paths: Vec<PathId>,
     uses: Uses,
     /// By resident block: its path.
-    home: Vec<PathId>,
+    home: Chunked<PathId>,
     ghosts: Ghosts,
     resident: usize,
     now_ms: u64,
@@ -69,10 +70,6 @@ pub(super) struct KnownBlocks {
 }
 
 impl KnownBlocks {
-    pub(super) fn with_capacity(capacity: u32) -> Self {
-        Self { home: Vec::with_capacity(capacity.min(PREPARED_BLOCKS) as usize), ..Self::default() }
-    }
-
     /// Resident blocks.
     pub(super) fn resident(&self) -> usize {
         self.resident
@@ -145,7 +142,7 @@ impl KnownBlocks {
             self.diverge(node);
         }
         self.use_again(known, from, used);
-        let end = self.append(known, inserted, used, forest);
+        let end = self.append(known, inserted, used);
         let now = self.uses.at_mut(used);
         now.reached = now.reached.max(depth);
         now.end = end;
@@ -158,8 +155,9 @@ impl KnownBlocks {
     fn find(&self, block: BlockId, depth: u32) -> Option<Node> {
         let id = self.path_of(block)?;
         let path = self.path(id);
-        let is_there = |&at: &u32| path.blocks.get(at as usize).is_some_and(|known| known.block == block);
-        let guess = depth.checked_sub(path.start).filter(|at| *at < path.resident).filter(is_there);
+        let resident = path.resident_blocks();
+        let is_there = |&at: &u32| resident.get(at as usize) == Some(&block.0);
+        let guess = depth.checked_sub(path.start).filter(is_there);
         // Owners say the true depth. A search serves those of tests that do not.
         let at = guess.or_else(|| (0..path.resident).rev().find(is_there))?;
         Some(Node { path: id, depth: path.start + at })
@@ -184,9 +182,7 @@ impl KnownBlocks {
             let last = self.segment(ghost).map(|(_, segment)| segment.used);
             returned += u32::from(last != own || own.is_none());
             self.ghosts.revive(tag);
-            let path = self.path_mut(ghost.path);
-            path.blocks[path.resident as usize].block = block;
-            path.resident += 1;
+            self.path_mut(ghost.path).revive(block);
             self.place(block, ghost.path);
             known = Some(ghost);
         }
@@ -205,11 +201,7 @@ impl KnownBlocks {
     }
 
     fn place(&mut self, block: BlockId, path: PathId) {
-        let at = block.0 as usize;
-        if self.home.len() <= at {
-            self.home.resize(at + 1, NOWHERE);
-        }
-        self.home[at] = path;
+        *self.home.reach(block.0 as usize, NOWHERE) = path;
         self.resident += 1;
     }
 
@@ -373,38 +365,32 @@ impl KnownBlocks {
     }
 
     /// Adds blocks that were not known below `node`. Returns the path where they end.
-    fn append(
-        &mut self,
-        node: Option<Node>,
-        inserted: &[BlockId],
-        used: UseId,
-        forest: &dyn Forest,
-    ) -> PathId {
+    fn append(&mut self, node: Option<Node>, inserted: &[BlockId], used: UseId) -> PathId {
         let id = match node {
             Some(node) if inserted.is_empty() || self.path(node.path).end() == node.depth + 1 => node.path,
             _ => self.add_path(node),
         };
-        for &block in inserted {
-            self.place(block, id);
-            self.path_mut(id).blocks.push(KnownBlock { block, tag: tag(forest.key(block)) });
-        }
         if !inserted.is_empty() {
-            self.lengthen(id, inserted.len() as u32, used);
+            inserted.iter().for_each(|&block| self.place(block, id));
+            self.lengthen(id, inserted, used);
         }
         id
     }
 
-    fn lengthen(&mut self, id: PathId, blocks: u32, used: UseId) {
+    fn lengthen(&mut self, id: PathId, inserted: &[BlockId], used: UseId) {
         let path = self.path_mut(id);
-        path.resident += blocks;
-        path.counts.extend(blocks);
-        let end = path.end();
+        path.extend(inserted);
+        let (blocks, end) = (inserted.len() as u32, path.end());
         match path.segments.last_mut() {
             Some(last) if last.used == used && last.reuse == 0 => {
                 last.end = end;
                 last.span += blocks;
             }
             _ => {
+                if path.segments.is_empty() {
+                    // Most paths have no other.
+                    path.segments.reserve_exact(1);
+                }
                 path.segments.push(Segment::new(end, blocks, used, 0));
                 self.uses.hold(used);
             }
@@ -425,15 +411,15 @@ impl KnownBlocks {
         id
     }
 
-    /// A resident block, which is a leaf, became a ghost. Returns the path whose last resident block is of another
-    /// segment now.
-    pub(super) fn remove(&mut self, block: BlockId) -> Option<PathId> {
+    /// A resident block, which is a leaf and whose content `key` names, became a ghost. Returns the path whose last
+    /// resident block is of another segment now.
+    pub(super) fn remove(&mut self, block: BlockId, key: u64) -> Option<PathId> {
         let Node { path: id, depth } = self.find(block, u32::MAX)?;
         self.home[block.0 as usize] = NOWHERE;
         let path = self.path_mut(id);
         debug_assert_eq!(depth + 1, path.start + path.resident, "only leaves leave");
-        path.resident = depth - path.start;
-        let tag = path.blocks[path.resident as usize].tag;
+        let tag = tag(key);
+        path.lose_tail(tag);
         let above = if path.resident == 0 { path.parent.map(|node| node.path) } else { Some(id) };
         let (start, segment) = self.segment(Node { path: id, depth })?;
         let age_ms = self.age_ms(&segment);
@@ -498,8 +484,8 @@ impl KnownBlocks {
         let path = &mut self.paths[id.0 as usize];
         path.counts.truncate(depth - path.start);
         while path.end() > depth {
-            let Some(known) = path.blocks.pop() else { break };
-            self.ghosts.forget(known.tag, Node { path: id, depth: path.end() });
+            let Some(tag) = path.pop_ghost() else { break };
+            self.ghosts.forget(tag, Node { path: id, depth: path.end() });
         }
         while let Some(&last) = self.path(id).segments.last().filter(|last| last.end > depth) {
             let path = self.path_mut(id);
@@ -514,7 +500,7 @@ impl KnownBlocks {
         }
         let path = self.path_mut(id);
         path.drop_forks_below(depth);
-        if path.blocks.is_empty() {
+        if path.is_empty() {
             path.clear();
             self.free_paths.push(id);
         }
@@ -573,7 +559,7 @@ impl KnownBlocks {
     /// The last resident block of a path.
     pub(super) fn last_block(&self, id: PathId) -> Option<BlockId> {
         let path = self.path(id);
-        path.resident.checked_sub(1).map(|last| path.blocks[last as usize].block)
+        path.resident_blocks().last().copied().map(BlockId)
     }
 
     /// The path of a resident block.

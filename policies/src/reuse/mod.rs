@@ -51,8 +51,9 @@ const LEARNING_MS: u64 = 2 * GHOST_MS;
 /// What is known of the blocks of one tier: when and by what requests they were used, and how soon blocks of their
 /// kind return (a multiplicative hazard, see `docs/policies.md`).
 ///
-/// It hears of a tier what happens there, once, and the policies of the tier borrow it. 12 bytes a block, besides
+/// It hears of a tier what happens there, once, and the policies of the tier borrow it. 8 bytes a block, besides
 /// segments and ghosts. It learns only if its [`upkeep`](Self::upkeep) is done.
+#[derive(Default)]
 pub struct ReuseModel {
     /// Nobody asks it: then it hears nothing either.
     is_idle: bool,
@@ -67,22 +68,9 @@ pub struct ReuseModel {
 }
 
 impl ReuseModel {
-    /// A model of a tier of `capacity` blocks.
-    pub fn with_capacity(capacity: u32) -> Self {
-        Self {
-            is_idle: false,
-            known: KnownBlocks::with_capacity(capacity),
-            model: Arc::default(),
-            records: Records::default(),
-            learning: Learning::default(),
-            changed: Vec::new(),
-            ready_ms: None,
-        }
-    }
-
     /// A model that knows nothing and never will.
     pub fn idle() -> Self {
-        Self { is_idle: true, ..Self::with_capacity(0) }
+        Self { is_idle: true, ..Self::default() }
     }
 
     /// A request used the path that ends at `access.deepest`, whose last `access.inserted` blocks are new.
@@ -104,11 +92,11 @@ impl ReuseModel {
         self.changed.dedup();
     }
 
-    /// `block` left the tier.
-    pub fn removed(&mut self, block: BlockId) {
+    /// `block`, whose content `key` names (see [`Forest::key`]), left the tier.
+    pub fn removed(&mut self, block: BlockId, key: u64) {
         if !self.is_idle {
             self.changed.clear();
-            self.changed.extend(self.known.remove(block));
+            self.changed.extend(self.known.remove(block, key));
         }
     }
 

@@ -14,7 +14,8 @@ pub(super) struct RadixPath {
     pub(super) parent: Option<Node>,
     /// The first one's depth.
     pub(super) start: u32,
-    pub(super) blocks: Vec<KnownBlock>,
+    /// Of a resident block its id, of a ghost the tag of its content.
+    names: Vec<u32>,
     pub(super) counts: ReuseCounts,
     /// How many of the blocks are resident.
     pub(super) resident: u32,
@@ -25,13 +26,6 @@ pub(super) struct RadixPath {
     pub(super) expiring: bool,
     /// Tells the paths that had this id one after another apart.
     pub(super) life: u32,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(super) struct KnownBlock {
-    pub(super) block: BlockId,
-    /// Of the block's content.
-    pub(super) tag: u32,
 }
 
 /// The part of a radix path that one request used last and whose blocks were used again equally often (by class).
@@ -65,11 +59,45 @@ impl Segment {
 
 impl RadixPath {
     pub(super) fn end(&self) -> u32 {
-        self.start + self.blocks.len() as u32
+        self.start + self.names.len() as u32
+    }
+
+    /// Whether nothing is known of it any more.
+    pub(super) fn is_empty(&self) -> bool {
+        self.names.is_empty()
     }
 
     pub(super) fn ghosts(&self) -> u32 {
-        self.blocks.len() as u32 - self.resident
+        self.names.len() as u32 - self.resident
+    }
+
+    /// The ids of its resident blocks.
+    pub(super) fn resident_blocks(&self) -> &[u32] {
+        &self.names[..self.resident as usize]
+    }
+
+    /// Adds resident blocks. None of the others is a ghost.
+    pub(super) fn extend(&mut self, blocks: &[BlockId]) {
+        self.names.extend(blocks.iter().map(|block| block.0));
+        self.resident += blocks.len() as u32;
+        self.counts.extend(blocks.len() as u32);
+    }
+
+    /// The first ghost is resident again, as `block`.
+    pub(super) fn revive(&mut self, block: BlockId) {
+        self.names[self.resident as usize] = block.0;
+        self.resident += 1;
+    }
+
+    /// The last resident block is a ghost from now on.
+    pub(super) fn lose_tail(&mut self, tag: u32) {
+        self.resident -= 1;
+        self.names[self.resident as usize] = tag;
+    }
+
+    /// Forgets the last ghost. Returns its tag.
+    pub(super) fn pop_ghost(&mut self) -> Option<u32> {
+        if self.ghosts() == 0 { None } else { self.names.pop() }
     }
 
     /// Where the `index`-th segment begins.
@@ -137,7 +165,7 @@ impl RadixPath {
 
     #[cfg(test)]
     pub(super) fn entries(&self) -> usize {
-        1 + self.blocks.len() + self.segments.len() + self.forks.len()
+        1 + self.names.len() + self.segments.len() + self.forks.len()
     }
 }
 
@@ -151,7 +179,7 @@ mod tests {
     /// docs/policies.md states these.
     #[test]
     fn what_is_kept_is_small() {
-        assert_eq!(size_of::<KnownBlock>() + size_of::<PathId>(), 12, "a resident block");
+        assert_eq!(size_of::<BlockId>() + size_of::<PathId>(), 8, "a resident block");
         assert_eq!(size_of::<Segment>(), 20);
         assert!(size_of::<RequestUse>() <= 80, "{}", size_of::<RequestUse>());
         assert!(size_of::<RadixPath>() <= 136, "{}", size_of::<RadixPath>());

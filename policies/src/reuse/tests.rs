@@ -12,7 +12,7 @@ use crate::simulation::workload::{BLOCK_TOKENS, Request, Workload};
 use crate::tier_policies::TierPolicies;
 
 fn hazard(capacity: u32) -> TierPolicies {
-    TierPolicies::new(capacity, EvictionKind::Hazard.build(capacity), None)
+    TierPolicies::new(EvictionKind::Hazard.build(capacity), None)
 }
 
 /// A tier without bounds; a block's id and content is its number.
@@ -78,7 +78,7 @@ impl World {
             self.children[parent.0 as usize] -= 1;
             self.children[parent.0 as usize] == 0
         });
-        policy.removed(victim, exposed);
+        policy.removed(victim, self.key(victim), exposed);
         Some(victim)
     }
 

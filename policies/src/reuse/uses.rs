@@ -3,6 +3,7 @@
 use super::factors::{self, Traits};
 use super::ids::{PathId, UseId};
 use super::sharded::ShardedMap;
+use crate::chunked::Chunked;
 use crate::seam::{Hints, RequestId};
 
 /// One request's use, for as long as a segment of it is left.
@@ -39,7 +40,7 @@ impl RequestUse {
 /// The uses of which something is left.
 #[derive(Debug, Default)]
 pub(super) struct Uses {
-    all: Vec<RequestUse>,
+    all: Chunked<RequestUse>,
     free: Vec<UseId>,
     by_request: ShardedMap<UseId>,
 }

@@ -39,7 +39,7 @@ impl Outcome {
 /// If the policy names no victim in a full tier, or one that is not a resident leaf: no block is ever busy
 /// here, so that is an error in the policy.
 pub fn simulate(workload: &Workload, policy: Box<dyn Eviction>, capacity: u32) -> Outcome {
-    let mut policies = TierPolicies::new(capacity, policy, None);
+    let mut policies = TierPolicies::new(policy, None);
     let mut tier = Tier::default();
     let mut outcome = Outcome::default();
     let mut running = Running::default();

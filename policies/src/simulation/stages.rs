@@ -54,7 +54,7 @@ impl Stages {
         let mut rule_below = None;
         let stage = |level: Level| {
             let rule = rule_below.replace(level.admission);
-            Stage::new(level.capacity, TierPolicies::new(level.capacity, level.eviction, rule))
+            Stage::new(level.capacity, TierPolicies::new(level.eviction, rule))
         };
         let mut tiers: Vec<_> = levels.into_iter().rev().map(stage).collect();
         tiers.reverse();
@@ -151,7 +151,7 @@ impl Stages {
                 self.touch(index + 1, chains, &used, written, chains.depth(victim));
             }
             let exposed = self.tiers[index].tier.remove(chains, victim);
-            self.tiers[index].policies.removed(victim, exposed);
+            self.tiers[index].policies.removed(victim, chains.key(victim), exposed);
             self.departed.push(victim);
         }
     }

@@ -64,7 +64,7 @@ impl Tier {
         while self.resident > capacity {
             let victim = policies.victim(&View { tier: self, chains });
             let victim = victim.expect("nothing is busy, so every leaf is evictable");
-            policies.removed(victim, self.remove(chains, victim));
+            policies.removed(victim, chains.key(victim), self.remove(chains, victim));
         }
     }
 

@@ -6,18 +6,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, bounded};
-use object_store::ObjectStoreExt;
 use object_store::path::Path;
 use parking_lot::Mutex;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
 
 use super::block::Pending;
-use super::error::StoreError;
 use super::executor::{Executor, Work};
-use super::locations::Locations;
 use super::open::Store;
-use super::segment::{SegmentName, SegmentNames};
+use super::segment::SegmentNames;
+use super::shared::Shared;
 use super::{read, write};
 use crate::backend::Backend;
 use crate::checksum::Checksums;
@@ -79,37 +77,6 @@ pub struct ObjectBackend {
     memory: Arc<dyn Memory>,
     routes: [Route; 2],
     keep: bool,
-}
-
-/// What the tasks need.
-pub(super) struct Shared {
-    pub(super) store: Store,
-    pub(super) block_bytes: usize,
-    /// Of the blocks that are being written.
-    pub(super) checksums: Option<Arc<Checksums>>,
-    pub(super) names: SegmentNames,
-    pub(super) locations: Mutex<Locations>,
-    pub(super) blocks_per_segment: usize,
-    /// Of an operation.
-    pub(super) limit: Duration,
-    /// One for each compaction at a time.
-    pub(super) compactions: Semaphore,
-    pub(super) moved_blocks: AtomicU64,
-    /// One for each request in flight. Closed at the end.
-    requests: Arc<Semaphore>,
-    /// One for each deletion in flight.
-    deletions: Semaphore,
-    work: Work,
-    /// `<root>/<namespace>/segments`.
-    directory: Path,
-    undeleted: AtomicU64,
-}
-
-/// Keeps a segment in the store while it is read.
-pub(super) struct Pin {
-    shared: Arc<Shared>,
-    /// The segment's.
-    number: u32,
 }
 
 impl ObjectBackend {
@@ -282,85 +249,5 @@ impl Drop for ObjectBackend {
 impl fmt::Debug for ObjectBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ObjectBackend").field("store", &self.shared.store).finish_non_exhaustive()
-    }
-}
-
-impl Shared {
-    pub(super) fn path(&self, name: SegmentName) -> Path {
-        self.directory.clone().join(name.to_string())
-    }
-
-    /// A request's turn. Whoever does not get it in time ends without one.
-    pub(super) async fn request(&self, deadline: Instant) -> Result<OwnedSemaphorePermit, CopyError> {
-        match timeout_at(deadline, Arc::clone(&self.requests).acquire_owned()).await {
-            Ok(Ok(request)) if Instant::now() < deadline => Ok(request),
-            Ok(Err(_closed)) => {
-                Err(CopyError::new(CopyErrorKind::Refused, "the object tier is shutting down"))
-            }
-            _ => Err(self.too_late(&format!("no request to {} was free", self.store))),
-        }
-    }
-
-    pub(super) fn too_late(&self, context: &str) -> CopyError {
-        let message = format!("{context}: it took more than {:?}", self.limit);
-        CopyError::new(CopyErrorKind::Unavailable, message)
-    }
-
-    /// Deletes a segment that nobody needs, as soon as `delay` is over and the store lets us.
-    pub(super) fn discard(self: &Arc<Self>, name: SegmentName, delay: Duration) {
-        self.undeleted.fetch_add(1, Ordering::Relaxed);
-        let (shared, mut ticket, mut delay) = (Arc::clone(self), self.work.ticket(), delay);
-        let mut pause = self.limit / 10;
-        self.store.executor.spawn(async move {
-            loop {
-                let is_last_try = ticket.sleep(delay).await;
-                match shared.delete(name).await {
-                    Ok(()) => break,
-                    Err(error) if is_last_try => {
-                        let path = shared.path(name);
-                        return tracing::warn!(%path, %error, "a dead segment is left in the object store");
-                    }
-                    Err(error) => tracing::debug!(%error, "a dead segment will be deleted later"),
-                }
-                delay = pause;
-                pause = (pause * 2).min(shared.limit * 3);
-            }
-            shared.undeleted.fetch_sub(1, Ordering::Relaxed);
-        });
-    }
-
-    /// That it is gone already is no failure.
-    async fn delete(&self, name: SegmentName) -> Result<(), StoreError> {
-        let _turn = self.deletions.acquire().await;
-        match timeout(self.limit, self.store.client.delete(&self.path(name))).await {
-            Ok(Ok(()) | Err(object_store::Error::NotFound { .. })) => Ok(()),
-            Ok(Err(error)) => Err(self.store.secrets.scrub(&error)),
-            Err(elapsed) => Err(StoreError::from(elapsed)),
-        }
-    }
-
-    /// Waits for what is under way, then deletes what is not kept.
-    async fn close(self: &Arc<Self>, keep: bool) {
-        self.work.ended().await;
-        if !keep {
-            let names: Vec<_> = self.locations.lock().segments().collect();
-            names.into_iter().for_each(|name| self.discard(name, Duration::ZERO));
-            self.work.ended().await;
-        }
-        self.store.remove_directory();
-    }
-}
-
-impl Pin {
-    /// Of a segment that its caller has marked as being read.
-    pub(super) fn new(shared: &Arc<Shared>, number: u32) -> Self {
-        Self { shared: Arc::clone(shared), number }
-    }
-}
-
-impl Drop for Pin {
-    fn drop(&mut self) {
-        let unneeded = self.shared.locations.lock().release(self.number);
-        unneeded.into_iter().for_each(|name| self.shared.discard(name, Duration::ZERO));
     }
 }

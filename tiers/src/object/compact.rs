@@ -16,10 +16,10 @@ use futures::future::join_all;
 use object_store::{ObjectStoreExt, PutPayload};
 use tokio::time::{Instant, timeout_at};
 
-use super::backend::{Pin, Shared};
 use super::locations::{Location, Victim};
 use super::put::create;
 use super::segment::{Entry, decode_footer, encode_footer, footer_bytes};
+use super::shared::{Pin, Shared};
 use crate::checksum::checksum;
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
 

@@ -27,6 +27,7 @@ mod put;
 mod read;
 mod s3;
 pub mod segment;
+mod shared;
 mod write;
 
 #[cfg(test)]

@@ -7,8 +7,8 @@ use object_store::path::Path;
 use object_store::{Error, ObjectStoreExt, PutMode, PutPayload};
 use tokio::time::{Instant, timeout_at};
 
-use super::backend::Shared;
 use super::segment::SegmentName;
+use super::shared::Shared;
 use crate::copy::CopyError;
 
 /// Puts a new segment, which ends with `footer`, into the store.

@@ -15,11 +15,11 @@ use parking_lot::Mutex;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
-use super::backend::{Pin, Shared};
 use super::block::{Pending, finish_all};
 use super::error::file_kind;
 use super::locations::Place;
 use super::segment::SegmentName;
+use super::shared::{Pin, Shared};
 use crate::copy::{CopyError, CopyErrorKind};
 
 /// Bytes between two blocks that are fetched and thrown away rather than asked for separately: they take less

@@ -7,11 +7,11 @@ use object_store::PutPayload;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
-use super::backend::Shared;
 use super::block::{Pending, finish_all};
 use super::compact::make_room;
 use super::put::create;
 use super::segment::{Entry, encode_footer};
+use super::shared::Shared;
 use crate::checksum::{Checksums, checksum};
 use crate::copy::{CopyError, CopyErrorKind};
 

@@ -18,6 +18,10 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// Blocks of an hour that the rule lets through to disk, as a part of the host's. What is asked about beyond is
 /// refused.
 const WRITABLE: u64 = 4;
+/// The bad block is to have more descendants than one step of a quarantine drops.
+const DESCENDANTS: usize = 1_024;
+/// Prompts push others out of the host at most so many times until one of these is long enough.
+const ROUNDS: usize = 4;
 /// A request is over after so many milliseconds.
 const TURN_MS: u64 = 10_000;
 
@@ -34,7 +38,7 @@ pub(crate) struct Holds {
     headroom: f64,
     /// Policies learn from what was seen.
     upkeep: f64,
-    /// A block on disk cannot be read: those that follow it go too. `None`: of a small table nothing was on disk only.
+    /// A block on disk cannot be read: those that follow it go too. `None`: of no prompt enough was on disk only.
     quarantine: Option<f64>,
     /// Everything is asked about, most of it refused.
     drain: f64,
@@ -199,17 +203,33 @@ impl Mix {
         }
     }
 
-    /// Loads what lies on disk only, whose first block there cannot be read.
-    fn quarantine(&self, chaos: &Chaos) -> Option<f64> {
+    /// Loads what lies on disk only, whose first block there cannot be read, and waits until what follows it is gone.
+    fn quarantine(&mut self, chaos: &Chaos) -> Option<f64> {
+        let prompt = self.long_on_disk_only()?;
         let manager = self.ours.manager();
-        let on_disk_only = |prompt: &&Vec<BlockHash>| {
-            let held = manager.matches(*prompt);
-            held.blocks(Tier::Disk).saturating_sub(held.blocks(Tier::Host).max(held.blocks(Tier::Device)))
-        };
-        let prompt = self.saved.iter().max_by_key(on_disk_only)?;
         chaos.start();
-        let us = micros(|| drop(self.wait(manager.load(manager.lease(prompt)))));
+        let us = micros(|| {
+            drop(self.wait(manager.load(manager.lease(&prompt))));
+            self.settle();
+        });
         chaos.heal();
         (manager.stats(Tier::Disk).unreadable > 0).then_some(us)
+    }
+
+    /// A prompt of which many blocks lie on disk only. What goes there, and when, is for the policies to say.
+    fn long_on_disk_only(&mut self) -> Option<Vec<BlockHash>> {
+        for _ in 0..ROUNDS {
+            let longest = self.saved.iter().max_by_key(|prompt| self.on_disk_only(prompt))?;
+            if self.on_disk_only(longest) >= DESCENDANTS.min(self.prompt_blocks / 2) {
+                return Some(longest.clone());
+            }
+            self.overfill();
+        }
+        None
+    }
+
+    fn on_disk_only(&self, prompt: &[BlockHash]) -> usize {
+        let held = self.ours.manager().matches(prompt);
+        held.blocks(Tier::Disk).saturating_sub(held.blocks(Tier::Host).max(held.blocks(Tier::Device)))
     }
 }
