@@ -1,6 +1,5 @@
 //! The leader's side: a backend whose copies are done by all ranks, and the thread that listens to them.
 
-use std::borrow::Cow;
 use std::fmt;
 use std::io;
 use std::mem;
@@ -83,7 +82,7 @@ impl Leader {
             seats: (0..options.world).map(|_| None).collect(),
             refused: vec![None; usize::from(options.world)],
             agreed: None,
-            pending: Pending::default(),
+            pending: Pending::new(options.world),
         };
         let shared = Arc::new(Shared {
             options,
@@ -243,6 +242,11 @@ impl Shared {
         !self.state.lock().pending.is_empty()
     }
 
+    /// The rank that has most copies to end; `None`: no rank has any.
+    fn busiest(&self) -> Option<u16> {
+        self.state.lock().pending.busiest()
+    }
+
     /// Has all ranks do a batch.
     fn send(&self, ops: &[CopyOp], done: Done) {
         if ops.is_empty() {
@@ -257,10 +261,10 @@ impl Shared {
                 return done.complete_all((0..ops.len()).map(|op| (op, Err(away.clone()))).collect());
             }
         };
-        let batch = state.pending.add(ops.len(), self.options.world, done);
+        let batch = state.pending.add(ops.len(), done);
         drop(state);
         // Written once for all of them.
-        let message = frame(&ToRank::Copy { batch, ops: Cow::Borrowed(ops) });
+        let message = frame(&ToRank::Copy { batch, ops: PackedOps::of(ops) });
         for (rank, connection) in (0..).zip(connections) {
             match connection.send(&message) {
                 Sent::Entirely => {}
@@ -434,21 +438,31 @@ impl Desk {
     }
 
     /// Waits until there is something to do.
+    ///
+    /// A copy ends when the last rank has ended it. So while copies are under way this waits for the rank that has most
+    /// to say, and then listens to all: to wake up for each of them would cost more than all the rest. That a rank is
+    /// gone is noticed in any case.
     fn wait(&self, limit: Option<Duration>) -> Found {
         let mut fds = vec![
             PollFd::new(&self.shared.waker, PollFlags::IN),
             PollFd::new(&self.meeting.listener, PollFlags::IN),
         ];
-        self.ranks.iter().for_each(|joined| joined.connection.watch(&mut fds));
-        self.newcomers.iter().for_each(|newcomer| newcomer.connection.watch(&mut fds));
+        let busiest = self.shared.busiest();
+        for joined in &self.ranks {
+            joined.connection.watch(busiest.is_none_or(|rank| rank == joined.rank), &mut fds);
+        }
+        self.newcomers.iter().for_each(|newcomer| newcomer.connection.watch(true, &mut fds));
         let deadline = self.newcomers.iter().map(|newcomer| newcomer.deadline).min();
         let until = deadline.map(|deadline| deadline.saturating_duration_since(clock::now()));
         wait(&mut fds, limit.into_iter().chain(until).min());
         let mut ready = fds[2..].chunks(2).map(Ready::of);
+        let mut ranks: Vec<_> = ready.by_ref().take(self.ranks.len()).collect();
+        let has_spoken = ranks.iter().any(|ready| ready.is_readable);
+        ranks.iter_mut().for_each(|ready| ready.is_readable |= has_spoken);
         Found {
             is_woken: !fds[0].revents().is_empty(),
             is_called: !fds[1].revents().is_empty(),
-            ranks: ready.by_ref().take(self.ranks.len()).collect(),
+            ranks,
             newcomers: ready.collect(),
         }
     }
@@ -568,7 +582,10 @@ impl Joined {
                 ToLeader::Hello(_) => return Err(Loss::HelloTwice),
             }
         }
-        Ok(shared.ended(self.rank, news)?)
+        if !news.is_empty() {
+            shared.ended(self.rank, news)?;
+        }
+        Ok(())
     }
 
     /// It cannot be understood, but it may still be copying.
