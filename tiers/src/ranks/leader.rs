@@ -15,8 +15,8 @@ use rustix::event::{PollFd, PollFlags};
 use super::connection::{Connection, End, Inbox, Ready, Sent, Waker, wait};
 use super::pending::{MAX_RANKS, Pending, Report, Unexpected};
 use super::protocol::{
-    Ended, Hello, MAX_FINGERPRINT, MAX_GREETING, MAX_MESSAGE, MAX_OPS, Malformed, Membership, Refusal,
-    ToLeader, ToRank, decode, frame,
+    Ended, Hello, MAX_FINGERPRINT, MAX_GREETING, MAX_MESSAGE, MAX_OPS, Malformed, Membership, PackedOps,
+    Refusal, ToLeader, ToRank, decode, frame,
 };
 use super::socket::Meeting;
 use crate::backend::Backend;

@@ -10,8 +10,6 @@
 //! Whatever comes from the stream is somebody else's: it may end anywhere and hold anything. A frame is refused by its
 //! length before memory is set aside for it, and a message before any of it is acted upon.
 
-use std::borrow::Cow;
-
 use serde::{Deserialize, Serialize};
 
 use crate::copy::{BlockKey, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
@@ -111,12 +109,12 @@ pub(super) struct FailedCopy {
 
 /// Messages to a rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) enum ToRank<'a> {
+pub(super) enum ToRank {
     Refused(Refusal),
     Welcome,
     Copy {
         batch: u64,
-        ops: Cow<'a, [CopyOp]>,
+        ops: PackedOps,
     },
     /// The leader ends, and wants nothing more.
     Goodbye,
@@ -125,12 +123,12 @@ pub(super) enum ToRank<'a> {
 /// Copy orders, each in [`OP_BYTES`]: hash, group, then tier, slot and generation of the source and of the destination;
 /// numbers least byte first. One by one they would take most of a leader's time for a batch.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct PackedOps<'a>(#[serde(with = "serde_bytes")] Cow<'a, [u8]>);
+pub(super) struct PackedOps(#[serde(with = "serde_bytes")] Vec<u8>);
 
 const OP_BYTES: usize = 16 + 1 + 2 * SLOT_BYTES;
 const SLOT_BYTES: usize = 1 + 4 + 4;
 
-impl PackedOps<'_> {
+impl PackedOps {
     pub(super) fn of(ops: &[CopyOp]) -> Self {
         let mut bytes = Vec::with_capacity(ops.len() * OP_BYTES);
         for op in ops {
@@ -142,7 +140,7 @@ impl PackedOps<'_> {
                 bytes.extend_from_slice(&at.generation.to_le_bytes());
             }
         }
-        Self(Cow::Owned(bytes))
+        Self(bytes)
     }
 
     pub(super) fn unpack(&self) -> Result<Vec<CopyOp>, Malformed> {
@@ -344,7 +342,7 @@ mod tests {
             let mut bytes = body(&ToRank::Copy { batch, ops: PackedOps::of(&ops) });
             let ToRank::Copy { batch: same, ops: packed } = decode(&bytes).unwrap() else { panic!("{bytes:?}") };
             prop_assert_eq!((same, packed.unpack().unwrap()), (batch, ops));
-            prop_assert!(decode::<ToRank<'_>>(&bytes[..cut.index(bytes.len())]).is_err());
+            prop_assert!(decode::<ToRank>(&bytes[..cut.index(bytes.len())]).is_err());
             let place = flip.index(bytes.len());
             bytes[place] ^= 1 << bit;
             read_as_anything(&bytes)?;
