@@ -61,20 +61,28 @@ impl Connection {
     }
 
     pub(super) fn send(&self, frame: &[u8]) -> Sent {
+        match self.put_off(frame) {
+            Sent::Refused => Sent::Refused,
+            _ => self.flush(),
+        }
+    }
+
+    /// [`send`](Self::send), with the next [`flush`](Self::flush).
+    pub(super) fn put_off(&self, frame: &[u8]) -> Sent {
         let mut outbox = self.outbox.lock();
         if outbox.len() + frame.len() > MAX_OUTBOX {
             return Sent::Refused;
         }
-        let sent = if outbox.is_empty() { write_some(&self.stream, frame) } else { 0 };
-        outbox.extend_from_slice(&frame[sent..]);
-        if outbox.is_empty() { Sent::Entirely } else { Sent::Partly }
+        outbox.extend_from_slice(frame);
+        Sent::Partly
     }
 
     /// Sends what waits, as far as the stream takes it.
-    pub(super) fn flush(&self) {
+    pub(super) fn flush(&self) -> Sent {
         let mut outbox = self.outbox.lock();
         let sent = write_some(&self.stream, &outbox);
         outbox.drain(..sent);
+        if outbox.is_empty() { Sent::Entirely } else { Sent::Partly }
     }
 
     /// The peer reads the end of the stream, and may go on sending.

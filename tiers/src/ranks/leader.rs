@@ -4,9 +4,9 @@ use std::fmt;
 use std::io;
 use std::mem;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::{self, JoinHandle};
+use std::sync::{Arc, OnceLock};
+use std::thread::{self, JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -89,6 +89,7 @@ impl Leader {
             state: Mutex::new(state),
             joined: Condvar::new(),
             waker,
+            listener: OnceLock::new(),
             is_closing: AtomicBool::new(false),
             on_lost: Box::new(on_lost),
         });
@@ -165,6 +166,8 @@ struct Shared {
     /// A rank came.
     joined: Condvar,
     waker: Waker,
+    /// The thread that listens.
+    listener: OnceLock<ThreadId>,
     is_closing: AtomicBool,
     on_lost: Box<dyn Fn(u16) + Send + Sync>,
 }
@@ -265,11 +268,15 @@ impl Shared {
         drop(state);
         // Written once for all of them.
         let message = frame(&ToRank::Copy { batch, ops: PackedOps::of(ops) });
+        // What the thread that listens submits, since copies ended, goes at the end of its round: several batches in one
+        // message, which costs little more than one.
+        let is_listener = self.listener.get() == Some(&thread::current().id());
         for (rank, connection) in (0..).zip(connections) {
-            match connection.send(&message) {
-                Sent::Entirely => {}
-                Sent::Partly => self.waker.wake(),
+            let sent = if is_listener { connection.put_off(&message) } else { connection.send(&message) };
+            match sent {
+                Sent::Partly if !is_listener => self.waker.wake(),
                 Sent::Refused => self.overrun(rank, batch, ops.len()),
+                Sent::Entirely | Sent::Partly => {}
             }
         }
     }
@@ -410,6 +417,7 @@ struct Newcomer {
 
 impl Desk {
     fn run(mut self) {
+        self.shared.listener.get_or_init(|| thread::current().id());
         while !self.shared.is_closing.load(Ordering::Acquire) {
             self.round(None);
         }
@@ -434,6 +442,9 @@ impl Desk {
         self.hear_newcomers(&newcomers);
         if is_called {
             self.accept();
+        }
+        for joined in &self.ranks {
+            joined.connection.flush();
         }
     }
 
@@ -554,9 +565,6 @@ struct Found {
 impl Joined {
     /// An error: it is gone.
     fn hear(&mut self, ready: Ready, shared: &Shared) -> Result<(), Loss> {
-        if ready.is_writable {
-            self.connection.flush();
-        }
         if ready.is_dead {
             return Err(End::Died.into());
         }
