@@ -27,6 +27,8 @@ use crate::fork::Maker;
 
 /// How long somebody who connected may take to say who it is.
 const GREETING_LIMIT: Duration = Duration::from_secs(5);
+/// Before the next try to let somebody in, when one failed.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 /// How long a leader that ends waits for copies under way.
 const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
 /// So many may be about to say it.
@@ -549,7 +551,11 @@ impl Desk {
                 deadline: clock::now() + GREETING_LIMIT,
             }),
             Ok(_) => tracing::warn!("too many connect at once: one is sent away"),
-            Err(error) => tracing::warn!(%error, "somebody who connected is not let in"),
+            Err(error) => {
+                tracing::warn!(%error, "somebody who connected is not let in");
+                // Where files are short he is still there to be let in: not all the time is for him.
+                thread::sleep(ACCEPT_PAUSE);
+            }
         }
     }
 }

@@ -379,7 +379,7 @@ mod tests {
     fn the_largest_message_of_either_side_is_within_the_limit() {
         let slot = SlotRef { tier: Tier::Object, slot: SlotId(u32::MAX), generation: u32::MAX };
         let op = CopyOp { block: BlockKey { hash: u128::MAX, group: u8::MAX }, from: slot, to: slot };
-        let copy = ToRank::Copy { batch: u64::MAX, ops: PackedOps::of(&[op; MAX_OPS]) };
+        let copy = ToRank::Copy { batch: u64::MAX, ops: PackedOps::of(&vec![op; MAX_OPS]) };
         assert!(body(&copy).len() <= MAX_MESSAGE);
     }
 

@@ -156,7 +156,7 @@ fn op((from, to): Route, slot: u32) -> CopyOp {
 }
 
 fn kinds(results: &[Result<(), CopyError>]) -> Vec<Option<CopyErrorKind>> {
-    results.iter().map(|result| result.as_ref().err().map(|error| error.kind())).collect()
+    results.iter().map(|result| result.as_ref().err().map(CopyError::kind)).collect()
 }
 
 #[test]
