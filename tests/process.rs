@@ -47,8 +47,8 @@ impl Process {
     /// # Panics
     /// If it ends without a word.
     pub fn hear(&mut self) -> String {
-        let said = self.answers.by_ref().map(|line| line.expect("a line"));
-        said.filter_map(|line| Some(line.split_once("@ ")?.1.to_owned())).next().expect("it says something")
+        let mut said = self.answers.by_ref().map(|line| line.expect("a line"));
+        said.find_map(|line| Some(line.split_once("@ ")?.1.to_owned())).expect("it says something")
     }
 
     /// What it says to a command.
