@@ -52,18 +52,18 @@ impl Tiers {
             limit: group.limit,
         };
         let mut tiers = Self::default();
-        tiers.count_slots(options.slots, host_slots(settings)?, settings);
+        tiers.count_slots(options.slots, host_slots(settings)?.staging, settings);
         let leader = Leader::open(options, move |_| on_loss.lost()).map_err(setup)?;
         tiers.connect(leader);
         tiers.link_flushes(settings);
         Ok(tiers)
     }
 
-    fn count_slots(&mut self, slots: [u32; Tier::COUNT], host: HostSlots, settings: &Settings) {
+    fn count_slots(&mut self, slots: [u32; Tier::COUNT], staging: u32, settings: &Settings) {
         for tier in Tier::ALL {
             let mut pool = FramePool::new(tier, slots[tier.index()]);
             if tier == Tier::Host {
-                self.staging.extend((0..host.staging).filter_map(|_| pool.take()));
+                self.staging.extend((0..staging).filter_map(|_| pool.take()));
             }
             if own_slots(&pool) > 0 {
                 self.add_tier(pool, settings);

@@ -2,6 +2,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -60,20 +61,28 @@ impl Connection {
     }
 
     pub(super) fn send(&self, frame: &[u8]) -> Sent {
+        match self.put_off(frame) {
+            Sent::Refused => Sent::Refused,
+            _ => self.flush(),
+        }
+    }
+
+    /// [`send`](Self::send), with the next [`flush`](Self::flush).
+    pub(super) fn put_off(&self, frame: &[u8]) -> Sent {
         let mut outbox = self.outbox.lock();
         if outbox.len() + frame.len() > MAX_OUTBOX {
             return Sent::Refused;
         }
-        let sent = if outbox.is_empty() { write_some(&self.stream, frame) } else { 0 };
-        outbox.extend_from_slice(&frame[sent..]);
-        if outbox.is_empty() { Sent::Entirely } else { Sent::Partly }
+        outbox.extend_from_slice(frame);
+        Sent::Partly
     }
 
     /// Sends what waits, as far as the stream takes it.
-    pub(super) fn flush(&self) {
+    pub(super) fn flush(&self) -> Sent {
         let mut outbox = self.outbox.lock();
         let sent = write_some(&self.stream, &outbox);
         outbox.drain(..sent);
+        if outbox.is_empty() { Sent::Entirely } else { Sent::Partly }
     }
 
     /// The peer reads the end of the stream, and may go on sending.
@@ -82,10 +91,11 @@ impl Connection {
         let _ = self.stream.shutdown(Shutdown::Write);
     }
 
-    /// What to wait for: something to read, room for what waits, or the peer's end.
-    pub(super) fn watch<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
-        let waits = !self.outbox.lock().is_empty();
-        let flags = if waits { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+    /// What to wait for: something to read, if that `is_listened_to`; room for what waits; and the peer's end.
+    pub(super) fn watch<'a>(&'a self, is_listened_to: bool, fds: &mut Vec<PollFd<'a>>) {
+        let mut flags = PollFlags::empty();
+        flags.set(PollFlags::IN, is_listened_to);
+        flags.set(PollFlags::OUT, !self.outbox.lock().is_empty());
         fds.push(PollFd::new(&self.stream, flags));
         // Every connection has two places in the list.
         match &self.peer.life {
@@ -133,9 +143,10 @@ fn write_some(mut stream: &UnixStream, bytes: &[u8]) -> usize {
 /// The receiving side, of one thread.
 #[derive(Debug)]
 pub(super) struct Inbox {
+    /// Not only what was read: it is not cleared for each read.
     bytes: Vec<u8>,
-    /// Where the first message begins that was not taken.
-    start: usize,
+    /// Which of it was read, and not taken yet.
+    unread: Range<usize>,
     limit: usize,
 }
 
@@ -155,7 +166,7 @@ pub(super) enum End {
 impl Inbox {
     /// Takes messages of up to `limit` bytes.
     pub(super) const fn new(limit: usize) -> Self {
-        Self { bytes: Vec::new(), start: 0, limit }
+        Self { bytes: Vec::new(), unread: 0..0, limit }
     }
 
     pub(super) const fn set_limit(&mut self, limit: usize) {
@@ -164,15 +175,18 @@ impl Inbox {
 
     /// Reads what has come, once: a peer who sends without end must not keep others waiting.
     pub(super) fn read(&mut self, connection: &Connection) -> Result<(), End> {
-        self.bytes.drain(..self.start);
-        self.start = 0;
-        let read = self.bytes.len();
-        self.bytes.resize(read + READ_BYTES, 0);
-        let outcome = (&connection.stream).read(&mut self.bytes[read..]);
-        self.bytes.truncate(read + outcome.as_ref().map_or(0, |&count| count));
-        match outcome {
+        // Mostly nothing is left, and nothing moves.
+        self.bytes.copy_within(self.unread.clone(), 0);
+        self.unread = 0..self.unread.len();
+        if self.bytes.len() < self.unread.end + READ_BYTES {
+            self.bytes.resize(self.unread.end + READ_BYTES, 0);
+        }
+        match (&connection.stream).read(&mut self.bytes[self.unread.end..]) {
             Ok(0) => Err(End::Closed),
-            Ok(_) => Ok(()),
+            Ok(count) => {
+                self.unread.end += count;
+                Ok(())
+            }
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
                 Ok(())
             }
@@ -182,13 +196,13 @@ impl Inbox {
 
     /// Drops what was read.
     pub(super) fn clear(&mut self) {
-        (self.start, self.bytes) = (0, Vec::new());
+        self.unread = 0..0;
     }
 
     /// The next message that is here entirely.
     pub(super) fn next(&mut self) -> Result<Option<&[u8]>, Malformed> {
-        let message = first_message(&self.bytes[self.start..], self.limit)?;
-        self.start += message.map_or(0, framed_bytes);
+        let message = first_message(&self.bytes[self.unread.clone()], self.limit)?;
+        self.unread.start += message.map_or(0, framed_bytes);
         Ok(message)
     }
 }
@@ -251,5 +265,46 @@ pub(super) fn wait(fds: &mut [PollFd<'_>], limit: Option<Duration>) {
         limit.map(|limit| Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() });
     if poll(fds, limit.as_ref()).is_err() {
         fds.iter_mut().for_each(PollFd::clear_revents);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::protocol::{MAX_MESSAGE, frame};
+    use super::*;
+
+    #[test]
+    fn who_sends_to_a_peer_that_does_not_read_goes_on_and_is_refused_in_the_end() {
+        let (near, far) = UnixStream::pair().unwrap();
+        let (near, far) = (Connection::new(near).unwrap(), Connection::new(far).unwrap());
+        let message = |number: u64| frame(&(number, vec![7_u8; 100 << 10]));
+        let mut kept = 0;
+        let mut outcomes = Vec::new();
+        loop {
+            let sent = near.send(&message(kept));
+            if outcomes.last() != Some(&sent) {
+                outcomes.push(sent);
+            }
+            if sent == Sent::Refused {
+                break;
+            }
+            kept += 1;
+        }
+        assert_eq!(outcomes, [Sent::Entirely, Sent::Partly, Sent::Refused]);
+        assert!(near.outbox.lock().len() <= MAX_OUTBOX);
+        // It reads after all: nothing of what was taken is missing.
+        let (mut inbox, mut read) = (Inbox::new(MAX_MESSAGE), 0);
+        while read < kept {
+            near.flush();
+            inbox.read(&far).unwrap();
+            while let Some(received) = inbox.next().unwrap() {
+                assert_eq!(received, &message(read)[4..]);
+                read += 1;
+            }
+        }
+        assert_eq!(near.send(&message(0)), Sent::Entirely);
+        drop(near);
+        inbox.read(&far).unwrap();
+        while !matches!(inbox.read(&far), Err(End::Closed)) {}
     }
 }

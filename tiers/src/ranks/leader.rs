@@ -1,13 +1,12 @@
 //! The leader's side: a backend whose copies are done by all ranks, and the thread that listens to them.
 
-use std::borrow::Cow;
 use std::fmt;
 use std::io;
 use std::mem;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::{self, JoinHandle};
+use std::sync::{Arc, OnceLock};
+use std::thread::{self, JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -16,8 +15,8 @@ use rustix::event::{PollFd, PollFlags};
 use super::connection::{Connection, End, Inbox, Ready, Sent, Waker, wait};
 use super::pending::{MAX_RANKS, Pending, Report, Unexpected};
 use super::protocol::{
-    Ended, Hello, MAX_FINGERPRINT, MAX_GREETING, MAX_MESSAGE, MAX_OPS, Malformed, Membership, Refusal,
-    ToLeader, ToRank, decode, frame,
+    Ended, Hello, MAX_FINGERPRINT, MAX_GREETING, MAX_MESSAGE, MAX_OPS, Malformed, Membership, PackedOps,
+    Refusal, ToLeader, ToRank, decode, frame,
 };
 use super::socket::Meeting;
 use crate::backend::Backend;
@@ -28,6 +27,8 @@ use crate::fork::Maker;
 
 /// How long somebody who connected may take to say who it is.
 const GREETING_LIMIT: Duration = Duration::from_secs(5);
+/// Before the next try to let somebody in, when one failed.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 /// How long a leader that ends waits for copies under way.
 const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
 /// So many may be about to say it.
@@ -83,13 +84,14 @@ impl Leader {
             seats: (0..options.world).map(|_| None).collect(),
             refused: vec![None; usize::from(options.world)],
             agreed: None,
-            pending: Pending::default(),
+            pending: Pending::new(options.world),
         };
         let shared = Arc::new(Shared {
             options,
             state: Mutex::new(state),
             joined: Condvar::new(),
             waker,
+            listener: OnceLock::new(),
             is_closing: AtomicBool::new(false),
             on_lost: Box::new(on_lost),
         });
@@ -166,6 +168,8 @@ struct Shared {
     /// A rank came.
     joined: Condvar,
     waker: Waker,
+    /// The thread that listens.
+    listener: OnceLock<ThreadId>,
     is_closing: AtomicBool,
     on_lost: Box<dyn Fn(u16) + Send + Sync>,
 }
@@ -243,6 +247,11 @@ impl Shared {
         !self.state.lock().pending.is_empty()
     }
 
+    /// The rank that has most copies to end; `None`: no rank has any.
+    fn busiest(&self) -> Option<u16> {
+        self.state.lock().pending.busiest()
+    }
+
     /// Has all ranks do a batch.
     fn send(&self, ops: &[CopyOp], done: Done) {
         if ops.is_empty() {
@@ -257,15 +266,19 @@ impl Shared {
                 return done.complete_all((0..ops.len()).map(|op| (op, Err(away.clone()))).collect());
             }
         };
-        let batch = state.pending.add(ops.len(), self.options.world, done);
+        let batch = state.pending.add(ops.len(), done);
         drop(state);
         // Written once for all of them.
-        let message = frame(&ToRank::Copy { batch, ops: Cow::Borrowed(ops) });
+        let message = frame(&ToRank::Copy { batch, ops: PackedOps::of(ops) });
+        // What the thread that listens submits, since copies ended, goes at the end of its round: several batches in one
+        // message, which costs little more than one.
+        let is_listener = self.listener.get() == Some(&thread::current().id());
         for (rank, connection) in (0..).zip(connections) {
-            match connection.send(&message) {
-                Sent::Entirely => {}
-                Sent::Partly => self.waker.wake(),
+            let sent = if is_listener { connection.put_off(&message) } else { connection.send(&message) };
+            match sent {
+                Sent::Partly if !is_listener => self.waker.wake(),
                 Sent::Refused => self.overrun(rank, batch, ops.len()),
+                Sent::Entirely | Sent::Partly => {}
             }
         }
     }
@@ -406,6 +419,7 @@ struct Newcomer {
 
 impl Desk {
     fn run(mut self) {
+        self.shared.listener.get_or_init(|| thread::current().id());
         while !self.shared.is_closing.load(Ordering::Acquire) {
             self.round(None);
         }
@@ -431,24 +445,37 @@ impl Desk {
         if is_called {
             self.accept();
         }
+        for joined in &self.ranks {
+            joined.connection.flush();
+        }
     }
 
     /// Waits until there is something to do.
+    ///
+    /// A copy ends when the last rank has ended it. So while copies are under way this waits for the rank that has most
+    /// to say, and then listens to all: to wake up for each of them would cost more than all the rest. That a rank is
+    /// gone is noticed in any case.
     fn wait(&self, limit: Option<Duration>) -> Found {
         let mut fds = vec![
             PollFd::new(&self.shared.waker, PollFlags::IN),
             PollFd::new(&self.meeting.listener, PollFlags::IN),
         ];
-        self.ranks.iter().for_each(|joined| joined.connection.watch(&mut fds));
-        self.newcomers.iter().for_each(|newcomer| newcomer.connection.watch(&mut fds));
+        let busiest = self.shared.busiest();
+        for joined in &self.ranks {
+            joined.connection.watch(busiest.is_none_or(|rank| rank == joined.rank), &mut fds);
+        }
+        self.newcomers.iter().for_each(|newcomer| newcomer.connection.watch(true, &mut fds));
         let deadline = self.newcomers.iter().map(|newcomer| newcomer.deadline).min();
         let until = deadline.map(|deadline| deadline.saturating_duration_since(clock::now()));
         wait(&mut fds, limit.into_iter().chain(until).min());
         let mut ready = fds[2..].chunks(2).map(Ready::of);
+        let mut ranks: Vec<_> = ready.by_ref().take(self.ranks.len()).collect();
+        let has_spoken = ranks.iter().any(|ready| ready.is_readable);
+        ranks.iter_mut().for_each(|ready| ready.is_readable |= has_spoken);
         Found {
             is_woken: !fds[0].revents().is_empty(),
             is_called: !fds[1].revents().is_empty(),
-            ranks: ready.by_ref().take(self.ranks.len()).collect(),
+            ranks,
             newcomers: ready.collect(),
         }
     }
@@ -524,7 +551,11 @@ impl Desk {
                 deadline: clock::now() + GREETING_LIMIT,
             }),
             Ok(_) => tracing::warn!("too many connect at once: one is sent away"),
-            Err(error) => tracing::warn!(%error, "somebody who connected is not let in"),
+            Err(error) => {
+                tracing::warn!(%error, "somebody who connected is not let in");
+                // Where files are short he is still there to be let in: not all the time is for him.
+                thread::sleep(ACCEPT_PAUSE);
+            }
         }
     }
 }
@@ -540,9 +571,6 @@ struct Found {
 impl Joined {
     /// An error: it is gone.
     fn hear(&mut self, ready: Ready, shared: &Shared) -> Result<(), Loss> {
-        if ready.is_writable {
-            self.connection.flush();
-        }
         if ready.is_dead {
             return Err(End::Died.into());
         }
@@ -568,7 +596,10 @@ impl Joined {
                 ToLeader::Hello(_) => return Err(Loss::HelloTwice),
             }
         }
-        Ok(shared.ended(self.rank, news)?)
+        if !news.is_empty() {
+            shared.ended(self.rank, news)?;
+        }
+        Ok(())
     }
 
     /// It cannot be understood, but it may still be copying.

@@ -172,7 +172,7 @@ impl Member {
 
     fn wait(&self) -> (bool, Ready) {
         let mut fds = vec![PollFd::new(&*self.waker, PollFlags::IN)];
-        self.work.connection.watch(&mut fds);
+        self.work.connection.watch(true, &mut fds);
         wait(&mut fds, self.work.is_busy().then_some(REPORT_PERIOD));
         (!fds[0].revents().is_empty(), Ready::of(&fds[1..]))
     }
@@ -181,7 +181,10 @@ impl Member {
         loop {
             let Some(message) = self.inbox.next()? else { return Ok(Turn::Next) };
             match decode(message)? {
-                ToRank::Copy { batch, ops } => self.copy(batch, &ops),
+                ToRank::Copy { batch, ops } => {
+                    let ops = ops.unpack()?;
+                    self.copy(batch, &ops);
+                }
                 ToRank::Goodbye => return Ok(Turn::Last),
                 // A leader that says so again is harmless.
                 ToRank::Welcome | ToRank::Refused(_) => {}
@@ -357,7 +360,7 @@ fn hear_answer(connection: &Connection, inbox: &mut Inbox, deadline: Instant) ->
             return Err(NoAnswer::Late);
         }
         let mut fds = Vec::new();
-        connection.watch(&mut fds);
+        connection.watch(true, &mut fds);
         wait(&mut fds, Some(left));
         let ready = Ready::of(&fds);
         if ready.is_writable {

@@ -31,26 +31,23 @@ impl RankSet {
 }
 
 /// All batches under way.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Pending {
     batches: HashMap<u64, Batch>,
     next: u64,
+    /// By rank: how many copies it has to end.
+    awaited: Vec<usize>,
 }
 
 #[derive(Debug)]
 struct Batch {
     done: Done,
-    copies: Vec<Copy>,
+    /// By copy: the ranks that have not ended it.
+    awaited: Vec<RankSet>,
+    /// The worst that a rank said of a copy, where one failed.
+    errors: HashMap<usize, CopyError>,
     /// Copies that some rank has not ended.
     left: usize,
-}
-
-#[derive(Clone, Debug)]
-struct Copy {
-    /// Ranks that have not ended it.
-    awaited: RankSet,
-    /// The worst that a rank said of it.
-    error: Option<CopyError>,
 }
 
 /// Copies that every rank has ended, to be reported when no lock is held.
@@ -78,69 +75,70 @@ pub(super) struct Unexpected {
 }
 
 impl Pending {
+    /// Of `world` ranks.
+    pub(super) fn new(world: u16) -> Self {
+        Self { batches: HashMap::new(), next: 0, awaited: vec![0; usize::from(world)] }
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.batches.is_empty()
     }
 
-    /// All of `world` ranks are given `copies` copies. Returns the batch's number.
-    pub(super) fn add(&mut self, copies: usize, world: u16, done: Done) -> u64 {
+    /// The rank that has most copies to end; `None`: no rank has any.
+    pub(super) fn busiest(&self) -> Option<u16> {
+        let (&most, rank) = self.awaited.iter().zip(0..).max()?;
+        (most > 0).then_some(rank)
+    }
+
+    /// All ranks are given `copies` copies. Returns the batch's number.
+    pub(super) fn add(&mut self, copies: usize, done: Done) -> u64 {
         let batch = self.next;
         self.next += 1;
-        let copy = Copy { awaited: RankSet::all(world), error: None };
-        self.batches.insert(batch, Batch { done, copies: vec![copy; copies], left: copies });
+        let awaited = vec![RankSet::all(self.awaited.len() as u16); copies];
+        self.batches.insert(batch, Batch { done, awaited, errors: HashMap::new(), left: copies });
+        self.awaited.iter_mut().for_each(|awaited| *awaited += copies);
         batch
     }
 
     /// A rank has ended copies. An error leaves the batch as it was before the copy that it names.
     pub(super) fn ended(&mut self, rank: u16, ended: Ended) -> (Option<Report>, Result<(), Unexpected>) {
-        let Some(batch) = self.batches.get_mut(&ended.batch) else {
-            return (None, Err(Unexpected { batch: ended.batch, op: 0 }));
-        };
-        let mut completions = Vec::new();
         let number = ended.batch;
-        let outcome = batch.take(rank, ended, &mut completions);
+        let Some(batch) = self.batches.get_mut(&number) else {
+            return (None, Err(Unexpected { batch: number, op: 0 }));
+        };
+        let (mut copies, mut completions) = (0, Vec::new());
+        let outcome = results(rank, ended).try_for_each(|(op, result)| {
+            copies += 1;
+            batch.ended(rank, op as usize, result, &mut completions).ok_or(Unexpected { batch: number, op })
+        });
         let report = Report { done: batch.done.clone(), completions };
         if batch.left == 0 {
             self.batches.remove(&number);
         }
+        self.awaited[usize::from(rank)] -= copies - usize::from(outcome.is_err());
         (Some(report), outcome)
     }
 
     /// A rank is gone, with all that it ever confirmed of what is still under way: `why` becomes of all of that, as soon
     /// as the other ranks have ended it too.
     pub(super) fn lost(&mut self, rank: u16, why: &CopyError) -> Vec<Report> {
-        let lost = |batch: &mut Batch| {
-            let mut completions = Vec::new();
-            for op in 0..batch.copies.len() {
-                if !batch.copies[op].awaited.is_empty() {
-                    batch.copies[op].note(why.clone());
-                    batch.ended(rank, op, Ok(()), &mut completions);
-                }
-            }
-            Report { done: batch.done.clone(), completions }
-        };
-        let reports = self.batches.values_mut().map(lost).collect();
+        let reports = self.batches.values_mut().map(|batch| batch.lost(rank, why)).collect();
         self.batches.retain(|_, batch| batch.left > 0);
+        self.awaited[usize::from(rank)] = 0;
         reports
     }
 }
 
-impl Batch {
-    fn take(&mut self, rank: u16, ended: Ended, completions: &mut Vec<Completion>) -> Result<(), Unexpected> {
-        let batch = ended.batch;
-        for run in ended.arrived {
-            // The first that the batch does not have ends it, whatever the run claims.
-            for op in run.first..run.first.saturating_add(run.count) {
-                self.ended(rank, op as usize, Ok(()), completions).ok_or(Unexpected { batch, op })?;
-            }
-        }
-        for FailedCopy { op, kind, why } in ended.failed {
-            let error = CopyError::new(kind, format!("rank {rank}: {why}"));
-            self.ended(rank, op as usize, Err(error), completions).ok_or(Unexpected { batch, op })?;
-        }
-        Ok(())
-    }
+/// What became of copies, one by one. Whoever takes them stops at the first that there is not, whatever a run claims.
+fn results(rank: u16, ended: Ended) -> impl Iterator<Item = (u32, Result<(), CopyError>)> {
+    let arrived = ended.arrived.into_iter().flat_map(|run| run.first..run.first.saturating_add(run.count));
+    let failed = ended.failed.into_iter().map(move |FailedCopy { op, kind, why }| {
+        (op, Err(CopyError::new(kind, format!("rank {rank}: {why}"))))
+    });
+    arrived.map(|op| (op, Ok(()))).chain(failed)
+}
 
+impl Batch {
     /// `None`: the rank was not working on that.
     fn ended(
         &mut self,
@@ -149,21 +147,33 @@ impl Batch {
         result: Result<(), CopyError>,
         completions: &mut Vec<Completion>,
     ) -> Option<()> {
-        let copy = self.copies.get_mut(op)?;
-        copy.awaited.remove(rank).then_some(())?;
-        result.err().into_iter().for_each(|error| copy.note(error));
-        if copy.awaited.is_empty() {
-            completions.push((op, copy.error.take().map_or(Ok(()), Err)));
+        let awaited = self.awaited.get_mut(op)?;
+        awaited.remove(rank).then_some(())?;
+        let is_last = awaited.is_empty();
+        result.err().into_iter().for_each(|error| self.note(op, error));
+        if is_last {
+            completions.push((op, self.errors.remove(&op).map_or(Ok(()), Err)));
             self.left -= 1;
         }
         Some(())
     }
-}
 
-impl Copy {
-    fn note(&mut self, error: CopyError) {
-        if self.error.as_ref().is_none_or(|known| severity(known.kind()) < severity(error.kind())) {
-            self.error = Some(error);
+    fn lost(&mut self, rank: u16, why: &CopyError) -> Report {
+        let mut completions = Vec::new();
+        for op in 0..self.awaited.len() {
+            if !self.awaited[op].is_empty() {
+                self.note(op, why.clone());
+                self.ended(rank, op, Ok(()), &mut completions);
+            }
+        }
+        Report { done: self.done.clone(), completions }
+    }
+
+    fn note(&mut self, op: usize, error: CopyError) {
+        let is_worst =
+            self.errors.get(&op).is_none_or(|known| severity(known.kind()) < severity(error.kind()));
+        if is_worst {
+            self.errors.insert(op, error);
         }
     }
 }
@@ -191,6 +201,8 @@ mod tests {
     use super::*;
 
     type Told = Arc<Mutex<Vec<(usize, Option<CopyErrorKind>)>>>;
+
+    const WORLD: u16 = 3;
 
     fn listener() -> (Told, Done) {
         let told = Told::default();
@@ -226,8 +238,8 @@ mod tests {
 
     #[test]
     fn a_copy_ends_when_the_last_rank_has_ended_it() {
-        let (mut pending, (told, done)) = (Pending::default(), listener());
-        let batch = pending.add(3, 2, done);
+        let (mut pending, (told, done)) = (Pending::new(2), listener());
+        let batch = pending.add(3, done);
         take(&mut pending, 0, arrived(batch, &[0, 1, 2])).unwrap();
         assert_eq!(*told.lock(), []);
         take(&mut pending, 1, arrived(batch, &[1])).unwrap();
@@ -245,8 +257,8 @@ mod tests {
             (CopyErrorKind::TimedOut, CopyErrorKind::Refused),
         ] {
             for (first, second) in [(one, other), (other, one)] {
-                let (mut pending, (told, done)) = (Pending::default(), listener());
-                let batch = pending.add(1, 3, done);
+                let (mut pending, (told, done)) = (Pending::new(WORLD), listener());
+                let batch = pending.add(1, done);
                 take(&mut pending, 0, failed(batch, 0, first)).unwrap();
                 take(&mut pending, 1, arrived(batch, &[0])).unwrap();
                 take(&mut pending, 2, failed(batch, 0, second)).unwrap();
@@ -257,8 +269,8 @@ mod tests {
 
     #[test]
     fn a_lost_rank_takes_along_what_it_had_confirmed_and_the_others_are_waited_for() {
-        let (mut pending, (told, done)) = (Pending::default(), listener());
-        let batch = pending.add(3, 3, done);
+        let (mut pending, (told, done)) = (Pending::new(WORLD), listener());
+        let batch = pending.add(3, done);
         take(&mut pending, 0, arrived(batch, &[0, 1, 2])).unwrap();
         take(&mut pending, 1, arrived(batch, &[0, 1])).unwrap();
         take(&mut pending, 2, arrived(batch, &[0])).unwrap();
@@ -272,8 +284,8 @@ mod tests {
 
     #[test]
     fn what_a_rank_cannot_know_of_is_said_to_be_unexpected() {
-        let (mut pending, (told, done)) = (Pending::default(), listener());
-        let batch = pending.add(2, 2, done);
+        let (mut pending, (told, done)) = (Pending::new(2), listener());
+        let batch = pending.add(2, done);
         take(&mut pending, 0, arrived(batch, &[0])).unwrap();
         for nonsense in [arrived(batch, &[0]), arrived(batch, &[2]), arrived(batch + 1, &[0])] {
             assert!(take(&mut pending, 0, nonsense).is_err());
@@ -293,8 +305,8 @@ mod tests {
             copies in 1..20usize,
             events in prop::collection::vec((0..6u16, 0..24u32, 0..8u8), 0..300),
         ) {
-            let (mut pending, (told, done)) = (Pending::default(), listener());
-            let batch = pending.add(copies, world, done);
+            let (mut pending, (told, done)) = (Pending::new(world), listener());
+            let batch = pending.add(copies, done);
             let mut is_well = vec![true; copies];
             let mut ended = vec![vec![false; copies]; world as usize];
             for (rank, op, event) in events {
@@ -327,6 +339,8 @@ mod tests {
                 let mut reported: Vec<_> = told.lock().iter().map(|&(op, _)| op).collect();
                 reported.sort_unstable();
                 prop_assert_eq!(reported, over);
+                let left: Vec<_> = ended.iter().map(|ended| ended.iter().filter(|ended| !**ended).count()).collect();
+                prop_assert_eq!(&pending.awaited, &left);
             }
             for &(op, error) in told.lock().iter() {
                 prop_assert_eq!(error.is_none(), is_well[op]);

@@ -10,11 +10,9 @@
 //! Whatever comes from the stream is somebody else's: it may end anywhere and hold anything. A frame is refused by its
 //! length before memory is set aside for it, and a message before any of it is acted upon.
 
-use std::borrow::Cow;
-
 use serde::{Deserialize, Serialize};
 
-use crate::copy::{CopyErrorKind, CopyOp, Route, Tier};
+use crate::copy::{BlockKey, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
 
 /// What both sides must agree on. Raise it with every change of a message.
 pub const VERSION: u16 = 1;
@@ -42,6 +40,8 @@ pub(super) enum Malformed {
     Undecodable(#[from] postcard::Error),
     #[error("{0} bytes behind a message")]
     Rest(usize),
+    #[error("a tier that there is not")]
+    NoSuchTier,
 }
 
 /// What a rank says first.
@@ -109,15 +109,65 @@ pub(super) struct FailedCopy {
 
 /// Messages to a rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) enum ToRank<'a> {
+pub(super) enum ToRank {
     Refused(Refusal),
     Welcome,
     Copy {
         batch: u64,
-        ops: Cow<'a, [CopyOp]>,
+        ops: PackedOps,
     },
     /// The leader ends, and wants nothing more.
     Goodbye,
+}
+
+/// Copy orders, each in [`OP_BYTES`]: hash, group, then tier, slot and generation of the source and of the destination;
+/// numbers least byte first. One by one they would take most of a leader's time for a batch.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct PackedOps(#[serde(with = "serde_bytes")] Vec<u8>);
+
+const OP_BYTES: usize = 16 + 1 + 2 * SLOT_BYTES;
+const SLOT_BYTES: usize = 1 + 4 + 4;
+
+impl PackedOps {
+    pub(super) fn of(ops: &[CopyOp]) -> Self {
+        let mut bytes = Vec::with_capacity(ops.len() * OP_BYTES);
+        for op in ops {
+            bytes.extend_from_slice(&op.block.hash.to_le_bytes());
+            bytes.push(op.block.group);
+            for at in [op.from, op.to] {
+                bytes.push(at.tier.index() as u8);
+                bytes.extend_from_slice(&at.slot.0.to_le_bytes());
+                bytes.extend_from_slice(&at.generation.to_le_bytes());
+            }
+        }
+        Self(bytes)
+    }
+
+    pub(super) fn unpack(&self) -> Result<Vec<CopyOp>, Malformed> {
+        let (ops, rest) = self.0.as_chunks::<OP_BYTES>();
+        if !rest.is_empty() {
+            return Err(Malformed::Rest(rest.len()));
+        }
+        ops.iter().map(|op| unpack(op).ok_or(Malformed::NoSuchTier)).collect()
+    }
+}
+
+fn unpack(op: &[u8; OP_BYTES]) -> Option<CopyOp> {
+    let (hash, rest) = op.split_first_chunk()?;
+    let (&group, rest) = rest.split_first()?;
+    let (from, rest) = unpack_slot(rest)?;
+    let (to, _) = unpack_slot(rest)?;
+    Some(CopyOp { block: BlockKey { hash: u128::from_le_bytes(*hash), group }, from, to })
+}
+
+/// `None`: there is no such tier.
+fn unpack_slot(bytes: &[u8]) -> Option<(SlotRef, &[u8])> {
+    let (&tier, rest) = bytes.split_first()?;
+    let (slot, rest) = rest.split_first_chunk()?;
+    let (generation, rest) = rest.split_first_chunk()?;
+    let tier = *Tier::ALL.get(usize::from(tier))?;
+    let (slot, generation) = (SlotId(u32::from_le_bytes(*slot)), u32::from_le_bytes(*generation));
+    Some((SlotRef { tier, slot, generation }, rest))
 }
 
 impl Hello {
@@ -208,7 +258,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::copy::{BlockKey, SlotId, SlotRef};
 
     fn member() -> Membership {
         Membership {
@@ -264,7 +313,8 @@ mod tests {
             prop_assert!(message.len() <= MAX_GREETING.min(bytes.len()));
         }
         if let Ok(ToRank::Copy { ops, .. }) = decode(bytes) {
-            prop_assert!(ops.len() <= bytes.len());
+            let ops = ops.unpack().unwrap_or_default();
+            prop_assert!(ops.len() * OP_BYTES <= bytes.len());
         }
         if let Ok(ToLeader::Ended(ended)) = decode(bytes) {
             prop_assert!(ended.arrived.len() + ended.failed.len() <= bytes.len());
@@ -289,10 +339,10 @@ mod tests {
             flip: prop::sample::Index,
             bit in 0..8u8,
         ) {
-            let sent = ToRank::Copy { batch, ops: Cow::Owned(ops) };
-            let mut bytes = body(&sent);
-            prop_assert_eq!(decode::<ToRank<'_>>(&bytes).unwrap(), sent);
-            prop_assert!(decode::<ToRank<'_>>(&bytes[..cut.index(bytes.len())]).is_err());
+            let mut bytes = body(&ToRank::Copy { batch, ops: PackedOps::of(&ops) });
+            let ToRank::Copy { batch: same, ops: packed } = decode(&bytes).unwrap() else { panic!("{bytes:?}") };
+            prop_assert_eq!((same, packed.unpack().unwrap()), (batch, ops));
+            prop_assert!(decode::<ToRank>(&bytes[..cut.index(bytes.len())]).is_err());
             let place = flip.index(bytes.len());
             bytes[place] ^= 1 << bit;
             read_as_anything(&bytes)?;
@@ -329,7 +379,7 @@ mod tests {
     fn the_largest_message_of_either_side_is_within_the_limit() {
         let slot = SlotRef { tier: Tier::Object, slot: SlotId(u32::MAX), generation: u32::MAX };
         let op = CopyOp { block: BlockKey { hash: u128::MAX, group: u8::MAX }, from: slot, to: slot };
-        let copy = ToRank::Copy { batch: u64::MAX, ops: Cow::Owned(vec![op; MAX_OPS]) };
+        let copy = ToRank::Copy { batch: u64::MAX, ops: PackedOps::of(&vec![op; MAX_OPS]) };
         assert!(body(&copy).len() <= MAX_MESSAGE);
     }
 

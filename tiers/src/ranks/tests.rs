@@ -156,7 +156,7 @@ fn op((from, to): Route, slot: u32) -> CopyOp {
 }
 
 fn kinds(results: &[Result<(), CopyError>]) -> Vec<Option<CopyErrorKind>> {
-    results.iter().map(|result| result.as_ref().err().map(|error| error.kind())).collect()
+    results.iter().map(|result| result.as_ref().err().map(CopyError::kind)).collect()
 }
 
 #[test]
@@ -375,7 +375,7 @@ fn nonsense_costs_the_one_who_says_it_his_connection_and_nobody_else_anything() 
     let mut report = super::protocol::Ended::new(77);
     report.arrived(0);
     words.extend(frame(&ToLeader::Ended(report)));
-    assert_eq!(decode::<ToRank<'_>>(&talk(&dir, &words).unwrap()).unwrap(), ToRank::Welcome);
+    assert_eq!(decode::<ToRank>(&talk(&dir, &words).unwrap()).unwrap(), ToRank::Welcome);
     fleet.rejoin(1);
     fleet.assert_works();
     assert_eq!(*fleet.lost.lock(), [1, 1]);
