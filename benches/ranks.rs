@@ -110,7 +110,7 @@ impl Ranks {
         let measure = |_| {
             let before = cpu_time();
             run(&self.leader, batches, self.slots, in_flight);
-            (cpu_time() - before).as_secs_f64() * 1e6 / batches as f64
+            cpu_time().saturating_sub(before).as_secs_f64() * 1e6 / batches as f64
         };
         (0..10).map(measure).fold(f64::INFINITY, f64::min)
     }
