@@ -88,6 +88,16 @@ fi
 step 'a minute of chaos'
 tests/chaos.sh --seconds 60
 
+step 'engines that embed kvbm'
+embed=0
+tests/embed.sh 2>&1 | tee "$scratch/embed.log" || embed=${PIPESTATUS[0]}
+{ grep -oE '^SKIPPED: .*' "$scratch/embed.log" || true; } >>"$scratch/skipped"
+case $embed in
+    0) ;;
+    3) skip 'the figures of embedding, which fall short on this machine now (above)' ;;
+    *) exit "$embed" ;;
+esac
+
 step 'transfer backends'
 backends=0
 tests/backends.sh || backends=$?

@@ -67,6 +67,8 @@ pub fn installed_nixl_plugins(library: Option<&str>) -> Vec<String> {
 pub(crate) struct Assembled {
     pub(crate) core: Arc<Core>,
     pub(crate) device: Option<Arc<dyn Device>>,
+    /// The host tier's memory, or that of the staging slots alone.
+    pub(crate) host: Option<Arc<DramRegion>>,
     pub(crate) routes: Vec<RouteReport>,
 }
 
@@ -97,13 +99,13 @@ pub(crate) async fn open(
         };
         let tuning = tuning(&settings, block_bytes, block_tokens);
         let routes = tiers.routes();
-        let Tiers { device, specs, staging, executor, fallbacks, .. } = tiers;
+        let Tiers { device, host, specs, staging, executor, fallbacks, .. } = tiers;
         fallbacks.into_iter().for_each(|wanted| metrics.fell_back(wanted));
         let table = Table::new(specs);
         let table = fingerprint.into_iter().fold(table, Table::with_fingerprint);
         let core = Core::new(Parts { table, executor, staging, clock, metrics, tuning });
         on_loss.set(&core);
-        Ok(Assembled { core, device, routes })
+        Ok(Assembled { core, device, host, routes })
     };
     tokio::task::spawn_blocking(build)
         .await

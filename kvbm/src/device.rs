@@ -1,9 +1,14 @@
-//! The device tier's bytes, for engines that produce or look at them on the CPU.
+//! The device tier's bytes, for engines that produce or look at them on the CPU; and slots lent for looking at.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
-use kvbm_tiers::{DramRegion, Frame, Loan};
+use kvbm_tiers::{DramRegion, Frame, Loan, Tier};
+
+use crate::hash::Chain;
+use crate::lease::Lease;
+use crate::scheduler::Core;
 
 /// Where the device tier's blocks can be looked at, whosever memory it is.
 pub(crate) trait Device: Send + Sync + fmt::Debug {
@@ -47,6 +52,43 @@ impl Device for kvbm_tiers::cuda::DeviceWindow {
 
     fn read(&self, loan: &Loan, read: &mut dyn FnMut(&[u8])) -> bool {
         Self::read(self, loan).and_then(noted).map(|block| read(&block)).is_some()
+    }
+}
+
+/// Slots of resident blocks, lent for reading, and given back also if the reader panics. The blocks stay where they are
+/// meanwhile.
+pub(crate) struct Lent<'a> {
+    core: &'a Core,
+    tier: Tier,
+    loans: Vec<Loan>,
+}
+
+impl<'a> Lent<'a> {
+    /// Those blocks of a chain at `positions` before the first that `tier` does not hold; none if the lease is from before
+    /// a reset.
+    pub(crate) fn leading(
+        core: &'a Core,
+        tier: Tier,
+        lease: &Lease,
+        chain: Chain<'_>,
+        positions: Range<usize>,
+    ) -> Self {
+        Self { core, tier, loans: core.lend(tier, lease, chain, positions) }
+    }
+
+    /// What opens the slots.
+    pub(crate) fn loans(&self) -> &[Loan] {
+        &self.loans
+    }
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        if self.loans.is_empty() {
+            return;
+        }
+        let mut table = self.core.table();
+        self.loans.drain(..).for_each(|loan| table.return_loan(self.tier, loan));
     }
 }
 

@@ -11,6 +11,7 @@
 //! | [`scheduler`] | moves blocks: queues, batches, breakers, time-outs, flushing |
 //! | `lease`, `transfer`, `pinned` | what callers hold: the right to read a chain, the answer to come, chains kept for a while |
 //! | `manager`, `options` | what an engine talks to, and how it is opened |
+//! | [`blocking`] | get and put for engines that copy for themselves, on plain threads |
 //! | `assemble` | the only place that names concrete backends and policies |
 //! | `engine_memory`, `layers` | an engine's own memory at one end of a transfer |
 //! | `device` | the device tier's bytes, for who looks at them on the CPU |
@@ -24,6 +25,7 @@
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod assemble;
+pub mod blocking;
 mod clock;
 mod demand;
 mod device;

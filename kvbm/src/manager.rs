@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use kvbm_policies::{Ended, RequestId};
 use kvbm_settings::Settings;
-use kvbm_tiers::{Frame, Loan, SlotId, Tier};
+use kvbm_tiers::{DramRegion, Frame, SlotId, Tier};
 
 use crate::assemble;
-use crate::device::Device;
+use crate::device::{Device, Lent};
 use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Events;
@@ -37,6 +37,7 @@ const MAX_EVENTS: usize = 1 << 16;
 pub struct Manager {
     core: Arc<Core>,
     device: Option<Arc<dyn Device>>,
+    host: Option<Arc<DramRegion>>,
     routes: Vec<RouteReport>,
     background: Mutex<Option<Background>>,
     pinned: Arc<PinnedChains>,
@@ -81,6 +82,7 @@ impl Manager {
         Ok(Self {
             core: assembled.core,
             device: assembled.device,
+            host: assembled.host,
             routes: assembled.routes,
             background: Mutex::new(Some(background)),
             pinned,
@@ -216,10 +218,9 @@ impl Manager {
         let chain = chain.into();
         let is_held = position < lease.blocks(Tier::Device).min(chain.len());
         let device = self.device.as_ref().filter(|_| is_held)?;
-        let loan = self.core.lend_device(lease, chain, position)?;
-        let lent = Lent { core: &self.core, loan: Some(loan) };
+        let lent = Lent::leading(&self.core, Tier::Device, lease, chain, position..position + 1);
         let (mut read, mut answer) = (Some(read), None);
-        device.read(lent.loan.as_ref()?, &mut |block| answer = read.take().map(|read| read(block)));
+        device.read(lent.loans().first()?, &mut |block| answer = read.take().map(|read| read(block)));
         answer
     }
 
@@ -233,9 +234,9 @@ impl Manager {
     ) -> Option<SlotId> {
         let chain = chain.into();
         let is_held = position < lease.blocks(Tier::Device).min(chain.len());
-        let loan = is_held.then(|| self.core.lend_device(lease, chain, position))??;
-        let lent = Lent { core: &self.core, loan: Some(loan) };
-        lent.loan.as_ref().map(Loan::slot)
+        let held = if is_held { position..position + 1 } else { 0..0 };
+        let lent = Lent::leading(&self.core, Tier::Device, lease, chain, held);
+        lent.loans().first().map(|loan| loan.slot())
     }
 
     /// Begins another epoch: with new weights, or to forget all. From here on no block is found that was there before,
@@ -329,6 +330,13 @@ impl Manager {
         self.device.as_ref().map(|device| device.name())
     }
 
+    /// What moves blocks, and the host tier's memory; `None`: there is no such tier.
+    pub(crate) fn host_tier(&self) -> Option<(&Arc<Core>, &Arc<DramRegion>)> {
+        // Without the tier the memory may be there all the same, for blocks that bounce through it.
+        let memory = self.host.as_ref().filter(|_| self.core.table().has(Tier::Host))?;
+        Some((&self.core, memory))
+    }
+
     /// The routing table: which backend moves blocks from where to where.
     pub fn routes(&self) -> &[RouteReport] {
         &self.routes
@@ -374,20 +382,6 @@ impl Closing {
     /// Whether nobody touches the tiers any more.
     pub const fn is_complete(self) -> bool {
         self.copies_left == 0
-    }
-}
-
-/// A device slot lent to a caller, settled also if the caller panics.
-struct Lent<'a> {
-    core: &'a Core,
-    loan: Option<Loan>,
-}
-
-impl Drop for Lent<'_> {
-    fn drop(&mut self) {
-        if let Some(loan) = self.loan.take() {
-            self.core.table().return_loan(Tier::Device, loan);
-        }
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use memmap2::{Advice, MmapMut, MmapRaw};
 
-use crate::checksum::Checksums;
+use crate::checksum::{Checksums, checksum};
 use crate::copy::{SlotId, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fork::Maker;
@@ -125,6 +125,14 @@ impl DramRegion {
         forget_checksum(self, frame.slot());
         // SAFETY: the frame is the slot's only slot handle, and it is borrowed mutably for as long as the slice lives.
         Some(unsafe { std::slice::from_raw_parts_mut(slot.as_ptr(), self.block_bytes()) })
+    }
+
+    /// The block in the frame's slot was written by way of [`write`](Self::write), all of it: where this region
+    /// remembers checksums it is summed, while it lies in the caches, and need not be when it leaves.
+    pub fn remember_checksum(&self, frame: &Frame) {
+        if let (Some(checksums), Some(block)) = (&self.checksums, self.read(frame)) {
+            checksums.record(frame.slot(), checksum(block));
+        }
     }
 
     /// The block in a slot that its pool lent; `None` as for [`read`](Self::read).

@@ -384,6 +384,20 @@ mod tests {
         assert_eq!(known(), None);
     }
 
+    /// What happens to the bytes in memory after the sum is noticed too, which a sum at the departure would not.
+    #[test]
+    fn what_was_summed_when_it_was_written_is_not_summed_when_it_leaves() {
+        let mut fixture = Fixture::new();
+        fill_pattern(2, fixture.memory.write(&mut fixture.here[0]).unwrap());
+        fixture.memory.remember_checksum(&fixture.here[0]);
+        fixture.store().unwrap();
+        fixture.load().unwrap();
+        let sum = fixture.memory.checksums().unwrap().get(fixture.here[0].slot()).unwrap();
+        fixture.memory.checksums().unwrap().record(fixture.here[0].slot(), !sum);
+        fixture.store().unwrap();
+        assert_fails(fixture.load(), CopyErrorKind::Corrupt);
+    }
+
     #[test]
     fn slow_and_silent_backends_are_so() {
         let fixture = Fixture::new();

@@ -278,6 +278,24 @@ impl Core {
         Lease::new(Arc::clone(&self.table), pins)
     }
 
+    /// [`lease`](Self::lease), for a request whose blocks were counted when it asked for them.
+    pub(crate) fn lease_uncounted(&self, chain: Chain<'_>, info: RequestInfo) -> Lease {
+        let mut table = self.table();
+        let chain = table.enter(chain);
+        let pins = table.lease(chain, info);
+        drop(table);
+        Lease::new(Arc::clone(&self.table), pins)
+    }
+
+    /// A lease of what each tier holds of a beginning of a leased chain, for a part of the lease's work.
+    pub(crate) fn lease_beginning(&self, of: &Lease, chain: Chain<'_>) -> Lease {
+        let mut table = self.table();
+        let chain = table.enter(chain);
+        let pins = table.pin_beginning(of.pins(), chain);
+        drop(table);
+        Lease::new(Arc::clone(&self.table), pins)
+    }
+
     /// How many leading blocks of `chain` each tier holds, and how many are worth loading. No side effect.
     pub fn matches(&self, chain: Chain<'_>) -> Match {
         let mut held = self.table().matches(chain);

@@ -1,5 +1,6 @@
 //! Closing a namespace: no block that is there now is found again, and what is under way lands nowhere.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvbm_tiers::{Loan, Tier};
@@ -69,11 +70,20 @@ impl Core {
         has_more
     }
 
-    /// Lends block `position` of a chain on the device, if the lease is of the present namespace.
-    pub(crate) fn lend_device(&self, lease: &Lease, chain: Chain<'_>, position: usize) -> Option<Loan> {
+    /// Lends successive blocks of a chain in `tier`, those before the first that it does not hold; none if the lease is
+    /// not of the present namespace.
+    pub(crate) fn lend(
+        &self,
+        tier: Tier,
+        lease: &Lease,
+        chain: Chain<'_>,
+        positions: Range<usize>,
+    ) -> Vec<Loan> {
         let mut table = self.table();
-        let is_good = lease.is_of(&self.table) && table.is_present(lease.pins());
-        let key = is_good.then(|| table.enter(chain).key(position))?;
-        table.lend(Tier::Device, key)
+        if !lease.is_of(&self.table) || !table.is_present(lease.pins()) {
+            return Vec::new();
+        }
+        let chain = table.enter(chain);
+        positions.map_while(|position| table.lend(tier, chain.key(position))).collect()
     }
 }

@@ -155,6 +155,23 @@ impl Table {
         again
     }
 
+    /// Pins what each tier holds of a beginning of a leased chain: for a part of the lease's work, so it counts as no
+    /// use. Nothing, if the lease is from before a reset.
+    pub fn pin_beginning(&mut self, of: &Pins, chain: Chain<'_>) -> Pins {
+        let mut pins = Pins::of_nothing(of.context, of.namespace);
+        if !self.is_present(of) {
+            return pins;
+        }
+        let Found { held, deepest } = self.locate(chain);
+        for tier in Tier::ALL {
+            let slot = deepest[tier.index()].map(|record| self.records.at(record).slot(tier));
+            if let Some(slot) = slot.filter(|&slot| self.tier_mut(tier).at_mut(slot).pin()) {
+                pins.hold(tier, slot, held.blocks(tier));
+            }
+        }
+        pins
+    }
+
     /// Pins a block that `tier` holds, and names its slot. `None`: it does not.
     pub fn pin_resident(&mut self, tier: Tier, key: BlockKey) -> Option<(SlotRef, Pins)> {
         let record = self.find(key).filter(|&r| self.records.at(r).resident().has(tier))?;

@@ -1,0 +1,331 @@
+//! Get and put, for engines that copy for themselves: on plain threads, without a device tier.
+//!
+//! [`Blocks::get`] shows an engine the leading blocks of a prompt in the slots of the host tier, and [`Blocks::put`]
+//! has it write the missing ones there: between the engine's tensors and the slots nothing is copied. What lies on disk
+//! or in objects is loaded to the host tier first, and what is put goes down by itself, as the settings say.
+//!
+//! ```
+//! use kvbm::blocking::Blocks;
+//! use kvbm::{ChainHasher, Options};
+//! use kvbm_settings::{Capacity, Settings};
+//!
+//! # fn main() -> kvbm::Result<()> {
+//! let mut settings = Settings { block_bytes: Some(4096), ..Settings::default() };
+//! settings.host.capacity = Some(Capacity::Blocks(64));
+//! let blocks = Blocks::open(settings, Options::default())?;
+//! let chain = ChainHasher::new(16, b"model, weights, layout")?.chain(&[7; 100]);
+//!
+//! // Nothing is known yet: the engine computes the prompt and saves its six full blocks.
+//! assert_eq!(blocks.get(&chain, |_, _| Ok::<_, kvbm::Error>(()))?, 0);
+//! let kept = blocks.put(&chain, |position, slot| {
+//!     slot.fill(position as u8);
+//!     Ok::<_, kvbm::Error>(())
+//! })?;
+//! assert_eq!(kept, 6);
+//!
+//! // The same prompt again, or another one that begins like it.
+//! let found = blocks.get(&chain, |position, block| {
+//!     assert!(block.iter().all(|&byte| byte == position as u8));
+//!     Ok::<_, kvbm::Error>(())
+//! })?;
+//! assert_eq!(found, 6);
+//! # Ok(())
+//! # }
+//! ```
+
+use std::fmt;
+use std::sync::Arc;
+
+use kvbm_settings::Settings;
+use kvbm_tiers::{DramRegion, Memory, Tier};
+
+use crate::device::Lent;
+use crate::error::{Error, ErrorKind};
+use crate::hash::Chain;
+use crate::lease::Lease;
+use crate::manager::Manager;
+use crate::options::Options;
+use crate::scheduler::Core;
+use crate::table::{RequestInfo, Reserved};
+use crate::task::Class;
+use crate::transfer::{Transfer, Transferred};
+
+/// What is loaded at a time: blocks are handed over from the first such part while the second one is on its way. Two of
+/// them keep drives and an object store's connections busy, and segments are read whole.
+const PART_BYTES: usize = 32 << 20;
+
+/// So many blocks are lent under one lock: some microseconds, and next to nothing per block.
+const LENT: usize = 32;
+
+/// A manager's blocks, to be copied by the engine itself. A clone is another handle of the same.
+#[derive(Clone)]
+pub struct Blocks {
+    manager: Arc<Manager>,
+    core: Arc<Core>,
+    memory: Arc<DramRegion>,
+}
+
+impl fmt::Debug for Blocks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Blocks").field("manager", &self.manager).finish_non_exhaustive()
+    }
+}
+
+impl Blocks {
+    /// Opens a manager, as [`Manager::open`] does, on a thread that runs nothing asynchronous.
+    ///
+    /// # Errors
+    /// Those of [`Manager::open`] and [`of`](Self::of). [`ErrorKind::Invalid`] too if the thread belongs to an async
+    /// runtime.
+    pub fn open(settings: Settings, options: Options) -> Result<Self, Error> {
+        if tokio::runtime::Handle::try_current().is_ok() {
+            let message = "this thread belongs to an async runtime: await Manager::open, and use Blocks::of";
+            return Err(Error::new(ErrorKind::Invalid, message));
+        }
+        let runtime = tokio::runtime::Builder::new_current_thread().build();
+        let runtime = runtime
+            .map_err(|error| Error::caused(ErrorKind::Unavailable, "cannot start a runtime", error))?;
+        Self::of(Arc::new(runtime.block_on(Manager::open(settings, options))?))
+    }
+
+    /// The blocks of a manager that is open already.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] if it has no host tier.
+    pub fn of(manager: Arc<Manager>) -> Result<Self, Error> {
+        let Some((core, memory)) = manager.host_tier() else {
+            let message = "engines that copy for themselves need a host tier in their process: set host.capacity \
+                 (DYN_KVBM_CPU_CACHE_GB)";
+            return Err(Error::new(ErrorKind::Invalid, message));
+        };
+        let (core, memory) = (Arc::clone(core), Arc::clone(memory));
+        Ok(Self { manager, core, memory })
+    }
+
+    /// The manager: for its counts, for the [end](Manager::finished) of a request, to [drain](Manager::drain) and to
+    /// [close](Manager::close) it.
+    pub const fn manager(&self) -> &Arc<Manager> {
+        &self.manager
+    }
+
+    /// Bytes of every block, as the settings have it.
+    pub fn block_bytes(&self) -> usize {
+        self.memory.block_bytes()
+    }
+
+    /// Hands the leading blocks of `chain` that any tier holds to `read`, root first, each with its position in the
+    /// chain: [`block_bytes`](Self::block_bytes) bytes in the host tier, aligned to
+    /// [`ALIGNMENT`](kvbm_tiers::geometry::ALIGNMENT), which do not change meanwhile. Stops at the
+    /// first block that is missing, cannot be read, is not what was written, or is sooner computed than loaded
+    /// ([`Match::worth_loading`](crate::table::Match::worth_loading)). Returns how many blocks `read` has got.
+    ///
+    /// What lies further down is loaded as far as the host tier has room: a prompt longer than that comes in part. The
+    /// thread waits for it, handing over what is there; it must not be one of an async runtime.
+    ///
+    /// # Errors
+    /// What `read` fails with: it gets no more blocks then. [`ErrorKind::Closed`] if the manager is closed.
+    /// [`ErrorKind::Stale`] if it was [reset](Manager::reset) meanwhile: forget what `read` got, and ask again.
+    pub fn get<'a, E: From<Error>>(
+        &self,
+        chain: impl Into<Chain<'a>>,
+        read: impl FnMut(usize, &[u8]) -> Result<(), E>,
+    ) -> Result<usize, E> {
+        self.get_for(RequestInfo::default(), chain, read)
+    }
+
+    /// [`get`](Self::get), for a request that the engine names or describes. A request that is named in
+    /// [`put_for`](Self::put_for) as well counts as one use of its blocks, else as two.
+    ///
+    /// # Errors
+    /// Those of [`get`](Self::get).
+    pub fn get_for<'a, E: From<Error>>(
+        &self,
+        info: RequestInfo,
+        chain: impl Into<Chain<'a>>,
+        read: impl FnMut(usize, &[u8]) -> Result<(), E>,
+    ) -> Result<usize, E> {
+        self.check_open()?;
+        let chain = chain.into();
+        let lease = self.core.lease(chain, info);
+        let mut reading = Reading { blocks: self, lease: &lease, chain, read, handed_over: 0 };
+        let mut parts = self.parts(&lease, chain);
+        let mut coming = parts.next();
+        reading.hand_over(lease.blocks(Tier::Host))?;
+        while let Some(part) = coming {
+            // Before this one is waited for, so that the medium has work while its blocks are handed over.
+            coming = parts.next();
+            let arrived = part.loaded.wait()?;
+            reading.hand_over(arrived.blocks)?;
+            if reading.handed_over < part.end {
+                break;
+            }
+        }
+        // A reset in between: what was handed over is not of the weights that are there now.
+        self.core.check_lease(&lease)?;
+        Ok(reading.handed_over)
+    }
+
+    /// Has `fill` write those blocks of `chain` that the host tier lacks, root first, each with its position in the
+    /// chain, into their slots there: [`block_bytes`](Self::block_bytes) bytes, which have anything in them before and
+    /// must all be written. What another thread is putting or loading is left to it, and nobody waits for that; so what
+    /// `fill` wrote can be had as soon as everything before it is there. Returns how many leading blocks of the chain
+    /// are kept: there before, on their way, or written now. The others found no room, or are not worth it, and
+    /// `fill` is not asked for them.
+    ///
+    /// Blocks can be had once all are written. If `fill` fails, or panics, those can that it had written before; the
+    /// others' slots are given back. It must not wait for a [`get`](Self::get) of the same chain, which may wait for it.
+    ///
+    /// # Errors
+    /// What `fill` fails with. [`ErrorKind::Closed`] if the manager is closed, [`ErrorKind::Stale`] if it was
+    /// [reset](Manager::reset) meanwhile: nothing that `fill` wrote is kept then.
+    pub fn put<'a, E: From<Error>>(
+        &self,
+        chain: impl Into<Chain<'a>>,
+        fill: impl FnMut(usize, &mut [u8]) -> Result<(), E>,
+    ) -> Result<usize, E> {
+        self.put_for(RequestInfo::default(), chain, fill)
+    }
+
+    /// [`put`](Self::put), for a request that the engine names or describes.
+    ///
+    /// # Errors
+    /// Those of [`put`](Self::put).
+    pub fn put_for<'a, E: From<Error>>(
+        &self,
+        info: RequestInfo,
+        chain: impl Into<Chain<'a>>,
+        fill: impl FnMut(usize, &mut [u8]) -> Result<(), E>,
+    ) -> Result<usize, E> {
+        self.check_open()?;
+        let chain = chain.into();
+        let lease = self.core.lease_uncounted(chain, info);
+        let reserved = self.core.reserve(Tier::Host, chain, lease.pins().context().info);
+        if reserved.namespace() != lease.pins().namespace() {
+            self.core.abandon(reserved);
+            return Err(Error::stale().into());
+        }
+        let mut filling = Filling { blocks: self, slots: Some((reserved, lease)), filled: 0 };
+        let kept = filling.fill_all(fill)?;
+        filling.publish()?;
+        // Then nothing of it was published.
+        self.check_open()?;
+        Ok(kept)
+    }
+
+    fn check_open(&self) -> Result<(), Error> {
+        if self.core.is_closed() { Err(Error::closed()) } else { Ok(()) }
+    }
+
+    /// What a lease holds below the host tier, in parts; each is on its way up from the moment that it is asked for.
+    fn parts<'a>(&'a self, lease: &'a Lease, chain: Chain<'a>) -> impl Iterator<Item = Part> + 'a {
+        let (here, held) = (lease.blocks(Tier::Host), lease.held().longest());
+        let all = lease.held().worth_loading().max(here);
+        self.core.metrics().left_to_engine(held - all);
+        let blocks = (PART_BYTES / self.block_bytes()).max(1);
+        (here..all).step_by(blocks).map(move |first| {
+            let end = all.min(first + blocks);
+            let lease = self.core.lease_beginning(lease, chain.prefix(end));
+            Part { end, loaded: self.core.transfer(Class::Load, Tier::Host, lease) }
+        })
+    }
+}
+
+/// Successive blocks on their way to the host tier.
+struct Part {
+    /// The position behind its last block.
+    end: usize,
+    loaded: Transfer<Transferred>,
+}
+
+/// A chain that is handed over to an engine.
+struct Reading<'a, R> {
+    blocks: &'a Blocks,
+    lease: &'a Lease,
+    chain: Chain<'a>,
+    read: R,
+    handed_over: usize,
+}
+
+impl<R> Reading<'_, R> {
+    /// Hands over what comes before position `end`. A lease keeps it in the host tier, [`Self::lease`] or a part's.
+    fn hand_over<E>(&mut self, end: usize) -> Result<(), E>
+    where
+        R: FnMut(usize, &[u8]) -> Result<(), E>,
+    {
+        while self.handed_over < end {
+            let first = self.handed_over;
+            let next = first..end.min(first + LENT);
+            let lent = Lent::leading(&self.blocks.core, Tier::Host, self.lease, self.chain, next);
+            for block in lent.loans().iter().map_while(|loan| self.blocks.memory.read_loan(loan)) {
+                (self.read)(self.handed_over, block)?;
+                self.handed_over += 1;
+            }
+            // A lease keeps no block that turned out to be bad, and none over a reset.
+            if self.handed_over == first {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Slots that an engine fills. However that ends, what was filled is published and the others are given back.
+struct Filling<'a> {
+    blocks: &'a Blocks,
+    /// There until the drop.
+    slots: Option<(Reserved, Lease)>,
+    filled: usize,
+}
+
+impl Filling<'_> {
+    /// Returns the position behind the last block.
+    fn fill_all<E>(&mut self, mut fill: impl FnMut(usize, &mut [u8]) -> Result<(), E>) -> Result<usize, E> {
+        let Some((Reserved { before, frames, .. }, _)) = &mut self.slots else { return Ok(0) };
+        for frame in frames {
+            let Some(slot) = self.blocks.memory.write(frame) else { break };
+            fill(*before + self.filled, slot)?;
+            self.blocks.memory.remember_checksum(frame);
+            self.filled += 1;
+        }
+        Ok(*before + self.filled)
+    }
+
+    fn publish(&mut self) -> Result<(), Error> {
+        let Some((reserved, lease)) = self.slots.take() else { return Ok(()) };
+        let mut published = self.blocks.core.publish(reserved, self.filled, lease);
+        // Nobody waits for what others bring before it.
+        published.try_take().map_or(Ok(()), |answer| answer.map(drop))
+    }
+}
+
+impl Drop for Filling<'_> {
+    fn drop(&mut self) {
+        // The engine has an error of its own to tell.
+        drop(self.publish());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvbm_settings::Capacity;
+
+    use super::*;
+    use crate::hash::BlockHash;
+
+    #[test]
+    fn a_block_that_was_put_need_not_be_summed_when_it_leaves() {
+        let mut settings = Settings { block_bytes: Some(4096), ..Settings::default() };
+        settings.host.capacity = Some(Capacity::Blocks(4));
+        let blocks = Blocks::open(settings, Options::default()).unwrap();
+        let chain = vec![BlockHash::from_u128(1)];
+        let put = blocks.put(&chain, |_, slot| {
+            slot.fill(7);
+            Ok::<_, Error>(())
+        });
+        assert_eq!(put.unwrap(), 1);
+        let lease = blocks.manager.lease(&chain);
+        let lent = Lent::leading(&blocks.core, Tier::Host, &lease, Chain::from(&chain), 0..1);
+        let known = blocks.memory.checksums().unwrap().get(lent.loans()[0].slot());
+        assert_eq!(known, Some(kvbm_tiers::checksum::checksum(&[7; 4096])));
+    }
+}

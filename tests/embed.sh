@@ -1,0 +1,143 @@
+#!/usr/bin/env bash
+# Engines that embed kvbm: the example of docs/embedding.md says with kvbm what it says without, and what that saves;
+# `get` beside memcpy. The last line is one JSON object; exits 0 only if all that it says holds, 1 where something is
+# wrong, and 3 if nothing is but a figure falls short in the median of three runs.
+#
+#   tests/embed.sh [--long] [--profile PROFILE]
+#
+# --long measures five times, whatever comes out. The example builds an engine of some hundred crates: where cargo cannot
+# fetch them it is skipped aloud, unless KVBM_REQUIRE names llama.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+long=false
+profile=checked
+while (($#)); do
+    case $1 in
+        --long) long=true ;;
+        --profile) profile=$2 && shift ;;
+        *) echo "embed.sh: unknown argument $1; valid: --long, --profile PROFILE" >&2 && exit 2 ;;
+    esac
+    shift
+done
+
+example=examples/llama/Cargo.toml
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+say() { printf '\n== %s (after %d s)\n' "$1" "$SECONDS" >&2; }
+failed=()
+# Notes a line that must hold: its name, then a command.
+expect() {
+    local name=$1
+    shift
+    if "$@"; then
+        echo "ok: $name" >&2
+    else
+        echo "NOT SO: $name" >&2
+        failed+=("$name")
+    fi
+}
+
+# Sums up what lies in a directory: 0 if all holds, 1 if anything is wrong or missing, 3 if only figures fall short.
+judge() {
+    python3 - "$@" <<'PYTHON'
+import json, pathlib, statistics, sys
+
+place, wrong = pathlib.Path(sys.argv[1]), sys.argv[2:]
+BLOCKS = {65536: "64KiB", 262144: "256KiB"}
+
+
+def read(path):
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        wrong.append(f"no {path.name}")
+        return {}
+    return found
+
+
+def number(record, name, *path):
+    """A number, whose absence is a failure that is named."""
+    for step in path:
+        record = record.get(step) if isinstance(record, dict) else None
+    if isinstance(record, (int, float)) and not isinstance(record, bool):
+        return record
+    wrong.append(f"no {name}")
+    return None
+
+
+def rows(record, key):
+    found = record.get(key)
+    return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+
+
+runs = [read(path) for path in sorted(place.glob("get.*.json"))]
+if not runs:
+    wrong.append("no get.*.json")
+ratios = {name: [] for name in BLOCKS.values()}
+for run in runs:
+    of_size = {row.get("block_bytes"): row for row in rows(run, "get")}
+    for size, name in BLOCKS.items():
+        ratios[name].append(number(of_size.get(size), f"ratio of {name}", "ratio", "median"))
+# Medians over the runs: a machine with others on it is noisy.
+median = lambda values: statistics.median(present) if (present := [value for value in values if value is not None]) else None
+ratios = {name: median(values) for name, values in ratios.items()}
+short = [f"get_over_memcpy {name}" for name, ratio in ratios.items() if ratio is not None and ratio < 0.9]
+
+llama = None
+if not (place / "llama.skipped").exists():
+    llama = rows(read(place / "llama.json"), "shared")
+    if not llama:
+        wrong.append("the example measured nothing")
+    for row in llama:
+        shared = number(row, "shared tokens", "shared_tokens")
+        saved = number(row, f"ms saved of {shared} tokens", "saved_ms")
+        if saved is not None and saved <= 0:
+            short.append(f"ms saved of {shared} tokens")
+    llama = [{key: round(value, 1) for key, value in row.items()} for row in llama]
+
+print(json.dumps({
+    "holds": not wrong and not short,
+    "failed": wrong + short,
+    "get_over_memcpy": {name: None if ratio is None else round(ratio, 3) for name, ratio in ratios.items()},
+    "llama_of_1024_tokens": llama,
+}))
+sys.exit(1 if wrong else 3 if short else 0)
+PYTHON
+}
+
+say 'a Llama that gets the KV cache of prompts from kvbm'
+fetch() { cargo fetch --quiet --manifest-path "$example" || cargo fetch --quiet --offline --manifest-path "$example"; }
+has_llama=true
+if fetch 2>"$scratch/message"; then
+    expect 'the example is formatted' cargo fmt --check --manifest-path "$example"
+    expect 'the example answers as without kvbm' cargo test --quiet --manifest-path "$example" >&2
+elif [[ ,${KVBM_REQUIRE:-}, == *,llama,* ]]; then
+    cat "$scratch/message" >&2
+    failed+=('cargo cannot fetch what the example is built of')
+    has_llama=false
+else
+    echo 'SKIPPED: cargo cannot fetch what examples/llama is built of' >&2
+    has_llama=false
+fi
+$has_llama || touch "$scratch/llama.skipped"
+
+say 'figures'
+measure() {
+    expect 'get is timed' cargo bench --quiet --profile "$profile" --package kvbm-bench --bench blocking >"$scratch/get.$1.json"
+    $has_llama || return 0
+    expect 'the example is timed' cargo run --quiet --manifest-path "$example" >"$scratch/llama.json"
+}
+# What falls short is measured again.
+if $long; then attempts=5; else attempts=3; fi
+for ((attempt = 1; attempt <= attempts; attempt++)); do
+    measure "$attempt"
+    status=0
+    verdict=$(judge "$scratch" "${failed[@]}") || status=$?
+    $long || ((status == 3)) || break
+done
+echo "$verdict"
+exit "$status"
