@@ -24,7 +24,7 @@ const PROMPT_BLOCKS: usize = 256;
 /// Of the raw side, and ours before the first round: larger together than the processor's last cache.
 const PROMPTS: usize = 5;
 const ROUNDS: usize = 31;
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_mins(1);
 
 #[derive(Serialize)]
 struct Report {

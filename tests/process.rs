@@ -60,6 +60,28 @@ impl Process {
         self.hear()
     }
 
+    /// Its number in the system.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends it a signal of this name, such as `STOP`.
+    ///
+    /// # Panics
+    /// If it is gone.
+    pub fn signal(&self, signal: &str) {
+        let status = Command::new("kill").args([format!("-{signal}"), self.id().to_string()]).status();
+        assert!(status.expect("there is kill").success(), "it is gone");
+    }
+
+    /// Waits for its end, and tells whether it ended well.
+    ///
+    /// # Panics
+    /// If it was waited for before.
+    pub fn ends_well(mut self) -> bool {
+        self.child.wait().expect("it is ours").success()
+    }
+
     /// Ends it where it is.
     ///
     /// # Panics

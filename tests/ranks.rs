@@ -1,11 +1,9 @@
 //! A leader with ranks in processes of their own: bytes right in each, and what becomes of them when one is killed,
 //! hangs, is another's, or has no leader any more.
 
-use std::io::{BufRead, BufReader, Lines, Write};
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::path::Path;
 use std::time::{Duration, Instant};
-use std::{env, fs, thread};
+use std::{fs, thread};
 
 use kvbm::table::SlotCounts;
 use kvbm::{
@@ -14,6 +12,7 @@ use kvbm::{
 };
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine;
+use kvbm_tests::process::{Process, role};
 use kvbm_tests::rig::{hash, number};
 use kvbm_tiers::testing::{Child as Forked, fill_pattern, has_pattern};
 use prometheus::Registry;
@@ -24,9 +23,6 @@ const BLOCK: u64 = 128 << 10;
 const LIMIT: Duration = Duration::from_secs(30);
 /// How long a forked child keeps what it got of its parent.
 const LINGERS: Duration = Duration::from_secs(5);
-/// How this executable is told that it is a rank or a leader, and where.
-const ROLE: &str = "KVBM_TEST_RANK";
-const PLACE: &str = "KVBM_TEST_PLACE";
 
 /// What leader and ranks are opened with.
 fn settings(dir: &Path) -> Settings {
@@ -58,8 +54,7 @@ fn pattern(rank: u16, number: usize) -> usize {
 /// Not a test: the process of a rank, or of a leader that is to be killed, when another test starts it.
 #[test]
 fn process() {
-    let (Ok(role), Ok(place)) = (env::var(ROLE), env::var(PLACE)) else { return };
-    let place = PathBuf::from(place);
+    let Some((role, place)) = role() else { return };
     match role.parse() {
         Ok(rank) => be_a_rank(&place, rank),
         Err(_) => be_a_leader(&place),
@@ -89,10 +84,10 @@ fn be_a_rank(place: &Path, rank: u16) {
             "fill" => joined.fill_device(SlotId(number(1) as u32), |block| fill_pattern(number(2), block)),
             // An engine's worker forks, and the child outlives it for a while.
             "fork" => {
-                std::mem::forget(Forked::fork(|| {
+                let _child = Forked::fork(|| {
                     thread::sleep(LINGERS);
                     true
-                }));
+                });
                 true
             }
             "check" => {
@@ -106,55 +101,6 @@ fn be_a_rank(place: &Path, rank: u16) {
         println!("@ {answer}");
     }
 }
-
-/// A process of this executable.
-struct Process {
-    child: Child,
-    commands: ChildStdin,
-    answers: Lines<BufReader<ChildStdout>>,
-}
-
-impl Process {
-    fn start(role: &str, place: &Path) -> Self {
-        let mut command = Command::new(env::current_exe().unwrap());
-        command.args(["--exact", "process", "--nocapture"]).env(ROLE, role).env(PLACE, place);
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let commands = child.stdin.take().unwrap();
-        let answers = BufReader::new(child.stdout.take().unwrap()).lines();
-        Self { child, commands, answers }
-    }
-
-    fn rank(number: u16, place: &Path) -> Self {
-        Self::start(&number.to_string(), place)
-    }
-
-    /// What it says next; the test harness around it speaks too.
-    fn hear(&mut self) -> String {
-        let said = self.answers.by_ref().map(|line| line.unwrap());
-        said.filter_map(|line| Some(line.split_once("@ ")?.1.to_owned())).next().expect("it says something")
-    }
-
-    fn ask(&mut self, command: &str) -> String {
-        writeln!(self.commands, "{command}").unwrap();
-        self.hear()
-    }
-
-    fn signal(&self, signal: i32) {
-        let status = Command::new("kill").arg(format!("-{signal}")).arg(self.child.id().to_string()).status();
-        assert!(status.unwrap().success());
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-const KILL: i32 = 9;
-const STOP: i32 = 19;
-const CONTINUE: i32 = 18;
 
 /// A manager and its ranks.
 struct Fleet {
@@ -178,7 +124,8 @@ impl Fleet {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("slots")).unwrap();
-        let mut ranks: Vec<_> = (0..WORLD).map(|rank| Process::rank(rank, dir.path())).collect();
+        let mut ranks: Vec<_> =
+            (0..WORLD).map(|rank| Process::start(&rank.to_string(), dir.path())).collect();
         let manager = open(dir.path(), group(dir.path()), &Registry::new()).unwrap();
         ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "joined"));
         Self { manager, ranks: ranks.into_iter().map(Some).collect(), dir }
@@ -224,9 +171,7 @@ impl Fleet {
     }
 
     fn kill(&mut self, rank: usize) {
-        let mut killed = self.ranks[rank].take().unwrap();
-        killed.signal(KILL);
-        killed.child.wait().unwrap();
+        self.ranks[rank].take().unwrap().kill();
     }
 
     fn assert_forgets(&self, chain: &[BlockHash], limit: Duration) {
@@ -238,7 +183,7 @@ impl Fleet {
     }
 
     fn restart(&mut self, rank: u16) {
-        let mut process = Process::rank(rank, self.dir.path());
+        let mut process = Process::start(&rank.to_string(), self.dir.path());
         assert_eq!(process.hear(), "joined");
         self.ranks[usize::from(rank)] = Some(process);
     }
@@ -327,7 +272,7 @@ fn a_rank_killed_while_it_copies_costs_what_it_held_and_comes_back() {
         let is_in_flight = round % 2 == 0;
         if is_in_flight {
             // The other ranks end their copies, and this one never does.
-            fleet.ranks[2].as_ref().unwrap().signal(STOP);
+            fleet.ranks[2].as_ref().unwrap().signal("STOP");
         }
         let loads = (1..4).map(|n| fleet.manager.load(fleet.manager.lease(&chain(n)))).collect::<Vec<_>>();
         fleet.kill(2);
@@ -362,7 +307,7 @@ fn a_rank_that_hangs_makes_misses_and_works_again_when_it_goes_on() {
     assert_eq!(fleet.serve(&chain(1)).saved, 6);
     fleet.assert_heals(&chain(1));
     fleet.empty(Tier::Device);
-    fleet.ranks[1].as_ref().unwrap().signal(STOP);
+    fleet.ranks[1].as_ref().unwrap().signal("STOP");
     let started = Instant::now();
     let loaded = answer(fleet.manager.load(fleet.manager.lease(&chain(1))));
     assert_eq!(loaded.blocks, 0);
@@ -373,7 +318,7 @@ fn a_rank_that_hangs_makes_misses_and_works_again_when_it_goes_on() {
     let started = Instant::now();
     drop(answer(fleet.manager.load(fleet.manager.lease(&chain(1)))));
     assert!(started.elapsed() < Duration::from_millis(300));
-    fleet.ranks[1].as_ref().unwrap().signal(CONTINUE);
+    fleet.ranks[1].as_ref().unwrap().signal("CONT");
     let deadline = Instant::now() + LIMIT;
     while fleet.manager.overdue() > 0 {
         assert!(Instant::now() < deadline, "{} copies are still overdue", fleet.manager.overdue());
@@ -388,7 +333,7 @@ fn a_rank_killed_while_it_hangs_gives_its_slots_back() {
     let mut fleet = Fleet::new();
     assert_eq!(fleet.serve(&chain(1)).saved, 6);
     fleet.empty(Tier::Device);
-    fleet.ranks[3].as_ref().unwrap().signal(STOP);
+    fleet.ranks[3].as_ref().unwrap().signal("STOP");
     assert_eq!(answer(fleet.manager.load(fleet.manager.lease(&chain(1)))).blocks, 0);
     assert!(fleet.manager.counts(Tier::Device).lost > 0);
     fleet.kill(3);
@@ -402,18 +347,18 @@ fn ranks_whose_leader_is_killed_say_so_and_join_the_next_one() {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir(dir.path().join("slots")).unwrap();
     let mut leader = Process::start("leader", dir.path());
-    let mut ranks: Vec<_> = (0..WORLD).map(|rank| Process::rank(rank, dir.path())).collect();
+    let mut ranks: Vec<_> = (0..WORLD).map(|rank| Process::start(&rank.to_string(), dir.path())).collect();
     assert_eq!(leader.hear(), "open");
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "joined"));
-    leader.signal(KILL);
-    for (number, rank) in ranks.iter_mut().enumerate() {
+    leader.signal("KILL");
+    for (number, mut rank) in ranks.into_iter().enumerate() {
         let outcome = rank.ask("wait");
-        let words = format!("rank {number} lost its leader (process {})", leader.child.id());
+        let words = format!("rank {number} lost its leader (process {})", leader.id());
         assert!(outcome.contains(&words), "{outcome}");
-        assert!(rank.child.wait().unwrap().success());
+        assert!(rank.ends_well());
     }
     // All of them start anew, in the same place.
-    let mut ranks: Vec<_> = (0..WORLD).map(|rank| Process::rank(rank, dir.path())).collect();
+    let mut ranks: Vec<_> = (0..WORLD).map(|rank| Process::start(&rank.to_string(), dir.path())).collect();
     let manager = open(dir.path(), group(dir.path()), &Registry::new()).unwrap();
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "joined"));
     let mut fleet = Fleet { manager, ranks: ranks.into_iter().map(Some).collect(), dir };
@@ -433,7 +378,7 @@ fn second_leaders_and_second_ranks_are_refused_and_named() {
     let options = |rank| RankOptions { group: group(&dir), rank, fingerprint: None, chaos: None };
     let taken = Rank::join(&impostor, options(2)).unwrap_err();
     assert_eq!(taken.kind(), ErrorKind::Unavailable);
-    let holder = fleet.ranks[2].as_ref().unwrap().child.id();
+    let holder = fleet.ranks[2].as_ref().unwrap().id();
     assert!(taken.to_string().contains(&format!("process {holder} is that rank")), "{taken}");
     impostor.host.capacity = Some(Capacity::Blocks(31));
     let other = Rank::join(&impostor, options(2)).unwrap_err();
@@ -447,7 +392,7 @@ fn a_leader_says_which_ranks_it_waits_for_in_vain() {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir(dir.path().join("slots")).unwrap();
     let group = RankGroup { limit: Duration::from_secs(3), ..group(dir.path()) };
-    let _one = Process::rank(1, dir.path());
+    let _one = Process::start("1", dir.path());
     let error = open(dir.path(), group, &Registry::new()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().ends_with("0, 2, 3"), "{error}");

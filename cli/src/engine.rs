@@ -149,8 +149,8 @@ impl Engine {
             registry,
             clock: Arc::clone(&wall_clock) as _,
             block_tokens: u64::from(BLOCK_TOKENS),
-            fingerprint: None,
             chaos: chaos.clone(),
+            ..Options::default()
         };
         let manager = runtime.block_on(stop.or(Manager::open(settings, options)))??;
         stop.check()?;

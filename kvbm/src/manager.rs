@@ -236,7 +236,7 @@ impl Manager {
         let is_held = position < lease.blocks(Tier::Device).min(chain.len());
         let held = if is_held { position..position + 1 } else { 0..0 };
         let lent = Lent::leading(&self.core, Tier::Device, lease, chain, held);
-        lent.loans().first().map(|loan| loan.slot())
+        lent.loans().first().map(kvbm_tiers::Loan::slot)
     }
 
     /// Begins another epoch: with new weights, or to forget all. From here on no block is found that was there before,
