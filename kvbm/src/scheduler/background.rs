@@ -134,29 +134,37 @@ impl Core {
     /// Starts to flush `from` if that is due, or in any case if `all`.
     fn flush(self: &Arc<Self>, from: Tier, all: bool) {
         let Some(to) = self.table().flushes_to(from) else { return };
-        let trigger =
-            if self.flushing.drains.load(Ordering::Acquire) > 0 { Trigger::Leaving } else { Trigger::Used };
+        // Where nothing leads down every copy would fail at once, and be asked for again, without end.
+        if !self.legs((from, to)).all(|leg| self.executor.connects(leg)) {
+            return;
+        }
         let is_blocked = self.legs((from, to)).any(|leg| self.breakers.is_open(leg));
         self.table().block_flushes(from, is_blocked);
         if is_blocked {
-            return self.probe_flush(from, to, trigger);
+            return self.probe_flush(from, to);
         }
         self.table().revive_flushes(from, false);
         self.set_goal(from, all);
-        while self.flush_some(from, to, trigger) {}
+        while self.flush_some(from, to) {}
         self.keep_headroom(from, to);
+    }
+
+    /// Why blocks go down now. Asked with the table locked: a drain says that it is there before it locks the table to
+    /// want its blocks flushed, so none of these is asked about, and refused, as if it were merely used.
+    fn trigger(&self) -> Trigger {
+        if self.flushing.drains.load(Ordering::Acquire) > 0 { Trigger::Leaving } else { Trigger::Used }
     }
 
     /// Sends the block that waits longest, if it is time to see whether the media that it passes are well again; where
     /// blocks go down only when they leave, the next to leave with what the tier below lacks before it.
-    fn probe_flush(self: &Arc<Self>, from: Tier, to: Tier, trigger: Trigger) {
+    fn probe_flush(self: &Arc<Self>, from: Tier, to: Tier) {
         if self.pass((from, to)) == Passage::Blocked {
             return;
         }
         let turn = self.planning.lock();
         let mut table = self.table();
         table.block_flushes(from, false);
-        table.take_probe(from, trigger);
+        table.take_probe(from, self.trigger());
         let mut effects = table.take_effects();
         if effects.tasks.is_empty() {
             let slots = headroom(&table, from);
@@ -208,7 +216,7 @@ impl Core {
 
     /// Starts one batch's worth; false when the goal is reached or the window is full. The next batch goes out
     /// when one of those before it has ended: the route never runs dry in between.
-    fn flush_some(self: &Arc<Self>, from: Tier, to: Tier, trigger: Trigger) -> bool {
+    fn flush_some(self: &Arc<Self>, from: Tier, to: Tier) -> bool {
         let in_flight = &self.flushing.in_flight[to.index()];
         let room = self.flush_window(to).saturating_sub(in_flight.load(Ordering::Acquire));
         let goal = self.flushing.goals.lock()[from.index()].min(self.flush_batch(to));
@@ -219,7 +227,7 @@ impl Core {
         let turn = self.planning.lock();
         let mut table = self.table();
         let before = table.dirty(from);
-        table.take_flush(from, goal, trigger);
+        table.take_flush(from, goal, self.trigger());
         let (effects, after) = (table.take_effects(), table.dirty(from));
         drop(table);
         drop(turn);
