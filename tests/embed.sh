@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Engines that embed kvbm: the example of docs/embedding.md says with kvbm what it says without, and what that saves;
-# `get` beside memcpy. The last line is one JSON object; exits 0 only if all that it says holds, 1 where something is
+# `get` beside memcpy; an engine's own memory beside memcpy of the same pieces; what ranks cost. The last line is one JSON object; exits 0 only if all that it says holds, 1 where something is
 # wrong, and 3 if nothing is but a figure falls short in the median of three runs.
 #
 #   tests/embed.sh [--long] [--profile PROFILE]
@@ -87,6 +87,37 @@ median = lambda values: statistics.median(present) if (present := [value for val
 ratios = {name: median(values) for name, values in ratios.items()}
 short = [f"get_over_memcpy {name}" for name, ratio in ratios.items() if ratio is not None and ratio < 0.9]
 
+# Medians over the runs of what else was timed: a figure, whether more of it is better, and what is wanted.
+def timed(kind, path):
+    found = [read(file) for file in sorted(place.glob(f"{kind}.*.json"))]
+    if not found:
+        wrong.append(f"no {kind}.*.json")
+    return median([number(run, f"{kind} {'/'.join(path)}", *path) for run in found])
+
+
+WANTED = {
+    "save_of_pieces_over_memcpy": ("memory", ["pieces", "save_ratio", "median"], True, 0.8),
+    "load_of_pieces_over_memcpy": ("memory", ["pieces", "load_ratio", "median"], True, 0.8),
+    "save_of_whole_blocks_over_memcpy": ("memory", ["contiguous", "save_ratio", "median"], True, 0.95),
+    "load_of_whole_blocks_over_memcpy": ("memory", ["contiguous", "load_ratio", "median"], True, 0.95),
+    "first_layer_of_load": ("memory", ["pieces", "first_layer_share", "median"], False, 1.5 / 32),
+    "leader_us_per_batch_of_64": ("ranks", ["leader_cpu_us_per_batch"], False, 20),
+}
+figures = {name: timed(kind, path) for name, (kind, path, _, _) in WANTED.items()}
+for name, (_, _, more_is_better, wanted) in WANTED.items():
+    figure = figures[name]
+    if figure is not None and (figure < wanted if more_is_better else figure > wanted):
+        short.append(name)
+by_size = {}
+for file in sorted(place.glob("ranks.*.json")):
+    for row in rows(read(file), "throughput"):
+        ratio = number(row, "ratio of ranks", "ratio")
+        by_size.setdefault(f"{row.get('block_bytes', 0) >> 10}KiB", []).append(ratio)
+by_size = {name: median(values) for name, values in by_size.items()}
+if not by_size:
+    wrong.append("no throughput of ranks")
+short += [f"ranks_over_one_process {name}" for name, ratio in by_size.items() if ratio is not None and ratio < 0.9]
+
 llama = None
 if not (place / "llama.skipped").exists():
     llama = rows(read(place / "llama.json"), "shared")
@@ -103,6 +134,8 @@ print(json.dumps({
     "holds": not wrong and not short,
     "failed": wrong + short,
     "get_over_memcpy": {name: None if ratio is None else round(ratio, 3) for name, ratio in ratios.items()},
+    **{name: None if figure is None else round(figure, 3) for name, figure in figures.items()},
+    "ranks_over_one_process": by_size,
     "llama_of_1024_tokens": llama,
 }))
 sys.exit(1 if wrong else 3 if short else 0)
@@ -127,7 +160,10 @@ $has_llama || touch "$scratch/llama.skipped"
 
 say 'figures'
 measure() {
-    expect 'get is timed' cargo bench --quiet --profile "$profile" --package kvbm-bench --bench blocking >"$scratch/get.$1.json"
+    local bench=(cargo bench --quiet --profile "$profile" --package kvbm-bench --bench)
+    expect 'get is timed' "${bench[@]}" blocking >"$scratch/get.$1.json"
+    expect "an engine's own memory is timed" "${bench[@]}" engine_memory >"$scratch/memory.$1.json"
+    expect 'ranks are timed' "${bench[@]}" ranks >"$scratch/ranks.$1.json"
     $has_llama || return 0
     expect 'the example is timed' cargo run --quiet --manifest-path "$example" >"$scratch/llama.json"
 }

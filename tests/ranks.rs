@@ -272,7 +272,7 @@ fn a_rank_killed_while_it_copies_costs_what_it_held_and_comes_back() {
         let is_in_flight = round % 2 == 0;
         if is_in_flight {
             // The other ranks end their copies, and this one never does.
-            fleet.ranks[2].as_ref().unwrap().signal("STOP");
+            fleet.ranks[2].as_ref().unwrap().stop();
         }
         let loads = (1..4).map(|n| fleet.manager.load(fleet.manager.lease(&chain(n)))).collect::<Vec<_>>();
         fleet.kill(2);
@@ -307,7 +307,7 @@ fn a_rank_that_hangs_makes_misses_and_works_again_when_it_goes_on() {
     assert_eq!(fleet.serve(&chain(1)).saved, 6);
     fleet.assert_heals(&chain(1));
     fleet.empty(Tier::Device);
-    fleet.ranks[1].as_ref().unwrap().signal("STOP");
+    fleet.ranks[1].as_ref().unwrap().stop();
     let started = Instant::now();
     let loaded = answer(fleet.manager.load(fleet.manager.lease(&chain(1))));
     assert_eq!(loaded.blocks, 0);
@@ -333,7 +333,7 @@ fn a_rank_killed_while_it_hangs_gives_its_slots_back() {
     let mut fleet = Fleet::new();
     assert_eq!(fleet.serve(&chain(1)).saved, 6);
     fleet.empty(Tier::Device);
-    fleet.ranks[3].as_ref().unwrap().signal("STOP");
+    fleet.ranks[3].as_ref().unwrap().stop();
     assert_eq!(answer(fleet.manager.load(fleet.manager.lease(&chain(1)))).blocks, 0);
     assert!(fleet.manager.counts(Tier::Device).lost > 0);
     fleet.kill(3);
