@@ -257,7 +257,7 @@ fn copies_wait_for_the_engine() {
 }
 
 #[test]
-fn a_fence_that_never_comes_costs_its_caller_alone() {
+fn no_medium_is_to_blame_for_a_fence_that_never_comes() {
     let engine = Engine::on_disk(None, TIMEOUT);
     let (all, from) = (chain(1, 6), slots(0..6));
     engine.compute(&all, &from);

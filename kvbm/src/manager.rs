@@ -409,12 +409,6 @@ impl Allocation {
         before..before + self.filled.len()
     }
 
-    /// The device's slots for these blocks, in the chain's order, for an engine that writes them itself and then says
-    /// [`mark_filled`](Self::mark_filled).
-    pub fn slots(&self) -> impl Iterator<Item = SlotId> + '_ {
-        self.slots.iter().flat_map(|(reserved, _)| reserved.frames.iter().map(Frame::slot))
-    }
-
     /// Blocks before these that another request is filling or loading.
     pub fn in_flight(&self) -> usize {
         self.reserved(|reserved| reserved.in_flight)

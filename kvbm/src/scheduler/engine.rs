@@ -7,6 +7,7 @@ use std::sync::{Arc, Weak};
 use kvbm_tiers::{Fence, SlotId, SlotRef, Tier};
 
 use super::Core;
+use super::engine_order::EngineOrder;
 use super::routed::RoutedTask;
 use crate::engine_memory::{Loaded, Saved, Writers};
 use crate::error::Error;
@@ -71,11 +72,7 @@ impl Core {
                 return Transfer::ended(Saved::orphans(slots.len(), to, lease));
             }
         };
-        let probe = self.limit(Class::Save, to, &mut plan);
-        self.take_slots_in_order(&mut plan, &ready, None);
-        if let Some(route) = probe.filter(|_| !plan.is_probe_sent()) {
-            self.retract_probe(route);
-        }
+        self.send(Class::Save, to, &mut plan, Some(EngineOrder::after(&ready)));
         let (id, duplicates) = (plan.transfer(), plan.duplicates());
         self.metrics.duplicated(duplicates);
         let (reply, transfer) = self.reply_with(move |ended, lease| Saved::new(ended, duplicates, lease));
@@ -98,11 +95,8 @@ impl Core {
         let mut plan =
             TransferPlan::into_engine(lease.into_pins(), blocks.start, slot_refs(slots), with_media);
         while !self.table().trace(&mut plan) {}
-        let probe = self.limit(Class::Load, Tier::Device, &mut plan);
-        self.take_slots_in_order(&mut plan, &after, Some((layers, Arc::clone(&count))));
-        if let Some(route) = probe.filter(|_| !plan.is_probe_sent()) {
-            self.retract_probe(route);
-        }
+        let order = EngineOrder::after(&after).in_layers(layers, &count);
+        self.send(Class::Load, Tier::Device, &mut plan, Some(order));
         // Of what is not held no layer comes: an engine that goes on with a layer must have it of all that it asked for.
         count.expect(wanted);
         let id = plan.transfer();
@@ -114,30 +108,6 @@ impl Core {
         self.hand_over(plan, reply, (turn, started));
         self.go_after(id, after);
         self.cancellable(transfer, id).in_layers(Some(count))
-    }
-
-    /// [`take_slots`](Self::take_slots), for copies that wait until the plan is complete and the engine is `ready`.
-    fn take_slots_in_order(
-        self: &Arc<Self>,
-        plan: &mut TransferPlan,
-        ready: &Fence,
-        layers: Option<(NonZeroU16, Arc<LayerCount>)>,
-    ) {
-        let mut is_complete = false;
-        let mut order = Some((ready.clone(), layers));
-        while !is_complete {
-            let mut table = self.table();
-            is_complete = table.extend(plan);
-            let effects = table.take_effects();
-            // While the table is locked: a copy that waits for another's block may be sent by whoever lands that.
-            if let Some(id) = plan.transfer()
-                && let Some((after, layers)) = order.take()
-            {
-                self.orders.lock().open(id, after, layers, self.clock.uptime());
-            }
-            drop(table);
-            self.apply(effects);
-        }
     }
 
     /// The plan of a transfer is complete: its copies go once the engine is `ready`.
@@ -158,11 +128,6 @@ impl Core {
             tracing::error!(?id, "an engine's fence does not come: its transfer ends");
             self.end_early(id);
         }
-    }
-
-    pub(super) fn end_early(self: &Arc<Self>, id: TransferId) {
-        let effects = self.table().cancel(id);
-        self.apply(effects);
     }
 
     /// Tasks that were held back are not sent.

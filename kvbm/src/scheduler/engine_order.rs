@@ -1,7 +1,7 @@
 //! The order between copies and an engine's own work, where copies touch the engine's memory.
 //!
 //! A transfer of an engine's slots is held back until it is planned to its end and the engine has raised its fence: a
-//! layer is that of all blocks, and a fence that never comes must cost nobody but its caller. What a GPU signals goes
+//! layer is that of all blocks, and no medium is to blame for a fence that never comes. What a GPU signals goes
 //! along with the batches, since no thread here can see it.
 
 use std::collections::HashMap;
@@ -23,6 +23,14 @@ pub(super) struct EngineOrder {
 }
 
 impl EngineOrder {
+    pub(super) fn after(fence: &Fence) -> Self {
+        Self { after: fence.clone(), layers: None }
+    }
+
+    pub(super) fn in_layers(self, layers: NonZeroU16, arrived: &Arc<LayerCount>) -> Self {
+        Self { layers: Some((layers, Arc::clone(arrived))), ..self }
+    }
+
     pub(super) const fn has_layers(&self) -> bool {
         self.layers.is_some()
     }
@@ -82,21 +90,15 @@ impl EngineOrders {
         Self { transfers: HashMap::new(), is_device_of_engine }
     }
 
-    /// Holds back a transfer that is being planned, and whose copies come `after` the engine's work.
-    pub(super) fn open(
-        &mut self,
-        id: TransferId,
-        after: Fence,
-        layers: Option<(NonZeroU16, Arc<LayerCount>)>,
-        now: Duration,
-    ) {
-        let waits = !after.is_done();
+    /// Holds back a transfer that is being planned.
+    pub(super) fn open(&mut self, id: TransferId, order: EngineOrder, now: Duration) {
+        let waits = !order.after.is_done();
         // A thread's fence is waited for here, everything else is left to the backend.
-        let (lacks_fence, after) = match after {
+        let (lacks_fence, after) = match order.after {
             Fence::Host(fence) => (!fence.is_raised(), Fence::Done),
             other => (false, other),
         };
-        let order = Arc::new(EngineOrder { after, layers });
+        let order = Arc::new(EngineOrder { after, ..order });
         let ordered = Ordered { order, lacks_plan: true, lacks_fence, waits, since: now, held: Vec::new() };
         self.transfers.insert(id, ordered);
     }
@@ -192,7 +194,7 @@ mod tests {
     #[test]
     fn what_comes_after_the_end_of_its_transfer_is_in_vain() {
         let mut orders = EngineOrders::new(true);
-        orders.open(ID, Fence::Host(HostFence::new()), None, Duration::ZERO);
+        orders.open(ID, EngineOrder::after(&Fence::Host(HostFence::new())), Duration::ZERO);
         let through = orders.let_through(vec![task(Tier::Device)]);
         assert!(through.tasks.is_empty() && through.in_vain.is_empty(), "it waits for its fence");
         let ended = orders.end(ID).expect("it is an engine's");

@@ -57,7 +57,7 @@ use tokio::sync::oneshot;
 use self::background::Flushing;
 use self::batch::Batches;
 use self::breaker::Breakers;
-use self::engine_order::EngineOrders;
+use self::engine_order::{EngineOrder, EngineOrders};
 use self::learner::Learner;
 use self::pace::Paces;
 use self::queue::{Limits, RouteQueues};
@@ -340,14 +340,24 @@ impl Core {
         let started = self.clock.uptime();
         let mut plan = TransferPlan::copying(class, to, lease.into_pins());
         while !self.table().trace(&mut plan) {}
-        let probe = self.limit(class, to, &mut plan);
-        self.take_slots(&mut plan);
-        if let Some(route) = probe.filter(|_| !plan.is_probe_sent()) {
-            self.retract_probe(route);
-        }
+        self.send(class, to, &mut plan, None);
         let id = plan.transfer();
         self.hand_over(plan, reply, (turn, started));
         self.cancellable(transfer, id)
+    }
+
+    fn end_early(self: &Arc<Self>, id: TransferId) {
+        let effects = self.table().cancel(id);
+        self.apply(effects);
+    }
+
+    /// Sends the copies of a plan on their way, as far as they may go now.
+    fn send(self: &Arc<Self>, class: Class, to: Tier, plan: &mut TransferPlan, order: Option<EngineOrder>) {
+        let probe = self.limit(class, to, plan);
+        self.take_slots(plan, order);
+        if let Some(route) = probe.filter(|_| !plan.is_probe_sent()) {
+            self.retract_probe(route);
+        }
     }
 
     /// Hands a planned transfer over to its caller, and lets the next one plan.
@@ -374,20 +384,25 @@ impl Core {
         let core = Arc::downgrade(self);
         let cancel = move || {
             if let (Some(core), Some(id)) = (core.upgrade(), id) {
-                let effects = core.table().cancel(id);
-                core.apply(effects);
+                core.end_early(id);
             }
         };
         transfer.named(id).cancelled_by(cancel)
     }
 
-    /// Takes slots for all blocks of a plan, and sends the copies on their way.
-    fn take_slots(self: &Arc<Self>, plan: &mut TransferPlan) {
+    /// Takes slots for all blocks of a plan, and sends the copies on their way, or has them wait for an engine.
+    fn take_slots(self: &Arc<Self>, plan: &mut TransferPlan, mut order: Option<EngineOrder>) {
         let mut is_complete = false;
         while !is_complete {
             let mut table = self.table();
             is_complete = table.extend(plan);
             let effects = table.take_effects();
+            // While the table is locked: a copy that waits for another's block may be sent by whoever lands that.
+            if let Some(id) = plan.transfer()
+                && let Some(order) = order.take()
+            {
+                self.orders.lock().open(id, order, self.clock.uptime());
+            }
             drop(table);
             self.apply(effects);
         }
@@ -425,7 +440,7 @@ impl Core {
     pub fn reserve(self: &Arc<Self>, to: Tier, chain: Chain<'_>, info: RequestInfo) -> Reserved {
         let _turn = self.planning.lock();
         let mut plan = self.table().plan_filling(to, chain, info);
-        self.take_slots(&mut plan);
+        self.take_slots(&mut plan, None);
         self.table().reserved(plan)
     }
 
