@@ -36,19 +36,7 @@ stop() {
 }
 trap stop EXIT
 
-say() { printf '\n== %s (after %d s)\n' "$1" "$SECONDS" >&2; }
-failed=()
-# Notes a line that must hold: its name, then a command.
-expect() {
-    local name=$1
-    shift
-    if "$@"; then
-        echo "ok: $name" >&2
-    else
-        echo "NOT SO: $name" >&2
-        failed+=("$name")
-    fi
-}
+source tests/expect.sh
 
 # Sums up what lies in a directory: 0 if all holds, 1 if anything is wrong or missing, 3 if only figures fall short.
 judge() {

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Engines that embed kvbm: the example of docs/embedding.md says with kvbm what it says without, and what that saves;
-# `get` beside memcpy; an engine's own memory beside memcpy of the same pieces; what ranks cost. The last line is one JSON object; exits 0 only if all that it says holds, 1 where something is
-# wrong, and 3 if nothing is but a figure falls short in the median of three runs.
+# `get` beside memcpy; an engine's own memory beside memcpy of the same pieces; what ranks cost. The last line is one JSON
+# object; exits 0 only if all that it says holds, 1 where something is wrong, and 3 if nothing is but a figure falls short
+# in the median of three runs.
 #
 #   tests/embed.sh [--long] [--profile PROFILE]
 #
@@ -25,19 +26,7 @@ example=examples/llama/Cargo.toml
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
-say() { printf '\n== %s (after %d s)\n' "$1" "$SECONDS" >&2; }
-failed=()
-# Notes a line that must hold: its name, then a command.
-expect() {
-    local name=$1
-    shift
-    if "$@"; then
-        echo "ok: $name" >&2
-    else
-        echo "NOT SO: $name" >&2
-        failed+=("$name")
-    fi
-}
+source tests/expect.sh
 
 # Sums up what lies in a directory: 0 if all holds, 1 if anything is wrong or missing, 3 if only figures fall short.
 judge() {
