@@ -282,6 +282,22 @@ fn no_medium_is_to_blame_for_a_fence_that_never_comes() {
 }
 
 #[test]
+fn waiting_on_a_thread_of_a_runtime_keeps_it_and_ends() {
+    let engine = Engine::new();
+    let (all, from) = (chain(1, 6), slots(0..6));
+    engine.compute(&all, &from);
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(async {
+        // More often than the runtime lets a task go on without a pause.
+        for _ in 0..200 {
+            assert_eq!(engine.save(&all, 0, &from).blocks, 6);
+            assert_eq!(engine.load(&all, &slots(20..26)).arrived, 6);
+        }
+    });
+    engine.assert_well();
+}
+
+#[test]
 fn what_waits_can_be_cancelled() {
     let engine = Engine::new();
     let (all, from, fence) = (chain(1, 6), slots(0..6), HostFence::new());

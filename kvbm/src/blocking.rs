@@ -120,7 +120,7 @@ impl Blocks {
     /// ([`Match::worth_loading`](crate::table::Match::worth_loading)). Returns how many blocks `read` has got.
     ///
     /// What lies further down is loaded as far as the host tier has room: a prompt longer than that comes in part. The
-    /// thread waits for it, handing over what is there; it must not be one of an async runtime.
+    /// thread waits for it, handing over what is there; one of an async runtime does nothing else meanwhile.
     ///
     /// # Errors
     /// What `read` fails with: it gets no more blocks then. [`ErrorKind::Closed`] if the manager is closed.

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use kvbm_tiers::clock;
 use tokio::sync::oneshot;
+use tokio::task::unconstrained;
 
 use crate::error::{Error, Result};
 use crate::layers::LayerCount;
@@ -107,27 +108,24 @@ impl<T> Transfer<T> {
         }
     }
 
-    /// Blocks the thread until the work has ended. Not for use inside an async runtime.
+    /// Blocks the thread until the work has ended. An async program awaits instead: a thread of its runtime has other work.
     ///
     /// # Errors
     /// [`ErrorKind::Closed`](crate::ErrorKind::Closed) if the manager was shut down first;
     /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) if what was asked for makes no sense: a lease of another
     /// manager.
-    pub fn wait(self) -> Result<T> {
-        match self.state {
-            State::UnderWay(answer) => answer.blocking_recv().map_err(|_| Error::closed()),
-            State::Over(error) => Err(error.unwrap_or_else(Error::closed)),
-        }
+    pub fn wait(mut self) -> Result<T> {
+        // There is no end to that wait but the answer.
+        self.wait_for(Duration::MAX).unwrap_or_else(|| Err(Error::closed()))
     }
-}
 
-impl<T> Transfer<T> {
     /// The answer, if it is there. It is given once; whoever asks again hears [`Closed`](crate::ErrorKind::Closed).
     ///
     /// # Errors
     /// Those of [`wait`](Self::wait).
     pub fn try_take(&mut self) -> Option<Result<T>> {
-        match Pin::new(self).poll(&mut Context::from_waker(Waker::noop())) {
+        let this = pin!(unconstrained(self));
+        match this.poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(answer) => Some(answer),
             Poll::Pending => None,
         }
@@ -141,7 +139,8 @@ impl<T> Transfer<T> {
         // None: beyond the end of time.
         let deadline = clock::now().checked_add(limit);
         let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-        let mut this = pin!(self);
+        // On a thread of a runtime, too, which has tasks that never wait be told to come again.
+        let mut this = pin!(unconstrained(self));
         loop {
             if let Poll::Ready(answer) = this.as_mut().poll(&mut Context::from_waker(&waker)) {
                 return Some(answer);
@@ -154,8 +153,8 @@ impl<T> Transfer<T> {
         }
     }
 
-    /// Leading layers that are there in every block that the load was asked for, 0 for any other transfer. A backend that copies block by
-    /// block tells of none before the end.
+    /// Leading layers that are there in every block that the load was asked for, 0 for any other transfer. A backend that
+    /// copies block by block tells of none before the end.
     pub fn layers_arrived(&self) -> u16 {
         self.layers.as_ref().map_or(0, |layers| layers.arrived())
     }
