@@ -545,6 +545,23 @@ fn memory_that_does_not_lie_as_said_is_found_at_once() {
     assert_eq!((view.read(SlotId(0)), view.read(SlotId(3))), (vec![3; BLOCK], vec![4; BLOCK]));
 }
 
+#[test]
+fn a_trial_that_hangs_ends_the_start_with_a_reason() {
+    let faults = chaos(&["memory.write:hang@0s+1h"]);
+    faults.start();
+    let mut settings = settings();
+    settings.transfer.timeout_ms = TIMEOUT.as_millis() as u64;
+    let (engine, view) = memory(4);
+    view.write(SlotId(0), &[3; BLOCK]);
+    let error = open(settings.clone(), engine.clone(), Some(faults.clone())).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.to_string().contains("DYN_KVBM_TRANSFER_TIMEOUT_MS"), "{error}");
+    assert_eq!(view.read(SlotId(0)), vec![3; BLOCK]);
+    // And then it heals.
+    faults.heal();
+    drop(open(settings, engine, Some(faults)).unwrap());
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     Save { chain: u32, first: u32, blocks: u32 },

@@ -238,7 +238,8 @@ impl Tiers {
         let backend = self.with_chaos(backend, Arc::clone(&host) as _)?;
         let pool =
             self.specs.iter_mut().find(|spec| spec.pool.tier() == Tier::Host).map(|spec| &mut spec.pool);
-        engine::try_out(&engine, &backend, &host, pool, &mut self.staging)?;
+        let limit = Duration::from_millis(settings.transfer.timeout_ms);
+        engine::try_out(&engine, (&backend, limit), &host, pool, &mut self.staging)?;
         self.connect(backend);
         Ok(())
     }

@@ -1,6 +1,8 @@
 //! The memory of an engine at the place of a device tier: what connects it, and a trial.
 
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
 
 use kvbm_settings::Settings;
 use kvbm_tiers::{
@@ -50,10 +52,10 @@ pub(super) fn connect(
 }
 
 /// Sends a block of a known pattern through the first and the last slot, and compares what comes back. What was in the
-/// slots goes back there.
+/// slots goes back there. Each of its copies may take as long as `limit`: a driver that hangs must not hang the start.
 pub(super) fn try_out(
     engine: &DeviceRegion,
-    backend: &Arc<dyn Backend>,
+    (backend, limit): (&Arc<dyn Backend>, Duration),
     host: &DramRegion,
     pool: Option<&mut FramePool>,
     staging: &mut Vec<Frame>,
@@ -63,7 +65,7 @@ pub(super) fn try_out(
         (None, Some(pool)) => (pool.take().ok_or_else(no_memory)?, Some(pool)),
         (None, None) => return Err(no_memory()),
     };
-    let mut canary = Canary { backend, host, frame };
+    let mut canary = Canary { backend, limit, host, frame, hangs: false };
     let mut slots = vec![SlotId(0), SlotId(engine.segments().slots() - 1)];
     slots.dedup();
     let outcome = canary.fly(&slots);
@@ -74,10 +76,15 @@ pub(super) fn try_out(
     outcome
 }
 
+const NOT_COPIED: &str = "a block could not be copied between the engine's memory and ours";
+
 struct Canary<'a> {
     backend: &'a Arc<dyn Backend>,
+    limit: Duration,
     host: &'a DramRegion,
     frame: Frame,
+    /// A copy has not ended: the frame is its, and is not touched any more.
+    hangs: bool,
 }
 
 impl Canary<'_> {
@@ -109,23 +116,36 @@ impl Canary<'_> {
     }
 
     fn write(&mut self, slot: SlotId, block: &[u8]) -> Result<()> {
+        if self.hangs {
+            return Err(self.hanging());
+        }
         self.host.write(&mut self.frame).ok_or_else(no_memory)?.copy_from_slice(block);
         self.copy(self.frame.slot_ref(), there(slot))
     }
 
-    fn copy(&self, from: SlotRef, to: SlotRef) -> Result<()> {
-        let (report, reported) = std::sync::mpsc::channel();
+    fn copy(&mut self, from: SlotRef, to: SlotRef) -> Result<()> {
+        let (report, reported) = channel();
         let done = Done::new(move |_, result| drop(report.send(result)));
         self.backend.submit(vec![CopyOp { block: BlockKey { hash: 0, group: 0 }, from, to }], done);
-        let failed = |error| {
-            let message = "a block could not be copied between the engine's memory and ours";
-            Error::caused(ErrorKind::Unavailable, message, error)
-        };
-        reported.recv().map_err(failed)?.map_err(|error| {
-            let message =
-                format!("a block could not be copied between the engine's memory and ours: {error}");
-            Error::caused(ErrorKind::Unavailable, message, error)
-        })
+        match reported.recv_timeout(self.limit) {
+            Ok(copied) => copied.map_err(|error| {
+                Error::caused(ErrorKind::Unavailable, format!("{NOT_COPIED}: {error}"), error)
+            }),
+            Err(RecvTimeoutError::Timeout) => {
+                self.hangs = true;
+                Err(self.hanging())
+            }
+            Err(error) => Err(Error::caused(ErrorKind::Unavailable, NOT_COPIED, error)),
+        }
+    }
+
+    fn hanging(&self) -> Error {
+        let message = format!(
+            "{NOT_COPIED} within {:?}: what copies to the engine's memory hangs, or transfer.timeout_ms \
+             (DYN_KVBM_TRANSFER_TIMEOUT_MS) is too short for it",
+            self.limit
+        );
+        Error::new(ErrorKind::Unavailable, message)
     }
 }
 

@@ -10,6 +10,7 @@ use super::{Chaos, Direction, Hit, Kind, Medium};
 use crate::backend::Backend;
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotRef};
+use crate::fence::Fences;
 use crate::memory::Memories;
 
 /// Decides what becomes of operations.
@@ -104,6 +105,12 @@ unsafe impl<B: Backend + 'static, F: Faults> Backend for ChaosBackend<B, F> {
     }
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
+        self.submit_fenced(batch, Fences::default(), done);
+    }
+
+    /// What is hit does not wait for a GPU's fence: it is executed without, or not at all.
+    fn submit_fenced(&self, batch: Vec<CopyOp>, fences: Fences, done: Done) {
+        let blocks = batch.len();
         let mut spared = Vec::new();
         for (index, op) in batch.into_iter().enumerate() {
             match self.faults.next(&op) {
@@ -114,8 +121,12 @@ unsafe impl<B: Backend + 'static, F: Faults> Backend for ChaosBackend<B, F> {
         if spared.is_empty() {
             return;
         }
+        // A layer is there when every block of the batch has it, and those that were hit come without layers.
+        let layers = fences.layers.filter(|_| spared.len() == blocks);
+        let fences = Fences { layers, ..fences };
         let (indices, ops): (Vec<_>, Vec<_>) = spared.into_iter().unzip();
-        self.inner.submit(ops, Done::new(move |index, result| done.complete(indices[index], result)));
+        let report = Done::new(move |index, result| done.complete(indices[index], result));
+        self.inner.submit_fenced(ops, fences, report);
     }
 }
 
@@ -191,6 +202,8 @@ impl Memories {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU16;
+    use std::sync::mpsc;
     use std::time::Duration;
 
     use super::*;
@@ -198,9 +211,11 @@ mod tests {
     use crate::checksum::Checksums;
     use crate::copy::Tier;
     use crate::dram::DramRegion;
+    use crate::fence::Layers;
     use crate::frame::Frame;
+    use crate::memcpy::MemcpyBackend;
     use crate::testing::conformance::{self, Pair};
-    use crate::testing::{MemoryStore, fill_pattern, has_pattern, host, order, run, start};
+    use crate::testing::{MemoryStore, fill_pattern, has_pattern, host, options, order, run, start};
     use crate::verify::Verified;
 
     const BLOCK: usize = 5000;
@@ -341,5 +356,33 @@ mod tests {
         assert!(reports.recv_timeout(Duration::from_millis(5)).is_err());
         assert!(!fixture.has_arrived());
         fixture.assert_heals(Kind::Never, 1);
+    }
+
+    /// Copies four blocks in two layers while `script` is played; returns how many failed, and the layers that were told.
+    fn layered(script: &str) -> (usize, Vec<u16>) {
+        let (from, to) = (Arc::new(host(4, BLOCK)), DramRegion::open(Tier::Device, options(4, BLOCK)));
+        let to = Arc::new(to.unwrap());
+        let (mut here, mut there) = (from.frames().unwrap(), to.frames().unwrap());
+        let pairs = std::iter::from_fn(|| here.take().zip(there.take()));
+        let ops: Vec<_> = pairs.map(|(from, to)| order(1, from.slot_ref(), to.slot_ref())).collect();
+        let memcpy = MemcpyBackend::new(vec![from.clone() as _, to as _], 1).unwrap();
+        let chaos = Chaos::new(Schedule::scripted([script.parse().unwrap()]));
+        let backend = chaos.around(memcpy, from).unwrap();
+        chaos.start();
+        let told = Arc::new(parking_lot::Mutex::new(Vec::new()));
+        let layers = Arc::clone(&told);
+        let layers = Layers::new(NonZeroU16::new(2).unwrap(), move |layer| layers.lock().push(layer));
+        let (report, reports) = mpsc::channel();
+        let fences = Fences { layers: Some(layers), ..Fences::default() };
+        backend.submit_fenced(ops, fences, Done::new(move |_, result| report.send(result).unwrap()));
+        let failed = reports.into_iter().filter(Result::is_err).count();
+        (failed, told.lock().clone())
+    }
+
+    #[test]
+    fn layers_are_told_of_batches_that_are_spared() {
+        assert_eq!(layered("disk:eio@0s+1h"), (0, vec![0, 1]));
+        assert_eq!(layered("memory:eio@0s+1h x1"), (1, vec![]));
+        assert_eq!(layered("memory:delay@0s+1h x1"), (0, vec![]));
     }
 }
