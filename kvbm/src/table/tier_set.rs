@@ -2,6 +2,9 @@
 
 use kvbm_tiers::Tier;
 
+// Records, buckets of the index and this have four bits for tiers: a fifth would pass for what they hold above them.
+const _: () = assert!(Tier::COUNT == 4, "a tier more needs wider records and buckets");
+
 /// A set of tiers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TierSet(u8);
