@@ -342,9 +342,16 @@ impl Manager {
         &self.routes
     }
 
-    /// Every invariant of the table that does not hold. Linear in the number of blocks.
+    /// Every invariant of the table that does not hold, and whether the audit in the background found one broken lately.
+    /// Linear in the number of blocks.
     pub fn audit(&self) -> Vec<Violation> {
-        self.core.table().audit()
+        let mut violations = self.core.table().audit();
+        let drift = self.core.accounting_drift();
+        if drift > 0 {
+            violations
+                .push(Violation(format!("the audit in the background found {drift} (the log has them)")));
+        }
+        violations
     }
 
     /// Stops everything: background work ends, what waits for its turn is not copied, and every [`Transfer`] has its

@@ -13,6 +13,7 @@ use crate::scheduler::{Core, StagingCounts};
 pub(crate) struct Gauges {
     core: Weak<Core>,
     epoch: IntGauge,
+    accounting_drift: IntGauge,
     slots: IntGaugeVec,
     dirty_blocks: IntGaugeVec,
     published_blocks: IntGaugeVec,
@@ -42,6 +43,10 @@ impl Gauges {
         Ok(Self {
             core,
             epoch: IntGauge::new("kvbm_epoch", "The present epoch.")?,
+            accounting_drift: IntGauge::new(
+                "kvbm_accounting_drift",
+                "Invariants of the block table that the audit in the background found broken.",
+            )?,
             slots: gauges("kvbm_slots", "Slots by state.", &["tier", "state"])?,
             dirty_blocks: gauges("kvbm_dirty_blocks", "Blocks that wait to be flushed.", &tier)?,
             published_blocks: gauges(
@@ -102,9 +107,10 @@ impl Gauges {
         })
     }
 
-    fn all(&self) -> [&dyn Collector; 17] {
+    fn all(&self) -> [&dyn Collector; 18] {
         [
             &self.epoch,
+            &self.accounting_drift,
             &self.slots,
             &self.dirty_blocks,
             &self.published_blocks,
@@ -127,6 +133,7 @@ impl Gauges {
     fn update(&self, core: &Core) {
         self.update_staging(core);
         self.epoch.set(i64::try_from(core.table().epoch()).unwrap_or(i64::MAX));
+        self.accounting_drift.set(core.accounting_drift() as i64);
         self.completion_panics.set(Done::panics() as i64);
         let present: Vec<Tier> = Tier::ALL.into_iter().filter(|&tier| core.table().has(tier)).collect();
         for &tier in &present {

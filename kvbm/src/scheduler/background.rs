@@ -44,6 +44,24 @@ impl Flushing {
     }
 }
 
+/// How far the audit in the background has come, and what it found.
+#[derive(Debug, Default)]
+pub(super) struct AuditPass {
+    /// The record to go on with.
+    next: AtomicUsize,
+    /// Violations found in this pass so far.
+    found: AtomicUsize,
+    /// Violations found in the last whole pass.
+    found_last: AtomicUsize,
+}
+
+impl AuditPass {
+    fn end(&self) {
+        self.next.store(0, Ordering::Relaxed);
+        self.found_last.store(self.found.swap(0, Ordering::Relaxed), Ordering::Relaxed);
+    }
+}
+
 /// What a [`Core::drain`] came to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[must_use]
@@ -90,6 +108,27 @@ impl Core {
         for from in Tier::ALL {
             self.flush(from, false);
         }
+        self.audit_some();
+    }
+
+    /// Looks at some records for what should be impossible: a million in a minute and a half. A table that has lost count
+    /// would serve on for days, with fewer slots each hour.
+    fn audit_some(&self) {
+        let mut violations = Vec::new();
+        let next = self.table().audit_some(self.audit.next.load(Ordering::Relaxed) as u32, &mut violations);
+        for violation in &violations {
+            tracing::error!(%violation, "the block table has lost count: please report this");
+        }
+        self.audit.found.fetch_add(violations.len(), Ordering::Relaxed);
+        match next {
+            Some(next) => self.audit.next.store(next as usize, Ordering::Relaxed),
+            None => self.audit.end(),
+        }
+    }
+
+    /// Violations of the table's invariants that the audit in the background has found, in this pass or the last.
+    pub(crate) fn accounting_drift(&self) -> usize {
+        self.audit.found.load(Ordering::Relaxed).max(self.audit.found_last.load(Ordering::Relaxed))
     }
 
     /// Has memory ready that the table needs soon, so that nobody who holds it waits for the kernel.

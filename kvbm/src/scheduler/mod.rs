@@ -54,7 +54,7 @@ use kvbm_policies::{Leg, split};
 use kvbm_tiers::{Frame, Route, Tier};
 use tokio::sync::oneshot;
 
-use self::background::Flushing;
+use self::background::{AuditPass, Flushing};
 use self::batch::Batches;
 use self::breaker::Breakers;
 use self::engine_order::{EngineOrder, EngineOrders};
@@ -130,6 +130,7 @@ pub struct Core {
     batches: Batches,
     staging: Mutex<Staging>,
     flushing: Flushing,
+    audit: AuditPass,
     breakers: Breakers,
     paces: Paces,
     demand: Demand,
@@ -189,6 +190,7 @@ impl Core {
             batches: Batches::default(),
             staging: Mutex::new(Staging::new(staging)),
             flushing: Flushing::default(),
+            audit: AuditPass::default(),
             breakers: Breakers::new(tuning.breaker_pause),
             paces: Paces::default(),
             demand: Demand::of_tiers(largest),

@@ -1,5 +1,7 @@
 //! The table's invariants, checked one by one over everything it holds. Linear in its size: for tests, for
-//! operators, never on a request's path.
+//! operators, never on a request's path. In the background they are checked some records at a time.
+
+use std::fmt;
 
 use kvbm_tiers::Tier;
 
@@ -11,15 +13,23 @@ use super::record::Record;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Violation(pub String);
 
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Records that one step of the audit in the background looks at: some 30 µs.
+const AUDITED: usize = 256;
+/// Children of one record that such a step counts: more are left to [`Table::audit`].
+const MAX_COUNTED: usize = 1_024;
+
 impl Table {
     /// Every invariant that does not hold. Empty, always.
     pub fn audit(&self) -> Vec<Violation> {
         let mut violations = Vec::new();
         for (id, record) in self.records.live() {
-            self.audit_identity(id, record, &mut violations);
-            for tier in Tier::ALL {
-                self.audit_residency(id, record, tier, &mut violations);
-            }
+            self.audit_record(id, record, usize::MAX, &mut violations);
         }
         Tier::ALL.iter().for_each(|&tier| self.audit_tier(tier, &mut violations));
         expect(
@@ -30,6 +40,28 @@ impl Table {
         violations
     }
 
+    /// Audits some records, from number `from` on, one by one: what only shows in all of them together is left to
+    /// [`audit`](Self::audit). Returns where to go on; `None`: those were the last.
+    pub fn audit_some(&self, from: u32, violations: &mut Vec<Violation>) -> Option<u32> {
+        for (id, record) in self.records.live_among(from, AUDITED) {
+            self.audit_record(id, record, MAX_COUNTED, violations);
+        }
+        let next = from + AUDITED as u32;
+        if self.records.has_beyond(next) {
+            return Some(next);
+        }
+        Tier::ALL.iter().for_each(|&tier| self.audit_slots(tier, violations));
+        None
+    }
+
+    fn audit_record(&self, id: RecordId, record: &Record, most: usize, violations: &mut Vec<Violation>) {
+        self.audit_identity(id, record, violations);
+        for tier in Tier::ALL {
+            self.audit_residency(id, record, tier, violations);
+        }
+        self.audit_children(id, record, most, violations);
+    }
+
     fn audit_identity(&self, id: RecordId, record: &Record, violations: &mut Vec<Violation>) {
         let hash = KeyHash::of(record.key());
         let found = self.index.find(hash, self.index.first(hash), |r| self.records.at(r).is(record.key()));
@@ -38,12 +70,23 @@ impl Table {
         // It may overstate, where a neighbour has the same tag. It must hide nothing.
         let agrees = noted.union(record.resident()) == noted;
         expect(agrees, || format!("the index hides where {id:?} is resident"), violations);
-        let is_linked = |parent| self.records.children(parent).any(|child| child == id);
-        expect(
-            record.parent().is_none_or(is_linked),
-            || format!("{id:?} is no child of its parent"),
-            violations,
-        );
+        expect(self.records.is_linked(id), || format!("{id:?} is no child of its parent"), violations);
+    }
+
+    /// The counts in slots say which blocks are leaves, and so which may leave.
+    fn audit_children(&self, id: RecordId, record: &Record, most: usize, violations: &mut Vec<Violation>) {
+        // No record has more children than there are records, unless their links run in a circle.
+        let most = most.min(self.records.len());
+        if self.records.children(id).take(most + 1).count() > most {
+            return;
+        }
+        for tier in Tier::ALL.into_iter().filter(|&tier| record.resident().has(tier)) {
+            let there = |child: &RecordId| self.records.at(*child).resident().has(tier);
+            let counted = self.records.children(id).filter(there).count();
+            let slot = record.slot(tier);
+            let agrees = self.tier(tier).at(slot).children as usize == counted;
+            expect(agrees, || format!("{tier} slot {} miscounts its children", slot.0), violations);
+        }
     }
 
     fn audit_residency(&self, id: RecordId, record: &Record, tier: Tier, violations: &mut Vec<Violation>) {
@@ -68,26 +111,16 @@ impl Table {
 
     fn audit_tier(&self, tier: Tier, violations: &mut Vec<Violation>) {
         let Some(held) = &self.tiers[tier.index()] else { return };
-        // Counted anew: the counts in the slots are what is checked.
-        let mut children = vec![0u32; held.slots.len()];
-        let mut resident = 0;
-        for (_, record) in self.records.live().filter(|(_, record)| record.resident().has(tier)) {
-            resident += 1;
-            let parent = record.parent().map(|parent| self.records.at(parent));
-            if let Some(parent) = parent.filter(|parent| parent.resident().has(tier)) {
-                children[parent.slot(tier).0 as usize] += 1;
-            }
-        }
+        let resident = self.records.live().filter(|(_, record)| record.resident().has(tier)).count();
         expect(
-            resident == held.resident + held.forgotten.blocks,
+            resident == (held.resident + held.forgotten.blocks) as usize,
             || format!("{tier} miscounts its residents"),
             violations,
         );
-        for (_, record) in self.records.live().filter(|(_, record)| record.resident().has(tier)) {
-            let slot = record.slot(tier);
-            let agrees = held.at(slot).children == children[slot.0 as usize];
-            expect(agrees, || format!("{tier} slot {} miscounts its children", slot.0), violations);
-        }
+        self.audit_slots(tier, violations);
+    }
+
+    fn audit_slots(&self, tier: Tier, violations: &mut Vec<Violation>) {
         let counts = self.counts(tier);
         // What is filling or in quarantine makes up the rest.
         let used = counts.free + counts.resident + counts.forgotten + counts.lost;

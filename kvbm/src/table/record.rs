@@ -231,7 +231,30 @@ impl Records {
 
     /// All records that some tier has or awaits.
     pub(super) fn live(&self) -> impl Iterator<Item = (RecordId, &Record)> {
-        (0u32..).map(RecordId).zip(self.all.iter()).filter(|(_, record)| !record.is_nowhere())
+        self.live_among(0, self.all.len())
+    }
+
+    /// Those of them among `count` records from number `from` on.
+    pub(super) fn live_among(&self, from: u32, count: usize) -> impl Iterator<Item = (RecordId, &Record)> {
+        let some = self.all.get(from as usize..).unwrap_or_default().iter().take(count);
+        (from..).map(RecordId).zip(some).filter(|(_, record)| !record.is_nowhere())
+    }
+
+    /// Whether there are records from number `next` on.
+    pub(super) fn has_beyond(&self, next: u32) -> bool {
+        (next as usize) < self.all.len()
+    }
+
+    /// Whether the children of its parent, if it has one, are linked through it.
+    pub(super) fn is_linked(&self, id: RecordId) -> bool {
+        let Record { parent, next_sibling, prev_sibling, .. } = *self.at(id);
+        let Some(parent) = some(parent) else { return true };
+        let before = match some(prev_sibling) {
+            Some(before) => self.at(before).next_sibling,
+            None => self.at(parent).first_child,
+        };
+        let after = some(next_sibling).is_none_or(|after| self.at(after).prev_sibling == id.0);
+        before == id.0 && after
     }
 }
 

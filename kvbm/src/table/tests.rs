@@ -470,3 +470,28 @@ fn a_long_chain_goes_down_in_steps() {
     }
     panic!("{} of {} blocks went down", table.matches(Chain::from(&chain)).blocks(Tier::Disk), chain.len());
 }
+
+#[test]
+fn a_table_that_has_lost_count_is_found_out_in_steps() {
+    let (eviction, pool) = (EvictionKind::default(), FramePool::new(Tier::Host, 1_000));
+    let mut table =
+        Table::new([TierSpec { pool, policy: eviction.build(1_000), flush_to: None, admission: None }]);
+    let trunk: Vec<_> = (1..=900).map(BlockHash::from_u128).collect();
+    assert_eq!(fill(&mut table, Tier::Host, &trunk), 0);
+    let pass = |table: &Table| {
+        let (mut violations, mut next, mut steps) = (Vec::new(), Some(0), 0);
+        while let Some(from) = next {
+            next = table.audit_some(from, &mut violations);
+            steps += 1;
+        }
+        (violations, steps)
+    };
+    let (sound, steps) = pass(&table);
+    assert_eq!((sound.as_slice(), steps > 1), ([].as_slice(), true), "{steps} steps");
+    let slot = table.records.live().last().map(|(_, record)| record.slot(Tier::Host)).unwrap();
+    table.tier_mut(Tier::Host).at_mut(slot).children += 1;
+    assert_eq!(pass(&table).0, table.audit());
+    assert_eq!(table.audit().len(), 1);
+    table.tier_mut(Tier::Host).at_mut(slot).children -= 1;
+    assert_eq!(pass(&table).0, []);
+}
