@@ -116,7 +116,8 @@ impl Canary<'_> {
     fn copy(&self, from: SlotRef, to: SlotRef) -> Result<()> {
         let (report, reported) = std::sync::mpsc::channel();
         let done = Done::new(move |_, result| drop(report.send(result)));
-        self.backend.submit(vec![CopyOp { block: BlockKey { hash: 0, group: 0 }, from, to }], done);
+        let block = BlockKey { hash: 0, group: 0 };
+        self.backend.submit(vec![CopyOp { block, parent: None, from, to }], done);
         let failed = |error| {
             let message = "a block could not be copied between the engine's memory and ours";
             Error::caused(ErrorKind::Unavailable, message, error)
