@@ -238,6 +238,7 @@ impl Bed {
         let slot = |tier, slot| SlotRef { tier, slot: SlotId(slot), generation: 0 };
         let op = |number: u32| CopyOp {
             block: BlockKey { hash: u128::from(number), group: 0 },
+            parent: None,
             from: slot(from, number),
             to: slot(to, number),
         };

@@ -68,6 +68,7 @@ fn move_all(backend: &dyn Backend, (from, to): Route, size: usize) {
     let at = |tier, slot| SlotRef { tier, slot: SlotId(slot), generation: 1 };
     let order = |slot| CopyOp {
         block: BlockKey { hash: u128::from(slot), group: 0 },
+        parent: None,
         from: at(from, slot),
         to: at(to, slot),
     };

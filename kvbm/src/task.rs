@@ -59,6 +59,8 @@ pub struct CopyTask {
     pub class: Class,
     /// What is copied.
     pub block: BlockKey,
+    /// Hash of the block before it in its chain; `None`: it is the first.
+    pub parent: Option<u128>,
     /// Its source, pinned by the transfer.
     pub from: SlotRef,
     /// Its destination.

@@ -100,6 +100,8 @@ pub type Route = (Tier, Tier);
 pub struct CopyOp {
     /// What is copied.
     pub block: BlockKey,
+    /// Hash of the block before it in its chain, for stores that describe themselves; `None`: it is the first.
+    pub parent: Option<u128>,
     /// Source slot.
     pub from: SlotRef,
     /// Destination slot.

@@ -126,7 +126,8 @@ impl Canary<'_> {
     fn copy(&mut self, from: SlotRef, to: SlotRef) -> Result<()> {
         let (report, reported) = channel();
         let done = Done::new(move |_, result| drop(report.send(result)));
-        self.backend.submit(vec![CopyOp { block: BlockKey { hash: 0, group: 0 }, from, to }], done);
+        let block = BlockKey { hash: 0, group: 0 };
+        self.backend.submit(vec![CopyOp { block, parent: None, from, to }], done);
         match reported.recv_timeout(self.limit) {
             Ok(copied) => copied.map_err(|error| {
                 Error::caused(ErrorKind::Unavailable, format!("{NOT_COPIED}: {error}"), error)

@@ -184,6 +184,7 @@ mod tests {
             id: TaskId { transfer: ID, block: 0 },
             class: Class::Load,
             block: BlockKey { hash: 1, group: 0 },
+            parent: None,
             from: slot(Tier::Disk),
             to: slot(to),
             via: None,

@@ -15,11 +15,11 @@ use serde::{Deserialize, Serialize};
 use crate::copy::{BlockKey, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// `kvbm`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbm");
 
-/// Bytes of the longest message. The largest batch, a segment of the smallest blocks, is a third of it.
+/// Bytes of the longest message. The largest batch, a segment of the smallest blocks, is less than half of it.
 pub(super) const MAX_MESSAGE: usize = 1 << 20;
 /// Bytes of the longest message of somebody who has not been welcomed.
 pub(super) const MAX_GREETING: usize = 16 << 10;
@@ -40,8 +40,8 @@ pub(super) enum Malformed {
     Undecodable(#[from] postcard::Error),
     #[error("{0} bytes behind a message")]
     Rest(usize),
-    #[error("a tier that there is not")]
-    NoSuchTier,
+    #[error("a copy order that names no tier, or half a parent")]
+    NoSuchCopy,
 }
 
 /// What a rank says first.
@@ -120,12 +120,12 @@ pub(super) enum ToRank {
     Goodbye,
 }
 
-/// Copy orders, each in [`OP_BYTES`]: hash, group, then tier, slot and generation of the source and of the destination;
+/// Copy orders, each in [`OP_BYTES`]: hash, group, whether there is a parent and its hash, then tier, slot and generation of the source and of the destination;
 /// numbers least byte first. One by one they would take most of a leader's time for a batch.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct PackedOps(#[serde(with = "serde_bytes")] Vec<u8>);
 
-const OP_BYTES: usize = 16 + 1 + 2 * SLOT_BYTES;
+const OP_BYTES: usize = 16 + 1 + 1 + 16 + 2 * SLOT_BYTES;
 const SLOT_BYTES: usize = 1 + 4 + 4;
 
 impl PackedOps {
@@ -134,6 +134,8 @@ impl PackedOps {
         for op in ops {
             bytes.extend_from_slice(&op.block.hash.to_le_bytes());
             bytes.push(op.block.group);
+            bytes.push(op.parent.is_some().into());
+            bytes.extend_from_slice(&op.parent.unwrap_or_default().to_le_bytes());
             for at in [op.from, op.to] {
                 bytes.push(at.tier.index() as u8);
                 bytes.extend_from_slice(&at.slot.0.to_le_bytes());
@@ -148,16 +150,23 @@ impl PackedOps {
         if !rest.is_empty() {
             return Err(Malformed::Rest(rest.len()));
         }
-        ops.iter().map(|op| unpack(op).ok_or(Malformed::NoSuchTier)).collect()
+        ops.iter().map(|op| unpack(op).ok_or(Malformed::NoSuchCopy)).collect()
     }
 }
 
 fn unpack(op: &[u8; OP_BYTES]) -> Option<CopyOp> {
     let (hash, rest) = op.split_first_chunk()?;
     let (&group, rest) = rest.split_first()?;
+    let (&has_parent, rest) = rest.split_first()?;
+    let (parent, rest) = rest.split_first_chunk()?;
+    let parent = match (has_parent, u128::from_le_bytes(*parent)) {
+        (0, 0) => None,
+        (1, parent) => Some(parent),
+        _ => return None,
+    };
     let (from, rest) = unpack_slot(rest)?;
     let (to, _) = unpack_slot(rest)?;
-    Some(CopyOp { block: BlockKey { hash: u128::from_le_bytes(*hash), group }, from, to })
+    Some(CopyOp { block: BlockKey { hash: u128::from_le_bytes(*hash), group }, parent, from, to })
 }
 
 /// `None`: there is no such tier.
@@ -288,11 +297,9 @@ mod tests {
     }
 
     fn op() -> impl Strategy<Value = CopyOp> {
-        (any::<u128>(), any::<u8>(), slot(), slot()).prop_map(|(hash, group, from, to)| CopyOp {
-            block: BlockKey { hash, group },
-            from,
-            to,
-        })
+        (any::<u128>(), any::<u8>(), any::<Option<u128>>(), slot(), slot()).prop_map(
+            |(hash, group, parent, from, to)| CopyOp { block: BlockKey { hash, group }, parent, from, to },
+        )
     }
 
     fn ended() -> impl Strategy<Value = Ended> {
@@ -378,7 +385,8 @@ mod tests {
     #[test]
     fn the_largest_message_of_either_side_is_within_the_limit() {
         let slot = SlotRef { tier: Tier::Object, slot: SlotId(u32::MAX), generation: u32::MAX };
-        let op = CopyOp { block: BlockKey { hash: u128::MAX, group: u8::MAX }, from: slot, to: slot };
+        let block = BlockKey { hash: u128::MAX, group: u8::MAX };
+        let op = CopyOp { block, parent: Some(u128::MAX), from: slot, to: slot };
         let copy = ToRank::Copy { batch: u64::MAX, ops: PackedOps::of(&vec![op; MAX_OPS]) };
         assert!(body(&copy).len() <= MAX_MESSAGE);
     }
@@ -388,7 +396,7 @@ mod tests {
         assert_eq!(Hello::parse(&body(&ToLeader::Hello(Hello::new(member())))).unwrap(), member());
         let other = (0_u8, MAGIC, VERSION + 1, "something that this version does not know");
         let why = Hello::parse(&body(&other)).unwrap_err();
-        assert!(why.contains("speaks version 2") && why.contains("this leader version 1"), "{why}");
+        assert!(why.contains("speaks version 3") && why.contains("this leader version 2"), "{why}");
         let stranger = Hello::parse(b"GET / HTTP/1.1\r\n").unwrap_err();
         assert!(stranger.contains("no rank"), "{stranger}");
     }

@@ -542,7 +542,8 @@ impl Table {
         if let Some(from) = from {
             let is_probe = plan.is_probe && at + 1 == plan.keys.len();
             let id = TaskId { transfer: id, block };
-            let task = CopyTask { id, class: plan.class, block: key, from, to, via: None, is_probe };
+            let (class, parent) = (plan.class, self.parent_hash(record));
+            let task = CopyTask { id, class, block: key, parent, from, to, via: None, is_probe };
             if from.tier > Tier::Host && plan.through_host.has(from.tier) {
                 self.pass_host(plan, record, task);
             } else {
@@ -561,6 +562,12 @@ impl Table {
         }
         let (record, frame) = self.place(plan.to, plan.keys[at], plan.above)?;
         Some(Placed { record, to: frame.slot_ref(), is_recorded: true, frame: Some(frame) })
+    }
+
+    /// By the name that the table knows it by.
+    fn parent_hash(&self, record: RecordId) -> Option<u128> {
+        let parent = self.records.at(record).parent()?;
+        Some(self.records.at(parent).key().hash)
     }
 
     fn send(&mut self, plan: &mut TransferPlan, task: CopyTask) {
@@ -663,6 +670,7 @@ impl Table {
                 id: TaskId { transfer: id, block },
                 class: Class::Flush,
                 block: known.key(),
+                parent: self.parent_hash(record),
                 from: self.slot_ref(source, known.slot(source)),
                 to: frame.slot_ref(),
                 via: None,
