@@ -3,6 +3,7 @@
 use std::ops::{Index, IndexMut};
 
 /// Values of a chunk.
+// A power of two, so that a place is a shift and a mask. The list of the chunks of a million values takes 24 KB.
 const CHUNK: usize = 1_024;
 
 /// A growing array in chunks, of which it adds one at a time: a `Vec` copies all that it has when it grows, and whoever
@@ -25,6 +26,7 @@ impl<T> Chunked<T> {
 
     pub(crate) fn push(&mut self, value: T) {
         if self.len == self.chunks.len() * CHUNK {
+            // At its full size at once: it never grows, so nothing in it moves.
             self.chunks.push(Vec::with_capacity(CHUNK));
         }
         if let Some(last) = self.chunks.last_mut() {

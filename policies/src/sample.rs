@@ -47,6 +47,7 @@ impl Sample {
 
 /// A number below `places`, each equally likely if `bits` are random.
 fn share(bits: u64, places: u32) -> usize {
+    // By the upper bits: a remainder would cost a division, and prefer the first places.
     ((u128::from(bits) * u128::from(places)) >> 64) as usize
 }
 

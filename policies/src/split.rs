@@ -21,6 +21,7 @@ pub fn split(legs: impl IntoIterator<Item = Leg>, prefill_s: f64) -> u32 {
     for leg in legs {
         blocks += leg.blocks;
         gain += f64::from(leg.blocks) * (prefill_s - leg.block_s.unwrap_or(0.0));
+        // Not up to the first slow tier: a slow stretch may be worth crossing for what lies behind it.
         if gain >= best.1 {
             best = (blocks, gain);
         }

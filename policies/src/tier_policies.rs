@@ -37,6 +37,7 @@ impl TierPolicies {
 
     /// A request used the path that ends at `access.deepest`, whose last `access.inserted` blocks are new.
     pub fn touch(&mut self, access: &Access, forest: &dyn Forest) {
+        // The model first: the policies ask it what this use has changed.
         self.reuse.touch(access, forest);
         self.eviction.touch(access, forest, &self.reuse);
         if let Some(rule) = &mut self.admission {
@@ -92,6 +93,7 @@ impl TierPolicies {
         now_ms: u64,
         forest: &dyn Forest,
     ) -> u32 {
+        // Without a rule, whoever asks has decided already.
         let Some(rule) = &mut self.admission else { return candidates.blocks };
         rule.admit(candidates, trigger, now_ms, forest, &self.reuse)
     }

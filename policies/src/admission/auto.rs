@@ -47,6 +47,7 @@ impl Auto {
     /// A rule between the tiers of `pair`.
     pub fn new(pair: &TierPair) -> Self {
         let stride = Self::stride(pair);
+        // One rule for the real tiers, one for the shadow: each learns from what it is asked, and must not hear of both.
         let rival =
             |rule: fn() -> Box<dyn Admission>| Rival { rule: rule(), shadow: shadow(pair, stride, rule()) };
         Self { sampling: Sampling::one_in(stride), rivals: RIVALS.map(rival), chosen: FIRST, uses: 0 }
@@ -60,7 +61,9 @@ impl Auto {
     fn choose(&mut self) {
         let best = self.rivals.iter().map(|rival| rival.shadow.hits).fold(0.0, f64::max);
         let is_good = |rival: &Rival| rival.shadow.hits >= NEARLY * best;
+        // The first good one: they stand in the order of what they write.
         self.chosen = self.rivals.iter().position(is_good).unwrap_or(FIRST);
+        // So some twenty terms count: what one of them finds is too little to tell half a per cent apart.
         for rival in &mut self.rivals {
             rival.shadow.hits *= KEPT;
         }
@@ -74,6 +77,7 @@ fn shadow(pair: &TierPair, stride: u32, rule: Box<dyn Admission>) -> Shadow {
         admission,
     };
     let (upper, lower) = (pair.upper.shrunk(stride), pair.lower.shrunk(stride));
+    // The first tier takes every block: its own rule is never asked.
     Shadow::new(level(upper, Box::new(WriteBack)), level(lower, rule))
 }
 
@@ -105,6 +109,7 @@ impl Admission for Auto {
     }
 
     fn upkeep(&mut self, work: &mut Vec<Upkeep>) {
+        // The rules have none of their own: what they go by the tier's model learns.
         self.rivals.iter_mut().for_each(|rival| work.append(&mut rival.shadow.take_upkeep()));
     }
 

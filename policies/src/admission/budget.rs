@@ -50,6 +50,7 @@ impl Budgeted {
 
     /// Whether the demand of late for blocks worth more than `worth` leaves something of the budget.
     fn is_affordable(&self, worth: f32) -> bool {
+        // Demand and span are halved together, so both are of the same time.
         let allowance = self.bucket.level.saturating_add(self.bucket.income(self.tally.span_ms()));
         self.tally.blocks_above(worth) * self.block_bytes as f32 <= allowance as f32
     }
@@ -59,6 +60,7 @@ impl Admission for Budgeted {
     fn refund(&mut self, blocks: u32) {
         self.inner.refund(blocks);
         let level = self.bucket.level.saturating_add(u64::from(blocks) * self.block_bytes);
+        // Income may have come since. With more than the saved hour, a day could see more than its budget.
         self.bucket.level = level.min(self.bucket.most());
     }
 
@@ -88,6 +90,7 @@ impl Admission for Budgeted {
     ) -> u32 {
         let wanted = self.inner.admit(candidates, trigger, now_ms, forest, reuse).min(candidates.blocks);
         self.bucket.advance(now_ms);
+        // Demand is what the rule wants: else the budget would be saved for blocks that nobody writes.
         if wanted == 0 {
             return 0;
         }
@@ -111,6 +114,7 @@ struct Bucket {
 impl Bucket {
     const fn new(budget: Budget) -> Self {
         let most = budget.bytes_per_day / 24 * SAVED_HOURS;
+        // A full hour at the start: with the 23/24 that run up in a day, it makes the day's budget.
         Self { budget, level: most, filled_ms: None }
     }
 
@@ -120,6 +124,7 @@ impl Bucket {
 
     /// What runs up in `ms` milliseconds.
     fn income(&self, ms: u64) -> u64 {
+        // 64 bits overflow after five hours of a terabyte a day.
         let daily = u128::from(self.budget.bytes_per_day - self.most());
         (daily * u128::from(ms) / u128::from(DAY_MS)).try_into().unwrap_or(u64::MAX)
     }

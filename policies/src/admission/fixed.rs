@@ -17,6 +17,7 @@ impl Admission for WriteThrough {
         _forest: &dyn Forest,
         _reuse: &ReuseModel,
     ) -> u32 {
+        // Also when they leave: what was not written when it was used, for want of room or budget, has a last chance.
         candidates.blocks
     }
 }

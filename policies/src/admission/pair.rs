@@ -22,6 +22,7 @@ pub struct TierShape {
 
 impl TierShape {
     pub(super) fn shrunk(self, by: u32) -> Self {
+        // Not 0: a tier that everything leaves at once tells nothing of one that keeps it for a while.
         Self { capacity: (self.capacity / by).max(1), ..self }
     }
 }

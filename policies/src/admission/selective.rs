@@ -20,6 +20,7 @@ pub struct Selective {
 }
 
 /// Expected returns that are given up, of all that the candidates promise.
+// At 6 %, six sizes of the conversation trace lost 0.2 to 1.0 % of their hits; a test allows 1 %.
 pub const REFUSED_RETURNS: f32 = 0.055;
 
 impl Admission for Selective {
@@ -35,6 +36,7 @@ impl Admission for Selective {
         _forest: &dyn Forest,
         reuse: &ReuseModel,
     ) -> u32 {
+        // There is time: the longer a block has lain unused, the more its age tells.
         if trigger == Trigger::Used {
             return 0;
         }

@@ -48,6 +48,7 @@ impl Sampling {
         let path = self.sampled_path(Some(access.deepest), forest);
         let (request, is_part) = self.identify(access);
         let counted = if is_part { self.sampled_path(above, forest).len() } else { 0 };
+        // A part that brings no sampled block has been counted with the part before.
         let is_news = !path.is_empty() && (counted < path.len() || !is_part);
         is_news.then_some(SampledUse { now_ms: access.now_ms, request, hints: access.hints, path, counted })
     }
@@ -59,7 +60,9 @@ impl Sampling {
         let above = path.get(access.inserted as usize).copied();
         path.truncate(access.inserted as usize);
         let mut nearest = above.map_or(0, |block| self.nearest(block));
+        // Root first: the nearest of a block that is not sampled is that of its parent.
         for &block in path.iter().rev() {
+            // By its own content alone: a `Sample` picks by the first block of a group, which may lie further up.
             if mixed(forest.key(block)).is_multiple_of(self.stride) {
                 nearest = block.0 + 1;
             }
@@ -86,12 +89,14 @@ impl Sampling {
 
     /// The request, and whether it is one that was seen before and goes on.
     fn identify(&mut self, access: &Access) -> (RequestId, bool) {
+        // Without a name, what inserts goes on with the use before: see `Access::request`.
         let Some(request) = access.request else {
             self.unnamed += 1;
             return (RequestId(Self::UNNAMED + self.unnamed), access.inserted > 0);
         };
         let is_known = self.seen.contains(&request);
         if !is_known {
+            // Once forgotten, a request's next part counts as a new use: in all shadows alike, so no rule gains by it.
             self.seen.truncate(Self::SEEN - 1);
             self.seen.push_front(request);
         }
@@ -124,7 +129,9 @@ impl Shadow {
         let Some(deepest) = self.names.intern(&used.path) else { return };
         let SampledUse { now_ms, request, hints, counted, .. } = *used;
         let hits = self.stages.take(&self.names, &Use { now_ms, request, deepest, hints });
+        // What an earlier part of the same use brought in was not found.
         self.hits += f64::from(hits.saturating_sub(counted as u32));
+        // Their numbers serve again: what a shadow keeps stays in proportion to its tiers.
         for block in self.stages.take_departed() {
             self.names.forget(block);
         }
@@ -159,6 +166,7 @@ impl Names {
     fn intern(&mut self, path: &[u64]) -> Option<BlockId> {
         path.iter().zip(1..).fold(None, |parent, (&key, depth)| {
             let name = Name { key, parent, depth };
+            // A key names all that is above it, too: a block that is known hangs where it belongs.
             let known = self.by_key.get(&key).copied();
             Some(known.unwrap_or_else(|| self.add(name)))
         })

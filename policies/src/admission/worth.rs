@@ -41,6 +41,7 @@ impl Tally {
         class.blocks += blocks as f32;
         class.returns += blocks as f32 * worth;
         self.asked += 1;
+        // All at once and seldom: fading every class with every question would double what a question costs.
         if self.asked.is_multiple_of(HALF_LIFE) {
             self.halve();
         }
@@ -72,6 +73,7 @@ impl Tally {
 }
 
 fn class(worth: f32) -> usize {
+    // What will not return is worth 0, which has no logarithm.
     let doublings = worth.clamp(f32::MIN_POSITIVE, 1.0).log2();
     (CLASSES as f32 - 1.0 + CLASSES_A_DOUBLING * doublings).max(0.0) as usize
 }

@@ -19,6 +19,7 @@ struct Link {
     newer: u32,
 }
 
+// It stands at both ends: no link has to ask whether it is the first or the last.
 const JOINT: u32 = 0;
 const UNLINKED: Link = Link { older: u32::MAX, newer: u32::MAX };
 

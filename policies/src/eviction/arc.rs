@@ -80,6 +80,7 @@ impl Arc {
 
     /// Whether a block that enters was here not long ago. Learns from it.
     fn has_returned(&mut self, key: u64) -> bool {
+        // Counted before the ghost is taken, so that whichever divides is not 0.
         let (recent, frequent) = (self.recent.ghosts.len(), self.frequent.ghosts.len());
         if self.recent.ghosts.take(key).is_some() {
             self.target = (self.target + (frequent / recent).max(1)).min(self.capacity);
@@ -107,6 +108,7 @@ impl Eviction for Arc {
         let queue = self.queue(gone.is_frequent);
         queue.len -= 1;
         queue.ghosts.insert(gone.key, ());
+        // The paper's bounds: what was used once, ghosts included, at most the tier; all four lists at most two tiers.
         self.recent.ghosts.truncate(capacity.saturating_sub(self.recent.len));
         let others = self.recent.len + self.frequent.len + self.recent.ghosts.len();
         self.frequent.ghosts.truncate((2 * capacity).saturating_sub(others));
@@ -115,6 +117,7 @@ impl Eviction for Arc {
     fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
         let from_recent = self.recent.len > self.target;
         let preferred = if from_recent { None } else { self.blocks.lowest((true, 0).., forest) };
+        // The whole range begins with those used once, for `false` is less.
         preferred.or_else(|| self.blocks.lowest(.., forest))
     }
 

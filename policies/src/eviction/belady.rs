@@ -61,6 +61,7 @@ impl Belady {
 
 impl Eviction for Belady {
     fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
+        // By order alone, so it serves only where a request is one touch: in a simulation.
         let next_uses = self.future.next().unwrap_or_default();
         let path = std::iter::successors(Some(access.deepest), |&block| forest.parent(block));
         for (block, depth) in path.zip((0..access.depth).rev()) {
@@ -79,6 +80,7 @@ impl Eviction for Belady {
 
     fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
         while let Some(&(rank, block)) = self.leaves.peek() {
+            // A busy one is dropped as well: `released` offers it again.
             if self.rank_of(block) == Some(rank) && forest.standing(block) == Standing::Evictable {
                 return Some(block);
             }

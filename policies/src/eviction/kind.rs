@@ -22,6 +22,7 @@ use super::turn::Turn;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum EvictionKind {
     /// [`Hazard`].
+    // At no size that was tried was it below `lru` (docs/policies.md).
     #[default]
     Hazard,
     /// [`Lru`].

@@ -57,6 +57,7 @@ impl Eviction for Lfu {
 
     fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
         let victim = self.blocks.lowest(.., forest)?;
+        // Here and not in `removed`: what leaves because its bytes are bad was not worth least.
         self.age = self.blocks.state(victim)?.worth;
         Some(victim)
     }

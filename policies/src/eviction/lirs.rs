@@ -69,6 +69,7 @@ impl Lirs {
                 (false, self.ghosts.take(key), key)
             }
         };
+        // `None` is below any stamp: a first use is never more recent, and where no block is low any earlier use is.
         let is_low = was_low || self.low_len < self.low_room || previous_use > self.stalest_low_use();
         if was_low {
             self.forget_low(block);
@@ -98,6 +99,7 @@ impl Lirs {
             self.forget_low(block);
             let Some(&place) = self.blocks.state(block) else { return };
             let stamp = self.blocks.stamp();
+            // As in the paper, to the young end of the queue.
             self.blocks.set(block, LirsBlock { is_low: false, stamp, ..place });
             self.blocks.offer(block);
         }
@@ -109,6 +111,7 @@ impl Eviction for Lirs {
         for block in self.blocks.path(access, forest) {
             self.place(block, forest);
         }
+        // After the whole path: its first blocks must not push out what its last ones are compared with.
         self.demote_surplus();
         self.blocks.offer(access.deepest);
     }

@@ -56,6 +56,7 @@ impl Eviction for Lru2 {
                 Some(known) => LastTwo { previous: known.last, last, key: known.key },
                 None => {
                     let key = forest.key(block);
+                    // 0 is below any stamp: what was used once goes before all that was used twice.
                     LastTwo { previous: self.ghosts.take(key).unwrap_or(0), last, key }
                 }
             };

@@ -44,6 +44,7 @@ impl RankQueue {
         };
         self.heap[at] = (rank, number);
         self.index[slot] = at as u32;
+        // The rank may have fallen or grown: at most one of the two moves it.
         let at = self.rise(at);
         self.sink(at);
     }

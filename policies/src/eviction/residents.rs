@@ -64,6 +64,7 @@ impl<T: Ranked> Residents<T> {
         forest: &'f dyn Forest,
     ) -> impl Iterator<Item = BlockId> + use<'f, T> {
         let blocks = if self.is_first_part(access) { access.depth } else { access.inserted };
+        // From the deepest up: stamped in this order, a path goes tail first.
         successors(Some(access.deepest), |&block| forest.parent(block)).take(blocks as usize)
     }
 
@@ -71,6 +72,7 @@ impl<T: Ranked> Residents<T> {
         let Some(request) = access.request else { return access.inserted == 0 };
         let is_first = !self.counted.contains(&request);
         if is_first {
+            // Whoever outlives 64 other requests counts twice, and his blocks then rank a little too high.
             self.counted.truncate(Self::COUNTED - 1);
             self.counted.push_front(request);
         }
@@ -89,6 +91,7 @@ impl<T: Ranked> Residents<T> {
             self.blocks.resize_with(at + 1, || None);
         }
         let old = self.blocks[at].replace(Resident { state, is_sorted: false });
+        // By what it was: the tree has the leaf under its old rank.
         self.unsort(old.as_ref());
     }
 

@@ -29,6 +29,7 @@ pub struct S3Fifo {
 /// How many blocks one search passes over at most.
 const MAX_PASSES: usize = 4096;
 
+// Two bits, as in the paper.
 const MAX_USES: u8 = 3;
 
 #[derive(Clone, Copy, Debug)]
@@ -84,6 +85,7 @@ impl S3Fifo {
     /// The head of the queue that has to give.
     fn head(&self) -> Option<BlockId> {
         let small = self.small.oldest();
+        // At last the small one in any case: at the start the main one is empty.
         small.filter(|_| self.small_len >= self.capacity / 10).or_else(|| self.main.oldest()).or(small)
     }
 
@@ -114,6 +116,7 @@ impl Eviction for S3Fifo {
         let Some(gone) = self.blocks.remove(block, exposed) else { return };
         self.unlink(block, gone.is_main);
         if !gone.is_main {
+            // Of the small queue alone, as in the paper: a ghost that returns says that it was too short.
             self.ghosts.insert(gone.key, ());
             self.ghosts.truncate(self.capacity - self.capacity / 10);
         }
@@ -123,6 +126,7 @@ impl Eviction for S3Fifo {
         for _ in 0..MAX_PASSES {
             let head = self.head()?;
             let place = *self.blocks.state(head)?;
+            // As in the paper: one use keeps a block in the main queue, two bring it there.
             let enough = if place.is_main { 1 } else { 2 };
             if place.uses < enough && forest.standing(head) == Standing::Evictable {
                 return Some(head);

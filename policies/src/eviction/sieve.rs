@@ -58,9 +58,11 @@ impl Eviction for Sieve {
 
     fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
         loop {
+            // Behind the youngest, the hand begins again at the oldest.
             let ahead = self.blocks.lowest(self.hand.., forest);
             let block = ahead.or_else(|| self.blocks.lowest(.., forest))?;
             let place = *self.blocks.state(block)?;
+            // On the victim, not past it: who asks again before that has gone hears the same.
             self.hand = place.stamp;
             if !place.is_used {
                 return Some(block);

@@ -80,6 +80,7 @@ impl Eviction for Slru {
                 None => self.place(block, false),
             }
         }
+        // A path that is longer than the room exposes its own tail: it was protected from the deepest block up.
         self.expose_surplus();
         self.blocks.offer(access.deepest);
     }

@@ -115,6 +115,7 @@ impl Tenants {
     }
 
     fn set_blocks(&mut self, tenant: Tenant, blocks: u32) {
+        // Under the load that it has had so far, which the count below still tells.
         self.order.remove(&(self.load(tenant, self.blocks(tenant)), tenant));
         if blocks == 0 {
             self.blocks.remove(&tenant);
@@ -129,6 +130,7 @@ impl Tenants {
         let quota = tenant.and_then(|tenant| self.terms.quotas.get(&tenant));
         Load {
             is_over_quota: quota.is_some_and(|&quota| blocks > quota),
+            // 0, less or no number would spoil the order of the bits.
             per_weight: (f64::from(blocks) / weight.max(1e-9)).to_bits(),
         }
     }
@@ -142,6 +144,7 @@ impl Tenants {
     }
 
     fn set_aside(&mut self, block: BlockId) {
+        // Never 0, which says that a leaf is not set aside.
         self.last_ticket = self.last_ticket.wrapping_add(1).max(1);
         let ticket = self.last_ticket;
         let Some(charge) = self.charge_of(block) else { return };
@@ -149,6 +152,7 @@ impl Tenants {
         let id = charge.group;
         let Some(group) = self.groups.get_mut(&id) else { return };
         group.aside.push_back((block, ticket));
+        // Entries of leaves that were taken back stay until they are the more: swept then, in O(1) amortised.
         if group.aside.len() > 2 * group.blocks as usize + 64 {
             let charges = &self.charges;
             group.aside.retain(|&(block, ticket)| holds(charges, block, ticket));
@@ -174,6 +178,7 @@ impl Tenants {
                 if forest.standing(block) == Standing::Evictable {
                     return Some(block);
                 }
+                // Busy or interior now. When that ends, the other policy hears of it and names it again.
                 self.take_back(block);
             }
             self.groups.get_mut(&id)?.aside.pop_front();
@@ -183,6 +188,7 @@ impl Tenants {
     /// The next victim of the other policy that is of this group. Those before it are set aside.
     fn next_of(&mut self, id: GroupId, forest: &dyn Forest, reuse: &ReuseModel) -> Option<BlockId> {
         loop {
+            // What is set aside looks busy to it: it passes that over and names the next one.
             let block = self.policy.victim(&Rest { forest, charges: &self.charges }, reuse)?;
             match self.charge_of(block) {
                 Some(charge) if charge.group != id => self.set_aside(block),
@@ -236,6 +242,7 @@ impl Eviction for Tenants {
 
     fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, reuse: &ReuseModel) {
         self.discharge(block);
+        // It may have been set aside when it was a leaf before: the other policy ranks it anew.
         if let Some(parent) = exposed {
             self.take_back(parent);
         }
@@ -255,12 +262,14 @@ impl Eviction for Tenants {
                     self.groups.range((tenant, above)..=(tenant, u8::MAX)).next().map(|(&id, _)| id)
                 });
             }
+            // Nothing of his may go now, and whoever needs room must not wait for it.
             heaviest = self.order.range(..(load, tenant)).next_back().copied();
         }
         None
     }
 
     fn released(&mut self, block: BlockId, reuse: &ReuseModel) {
+        // Else it stands in its group's list already, and the other policy would name it as well.
         if !self.is_aside(block) {
             self.policy.released(block, reuse);
         }

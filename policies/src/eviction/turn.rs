@@ -130,6 +130,7 @@ impl Eviction for Turn {
         let turn = self.turn(access.now_ms);
         let grace_turns = bucket(turn - 1);
         for at in 0..self.steps.len() {
+            // One above the end, too: the next turn may write the last block otherwise.
             let ended = (at < 2).then_some(turn);
             self.place(self.steps[at], ended, grace_turns, access.now_ms);
         }
