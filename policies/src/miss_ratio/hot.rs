@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 
 /// A block is hot that one request in so many uses.
+// Without these apart, conversation was off by tens of points: its first block is in every request
+// (docs/planning.md).
 const SHARE: u32 = 50;
 /// Uses below which nothing is hot.
 const LEAST_USES: u32 = 16;
@@ -35,11 +37,13 @@ impl Hot {
             *uses += 1;
             *uses >= least
         };
+        // The first block that is not hot is counted as well: so it may become hot.
         path.into_iter().take(DEEPEST).take_while(is_hot).count()
     }
 
     fn forget_half(&mut self) {
         self.requests /= 2;
+        // What is half as frequent as a hot block keeps its count; all others would only fill the table.
         let least = self.requests / SHARE / 2;
         self.uses.retain(|_, uses| {
             *uses /= 2;

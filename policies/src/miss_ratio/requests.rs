@@ -8,6 +8,7 @@ use crate::sample::Sample;
 pub struct SampledRequests {
     sample: Sample,
     requests: Vec<Bounds>,
+    // Flat, and emptied for use again: once these have grown, a request allocates nothing.
     heads: Vec<u64>,
     sampled: Vec<SampledKey>,
 }
@@ -52,6 +53,7 @@ impl SampledRequests {
 
     /// A request came whose prompt fills `blocks` blocks. `key` names the content at a position and all before it.
     pub fn push(&mut self, blocks: usize, key: impl Fn(usize) -> u64, prompt_tokens: u32) {
+        // Sampled or not: which of them are hot is known only when they are observed.
         self.heads.extend((0..blocks.min(DEEPEST)).map(&key));
         let sampled = self.sample.positions(blocks, &key);
         self.sampled.extend(sampled.map(|at| SampledKey { at: at as u32, key: key(at) }));

@@ -33,6 +33,7 @@ impl Stack {
     pub(super) fn new(depth: usize) -> Self {
         assert!(depth > 0, "a stack holds something");
         Self {
+            // One more than stay: a key comes in before the lowest falls off.
             places: HashMap::with_capacity(depth + 1),
             lane: vec![LaneEntry::default(); 2 * depth],
             weights: Fenwick::new(2 * depth),
@@ -53,6 +54,7 @@ impl Stack {
     ///
     /// `weight` is at least 1.
     pub(super) fn raise(&mut self, key: u64, weight: u32) {
+        // Before the key's former place is looked up, for this moves it.
         if self.top as usize == self.lane.len() {
             self.pack();
         }
@@ -79,6 +81,7 @@ impl Stack {
     }
 
     fn drop_lowest(&mut self) {
+        // Only ever to the right until the next packing: O(1) a use, amortised.
         while self.lane[self.bottom as usize].weight == 0 {
             self.bottom += 1;
         }

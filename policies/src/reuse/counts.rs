@@ -48,6 +48,7 @@ impl ReuseCounts {
         for run in &mut self.0[first..last] {
             run.count = (run.count + 1).min(MANY_REUSES);
         }
+        // Counts at the cap and the two ends may equal their neighbours now. From behind: a removal moves what follows.
         for below in (first.max(1)..(last + 1).min(self.0.len())).rev() {
             if self.0[below - 1].count == self.0[below].count {
                 self.0.remove(below - 1);

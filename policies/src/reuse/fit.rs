@@ -15,6 +15,7 @@ pub(super) const GROUP: usize = 3;
 pub(super) const GROUPS: usize = BINS / GROUP;
 
 /// Floats that are computed with together.
+// 128 bits, which x86-64 and aarch64 always have: the compiler can make one instruction of such a loop.
 const LANES: usize = 4;
 
 /// Where each bin ends, in seconds.
@@ -31,7 +32,9 @@ pub(super) const EDGES: [f32; BINS] = {
 /// Returns a bin, before anything is known: 0.3 for each e-fold of age.
 const PRIOR_HAZARD: f32 = 0.3 * 0.336_472_24;
 const BASE_PRIOR: f32 = 3.0;
+// In returns. Half of it made no difference beyond noise (docs/policies.md).
 const FACTOR_PRIOR: f32 = 20.0;
+// So that no value, however seldom it was seen, decides alone.
 const FACTOR_RANGE: (f32, f32) = (0.05, 20.0);
 const GROUP_RANGE: (f32, f32) = (0.1, 10.0);
 
@@ -60,6 +63,7 @@ impl Age {
         let bin = EDGES.partition_point(|&edge| edge <= seconds).min(BINS - 1);
         let begin = bin.checked_sub(1).map_or(0.0, |before| EDGES[before]);
         let part = (seconds - begin) / (EDGES[bin] - begin);
+        // Below 1, or the whole part would name the next bin.
         Self(bin as f32 + part.min(0.999))
     }
 
@@ -116,6 +120,7 @@ impl Model {
         for (life, row) in lives.iter().zip(&mut expected) {
             scale(row, &self.base_of(life), groups);
         }
+        // One sweep: it goes on from the last fit, and a second one gained nothing (docs/policies.md).
         for factor in 0..FACTORS {
             self.fit_factor(factor, &lives, &mut expected, groups);
         }
@@ -157,6 +162,7 @@ impl Model {
                 seen.returns[life.exit.bin() / GROUP] += life.weight;
             }
         }
+        // Applied before the next factor is fitted, which then explains only what this one leaves.
         let change: Vec<_> = (start..).zip(&sums).map(|(place, seen)| self.update(place, seen)).collect();
         for (life, row) in lives.iter().zip(expected) {
             scale(row, &change[usize::from(life.places[factor]) - start], groups);
@@ -166,6 +172,7 @@ impl Model {
     /// Sets one value's multipliers. Returns by how much its effect changed.
     fn update(&mut self, place: usize, seen: &Seen) -> ByGroup {
         let before = self.effects[place];
+        // The old multiplier is in what was expected, and comes out first.
         let overall: f32 = seen.expected.iter().sum::<f32>() / self.multipliers[place];
         let multiplier = ratio(seen.returns.iter().sum(), overall, FACTOR_RANGE);
         self.multipliers[place] = multiplier;
@@ -226,6 +233,7 @@ impl Life {
 /// Every record as it is, and once more without its output, with weights of mean 1.
 fn lives(records: &[Record]) -> Vec<Life> {
     let weight: f32 = records.iter().map(|record| record.weight).sum();
+    // A mean of 1: the priors are counted in returns.
     let scale = records.len() as f32 / weight.max(f32::MIN_POSITIVE);
     let known = records.iter().filter(|record| record.profile.knows_the_output());
     let known = known.map(|record| Life::new(record.profile, record, scale));

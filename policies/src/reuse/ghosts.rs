@@ -7,6 +7,7 @@ use super::ids::{Node, PathId};
 use super::sharded::{ShardedMap, mixed};
 
 /// Blocks that have left are remembered until so long after their last use.
+// 600 s did as well, 1,800 s was half a point worse over ten cells (docs/policies.md).
 pub(super) const GHOST_MS: u64 = 900_000;
 
 /// Ghosts beyond two for each resident block are too many.
@@ -38,6 +39,7 @@ impl Ghosts {
 
     pub(super) fn add(&mut self, tag: u32, node: Node) {
         self.count += 1;
+        // Another ghost may have the same 32 bits: it is not found any more then, as if it were forgotten.
         self.by_tag.insert(tag.into(), node);
     }
 

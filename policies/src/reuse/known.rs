@@ -18,9 +18,11 @@ use crate::seam::{Access, BlockId, Ended, Forest};
 const MAX_FORGOTTEN: usize = 512;
 
 /// How much a chain's latest gap counts in the smoothed one.
+// 0.6 did as well within noise (docs/policies.md).
 const GAP_WEIGHT: f32 = 0.4;
 
 /// Blocks at the end of a chain that its next request may lack.
+// Two instead of one gained 0.2 points over ten cells (docs/policies.md).
 const REWRITTEN: u32 = 2;
 
 const NOWHERE: PathId = PathId(u32::MAX);
@@ -135,9 +137,11 @@ impl KnownBlocks {
         let (used, is_new) = self.find_or_add_use(access, resident, known, returned);
         let now = self.uses.at_mut(used);
         now.path = now.path.max(access.path).max(depth);
+        // What an earlier part of this use has used is not used again.
         let from = now.reached.min(known_depth);
         // Until the end of this call, so that it is not given up in between.
         self.uses.hold(used);
+        // Before `append` forks the path: those who left it earlier are counted, not this one.
         if let Some(node) = known.filter(|_| !inserted.is_empty()) {
             self.diverge(node);
         }
@@ -158,7 +162,7 @@ impl KnownBlocks {
         let resident = path.resident_blocks();
         let is_there = |&at: &u32| resident.get(at as usize) == Some(&block.0);
         let guess = depth.checked_sub(path.start).filter(is_there);
-        // Owners say the true depth. A search serves those of tests that do not.
+        // Owners say the true depth. Where nobody does (`remove`, some tests) it is looked for, from the tail.
         let at = guess.or_else(|| (0..path.resident).rev().find(is_there))?;
         Some(Node { path: id, depth: path.start + at })
     }
@@ -180,6 +184,7 @@ impl KnownBlocks {
                 return (known, revived, returned);
             };
             let last = self.segment(ghost).map(|(_, segment)| segment.used);
+            // What this request itself used last has left and come back meanwhile: nobody returned for it.
             returned += u32::from(last != own || own.is_none());
             self.ghosts.revive(tag);
             self.path_mut(ghost.path).revive(block);
@@ -223,6 +228,7 @@ impl KnownBlocks {
         if let Some(id) = earlier {
             let used = self.uses.at_mut(id);
             used.known += returned;
+            // Only among what returned: elsewhere a request would find the end of its own use, and no gap.
             used.gap = used.gap.or(gap.filter(|_| returned > 0));
             used.hints.merge(&access.hints);
             if let Some(tokens) = access.hints.expected_output_tokens {
@@ -283,6 +289,7 @@ impl KnownBlocks {
             let RadixPath { start, parent, .. } = *self.path(path);
             self.take(path, start.max(from), depth + 1, used);
             at = parent;
+            // Here this use leaves the parent's path: what lies further down there is of another kind from now on.
             if let Some(parent) = parent.filter(|parent| parent.depth >= from) {
                 self.diverge(parent);
             }
@@ -310,6 +317,7 @@ impl KnownBlocks {
                 self.uses.hold(used);
                 Segment::new(end, blocks, used, count)
             });
+        // The new ones hold the use before the old ones leave theirs: a use without segments is given up.
         let gone: Vec<_> = path.segments.splice(first..last, segments).collect();
         gone.into_iter().for_each(|segment| self.uses.leave(segment.used));
         if let Some(joined) = self.path_mut(id).join(first) {
@@ -324,6 +332,7 @@ impl KnownBlocks {
         let parties = (segment.used, used);
         let profile = self.profile(segment, start);
         match &mut self.returning {
+            // Records and segments of single blocks cost three points at conversation 5k (docs/policies.md).
             Some(last) if last.parties == parties && last.record.profile.is_akin(profile) => {
                 last.blocks += blocks;
                 last.record.weight = (last.blocks as f32).sqrt();
@@ -355,6 +364,7 @@ impl KnownBlocks {
             let (start, segment) = (path.segment_start(index), path.segments[index]);
             let divergence = factors::divergence(depth, self.uses.at(segment.used).path, branches);
             if divergence != segment.divergence {
+                // Cut off, not ended by a return: under its new profile another record begins at this age.
                 let age_ms = self.age_ms(&segment);
                 self.closed.push(self.record(&segment, start, segment.span, age_ms, false));
                 let segment = &mut self.path_mut(id).segments[index];
@@ -414,6 +424,7 @@ impl KnownBlocks {
     /// A resident block, which is a leaf and whose content `key` names, became a ghost. Returns the path whose last
     /// resident block is of another segment now.
     pub(super) fn remove(&mut self, block: BlockId, key: u64) -> Option<PathId> {
+        // Whoever removes a block does not say its depth; the search from the tail finds a leaf at once.
         let Node { path: id, depth } = self.find(block, u32::MAX)?;
         self.home[block.0 as usize] = NOWHERE;
         let path = self.path_mut(id);
@@ -425,6 +436,7 @@ impl KnownBlocks {
         let age_ms = self.age_ms(&segment);
         self.resident -= 1;
         self.ghosts.add(tag, Node { path: id, depth });
+        // Too old for a ghost. Where that is a long tail, `advance` forgets it step by step.
         if age_ms > GHOST_MS && self.path(id).ghosts() as usize <= MAX_FORGOTTEN {
             self.truncate(id, depth, age_ms);
         } else {
@@ -454,6 +466,7 @@ impl KnownBlocks {
         let path = self.path(id);
         let Some(last) = path.segments.last().filter(|_| path.ghosts() > 0) else { return 0 };
         let mut forgotten = 0;
+        // Else it was used after it was queued, and its time comes later.
         if self.uses.at(last.used).at_ms + GHOST_MS <= due_ms {
             let first_ghost = path.start + path.resident;
             let start = path.segment_start(path.segments.len() - 1).max(first_ghost);
@@ -468,6 +481,7 @@ impl KnownBlocks {
 
     fn expect_expiry(&mut self, id: PathId) {
         let path = self.path(id);
+        // One entry a path will do: when its time comes, it is looked at anew.
         if path.expiring || path.ghosts() == 0 {
             return;
         }
@@ -491,6 +505,7 @@ impl KnownBlocks {
             let path = self.path_mut(id);
             let start = path.segment_start(path.segments.len() - 1);
             if start < depth {
+                // Its span stays: the record speaks of the forgotten blocks, too.
                 path.segments.last_mut().expect("it is not empty").end = depth;
                 break;
             }
@@ -588,6 +603,7 @@ impl KnownBlocks {
         Record {
             profile: self.profile(segment, start),
             returned,
+            // Blocks that return together are no independent events. ^0.7 was worse, ^0.35 no better (docs/policies.md).
             weight: (blocks as f32).sqrt(),
             entry: Age::from_ms(segment.entry_ms.into()),
             exit: Age::from_ms(age_ms),

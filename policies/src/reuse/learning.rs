@@ -36,6 +36,7 @@ impl Default for Learning {
 
 /// After every 5 % more requests, but neither too often nor too seldom.
 fn fit_after(requests: u64) -> u64 {
+    // 10 and 20 % lost 0.3 and 0.5 points over ten cells; 20 % saved 0.3 µs a block (docs/policies.md).
     requests + (requests / 20).clamp(50, 500)
 }
 
@@ -83,6 +84,7 @@ impl Learning {
             return true;
         }
         let (ended, open) = (records.snapshot(), std::mem::take(open));
+        // The record that may still grow is not among the ended ones. Ranks go by the old model while a copy is fitted.
         let (last, mut model) = (known.returning(), Model::clone(model));
         let learned = Arc::new(OnceLock::new());
         self.phase = Phase::Fitting(Arc::clone(&learned));

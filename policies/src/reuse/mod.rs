@@ -79,7 +79,9 @@ impl ReuseModel {
             return;
         }
         self.changed.clear();
+        // From the first use on: a tier that nobody uses teaches nothing.
         self.ready_ms.get_or_insert(access.now_ms.saturating_add(LEARNING_MS));
+        // Before the use, so that all that it changes is ranked by one model.
         if let Some(model) = self.learning.take_result() {
             self.model = model;
         }
@@ -145,6 +147,7 @@ impl ReuseModel {
     /// The probability that `block`, the last one of a path of `depth` blocks, is used within the next
     /// [`RETURN_HORIZON_MS`]; 1 where it is not known.
     pub(crate) fn return_chance(&self, block: BlockId, depth: u32) -> f32 {
+        // What the model has not seen is no reason to refuse a block.
         let Some(state) = self.known.state(block, depth) else { return 1.0 };
         if state.will_not_return {
             return 0.0;

@@ -120,6 +120,7 @@ impl RadixPath {
         }
         let rest = &mut self.segments[index];
         let head = Segment { end: depth, span: depth - start, ..*rest };
+        // Ghosts that were forgotten were the last ones, so it is the rest that speaks of them.
         rest.span = rest.span.saturating_sub(head.span).max(1);
         self.segments.insert(index, head);
         (index + 1, Some(head.used))

@@ -42,7 +42,7 @@ fn shard(key: u64) -> usize {
     (mixed(key) >> 32) as usize % SHARDS
 }
 
-/// Hashes a number by one multiplication: the keys are hashes, or names that we give in turn.
+/// Hashes a number by [`mixed`] alone, without a secret: the keys are tags of contents, or names of requests.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Mixer(u64);
 

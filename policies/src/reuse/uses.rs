@@ -81,6 +81,7 @@ impl Uses {
         let used = self.at_mut(id);
         used.segments -= 1;
         if used.segments == 0 {
+            // If the request ended, its name may be another use's by now.
             if let Some(request) = used.request.filter(|&request| self.of(request) == Some(id)) {
                 self.by_request.remove(request.0);
             }

@@ -59,6 +59,7 @@ impl Hierarchy {
     /// The tiers of `plans`, each with fresh policies.
     pub fn new(plans: &[TierPlan]) -> Self {
         let sides = plans.iter().map(|plan| TierShape { capacity: plan.capacity, eviction: plan.eviction });
+        // The first tier has none above it, and its rule is never asked: it is paired with itself.
         let uppers = sides.clone().take(1).chain(sides.clone());
         let edges = uppers.zip(sides).map(|(upper, lower)| TierPair { upper, lower });
         let levels = plans.iter().zip(edges).map(|(plan, pair)| Level {

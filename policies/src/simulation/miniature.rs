@@ -15,6 +15,7 @@ use crate::simulation::tier::Chains;
 use crate::simulation::workload::{BLOCK_TOKENS, Request, Workload};
 
 /// A block is left out that one request in so many begins with.
+// Rarer than hot blocks of the curve, for these are not measured but taken for resident.
 const SHARE: usize = 20;
 /// Only so many blocks of a path may be.
 const DEEPEST: usize = 32;
@@ -50,6 +51,7 @@ impl Thinning {
             self.sample.positions(path.len(), |at| path[at]).map(|at| at as u32).collect();
         let hash_ids = positions.iter().map(|&at| path[at as usize]).collect();
         self.blocks += positions.len();
+        // Where every block is in, none need be counted apart.
         let exact = self.sample == Sample::ALL;
         self.requests.push(Thinned {
             request: Request { hash_ids, ..*request },
@@ -84,6 +86,7 @@ impl Thinning {
             hot_uses += u64::from(head);
             small.workload.push(&thinned.request);
         }
+        // The first use of each finds nothing.
         small.hot_hits = hot_uses - u64::from(small.hot_blocks);
         small.scale = all as f64 / kept.max(1) as f64;
         small
@@ -132,6 +135,7 @@ impl Miniature {
 
     /// What stands for a tier of `capacity` blocks. At least 1, unless there is none.
     pub fn capacity(&self, capacity: u32) -> u32 {
+        // What is left out takes up room in the whole tier all the same.
         let others = capacity.saturating_sub(self.hot_blocks);
         if capacity == 0 { 0 } else { (others / self.sample.stride()).max(1) }
     }

@@ -7,6 +7,7 @@ use std::collections::BinaryHeap;
 use crate::seam::{Ended, RequestId};
 
 /// From a request's arrival to its first token, in milliseconds.
+// These two are those of the published figures, so that ours compare with them.
 pub const FIRST_TOKEN_MS: u64 = 500;
 /// From one generated token to the next, in milliseconds.
 pub const TOKEN_MS: u64 = 20;

@@ -52,6 +52,7 @@ pub fn simulate(workload: &Workload, policy: Box<dyn Eviction>, capacity: u32) -
         let Some(deepest) = visit.deepest else { continue };
         let depth = workload.depth(deepest);
         let inserted = tier.insert_path(workload, deepest);
+        // What was not inserted was there, and it is the beginning: a tier is prefix-closed.
         outcome.hit_tokens += u64::from(depth - inserted) * u64::from(BLOCK_TOKENS);
         let access = Access {
             now_ms: visit.timestamp_ms,
@@ -97,6 +98,7 @@ impl Policy {
     /// Simulates a fresh policy of this kind.
     pub fn simulate(self, workload: &Workload, capacity: u32) -> Outcome {
         let policy: Box<dyn Eviction> = match self {
+            // Policies set memory aside by the capacity, and a plan may ask for a tier without bounds.
             Self::Online(kind) => kind.build(capacity.min(workload.blocks())),
             Self::Belady => Box::new(Belady::new(workload.next_uses())),
         };

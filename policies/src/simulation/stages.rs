@@ -69,6 +69,7 @@ impl Stages {
             self.take_into(index, chains, used);
         }
         for index in 0..self.tiers.len() {
+            // From the top: what leaves a tier may come into the next one, which then makes room for it as well.
             self.make_room(index, chains, used.now_ms);
         }
         hits
@@ -144,6 +145,8 @@ impl Stages {
             let victim = stage.policies.victim(&View { tier: &stage.tier, chains });
             let victim = victim.expect("nothing is busy, so every leaf is evictable");
             let last_user = stage.forget_use(chains, victim);
+            // Asked while the victim is there, for rules look at it. Told as a use of now: with the time of its last
+            // one `hazard` lost half a point at conversation 1k + 5k (docs/policies.md).
             if let Some((deepest, written)) = self.offer(index, chains, victim, Trigger::Leaving, now_ms)
                 && let Some(LastUser { request, hints }) = last_user
             {
@@ -169,6 +172,7 @@ impl Stages {
         let [stage, lower, ..] = &mut self.tiers[upper..] else { return None };
         let held = lower.tier.deepest_resident(chains, last).map_or(0, |block| chains.depth(block));
         let blocks = chains.depth(last) - held;
+        // Were the lower tier told of clean blocks that leave, `hazard` would take each for a use (docs/policies.md).
         if blocks == 0 {
             return None;
         }

@@ -48,6 +48,7 @@ impl Tier {
         let before = self.resident;
         let mut children = 0;
         for block in chains.path(deepest) {
+            // Its ancestors are there as well: the tier is prefix-closed.
             if let Some(present) = self.children_mut(block) {
                 *present += children;
                 break;

@@ -86,6 +86,7 @@ impl Workload {
     pub fn next_uses(&self) -> Vec<Vec<u32>> {
         let mut next_use = vec![NEVER; self.blocks.len()];
         let touched: Vec<_> = self.visits.iter().filter_map(|visit| visit.deepest).collect();
+        // Backwards: what a block's next use is, later requests have said.
         let mut uses: Vec<_> = (0..touched.len() as u32)
             .rev()
             .map(|touch| {
