@@ -32,13 +32,16 @@ impl Table {
         }
         let depth = parent.map_or(0, |parent| self.records.at(parent).depth());
         let parent = parent.map(|parent| BlockId(self.records.at(parent).slot(tier).0));
+        // Beyond all slots, those for staging included: no block of the tier has such an id.
         let first = held.pool.total();
         let last = first + keys.len() as u32 - 1;
         let count = keys.len() as u32;
         let access = context.access(self.now_ms, SlotId(last), depth + count, count);
         let (policies, insertion) = self.show(tier, first, keys, parent);
+        // Not by `TierTable::touch`, which looks the depth up in a record: these have none.
         policies.touch(&access, &insertion);
         let kept = self.choose(tier, first, keys, parent);
+        // From the last one up, as leaves leave. When they come, they are told under the numbers of their slots.
         for left in (0..kept).rev() {
             self.reject_new(tier, (BlockId(first + left as u32), &keys[left]), left, parent);
         }
@@ -53,6 +56,7 @@ impl Table {
             let (policies, insertion) = self.show(tier, first, &keys[..kept], parent);
             match policies.victim(&insertion) {
                 Some(block) if block.0 >= first => {
+                    // The last one: those before it have children.
                     kept -= 1;
                     self.reject_new(tier, (block, &keys[kept]), kept, parent);
                 }
@@ -74,6 +78,7 @@ impl Table {
     ) {
         let is_leaf = |parent: &BlockId| self.tier(tier).at(SlotId(parent.0)).children == 0;
         let exposed = match left {
+            // It may have other children in the tier.
             0 => parent.filter(is_leaf),
             _ => Some(BlockId(newcomer.0 - 1)),
         };

@@ -1,4 +1,5 @@
-//! Every call from the table to the policies of its tiers.
+//! The calls from the table to the policies of its tiers. Those about blocks that are about to come, which have no slots
+//! yet, are in `insertion.rs`, through `Table::show`.
 //!
 //! A policy sees a tier through a [`Structure`]: which blocks are leaves, which of them may go, what is above each.
 //! Called under the table's lock.
@@ -19,7 +20,9 @@ impl TierTable {
         &'a mut self,
         records: &'a Records,
     ) -> (&'a mut TierPolicies, Structure<'a>) {
+        // Nothing is awaited while the tier below cannot be written: a disk that is away must not close the host tier.
         let awaited = self.flush_to.filter(|_| !self.policies.has_admission() && !self.is_flush_blocked);
+        // The pool knows a slot's life, by which what a reset forgot is told from what came later, without a pass.
         let forgotten = (&self.forgotten, &self.pool);
         (&mut self.policies, Structure { tier: self.tier, slots: &self.slots, awaited, forgotten, records })
     }
@@ -63,6 +66,7 @@ impl TierTable {
 
     /// Reports to the policies that a block left.
     pub(super) fn forget(&mut self, slot: SlotId, exposed: Option<BlockId>, records: &Records) {
+        // Told while the record still has the name: the model keeps a tag of it for the ghost.
         let key = records.at(self.at(slot).record).key().folded();
         self.policies.removed(BlockId(slot.0), key, exposed);
     }
@@ -75,6 +79,7 @@ impl TierTable {
     /// In whose name the block in `slot` goes down: that of the request that used it last, as far as a policy knows.
     /// Else the tier below could charge it to nobody, and would take its coming for a use by somebody new.
     pub(super) fn last_user(&self, slot: SlotId, records: &Records) -> RequestInfo {
+        // The depth spares the model a search along the block's path.
         let depth = records.at(self.at(slot).record).depth();
         let last = self.policies.last_use(BlockId(slot.0), depth);
         last.map_or_else(RequestInfo::default, |last| RequestInfo {
@@ -95,6 +100,7 @@ impl TierTable {
         if held.children > 0 || held.pins() > 0 || held.is_quarantined() {
             return;
         }
+        // Nobody finds it any more: it leaves with the next sweep, whatever its rank.
         if self.is_forgotten(slot) {
             self.sweep_soon(slot);
         } else {
@@ -132,6 +138,7 @@ impl Forest for Structure<'_> {
     }
 
     fn parent(&self, block: BlockId) -> Option<BlockId> {
+        // Whoever is here has his parent here, in a slot: the tier is prefix-closed.
         let parent = self.records.at(self.slots[block.0 as usize].record).parent()?;
         Some(BlockId(self.records.at(parent).slot(self.tier).0))
     }
@@ -171,6 +178,7 @@ impl Forest for Insertion<'_> {
     fn parent(&self, block: BlockId) -> Option<BlockId> {
         match self.position(block) {
             Some(0) => self.parent,
+            // Provisional ids follow one another down the chain.
             Some(_) => Some(BlockId(block.0 - 1)),
             None => self.tier.parent(block),
         }

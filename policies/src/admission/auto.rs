@@ -47,7 +47,7 @@ impl Auto {
     /// A rule between the tiers of `pair`.
     pub fn new(pair: &TierPair) -> Self {
         let stride = Self::stride(pair);
-        // One rule for the real tiers, one for the shadow: each learns from what it is asked, and must not hear of both.
+        // One rule for the real tiers, one for the shadow: each learns from what it is asked, and must hear of one only.
         let rival =
             |rule: fn() -> Box<dyn Admission>| Rival { rule: rule(), shadow: shadow(pair, stride, rule()) };
         Self { sampling: Sampling::one_in(stride), rivals: RIVALS.map(rival), chosen: FIRST, uses: 0 }
