@@ -81,6 +81,7 @@ pub(crate) async fn open(
     settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
     let block_bytes = settings.block_bytes.unwrap_or_default();
     let world = options.ranks.as_ref().map_or(1, |group| u64::from(group.world));
+    // A copy of a block moves a slice of it in every rank.
     let metrics = Metrics::new(&options.registry, block_bytes * world, options.block_tokens)?;
     let (clock, block_tokens) = (Arc::clone(&options.clock), options.block_tokens);
     let (chaos, fingerprint) = (options.chaos.clone(), options.fingerprint.clone());
@@ -121,6 +122,7 @@ fn tuning(settings: &Settings, block_bytes: u64, block_tokens: u64) -> Tuning {
     Tuning {
         max_concurrent: settings.transfer.max_concurrent as usize,
         max_batch: settings.transfer.max_batch as usize,
+        // A block may be larger than a segment: then each is one.
         segment_blocks: (settings.object.segment_bytes / block_bytes.max(1)).max(1) as usize,
         queue_blocks: settings.transfer.queue_blocks as usize,
         timeout: Duration::from_millis(settings.transfer.timeout_ms),
@@ -170,6 +172,7 @@ impl Tiers {
         policies::warn_of_no_budget(settings);
         let has_engine = engine.is_some();
         let mut tiers = Self { engine, has_engine, chaos, namespace, ..Self::default() };
+        // In this order: what is lower reads and writes the host's memory, and that is best taken near the GPU.
         tiers.open_device(settings)?;
         tiers.open_host(settings)?;
         tiers.connect_memory(settings)?;
@@ -205,8 +208,10 @@ impl Tiers {
         }
         let options = dram(tier + staging, settings)?;
         let node = self.gpu.as_ref().and_then(|gpu| gpu.numa_node());
+        // Else copies to the GPU would go from one socket to the other.
         let region = numa::near(node, || DramRegion::host(options)).map_err(setup)?;
         let mut pool = frames(&region)?;
+        // Out of the pool before a tier has it: no block is ever resident in them.
         self.staging.extend((0..staging).filter_map(|_| pool.take()));
         if tier > 0 {
             self.add_tier(pool, settings);
@@ -270,6 +275,7 @@ impl Tiers {
         self.connect_disk_and_device(&ends, settings.backend)?;
         let DiskEnds { memory, region, depth, checksums } = ends;
         match settings.backend {
+            // GPUDirect Storage serves the device alone: the host goes by one of these all the same.
             DiskBackend::Auto | DiskBackend::Gds => {
                 self.connect_ring_or_threads(memory, region, depth, checksums)
             }
@@ -295,6 +301,7 @@ impl Tiers {
             Some(gpu) if asked_for || backend == DiskBackend::Auto => {
                 match gpu.connect_disk(region, checksums, ends.depth, asked_for) {
                     Ok(gds) => self.connect(gds),
+                    // What was asked for and cannot be had is an error; what `auto` tried is told and done without.
                     Err(error) if asked_for => return Err(error),
                     Err(error) => {
                         tracing::info!(%error, "blocks go from disk to the device through host memory");
@@ -321,6 +328,7 @@ impl Tiers {
                 self.connect_verified_aside(ring, memory, checksums)
             }
             Err(error) => {
+                // Containers often forbid it (seccomp). An operation in flight takes a place in a ring, but a thread here.
                 tracing::warn!(%error, "no io_uring: the disk tier uses threads");
                 self.connect_threads(memory, region, depth.min(MAX_DISK_THREADS), checksums)
             }
@@ -347,6 +355,7 @@ impl Tiers {
         match object.backend {
             ObjectChoice::Native => {
                 let store = match &self.chaos {
+                    // Around the client: what the backend makes of a store that fails is tried, too.
                     Some(chaos) => chaos.around_store(store),
                     None => store,
                 };
@@ -375,6 +384,7 @@ impl Tiers {
         };
         let memory = self.memory()?;
         let checksums = Arc::new(Checksums::new());
+        // `Verified` sums each block already; a segment's footer takes the sums from there.
         let known = Some(Arc::clone(&checksums));
         let backend = ObjectBackend::new(store, Arc::clone(&memory), known, &options).map_err(setup)?;
         self.connect_verified(backend, memory, checksums)
@@ -432,6 +442,7 @@ impl Tiers {
 
     fn add_tier(&mut self, pool: FramePool, settings: &Settings) {
         let policy = policies::eviction(settings, own_slots(&pool));
+        // Where its blocks go down is known when all tiers are: `link_flushes`.
         self.specs.push(TierSpec { pool, policy, flush_to: None, admission: None });
     }
 
@@ -448,6 +459,7 @@ impl Tiers {
     }
 
     fn routes(&self) -> Vec<RouteReport> {
+        // An engine's memory is no tier, and blocks come and go there all the same.
         let engine = self.has_engine.then_some(Tier::Device);
         let tiers = || engine.into_iter().chain(self.specs.iter().map(|spec| spec.pool.tier()));
         let pairs =
@@ -508,6 +520,7 @@ fn host_slots(settings: &Settings) -> Result<HostSlots> {
     let has_lower = settings.disk.capacity.is_some() || settings.object.place().is_some();
     Ok(HostSlots {
         tier: settings.host.capacity.map_or(Ok(0), |capacity| slots(capacity, settings))?,
+        // Device and host are connected by memory alone; only what lies lower may need a stop between.
         staging: if has_lower { settings.host.staging_blocks } else { 0 },
     })
 }

@@ -83,6 +83,7 @@ struct DeviceSlots {
 /// What became of the service, once it has ended.
 #[derive(Default)]
 struct Service {
+    // Not the mutex of `sync`, which has no condition that one could wait for.
     outcome: parking_lot::Mutex<Option<Result<()>>>,
     ended: Condvar,
 }
@@ -119,6 +120,7 @@ impl Rank {
     fn join_as(settings: &Settings, options: RankOptions, memory: Option<&EngineMemory>) -> Result<Self> {
         let number = options.rank;
         let OpenedRank { member, device } = open_rank(settings, options, memory)?;
+        // Asked for now: from here on the thread has the member, until the service ends.
         let (stopper, leader) = (member.stopper(), member.leader());
         let service = Arc::new(Service::default());
         let outcome = Arc::clone(&service);
@@ -162,6 +164,7 @@ impl Rank {
     /// Shows this rank's slice of a block in a slot of its device: one that the leader
     /// [holds](crate::Manager::device_slot). `None`: there is no such slot, or the GPU failed.
     pub fn read_device<R>(&self, slot: SlotId, read: impl FnOnce(&[u8]) -> R) -> Option<R> {
+        // A device may call as often as it likes, as far as types say; the caller's closure is good for one call.
         let (mut read, mut answer) = (Some(read), None);
         let mut show = |block: &[u8]| answer = read.take().map(|read| read(block));
         self.device.as_ref()?.read(slot, &mut show).then_some(())?;
@@ -171,6 +174,7 @@ impl Rank {
 
 impl Drop for Rank {
     fn drop(&mut self) {
+        // Before the join, which would wait until the leader closes otherwise.
         self.stopper.stop();
         if let Some(Err(_)) = self.thread.take().map(JoinHandle::join) {
             tracing::error!(rank = self.number, "the thread that serves a rank's leader died of a panic");
@@ -190,6 +194,7 @@ impl Service {
 
 impl DeviceSlots {
     fn new(device: Arc<dyn Device>, mut pool: FramePool) -> Self {
+        // A handle that is deposited can be had by its slot's number, and a leader names no more than that.
         while let Some(frame) = pool.take() {
             pool.deposit(frame);
         }
@@ -199,6 +204,7 @@ impl DeviceSlots {
     /// The slot's handle is with the filler meanwhile: two cannot write to one slot.
     fn fill(&self, slot: SlotId, fill: &mut dyn FnMut(&mut [u8])) -> bool {
         let Some(mut frame) = self.pool.lock().withdraw(slot) else { return false };
+        // With the pool unlocked: others fill and read their slots meanwhile.
         let is_filled = self.device.fill(&mut frame, fill);
         self.pool.lock().deposit(frame);
         is_filled

@@ -11,11 +11,13 @@ use crate::scheduler::{Core, StagingCounts};
 
 /// Asks a [`Core`] for its state at each scrape. Shows the last state after the core is gone.
 pub(crate) struct Gauges {
+    // Weak: a registry may outlive the manager, and must not keep its tiers open.
     core: Weak<Core>,
     epoch: IntGauge,
     accounting_drift: IntGauge,
     slots: IntGaugeVec,
     dirty_blocks: IntGaugeVec,
+    // Gauges, though they only grow: the table does the counting, and a counter cannot be set.
     published_blocks: IntGaugeVec,
     evicted_blocks: IntGaugeVec,
     declined_blocks: IntGaugeVec,
@@ -33,6 +35,7 @@ pub(crate) struct Gauges {
 }
 
 /// At which multiples of a tier's size its hit rate is estimated.
+// No further than the curve reaches: see `Demand`.
 const SCALES: [(&str, f64); 5] = [("0.25", 0.25), ("0.5", 0.5), ("1", 1.0), ("2", 2.0), ("4", 4.0)];
 
 impl Gauges {
@@ -134,7 +137,9 @@ impl Gauges {
         self.update_staging(core);
         self.epoch.set(i64::try_from(core.table().epoch()).unwrap_or(i64::MAX));
         self.accounting_drift.set(core.accounting_drift() as i64);
+        // Counted in `tiers`, which knows of no manager: those of the whole process.
         self.completion_panics.set(Done::panics() as i64);
+        // The table is locked anew for each tier: a scrape must not keep requests waiting for all of them.
         let present: Vec<Tier> = Tier::ALL.into_iter().filter(|&tier| core.table().has(tier)).collect();
         for &tier in &present {
             self.update_tier(core, tier);
@@ -159,6 +164,7 @@ impl Gauges {
     fn update_tier(&self, core: &Core, tier: Tier) {
         let table = core.table();
         let (counts, stats, dirty) = (table.counts(tier), table.stats(tier), table.dirty(tier));
+        // The estimates take in the keys that wait, some 100 ns each: not with the table locked.
         drop(table);
         let by_state = [
             ("free", counts.free),

@@ -64,6 +64,7 @@ struct RouteCounters {
 }
 
 /// Bounds of the transfer histogram, in seconds: 16 µs to 2 s.
+// Doubling: a quantile is wrong by less than a factor of two, from DRAM to object stores.
 const TRANSFER_BOUNDS: [f64; 18] = [
     0.000_016, 0.000_032, 0.000_064, 0.000_128, 0.000_256, 0.000_512, 0.001, 0.002, 0.004, 0.008, 0.016,
     0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0,
@@ -81,6 +82,7 @@ impl Builder<'_> {
     fn register<C: Collector + Clone + 'static>(&self, made: prometheus::Result<C>) -> Result<C> {
         let fail = |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);
         let collector = made.map_err(fail)?;
+        // A clone shares its values, so the registry shows what we count.
         self.0.register(Box::new(collector.clone())).map_err(fail)?;
         Ok(collector)
     }
@@ -198,6 +200,7 @@ impl Metrics {
         }
     }
 
+    // With the first copy, not at the start: a route that nobody uses is not shown.
     fn of_route(&self, (from, to): Route) -> &RouteCounters {
         self.routes[from.index()][to.index()].get_or_init(|| {
             let labels = [from.name(), to.name()];
@@ -216,6 +219,7 @@ impl Metrics {
             CopyErrorKind::NoSpace => "no_space",
             CopyErrorKind::Unavailable => "unavailable",
             CopyErrorKind::TimedOut => "timed_out",
+            // `CopyErrorKind` may grow; the set of labels is closed.
             _ => "refused",
         };
         self.transfer_failures.with_label_values(&[route.0.name(), route.1.name(), name]).inc();
@@ -227,6 +231,7 @@ impl Metrics {
 
     pub(crate) fn went_overdue(&self, route: Route) {
         self.overdue_copies.with_label_values(&[route.0.name(), route.1.name()]).inc();
+        // To the engine it has failed, even if it ends after all.
         self.failed(route, CopyErrorKind::TimedOut);
     }
 
@@ -238,6 +243,7 @@ impl Metrics {
     /// Copies on a route that are overdue now.
     pub(crate) fn overdue_now(&self, route: Route) -> u64 {
         let labels = [route.0.name(), route.1.name()];
+        // An end may be counted before its going overdue, which is counted when the task's lock is free again.
         let returned = self.returned_copies.with_label_values(&labels).get();
         self.overdue_copies.with_label_values(&labels).get().saturating_sub(returned)
     }

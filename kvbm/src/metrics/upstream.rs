@@ -22,6 +22,7 @@ impl Upstream {
         use Tier::{Device, Disk, Host, Object};
         let blocks =
             |route, name: &str| Ok((route, b.counter(name, "Blocks copied (name used by NVIDIA's KVBM).")?));
+        // A vector without labels appears with its first value. A plain gauge would say 0 before anybody asked.
         let rate = |tier, name: &str| {
             let help = "Share of requested blocks that the tier held (name used by NVIDIA's KVBM).";
             Ok((tier, b.register(GaugeVec::new(Opts::new(name, help), &[]))?))
@@ -29,6 +30,7 @@ impl Upstream {
         Ok(Self {
             offload_blocks: [
                 blocks((Device, Host), "kvbm_offload_blocks_d2h")?,
+                // `h2d` is host to disk here, and host to device below: NVIDIA's dashboards know them so.
                 blocks((Host, Disk), "kvbm_offload_blocks_h2d")?,
                 blocks((Device, Disk), "kvbm_offload_blocks_d2d")?,
                 blocks((Device, Object), "kvbm_offload_blocks_d2o")?,
@@ -52,6 +54,7 @@ impl Upstream {
     }
 
     pub(super) fn copied(&self, route: Route) {
+        // A block that stops in DRAM comes by once for each leg: `d2d`, `d2o` and `o2d` count direct copies alone.
         let counters = self.offload_blocks.iter().chain(&self.onboard_blocks);
         counters.filter(|(of, _)| *of == route).for_each(|(_, counter)| counter.inc());
     }
@@ -66,6 +69,7 @@ impl Upstream {
 
     pub(super) fn rates(&self, requested: u64, hits: &IntCounterVec) {
         for (tier, rate) in &self.hit_rates {
+            // Since the start: no window as NVIDIA has it.
             let hits = hits.with_label_values(&[tier.name()]).get();
             rate.with_label_values(&[] as &[&str]).set(hits as f64 / requested.max(1) as f64);
         }
