@@ -32,6 +32,7 @@ struct Timestamp(AtomicU64);
 
 impl Timestamp {
     fn set(&self, now: Duration) {
+        // Relaxed will do: it is compared with limits of seconds, and orders nothing else.
         self.0.fetch_max(now.as_nanos() as u64, Ordering::Relaxed);
     }
 

@@ -114,6 +114,7 @@ impl Breakers {
         match kind {
             CopyErrorKind::Unavailable | CopyErrorKind::TimedOut => {
                 own.open(Cause::Away, is_probe, now, pause);
+                // What does not answer does so in both directions; what is full can still be read.
                 self.opposite(route).open(Cause::Away, false, now, pause);
             }
             CopyErrorKind::NoSpace => own.open(Cause::Refuses, is_probe, now, pause),

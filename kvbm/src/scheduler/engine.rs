@@ -125,6 +125,7 @@ impl Core {
     pub(super) fn give_up_unfenced(self: &Arc<Self>) {
         let overdue = self.orders.lock().overdue(self.clock.uptime(), self.tuning.timeout);
         for id in overdue {
+            // The engine is late, no medium: no breaker opens.
             tracing::error!(?id, "an engine's fence does not come: its transfer ends");
             self.end_early(id);
         }
@@ -137,6 +138,7 @@ impl Core {
 
     /// Adds the transfers of an engine's slots that have ended since the last call, of those since the first call.
     pub(crate) fn completions(&self, out: &mut Vec<TransferId>) {
+        // Collected from the first call on: whoever never asks must not have them pile up.
         out.append(self.completions.lock().get_or_insert_default());
     }
 
@@ -149,6 +151,7 @@ impl Core {
 
 /// A transfer that waits for a thread of the engine.
 struct Waiting {
+    // Weak: a fence that nobody raises must not keep a closed manager alive.
     core: Weak<Core>,
     id: TransferId,
     is_raised: bool,

@@ -34,6 +34,7 @@ impl Executor {
         if let Some(backend) = self.backend(route) {
             return submit(backend, batch, fences, done.clone());
         }
+        // An answer all the same: a task that nobody completes would hold its slots for ever.
         let error =
             CopyError::new(CopyErrorKind::Refused, format!("no backend copies {} to {}", route.0, route.1));
         (0..batch.len()).for_each(|op| done.complete(op, Err(error.clone())));

@@ -44,6 +44,7 @@ impl Learner {
         match thread {
             // The one before has ended, or it would be busy.
             Ok(thread) => drop(self.thread.lock().replace(thread)),
+            // The round ended with the closure, which was dropped. Whoever wanted the work asks again when it is due next.
             Err(error) => tracing::warn!(%error, "cannot start a thread: policies do not learn now"),
         }
     }

@@ -159,7 +159,7 @@ pub struct Parts {
     pub table: Table,
     /// The backends by route.
     pub executor: Executor,
-    /// Titles to DRAM slots through which blocks bounce.
+    /// Handles to the DRAM slots through which blocks bounce.
     pub staging: Vec<Frame>,
     /// Time for policies and flushing.
     pub clock: Arc<dyn Clock>,
@@ -269,6 +269,7 @@ impl Core {
         let mut pins = table.lease(chain, info);
         let miss = table.miss(chain, pins.held());
         drop(table);
+        // With the table unlocked: of 65,536 blocks this takes most of a lease's time (docs/policies.md).
         self.demand.observe(chain, self.clock.now_ms());
         self.metrics.requested(chain.len(), pins.held());
         if let Some(miss) = miss {
@@ -341,6 +342,7 @@ impl Core {
         // The wait for the turn is no part of a tier's pace.
         let started = self.clock.uptime();
         let mut plan = TransferPlan::copying(class, to, lease.into_pins());
+        // Locked anew for each step: a chain may have thousands of blocks.
         while !self.table().trace(&mut plan) {}
         self.send(class, to, &mut plan, None);
         let id = plan.transfer();
@@ -374,8 +376,10 @@ impl Core {
         table.finish_plan(plan, reply, started);
         let effects = table.take_effects();
         drop(table);
+        // The next one plans while this one is sent.
         drop(turn);
         self.apply(effects);
+        // Room comes from flushing, which may not be due yet.
         if found_no_room {
             self.flushing.wake();
         }
@@ -383,6 +387,7 @@ impl Core {
 
     /// A transfer that its caller can name and cancel.
     fn cancellable<T>(self: &Arc<Self>, transfer: Transfer<T>, id: Option<TransferId>) -> Transfer<T> {
+        // Weak: a caller may keep its handle for longer than the manager is there.
         let core = Arc::downgrade(self);
         let cancel = move || {
             if let (Some(core), Some(id)) = (core.upgrade(), id) {
@@ -496,6 +501,7 @@ impl Core {
     /// Ends everything: what waits is not sent, who waits is answered, and nothing is taken on any more. Copies that a
     /// medium works on end by themselves and keep their slots until then.
     pub fn close(self: &Arc<Self>) {
+        // First of all: whoever queues or starts a batch looks at it afterwards (`dispatch.rs`). So nothing slips by.
         self.closed.store(1, Ordering::Release);
         let waiting = self.queues.lock().take_all();
         self.drop_tasks(waiting);

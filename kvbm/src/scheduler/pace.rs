@@ -7,6 +7,7 @@ use kvbm_tiers::Tier;
 use crate::sync::Mutex;
 
 /// How much of what was measured counts on when more is.
+// So some ten loads count: few enough to follow a medium that gets slow.
 const KEPT: f64 = 0.9;
 /// A measurement that is older counts as none: a tier that was slow is tried again.
 const VALID: Duration = Duration::from_secs(30);
@@ -35,6 +36,7 @@ impl Paces {
         let mut pace = self.0[tier.index()].lock();
         let before = pace.filter(|pace| pace.is_valid(now));
         let of = |known: fn(&Pace) -> f64| before.as_ref().map_or(0.0, known) * KEPT;
+        // Seconds and blocks apart: a long load says more of a block's time than a short one.
         *pace = Some(Pace {
             seconds: of(|pace| pace.seconds) + took.as_secs_f64(),
             blocks: of(|pace| pace.blocks) + blocks as f64,

@@ -42,6 +42,7 @@ impl Core {
         let unflushed: usize = effects.unflushed.iter().map(Unflushed::blocks).sum();
         tracing::info!(unflushed, "a reset: all blocks are forgotten");
         self.apply(effects);
+        // One at a time: there may be thousands, and others want the table.
         let mut from = Some(0);
         while let Some(place) = from {
             let mut table = self.table();
@@ -55,6 +56,7 @@ impl Core {
 
     /// Gives back slots of forgotten blocks, as many as one round of background work has time for.
     pub(super) fn sweep_some(self: &Arc<Self>) {
+        // All went as far as a step goes, so there is more, and it need not wait for the next regular round.
         if (0..SWEEPS).all(|_| self.sweep()) {
             self.flushing.wake();
         }
@@ -80,6 +82,7 @@ impl Core {
         positions: Range<usize>,
     ) -> Vec<Loan> {
         let mut table = self.table();
+        // Looked at and lent in one hold of the lock: no reset comes in between.
         if !lease.is_of(&self.table) || !table.is_present(lease.pins()) {
             return Vec::new();
         }
