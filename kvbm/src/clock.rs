@@ -83,6 +83,7 @@ impl JumpingClock {
 impl Clock for JumpingClock {
     fn now_ms(&self) -> u64 {
         let now = self.inner.now_ms().saturating_add_signed(self.ahead.load(Ordering::Acquire));
+        // Of two that ask at once none is told less than the other was before.
         now.max(self.told.fetch_max(now, Ordering::AcqRel))
     }
 }

@@ -78,6 +78,7 @@ impl Curve {
     fn take_up(&mut self, waiting: &Mutex<Waiting>) {
         let now_ms = {
             let mut waiting = waiting.lock();
+            // Swapped, so that requests wait for two pointers and not for the curve.
             std::mem::swap(&mut waiting.requests, &mut self.spare);
             waiting.now_ms
         };

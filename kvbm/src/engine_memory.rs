@@ -226,6 +226,7 @@ impl Manager {
     ) -> Transfer<Loaded> {
         let checked = self.engine().and_then(|engine| {
             engine.check(slots)?;
+            // Two blocks that come into one slot mix. Saving one slot twice harms nobody, so it is not looked for.
             check_distinct(slots)?;
             self.core().check_lease(&lease)?;
             if blocks.len() == slots.len() {

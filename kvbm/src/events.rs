@@ -169,6 +169,7 @@ impl Ring {
 impl Buffer {
     /// To be called with the table unlocked.
     pub(crate) fn wake(&self) {
+        // Leaves word where nobody waits yet: no wake-up is lost.
         self.news.notify_one();
     }
 

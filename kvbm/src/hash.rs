@@ -41,6 +41,7 @@ impl BlockHash {
             let message = format!("a block hash of {} bytes is too short: give at least 16", bytes.len());
             return Err(Error::new(ErrorKind::Invalid, message));
         }
+        // Fast, not cryptographic: a collision takes inputs of one's choice, and an engine's digests cannot be chosen.
         Ok(Self(xxh3_128(bytes)))
     }
 

@@ -37,6 +37,7 @@ impl LayerCount {
         let missing = state.missing.as_mut().and_then(|missing| missing.get_mut(usize::from(layer)));
         let Some(missing) = missing else { return };
         *missing = missing.saturating_sub(blocks);
+        // Engines wait for whole layers: for a part of one nobody need wake.
         if *missing == 0 {
             self.changed.notify_all();
         }

@@ -87,6 +87,7 @@ impl PinnedChains {
         let (kept, past): (Vec<Pin>, Vec<Pin>) = all.into_iter().partition(is_present);
         pins.by_end = kept.into();
         drop(pins);
+        // Out of the lock: each lease takes the table's when it ends.
         drop(past);
     }
 

@@ -61,11 +61,13 @@ pub(super) fn try_out(
     staging: &mut Vec<Frame>,
 ) -> Result<()> {
     let (frame, pool) = match (staging.pop(), pool) {
+        // Either will do: no block has come yet, and no copy waits.
         (Some(frame), _) => (frame, None),
         (None, Some(pool)) => (pool.take().ok_or_else(no_memory)?, Some(pool)),
         (None, None) => return Err(no_memory()),
     };
     let mut canary = Canary { backend, limit, host, frame, hangs: false };
+    // The ends: a wrong size or stride shows at the far one.
     let mut slots = vec![SlotId(0), SlotId(engine.segments().slots() - 1)];
     slots.dedup();
     let outcome = canary.fly(&slots);
@@ -97,6 +99,7 @@ impl Canary<'_> {
             let read = |&slot| self.read(slot);
             slots.iter().map(read).collect::<Result<Vec<_>>>()
         });
+        // Before anything is judged: the engine gets its bytes back whatever came of the trial.
         let restored = slots.iter().zip(&before).try_for_each(|(&slot, block)| self.write(slot, block));
         let wrong = came_back?.iter().zip(&patterns).position(|(block, pattern)| block != pattern);
         restored?;
@@ -125,6 +128,7 @@ impl Canary<'_> {
 
     fn copy(&mut self, from: SlotRef, to: SlotRef) -> Result<()> {
         let (report, reported) = channel();
+        // After the limit nobody listens any more, which is fine.
         let done = Done::new(move |_, result| drop(report.send(result)));
         let block = BlockKey { hash: 0, group: 0 };
         self.backend.submit(vec![CopyOp { block, parent: None, from, to }], done);

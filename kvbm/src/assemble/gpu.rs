@@ -50,6 +50,7 @@ pub(super) fn open(settings: &Settings, geometry: Geometry) -> Result<Option<Box
         return Ok(None);
     }
     match find(settings.device.ordinal) {
+        // No way round from here: a GPU that is there but too small is for whoever set the size to mend.
         Ok(allocate) => Ok(Some(allocate(geometry).map_err(setup)?)),
         Err(error) if settings.device.backend == DeviceBackend::Cuda => Err(setup(error)),
         Err(error) => {

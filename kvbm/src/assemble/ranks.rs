@@ -113,6 +113,7 @@ pub(crate) fn open_rank(
     settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
     let RankOptions { group, rank, fingerprint, chaos } = options;
     let (RankGroup { dir, world, limit }, fingerprint) = (group, fingerprint.as_ref());
+    // Ranks are told of no block's tokens, so there is nothing to compare these with.
     fingerprint.map_or(Ok(()), |fingerprint| fingerprint.validate(fingerprint.block_tokens))?;
     // Ranks may share directories and stores: each has files and objects of its own there.
     let namespace = format!("{}-rank{rank}of{world}", namespace(settings, fingerprint));
