@@ -208,10 +208,8 @@ impl Tiers {
         }
         let options = dram(tier + staging, settings)?;
         let node = self.gpu.as_ref().and_then(|gpu| gpu.numa_node());
-        // Else copies to the GPU would go from one socket to the other.
         let region = numa::near(node, || DramRegion::host(options)).map_err(setup)?;
         let mut pool = frames(&region)?;
-        // Out of the pool before a tier has it: no block is ever resident in them.
         self.staging.extend((0..staging).filter_map(|_| pool.take()));
         if tier > 0 {
             self.add_tier(pool, settings);
