@@ -61,6 +61,7 @@ impl Nixl {
         if enabled.is_empty() {
             return Ok(Self::default());
         }
+        // An explicit choice: what was asked for and cannot be had is an error, not a reason to go another way.
         let mut library = load(settings).map_err(|error| asked_for(&enabled.join(", "), &error))?;
         let mut plugins = BTreeMap::new();
         for name in enabled {

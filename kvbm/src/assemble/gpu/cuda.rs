@@ -67,6 +67,7 @@ impl GpuTier for CudaTier {
     ) -> Result<Arc<dyn Backend>> {
         let (device, options) = (Arc::clone(&self.region), CuFileOptions::default());
         let gds = GdsBackend::new(&self.gpu, device, disk, checksums, depth, &options).map_err(setup)?;
+        // Where it is not direct, `auto` goes through host memory by itself (docs/gpu.md).
         if let Some(why) = gds.indirect().filter(|_| !asked_for) {
             let message = format!("cuFile would go through host memory: the slot files lie on {why}");
             return Err(Error::new(ErrorKind::Unavailable, message));
