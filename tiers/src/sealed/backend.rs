@@ -58,7 +58,8 @@ impl<B: Backend + 'static> Sealed<B> {
         let other = only_other_end(&inner, ours)?;
         let sizes = [memory.block_bytes(), scratch.block_bytes(), cipher.block_bytes()];
         if scratch.memory().tier() != ours || sizes.iter().any(|&bytes| bytes != sizes[0]) {
-            let message = format!("{}: sealed blocks of {sizes:?} bytes do not fit the {ours} tier", inner.name());
+            let message =
+                format!("{}: sealed blocks of {sizes:?} bytes do not fit the {ours} tier", inner.name());
             return Err(SetupError::new(SetupErrorKind::Invalid, message));
         }
         let threads = Verifiers::named("kvbm-seal").map_err(|error| {
@@ -171,7 +172,10 @@ impl<B: Backend + 'static> Shared<B> {
         // Nobody knows what became of a batch whose backend panicked. Its blocks are never reported and keep their slots,
         // as they would without encryption; the thread has other blocks to look after.
         if catch_unwind(AssertUnwindSafe(|| self.inner.submit(ops, report))).is_err() {
-            tracing::error!(backend = self.inner.name(), "a backend panicked when it was given sealed blocks");
+            tracing::error!(
+                backend = self.inner.name(),
+                "a backend panicked when it was given sealed blocks"
+            );
         }
     }
 
@@ -275,4 +279,3 @@ impl<B: Backend + 'static> Departure<B> {
         }
     }
 }
-

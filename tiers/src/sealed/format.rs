@@ -88,9 +88,15 @@ impl Cipher {
         let header = header.ok_or_else(|| corrupt("it was never sealed".to_owned()))?;
         let ((key, nonce), identity) = (self.key(header)?, self.identity(block, header));
         let tag: [u8; TAG_BYTES] = std::array::from_fn(|byte| room[tag.start + byte]);
+        let opened = key.open_in_place_separate_tag(
+            nonce,
+            Aad::from(identity),
+            Tag::from(tag),
+            &mut room[secret],
+            0..,
+        );
         let opened =
-            key.open_in_place_separate_tag(nonce, Aad::from(identity), Tag::from(tag), &mut room[secret], 0..);
-        let opened = opened.map_err(|_| corrupt("its seal is broken, or was made with another key".to_owned()))?;
+            opened.map_err(|_| corrupt("its seal is broken, or was made with another key".to_owned()))?;
         Ok(u32::from_le_bytes(std::array::from_fn(|byte| opened[self.block_bytes + byte])))
     }
 
@@ -206,7 +212,9 @@ mod tests {
         let room = sealed(&ours, &[5; 64]);
         let opens = |cipher: &Cipher, block| cipher.open(block, &mut room.clone()).is_ok();
         assert!(opens(&ours, BLOCK));
-        assert!(!opens(&ours, BlockKey { hash: 8, ..BLOCK }) && !opens(&ours, BlockKey { group: 0, ..BLOCK }));
+        assert!(
+            !opens(&ours, BlockKey { hash: 8, ..BLOCK }) && !opens(&ours, BlockKey { group: 0, ..BLOCK })
+        );
         assert!(!opens(&cipher(&mixed(3), Tier::Object, "here", 64), BLOCK));
         assert!(!opens(&cipher(&mixed(3), Tier::Disk, "there", 64), BLOCK));
         assert!(!opens(&cipher(&mixed(3), Tier::Disk, "here", 63), BLOCK));

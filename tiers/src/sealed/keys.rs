@@ -59,7 +59,9 @@ impl KeyRing {
         let read = file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text);
         let bytes = read.map_err(|error| unreadable(&place, error))?;
         if bytes as u64 > MAX_FILE_BYTES {
-            return Err(invalid(format!("{place} is larger than {MAX_FILE_BYTES} bytes: name a file of keys")));
+            return Err(invalid(format!(
+                "{place} is larger than {MAX_FILE_BYTES} bytes: name a file of keys"
+            )));
         }
         Self::read(&text, &place)
     }

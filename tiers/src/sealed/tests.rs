@@ -97,8 +97,7 @@ impl Fixture {
         let regions = vec![scratch.memory(), Arc::clone(store.region()) as Arc<dyn Memory>];
         let faults = Arc::new(FaultBackend::new(Arc::clone(&store), regions).unwrap());
         let checksums = Arc::new(Checksums::new());
-        let verified =
-            Verified::new(Arc::clone(&faults), scratch.memory(), Arc::clone(&checksums)).unwrap();
+        let verified = Verified::new(Arc::clone(&faults), scratch.memory(), Arc::clone(&checksums)).unwrap();
         let sealed = seal(verified, &memory, scratch, 1);
         let all = |region: &DramRegion| {
             let mut frames = region.frames().unwrap();
@@ -278,7 +277,8 @@ fn what_does_not_fit_is_refused() {
     refused(&other.memory(), other, BLOCK);
     let other = scratch(BLOCK, 1);
     refused(&other.memory(), other, BLOCK + 1);
-    let device: Arc<dyn Memory> = Arc::new(DramRegion::open(Tier::Device, crate::testing::options(1, BLOCK)).unwrap());
+    let device: Arc<dyn Memory> =
+        Arc::new(DramRegion::open(Tier::Device, crate::testing::options(1, BLOCK)).unwrap());
     refused(&device, scratch(BLOCK, 1), BLOCK);
     for (block_bytes, blocks) in [(0, 1), (BLOCK, 0), (usize::MAX, 1)] {
         assert!(Scratch::open(ScratchOptions { block_bytes, blocks, huge_pages: false }).is_err());
