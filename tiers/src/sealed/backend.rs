@@ -34,8 +34,9 @@ struct Shared<B> {
     scratch: Scratch,
     cipher: Cipher,
     threads: Verifiers,
-    /// Blocks that the backend inside gets together.
+    /// Blocks that the backend inside gets together, at most or, if it asked for several, always.
     run_blocks: usize,
+    whole_runs: bool,
     other: Tier,
 }
 
@@ -43,8 +44,9 @@ struct Shared<B> {
 const GRAIN_BYTES: usize = 128 << 10;
 
 impl<B: Backend + 'static> Sealed<B> {
-    /// `inner` moves blocks between the memory of `scratch` and one other tier, in batches of up to `run_blocks` blocks
-    /// of those that are submitted together: for a store that packs batches, as many as it packs.
+    /// `inner` moves blocks between the memory of `scratch` and one other tier. A store that packs batches gets up to
+    /// `run_blocks` blocks of those that are submitted together in one, and all its operations must end some time; others
+    /// ask for 1, and get them as there is room.
     ///
     /// # Errors
     /// `Invalid`: `inner` serves other routes, or blocks differ in size. `Unavailable`: no threads.
@@ -67,8 +69,10 @@ impl<B: Backend + 'static> Sealed<B> {
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         })?;
         let grain = (GRAIN_BYTES / sizes[0]).max(1);
+        let whole_runs = run_blocks > 1;
         let run_blocks = run_blocks.max(grain).min(scratch.out.slots());
-        Ok(Self(Arc::new(Shared { inner, memory, scratch, cipher, threads, run_blocks, other })))
+        let shared = Shared { inner, memory, scratch, cipher, threads, run_blocks, whole_runs, other };
+        Ok(Self(Arc::new(shared)))
     }
 }
 
@@ -127,7 +131,7 @@ impl<B: Backend + 'static> Shared<B> {
     }
 
     fn start_runs(self: &Arc<Self>, way: Way) {
-        self.lane(way).start_runs(|run, frames| match way {
+        self.lane(way).start_runs(self.whole_runs, |run, frames| match way {
             Way::Out => self.seal_run(run, frames),
             Way::Back => self.fetch_run(run, frames),
         });

@@ -102,7 +102,7 @@ impl Lane {
         Self { slots: slots as usize, state: Mutex::new(state) }
     }
 
-    /// The most blocks of a run.
+    /// The most blocks of a whole run.
     pub(super) const fn slots(&self) -> usize {
         self.slots
     }
@@ -115,27 +115,37 @@ impl Lane {
         self.state.lock().free.push(frame);
     }
 
-    /// Starts the runs that have room, in the order in which they came. A run may end, and so come back here, before it
-    /// is started: then the outer call goes on with the next, and the stack stays flat.
-    pub(super) fn start_runs(&self, start: impl Fn(Run, Vec<Frame>)) {
+    /// Starts the runs that have room, in the order in which they came: `whole`, or as much of them as there is room for.
+    /// A run may end, and so come back here, before it is started: then the outer call goes on with the next, and the
+    /// stack stays flat.
+    pub(super) fn start_runs(&self, whole: bool, start: impl Fn(Run, Vec<Frame>)) {
         if mem::replace(&mut self.state.lock().is_starting, true) {
             return;
         }
-        while let Some((run, frames)) = self.next() {
+        while let Some((run, frames)) = self.next(whole) {
             start(run, frames);
         }
     }
 
-    /// The oldest run and its slots; `None`: it must wait, and nobody starts runs any more.
-    fn next(&self) -> Option<(Run, Vec<Frame>)> {
+    /// The oldest run, or its beginning, and its slots; `None`: it must wait, and nobody starts runs any more.
+    fn next(&self, whole: bool) -> Option<(Run, Vec<Frame>)> {
         let mut state = self.state.lock();
-        let room = state.free.len();
-        let Some(run) = state.waiting.pop_front_if(|run| run.ops.len() <= room) else {
-            state.is_starting = false;
+        let found = state.take(whole);
+        state.is_starting = found.is_some();
+        found
+    }
+}
+
+impl State {
+    fn take(&mut self, whole: bool) -> Option<(Run, Vec<Frame>)> {
+        let (room, run) = (self.free.len(), self.waiting.front_mut()?);
+        let blocks = run.ops.len().min(room);
+        if blocks == 0 || (whole && blocks < run.ops.len()) {
             return None;
-        };
-        let frames = state.free.split_off(room - run.ops.len());
-        Some((run, frames))
+        }
+        let taken = Run { ops: run.ops.drain(..blocks).collect(), done: run.done.clone() };
+        self.waiting.pop_front_if(|run| run.ops.is_empty());
+        Some((taken, self.free.split_off(room - blocks)))
     }
 }
 

@@ -198,6 +198,16 @@ fn failures_of_the_medium_pass_through_and_cost_no_room() {
 }
 
 #[test]
+fn small_blocks_go_as_there_is_room_where_others_never_end() {
+    let fixture = Fixture::new();
+    fixture.faults.inject(Fault::NeverCompletes, &[OUT]);
+    let elsewhere = CopyOp { to: fixture.there[1].slot_ref(), ..fixture.out() };
+    assert!(start(&fixture.sealed, vec![elsewhere]).recv_timeout(Duration::from_millis(20)).is_err());
+    fixture.faults.heal();
+    assert!(run(&fixture.sealed, vec![fixture.out(); 5]).iter().all(Result::is_ok));
+}
+
+#[test]
 fn a_medium_that_takes_nothing_any_more_can_still_be_read() {
     let fixture = Fixture::new();
     fixture.run(fixture.out()).unwrap();
@@ -213,7 +223,8 @@ fn a_medium_that_takes_nothing_any_more_can_still_be_read() {
 
 #[test]
 fn what_finds_no_room_waits_for_what_is_late_and_ends_in_turn() {
-    let (memory, scratch) = (Arc::new(host(8, BLOCK)), scratch(BLOCK, 2));
+    const LARGE: usize = 128 << 10;
+    let (memory, scratch) = (Arc::new(host(8, LARGE)), scratch(LARGE, 2));
     let store = MemoryStore::new(scratch.memory(), Tier::Disk, 8).unwrap();
     let regions = vec![scratch.memory(), Arc::clone(store.region()) as Arc<dyn Memory>];
     let parked = Arc::new(ParkedBackend::new(regions, vec![OUT, BACK]).unwrap());
