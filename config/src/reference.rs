@@ -30,6 +30,12 @@ const SECTIONS: &[(&str, &str, &str)] = &[
     ("host", "`[host]`: G2", "Capacity `none`: no host tier."),
     ("disk", "`[disk]`: G3", "Capacity `none`: no disk tier."),
     ("object", "`[object]`: G4", "URL `none` or capacity `0`: no object tier, whatever the other keys say."),
+    (
+        "encryption",
+        "`[encryption]`",
+        "Keys turn it on, for the disk and the object tier: AES-256-GCM, see [security](security.md). In a tier that is \
+         encrypted each block takes 56 bytes more, on disk up to a page.",
+    ),
     ("transfer", "`[transfer]`", "How blocks move between tiers."),
     ("flush", "`[flush]`", "When blocks are copied to the tier below."),
     ("metrics", "`[metrics]`", "What is exported for Prometheus."),

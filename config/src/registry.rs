@@ -414,6 +414,21 @@ pub(crate) static KEYS: &[Key] = &[
         in_use: true,
     },
     Key {
+        path: "encryption.key_file",
+        field: Field::Text(|s| &mut s.encryption.key_file),
+        variables: &[own("DYN_KVBM_ENCRYPTION_KEY_FILE", Form::Plain)],
+        doc: "A file of keys, one `number:key` on each line, the one to encrypt with first and those to decrypt with after \
+              it; no one but its owner may read it. A key is 32 random bytes, in hexadecimal or base64.",
+        in_use: true,
+    },
+    Key {
+        path: "encryption.key",
+        field: Field::Secret(|s| &mut s.encryption.key),
+        variables: &[own("DYN_KVBM_ENCRYPTION_KEY", Form::Plain)],
+        doc: "The same keys themselves, separated by commas. Shown as `(set)` only.",
+        in_use: true,
+    },
+    Key {
         path: "transfer.max_concurrent",
         field: Field::Count(|s| &mut s.transfer.max_concurrent, 1..=1024),
         variables: &[upstream("DYN_KVBM_MAX_CONCURRENT_TRANSFERS", Form::Plain, SAME)],

@@ -33,6 +33,8 @@ pub struct Settings {
     pub disk: DiskSettings,
     /// G4.
     pub object: ObjectSettings,
+    /// What disk and object tiers are encrypted with.
+    pub encryption: EncryptionSettings,
     /// How blocks move.
     pub transfer: TransferSettings,
     /// When blocks are copied down.
@@ -250,6 +252,33 @@ impl fmt::Debug for ObjectSettings {
             .field("segment_bytes", &self.segment_bytes)
             .field("concurrency", &self.concurrency)
             .field("keep", &self.keep)
+            .finish()
+    }
+}
+
+/// Encryption of the disk and object tiers: there is none unless there are keys. They are never logged and never
+/// serialised.
+#[derive(Clone, Default, PartialEq, Serialize)]
+pub struct EncryptionSettings {
+    /// Keys, the current one first.
+    #[serde(skip)]
+    pub key: Option<String>,
+    /// A file of keys.
+    pub key_file: Option<String>,
+}
+
+impl EncryptionSettings {
+    /// Whether what lies below memory is encrypted.
+    pub const fn is_on(&self) -> bool {
+        self.key.is_some() || self.key_file.is_some()
+    }
+}
+
+impl fmt::Debug for EncryptionSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EncryptionSettings")
+            .field("key", &self.key.as_ref().map(|_| SECRET_SET))
+            .field("key_file", &self.key_file)
             .finish()
     }
 }

@@ -27,6 +27,7 @@ impl Settings {
             .and_then(|()| self.check_sizes())
             .and_then(|()| self.check_disk())
             .and_then(|()| self.check_keys())
+            .and_then(|()| self.check_encryption())
             .and_then(|()| self.check_nixl());
         violation.map_err(|(path, problem)| SettingsError::Invalid {
             key: path.to_owned(),
@@ -133,6 +134,23 @@ impl Settings {
             (None, Some(_)) => Err(("object.secret_key", alone())),
             _ => Ok(()),
         }
+    }
+
+    fn check_encryption(&self) -> Result<(), Violation> {
+        let encryption = &self.encryption;
+        if encryption.key.is_some() && encryption.key_file.is_some() {
+            let problem = InvalidValue::new(
+                "there are two places of keys",
+                "one of encryption.key and encryption.key_file",
+            );
+            return Err(("encryption.key", problem));
+        }
+        if encryption.is_on() && self.disk.backend == DiskBackend::Gds {
+            let reason = "blocks that go straight between disk and GPU are not encrypted";
+            let valid = "auto, uring, threads or nixl, or neither encryption.key_file nor encryption.key";
+            return Err(("disk.backend", InvalidValue::new(reason, valid)));
+        }
+        Ok(())
     }
 
     /// Whoever chooses NIXL has its plugin on, and a store that it reaches.
@@ -350,5 +368,24 @@ mod tests {
             s.object.secret_key = Some("hunter2".to_owned());
         })
         .expect("a pair");
+    }
+
+    #[test]
+    fn encryption_has_one_place_of_keys_which_stays_hidden_and_no_way_round_it() {
+        let both = with(|s| {
+            s.encryption.key = Some("1:hunter2".to_owned());
+            s.encryption.key_file = Some("/keys".to_owned());
+        });
+        assert!(!format!("{both:?}").contains("hunter2"));
+        assert_refused(both, "encryption.key", "encryption.key_file");
+        let gds: Change = |s| {
+            s.encryption.key = Some("1:hunter2".to_owned());
+            s.disk.backend = DiskBackend::Gds;
+        };
+        assert_refused(with(gds), "disk.backend", "not encrypted");
+        let mut settings = Settings::default();
+        settings.encryption.key = Some("1:hunter2".to_owned());
+        settings.validate().expect("sound");
+        assert!(!format!("{settings:?}").contains("hunter2"));
     }
 }

@@ -6,6 +6,7 @@ mod nixl;
 mod policies;
 mod ranks;
 mod report;
+mod sealed;
 
 use std::sync::Arc;
 use std::thread::available_parallelism;
@@ -18,6 +19,7 @@ use kvbm_settings::{
 use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::geometry::{ALIGNMENT, MAX_SLOTS};
 use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions};
+use kvbm_tiers::sealed::KeyRing;
 use kvbm_tiers::{
     Backend, Checksums, DeviceRegion, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool,
     Geometry, MemcpyBackend, Memory, SetupError, SetupErrorKind, ThreadsBackend, Tier, UringBackend,
@@ -40,6 +42,7 @@ pub use report::{GpuReport, NixlReport, PluginReport};
 use gpu::GpuTier;
 use nixl::Nixl;
 use ranks::LossHook;
+use sealed::MemoryEnd;
 
 // Settings that are valid must not be refused here: the two leaves agree, and the largest tier fits.
 const _: () = assert!(MAX_TIER_BLOCKS == MAX_SLOTS);
@@ -98,7 +101,7 @@ pub(crate) async fn open(
                 Tiers::open(&settings, namespace(&settings, known), chaos, engine)?
             }
         };
-        let tuning = tuning(&settings, block_bytes, block_tokens);
+        let tuning = tuning(&settings, block_tokens);
         let routes = tiers.routes();
         let Tiers { device, host, specs, staging, executor, fallbacks, .. } = tiers;
         fallbacks.into_iter().for_each(|wanted| metrics.fell_back(wanted));
@@ -118,12 +121,11 @@ const BREAKER_PAUSE: Duration = Duration::from_millis(500);
 /// The object client gives up by itself before.
 const OBJECT_TIMEOUT: Duration = Duration::from_secs(OPERATION_LIMIT.as_secs() + 10);
 
-fn tuning(settings: &Settings, block_bytes: u64, block_tokens: u64) -> Tuning {
+fn tuning(settings: &Settings, block_tokens: u64) -> Tuning {
     Tuning {
         max_concurrent: settings.transfer.max_concurrent as usize,
         max_batch: settings.transfer.max_batch as usize,
-        // A block may be larger than a segment: then each is one.
-        segment_blocks: (settings.object.segment_bytes / block_bytes.max(1)).max(1) as usize,
+        segment_blocks: segment_blocks(settings),
         queue_blocks: settings.transfer.queue_blocks as usize,
         timeout: Duration::from_millis(settings.transfer.timeout_ms),
         object_timeout: OBJECT_TIMEOUT,
@@ -132,6 +134,12 @@ fn tuning(settings: &Settings, block_bytes: u64, block_tokens: u64) -> Tuning {
         dirty_watermark: settings.flush.dirty_watermark,
         prefill_block_s: prefill_block_s(settings, block_tokens),
     }
+}
+
+/// Blocks that go into a segment object.
+fn segment_blocks(settings: &Settings) -> usize {
+    // A block may be larger than a segment: then each is one.
+    (settings.object.segment_bytes / settings.block_bytes.unwrap_or_default().max(1)).max(1) as usize
 }
 
 /// Seconds that the engine takes to compute a block, if it said so.
@@ -160,6 +168,8 @@ struct Tiers {
     chaos: Option<Chaos>,
     /// Names the files and objects that are kept.
     namespace: String,
+    /// What disk and object tiers are encrypted with.
+    keys: Option<Arc<KeyRing>>,
 }
 
 impl Tiers {
@@ -171,7 +181,8 @@ impl Tiers {
     ) -> Result<Self> {
         policies::warn_of_no_budget(settings);
         let has_engine = engine.is_some();
-        let mut tiers = Self { engine, has_engine, chaos, namespace, ..Self::default() };
+        let keys = sealed::keys(settings)?;
+        let mut tiers = Self { engine, has_engine, chaos, namespace, keys, ..Self::default() };
         // In this order: what is lower reads and writes the host's memory, and that is best taken near the GPU.
         tiers.open_device(settings)?;
         tiers.open_host(settings)?;
@@ -249,7 +260,9 @@ impl Tiers {
 
     fn open_disk(&mut self, settings: &Settings, nixl: &Nixl) -> Result<()> {
         let Some(capacity) = settings.disk.capacity else { return Ok(()) };
-        let geometry = geometry(slots(capacity, settings)?, settings)?;
+        let end = self.memory_end(Tier::Disk, 1, settings)?;
+        let block_bytes = end.memory.block_bytes();
+        let geometry = Geometry::new(slots(capacity, settings)?, block_bytes).map_err(setup)?;
         let region = DiskRegion::open(&DiskOptions {
             geometry,
             dirs: settings.disk.dirs.clone(),
@@ -258,35 +271,41 @@ impl Tiers {
             keep: settings.disk.keep.then(|| self.namespace.clone()),
         });
         let region = Arc::new(region.map_err(setup)?);
-        self.connect_disk(&region, &settings.disk, nixl)?;
+        self.connect_disk(&region, end, &settings.disk, nixl)?;
         self.add_tier(FramePool::new(Tier::Disk, geometry.slots()), settings);
         Ok(())
     }
 
-    fn connect_disk(&mut self, region: &Arc<DiskRegion>, settings: &DiskSettings, nixl: &Nixl) -> Result<()> {
+    fn connect_disk(
+        &mut self,
+        region: &Arc<DiskRegion>,
+        end: MemoryEnd,
+        settings: &DiskSettings,
+        nixl: &Nixl,
+    ) -> Result<()> {
         let ends = DiskEnds {
-            memory: self.memory()?,
+            end,
             region: Arc::clone(region),
             depth: settings.queue_depth,
             checksums: Arc::new(Checksums::new()),
         };
         self.connect_disk_and_device(&ends, settings.backend)?;
-        let DiskEnds { memory, region, depth, checksums } = ends;
+        let DiskEnds { end, region, depth, checksums } = ends;
         match settings.backend {
             // GPUDirect Storage serves the device alone: the host goes by one of these all the same.
             DiskBackend::Auto | DiskBackend::Gds => {
-                self.connect_ring_or_threads(memory, region, depth, checksums)
+                self.connect_ring_or_threads(end, region, depth, checksums)
             }
             DiskBackend::Uring => {
-                let ring = UringBackend::new(Arc::clone(&memory), region, depth).map_err(setup)?;
-                let ring = self.with_chaos(ring, Arc::clone(&memory))?;
-                self.connect_verified_aside(ring, memory, checksums)
+                let ring = UringBackend::new(Arc::clone(&end.memory), region, depth).map_err(setup)?;
+                let ring = self.with_chaos(ring, Arc::clone(&end.memory))?;
+                self.connect_verified_aside(ring, end, checksums)
             }
-            DiskBackend::Threads => self.connect_threads(memory, region, depth, checksums),
+            DiskBackend::Threads => self.connect_threads(end, region, depth, checksums),
             DiskBackend::Nixl => {
-                let backend = nixl.disk(Arc::clone(&memory), region, depth)?;
-                let backend = self.with_chaos(backend, Arc::clone(&memory))?;
-                self.connect_verified_aside(backend, memory, checksums)
+                let backend = nixl.disk(Arc::clone(&end.memory), region, depth)?;
+                let backend = self.with_chaos(backend, Arc::clone(&end.memory))?;
+                self.connect_verified_aside(backend, end, checksums)
             }
         }
     }
@@ -296,6 +315,13 @@ impl Tiers {
         let asked_for = backend == DiskBackend::Gds;
         let (region, checksums) = (Arc::clone(&ends.region), Arc::clone(&ends.checksums));
         match &self.gpu {
+            // Settings that demand it are refused where there are keys.
+            Some(_) if ends.end.is_sealed() && backend == DiskBackend::Auto => {
+                tracing::info!(
+                    "blocks go from disk to the device through host memory, where they are decrypted"
+                );
+                self.fallbacks.push("gds");
+            }
             Some(gpu) if asked_for || backend == DiskBackend::Auto => {
                 match gpu.connect_disk(region, checksums, ends.depth, asked_for) {
                     Ok(gds) => self.connect(gds),
@@ -315,34 +341,34 @@ impl Tiers {
 
     fn connect_ring_or_threads(
         &mut self,
-        memory: Arc<dyn Memory>,
+        end: MemoryEnd,
         region: Arc<DiskRegion>,
         depth: u32,
         checksums: Arc<Checksums>,
     ) -> Result<()> {
-        match UringBackend::new(Arc::clone(&memory), Arc::clone(&region), depth) {
+        match UringBackend::new(Arc::clone(&end.memory), Arc::clone(&region), depth) {
             Ok(ring) => {
-                let ring = self.with_chaos(ring, Arc::clone(&memory))?;
-                self.connect_verified_aside(ring, memory, checksums)
+                let ring = self.with_chaos(ring, Arc::clone(&end.memory))?;
+                self.connect_verified_aside(ring, end, checksums)
             }
             Err(error) => {
                 // Containers often forbid it (seccomp). An operation in flight takes a place in a ring, but a thread here.
                 tracing::warn!(%error, "no io_uring: the disk tier uses threads");
-                self.connect_threads(memory, region, depth.min(MAX_DISK_THREADS), checksums)
+                self.connect_threads(end, region, depth.min(MAX_DISK_THREADS), checksums)
             }
         }
     }
 
     fn connect_threads(
         &mut self,
-        memory: Arc<dyn Memory>,
+        end: MemoryEnd,
         region: Arc<DiskRegion>,
         depth: u32,
         checksums: Arc<Checksums>,
     ) -> Result<()> {
-        let threads = ThreadsBackend::new(Arc::clone(&memory), region, depth).map_err(setup)?;
-        let threads = self.with_chaos(threads, Arc::clone(&memory))?;
-        self.connect_verified(threads, memory, checksums)
+        let threads = ThreadsBackend::new(Arc::clone(&end.memory), region, depth).map_err(setup)?;
+        let threads = self.with_chaos(threads, Arc::clone(&end.memory))?;
+        self.connect_verified(threads, end, checksums)
     }
 
     fn open_object(&mut self, settings: &Settings, nixl: &Nixl) -> Result<()> {
@@ -360,11 +386,11 @@ impl Tiers {
                 self.connect_objects(store, settings)?;
             }
             ObjectChoice::Nixl => {
-                let memory = self.memory()?;
+                let end = self.memory_end(Tier::Object, 1, settings)?;
                 let place = (self.namespace.clone(), object.concurrency);
-                let backend = nixl.objects(Arc::clone(&memory), store, slots, place)?;
-                let backend = self.with_chaos(backend, Arc::clone(&memory))?;
-                self.connect_verified_aside(backend, memory, Arc::default())?;
+                let backend = nixl.objects(Arc::clone(&end.memory), store, slots, place)?;
+                let backend = self.with_chaos(backend, Arc::clone(&end.memory))?;
+                self.connect_verified_aside(backend, end, Arc::default())?;
             }
         }
         self.add_tier(FramePool::new(Tier::Object, slots), settings);
@@ -373,52 +399,42 @@ impl Tiers {
 
     fn connect_objects(&mut self, store: Store, settings: &Settings) -> Result<()> {
         let object = &settings.object;
+        let segment_blocks = segment_blocks(settings);
+        let end = self.memory_end(Tier::Object, segment_blocks, settings)?;
         let options = ObjectOptions {
             namespace: self.namespace.clone(),
-            segment_bytes: object.segment_bytes,
+            // As many blocks as are sent together, sealed or not.
+            segment_bytes: (segment_blocks * end.memory.block_bytes()) as u64,
             concurrency: object.concurrency,
             operation_limit: OPERATION_LIMIT,
             keep: object.keep,
         };
-        let memory = self.memory()?;
         let checksums = Arc::new(Checksums::new());
         // `Verified` sums each block already; a segment's footer takes the sums from there.
         let known = Some(Arc::clone(&checksums));
-        let backend = ObjectBackend::new(store, Arc::clone(&memory), known, &options).map_err(setup)?;
-        self.connect_verified(backend, memory, checksums)
-    }
-
-    /// DRAM that the lower tiers read from and write to.
-    fn memory(&self) -> Result<Arc<dyn Memory>> {
-        let host = self.host.clone().ok_or_else(|| {
-            Error::new(
-                ErrorKind::Invalid,
-                "a disk or object tier needs DRAM: set host.staging_blocks above 0",
-            )
-        })?;
-        Ok(host)
+        let backend = ObjectBackend::new(store, Arc::clone(&end.memory), known, &options).map_err(setup)?;
+        self.connect_verified(backend, end, checksums)
     }
 
     fn connect_verified(
         &mut self,
         backend: impl Backend + 'static,
-        memory: Arc<dyn Memory>,
+        end: MemoryEnd,
         checksums: Arc<Checksums>,
     ) -> Result<()> {
-        self.connect(Verified::new(backend, memory, checksums).map_err(setup)?);
-        Ok(())
+        let verified = Verified::new(backend, Arc::clone(&end.memory), checksums).map_err(setup)?;
+        self.connect_sealed(verified, end)
     }
 
     /// What a backend with one thread reads is verified by others. Pools verify by themselves.
     fn connect_verified_aside(
         &mut self,
         backend: impl Backend + 'static,
-        memory: Arc<dyn Memory>,
+        end: MemoryEnd,
         checksums: Arc<Checksums>,
     ) -> Result<()> {
-        let verified = Verified::new(backend, memory, checksums).map_err(setup)?;
-        self.connect(verified.on_threads_of_its_own());
-        Ok(())
+        let verified = Verified::new(backend, Arc::clone(&end.memory), checksums).map_err(setup)?;
+        self.connect_sealed(verified.on_threads_of_its_own(), end)
     }
 
     /// Inside of what verifies. GPUDirect Storage verifies by itself, so there is no chaos on its routes.
@@ -462,16 +478,17 @@ impl Tiers {
         let tiers = || engine.into_iter().chain(self.specs.iter().map(|spec| spec.pool.tier()));
         let pairs =
             tiers().flat_map(|from| tiers().map(move |to| (from, to))).filter(|(from, to)| from != to);
-        let name = |route| self.executor.backend(route).map_or("via host", |backend| backend.name());
-        pairs
-            .map(|route| RouteReport { from: route.0, to: route.1, backend: name(route).to_owned() })
-            .collect()
+        let name = |route| {
+            let backend = self.executor.backend(route);
+            backend.map_or_else(|| "via host".to_owned(), |backend| self.told_sealed(route, backend.name()))
+        };
+        pairs.map(|route| RouteReport { from: route.0, to: route.1, backend: name(route) }).collect()
     }
 }
 
 /// What a backend of the disk tier works with.
 struct DiskEnds {
-    memory: Arc<dyn Memory>,
+    end: MemoryEnd,
     region: Arc<DiskRegion>,
     depth: u32,
     /// Of the tier's blocks, whoever writes them.
@@ -540,9 +557,11 @@ fn slots(capacity: Capacity, settings: &Settings) -> Result<u32> {
 /// models apart: nobody reads what another process has written.
 fn namespace(settings: &Settings, fingerprint: Option<&Fingerprint>) -> String {
     let block_bytes = settings.block_bytes.unwrap_or_default();
+    // What is encrypted lies beside what is not, and neither is taken for the other.
+    let form = if settings.encryption.is_on() { "sealed" } else { "block" };
     match fingerprint {
-        Some(fingerprint) => format!("v1-block{block_bytes}-{fingerprint}"),
-        None => format!("v1-block{block_bytes}"),
+        Some(fingerprint) => format!("v1-{form}{block_bytes}-{fingerprint}"),
+        None => format!("v1-{form}{block_bytes}"),
     }
 }
 

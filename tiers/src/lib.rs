@@ -15,7 +15,7 @@
 //! [`Verified`] around a backend checksums what leaves memory and verifies what returns; the host tier
 //! remembers checksums from the moment that a block arrives. [`FramePool`] mints a [`Frame`], the sole slot handle,
 //! for each slot; whoever has one may read and write the slot's memory. [`transform`] rearranges blocks between the
-//! layouts of engines.
+//! layouts of engines. [`sealed`] encrypts what lies below memory.
 //!
 //! [`ranks`] has copies done by other processes, each with regions of its own.
 //!
@@ -55,6 +55,7 @@ pub mod object;
 pub mod ranks;
 #[cfg(any(test, feature = "baselines"))]
 pub mod raw;
+pub mod sealed;
 pub mod segments;
 mod stream;
 #[cfg(any(test, feature = "testing"))]
@@ -76,6 +77,7 @@ pub use geometry::Geometry;
 pub use huge::{Ahead, HugeVec, mapped_bytes};
 pub use memcpy::MemcpyBackend;
 pub use memory::Memory;
+pub use sealed::Sealed;
 pub use segments::{Part, Piece, Segment, SegmentMap};
 pub use transform::{Layout, Transform};
 pub use verify::Verified;

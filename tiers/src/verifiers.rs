@@ -1,4 +1,4 @@
-//! Threads that read blocks to sum them.
+//! Threads that read blocks to sum them, or to encrypt them.
 
 use std::io;
 use std::mem;
@@ -33,15 +33,20 @@ const MAX_ARRIVALS_IN_A_ROW: usize = 15;
 impl Verifiers {
     /// On half the cores: the others compute, or serve the rings.
     pub(crate) fn start() -> io::Result<Self> {
-        let cores = thread::available_parallelism().map_or(1, usize::from);
-        Self::with_threads((cores / 2).clamp(1, MAX_THREADS))
+        Self::named("kvbm-verify")
     }
 
-    fn with_threads(threads: usize) -> io::Result<Self> {
+    /// The same, for other work on blocks.
+    pub(crate) fn named(name: &str) -> io::Result<Self> {
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        Self::with_threads(name, (cores / 2).clamp(1, MAX_THREADS))
+    }
+
+    fn with_threads(name: &str, threads: usize) -> io::Result<Self> {
         let ((arrivals, arrived), (departures, departing)) = (unbounded(), unbounded());
         for number in 0..threads {
             let (arrived, departing) = (arrived.clone(), departing.clone());
-            clock::spawn(format!("kvbm-verify-{number}"), move || work(&arrived, &departing))?;
+            clock::spawn(format!("{name}-{number}"), move || work(&arrived, &departing))?;
         }
         Ok(Self { arrivals: Some(arrivals), departures: Some(departures), maker: Maker::this_process() })
     }
@@ -109,7 +114,7 @@ mod tests {
 
     /// One thread, held up until the sender is dropped.
     fn held_up() -> (Arc<Verifiers>, mpsc::Sender<()>) {
-        let verifiers = Arc::new(Verifiers::with_threads(1).unwrap());
+        let verifiers = Arc::new(Verifiers::with_threads("test", 1).unwrap());
         let (release, released) = mpsc::channel::<()>();
         // It errs when the sender is dropped.
         let wait = move || assert!(released.recv().is_err());

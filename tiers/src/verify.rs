@@ -56,12 +56,7 @@ impl<B: Backend> Verified<B> {
     /// # Errors
     /// `Invalid`: `inner` serves other routes. `Unavailable`: no threads.
     pub fn new(inner: B, memory: Arc<dyn Memory>, checksums: Arc<Checksums>) -> Result<Self, SetupError> {
-        let ours = memory.tier();
-        let others: Vec<_> = inner.routes().iter().map(|&route| other_end(route, ours)).collect();
-        if others.is_empty() || others.contains(&None) || others.windows(2).any(|pair| pair[0] != pair[1]) {
-            let message = format!("{}: not all routes join the {ours} tier and one other", inner.name());
-            return Err(SetupError::new(SetupErrorKind::Invalid, message));
-        }
+        only_other_end(&inner, memory.tier())?;
         let verifiers = Verifiers::start().map_err(|error| {
             let message = "cannot start threads for checksums: raise the limit on processes";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
@@ -120,6 +115,18 @@ impl<B: Backend + 'static> Verified<B> {
                 }
             });
             self.verifiers.sum(job).into_iter().for_each(|undone| undone());
+        }
+    }
+}
+
+/// The tier that all routes of a backend join `ours` to.
+pub(crate) fn only_other_end<B: Backend>(backend: &B, ours: Tier) -> Result<Tier, SetupError> {
+    let others: Vec<_> = backend.routes().iter().map(|&route| other_end(route, ours)).collect();
+    match others.first() {
+        Some(&Some(other)) if others.iter().all(|&end| end == Some(other)) => Ok(other),
+        _ => {
+            let message = format!("{}: not all routes join the {ours} tier and one other", backend.name());
+            Err(SetupError::new(SetupErrorKind::Invalid, message))
         }
     }
 }

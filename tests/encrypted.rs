@@ -1,0 +1,250 @@
+//! What lies below memory can be read with its key and not without: through a manager, on real files.
+
+use std::collections::HashSet;
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvbm::{BlockHash, Chain, ErrorKind, Manager, Tier};
+use kvbm_settings::{Capacity, DiskBackend, Settings};
+use kvbm_tests::engine::{Served, open, push_down, serve, settings};
+use kvbm_tests::rig::{hash, number};
+use kvbm_tiers::sealed::{Cipher, KeyRing, SEAL_BYTES, Scratch, ScratchOptions};
+use kvbm_tiers::testing::{fill_pattern, has_pattern, host, order, run};
+use kvbm_tiers::{
+    CopyError, CopyErrorKind, DiskOptions, DiskRegion, DramRegion, Frame, FramePool, Geometry, Sealed,
+    ThreadsBackend,
+};
+use prometheus::Registry;
+
+const BLOCK: usize = 8192;
+const BLOCKS: u32 = 12;
+
+fn key(number: u32, digits: &str) -> String {
+    format!("{number}:{}", digits.repeat(4))
+}
+
+fn first_key() -> String {
+    key(7, "0123456789abcdef")
+}
+
+fn second_key() -> String {
+    key(8, "fedcba9876543210")
+}
+
+/// Small upper tiers over a disk, and objects if there is to be nothing on disk.
+fn lower_tiers(dir: &Path, has_disk: bool) -> Settings {
+    let mut settings = settings(BLOCK as u64, 16, 16);
+    settings.flush.interval_ms = 1;
+    if has_disk {
+        settings.disk.capacity = Some(Capacity::Blocks(256));
+        settings.disk.dirs = vec![dir.join("disk")];
+        settings.disk.keep = true;
+        return settings;
+    }
+    settings.object.url = Some(format!("file://{}/objects", dir.display()));
+    settings.object.segment_bytes = 8 * BLOCK as u64;
+    settings.object.keep = true;
+    settings
+}
+
+fn manager(settings: Settings) -> Manager {
+    open(settings, &Registry::new()).unwrap()
+}
+
+fn chain() -> Vec<BlockHash> {
+    (1..=BLOCKS).map(hash).collect()
+}
+
+fn settle(manager: &Manager) {
+    assert!(manager.drain(Duration::from_secs(20)).is_complete());
+}
+
+/// Computed, flushed, gone from the upper tiers, and then asked for again.
+fn down_and_up(manager: &Manager) -> Served {
+    serve(manager, &chain());
+    settle(manager);
+    push_down(manager, &chain());
+    serve(manager, &chain())
+}
+
+fn files(dir: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+}
+
+/// How often a word of one of the chain's blocks stands in a file, wherever it begins.
+fn words_found(dir: &Path) -> usize {
+    let mut words = HashSet::new();
+    let chain = chain();
+    for position in 0..chain.len() {
+        let mut block = vec![0; BLOCK];
+        fill_pattern(number(Chain::from(chain.as_slice()).key(position)), &mut block);
+        words.extend(block.as_chunks::<8>().0.iter().filter(|word| **word != [0; 8]).copied());
+    }
+    let found = |file: PathBuf| {
+        let bytes = fs::read(file).unwrap();
+        bytes.windows(8).filter(|window| words.contains(*window)).count()
+    };
+    files(dir).into_iter().map(found).sum()
+}
+
+#[test]
+fn blocks_come_back_and_nothing_of_them_is_found_in_files() {
+    for (has_disk, backend) in
+        [(true, DiskBackend::Auto), (true, DiskBackend::Threads), (false, DiskBackend::Auto)]
+    {
+        for is_encrypted in [false, true] {
+            let dir = tempfile::tempdir().unwrap();
+            let mut settings = lower_tiers(dir.path(), has_disk);
+            settings.disk.backend = backend;
+            settings.encryption.key = is_encrypted.then(first_key);
+            let manager = manager(settings);
+            let served = down_and_up(&manager);
+            assert_eq!((served.hit, served.wrong), (BLOCKS as usize, 0), "{backend:?}: {served:?}");
+            assert_eq!(manager.failures(), 0);
+            let below = |route: &&kvbm::RouteReport| route.to >= Tier::Disk && route.from == Tier::Host;
+            let route = manager.routes().iter().find(below).unwrap();
+            assert_eq!(route.backend.ends_with(", encrypted with key 7"), is_encrypted, "{route:?}");
+            drop(manager);
+            // Without encryption they are found, so we look in the right place.
+            assert_eq!(words_found(dir.path()) == 0, is_encrypted, "{backend:?}, disk: {has_disk}");
+        }
+    }
+}
+
+#[test]
+fn a_bit_that_flips_on_the_medium_is_a_miss_and_then_it_heals() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = lower_tiers(dir.path(), true);
+    settings.encryption.key = Some(first_key());
+    let manager = manager(settings);
+    serve(&manager, &chain());
+    settle(&manager);
+    push_down(&manager, &chain());
+    assert_eq!(manager.matches(&chain()).blocks(Tier::Disk), BLOCKS as usize);
+    for path in files(&dir.path().join("disk")) {
+        flip_a_bit_of_each_block(&path);
+    }
+    let served = serve(&manager, &chain());
+    assert_eq!((served.hit, served.wrong, served.computed), (0, 0, BLOCKS as usize), "{served:?}");
+    settle(&manager);
+    push_down(&manager, &chain());
+    let served = serve(&manager, &chain());
+    assert_eq!((served.hit, served.wrong), (BLOCKS as usize, 0), "{served:?}");
+    assert!(manager.audit().is_empty());
+}
+
+/// Past the page cache, as blocks are written.
+fn flip_a_bit_of_each_block(path: &Path) {
+    let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let stride = (BLOCK + SEAL_BYTES).next_multiple_of(4096) as u64;
+    for slot in 0..file.metadata().unwrap().len() / stride {
+        let (mut byte, at) = ([0], slot * stride + 4567);
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[byte[0] ^ 4], at).unwrap();
+    }
+    file.sync_all().unwrap();
+}
+
+#[test]
+fn keys_that_are_none_are_refused_without_being_shown() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys");
+    let refused = |change: &dyn Fn(&mut Settings), reason: &str| {
+        let mut settings = lower_tiers(dir.path(), true);
+        change(&mut settings);
+        let error = open(settings, &Registry::new()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+        assert!(error.to_string().contains(reason), "{error}");
+        assert!(!format!("{error} {error:?}").contains("0123456789abcdef"), "{error:?}");
+    };
+    let from_file = |settings: &mut Settings| {
+        settings.encryption.key_file = Some(path.display().to_string());
+    };
+    refused(&from_file, "DYN_KVBM_ENCRYPTION_KEY_FILE");
+    OpenOptions::new().write(true).create_new(true).mode(0o644).open(&path).unwrap();
+    refused(&from_file, "chmod 0600");
+    refused(&|settings| settings.encryption.key = Some("0123456789abcdef".into()), "DYN_KVBM_ENCRYPTION_KEY");
+    let gds = |settings: &mut Settings| {
+        settings.encryption.key = Some(first_key());
+        settings.disk.backend = DiskBackend::Gds;
+    };
+    refused(&gds, "disk.backend");
+    fs::remove_file(&path).unwrap();
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).unwrap();
+    file.write_all_at(first_key().as_bytes(), 0).unwrap();
+    let mut settings = lower_tiers(dir.path(), true);
+    from_file(&mut settings);
+    assert_eq!(down_and_up(&manager(settings)).hit, BLOCKS as usize);
+}
+
+/// What is on disk outlives the process that wrote it, and may be met with other keys.
+struct Drive {
+    memory: Arc<DramRegion>,
+    disk: Arc<DiskRegion>,
+    here: Vec<Frame>,
+    there: Vec<Frame>,
+}
+
+impl Drive {
+    fn new(dir: &Path) -> Self {
+        let memory = Arc::new(host(3, BLOCK));
+        let geometry = Geometry::new(3, BLOCK + SEAL_BYTES).unwrap();
+        let dirs = vec![dir.to_owned()];
+        let options = DiskOptions { geometry, dirs, o_direct: true, zerofill_fallback: true, keep: None };
+        let disk = Arc::new(DiskRegion::open(&options).unwrap());
+        let (mut frames, mut others) = (memory.frames().unwrap(), FramePool::new(Tier::Disk, 3));
+        let here = std::iter::from_fn(|| frames.take()).collect();
+        let there = std::iter::from_fn(|| others.take()).collect();
+        Self { memory, disk, here, there }
+    }
+
+    fn with_keys(&self, keys: &str) -> Sealed<ThreadsBackend> {
+        let options = ScratchOptions { block_bytes: BLOCK, blocks: 2, huge_pages: false };
+        let scratch = Scratch::open(options).unwrap();
+        let threads = ThreadsBackend::new(scratch.memory(), Arc::clone(&self.disk), 1).unwrap();
+        let cipher = Cipher::new(Arc::new(KeyRing::parse(keys).unwrap()), Tier::Disk, "model", BLOCK);
+        Sealed::new(threads, Arc::clone(&self.memory) as _, (scratch, cipher), 1).unwrap()
+    }
+
+    fn store(&mut self, keys: &str, block: usize) {
+        fill_pattern(block, self.memory.write(&mut self.here[0]).unwrap());
+        let op = order(block, self.here[0].slot_ref(), self.there[block].slot_ref());
+        run(&self.with_keys(keys), vec![op]).remove(0).unwrap();
+    }
+
+    fn load(&mut self, keys: &str, block: usize) -> Result<(), CopyError> {
+        self.memory.write(&mut self.here[1]).unwrap().fill(0);
+        let op = order(block, self.there[block].slot_ref(), self.here[1].slot_ref());
+        run(&self.with_keys(keys), vec![op]).remove(0)?;
+        assert!(has_pattern(block, self.memory.read(&self.here[1]).unwrap()));
+        Ok(())
+    }
+}
+
+#[test]
+fn keys_are_rotated_and_blocks_without_their_key_are_misses() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut drive = Drive::new(dir.path());
+    let both = format!("{},{}", second_key(), first_key());
+    drive.store(&first_key(), 0);
+    drive.store(&both, 1);
+    for block in [0, 1] {
+        drive.load(&both, block).unwrap();
+    }
+    // What was written since is under the new key alone, and the old one opens what it once sealed.
+    drive.load(&second_key(), 1).unwrap();
+    drive.load(&first_key(), 0).unwrap();
+    let impostor = key(7, "0123456789abcdee");
+    for (keys, block) in [(&first_key(), 1), (&second_key(), 0), (&impostor, 0)] {
+        assert_eq!(drive.load(keys, block).unwrap_err().kind(), CopyErrorKind::Corrupt, "{keys}");
+    }
+    // And then it works again.
+    drive.store(&impostor, 0);
+    drive.load(&impostor, 0).unwrap();
+    // A slot that nothing was written to.
+    assert_eq!(drive.load(&both, 2).unwrap_err().kind(), CopyErrorKind::Corrupt);
+}

@@ -1,0 +1,284 @@
+//! The way of a block: sealed, then sent; or fetched, then opened.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
+
+use super::format::Cipher;
+use super::scratch::{Lane, Run, Scratch};
+use crate::backend::Backend;
+use crate::checksum::{SummedCopy, checksum};
+use crate::copy::{CopyError, CopyOp, Done, Route, SlotRef, Tier};
+use crate::error::{SetupError, SetupErrorKind};
+use crate::frame::Frame;
+use crate::memory::{Memory, forget_checksum, no_such_slot};
+use crate::verifiers::Verifiers;
+use crate::verify::{corrupt, only_other_end};
+
+/// A backend whose blocks are encrypted and authenticated when they leave memory, and opened when they return. One that
+/// comes back changed, or in another's place, or whose key is gone, ends in [`CopyErrorKind::Corrupt`](crate::CopyErrorKind).
+///
+/// The submitting thread does nothing but queue: threads of this backend's seal and open, on up to half the cores and in
+/// parallel with the medium. What has arrived goes first. Blocks in memory are only read, or written when all is well:
+/// what is encrypted lies in the [`Scratch`], whose slots bound how much is under way; the rest waits in the order in
+/// which it came.
+#[derive(Debug)]
+pub struct Sealed<B>(Arc<Shared<B>>);
+
+#[derive(Debug)]
+struct Shared<B> {
+    inner: B,
+    memory: Arc<dyn Memory>,
+    scratch: Scratch,
+    cipher: Cipher,
+    threads: Verifiers,
+    /// Blocks that the backend inside gets together, at most or, if it asked for several, always.
+    run_blocks: usize,
+    whole_runs: bool,
+    other: Tier,
+}
+
+/// So much is sealed by one thread at a time: waking it takes a tenth of the time.
+const GRAIN_BYTES: usize = 128 << 10;
+
+impl<B: Backend + 'static> Sealed<B> {
+    /// `inner` moves blocks between the memory of `scratch` and one other tier. A store that packs batches gets up to
+    /// `run_blocks` blocks of those that are submitted together in one, and all its operations must end some time; others
+    /// ask for 1, and get them as there is room.
+    ///
+    /// # Errors
+    /// `Invalid`: `inner` serves other routes, or blocks differ in size. `Unavailable`: no threads.
+    pub fn new(
+        inner: B,
+        memory: Arc<dyn Memory>,
+        (scratch, cipher): (Scratch, Cipher),
+        run_blocks: usize,
+    ) -> Result<Self, SetupError> {
+        let ours = memory.tier();
+        let other = only_other_end(&inner, ours)?;
+        let sizes = [memory.block_bytes(), scratch.block_bytes(), cipher.block_bytes()];
+        if scratch.memory().tier() != ours || sizes.iter().any(|&bytes| bytes != sizes[0]) {
+            let message =
+                format!("{}: sealed blocks of {sizes:?} bytes do not fit the {ours} tier", inner.name());
+            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+        }
+        let threads = Verifiers::named("kvbm-seal").map_err(|error| {
+            let message = "cannot start threads for encryption: raise the limit on processes";
+            SetupError::caused(SetupErrorKind::Unavailable, message, error)
+        })?;
+        let grain = (GRAIN_BYTES / sizes[0]).max(1);
+        let whole_runs = run_blocks > 1;
+        let run_blocks = run_blocks.max(grain).min(scratch.out.slots());
+        let shared = Shared { inner, memory, scratch, cipher, threads, run_blocks, whole_runs, other };
+        Ok(Self(Arc::new(shared)))
+    }
+}
+
+// SAFETY: a block in memory is read or written only between the submission and the completion of its operation, and
+// completed once: when its run's part of it failed, or when the backend inside is done with the slot of the scratch, which
+// has one owner at a time as its frame says. A destination is reported with `Ok` only when it was written to the end.
+unsafe impl<B: Backend + 'static> Backend for Sealed<B> {
+    fn name(&self) -> &'static str {
+        self.0.inner.name()
+    }
+
+    fn routes(&self) -> &[Route] {
+        self.0.inner.routes()
+    }
+
+    fn submit(&self, batch: Vec<CopyOp>, done: Done) {
+        let (mut out, mut back) = (Vec::new(), Vec::new());
+        for (index, op) in batch.into_iter().enumerate() {
+            match self.0.way_of(&op) {
+                Ok(Way::Out) => out.push((index, op)),
+                Ok(Way::Back) => back.push((index, op)),
+                Err(error) => done.complete(index, Err(error)),
+            }
+        }
+        for (way, ops) in [(Way::Back, back), (Way::Out, out)] {
+            let runs = ops.chunks(self.0.run_blocks).map(|ops| Run { ops: ops.to_vec(), done: done.clone() });
+            self.0.lane(way).enqueue(runs);
+            self.0.start_runs(way);
+        }
+    }
+}
+
+/// From memory, or back to it.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    Out,
+    Back,
+}
+
+impl<B: Backend + 'static> Shared<B> {
+    fn way_of(&self, op: &CopyOp) -> Result<Way, CopyError> {
+        let ours = self.memory.tier();
+        let (way, here) = match op.route() {
+            (from, to) if (from, to) == (ours, self.other) => (Way::Out, op.from),
+            (from, to) if (from, to) == (self.other, ours) => (Way::Back, op.to),
+            _ => return Err(no_such_slot(op.from)),
+        };
+        self.memory.slot(here.slot).map(|_| way).ok_or_else(|| no_such_slot(here))
+    }
+
+    const fn lane(&self, way: Way) -> &Lane {
+        match way {
+            Way::Out => &self.scratch.out,
+            Way::Back => &self.scratch.back,
+        }
+    }
+
+    fn start_runs(self: &Arc<Self>, way: Way) {
+        self.lane(way).start_runs(self.whole_runs, |run, frames| match way {
+            Way::Out => self.seal_run(run, frames),
+            Way::Back => self.fetch_run(run, frames),
+        });
+    }
+
+    /// Hands the run on when its last block is sealed.
+    fn seal_run(self: &Arc<Self>, run: Run, mut frames: Vec<Frame>) {
+        let grain = (GRAIN_BYTES / self.memory.block_bytes()).max(1);
+        let left = AtomicUsize::new(run.ops.len().div_ceil(grain));
+        let Run { ops, done } = run;
+        let sealed = Mutex::new(ops.iter().map(|_| None).collect());
+        let departure = Arc::new(Departure { shared: Arc::clone(self), done, sealed, left });
+        for (number, ops) in ops.chunks(grain).enumerate() {
+            let blocks: Vec<_> = ops.iter().copied().zip(frames.drain(..ops.len())).collect();
+            let departure = Arc::clone(&departure);
+            let job = Box::new(move || departure.seal(number * grain, blocks));
+            self.threads.sum(job).into_iter().for_each(|undone| undone());
+        }
+    }
+
+    fn fetch_run(self: &Arc<Self>, Run { ops, done }: Run, frames: Vec<Frame>) {
+        let blocks = ops.into_iter().zip(frames);
+        let blocks = blocks.map(|((index, op), frame)| OnItsWay { index, op, frame });
+        self.hand_on(Way::Back, blocks.collect(), done);
+    }
+
+    /// The backend inside moves these blocks between their slots in the scratch and its medium.
+    fn hand_on(self: &Arc<Self>, way: Way, blocks: Vec<OnItsWay>, done: Done) {
+        if blocks.is_empty() {
+            return;
+        }
+        let ops = blocks.iter().map(|block| block.op_inside(way)).collect();
+        let under_way: Mutex<Vec<_>> = Mutex::new(blocks.into_iter().map(Some).collect());
+        let shared = Arc::clone(self);
+        let report = Done::new(move |index, result| {
+            let Some(block) = under_way.lock()[index].take() else { return };
+            match (way, result) {
+                (Way::Back, Ok(())) => shared.open_aside(block, done.clone()),
+                (_, result) => shared.end(way, block, &done, result),
+            }
+        });
+        // Nobody knows what became of a batch whose backend panicked. Its blocks are never reported and keep their slots,
+        // as they would without encryption; the thread has other blocks to look after.
+        if catch_unwind(AssertUnwindSafe(|| self.inner.submit(ops, report))).is_err() {
+            tracing::error!(
+                backend = self.inner.name(),
+                "a backend panicked when it was given sealed blocks"
+            );
+        }
+    }
+
+    fn open_aside(self: &Arc<Self>, mut block: OnItsWay, done: Done) {
+        let shared = Arc::clone(self);
+        let job = Box::new(move || {
+            let opened = shared.open(&mut block);
+            shared.end(Way::Back, block, &done, opened);
+        });
+        self.threads.verify(job).into_iter().for_each(|undone| undone());
+    }
+
+    /// The slot in the scratch is free again before anybody is told, and goes to who waits after.
+    fn end(self: &Arc<Self>, way: Way, block: OnItsWay, done: &Done, result: Result<(), CopyError>) {
+        self.lane(way).give_back(block.frame);
+        done.complete(block.index, result);
+        self.start_runs(way);
+    }
+
+    fn seal(&self, op: &CopyOp, frame: &mut Frame) -> Result<(), CopyError> {
+        let slot = self.memory.slot(op.from.slot).ok_or_else(|| no_such_slot(op.from))?;
+        // SAFETY: the slot is of an operation that is submitted and not completed: nobody writes it now.
+        let block = &unsafe { slot.as_ref() }[..self.memory.block_bytes()];
+        let known = self.memory.checksums().and_then(|checksums| checksums.get(op.from.slot));
+        let room = self.scratch.room(frame)?;
+        room[..block.len()].copy_from_slice(block);
+        let crc = known.unwrap_or_else(|| checksum(&room[..block.len()]));
+        self.cipher.seal(op.block, crc, room)?;
+        // While it lies in the caches: the backend inside would have to read it again.
+        self.scratch.remember_checksum(frame);
+        Ok(())
+    }
+
+    fn open(&self, block: &mut OnItsWay) -> Result<(), CopyError> {
+        let OnItsWay { op, frame, .. } = block;
+        forget_checksum(&*self.memory, op.to.slot);
+        let slot = self.memory.slot(op.to.slot).ok_or_else(|| no_such_slot(op.to))?;
+        let room = self.scratch.room(frame)?;
+        let expected = self.cipher.open(op.block, room).map_err(|error| of_slot(op.from, &error))?;
+        // SAFETY: the destination of an operation that is submitted and not completed: nobody else touches it, and it does
+        // not lie in the scratch.
+        let destination = unsafe { &mut *slot.as_ptr() };
+        let mut copy = SummedCopy::new();
+        let block_bytes = self.memory.block_bytes();
+        copy.piece(&room[..block_bytes], &mut destination[..block_bytes]);
+        let actual = copy.finish();
+        if actual != expected {
+            return Err(corrupt(op.from, Some(expected), actual));
+        }
+        self.memory.checksums().inspect(|checksums| checksums.record(op.to.slot, actual));
+        Ok(())
+    }
+}
+
+fn of_slot(slot: SlotRef, error: &CopyError) -> CopyError {
+    CopyError::new(error.kind(), format!("{slot}: {error}"))
+}
+
+/// A block whose sealed form has a slot of the scratch.
+struct OnItsWay {
+    /// Its number in the batch.
+    index: usize,
+    op: CopyOp,
+    frame: Frame,
+}
+
+impl OnItsWay {
+    const fn op_inside(&self, way: Way) -> CopyOp {
+        match way {
+            Way::Out => CopyOp { from: self.frame.slot_ref(), ..self.op },
+            Way::Back => CopyOp { to: self.frame.slot_ref(), ..self.op },
+        }
+    }
+}
+
+/// A run that is being sealed, by several threads.
+struct Departure<B> {
+    shared: Arc<Shared<B>>,
+    done: Done,
+    /// Those that are, in the order of the run.
+    sealed: Mutex<Vec<Option<OnItsWay>>>,
+    /// Threads that are not done.
+    left: AtomicUsize,
+}
+
+impl<B: Backend + 'static> Departure<B> {
+    fn seal(&self, first: usize, blocks: Vec<((usize, CopyOp), Frame)>) {
+        for (position, ((index, op), mut frame)) in (first..).zip(blocks) {
+            let result = self.shared.seal(&op, &mut frame);
+            let block = OnItsWay { index, op, frame };
+            match result {
+                Ok(()) => self.sealed.lock()[position] = Some(block),
+                Err(error) => self.shared.end(Way::Out, block, &self.done, Err(error)),
+            }
+        }
+        // The last one sees what all others sealed.
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            let blocks = self.sealed.lock().drain(..).flatten().collect();
+            self.shared.hand_on(Way::Out, blocks, self.done.clone());
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! Slots for sealed blocks on their way, and who waits for one.
+
+use std::collections::VecDeque;
+use std::mem;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::format::SEAL_BYTES;
+use crate::copy::{CopyError, CopyOp, Done};
+use crate::dram::{DramOptions, DramRegion};
+use crate::error::SetupError;
+use crate::frame::{Frame, FramePool};
+use crate::geometry::Geometry;
+use crate::memory::{Memory, no_such_slot};
+
+/// How much memory there is for sealed blocks.
+#[derive(Clone, Copy, Debug)]
+pub struct ScratchOptions {
+    /// Bytes of one block, before it is sealed.
+    pub block_bytes: usize,
+    /// Blocks on their way at the same time, out as many as in; at least one.
+    pub blocks: u32,
+    /// Ask for transparent huge pages.
+    pub huge_pages: bool,
+}
+
+/// Memory for sealed blocks, which plays the host tier to the backend inside. What leaves and what arrives have slots of
+/// their own, so that a medium that takes nothing any more does not keep others from reading; and what leaves never lies
+/// where something readable lay before.
+#[derive(Debug)]
+pub struct Scratch {
+    region: Arc<DramRegion>,
+    block_bytes: usize,
+    pub(super) out: Lane,
+    pub(super) back: Lane,
+}
+
+impl Scratch {
+    /// Takes the memory.
+    ///
+    /// # Errors
+    /// `NoSpace`: the system has not that much. `Invalid`: no blocks, or of no bytes.
+    pub fn open(options: ScratchOptions) -> Result<Self, SetupError> {
+        let ScratchOptions { block_bytes, blocks, huge_pages } = options;
+        let slots = blocks.saturating_mul(2);
+        // An empty block is for the geometry to refuse.
+        let sealed = if block_bytes == 0 { 0 } else { block_bytes.saturating_add(SEAL_BYTES) };
+        let geometry = Geometry::new(slots, sealed)?;
+        let region = Arc::new(DramRegion::host(DramOptions { geometry, huge_pages, fault_threads: 1 })?);
+        let Some(mut pool) = region.frames() else { unreachable!("the first call") };
+        let (out, back) = (Lane::new(&mut pool, blocks), Lane::new(&mut pool, blocks));
+        Ok(Self { region, block_bytes, out, back })
+    }
+
+    /// What the backend inside moves blocks to and from.
+    pub fn memory(&self) -> Arc<dyn Memory> {
+        Arc::clone(&self.region) as _
+    }
+
+    /// Bytes of one block, before it is sealed.
+    pub const fn block_bytes(&self) -> usize {
+        self.block_bytes
+    }
+
+    /// The sealed block in a slot.
+    pub(super) fn room<'a>(&'a self, frame: &'a mut Frame) -> Result<&'a mut [u8], CopyError> {
+        let slot = frame.slot_ref();
+        self.region.write(frame).ok_or_else(|| no_such_slot(slot))
+    }
+
+    /// The sealed block in the slot is whole: whoever takes it from here need not sum it.
+    pub(super) fn remember_checksum(&self, frame: &Frame) {
+        self.region.remember_checksum(frame);
+    }
+}
+
+/// Operations of one batch that are handed on together, each with its number in the batch.
+pub(super) struct Run {
+    pub(super) ops: Vec<(usize, CopyOp)>,
+    pub(super) done: Done,
+}
+
+/// The slots of one direction. Whoever finds none waits here, and blocks nobody.
+#[derive(Debug)]
+pub(super) struct Lane {
+    slots: usize,
+    state: Mutex<State>,
+}
+
+struct State {
+    free: Vec<Frame>,
+    waiting: VecDeque<Run>,
+    /// Somebody is starting runs, and will see what changes meanwhile.
+    is_starting: bool,
+}
+
+impl Lane {
+    fn new(pool: &mut FramePool, slots: u32) -> Self {
+        let free: Vec<_> = (0..slots).filter_map(|_| pool.take()).collect();
+        let state = State { free, waiting: VecDeque::new(), is_starting: false };
+        Self { slots: slots as usize, state: Mutex::new(state) }
+    }
+
+    /// The most blocks of a whole run.
+    pub(super) const fn slots(&self) -> usize {
+        self.slots
+    }
+
+    pub(super) fn enqueue(&self, runs: impl IntoIterator<Item = Run>) {
+        self.state.lock().waiting.extend(runs);
+    }
+
+    pub(super) fn give_back(&self, frame: Frame) {
+        self.state.lock().free.push(frame);
+    }
+
+    /// Starts the runs that have room, in the order in which they came: `whole`, or as much of them as there is room for.
+    /// A run may end, and so come back here, before it is started: then the outer call goes on with the next, and the
+    /// stack stays flat.
+    pub(super) fn start_runs(&self, whole: bool, start: impl Fn(Run, Vec<Frame>)) {
+        if mem::replace(&mut self.state.lock().is_starting, true) {
+            return;
+        }
+        while let Some((run, frames)) = self.next(whole) {
+            start(run, frames);
+        }
+    }
+
+    /// The oldest run, or its beginning, and its slots; `None`: it must wait, and nobody starts runs any more.
+    fn next(&self, whole: bool) -> Option<(Run, Vec<Frame>)> {
+        let mut state = self.state.lock();
+        let found = state.take(whole);
+        state.is_starting = found.is_some();
+        found
+    }
+}
+
+impl State {
+    fn take(&mut self, whole: bool) -> Option<(Run, Vec<Frame>)> {
+        let (room, run) = (self.free.len(), self.waiting.front_mut()?);
+        let blocks = run.ops.len().min(room);
+        if blocks == 0 || (whole && blocks < run.ops.len()) {
+            return None;
+        }
+        let taken = Run { ops: run.ops.drain(..blocks).collect(), done: run.done.clone() };
+        self.waiting.pop_front_if(|run| run.ops.is_empty());
+        Some((taken, self.free.split_off(room - blocks)))
+    }
+}
+
+impl std::fmt::Debug for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (free, waiting) = (self.free.len(), self.waiting.len());
+        f.debug_struct("State").field("free", &free).field("waiting", &waiting).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,297 @@
+//! The decorator, around stores in memory and around faults.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Cipher, KeyRing, SEAL_BYTES, Scratch, ScratchOptions, Sealed};
+use crate::backend::Backend;
+use crate::checksum::{Checksums, checksum};
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Route, Tier};
+use crate::disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
+use crate::dram::DramRegion;
+use crate::error::SetupErrorKind;
+use crate::frame::Frame;
+use crate::geometry::Geometry;
+use crate::memory::Memory;
+use crate::testing::conformance::{self, Pair};
+use crate::testing::{
+    Fault, FaultBackend, MemoryStore, ParkedBackend, fill_pattern, has_pattern, host, order, run, skip, start,
+};
+use crate::verify::Verified;
+
+const OUT: Route = (Tier::Host, Tier::Disk);
+const BACK: Route = (Tier::Disk, Tier::Host);
+const BLOCK: usize = 5000;
+
+fn keys(number: u32) -> Arc<KeyRing> {
+    let text = format!("{number}:{}", "0123456789abcdef".repeat(4));
+    Arc::new(KeyRing::parse(&text).unwrap())
+}
+
+fn scratch(block_bytes: usize, blocks: u32) -> Scratch {
+    Scratch::open(ScratchOptions { block_bytes, blocks, huge_pages: false }).unwrap()
+}
+
+fn seal<B: Backend + 'static>(inner: B, memory: &Arc<DramRegion>, scratch: Scratch, run: usize) -> Sealed<B> {
+    let cipher = Cipher::new(keys(1), Tier::Disk, "test", memory.block_bytes());
+    Sealed::new(inner, Arc::clone(memory) as _, (scratch, cipher), run).unwrap()
+}
+
+fn verified<B: Backend + 'static>(inner: B, scratch: &Scratch) -> Verified<B> {
+    Verified::new(inner, scratch.memory(), Arc::default()).unwrap()
+}
+
+#[test]
+fn conforms() {
+    for (room, run) in [(1, 1), (40, 32)] {
+        conformance::check(|slots, block_bytes| {
+            let (memory, scratch) = (Arc::new(host(slots, block_bytes)), scratch(block_bytes, room));
+            let store = MemoryStore::new(scratch.memory(), Tier::Disk, slots).unwrap();
+            let verified = verified(store, &scratch);
+            Pair { backend: Arc::new(seal(verified, &memory, scratch, run)), memory, other: Tier::Disk }
+        });
+    }
+}
+
+#[test]
+fn conforms_on_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = |slots, scratch: &Scratch| {
+        let geometry = Geometry::new(slots, scratch.memory().block_bytes()).unwrap();
+        let dirs = vec![dir.path().to_owned()];
+        let options = DiskOptions { geometry, dirs, o_direct: true, zerofill_fallback: true, keep: None };
+        Arc::new(DiskRegion::open(&options).unwrap())
+    };
+    conformance::check(|slots, block_bytes| {
+        let (memory, scratch) = (Arc::new(host(slots, block_bytes)), scratch(block_bytes, 8));
+        let threads = ThreadsBackend::new(scratch.memory(), disk(slots, &scratch), 4).unwrap();
+        let verified = verified(threads, &scratch);
+        Pair { backend: Arc::new(seal(verified, &memory, scratch, 1)), memory, other: Tier::Disk }
+    });
+    if let Err(error) = UringBackend::probe() {
+        return skip("uring", &error);
+    }
+    conformance::check(|slots, block_bytes| {
+        let (memory, scratch) = (Arc::new(host(slots, block_bytes)), scratch(block_bytes, 8));
+        let ring = UringBackend::new(scratch.memory(), disk(slots, &scratch), 8).unwrap();
+        let verified = verified(ring, &scratch).on_threads_of_its_own();
+        Pair { backend: Arc::new(seal(verified, &memory, scratch, 1)), memory, other: Tier::Disk }
+    });
+}
+
+/// Sealed around verified around faults around a store; the first block of memory has a pattern.
+struct Fixture {
+    memory: Arc<DramRegion>,
+    store: Arc<MemoryStore>,
+    faults: Arc<FaultBackend<Arc<MemoryStore>>>,
+    checksums: Arc<Checksums>,
+    sealed: Sealed<Verified<Arc<FaultBackend<Arc<MemoryStore>>>>>,
+    here: Vec<Frame>,
+    there: Vec<Frame>,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let (memory, scratch) = (Arc::new(host(4, BLOCK)), scratch(BLOCK, 2));
+        let store = Arc::new(MemoryStore::new(scratch.memory(), Tier::Disk, 4).unwrap());
+        let regions = vec![scratch.memory(), Arc::clone(store.region()) as Arc<dyn Memory>];
+        let faults = Arc::new(FaultBackend::new(Arc::clone(&store), regions).unwrap());
+        let checksums = Arc::new(Checksums::new());
+        let verified = Verified::new(Arc::clone(&faults), scratch.memory(), Arc::clone(&checksums)).unwrap();
+        let sealed = seal(verified, &memory, scratch, 1);
+        let all = |region: &DramRegion| {
+            let mut frames = region.frames().unwrap();
+            std::iter::from_fn(|| frames.take()).collect()
+        };
+        let (mut here, there): (Vec<_>, _) = (all(&memory), all(store.region()));
+        fill_pattern(1, memory.write(&mut here[0]).unwrap());
+        Self { memory, store, faults, checksums, sealed, here, there }
+    }
+
+    fn out(&self) -> CopyOp {
+        order(1, self.here[0].slot_ref(), self.there[0].slot_ref())
+    }
+
+    fn back(&self) -> CopyOp {
+        order(1, self.there[0].slot_ref(), self.here[1].slot_ref())
+    }
+
+    fn run(&self, op: CopyOp) -> Result<(), CopyError> {
+        run(&self.sealed, vec![op]).remove(0)
+    }
+
+    /// Several times what the scratch holds, so that a slot that is lost shows.
+    fn works(&mut self) {
+        for _ in 0..6 {
+            fill_pattern(0, self.memory.write(&mut self.here[1]).unwrap());
+            self.run(self.out()).unwrap();
+            self.run(self.back()).unwrap();
+            assert!(has_pattern(1, self.memory.read(&self.here[1]).unwrap()));
+        }
+    }
+}
+
+#[track_caller]
+fn assert_fails(result: Result<(), CopyError>, kind: CopyErrorKind) {
+    assert_eq!(result.unwrap_err().kind(), kind);
+}
+
+#[test]
+fn the_medium_sees_nothing_of_a_block_and_its_checksum_is_of_what_it_sees() {
+    let fixture = Fixture::new();
+    fixture.run(fixture.out()).unwrap();
+    let plain = fixture.memory.read(&fixture.here[0]).unwrap();
+    let stored = fixture.store.region().read(&fixture.there[0]).unwrap();
+    assert_eq!(stored.len(), BLOCK + SEAL_BYTES);
+    for word in plain.chunks_exact(8) {
+        assert!(stored.windows(8).all(|bytes| bytes != word));
+    }
+    assert_eq!(fixture.checksums.get(fixture.there[0].slot()), Some(checksum(stored)));
+    assert!(has_pattern(1, plain), "it is only read");
+}
+
+#[test]
+fn every_flipped_bit_is_caught_with_and_without_checksums_and_then_it_heals() {
+    let mut fixture = Fixture::new();
+    for byte in [0, 4096, BLOCK - 1, BLOCK, BLOCK + 5, BLOCK + 21, BLOCK + 24, BLOCK + 30, BLOCK + 55] {
+        for with_checksum in [true, false] {
+            fixture.run(fixture.out()).unwrap();
+            let slot = fixture.there[0].slot();
+            fixture.store.flip_bit(slot, byte);
+            if !with_checksum {
+                let stored = checksum(fixture.store.region().read(&fixture.there[0]).unwrap());
+                fixture.checksums.record(slot, stored);
+            }
+            assert_fails(fixture.run(fixture.back()), CopyErrorKind::Corrupt);
+        }
+    }
+    fixture.works();
+}
+
+#[test]
+fn a_block_that_lies_where_another_should_is_caught() {
+    let mut fixture = Fixture::new();
+    fixture.run(fixture.out()).unwrap();
+    let other = CopyOp { block: order(2, fixture.back().from, fixture.back().to).block, ..fixture.back() };
+    assert_fails(fixture.run(other), CopyErrorKind::Corrupt);
+    fixture.works();
+}
+
+#[test]
+fn failures_of_the_medium_pass_through_and_cost_no_room() {
+    let mut fixture = Fixture::new();
+    fixture.run(fixture.out()).unwrap();
+    for _ in 0..5 {
+        fixture.faults.inject(Fault::FailAfter(0, CopyErrorKind::NoSpace), &[OUT]);
+        assert_fails(fixture.run(fixture.out()), CopyErrorKind::NoSpace);
+        for (fault, kind) in [
+            (Fault::Short, CopyErrorKind::Io),
+            (Fault::LyingShort, CopyErrorKind::Corrupt),
+            (Fault::BitFlip, CopyErrorKind::Corrupt),
+        ] {
+            fixture.faults.inject(fault, &[BACK]);
+            assert_fails(fixture.run(fixture.back()), kind);
+        }
+        fixture.faults.heal();
+    }
+    fixture.works();
+}
+
+#[test]
+fn small_blocks_go_as_there_is_room_where_others_never_end() {
+    let fixture = Fixture::new();
+    fixture.faults.inject(Fault::NeverCompletes, &[OUT]);
+    let elsewhere = CopyOp { to: fixture.there[1].slot_ref(), ..fixture.out() };
+    assert!(start(&fixture.sealed, vec![elsewhere]).recv_timeout(Duration::from_millis(20)).is_err());
+    fixture.faults.heal();
+    assert!(run(&fixture.sealed, vec![fixture.out(); 5]).iter().all(Result::is_ok));
+}
+
+#[test]
+fn a_medium_that_takes_nothing_any_more_can_still_be_read() {
+    let fixture = Fixture::new();
+    fixture.run(fixture.out()).unwrap();
+    fixture.faults.inject(Fault::NeverCompletes, &[OUT]);
+    let elsewhere = CopyOp { to: fixture.there[1].slot_ref(), ..fixture.out() };
+    let hung = start(&fixture.sealed, vec![elsewhere; 5]);
+    assert!(hung.recv_timeout(Duration::from_millis(20)).is_err());
+    for _ in 0..5 {
+        fixture.run(fixture.back()).unwrap();
+    }
+    assert!(has_pattern(1, fixture.memory.read(&fixture.here[1]).unwrap()));
+}
+
+#[test]
+fn what_finds_no_room_waits_for_what_is_late_and_ends_in_turn() {
+    const LARGE: usize = 128 << 10;
+    let (memory, scratch) = (Arc::new(host(8, LARGE)), scratch(LARGE, 2));
+    let store = MemoryStore::new(scratch.memory(), Tier::Disk, 8).unwrap();
+    let regions = vec![scratch.memory(), Arc::clone(store.region()) as Arc<dyn Memory>];
+    let parked = Arc::new(ParkedBackend::new(regions, vec![OUT, BACK]).unwrap());
+    let sealed = seal(Arc::clone(&parked), &memory, scratch, 1);
+    let mut frames = memory.frames().unwrap();
+    let here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
+    let mut frames = store.region().frames().unwrap();
+    let there: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
+    let out = |n: usize| order(n, here[n].slot_ref(), there[n].slot_ref());
+    let reports = start(&sealed, (0..8).map(out).collect());
+    for ended in 0..8 {
+        let pending = loop {
+            let pending = parked.pending();
+            if pending.len() == 2.min(8 - ended) {
+                break pending;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        assert!(parked.finish(pending[0].id, Ok(())));
+        assert_eq!(reports.recv().unwrap().0, pending[0].op.block.hash as usize);
+    }
+}
+
+#[test]
+fn a_bit_that_flips_in_memory_is_caught_when_the_block_comes_back() {
+    let mut fixture = Fixture::new();
+    let slot = fixture.here[0].slot();
+    fixture.memory.remember_checksum(&fixture.here[0]);
+    let sum = fixture.memory.checksums().unwrap().get(slot).unwrap();
+    fixture.run(fixture.out()).unwrap();
+    fixture.run(fixture.back()).unwrap();
+    let arrived = fixture.memory.checksums().unwrap().get(fixture.here[1].slot());
+    assert_eq!(arrived, Some(sum), "memory remembers what arrived");
+    fixture.memory.checksums().unwrap().record(slot, !sum);
+    fixture.run(fixture.out()).unwrap();
+    assert_fails(fixture.run(fixture.back()), CopyErrorKind::Corrupt);
+    assert_eq!(fixture.memory.checksums().unwrap().get(fixture.here[1].slot()), None);
+    fixture.memory.checksums().unwrap().record(slot, sum);
+    fixture.works();
+}
+
+#[test]
+fn a_backend_that_panics_takes_no_thread_along() {
+    let mut fixture = Fixture::new();
+    fixture.faults.inject(Fault::Panics, &[OUT]);
+    assert!(start(&fixture.sealed, vec![fixture.out()]).recv_timeout(Duration::from_millis(20)).is_err());
+    fixture.faults.heal();
+    fixture.works();
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let memory = Arc::new(host(1, BLOCK));
+    let refused = |inner_over: &Arc<dyn Memory>, scratch: Scratch, block_bytes| {
+        let store = MemoryStore::new(Arc::clone(inner_over), Tier::Disk, 1).unwrap();
+        let cipher = Cipher::new(keys(1), Tier::Disk, "test", block_bytes);
+        let error = Sealed::new(store, Arc::clone(&memory) as _, (scratch, cipher), 1).unwrap_err();
+        assert_eq!(error.kind(), SetupErrorKind::Invalid, "{error}");
+    };
+    let other = scratch(BLOCK + 1, 1);
+    refused(&other.memory(), other, BLOCK);
+    let other = scratch(BLOCK, 1);
+    refused(&other.memory(), other, BLOCK + 1);
+    let device: Arc<dyn Memory> =
+        Arc::new(DramRegion::open(Tier::Device, crate::testing::options(1, BLOCK)).unwrap());
+    refused(&device, scratch(BLOCK, 1), BLOCK);
+    for (block_bytes, blocks) in [(0, 1), (BLOCK, 0), (usize::MAX, 1)] {
+        assert!(Scratch::open(ScratchOptions { block_bytes, blocks, huge_pages: false }).is_err());
+    }
+}
