@@ -129,7 +129,12 @@ fn a_bit_that_flips_on_the_medium_is_a_miss_and_then_it_heals() {
         flip_a_bit_of_each_block(&path);
     }
     let served = serve(&manager, &chain());
-    assert_eq!((served.hit, served.wrong, served.computed), (0, 0, BLOCKS as usize), "{served:?}");
+    // A load ends with its first bad block, and others may still be on their way to their slots: what is missing then is
+    // computed next time.
+    assert_eq!((served.hit, served.wrong), (0, 0), "{served:?}");
+    settle(&manager);
+    let served = serve(&manager, &chain());
+    assert_eq!(served.wrong, 0, "{served:?}");
     settle(&manager);
     push_down(&manager, &chain());
     let served = serve(&manager, &chain());
