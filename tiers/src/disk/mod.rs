@@ -18,9 +18,9 @@
 //! that is found is used only if it is a regular file of this user's with mode 0600 and no other name: in a directory
 //! that others may write, somebody could else have made it first, and read or change what is written to it.
 
-mod failure;
-mod files;
-mod lock;
+pub(crate) mod failure;
+pub(crate) mod files;
+pub(crate) mod lock;
 mod queue;
 pub(crate) mod ring;
 mod threads;
