@@ -80,8 +80,8 @@ impl Draft {
         Ok(Self { path, file: Some(file), header, buffer, len: 0, residents, failure: None })
     }
 
-    pub(super) fn add(&mut self, change: &IndexChange, sequence: u64) {
-        self.buffer.extend(change.encode(&self.header, self.len, sequence));
+    pub(super) fn add(&mut self, change: &IndexChange) {
+        self.buffer.extend(change.encode(&self.header, self.len));
         self.residents.note(change, self.len);
         self.len += 1;
         if self.buffer.len() >= STEP * ENTRY_BYTES && self.failure.is_none() {

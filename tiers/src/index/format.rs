@@ -140,10 +140,9 @@ impl IndexChange {
     }
 
     /// As the `position`-th entry of the file with this header.
-    pub(super) fn encode(&self, header: &Header, position: u64, sequence: u64) -> [u8; ENTRY_BYTES] {
+    pub(super) fn encode(&self, header: &Header, position: u64) -> [u8; ENTRY_BYTES] {
         let mut bytes = [0; ENTRY_BYTES];
         bytes[4..8].copy_from_slice(&self.slot().0.to_le_bytes());
-        bytes[48..56].copy_from_slice(&sequence.to_le_bytes());
         match self {
             Self::Stored(entry) => {
                 bytes[..3].copy_from_slice(&[STORED, entry.block.group, u8::from(entry.parent.is_some())]);
@@ -159,24 +158,23 @@ impl IndexChange {
         bytes
     }
 
-    /// The change and its number in the order of all. `None`: the bytes are not what was written there.
-    pub(super) fn decode(bytes: &[u8; ENTRY_BYTES], header: &Header, position: u64) -> Option<(Self, u64)> {
+    /// `None`: the bytes are not what was written there.
+    pub(super) fn decode(bytes: &[u8; ENTRY_BYTES], header: &Header, position: u64) -> Option<Self> {
         if entry_crc(bytes, header.file, position) != u32_at(bytes, ENTRY_CRC_AT) {
             return None;
         }
         let slot = Some(SlotId(u32_at(bytes, 4))).filter(|slot| slot.0 < header.slots)?;
-        let change = match bytes[0] {
-            STORED => Self::Stored(IndexEntry {
+        match bytes[0] {
+            STORED => Some(Self::Stored(IndexEntry {
                 slot,
                 generation: u32_at(bytes, 8),
                 block: BlockKey { hash: u128_at(bytes, 16), group: bytes[1] },
                 parent: (bytes[2] & HAS_PARENT != 0).then(|| u128_at(bytes, 32)),
                 checksum: u32_at(bytes, 12),
-            }),
-            REMOVED => Self::Removed(slot),
-            _ => return None,
-        };
-        Some((change, u64_at(bytes, 48)))
+            })),
+            REMOVED => Some(Self::Removed(slot)),
+            _ => None,
+        }
     }
 }
 

@@ -82,8 +82,6 @@ pub struct TierIndex {
     /// Entries in the file.
     len: u64,
     residents: Residents,
-    /// The number of the next change, in the order of all.
-    sequence: u64,
     /// So many entries must be there before the file is written anew: after a failure, more.
     compact_from: u64,
 }
@@ -131,12 +129,12 @@ impl TierIndex {
             return Ok(None);
         }
         let new = draft.put_in_place().map_err(|error| file::failed_at(&options.path, &error))?;
-        Ok(Some(Self::over(options.clone(), new, 0)))
+        Ok(Some(Self::over(options.clone(), new)))
     }
 
-    fn over(options: IndexOptions, new: file::Placed, sequence: u64) -> Self {
+    fn over(options: IndexOptions, new: file::Placed) -> Self {
         let file::Placed { file, header, len, residents, .. } = new;
-        Self { options, file, header, len, residents, sequence, compact_from: 0 }
+        Self { options, file, header, len, residents, compact_from: 0 }
     }
 
     fn recover(options: &IndexOptions, file: IndexFile) -> Result<(Self, Recovered), SetupError> {
@@ -144,11 +142,11 @@ impl TierIndex {
         let (header, is_whole) = scan::header(&file, &options.path)?;
         check_header(options, &header)?;
         let scan = Scan::of(&file, &header).map_err(|error| failed(&error))?;
-        let Scan { len, residents, sequence, damaged, torn } = scan;
+        let Scan { len, residents, damaged, torn } = scan;
         let options = options.clone();
-        let mut index = Self { options, file, header, len, residents, sequence, compact_from: 0 };
+        let mut index = Self { options, file, header, len, residents, compact_from: 0 };
         let mut entries = Vec::with_capacity(index.residents.live as usize);
-        index.each_live(|entry, _| entries.push(entry)).map_err(|error| failed(&error))?;
+        index.each_live(|entry| entries.push(entry)).map_err(|error| failed(&error))?;
         if torn > 0 {
             let end = ENTRIES_AT + len * ENTRY_BYTES as u64;
             index.file.set_len(end).map_err(|error| failed(&error))?;
@@ -176,15 +174,14 @@ impl TierIndex {
 
     fn append_some(&mut self, changes: &[IndexChange]) -> io::Result<()> {
         let mut bytes = Vec::with_capacity(changes.len() * ENTRY_BYTES);
-        for ((change, position), sequence) in changes.iter().zip(self.len..).zip(self.sequence..) {
-            bytes.extend(change.encode(&self.header, position, sequence));
+        for (change, position) in changes.iter().zip(self.len..) {
+            bytes.extend(change.encode(&self.header, position));
         }
         self.file.write_all_at(&bytes, ENTRIES_AT + self.len * ENTRY_BYTES as u64)?;
         for (change, position) in changes.iter().zip(self.len..) {
             self.residents.note(change, position);
         }
         self.len += changes.len() as u64;
-        self.sequence += changes.len() as u64;
         Ok(())
     }
 
@@ -234,7 +231,7 @@ impl TierIndex {
     fn compact(&mut self) -> io::Result<()> {
         let header = header(&self.options, self.epoch());
         let mut draft = self.draft(header)?;
-        self.each_live(|entry, sequence| draft.add(&IndexChange::Stored(entry), sequence))?;
+        self.each_live(|entry| draft.add(&IndexChange::Stored(entry)))?;
         self.replace(draft)
     }
 
@@ -246,17 +243,17 @@ impl TierIndex {
     fn replace(&mut self, draft: Draft) -> io::Result<()> {
         let mut new = draft.put_in_place()?;
         let synced = std::mem::replace(&mut new.synced, Ok(()));
-        *self = Self::over(self.options.clone(), new, self.sequence);
+        *self = Self::over(self.options.clone(), new);
         synced
     }
 
-    /// What is up to date, in the order of storing, each with its number in the order of all.
-    fn each_live(&self, mut each: impl FnMut(IndexEntry, u64)) -> io::Result<()> {
+    /// What is up to date, in the order of storing.
+    fn each_live(&self, mut each: impl FnMut(IndexEntry)) -> io::Result<()> {
         scan::each_entry(&self.file, &self.header, self.len, |position, change| {
-            if let Some((IndexChange::Stored(entry), sequence)) = change
+            if let Some(IndexChange::Stored(entry)) = change
                 && self.residents.is_latest(entry.slot, position)
             {
-                each(entry, sequence);
+                each(entry);
             }
         })
     }

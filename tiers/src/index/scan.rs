@@ -16,8 +16,6 @@ pub(super) struct Scan {
     /// Entries up to the last sound one, that one included.
     pub(super) len: u64,
     pub(super) residents: Residents,
-    /// The number of the next change.
-    pub(super) sequence: u64,
     pub(super) damaged: u64,
     /// Bytes behind the last sound entry.
     pub(super) torn: u64,
@@ -26,17 +24,15 @@ pub(super) struct Scan {
 impl Scan {
     pub(super) fn of(file: &File, header: &Header) -> io::Result<Self> {
         let bytes = file.metadata()?.len().saturating_sub(ENTRIES_AT);
-        let (mut residents, mut sequence) = (Residents::default(), 0);
-        let (mut len, mut sound) = (0, 0);
+        let (mut residents, mut len, mut sound) = (Residents::default(), 0, 0);
         each_entry(file, header, bytes / ENTRY_BYTES as u64, |position, change| {
-            if let Some((change, number)) = change {
+            if let Some(change) = change {
                 residents.note(&change, position);
-                sequence = sequence.max(number.saturating_add(1));
                 len = position + 1;
                 sound += 1;
             }
         })?;
-        Ok(Self { len, residents, sequence, damaged: len - sound, torn: bytes - len * ENTRY_BYTES as u64 })
+        Ok(Self { len, residents, damaged: len - sound, torn: bytes - len * ENTRY_BYTES as u64 })
     }
 }
 
@@ -45,7 +41,7 @@ pub(super) fn each_entry(
     file: &File,
     header: &Header,
     len: u64,
-    mut each: impl FnMut(u64, Option<(IndexChange, u64)>),
+    mut each: impl FnMut(u64, Option<IndexChange>),
 ) -> io::Result<()> {
     let mut bytes = vec![0; STEP * ENTRY_BYTES];
     let mut position = 0;

@@ -156,7 +156,7 @@ proptest! {
     #[test]
     fn entries_of_another_file_or_place_do_not_pass(all in changes()) {
         let [one, other] = [(); 2].map(|()| tempfile::tempdir().unwrap());
-        [&one, &other].map(|dir| index(dir).0.append(&all).unwrap());
+        [&one, &other].into_iter().for_each(|dir| index(dir).0.append(&all).unwrap());
         let theirs = fs::read(options(other.path()).path).unwrap();
         edit(&one, |bytes| {
             bytes.truncate(ENTRIES_AT as usize);
