@@ -294,12 +294,7 @@ impl Tiers {
         settings: &DiskSettings,
         nixl: &Nixl,
     ) -> Result<()> {
-        let ends = DiskEnds {
-            end,
-            region,
-            depth: settings.queue_depth,
-            checksums,
-        };
+        let ends = DiskEnds { end, region, depth: settings.queue_depth, checksums };
         self.connect_disk_and_device(&ends, settings.backend)?;
         let DiskEnds { end, region, depth, checksums } = ends;
         match settings.backend {

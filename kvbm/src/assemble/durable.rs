@@ -112,7 +112,11 @@ pub(super) fn resume(
         table.keep_journal(tier, Journal::new(checksums, notes.iter().cloned()));
         for ((index, _), notes) in indices.into_iter().zip(notes) {
             let (naming, metrics) = (table.naming(), metrics.clone());
-            durable.write(index, notes, Service { tier, naming, on_durable: on_durable.cloned(), metrics })?;
+            durable.write(
+                index,
+                notes,
+                Service { tier, naming, on_durable: on_durable.cloned(), metrics },
+            )?;
         }
     }
     Ok((table, durable))

@@ -7,7 +7,9 @@ use kvbm_settings::Settings;
 use kvbm_tiers::ranks::{JoinOptions, Leader, LeaderOptions, Member, Membership};
 use kvbm_tiers::{Backend, Frame, FramePool, Loan, Route, Tier};
 
-use super::{HostSlots, Namespace, Tiers, host_slots, namespace, object_slots, own_slots, policies, setup, slots};
+use super::{
+    HostSlots, Namespace, Tiers, host_slots, namespace, object_slots, own_slots, policies, setup, slots,
+};
 use crate::device::Device;
 use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};

@@ -62,11 +62,11 @@ use kvbm_tiers::{BlockKey, Loan, SlotId, SlotRef, Tier};
 pub use self::audit::Violation;
 pub use self::forgotten::Unflushed;
 pub use self::index::RecordId;
+pub use self::journal::{Journal, Note, Notes};
 pub use self::lock_times::TableGuard;
 #[cfg(feature = "lock-times")]
 pub use self::lock_times::longest_hold;
 pub use self::miss_history::{Miss, MissReason};
-pub use self::journal::{Journal, Note, Notes};
 pub use self::namespace::{NamespaceId, Naming};
 pub use self::pins::Pins;
 pub use self::prefix::Match;

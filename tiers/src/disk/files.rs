@@ -258,7 +258,9 @@ fn remove_abandoned(dir: &Path) {
 
 fn is_partial(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str());
-    name.is_some_and(|name| name.starts_with("kvbm-") && (name.ends_with(".blocks.partial") || name.ends_with(".index.partial")))
+    name.is_some_and(|name| {
+        name.starts_with("kvbm-") && (name.ends_with(".blocks.partial") || name.ends_with(".index.partial"))
+    })
 }
 
 /// Unlinks the path if it still is this file, which the caller has locked.
