@@ -1,5 +1,6 @@
 //! Builds a manager's parts from its settings: the only place that names concrete backends and policies.
 
+mod durable;
 mod engine;
 mod gpu;
 mod nixl;
@@ -28,6 +29,7 @@ use kvbm_tiers::{
 use prometheus::Registry;
 
 use crate::device::Device;
+use crate::durable::Durable;
 use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fingerprint::Fingerprint;
@@ -39,6 +41,7 @@ use crate::table::{Table, TierSpec};
 pub(crate) use ranks::{OpenedRank, open_rank};
 pub use report::{GpuReport, NixlReport, PluginReport};
 
+use durable::{Identity, KeptTier, Namespace};
 use gpu::GpuTier;
 use nixl::Nixl;
 use ranks::LossHook;
@@ -73,6 +76,8 @@ pub(crate) struct Assembled {
     /// The host tier's memory, or that of the staging slots alone.
     pub(crate) host: Option<Arc<DramRegion>>,
     pub(crate) routes: Vec<RouteReport>,
+    /// What outlives the process.
+    pub(crate) durable: Durable,
 }
 
 /// Opens all tiers. Takes memory, makes files and probes stores, so it works on a thread of its own.
@@ -89,7 +94,7 @@ pub(crate) async fn open(
     let (clock, block_tokens) = (Arc::clone(&options.clock), options.block_tokens);
     let (chaos, fingerprint) = (options.chaos.clone(), options.fingerprint.clone());
     fingerprint.as_ref().map_or(Ok(()), |fingerprint| fingerprint.validate(options.block_tokens))?;
-    let group = options.ranks.clone();
+    let (group, on_durable) = (options.ranks.clone(), options.on_durable.clone());
     let build = move || -> Result<Assembled> {
         let on_loss = LossHook::default();
         let known = fingerprint.as_ref();
@@ -97,19 +102,21 @@ pub(crate) async fn open(
             Some(_) if chaos.is_some() => return Err(ranks::chaos_is_elsewhere()),
             Some(group) => Tiers::lead(&settings, known, group, on_loss.clone(), engine.as_ref())?,
             None => {
+                durable::warn_of_cold_start(&settings, known);
                 let engine = engine.as_ref().map(EngineMemory::region).transpose()?;
                 Tiers::open(&settings, namespace(&settings, known), chaos, engine)?
             }
         };
         let tuning = tuning(&settings, block_tokens);
         let routes = tiers.routes();
-        let Tiers { device, host, specs, staging, executor, fallbacks, .. } = tiers;
+        let Tiers { device, host, specs, staging, executor, fallbacks, kept, .. } = tiers;
         fallbacks.into_iter().for_each(|wanted| metrics.fell_back(wanted));
         let table = Table::new(specs);
         let table = fingerprint.into_iter().fold(table, Table::with_fingerprint);
+        let (table, durable) = durable::resume(table, kept, on_durable.as_ref(), &metrics)?;
         let core = Core::new(Parts { table, executor, staging, clock, metrics, tuning });
         on_loss.set(&core);
-        Ok(Assembled { core, device, host, routes })
+        Ok(Assembled { core, device, host, routes, durable })
     };
     tokio::task::spawn_blocking(build)
         .await
@@ -167,15 +174,17 @@ struct Tiers {
     /// What goes wrong on purpose.
     chaos: Option<Chaos>,
     /// Names the files and objects that are kept.
-    namespace: String,
+    namespace: Namespace,
     /// What disk and object tiers are encrypted with.
     keys: Option<Arc<KeyRing>>,
+    /// Those whose slots outlive the process.
+    kept: Vec<KeptTier>,
 }
 
 impl Tiers {
     fn open(
         settings: &Settings,
-        namespace: String,
+        namespace: Namespace,
         chaos: Option<Chaos>,
         engine: Option<Arc<DeviceRegion>>,
     ) -> Result<Self> {
@@ -263,32 +272,29 @@ impl Tiers {
         let end = self.memory_end(Tier::Disk, 1, settings)?;
         let block_bytes = end.memory.block_bytes();
         let geometry = Geometry::new(slots(capacity, settings)?, block_bytes).map_err(setup)?;
-        let region = DiskRegion::open(&DiskOptions {
+        let options = DiskOptions {
             geometry,
             dirs: settings.disk.dirs.clone(),
             o_direct: settings.disk.o_direct,
             zerofill_fallback: settings.disk.zerofill_fallback,
-            keep: settings.disk.keep.then(|| self.namespace.clone()),
-        });
-        let region = Arc::new(region.map_err(setup)?);
-        self.connect_disk(&region, end, &settings.disk, nixl)?;
+            keep: settings.disk.keep.then(|| self.namespace.name.clone()),
+        };
+        let region = Arc::new(DiskRegion::open(&options).map_err(setup)?);
+        let checksums = Arc::new(Checksums::new());
+        self.keep_disk(&options, &checksums)?;
+        self.connect_disk((region, checksums), end, &settings.disk, nixl)?;
         self.add_tier(FramePool::new(Tier::Disk, geometry.slots()), settings);
         Ok(())
     }
 
     fn connect_disk(
         &mut self,
-        region: &Arc<DiskRegion>,
+        (region, checksums): (Arc<DiskRegion>, Arc<Checksums>),
         end: MemoryEnd,
         settings: &DiskSettings,
         nixl: &Nixl,
     ) -> Result<()> {
-        let ends = DiskEnds {
-            end,
-            region: Arc::clone(region),
-            depth: settings.queue_depth,
-            checksums: Arc::new(Checksums::new()),
-        };
+        let ends = DiskEnds { end, region, depth: settings.queue_depth, checksums };
         self.connect_disk_and_device(&ends, settings.backend)?;
         let DiskEnds { end, region, depth, checksums } = ends;
         match settings.backend {
@@ -387,7 +393,7 @@ impl Tiers {
             }
             ObjectChoice::Nixl => {
                 let end = self.memory_end(Tier::Object, 1, settings)?;
-                let place = (self.namespace.clone(), object.concurrency);
+                let place = (self.namespace.name.clone(), object.concurrency);
                 let backend = nixl.objects(Arc::clone(&end.memory), store, slots, place)?;
                 let backend = self.with_chaos(backend, Arc::clone(&end.memory))?;
                 self.connect_verified_aside(backend, end, Arc::default())?;
@@ -402,7 +408,7 @@ impl Tiers {
         let segment_blocks = segment_blocks(settings);
         let end = self.memory_end(Tier::Object, segment_blocks, settings)?;
         let options = ObjectOptions {
-            namespace: self.namespace.clone(),
+            namespace: self.namespace.name.clone(),
             // As many blocks as are sent together, sealed or not.
             segment_bytes: (segment_blocks * end.memory.block_bytes()) as u64,
             concurrency: object.concurrency,
@@ -555,14 +561,15 @@ fn slots(capacity: Capacity, settings: &Settings) -> Result<u32> {
 
 /// Keeps the files and objects of other block sizes and fingerprints apart. Without a fingerprint nothing in it tells
 /// models apart: nobody reads what another process has written.
-fn namespace(settings: &Settings, fingerprint: Option<&Fingerprint>) -> String {
+fn namespace(settings: &Settings, fingerprint: Option<&Fingerprint>) -> Namespace {
     let block_bytes = settings.block_bytes.unwrap_or_default();
     // What is encrypted lies beside what is not, and neither is taken for the other.
     let form = if settings.encryption.is_on() { "sealed" } else { "block" };
-    match fingerprint {
+    let name = match fingerprint {
         Some(fingerprint) => format!("v1-{form}{block_bytes}-{fingerprint}"),
         None => format!("v1-{form}{block_bytes}"),
-    }
+    };
+    Namespace { name, identity: fingerprint.map(Identity::of) }
 }
 
 fn store_options(object: &ObjectSettings) -> StoreOptions {

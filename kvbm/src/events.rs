@@ -77,6 +77,8 @@ pub enum StoreReason {
     Prefetched,
     /// It was copied down in the background.
     Flushed,
+    /// An earlier process left it there.
+    Restored,
 }
 
 /// Why a block left a tier.

@@ -15,6 +15,7 @@
 //! | `assemble` | the only place that names concrete backends and policies |
 //! | `engine_memory`, `layers` | an engine's own memory at one end of a transfer |
 //! | `device` | the device tier's bytes, for who looks at them on the CPU |
+//! | `durable` | what outlives the process: the indices of tiers whose slots do |
 //! | `ranks` | a manager whose bytes lie in other processes, one for each tensor-parallel rank |
 //! | `demand` | what more memory would bring: hit rate against capacity |
 //! | `metrics`, `clock`, `sync` | counting, time, locks and threads, each from one place |
@@ -29,6 +30,7 @@ pub mod blocking;
 mod clock;
 mod demand;
 mod device;
+mod durable;
 mod engine_memory;
 mod error;
 mod events;
@@ -49,6 +51,7 @@ mod transfer;
 
 pub use assemble::{GpuReport, NixlReport, PluginReport, installed_nixl_plugins, probe_gpu, probe_nixl};
 pub use clock::{Clock, JumpingClock, ManualClock, SystemClock};
+pub use durable::{DurableEvent, OnDurable, RecoveryReport};
 pub use engine_memory::{EngineMemory, Loaded, Saved, Writers};
 pub use error::{Error, ErrorKind, Result};
 pub use events::{CacheEvent, CachedBlock, Events, RemoveReason, StoreReason};

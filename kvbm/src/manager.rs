@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use kvbm_policies::{Ended, RequestId};
 use kvbm_settings::Settings;
-use kvbm_tiers::{DramRegion, Frame, SlotId, Tier};
+use kvbm_tiers::{DramRegion, Frame, SlotId, Tier, clock};
 
 use crate::assemble;
 use crate::device::{Device, Lent};
+use crate::durable::{Durable, RecoveryReport};
 use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Events;
@@ -26,6 +27,10 @@ use crate::table::{Match, RequestInfo, Reserved, SlotCounts, TierStats, Violatio
 use crate::task::Class;
 use crate::transfer::{Transfer, Transferred};
 
+/// A new epoch is on the medium within this time, or it is an error.
+const MAX_RESET: Duration = Duration::from_secs(30);
+/// Local files are written in milliseconds: a close without patience still waits for them.
+const MIN_CLOSE: Duration = Duration::from_secs(5);
 /// So many events wait for a receiver: some 5 MB, taken as they come.
 const MAX_EVENTS: usize = 1 << 16;
 
@@ -39,6 +44,7 @@ pub struct Manager {
     device: Option<Arc<dyn Device>>,
     host: Option<Arc<DramRegion>>,
     routes: Vec<RouteReport>,
+    durable: Durable,
     background: Mutex<Option<Background>>,
     pinned: Arc<PinnedChains>,
     engine: Option<EngineMemory>,
@@ -84,6 +90,7 @@ impl Manager {
             device: assembled.device,
             host: assembled.host,
             routes: assembled.routes,
+            durable: assembled.durable,
             background: Mutex::new(Some(background)),
             pinned,
             engine,
@@ -251,10 +258,12 @@ impl Manager {
     /// # Errors
     /// [`ErrorKind::Invalid`] unless `epoch` is greater than the present one: whoever meant to exchange the weights and
     /// did not must learn it, and no epoch comes twice. Nothing has changed then.
+    /// [`ErrorKind::Unavailable`]: the epoch has begun, but a tier that outlives the process could not be told: if that
+    /// ends before it can, blocks of past epochs are found again. It is tried again in the background.
     pub fn reset(&self, epoch: u64) -> Result<()> {
         self.core.reset(epoch)?;
         self.pinned.end_past(self.core.namespace());
-        Ok(())
+        self.durable.settle(MAX_RESET)
     }
 
     /// The present epoch: that of the [fingerprint](Options::fingerprint), or 0, until the first [`reset`](Self::reset).
@@ -268,9 +277,20 @@ impl Manager {
     }
 
     /// Flushes everything dirty and waits until nothing is in flight, at most for `limit`. Tells what did not get
-    /// there: a tier that is away is waited for until then.
+    /// there: a tier that is away is waited for until then. What did get to a tier that outlives the process is found
+    /// by the next one.
     pub fn drain(&self, limit: Duration) -> Drained {
-        self.core.drain(limit)
+        let started = clock::now();
+        let drained = self.core.drain(limit);
+        if let Err(error) = self.durable.settle(limit.saturating_sub(started.elapsed()).max(MIN_CLOSE)) {
+            tracing::error!(%error, "what was drained may not be found after a restart");
+        }
+        drained
+    }
+
+    /// What was found at the start of tiers that an earlier process left.
+    pub fn recovered(&self) -> &[RecoveryReport] {
+        self.durable.reports()
     }
 
     /// Lets up to `blocks` blocks of `tier` go, in the order of its policy; returns how many could. What is
@@ -357,12 +377,14 @@ impl Manager {
     /// Stops everything: background work ends, what waits for its turn is not copied, and every [`Transfer`] has its
     /// answer soon. What is asked for afterwards is refused as [`ErrorKind::Closed`]. Copies that a medium works on are
     /// waited for, at most for `limit`; they end by themselves and keep their memory until then. Only when none is left
-    /// may somebody else use the tiers' files and objects.
+    /// may somebody else use the tiers' files and objects. What tiers that outlive the process hold is on their media then.
     pub fn close(&self, limit: Duration) -> Closing {
         drop(self.background.lock().take());
         self.core.close();
         self.pinned.clear();
-        Closing { copies_left: self.core.wait_for_media(limit) }
+        let copies_left = self.core.wait_for_media(limit);
+        self.durable.close(limit.max(MIN_CLOSE));
+        Closing { copies_left }
     }
 }
 
@@ -373,6 +395,7 @@ impl Drop for Manager {
             let _ = self.close(Duration::ZERO);
         } else {
             std::mem::forget(self.background.lock().take());
+            self.durable.abandon();
         }
     }
 }

@@ -7,6 +7,7 @@ use kvbm_tiers::chaos::Chaos;
 use prometheus::Registry;
 
 use crate::clock::{Clock, SystemClock};
+use crate::durable::OnDurable;
 use crate::fingerprint::Fingerprint;
 use crate::ranks::RankGroup;
 
@@ -24,6 +25,8 @@ pub struct Options {
     pub fingerprint: Option<Fingerprint>,
     /// The processes whose memory, files and objects the tiers are; `None`: those of this process.
     pub ranks: Option<RankGroup>,
+    /// Who is told what has become durable in tiers that outlive the process.
+    pub on_durable: Option<OnDurable>,
     /// What goes wrong on purpose with the copies of all tiers, for tests.
     pub chaos: Option<Chaos>,
 }
@@ -36,6 +39,7 @@ impl Default for Options {
             block_tokens: 16,
             fingerprint: None,
             ranks: None,
+            on_durable: None,
             chaos: None,
         }
     }

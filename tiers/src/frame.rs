@@ -167,6 +167,37 @@ impl FramePool {
         Some(self.frame(slot))
     }
 
+    /// Takes certain slots, each in a new life; `None` for one that is not free, or that there is not. Goes over all slots
+    /// that were ever used, so it is for the start, when what an earlier process stored is found again.
+    pub fn take_these(&mut self, slots: &[SlotId]) -> Vec<Option<Frame>> {
+        let ours = slots.iter().filter(|slot| slot.0 < self.slots);
+        let used = ours.map(|slot| slot.0 as usize + 1).max().unwrap_or(0).max(self.states.len());
+        self.states.reserve_exact(used - self.states.len());
+        self.states.resize(used, Entry::new(State::Free, LAST));
+        let taken = slots.iter().map(|&slot| self.take_this(slot)).collect();
+        self.chain_free_slots();
+        taken
+    }
+
+    fn take_this(&mut self, slot: SlotId) -> Option<Frame> {
+        self.states.get(slot.0 as usize).filter(|entry| entry.is(State::Free))?;
+        self.lives = (self.lives + 1) & PAYLOAD;
+        self.states[slot.0 as usize] = Entry::new(State::Out, self.lives);
+        self.out += 1;
+        Some(self.frame(slot.0))
+    }
+
+    /// Lowest first.
+    fn chain_free_slots(&mut self) {
+        self.free_head = LAST;
+        for slot in (0..self.states.len()).rev() {
+            if self.states[slot].is(State::Free) {
+                self.states[slot] = Entry::new(State::Free, self.free_head);
+                self.free_head = slot as u32;
+            }
+        }
+    }
+
     /// The slot is free again.
     ///
     /// # Panics
@@ -367,6 +398,28 @@ mod tests {
                 prop_assert_eq!(pool.resident() as usize, resident.len());
                 prop_assert_eq!(pool.free() as usize, slots as usize - held.len());
             }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn slots_asked_for_are_taken_once_and_the_others_stay_free(
+            slots in 1..40u32, before in 0..40usize, asked in prop::collection::vec(0..50u32, 0..60),
+        ) {
+            let mut pool = FramePool::new(Tier::Host, slots);
+            let mut out: Vec<Frame> = (0..before).filter_map(|_| pool.take()).collect();
+            out.drain(..out.len() / 2).for_each(|frame| pool.give_back(frame));
+            let mut free: HashSet<u32> = (0..slots).collect();
+            out.iter().for_each(|frame| assert!(free.remove(&frame.slot().0)));
+            let asked: Vec<_> = asked.into_iter().map(SlotId).collect();
+            for (slot, taken) in asked.iter().zip(pool.take_these(&asked)) {
+                prop_assert_eq!(taken.as_ref().map(Frame::slot), free.remove(&slot.0).then_some(*slot));
+                out.extend(taken);
+            }
+            prop_assert_eq!(pool.free() as usize, free.len());
+            out.extend(std::iter::from_fn(|| pool.take()));
+            let held: HashSet<_> = out.iter().map(Frame::slot).collect();
+            prop_assert_eq!((held.len(), out.len()), (slots as usize, slots as usize));
         }
     }
 

@@ -17,6 +17,8 @@
 //! for each slot; whoever has one may read and write the slot's memory. [`transform`] rearranges blocks between the
 //! layouts of engines. [`sealed`] encrypts what lies below memory.
 //!
+//! [`index`] remembers in a file what lies in the slots of a tier that outlives its process.
+//!
 //! [`ranks`] has copies done by other processes, each with regions of its own.
 //!
 //! [`chaos`] makes media fail on purpose, around any backend and any object store.
@@ -46,6 +48,7 @@ mod fork;
 pub mod frame;
 pub mod geometry;
 pub mod huge;
+pub mod index;
 pub mod memcpy;
 pub mod memory;
 #[cfg(feature = "nixl")]
@@ -75,6 +78,7 @@ pub use fence::{Fence, Fences, HostFence, Layers, Mark};
 pub use frame::{Frame, FramePool, Loan};
 pub use geometry::Geometry;
 pub use huge::{Ahead, HugeVec, mapped_bytes};
+pub use index::{IndexChange, IndexEntry, IndexOptions, Recovered, TierIndex};
 pub use memcpy::MemcpyBackend;
 pub use memory::Memory;
 pub use sealed::Sealed;

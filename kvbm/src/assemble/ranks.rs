@@ -7,7 +7,9 @@ use kvbm_settings::Settings;
 use kvbm_tiers::ranks::{JoinOptions, Leader, LeaderOptions, Member, Membership};
 use kvbm_tiers::{Backend, Frame, FramePool, Loan, Route, Tier};
 
-use super::{HostSlots, Tiers, host_slots, namespace, object_slots, own_slots, policies, setup, slots};
+use super::{
+    HostSlots, Namespace, Tiers, host_slots, namespace, object_slots, own_slots, policies, setup, slots,
+};
 use crate::device::Device;
 use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
@@ -116,7 +118,9 @@ pub(crate) fn open_rank(
     // Ranks are told of no block's tokens, so there is nothing to compare these with.
     fingerprint.map_or(Ok(()), |fingerprint| fingerprint.validate(fingerprint.block_tokens))?;
     // Ranks may share directories and stores: each has files and objects of its own there.
-    let namespace = format!("{}-rank{rank}of{world}", namespace(settings, fingerprint));
+    let name = format!("{}-rank{rank}of{world}", namespace(settings, fingerprint).name);
+    // Which of its slots have blocks the leader knows, and nobody else.
+    let namespace = Namespace { name, identity: None };
     let region = engine.map(EngineMemory::region).transpose()?;
     let Tiers { device, specs, executor, .. } = Tiers::open(settings, namespace, chaos, region)?;
     let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));

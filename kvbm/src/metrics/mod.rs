@@ -38,6 +38,7 @@ pub struct Metrics {
     returned_copies: IntCounterVec,
     background_panics: IntCounter,
     fallbacks: IntCounterVec,
+    index_failures: IntCounterVec,
     requests: IntCounter,
     requested_tokens: IntCounter,
     hit_tokens: IntCounterVec,
@@ -145,6 +146,11 @@ impl Metrics {
             background_panics: b
                 .counter("kvbm_background_panics_total", "Rounds of background work that panicked.")?,
             fallbacks: b.fallbacks()?,
+            index_failures: b.counters(
+                "kvbm_index_failures_total",
+                "Times that the index of a tier could not be written. It is tried again.",
+                &["tier"],
+            )?,
             requests: b.counter("kvbm_requests_total", "Chains leased.")?,
             requested_tokens: b.counter("kvbm_requested_tokens_total", "Tokens of leased chains.")?,
             hit_tokens: b.counters(
@@ -255,6 +261,11 @@ impl Metrics {
     /// `auto` took another backend than the best.
     pub(crate) fn fell_back(&self, wanted: &'static str) {
         self.fallbacks.with_label_values(&[wanted]).inc();
+    }
+
+    /// What a tier has could not be written down.
+    pub(crate) fn index_failed(&self, tier: Tier) {
+        self.index_failures.with_label_values(&[tier.name()]).inc();
     }
 
     /// A chain of `blocks` blocks was leased.

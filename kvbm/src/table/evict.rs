@@ -91,6 +91,7 @@ impl Table {
             exposed.into_iter().for_each(|parent| held.sweep_soon(SlotId(parent.0)));
         } else {
             held.resident -= 1;
+            self.note_removed(tier, slot, record);
             self.tell_removed(tier, record, reason);
         }
     }

@@ -22,6 +22,8 @@
 //! | `policy` | every call to a tier's policies |
 //! | `insertion` | which blocks a full tier takes in |
 //! | `events` | what those who listen are told |
+//! | `journal` | what comes to a tier that outlives the process, and leaves it, noted for its index |
+//! | `restore` | what is resident again after a restart |
 //! | `miss_history` | why blocks are gone: the reasons for misses |
 //! | `demotion` | blocks that go down when they leave, not before |
 //! | `shared`, `lock_times` | the table behind its lock, and, for the bench, how long it is held |
@@ -35,6 +37,7 @@ mod flush;
 mod forgotten;
 mod index;
 mod insertion;
+mod journal;
 mod lock_times;
 mod miss_history;
 mod namespace;
@@ -45,6 +48,7 @@ mod provision;
 mod quarantine;
 mod record;
 mod request;
+mod restore;
 mod shared;
 #[cfg(test)]
 mod tests;
@@ -58,15 +62,17 @@ use kvbm_tiers::{BlockKey, Loan, SlotId, SlotRef, Tier};
 pub use self::audit::Violation;
 pub use self::forgotten::Unflushed;
 pub use self::index::RecordId;
+pub use self::journal::{Journal, Note, Notes};
 pub use self::lock_times::TableGuard;
 #[cfg(feature = "lock-times")]
 pub use self::lock_times::longest_hold;
 pub use self::miss_history::{Miss, MissReason};
-pub use self::namespace::NamespaceId;
+pub use self::namespace::{NamespaceId, Naming};
 pub use self::pins::Pins;
 pub use self::prefix::Match;
 pub use self::provision::{Provision, Spare};
 pub use self::request::{RequestContext, RequestInfo};
+pub use self::restore::Restored;
 pub use self::shared::SharedTable;
 pub use self::tier::{TierSpec, TierStats};
 pub use self::tier_set::TierSet;

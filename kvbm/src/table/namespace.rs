@@ -27,6 +27,21 @@ pub(super) struct Namespace {
     salt: u128,
 }
 
+/// What the names of blocks depend on, for whoever remembers them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Naming {
+    /// The epoch, and how often everything was forgotten in it.
+    pub epoch: (u64, u64),
+    salt: u128,
+}
+
+impl Naming {
+    /// The hash that the engine knows a block by.
+    pub const fn hash_of(self, name: u128) -> u128 {
+        name ^ self.salt
+    }
+}
+
 impl Namespace {
     fn of(fingerprint: Fingerprint) -> Self {
         let (epoch, salt) = (fingerprint.epoch, fingerprint.digest());
@@ -64,6 +79,13 @@ impl Table {
         Self { namespace: Namespace::of(fingerprint), ..self }
     }
 
+    /// Goes on where an earlier process was: in an epoch in which everything was `forgotten` so many times.
+    #[must_use]
+    pub fn resuming(mut self, (epoch, forgotten): (u64, u64)) -> Self {
+        self.namespace.change(epoch, forgotten);
+        self
+    }
+
     /// The chain by the names that its blocks have now.
     #[must_use]
     pub const fn enter<'a>(&self, chain: Chain<'a>) -> Chain<'a> {
@@ -78,6 +100,12 @@ impl Table {
     /// The present epoch.
     pub const fn epoch(&self) -> u64 {
         self.namespace.epoch
+    }
+
+    /// What the names of blocks depend on now.
+    pub const fn naming(&self) -> Naming {
+        let Namespace { epoch, forgotten, salt, .. } = self.namespace;
+        Naming { epoch: (epoch, forgotten), salt }
     }
 
     /// Whether a lease is of the present namespace.
@@ -107,6 +135,7 @@ impl Table {
     }
 
     fn forget_blocks(&mut self) -> Effects {
+        self.note_reset();
         self.tell_cleared();
         let unflushed = self.tiers.iter_mut().flatten().map(TierTable::forget_all).collect();
         Effects { unflushed, ..self.take_effects() }

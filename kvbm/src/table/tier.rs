@@ -7,6 +7,7 @@ use kvbm_tiers::{Ahead, FramePool, HugeVec, SlotId, Tier};
 
 use super::forgotten::Forgotten;
 use super::index::{RecordId, soon};
+use super::journal::Journal;
 use super::record::Records;
 use super::request::RequestInfo;
 
@@ -172,6 +173,8 @@ pub(super) struct TierTable {
     /// Somebody found no room although blocks only wait to be flushed.
     pub(super) pressed: bool,
     pub(super) stats: TierStats,
+    /// Where it is noted what comes and leaves, if that is to be known in another process.
+    pub(super) journal: Option<Journal>,
 }
 
 impl TierTable {
@@ -196,6 +199,7 @@ impl TierTable {
             lost: 0,
             pressed: false,
             stats: TierStats::default(),
+            journal: None,
         }
     }
 

@@ -14,7 +14,7 @@ pub(super) fn no_space(path: &Path, why: &str) -> SetupError {
     SetupError::new(SetupErrorKind::NoSpace, message)
 }
 
-pub(super) fn failed(path: &Path, error: &io::Error) -> SetupError {
+pub(crate) fn failed(path: &Path, error: &io::Error) -> SetupError {
     let kind = match error.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
             return no_space(path, &error.to_string());

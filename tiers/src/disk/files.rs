@@ -211,7 +211,7 @@ fn make_kept(
 }
 
 /// Where a file lies until it is complete.
-fn partial(path: &Path) -> PathBuf {
+pub(crate) fn partial(path: &Path) -> PathBuf {
     path.with_added_extension(PARTIAL)
 }
 
@@ -219,7 +219,7 @@ const PARTIAL: &str = "partial";
 
 /// A file that did not exist before. One that a dead process left under the name is removed, one of a living
 /// process waited for.
-fn create_locked(path: &Path, patience: &mut Patience) -> Result<File, SetupError> {
+pub(crate) fn create_locked(path: &Path, patience: &mut Patience) -> Result<File, SetupError> {
     let create = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path);
     loop {
         match create() {
@@ -249,7 +249,7 @@ fn remove_abandoned(dir: &Path) {
         if let Ok(Some(file)) = open_ours(&path)
             && file.try_lock().is_ok()
         {
-            tracing::info!(path = %path.display(), "removing a slot file that was never finished");
+            tracing::info!(path = %path.display(), "removing a file that was never finished");
             // Whoever needs the name will meet the error again.
             let _ = unlink_locked(&file, &path);
         }
@@ -258,7 +258,9 @@ fn remove_abandoned(dir: &Path) {
 
 fn is_partial(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str());
-    name.is_some_and(|name| name.starts_with("kvbm-") && name.ends_with(".blocks.partial"))
+    name.is_some_and(|name| {
+        name.starts_with("kvbm-") && (name.ends_with(".blocks.partial") || name.ends_with(".index.partial"))
+    })
 }
 
 /// Unlinks the path if it still is this file, which the caller has locked.
@@ -273,7 +275,7 @@ fn unlink_locked(file: &File, path: &Path) -> Result<(), SetupError> {
 ///
 /// # Errors
 /// It is not a file of this user's that is closed to all others.
-fn open_ours(path: &Path) -> Result<Option<File>, SetupError> {
+pub(crate) fn open_ours(path: &Path) -> Result<Option<File>, SetupError> {
     // O_NONBLOCK: somebody may have put a device or a pipe there.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     match OpenOptions::new().read(true).write(true).custom_flags(flags).open(path) {
@@ -313,7 +315,7 @@ fn check_ours(path: &Path, file: &File) -> Result<(), SetupError> {
 }
 
 /// Whether the path leads to this open file.
-fn is_at(file: &File, path: &Path) -> Result<bool, SetupError> {
+pub(crate) fn is_at(file: &File, path: &Path) -> Result<bool, SetupError> {
     let ours = file.metadata().map_err(|error| failed(path, &error))?;
     match path.symlink_metadata() {
         Ok(there) => Ok((there.dev(), there.ino()) == (ours.dev(), ours.ino())),
@@ -335,7 +337,7 @@ fn check_size(path: &Path, file: &File, wanted: u64) -> Result<(), SetupError> {
     Err(SetupError::new(SetupErrorKind::Invalid, message))
 }
 
-fn unlink(path: &Path) {
+pub(crate) fn unlink(path: &Path) {
     if let Err(error) = fs::remove_file(path)
         && error.kind() != ErrorKind::NotFound
     {

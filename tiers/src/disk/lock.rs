@@ -15,7 +15,7 @@ use crate::error::{SetupError, SetupErrorKind};
 
 /// How long a start waits for locks, all files together.
 #[derive(Debug)]
-pub(super) struct Patience {
+pub(crate) struct Patience {
     limit: Duration,
     deadline: Instant,
     told: bool,
@@ -24,9 +24,9 @@ pub(super) struct Patience {
 impl Patience {
     /// A ring outlives its process by a second or so; on a machine with more work than cores it was more than five,
     /// because the kernel ends it on a worker of its own that has to get its turn.
-    pub(super) const FOR_A_DEAD_RING: Duration = Duration::from_secs(15);
+    pub(crate) const FOR_A_DEAD_RING: Duration = Duration::from_secs(15);
 
-    pub(super) fn new(limit: Duration) -> Self {
+    pub(crate) fn new(limit: Duration) -> Self {
         Self { limit, deadline: clock::now() + limit, told: false }
     }
 
@@ -44,7 +44,7 @@ impl Patience {
     }
 }
 
-pub(super) fn lock(file: &File, path: &Path, patience: &mut Patience) -> Result<(), SetupError> {
+pub(crate) fn lock(file: &File, path: &Path, patience: &mut Patience) -> Result<(), SetupError> {
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(()),

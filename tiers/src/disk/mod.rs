@@ -4,7 +4,7 @@
 //! A region is striped over `n` files of equal size, one in each directory. With stride `s` (the block's
 //! bytes rounded up to 4096), slot `i` is the bytes `[i / n * s, i / n * s + s)` of file `i % n`; the
 //! block comes first, the rest of the stride means nothing. Files hold slots and nothing else, no header: what
-//! lies in a slot, and its checksum, is known to the manager's index.
+//! lies in a slot, and its checksum, is known to its [index](crate::index), which lies beside it.
 //!
 //! A kept file is called `kvbm-<namespace>-<f>of<n>.blocks`, where the namespace is the caller's (it commits to
 //! everything that the bytes depend on) and `f` counts from 0, so that directories given in another order
@@ -18,9 +18,9 @@
 //! that is found is used only if it is a regular file of this user's with mode 0600 and no other name: in a directory
 //! that others may write, somebody could else have made it first, and read or change what is written to it.
 
-mod failure;
-mod files;
-mod lock;
+pub(crate) mod failure;
+pub(crate) mod files;
+pub(crate) mod lock;
 mod queue;
 pub(crate) mod ring;
 mod threads;
@@ -63,6 +63,14 @@ pub struct DiskOptions {
     pub zerofill_fallback: bool,
     /// `Some(namespace)`: leave the files in place, and use those that an earlier process left.
     pub keep: Option<String>,
+}
+
+impl DiskOptions {
+    /// Where the [index](crate::TierIndex) of slot file number `file` belongs, if the files are kept: beside it.
+    pub fn index_path(&self, file: usize) -> Option<PathBuf> {
+        let name = files::names(Some(self.keep.as_deref()?), self.dirs.len()).ok()?.nth(file)?;
+        Some(self.dirs.get(file)?.join(name).with_extension("index"))
+    }
 }
 
 impl DiskRegion {

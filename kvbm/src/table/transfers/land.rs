@@ -303,7 +303,12 @@ impl Table {
         }
     }
 
-    fn publish(&mut self, record: RecordId, frame: Frame, (info, reason): (RequestInfo, StoreReason)) {
+    pub(in crate::table) fn publish(
+        &mut self,
+        record: RecordId,
+        frame: Frame,
+        (info, reason): (RequestInfo, StoreReason),
+    ) {
         let tier = frame.tier();
         self.records.at_mut(record).publish(tier);
         self.note_residence(record);
@@ -319,6 +324,7 @@ impl Table {
         if held.flush_to.is_some_and(|below| !resident.has(below)) {
             held.queue(Dirty { slot, record, since_ms, info });
         }
+        self.note_stored(tier, record);
         self.tell_stored(tier, record, info, reason);
         self.mark_clean_above(tier, record);
     }

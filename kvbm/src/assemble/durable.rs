@@ -1,0 +1,155 @@
+//! Tiers whose slots outlive the process: their indices are opened, and what these say is resident again.
+
+use std::cmp::Reverse;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvbm_settings::Settings;
+use kvbm_tiers::{Checksums, DiskOptions, IndexOptions, Recovered, Tier, TierIndex, clock};
+
+use super::{Tiers, setup};
+use crate::durable::{Durable, OnDurable, RecoveryReport, Service};
+use crate::error::{Error, ErrorKind, Result};
+use crate::fingerprint::Fingerprint;
+use crate::metrics::Metrics;
+use crate::table::{Journal, Notes, Table};
+
+/// A process that was killed may not quite be gone.
+const PATIENCE: Duration = Duration::from_secs(15);
+
+/// Names the files and objects of a manager.
+#[derive(Debug, Default)]
+pub(super) struct Namespace {
+    pub(super) name: String,
+    /// What its blocks are told from others by: `None`, and nothing that is left is found again.
+    pub(super) identity: Option<Identity>,
+}
+
+/// What the names of blocks begin with.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Identity {
+    digest: u128,
+    epoch: u64,
+}
+
+impl Identity {
+    pub(super) fn of(fingerprint: &Fingerprint) -> Self {
+        Self { digest: fingerprint.digest_in(0), epoch: fingerprint.epoch }
+    }
+}
+
+/// A tier with what its indices say.
+pub(super) struct KeptTier {
+    tier: Tier,
+    indices: Vec<(TierIndex, Recovered)>,
+    checksums: Arc<Checksums>,
+}
+
+impl Tiers {
+    /// The slot files of the disk tier have an index each, beside them.
+    pub(super) fn keep_disk(&mut self, options: &DiskOptions, checksums: &Arc<Checksums>) -> Result<()> {
+        let files = options.dirs.len() as u32;
+        let Some(identity) = self.namespace.identity.filter(|_| options.keep.is_some()) else {
+            return Ok(());
+        };
+        let index = |file: u32| IndexOptions {
+            path: options.index_path(file as usize).unwrap_or_default(),
+            tier: Tier::Disk,
+            namespace: self.namespace.name.clone(),
+            identity: identity.digest,
+            slots: options.geometry.slots(),
+            block_bytes: options.geometry.block_bytes() as u64,
+            part: (file, files),
+            epoch: identity.epoch,
+            patience: PATIENCE,
+        };
+        let indices: Vec<IndexOptions> = (0..files).map(index).collect();
+        self.keep(Tier::Disk, &indices, Arc::clone(checksums))
+    }
+
+    /// Opens the indices of a tier. Number `i` tells of the slots `i`, `i + n` and so on, if they are `n`.
+    pub(super) fn keep(
+        &mut self,
+        tier: Tier,
+        indices: &[IndexOptions],
+        checksums: Arc<Checksums>,
+    ) -> Result<()> {
+        let open = |options| TierIndex::open(options).map_err(setup);
+        let indices = indices.iter().map(open).collect::<Result<_>>()?;
+        self.kept.push(KeptTier { tier, indices, checksums });
+        Ok(())
+    }
+}
+
+/// Says what an operator would wonder about later.
+pub(super) fn warn_of_cold_start(settings: &Settings, fingerprint: Option<&Fingerprint>) {
+    if settings.disk.capacity.is_some() && settings.disk.keep && fingerprint.is_none() {
+        tracing::warn!(
+            "disk.keep (DYN_KVBM_DISK_KEEP) keeps the slot files, but without Options::fingerprint nothing tells models \
+             apart: no block in them will be found after a restart"
+        );
+    }
+}
+
+/// Makes resident again what is left of an earlier process, and has noted from here on what comes and leaves.
+pub(super) fn resume(
+    table: Table,
+    mut kept: Vec<KeptTier>,
+    on_durable: Option<&OnDurable>,
+    metrics: &Metrics,
+) -> Result<(Table, Durable)> {
+    let epoch = kept.iter().flat_map(KeptTier::epochs).fold(table.naming().epoch, Ord::max);
+    let mut table = if epoch == table.naming().epoch { table } else { table.resuming(epoch) };
+    // What lies further down as well need not go there again.
+    kept.sort_by_key(|kept| Reverse(kept.tier));
+    let mut reports = Vec::new();
+    for kept in &mut kept {
+        reports.push(kept.restore(&mut table, epoch)?);
+    }
+    let durable = Durable::reporting(reports);
+    for KeptTier { tier, indices, checksums } in kept {
+        let notes: Vec<Arc<Notes>> = indices.iter().map(|_| Arc::default()).collect();
+        table.keep_journal(tier, Journal::new(checksums, notes.iter().cloned()));
+        for ((index, _), notes) in indices.into_iter().zip(notes) {
+            let (naming, metrics) = (table.naming(), metrics.clone());
+            durable.write(
+                index,
+                notes,
+                Service { tier, naming, on_durable: on_durable.cloned(), metrics },
+            )?;
+        }
+    }
+    Ok((table, durable))
+}
+
+impl KeptTier {
+    fn epochs(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.indices.iter().map(|(_, found)| found.epoch)
+    }
+
+    fn restore(&mut self, table: &mut Table, epoch: (u64, u64)) -> Result<RecoveryReport> {
+        let started = clock::now();
+        let (mut entries, mut past, mut damaged, mut torn_bytes) = (Vec::new(), 0, 0, 0);
+        for (index, found) in &mut self.indices {
+            damaged += found.damaged;
+            torn_bytes += found.torn;
+            if found.epoch == epoch {
+                entries.append(&mut found.entries);
+            } else {
+                past += std::mem::take(&mut found.entries).len();
+                index.set_epoch(epoch.0, epoch.1).map_err(|error| not_begun(index, error))?;
+            }
+        }
+        entries.iter().for_each(|entry| self.checksums.record(entry.slot, entry.checksum));
+        let restored = table.restore(self.tier, &entries);
+        let took_us = started.elapsed().as_micros() as u64;
+        let (tier, blocks, dropped) = (self.tier, restored.blocks, restored.dropped);
+        tracing::info!(%tier, blocks, dropped, past, damaged, torn_bytes, took_us, "found blocks of an earlier process");
+        Ok(RecoveryReport { tier, blocks, dropped, past, damaged, torn_bytes, took_us })
+    }
+}
+
+fn not_begun(index: &TierIndex, error: std::io::Error) -> Error {
+    let message = format!("{}: a new epoch cannot be begun: {error}", index.path().display());
+    Error::caused(ErrorKind::Unavailable, message, error)
+}

@@ -1,0 +1,115 @@
+//! What outlives the process: the indices of tiers whose slots do.
+//!
+//! The table notes what comes and leaves ([`Journal`](crate::table::Journal)); for each index a thread takes the notes
+//! and appends them. A block is *durable* from then on: a process that is killed finds it again. A medium that cannot
+//! be written holds nobody up: notes wait in memory, as many as there are slots at most, and are written when it is well.
+//! If that is never, blocks are lost, or are taken to lie where they do not: their checksums tell.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `writer` | the thread |
+//! | `backlog` | notes that wait for the medium |
+//! | `acknowledgement` | who is told what is durable |
+
+mod acknowledgement;
+mod backlog;
+mod writer;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvbm_tiers::{Tier, TierIndex, clock};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::metrics::Metrics;
+use crate::sync::Mutex;
+use crate::table::{Naming, Notes};
+
+pub use self::acknowledgement::{DurableEvent, OnDurable};
+
+use self::writer::Writer;
+
+/// The writers of all indices. None, where no tier outlives the process.
+#[derive(Debug, Default)]
+pub(crate) struct Durable {
+    writers: Mutex<Vec<Writer>>,
+    reports: Vec<RecoveryReport>,
+}
+
+/// What was found of a tier that an earlier process left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct RecoveryReport {
+    /// Which.
+    pub tier: Tier,
+    /// Blocks that are resident again.
+    pub blocks: usize,
+    /// Entries of the index that were of no use: blocks without those before them, or in slots that are taken.
+    pub dropped: usize,
+    /// Blocks of a past epoch, which are not to be found.
+    pub past: usize,
+    /// Entries that had changed, and were skipped.
+    pub damaged: u64,
+    /// Bytes at the end of indices that were no whole entries.
+    pub torn_bytes: u64,
+    /// Microseconds that it took.
+    pub took_us: u64,
+}
+
+/// Whom a writer serves.
+pub(crate) struct Service {
+    pub(crate) tier: Tier,
+    pub(crate) naming: Naming,
+    pub(crate) on_durable: Option<OnDurable>,
+    pub(crate) metrics: Metrics,
+}
+
+impl Durable {
+    pub(crate) fn reporting(reports: Vec<RecoveryReport>) -> Self {
+        Self { writers: Mutex::default(), reports }
+    }
+
+    /// Has what is noted written to an index from here on.
+    pub(crate) fn write(&self, index: TierIndex, notes: Arc<Notes>, service: Service) -> Result<()> {
+        let writer = Writer::start(index, notes, service)
+            .map_err(|error| Error::caused(ErrorKind::Unavailable, "cannot start a thread", error))?;
+        self.writers.lock().push(writer);
+        Ok(())
+    }
+
+    pub(crate) fn reports(&self) -> &[RecoveryReport] {
+        &self.reports
+    }
+
+    /// Waits until all that has been noted is in the indices, at most for `limit`.
+    ///
+    /// # Errors
+    /// `Unavailable`: one of them cannot be written, or takes longer. It is tried again in the background.
+    pub(crate) fn settle(&self, limit: Duration) -> Result<()> {
+        let deadline = clock::now() + limit;
+        let writers = self.writers.lock();
+        let answers: Vec<_> = writers.iter().map(Writer::settle).collect();
+        writers.iter().zip(answers).try_for_each(|(writer, answer)| {
+            let left = deadline.saturating_duration_since(clock::now());
+            match answer.recv_timeout(left) {
+                Ok(Ok(())) => Ok(()),
+                Ok(Err(error)) => Err(writer.failed(error)),
+                Err(_) => Err(writer.failed(std::io::ErrorKind::TimedOut.into())),
+            }
+        })
+    }
+
+    /// [`settle`](Self::settle), on the medium itself; then the files are let go.
+    pub(crate) fn close(&self, limit: Duration) {
+        let deadline = clock::now() + limit;
+        let writers = std::mem::take(&mut *self.writers.lock());
+        let ends: Vec<_> = writers.into_iter().map(Writer::stop).collect();
+        for end in ends {
+            end.wait(deadline.saturating_duration_since(clock::now()));
+        }
+    }
+
+    /// Leaves everything as it is: this is a child that the manager's process forked.
+    pub(crate) fn abandon(&self) {
+        std::mem::forget(std::mem::take(&mut *self.writers.lock()));
+    }
+}

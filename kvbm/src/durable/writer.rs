@@ -1,0 +1,194 @@
+//! The thread that writes one index.
+
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+use kvbm_tiers::{IndexChange, TierIndex, clock};
+
+use super::Service;
+use super::acknowledgement::DurableEvent;
+use super::backlog::Backlog;
+use crate::error::{Error, ErrorKind};
+use crate::sync::{JoinHandle, spawn};
+use crate::table::{Note, Notes};
+
+/// How long what is noted waits for company: nobody who holds the table's lock wakes the writer.
+const PERIOD: Duration = Duration::from_millis(10);
+/// A medium that could not be written is left alone so long.
+const PAUSE: Duration = Duration::from_secs(1);
+/// Changes written together.
+const MOST: usize = 4_096;
+
+/// Whoever asks is told what became of all that was noted before.
+type Answer = SyncSender<io::Result<()>>;
+
+/// A thread with an index.
+pub(super) struct Writer {
+    asks: SyncSender<Answer>,
+    thread: JoinHandle,
+    ended: Receiver<()>,
+    path: PathBuf,
+}
+
+/// A writer that was told to stop.
+pub(super) struct Stopping {
+    thread: JoinHandle,
+    ended: Receiver<()>,
+    path: PathBuf,
+}
+
+impl fmt::Debug for Writer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Writer").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+impl Writer {
+    pub(super) fn start(index: TierIndex, notes: Arc<Notes>, service: Service) -> io::Result<Self> {
+        let path = index.path().to_owned();
+        let (asks, asked) = sync_channel(16);
+        let (end, ended) = sync_channel(1);
+        let work = Work { index, notes, service, backlog: Backlog::new(), retry_at: None };
+        let thread = spawn("kvbm-index", move || {
+            work.run(&asked);
+            drop(end);
+        })?;
+        Ok(Self { asks, thread, ended, path })
+    }
+
+    /// The answer comes when all that was noted until now is in the index, or could not be written.
+    pub(super) fn settle(&self) -> Receiver<io::Result<()>> {
+        let (answer, answered) = sync_channel(1);
+        // If the thread is gone, so is the other end of the answer.
+        drop(self.asks.send(answer));
+        answered
+    }
+
+    pub(super) fn failed(&self, error: io::Error) -> Error {
+        let message = format!("{} cannot be written: {error}", self.path.display());
+        Error::caused(ErrorKind::Unavailable, message, error)
+    }
+
+    pub(super) fn stop(self) -> Stopping {
+        let Self { thread, ended, path, .. } = self;
+        Stopping { thread, ended, path }
+    }
+}
+
+impl Stopping {
+    /// Until all is written, at most for `limit`.
+    pub(super) fn wait(self, limit: Duration) {
+        if self.ended.recv_timeout(limit) == Err(RecvTimeoutError::Disconnected) {
+            drop(self.thread.join());
+        } else {
+            tracing::warn!(path = %self.path.display(), "an index is still being written, and left to its thread");
+        }
+    }
+}
+
+struct Work {
+    index: TierIndex,
+    notes: Arc<Notes>,
+    service: Service,
+    backlog: Backlog,
+    /// When the medium, which failed, is tried again.
+    retry_at: Option<Instant>,
+}
+
+impl Work {
+    fn run(mut self, asked: &Receiver<Answer>) {
+        loop {
+            match asked.recv_timeout(PERIOD) {
+                // Who asks has a reason to have it tried now.
+                Ok(answer) => drop(answer.send(self.round())),
+                Err(RecvTimeoutError::Timeout) => {
+                    if self.retry_at.is_none_or(|due| clock::now() >= due) {
+                        drop(self.round());
+                    } else {
+                        self.gather();
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    let end = self.round().and_then(|()| self.index.sync());
+                    return end.unwrap_or_else(|error| self.lost(&error));
+                }
+            }
+        }
+    }
+
+    fn gather(&mut self) {
+        let left_out = self.backlog.extend(self.notes.take());
+        self.tell(&left_out);
+    }
+
+    fn round(&mut self) -> io::Result<()> {
+        self.gather();
+        let written = self.write_backlog();
+        match &written {
+            Ok(()) if self.retry_at.take().is_some() => {
+                tracing::info!(path = %self.index.path().display(), "an index can be written again");
+            }
+            Ok(()) => {}
+            Err(error) => self.note_failure(error),
+        }
+        written
+    }
+
+    fn note_failure(&mut self, error: &io::Error) {
+        self.service.metrics.index_failed(self.service.tier);
+        if self.retry_at.is_none() {
+            let path = self.index.path().display();
+            tracing::error!(%path, %error, "an index cannot be written: what comes now will not be found after a restart");
+        }
+        self.retry_at = Some(clock::now() + PAUSE);
+    }
+
+    fn lost(&self, error: &io::Error) {
+        let (path, notes) = (self.index.path().display(), self.backlog.iter().count());
+        tracing::error!(%path, %error, notes, "the end of an index could not be written");
+    }
+
+    fn write_backlog(&mut self) -> io::Result<()> {
+        while !self.backlog.is_empty() {
+            let written = self.write_some()?;
+            let notes: Vec<Note> = self.backlog.written(written).collect();
+            self.tell(&notes);
+        }
+        Ok(())
+    }
+
+    /// Returns how many notes.
+    fn write_some(&mut self) -> io::Result<usize> {
+        if let Some(Note::Reset(naming)) = self.backlog.iter().next() {
+            let (epoch, forgotten) = naming.epoch;
+            self.index.set_epoch(epoch, forgotten)?;
+            return Ok(1);
+        }
+        let changes: Vec<IndexChange> = self.backlog.iter().take(MOST).map_while(change).collect();
+        self.index.append(&changes)?;
+        Ok(changes.len())
+    }
+
+    fn tell(&mut self, notes: &[Note]) {
+        if let Some(Note::Reset(naming)) = notes.iter().find(|note| matches!(note, Note::Reset(_))) {
+            self.service.naming = *naming;
+        }
+        if let Some(on_durable) = &self.service.on_durable {
+            let event = |note| DurableEvent::of(note, self.service.tier, self.service.naming);
+            on_durable.tell(&notes.iter().map(event).collect::<Vec<_>>());
+        }
+    }
+}
+
+/// `None`: it concerns all slots.
+const fn change(note: &Note) -> Option<IndexChange> {
+    match note {
+        Note::Stored(entry) => Some(IndexChange::Stored(*entry)),
+        Note::Removed { slot, .. } => Some(IndexChange::Removed(*slot)),
+        Note::Reset(_) => None,
+    }
+}

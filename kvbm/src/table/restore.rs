@@ -1,0 +1,143 @@
+//! What is resident again after a restart.
+//!
+//! A list of what lay in the slots may have lost entries, or have some too many: what it says is taken as far as it
+//! makes sense. Blocks come root-first, whatever their order in the list, and one whose parent is not there is left out:
+//! its slot is free.
+
+use std::collections::{HashMap, HashSet};
+
+use kvbm_tiers::{BlockKey, Frame, IndexEntry, Tier};
+
+use super::index::RecordId;
+use super::{RequestContext, RequestInfo, Table};
+use crate::events::StoreReason;
+
+/// What became of a list of what lay in a tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Restored {
+    /// Blocks that are resident again.
+    pub blocks: usize,
+    /// Entries that were left out: blocks without those before them; of two blocks in one slot, or two slots of one
+    /// block, the first; blocks in slots that are taken, or that there are not any more.
+    pub dropped: usize,
+}
+
+/// A block that is to be resident again, and its slot if that is to be had.
+struct Pending<'a> {
+    entry: &'a IndexEntry,
+    frame: Option<Frame>,
+}
+
+/// Blocks restored one below another: policies are told of them together.
+#[derive(Clone, Copy)]
+struct Run {
+    last: RecordId,
+    blocks: u32,
+}
+
+/// What became of an entry.
+enum Fate {
+    Resident(RecordId),
+    /// Its parent is not there yet.
+    Waits(BlockKey),
+    Dropped,
+}
+
+impl Table {
+    /// Makes what lay in `tier` resident again; `entries` in the order in which they were stored, by the names that
+    /// blocks have now. Takes time in proportion to the slots used so far: it is for the start.
+    pub fn restore(&mut self, tier: Tier, entries: &[IndexEntry]) -> Restored {
+        let latest = latest(entries);
+        let slots: Vec<_> = latest.iter().map(|entry| entry.slot).collect();
+        let frames = self.tier_mut(tier).pool.take_these(&slots);
+        let mut pending: Vec<_> =
+            latest.into_iter().zip(frames).map(|(entry, frame)| Pending { entry, frame }).collect();
+        let blocks = self.restore_pending(tier, &mut pending);
+        let pool = &mut self.tier_mut(tier).pool;
+        pending.into_iter().filter_map(|left| left.frame).for_each(|frame| pool.give_back(frame));
+        Restored { blocks, dropped: entries.len() - blocks }
+    }
+
+    fn restore_pending(&mut self, tier: Tier, pending: &mut [Pending<'_>]) -> usize {
+        let mut waiting: HashMap<BlockKey, Vec<usize>> = HashMap::new();
+        let (mut blocks, mut run) = (0, None);
+        for next in 0..pending.len() {
+            let mut ready = vec![next];
+            while let Some(at) = ready.pop() {
+                match self.restore_block(tier, &mut pending[at]) {
+                    Fate::Resident(record) => {
+                        blocks += 1;
+                        run = Some(self.continue_run(tier, run, record));
+                        let children = waiting.remove(&pending[at].entry.block);
+                        ready.extend(children.into_iter().flatten().rev());
+                    }
+                    Fate::Waits(parent) => waiting.entry(parent).or_default().push(at),
+                    Fate::Dropped => {}
+                }
+            }
+        }
+        run.into_iter().for_each(|run| self.tell_of_run(tier, run));
+        blocks
+    }
+
+    fn restore_block(&mut self, tier: Tier, pending: &mut Pending<'_>) -> Fate {
+        let &IndexEntry { block, parent, slot, .. } = pending.entry;
+        let above = parent.map(|hash| BlockKey { hash, group: block.group });
+        let parent = above.and_then(|above| self.resident(tier, above));
+        if let Some(above) = above.filter(|_| parent.is_none()) {
+            return Fate::Waits(above);
+        }
+        // Another tier may know it, below the same parent.
+        let known = self.find(block).map(|record| self.records.at(record));
+        if known.is_some_and(|known| known.has_or_awaits(tier) || known.parent() != parent) {
+            return Fate::Dropped;
+        }
+        let Some(frame) = pending.frame.take() else { return Fate::Dropped };
+        let Some(record) = self.intern(block, parent) else {
+            self.tier_mut(tier).pool.give_back(frame);
+            return Fate::Dropped;
+        };
+        self.records.at_mut(record).begin(tier, slot);
+        self.publish(record, frame, (RequestInfo::default(), StoreReason::Restored));
+        Fate::Resident(record)
+    }
+
+    fn resident(&self, tier: Tier, block: BlockKey) -> Option<RecordId> {
+        self.find(block).filter(|&record| self.records.at(record).resident().has(tier))
+    }
+
+    fn continue_run(&mut self, tier: Tier, run: Option<Run>, record: RecordId) -> Run {
+        match run {
+            Some(run) if self.records.at(record).parent() == Some(run.last) => {
+                Run { last: record, blocks: run.blocks + 1 }
+            }
+            ended => {
+                ended.into_iter().for_each(|run| self.tell_of_run(tier, run));
+                Run { last: record, blocks: 1 }
+            }
+        }
+    }
+
+    /// Nobody knows whose use it was.
+    fn tell_of_run(&mut self, tier: Tier, run: Run) {
+        let now_ms = self.now_ms;
+        let known = self.records.at(run.last);
+        let (slot, depth) = (known.slot(tier), known.depth());
+        let access = RequestContext::default().access(now_ms, slot, depth, run.blocks);
+        let (held, records) = self.tier_and_records(tier);
+        held.touch(&access, records);
+    }
+}
+
+/// The last entry of each slot and of each block.
+fn latest(entries: &[IndexEntry]) -> Vec<&IndexEntry> {
+    let (mut slots, mut blocks) = (HashSet::new(), HashSet::new());
+    let mut latest: Vec<_> = entries
+        .iter()
+        .rev()
+        .filter(|entry| slots.insert(entry.slot))
+        .filter(|entry| blocks.insert(entry.block))
+        .collect();
+    latest.reverse();
+    latest
+}

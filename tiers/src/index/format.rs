@@ -1,0 +1,208 @@
+//! The bytes of an index: docs/disk-format.md describes them one by one.
+
+use crc_fast::{CrcAlgorithm, Digest};
+
+use crate::copy::{BlockKey, SlotId, Tier};
+
+const MAGIC: [u8; 8] = *b"KVBMindx";
+/// Whoever changes the format counts this up.
+pub(super) const VERSION: u32 = 1;
+/// A header lies in the file twice, in different pages: it has what no entry can replace.
+pub(super) const HEADER_BYTES: usize = 4096;
+pub(super) const ENTRIES_AT: u64 = 2 * HEADER_BYTES as u64;
+pub(super) const ENTRY_BYTES: usize = 64;
+/// Longest namespace, in bytes.
+pub(super) const MAX_NAMESPACE: usize = 200;
+
+const NAMESPACE_AT: usize = 80;
+const CRC_AT: usize = 12;
+const ENTRY_CRC_AT: usize = 60;
+
+const STORED: u8 = 1;
+const REMOVED: u8 = 2;
+const HAS_PARENT: u8 = 1;
+
+/// What holds for all entries of a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Header {
+    /// Drawn anew for each file: entries of another one do not pass.
+    pub(super) file: u64,
+    pub(super) epoch: u64,
+    pub(super) forgotten: u64,
+    pub(super) block_bytes: u64,
+    pub(super) identity: u128,
+    pub(super) slots: u32,
+    pub(super) part: u32,
+    pub(super) parts: u32,
+    pub(super) tier: Tier,
+    pub(super) namespace: String,
+}
+
+/// Why bytes are no header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NoHeader {
+    /// Something else.
+    Foreign,
+    /// One of another version.
+    Version(u32),
+    /// One that has changed.
+    Damaged,
+}
+
+impl Header {
+    pub(super) fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        let mut at = 0;
+        let mut put = |field: &[u8]| {
+            bytes[at..at + field.len()].copy_from_slice(field);
+            at += field.len();
+        };
+        put(&MAGIC);
+        put(&VERSION.to_le_bytes());
+        // The checksum, which counts as zero in its own sum.
+        put(&[0; 4]);
+        put(&self.file.to_le_bytes());
+        put(&self.epoch.to_le_bytes());
+        put(&self.forgotten.to_le_bytes());
+        put(&self.block_bytes.to_le_bytes());
+        put(&self.identity.to_le_bytes());
+        put(&self.slots.to_le_bytes());
+        put(&self.part.to_le_bytes());
+        put(&self.parts.to_le_bytes());
+        put(&[self.tier.index() as u8, self.namespace.len() as u8, 0, 0]);
+        put(self.namespace.as_bytes());
+        let crc = crc32c(&[&bytes]);
+        bytes[CRC_AT..CRC_AT + 4].copy_from_slice(&crc.to_le_bytes());
+        bytes
+    }
+
+    pub(super) fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, NoHeader> {
+        if !bytes.starts_with(&MAGIC) {
+            return Err(NoHeader::Foreign);
+        }
+        let version = u32_at(bytes, 8);
+        if version != VERSION {
+            return Err(NoHeader::Version(version));
+        }
+        let mut summed = *bytes;
+        summed[CRC_AT..CRC_AT + 4].fill(0);
+        if crc32c(&[&summed]) != u32_at(bytes, CRC_AT) {
+            return Err(NoHeader::Damaged);
+        }
+        let name = usize::from(bytes[77]).min(MAX_NAMESPACE);
+        let namespace = str::from_utf8(&bytes[NAMESPACE_AT..NAMESPACE_AT + name]);
+        Ok(Self {
+            file: u64_at(bytes, 16),
+            epoch: u64_at(bytes, 24),
+            forgotten: u64_at(bytes, 32),
+            block_bytes: u64_at(bytes, 40),
+            identity: u128_at(bytes, 48),
+            slots: u32_at(bytes, 64),
+            part: u32_at(bytes, 68),
+            parts: u32_at(bytes, 72),
+            tier: *Tier::ALL.get(usize::from(bytes[76])).ok_or(NoHeader::Damaged)?,
+            namespace: namespace.map_err(|_| NoHeader::Damaged)?.to_owned(),
+        })
+    }
+}
+
+/// A block in a slot, by the names that the table gives blocks (see [`TierIndex`](super::TierIndex)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexEntry {
+    /// Where it lies.
+    pub slot: SlotId,
+    /// In which of the slot's lives, as the process counted that stored it.
+    pub generation: u32,
+    /// Which block.
+    pub block: BlockKey,
+    /// The hash of the block before it, of the same group; `None` for the first block of a chain.
+    pub parent: Option<u128>,
+    /// crc32c of its bytes.
+    pub checksum: u32,
+}
+
+/// What happened to a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IndexChange {
+    /// It has a block, in place of any that it had.
+    Stored(IndexEntry),
+    /// It has none any more.
+    Removed(SlotId),
+}
+
+impl IndexChange {
+    /// The slot.
+    pub const fn slot(&self) -> SlotId {
+        match self {
+            Self::Stored(entry) => entry.slot,
+            Self::Removed(slot) => *slot,
+        }
+    }
+
+    /// As the `position`-th entry of the file with this header.
+    pub(super) fn encode(&self, header: &Header, position: u64) -> [u8; ENTRY_BYTES] {
+        let mut bytes = [0; ENTRY_BYTES];
+        bytes[4..8].copy_from_slice(&self.slot().0.to_le_bytes());
+        match self {
+            Self::Stored(entry) => {
+                bytes[..3].copy_from_slice(&[STORED, entry.block.group, u8::from(entry.parent.is_some())]);
+                bytes[8..12].copy_from_slice(&entry.generation.to_le_bytes());
+                bytes[12..16].copy_from_slice(&entry.checksum.to_le_bytes());
+                bytes[16..32].copy_from_slice(&entry.block.hash.to_le_bytes());
+                bytes[32..48].copy_from_slice(&entry.parent.unwrap_or_default().to_le_bytes());
+            }
+            Self::Removed(_) => bytes[0] = REMOVED,
+        }
+        let crc = entry_crc(&bytes, header.file, position);
+        bytes[ENTRY_CRC_AT..].copy_from_slice(&crc.to_le_bytes());
+        bytes
+    }
+
+    /// `None`: the bytes are not what was written there.
+    pub(super) fn decode(bytes: &[u8; ENTRY_BYTES], header: &Header, position: u64) -> Option<Self> {
+        if entry_crc(bytes, header.file, position) != u32_at(bytes, ENTRY_CRC_AT) {
+            return None;
+        }
+        let slot = Some(SlotId(u32_at(bytes, 4))).filter(|slot| slot.0 < header.slots)?;
+        match bytes[0] {
+            STORED => Some(Self::Stored(IndexEntry {
+                slot,
+                generation: u32_at(bytes, 8),
+                block: BlockKey { hash: u128_at(bytes, 16), group: bytes[1] },
+                parent: (bytes[2] & HAS_PARENT != 0).then(|| u128_at(bytes, 32)),
+                checksum: u32_at(bytes, 12),
+            })),
+            REMOVED => Some(Self::Removed(slot)),
+            _ => None,
+        }
+    }
+}
+
+/// Binds an entry to its file and its place there: what an older file left behind, or what lies elsewhere, does not pass.
+fn entry_crc(bytes: &[u8; ENTRY_BYTES], file: u64, position: u64) -> u32 {
+    crc32c(&[&file.to_le_bytes(), &position.to_le_bytes(), &bytes[..ENTRY_CRC_AT]])
+}
+
+fn crc32c(parts: &[&[u8]]) -> u32 {
+    let mut digest = Digest::new(CrcAlgorithm::Crc32Iscsi);
+    parts.iter().for_each(|part| digest.update(part));
+    digest.finalize() as u32
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(field(bytes, at))
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(field(bytes, at))
+}
+
+fn u128_at(bytes: &[u8], at: usize) -> u128 {
+    u128::from_le_bytes(field(bytes, at))
+}
+
+fn field<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    let mut field = [0; N];
+    field.copy_from_slice(&bytes[at..at + N]);
+    field
+}

@@ -1,0 +1,96 @@
+//! What of a file is sound.
+
+use std::fs::File;
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use crate::error::{SetupError, SetupErrorKind};
+
+use super::file::failed_at;
+use super::format::{ENTRIES_AT, ENTRY_BYTES, HEADER_BYTES, Header, IndexChange, NoHeader, VERSION};
+use super::{Residents, STEP};
+
+/// What a look at all entries found.
+pub(super) struct Scan {
+    /// Entries up to the last sound one, that one included.
+    pub(super) len: u64,
+    pub(super) residents: Residents,
+    pub(super) damaged: u64,
+    /// Bytes behind the last sound entry.
+    pub(super) torn: u64,
+}
+
+impl Scan {
+    pub(super) fn of(file: &File, header: &Header) -> io::Result<Self> {
+        let bytes = file.metadata()?.len().saturating_sub(ENTRIES_AT);
+        let (mut residents, mut len, mut sound) = (Residents::default(), 0, 0);
+        each_entry(file, header, bytes / ENTRY_BYTES as u64, |position, change| {
+            if let Some(change) = change {
+                residents.note(&change, position);
+                len = position + 1;
+                sound += 1;
+            }
+        })?;
+        Ok(Self { len, residents, damaged: len - sound, torn: bytes - len * ENTRY_BYTES as u64 })
+    }
+}
+
+/// Shows the first `len` entries in turn; `None`: it is not what was written there.
+pub(super) fn each_entry(
+    file: &File,
+    header: &Header,
+    len: u64,
+    mut each: impl FnMut(u64, Option<IndexChange>),
+) -> io::Result<()> {
+    let mut bytes = vec![0; STEP * ENTRY_BYTES];
+    let mut position = 0;
+    while position < len {
+        let entries = (len - position).min(STEP as u64) as usize;
+        let step = &mut bytes[..entries * ENTRY_BYTES];
+        file.read_exact_at(step, ENTRIES_AT + position * ENTRY_BYTES as u64)?;
+        for entry in step.as_chunks::<ENTRY_BYTES>().0 {
+            each(position, IndexChange::decode(entry, header, position));
+            position += 1;
+        }
+    }
+    Ok(())
+}
+
+/// The header, and whether both copies of it are sound.
+pub(super) fn header(file: &File, path: &Path) -> Result<(Header, bool), SetupError> {
+    let copies = [copy(file, 0), copy(file, HEADER_BYTES as u64)];
+    match copies.map(|copy| copy.map_err(|error| failed_at(path, &error))) {
+        [Err(error), _] | [_, Err(error)] => Err(error),
+        [Ok(Ok(one)), Ok(Ok(other))] => Ok((one.clone(), one == other)),
+        [Ok(Ok(one)), Ok(Err(_))] | [Ok(Err(_)), Ok(Ok(one))] => Ok((one, false)),
+        [Ok(Err(one)), Ok(Err(other))] => Err(no_header(path, one, other)),
+    }
+}
+
+fn copy(file: &File, at: u64) -> io::Result<Result<Header, NoHeader>> {
+    let mut bytes = [0; HEADER_BYTES];
+    match file.read_exact_at(&mut bytes, at) {
+        Ok(()) => Ok(Header::decode(&bytes)),
+        Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(Err(NoHeader::Foreign)),
+        Err(error) => Err(error),
+    }
+}
+
+fn no_header(path: &Path, one: NoHeader, other: NoHeader) -> SetupError {
+    let path = path.display();
+    let message = match (one, other) {
+        (NoHeader::Version(version), NoHeader::Version(same)) if version == same => format!(
+            "{path} is an index of version {version}, and this program reads version {VERSION}: open it with the \
+             program that wrote it, or remove it to start cold"
+        ),
+        (NoHeader::Foreign, NoHeader::Foreign) => {
+            format!("{path} is not an index of blocks: move it elsewhere, or choose another directory")
+        }
+        _ => format!(
+            "{path}: both copies of the index's header are damaged. Remove it to start cold; if the weights were \
+             exchanged since the fingerprint's epoch (Manager::reset), give the fingerprint a greater epoch as well"
+        ),
+    };
+    SetupError::new(SetupErrorKind::Invalid, message)
+}

@@ -1,0 +1,272 @@
+//! What an index tells after whatever happened to its file.
+
+use std::collections::BTreeMap;
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::Path;
+
+use proptest::prelude::*;
+use proptest::sample::Index;
+use tempfile::TempDir;
+
+use super::format::{HEADER_BYTES, VERSION};
+use super::*;
+use crate::copy::BlockKey;
+
+const SLOTS: u32 = 64;
+
+fn options(dir: &Path) -> IndexOptions {
+    IndexOptions {
+        path: dir.join("kvbm-test-0of1.index"),
+        tier: Tier::Disk,
+        namespace: "test".to_owned(),
+        identity: 7,
+        slots: SLOTS,
+        block_bytes: 4096,
+        part: (0, 1),
+        epoch: 0,
+        patience: Duration::ZERO,
+    }
+}
+
+fn entry(slot: u32, block: u128) -> IndexEntry {
+    IndexEntry {
+        slot: SlotId(slot),
+        generation: block as u32 + 9,
+        block: BlockKey { hash: block << 64 | block, group: block as u8 % 3 },
+        parent: (!block.is_multiple_of(4)).then(|| block - 1),
+        checksum: (block as u32).wrapping_mul(31) + 1,
+    }
+}
+
+fn stored(slot: u32, block: u128) -> IndexChange {
+    IndexChange::Stored(entry(slot, block))
+}
+
+/// What lies in the slots after some changes, oldest first.
+fn residents(changes: &[IndexChange]) -> Vec<IndexEntry> {
+    let mut latest: BTreeMap<u32, (usize, IndexEntry)> = BTreeMap::new();
+    for (at, change) in changes.iter().enumerate() {
+        match change {
+            IndexChange::Stored(entry) => drop(latest.insert(entry.slot.0, (at, *entry))),
+            IndexChange::Removed(slot) => drop(latest.remove(&slot.0)),
+        }
+    }
+    let mut left: Vec<_> = latest.into_values().collect();
+    left.sort_by_key(|&(at, _)| at);
+    left.into_iter().map(|(_, entry)| entry).collect()
+}
+
+fn changes() -> impl Strategy<Value = Vec<IndexChange>> {
+    let change = (0..SLOTS, 0..500_u128, 0..4_u8).prop_map(|(slot, block, kind)| match kind {
+        0 => IndexChange::Removed(SlotId(slot)),
+        _ => stored(slot, block),
+    });
+    prop::collection::vec(change, 1..200)
+}
+
+fn index(dir: &TempDir) -> (TierIndex, Recovered) {
+    TierIndex::open(&options(dir.path())).unwrap()
+}
+
+fn refused(dir: &TempDir) -> SetupError {
+    TierIndex::open(&options(dir.path())).unwrap_err()
+}
+
+fn edit(dir: &TempDir, change: impl FnOnce(&mut Vec<u8>)) {
+    let path = options(dir.path()).path;
+    let mut bytes = fs::read(&path).unwrap();
+    change(&mut bytes);
+    OpenOptions::new().write(true).truncate(true).open(&path).unwrap().write_all_at(&bytes, 0).unwrap();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn what_was_added_is_found_again(all in changes(), cut: Index, epoch in 0..9_u64) {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut first, found) = index(&dir);
+        prop_assert!(found.entries.is_empty() && found.epoch == (0, 0));
+        let (before, after) = all.split_at(cut.index(all.len() + 1));
+        first.append(before).unwrap();
+        if epoch > 4 {
+            first.set_epoch(epoch, 1).unwrap();
+        } else {
+            first.compact().unwrap();
+        }
+        first.append(after).unwrap();
+        drop(first);
+        let (second, found) = index(&dir);
+        let expected = if epoch > 4 { residents(after) } else { residents(&all) };
+        prop_assert_eq!(second.blocks() as usize, expected.len());
+        prop_assert_eq!(found.entries, expected);
+        prop_assert_eq!(found.epoch, if epoch > 4 { (epoch, 1) } else { (0, 0) });
+        prop_assert_eq!((found.damaged, found.torn), (0, 0));
+    }
+
+    #[test]
+    fn a_torn_end_takes_what_is_behind_it(all in changes(), cut: Index, garbage in prop::collection::vec(any::<u8>(), 0..100)) {
+        let dir = tempfile::tempdir().unwrap();
+        index(&dir).0.append(&all).unwrap();
+        let whole = all.len() * ENTRY_BYTES;
+        let left = cut.index(whole + 1);
+        edit(&dir, |bytes| {
+            bytes.truncate(ENTRIES_AT as usize + left);
+            bytes.extend(&garbage);
+        });
+        let (mut again, found) = index(&dir);
+        let sound = left / ENTRY_BYTES;
+        // Garbage may put a torn entry right again by chance.
+        prop_assert!(found.entries == residents(&all[..sound]) || found.entries == residents(&all[..sound + 1]));
+        // And then it goes on.
+        again.append(&[stored(1, 999)]).unwrap();
+        drop(again);
+        let (_, found) = index(&dir);
+        prop_assert_eq!(found.entries.last(), Some(&entry(1, 999)));
+        prop_assert_eq!((found.damaged, found.torn), (0, 0));
+    }
+
+    #[test]
+    fn a_flipped_bit_costs_one_entry_at_most(all in changes(), place: Index, bit in 0..8_u8) {
+        let dir = tempfile::tempdir().unwrap();
+        index(&dir).0.append(&all).unwrap();
+        let mut hit = 0;
+        edit(&dir, |bytes| {
+            hit = place.index(bytes.len());
+            bytes[hit] ^= 1 << bit;
+        });
+        let (again, found) = index(&dir);
+        prop_assert_eq!(found.epoch, (0, 0));
+        let mut rest = all.clone();
+        if let Some(at) = hit.checked_sub(ENTRIES_AT as usize) {
+            rest.remove(at / ENTRY_BYTES);
+            let is_last = at / ENTRY_BYTES == rest.len();
+            prop_assert_eq!((found.damaged, found.torn), if is_last { (0, 64) } else { (1, 0) });
+        }
+        prop_assert_eq!(&found.entries, &residents(&rest));
+        drop(again);
+        // And then it is put right.
+        let (_, found) = index(&dir);
+        prop_assert_eq!(&found.entries, &residents(&rest));
+        prop_assert_eq!((found.damaged, found.torn), (0, 0));
+    }
+
+    /// Bytes of another file, or from elsewhere in the same one, are no entries, whatever their checksums.
+    #[test]
+    fn entries_of_another_file_or_place_do_not_pass(all in changes()) {
+        let [one, other] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        [&one, &other].into_iter().for_each(|dir| index(dir).0.append(&all).unwrap());
+        let theirs = fs::read(options(other.path()).path).unwrap();
+        edit(&one, |bytes| {
+            bytes.truncate(ENTRIES_AT as usize);
+            bytes.extend(&theirs[ENTRIES_AT as usize..]);
+        });
+        prop_assert!(index(&one).1.entries.is_empty());
+        edit(&other, |bytes| {
+            let first = bytes[ENTRIES_AT as usize..][..ENTRY_BYTES].to_vec();
+            bytes.extend(first);
+        });
+        prop_assert_eq!(index(&other).1.entries, residents(&all));
+    }
+
+    #[test]
+    fn whatever_lies_there_is_refused_or_read(bytes in prop::collection::vec(any::<u8>(), 0..9_000)) {
+        let dir = tempfile::tempdir().unwrap();
+        drop(index(&dir));
+        edit(&dir, |there| there.splice(..bytes.len().min(there.len()), bytes).for_each(drop));
+        if let Ok((_, found)) = TierIndex::open(&options(dir.path())) {
+            prop_assert!(found.entries.is_empty());
+        }
+    }
+}
+
+#[test]
+fn a_file_of_old_entries_is_written_anew_and_stays_small() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut index, _) = index(&dir);
+    let all: Vec<_> = (0..100_000).map(|n| stored(n % SLOTS, u128::from(n))).collect();
+    all.chunks(1_000).for_each(|some| index.append(some).unwrap());
+    let bytes = fs::metadata(index.path()).unwrap().len();
+    assert!(bytes < 2 * SPARE * ENTRY_BYTES as u64, "{bytes}");
+    drop(index);
+    let (_, found) = TierIndex::open(&options(dir.path())).unwrap();
+    assert_eq!(found.entries, residents(&all));
+}
+
+#[test]
+fn a_failed_start_of_a_new_file_harms_nothing_and_is_tried_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut index, _) = index(&dir);
+    index.append(&[stored(3, 5)]).unwrap();
+    // A directory in the way.
+    let partial = index.path().with_added_extension("partial");
+    fs::create_dir(&partial).unwrap();
+    index.set_epoch(4, 0).unwrap_err();
+    index.compact_or_later();
+    index.append(&[stored(4, 6)]).unwrap();
+    fs::remove_dir(&partial).unwrap();
+    drop(index);
+    let (mut index, found) = TierIndex::open(&options(dir.path())).unwrap();
+    assert_eq!((found.entries, found.epoch), (vec![entry(3, 5), entry(4, 6)], (0, 0)));
+    index.set_epoch(4, 0).unwrap();
+    drop(index);
+    let (_, found) = TierIndex::open(&options(dir.path())).unwrap();
+    assert_eq!((found.entries, found.epoch), (vec![], (4, 0)));
+}
+
+#[test]
+fn what_is_not_this_index_is_refused_and_left_alone() {
+    type Spoil = fn(&mut Vec<u8>);
+    let cases: [(Spoil, &str); 4] = [
+        (|bytes| [8, HEADER_BYTES + 8].iter().for_each(|&at| bytes[at] = VERSION as u8 + 1), "version 2"),
+        (|bytes| [50, HEADER_BYTES + 50].iter().for_each(|&at| bytes[at] ^= 1), "both copies"),
+        (|bytes| *bytes = b"a diary".to_vec(), "not an index"),
+        (Vec::clear, "not an index"),
+    ];
+    for (spoil, words) in cases {
+        let dir = tempfile::tempdir().unwrap();
+        index(&dir).0.append(&[stored(3, 5)]).unwrap();
+        edit(&dir, spoil);
+        let before = fs::read(options(dir.path()).path).unwrap();
+        let error = refused(&dir);
+        assert_eq!(error.kind(), SetupErrorKind::Invalid);
+        assert!(error.to_string().contains(words), "{error}");
+        assert_eq!(fs::read(options(dir.path()).path).unwrap(), before);
+    }
+}
+
+#[test]
+fn an_index_of_something_else_is_refused() {
+    let changed: [fn(&mut IndexOptions); 6] = [
+        |of| of.tier = Tier::Host,
+        |of| of.namespace = "other".to_owned(),
+        |of| of.identity = 8,
+        |of| of.slots += 1,
+        |of| of.block_bytes += 1,
+        |of| of.part = (1, 2),
+    ];
+    let dir = tempfile::tempdir().unwrap();
+    index(&dir).0.append(&[stored(3, 5)]).unwrap();
+    for change in changed {
+        let mut other = options(dir.path());
+        change(&mut other);
+        let error = TierIndex::open(&other).unwrap_err();
+        assert_eq!(error.kind(), SetupErrorKind::Invalid);
+        assert!(error.to_string().contains("remove it"), "{error}");
+    }
+    assert_eq!(index(&dir).1.entries, [entry(3, 5)]);
+}
+
+#[test]
+fn a_file_has_one_opener_also_after_it_was_written_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut first, _) = index(&dir);
+    assert_eq!(refused(&dir).kind(), SetupErrorKind::InUse);
+    first.set_epoch(1, 0).unwrap();
+    assert_eq!(refused(&dir).kind(), SetupErrorKind::InUse);
+    drop(first);
+    drop(index(&dir));
+    fs::set_permissions(options(dir.path()).path, PermissionsExt::from_mode(0o644)).unwrap();
+    assert_eq!(refused(&dir).kind(), SetupErrorKind::NotWritable);
+}
