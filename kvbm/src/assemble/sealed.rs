@@ -51,7 +51,7 @@ impl Tiers {
         let blocks = scratch_blocks(run_blocks, block_bytes, settings);
         let huge_pages = settings.host.huge_pages;
         let scratch = Scratch::open(ScratchOptions { block_bytes, blocks, huge_pages }).map_err(setup)?;
-        let cipher = Cipher::new(keys, tier, &self.namespace, block_bytes);
+        let cipher = Cipher::new(keys, tier, &self.namespace.name, block_bytes);
         let memory = scratch.memory();
         Ok(MemoryEnd { memory, seal: Some(Seal { parts: (scratch, cipher), run_blocks }) })
     }
