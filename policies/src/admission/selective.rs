@@ -48,3 +48,48 @@ impl Admission for Selective {
         if is_refused { 0 } else { candidates.blocks }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::seam::{Access, BlockId, Hints, RequestId, Standing};
+
+    /// Every block is a root.
+    struct Roots;
+
+    impl Forest for Roots {
+        fn standing(&self, _block: BlockId) -> Standing {
+            Standing::Evictable
+        }
+
+        fn parent(&self, _block: BlockId) -> Option<BlockId> {
+            None
+        }
+
+        fn key(&self, block: BlockId) -> u64 {
+            block.0.into()
+        }
+    }
+
+    /// How many of a block are admitted, the first that is asked about, half an hour after it was used.
+    fn admitted_first(will_not_return: bool) -> u32 {
+        let mut reuse = ReuseModel::default();
+        let hints = Hints { will_not_return, ..Hints::default() };
+        let block = BlockId(0);
+        let request = Some(RequestId(1));
+        reuse.touch(
+            &Access { now_ms: 0, request, deepest: block, depth: 1, inserted: 1, path: 1, hints },
+            &Roots,
+        );
+        let now_ms = 1_900_000;
+        assert!(reuse.is_ready(now_ms));
+        let candidates = Candidates { last: block, blocks: 1, depth: 1 };
+        Selective::default().admit(candidates, Trigger::Leaving, now_ms, &Roots, &reuse)
+    }
+
+    #[test]
+    fn the_first_candidate_has_none_to_stand_behind() {
+        assert_eq!(admitted_first(false), 1);
+        assert_eq!(admitted_first(true), 0, "nobody returns for it");
+    }
+}

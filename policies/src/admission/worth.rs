@@ -55,10 +55,15 @@ impl Tally {
         }
     }
 
-    /// The part of all returns that is expected of candidates worth no more than `worth`.
+    /// The part of all returns that is expected of candidates worth no more than `worth`. Where none is expected yet,
+    /// what is worth anything is all that there is.
     pub(super) fn share_of_returns_up_to(&self, worth: f32) -> f32 {
         let returns = |classes: &[Class]| classes.iter().map(|class| class.returns).sum::<f32>();
-        returns(&self.classes[..=class(worth)]) / returns(&self.classes).max(f32::MIN_POSITIVE)
+        let all = returns(&self.classes);
+        if all == 0.0 {
+            return f32::from(worth > 0.0);
+        }
+        returns(&self.classes[..=class(worth)]) / all
     }
 
     /// Blocks worth more than `worth`.
