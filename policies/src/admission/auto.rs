@@ -60,7 +60,8 @@ impl Auto {
 
     fn choose(&mut self) {
         let best = self.rivals.iter().map(|rival| rival.shadow.hits).fold(0.0, f64::max);
-        let is_good = |rival: &Rival| rival.shadow.hits >= NEARLY * best;
+        // Where none has found anything yet, none is good.
+        let is_good = |rival: &Rival| rival.shadow.hits > 0.0 && rival.shadow.hits >= NEARLY * best;
         // The first good one: they stand in the order of what they write.
         self.chosen = self.rivals.iter().position(is_good).unwrap_or(FIRST);
         // So some twenty terms count: what one of them finds is too little to tell half a per cent apart.
@@ -125,5 +126,42 @@ impl Admission for Auto {
         let answers =
             self.rivals.each_mut().map(|rival| rival.rule.admit(candidates, trigger, now_ms, forest, reuse));
         answers[self.chosen]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::eviction::EvictionKind;
+    use crate::seam::{BlockId, Hints, RequestId, Standing};
+
+    /// Every block is a root.
+    struct Roots;
+
+    impl Forest for Roots {
+        fn standing(&self, _block: BlockId) -> Standing {
+            Standing::Evictable
+        }
+
+        fn parent(&self, _block: BlockId) -> Option<BlockId> {
+            None
+        }
+
+        fn key(&self, block: BlockId) -> u64 {
+            block.0.into()
+        }
+    }
+
+    #[test]
+    fn without_a_hit_no_rule_is_better_than_the_first() {
+        let shape = TierShape { capacity: 8, eviction: EvictionKind::Lru };
+        let mut auto = Auto::new(&TierPair { upper: shape, lower: shape });
+        for number in 0..2 * TERM {
+            let (deepest, request) = (BlockId(number), Some(RequestId(number.into())));
+            let hints = Hints::default();
+            let access = Access { now_ms: 0, request, deepest, depth: 1, inserted: 1, path: 1, hints };
+            auto.touch(&access, &Roots);
+        }
+        assert_eq!(auto.chosen, FIRST);
     }
 }
