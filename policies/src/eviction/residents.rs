@@ -39,7 +39,7 @@ struct Resident<T> {
 
 impl<T: Ranked> Residents<T> {
     /// Requests whose parts are told from new requests.
-    const COUNTED: usize = 64;
+    pub(super) const COUNTED: usize = 64;
 
     pub(super) fn with_capacity(capacity: u32) -> Self {
         Self {
@@ -82,6 +82,11 @@ impl<T: Ranked> Residents<T> {
     /// `None`: the block is not resident.
     pub(super) fn state(&self, block: BlockId) -> Option<&T> {
         self.blocks.get(block.0 as usize)?.as_ref().map(|resident| &resident.state)
+    }
+
+    /// As [`state`](Self::state), for changes that leave the rank as it is.
+    pub(super) fn state_mut(&mut self, block: BlockId) -> Option<&mut T> {
+        Some(&mut self.blocks.get_mut(block.0 as usize)?.as_mut()?.state)
     }
 
     /// Sets what is known of `block`, which is sorted no longer.

@@ -1,10 +1,13 @@
 //! LRU with a grace for conversations and for what is used again and again, leaves only.
 
+use std::collections::VecDeque;
+use std::iter::successors;
+
 use super::ghosts::{GHOSTS_PER_BLOCK, Ghosts};
 use super::policy::Eviction;
 use super::residents::{Ranked, Residents};
 use crate::reuse::ReuseModel;
-use crate::seam::{Access, BlockId, Forest};
+use crate::seam::{Access, BlockId, Forest, RequestId};
 
 /// Evicts the leaf with the lowest last use plus grace. The grace is half the running median of the gaps
 /// between the turns of conversations, times the sum of two buckets: of the turn's number and of the block's
@@ -13,6 +16,8 @@ use crate::seam::{Access, BlockId, Forest};
 /// A request continues a conversation if what is known of its path ends where an earlier request ended, or
 /// one block before that. A prefix of fewer than three blocks is a prompt that strangers share: no turn
 /// follows from it.
+///
+/// A use that comes in parts is one turn: each part takes the number on, and moves the turn's end to its own.
 ///
 /// Leaf-first changes little: a parent is used no less often than its child, and no earlier. Ghosts keep a
 /// conversation's turn number while its blocks are away. O(path) a request, 48 bytes a block and about 80 a
@@ -23,6 +28,8 @@ pub struct Turn {
     ghosts: Ghosts<History>,
     max_ghosts: usize,
     gaps: Gaps,
+    /// The turns of the newest requests, to which parts may come.
+    going: VecDeque<Going>,
     /// The path at hand, from the deepest block up, with what was known of it. Kept for its memory.
     steps: Vec<Step>,
 }
@@ -49,6 +56,36 @@ struct History {
     turn_ms: u64,
 }
 
+/// A turn that may go on.
+#[derive(Clone, Copy, Debug)]
+struct Going {
+    request: RequestId,
+    progress: Progress,
+    end: [Option<Covered>; END],
+}
+
+/// What is known of a turn so far.
+#[derive(Clone, Copy, Debug)]
+struct Progress {
+    /// From 1.
+    number: u32,
+    /// Where the gap before it stands among all [`Gaps`].
+    gap: Option<usize>,
+}
+
+/// The turn that ended at a block before the one that ends there for now.
+#[derive(Clone, Copy, Debug)]
+struct Covered {
+    block: BlockId,
+    key: u64,
+    turn: u32,
+    turn_ms: u64,
+}
+
+/// Blocks at which a turn counts as ended.
+// One above the last, too: the next turn may write the last block otherwise.
+const END: usize = 2;
+
 #[derive(Clone, Copy, Debug)]
 struct Step {
     block: BlockId,
@@ -72,6 +109,7 @@ impl Turn {
             ghosts: Ghosts::default(),
             max_ghosts: capacity as usize * GHOSTS_PER_BLOCK,
             gaps: Gaps::default(),
+            going: VecDeque::new(),
             steps: Vec::new(),
         }
     }
@@ -84,27 +122,65 @@ impl Turn {
         Step { block, key, known: self.ghosts.take(key) }
     }
 
-    /// The number of the turn that the path at hand is. Learns the gap since the one before.
-    fn turn(&mut self, now_ms: u64) -> u32 {
-        let Some(end) = self.steps.iter().position(|step| step.known.is_some()) else { return 1 };
-        let is_own = self.steps.len() - end >= OWN_PREFIX;
-        let Some(end) = self.steps[end].known.filter(|end| is_own && end.turn > 0) else { return 1 };
-        self.gaps.add(now_ms.saturating_sub(end.turn_ms));
-        end.turn.saturating_add(1)
+    /// Takes a turn on by the path at hand, which ends at `depth`: the deepest known block tells its number and the gap
+    /// since the one before.
+    fn advance(&mut self, progress: &mut Progress, depth: u32, now_ms: u64) {
+        let Some(end) = self.steps.iter().position(|step| step.known.is_some()) else { return };
+        progress.number = 1;
+        let is_own = depth as usize - end >= OWN_PREFIX;
+        let Some(end) = self.steps[end].known.filter(|end| is_own && end.turn > 0) else { return };
+        progress.number = end.turn.saturating_add(1);
+        let gap_ms = now_ms.saturating_sub(end.turn_ms);
+        match progress.gap {
+            // A conversation that comes back in parts comes by the ends of all its turns. The last one counts.
+            Some(at) => self.gaps.set(at, gap_ms),
+            None => progress.gap = Some(self.gaps.add(gap_ms)),
+        }
     }
 
-    fn place(&mut self, step: Step, ended: Option<u32>, grace_turns: u64, now_ms: u64) {
-        let mut history = step.known.map_or_else(History::default, |known| History {
+    fn place(&mut self, step: Step, grace_turns: u64, now_ms: u64) {
+        let history = step.known.map_or_else(History::default, |known| History {
             reuses: known.reuses.saturating_add(1),
             ..known
         });
-        if let Some(turn) = ended {
-            (history.turn, history.turn_ms) = (turn, now_ms);
-        }
         let grace_ms = self.gaps.median / 2 * (grace_turns + bucket(history.reuses));
         let stamp = self.blocks.stamp();
         let place = TurnBlock { until_ms: now_ms.saturating_add(grace_ms), stamp, key: step.key, history };
         self.blocks.set(step.block, place);
+    }
+
+    /// The request's turn so far, if this is not its first part. Its end is further down from now on.
+    fn reopen(&mut self, request: Option<RequestId>) -> Option<Progress> {
+        let at = self.going.iter().position(|going| Some(going.request) == request)?;
+        let Going { progress, end, .. } = self.going[at];
+        for Covered { block, key, turn, turn_ms } in end.into_iter().flatten() {
+            // Another block may have the number by now.
+            if let Some(state) = self.blocks.state_mut(block).filter(|state| state.key == key) {
+                (state.history.turn, state.history.turn_ms) = (turn, turn_ms);
+            }
+        }
+        Some(progress)
+    }
+
+    /// The turn ends at `access.deepest`, unless another part comes.
+    fn end(&mut self, progress: Progress, access: &Access, forest: &dyn Forest) {
+        let mut path = successors(Some(access.deepest), |&block| forest.parent(block));
+        let end = std::array::from_fn(|_| {
+            let block = path.next()?;
+            let TurnBlock { key, history, .. } = self.blocks.state_mut(block)?;
+            let covered = Covered { block, key: *key, turn: history.turn, turn_ms: history.turn_ms };
+            (history.turn, history.turn_ms) = (progress.number, access.now_ms);
+            Some(covered)
+        });
+        let Some(request) = access.request else { return };
+        let going = Going { request, progress, end };
+        match self.going.iter_mut().find(|going| going.request == request) {
+            Some(earlier) => *earlier = going,
+            None => {
+                self.going.truncate(Residents::<TurnBlock>::COUNTED - 1);
+                self.going.push_front(going);
+            }
+        }
     }
 }
 
@@ -127,12 +203,15 @@ impl Eviction for Turn {
             let step = self.step(block, forest);
             self.steps.push(step);
         }
-        let turn = self.turn(access.now_ms);
-        let grace_turns = bucket(turn - 1);
-        for at in 0..self.steps.len() {
-            // One above the end, too: the next turn may write the last block otherwise.
-            let ended = (at < 2).then_some(turn);
-            self.place(self.steps[at], ended, grace_turns, access.now_ms);
+        // A part that brings nothing leaves the turn's end where it is.
+        if !self.steps.is_empty() {
+            let first = Progress { number: 1, gap: None };
+            let mut progress = self.reopen(access.request).unwrap_or(first);
+            self.advance(&mut progress, access.depth, access.now_ms);
+            for at in 0..self.steps.len() {
+                self.place(self.steps[at], bucket(progress.number - 1), access.now_ms);
+            }
+            self.end(progress, access, forest);
         }
         self.blocks.offer(access.deepest);
     }
@@ -166,13 +245,22 @@ impl Gaps {
     /// The median is taken anew after so many, and after each one before the first so many.
     const STEP: usize = 32;
 
-    fn add(&mut self, gap_ms: u64) {
-        if self.newest.len() < Self::KEPT {
-            self.newest.push(gap_ms);
-        } else {
-            self.newest[self.seen % Self::KEPT] = gap_ms;
-        }
+    /// Returns its place, by which it can be [set](Self::set).
+    fn add(&mut self, gap_ms: u64) -> usize {
+        let at = self.seen;
         self.seen += 1;
+        self.set(at, gap_ms);
+        at
+    }
+
+    fn set(&mut self, at: usize, gap_ms: u64) {
+        if self.seen - at > Self::KEPT {
+            return;
+        }
+        match self.newest.get_mut(at % Self::KEPT) {
+            Some(gap) => *gap = gap_ms,
+            None => self.newest.push(gap_ms),
+        }
         if self.seen < Self::STEP || self.seen.is_multiple_of(Self::STEP) {
             let mut sorted = self.newest.clone();
             let middle = sorted.len() / 2;
@@ -184,13 +272,127 @@ impl Gaps {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::seam::{Hints, RequestId, Standing};
+
+    /// One conversation: a block is its position.
+    struct Line;
+
+    impl Forest for Line {
+        fn standing(&self, _block: BlockId) -> Standing {
+            Standing::Evictable
+        }
+
+        fn parent(&self, block: BlockId) -> Option<BlockId> {
+            block.0.checked_sub(1).map(BlockId)
+        }
+
+        fn key(&self, block: BlockId) -> u64 {
+            block.0.into()
+        }
+    }
+
+    /// How a use is reported: all at once, or what is there and then so many blocks at a time.
+    #[derive(Clone, Copy, Debug)]
+    enum Parts {
+        One,
+        Of(u32),
+    }
+
+    /// A policy of the tier that holds the first `resident` blocks of the conversation.
+    struct Conversation {
+        policy: Turn,
+        resident: u32,
+        turns: u64,
+    }
+
+    impl Conversation {
+        fn new() -> Self {
+            Self { policy: Turn::with_capacity(64), resident: 0, turns: 0 }
+        }
+
+        /// The next turn, a minute after the last, up to block `len`.
+        fn turn(&mut self, len: u32, parts: Parts) {
+            self.turns += 1;
+            let (from, step) = match parts {
+                Parts::One => (len, len),
+                Parts::Of(step) => (self.resident.min(len), step),
+            };
+            let mut depth = from;
+            if depth > 0 {
+                let inserted = if matches!(parts, Parts::One) { len - self.resident } else { 0 };
+                self.part(depth, inserted, len);
+            }
+            while depth < len {
+                let inserted = step.min(len - depth);
+                depth += inserted;
+                self.part(depth, inserted, len);
+            }
+            self.resident = self.resident.max(len);
+        }
+
+        fn part(&mut self, depth: u32, inserted: u32, path: u32) {
+            let (request, deepest) = (Some(RequestId(self.turns)), BlockId(depth - 1));
+            let hints = Hints::default();
+            let access =
+                Access { now_ms: self.turns * 60_000, request, deepest, depth, inserted, path, hints };
+            self.policy.touch(&access, &Line, &ReuseModel::idle());
+        }
+
+        fn forget_from(&mut self, len: u32) {
+            for block in (len..self.resident).rev() {
+                let exposed = block.checked_sub(1).map(BlockId);
+                self.policy.removed(BlockId(block), exposed, &ReuseModel::idle());
+            }
+            self.resident = len;
+        }
+
+        /// Which turn ended at each block, and when its grace ends.
+        fn blocks(&self) -> Vec<(u32, u64)> {
+            let state = |block| self.policy.blocks.state(BlockId(block)).expect("it is there");
+            (0..self.resident).map(|block| (state(block).history.turn, state(block).until_ms)).collect()
+        }
+    }
+
+    #[test]
+    fn the_parts_of_a_turn_are_one_turn() {
+        let played = |parts| {
+            let mut conversation = Conversation::new();
+            [4, 9, 10, 16, 20].into_iter().for_each(|len| conversation.turn(len, parts));
+            (conversation.blocks(), conversation.policy.gaps.newest)
+        };
+        let (blocks, gaps) = played(Parts::One);
+        let ends = blocks.iter().map(|&(turn, _)| turn).collect::<Vec<_>>();
+        assert_eq!(ends, [0, 0, 1, 1, 0, 0, 0, 2, 3, 3, 0, 0, 0, 0, 4, 4, 0, 0, 5, 5]);
+        for step in 1..6 {
+            assert_eq!(played(Parts::Of(step)), (blocks.clone(), gaps.clone()), "{step} blocks at a time");
+        }
+    }
+
+    #[test]
+    fn a_turn_that_comes_back_in_parts_goes_on_counting() {
+        for parts in [Parts::One, Parts::Of(1), Parts::Of(3)] {
+            let mut conversation = Conversation::new();
+            [8, 12, 16].into_iter().for_each(|len| conversation.turn(len, parts));
+            conversation.forget_from(6);
+            conversation.turn(20, parts);
+            let ends = conversation.blocks().into_iter().map(|(turn, _)| turn);
+            let ends: Vec<_> = (0..).zip(ends).filter(|&(_, turn)| turn > 0).collect();
+            let marks = [(6, 1), (7, 1), (10, 2), (11, 2), (14, 3), (15, 3), (18, 4), (19, 4)];
+            assert_eq!(ends, marks, "{parts:?}");
+            assert_eq!(conversation.policy.gaps.newest, [60_000; 3], "{parts:?}");
+        }
+    }
 
     #[test]
     fn the_median_follows_the_newest_gaps() {
         let mut gaps = Gaps::default();
-        [9, 1, 5].into_iter().for_each(|gap_ms| gaps.add(gap_ms));
+        for gap_ms in [9, 1, 5] {
+            gaps.add(gap_ms);
+        }
         assert_eq!(gaps.median, 5);
-        (0..Gaps::KEPT as u64).for_each(|_| gaps.add(70));
+        for _ in 0..Gaps::KEPT {
+            gaps.add(70);
+        }
         assert_eq!(gaps.median, 70);
     }
 }
