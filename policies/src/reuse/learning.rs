@@ -68,6 +68,8 @@ impl Learning {
     ) -> bool {
         match &mut self.phase {
             Phase::Fitting(learned) if Arc::strong_count(learned) > 1 => return false,
+            // Done: the next use takes it. Before that there is nothing new to learn from.
+            Phase::Fitting(learned) if learned.get().is_some() => return false,
             Phase::Collecting(..) => {}
             _ if self.requests < self.next_fit => return false,
             phase => {

@@ -305,6 +305,27 @@ fn a_fit_that_is_never_done_is_asked_for_again() {
     assert_eq!(fits.count(), 4);
 }
 
+/// Though so many requests came meanwhile that the next fit is due, and none since it ended.
+#[test]
+fn a_fit_that_is_done_is_not_thrown_away() {
+    let (mut world, mut policy) = (World::default(), hazard(4));
+    let mut play = |policy: &mut TierPolicies, requests: std::ops::Range<u64>| {
+        requests.for_each(|now_ms| world.play(policy, now_ms, &[1], Parts::One));
+    };
+    play(&mut policy, 1..51);
+    let (mut work, mut more) = (Vec::new(), Vec::new());
+    policy.upkeep(&mut work);
+    let before = Arc::clone(&policy.reuse.model);
+    play(&mut policy, 51..151);
+    assert_eq!(work.len(), 1);
+    work.into_iter().for_each(|fit| fit());
+    policy.upkeep(&mut more);
+    play(&mut policy, 151..152);
+    assert!(!Arc::ptr_eq(&policy.reuse.model, &before), "what was learned is used");
+    policy.upkeep(&mut more);
+    assert_eq!(more.len(), 1, "the next fit begins then");
+}
+
 fn ended_for_good(request: u64, at_ms: u64) -> Ended {
     Ended { request: RequestId(request), output_tokens: 5, will_not_return: true, at_ms }
 }
