@@ -17,6 +17,7 @@
 //! leader and rank at once: it opens both, the rank on another thread.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -124,7 +125,7 @@ impl Rank {
         let (stopper, leader) = (member.stopper(), member.leader());
         let service = Arc::new(Service::default());
         let outcome = Arc::clone(&service);
-        let thread = spawn("kvbm-rank", move || outcome.end(member.serve().map_err(leader_gone)))
+        let thread = spawn("kvbm-rank", move || outcome.run(|| member.serve().map_err(leader_gone)))
             .map_err(|error| Error::caused(ErrorKind::Unavailable, "cannot start a thread", error))?;
         let device = device.map(|(device, pool)| DeviceSlots::new(device, pool));
         Ok(Self { number, leader, device, stopper, service, thread: Some(thread) })
@@ -138,8 +139,8 @@ impl Rank {
     /// Waits until the service ends: `Ok` when the leader closed its manager. Then [`join`](Self::join) again.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`]: the leader is gone, which the message names. What the rank held is worth nothing
-    /// then.
+    /// [`ErrorKind::Unavailable`]: the leader is gone, which the message names, or the service itself panicked. What the
+    /// rank held is worth nothing then.
     pub fn wait(&self) -> Result<()> {
         let mut outcome = self.service.outcome.lock();
         loop {
@@ -176,13 +177,17 @@ impl Drop for Rank {
     fn drop(&mut self) {
         // Before the join, which would wait until the leader closes otherwise.
         self.stopper.stop();
-        if let Some(Err(_)) = self.thread.take().map(JoinHandle::join) {
-            tracing::error!(rank = self.number, "the thread that serves a rank's leader died of a panic");
-        }
+        // It has caught its panics, and said so.
+        let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
 impl Service {
+    /// Ends also by a panic: who waits for the end would wait for ever.
+    fn run(&self, serve: impl FnOnce() -> Result<()>) {
+        self.end(catch_unwind(AssertUnwindSafe(serve)).unwrap_or_else(|_| Err(panicked())));
+    }
+
     fn end(&self, outcome: Result<()>) {
         if let Err(error) = &outcome {
             tracing::error!(%error, "a rank's service ended");
@@ -218,7 +223,25 @@ impl DeviceSlots {
     }
 }
 
+fn panicked() -> Error {
+    let message = "the rank's service panicked: please report it with the log, and join again";
+    Error::new(ErrorKind::Unavailable, message)
+}
+
 fn leader_gone<K: fmt::Debug + Copy + Send + Sync + 'static>(error: Failure<K>) -> Error {
     let message = error.to_string();
     Error::caused(ErrorKind::Unavailable, message, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_service_that_panics_has_ended() {
+        let service = Service::default();
+        let _ = catch_unwind(AssertUnwindSafe(|| service.run(|| panic!("a defect"))));
+        let error = service.outcome.lock().clone().expect("who waits would wait for ever").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+    }
 }
