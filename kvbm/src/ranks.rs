@@ -17,7 +17,7 @@
 //! leader and rank at once: it opens both, the rank on another thread.
 
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -210,16 +210,16 @@ impl DeviceSlots {
     fn fill(&self, slot: SlotId, fill: &mut dyn FnMut(&mut [u8])) -> bool {
         let Some(mut frame) = self.pool.lock().withdraw(slot) else { return false };
         // With the pool unlocked: others fill and read their slots meanwhile.
-        let is_filled = self.device.fill(&mut frame, fill);
+        let is_filled = catch_unwind(AssertUnwindSafe(|| self.device.fill(&mut frame, fill)));
         self.pool.lock().deposit(frame);
-        is_filled
+        is_filled.unwrap_or_else(|panic| resume_unwind(panic))
     }
 
     fn read(&self, slot: SlotId, read: &mut dyn FnMut(&[u8])) -> bool {
         let Some(loan) = self.pool.lock().lend(slot) else { return false };
-        let is_shown = self.device.read(&loan, read);
+        let is_shown = catch_unwind(AssertUnwindSafe(|| self.device.read(&loan, read)));
         self.pool.lock().settle(loan);
-        is_shown
+        is_shown.unwrap_or_else(|panic| resume_unwind(panic))
     }
 }
 
@@ -235,6 +235,8 @@ fn leader_gone<K: fmt::Debug + Copy + Send + Sync + 'static>(error: Failure<K>) 
 
 #[cfg(test)]
 mod tests {
+    use kvbm_tiers::{Frame, Loan, Tier};
+
     use super::*;
 
     #[test]
@@ -243,5 +245,35 @@ mod tests {
         let _ = catch_unwind(AssertUnwindSafe(|| service.run(|| panic!("a defect"))));
         let error = service.outcome.lock().clone().expect("who waits would wait for ever").unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unavailable);
+    }
+
+    /// A device that shows blocks of no bytes.
+    #[derive(Debug)]
+    struct Empty;
+
+    impl Device for Empty {
+        fn name(&self) -> &'static str {
+            "empty"
+        }
+
+        fn fill(&self, _: &mut Frame, fill: &mut dyn FnMut(&mut [u8])) -> bool {
+            fill(&mut []);
+            true
+        }
+
+        fn read(&self, _: &Loan, read: &mut dyn FnMut(&[u8])) -> bool {
+            read(&[]);
+            true
+        }
+    }
+
+    #[test]
+    fn a_slot_outlives_who_panics_over_it() {
+        let slots = DeviceSlots::new(Arc::new(Empty), FramePool::new(Tier::Device, 1));
+        let panicked = |over: &dyn Fn() -> bool| catch_unwind(AssertUnwindSafe(over)).is_err();
+        assert!(panicked(&|| slots.fill(SlotId(0), &mut |_| panic!("an engine's defect"))));
+        assert!(slots.read(SlotId(0), &mut |_| ()), "the slot can be read again");
+        assert!(panicked(&|| slots.read(SlotId(0), &mut |_| panic!("an engine's defect"))));
+        assert!(slots.fill(SlotId(0), &mut |_| ()), "the slot can be written again");
     }
 }
