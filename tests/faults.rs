@@ -2,6 +2,7 @@
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,9 +13,10 @@ use kvbm::{
     BlockHash, Chain, Class, Clock, Defect, ErrorKind, Manager, Options, RequestInfo, SystemClock, Tier,
     Transferred,
 };
+use kvbm_policies::AdmissionKind;
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine::{self, Served, push_down, serve};
-use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, hash, metric};
+use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Places, Rig, Sizes, TIGHT, TestClock, hash, metric, seed};
 use kvbm_tiers::testing::{Fault, FaultBackend, MemoryStore, ParkedBackend, holds_in_a_child};
 use kvbm_tiers::{Backend, CopyErrorKind, MemcpyBackend};
 use prometheus::Registry;
@@ -702,4 +704,21 @@ fn what_is_sooner_computed_than_loaded_is_left_to_the_engine() {
     assert_eq!((left.blocks, left.recompute, left.refused), (0, chain.len(), 0));
     assert_eq!(real.manager.matches(&chain).worth_loading(), 0);
     assert_eq!(real.metric("kvbm_recompute_tokens_total", &[]), 16 * chain.len() as u64);
+}
+
+/// Else everything that is merely used would go down from then on.
+#[test]
+fn a_drain_that_panics_is_over() {
+    let disk_alone = |places: &Places| vec![places.verified(Arc::clone(&places.disk))];
+    let rig = Rig::with(TestClock::default(), Some(AdmissionKind::WriteBack), SIZES, TIGHT, disk_alone);
+    seed(&rig.core, Tier::Host, Chain::from(&chain(1)));
+    rig.clock.break_once();
+    assert!(catch_unwind(AssertUnwindSafe(|| rig.core.drain(LIMIT))).is_err());
+    rig.clock.advance_to(60_000);
+    rig.core.tick();
+    let below = rig.core.table().counts(Tier::Disk);
+    assert_eq!((below.filling, below.resident), (0, 0), "written back is what leaves");
+    assert!(rig.core.drain(LIMIT).is_complete());
+    assert_eq!(rig.core.table().counts(Tier::Disk).resident, 6);
+    assert_eq!(rig.core.table().audit(), []);
 }

@@ -1,7 +1,7 @@
 //! A block manager's core over small tiers in memory, whose backends a test chooses.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvbm::scheduler::{Core, Executor, Parts, Tuning};
@@ -33,17 +33,23 @@ pub struct TestClock {
     policies: ManualClock,
     /// Microseconds; `None`: the time that passes.
     hardware: Option<AtomicU64>,
+    is_broken: AtomicBool,
 }
 
 impl TestClock {
     /// A clock whose [`uptime`](Clock::uptime) stands still until the test moves it.
     pub fn simulated() -> Self {
-        Self { policies: ManualClock::default(), hardware: Some(AtomicU64::new(0)) }
+        Self { hardware: Some(AtomicU64::new(0)), ..Self::default() }
     }
 
     /// Moves the time of policies to `now_ms`.
     pub fn advance_to(&self, now_ms: u64) {
         self.policies.advance_to(now_ms);
+    }
+
+    /// Whoever asks for the [`uptime`](Clock::uptime) next panics.
+    pub fn break_once(&self) {
+        self.is_broken.store(true, Ordering::Release);
     }
 
     /// Lets `time` pass for hardware and policies.
@@ -63,6 +69,7 @@ impl Clock for TestClock {
     }
 
     fn uptime(&self) -> Duration {
+        assert!(!self.is_broken.swap(false, Ordering::AcqRel), "a defect that a test wants");
         match &self.hardware {
             Some(hardware) => Duration::from_micros(hardware.load(Ordering::Acquire)),
             None => self.policies.uptime(),

@@ -79,6 +79,22 @@ impl Drained {
     }
 }
 
+/// A [`Core::drain`] under way. It ends also by a panic: else all that is merely used would go down from then on.
+struct Draining<'a>(&'a AtomicUsize);
+
+impl<'a> Draining<'a> {
+    fn start(drains: &'a AtomicUsize) -> Self {
+        drains.fetch_add(1, Ordering::AcqRel);
+        Self(drains)
+    }
+}
+
+impl Drop for Draining<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
 /// Between two tries of what failed, while somebody waits for everything to be flushed.
 const DRAIN_RETRY: Duration = Duration::from_millis(20);
 
@@ -288,9 +304,10 @@ impl Core {
     /// Copies everything dirty down and waits until nothing is in flight, at most for `limit`. Tells what did not
     /// get there.
     pub fn drain(self: &Arc<Self>, limit: Duration) -> Drained {
-        self.flushing.drains.fetch_add(1, Ordering::AcqRel);
-        self.drain_until(self.clock.uptime().saturating_add(limit));
-        self.flushing.drains.fetch_sub(1, Ordering::AcqRel);
+        {
+            let _under_way = Draining::start(&self.flushing.drains);
+            self.drain_until(self.clock.uptime().saturating_add(limit));
+        }
         self.drained()
     }
 
