@@ -37,6 +37,31 @@ fn the_page_lists_exactly_the_metrics_of_the_registry() {
     }
 }
 
+/// Of metrics with labels that is, but for what happens at the start or never.
+#[test]
+fn a_counter_appears_with_its_first_event() {
+    let registry = Registry::new();
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = engine::settings(4096, 8, 8);
+    settings.disk.capacity = Some(Capacity::Blocks(16));
+    settings.disk.dirs = vec![dir.path().to_owned()];
+    let manager = engine::open(settings, &registry).unwrap();
+    drop(manager.lease(&chain(1)));
+    assert_eq!(manager.failures(), 0);
+    registry.gather();
+    let is_early = |family: &&MetricFamily| {
+        let counts = family.get_field_type() == MetricType::COUNTER;
+        counts
+            && family
+                .get_metric()
+                .iter()
+                .any(|row| !row.get_label().is_empty() && row.get_counter().get_value() == 0.0)
+    };
+    let families = registry.gather();
+    let early: Vec<_> = families.iter().filter(is_early).map(MetricFamily::name).collect();
+    assert_eq!(early, ["kvbm_backend_fallbacks_total"]);
+}
+
 /// Rows such as ``| `name` | counter | `a`, `b` | blocks | What it counts. |``.
 fn described() -> BTreeMap<String, Row> {
     let rows = PAGE.lines().filter(|line| line.starts_with("| `kvbm_"));
@@ -90,7 +115,7 @@ fn everyday() -> Registry {
     registry
 }
 
-/// Copies that fail, come back changed or never end, and a disk that is full.
+/// Copies that fail, come back changed or late, and a disk that is full.
 fn mishaps() -> Registry {
     let mut kept = None;
     let tuning = Tuning { timeout: Duration::from_millis(5), ..TIGHT };
@@ -116,11 +141,15 @@ fn mishaps() -> Registry {
     compute(1);
     rig.core.table().evict(Tier::Device, 8);
     rig.core.table().evict(Tier::Host, 8);
-    disk.inject(Fault::NeverCompletes, &both);
+    disk.inject(Fault::Slow(Duration::from_millis(100)), &both);
     let ticket = transfer(Tier::Device, 1);
     std::thread::sleep(Duration::from_millis(20));
     rig.core.tick();
     drop(ticket.wait().unwrap());
+    while rig.metric("kvbm_returned_copies_total", &[]) == 0 {
+        std::thread::sleep(Duration::from_millis(1));
+        rig.core.tick();
+    }
     disk.inject(Fault::BitFlip, &both);
     // The disk is left alone for a moment after what it did.
     while rig.metric("kvbm_checksum_failures_total", &[]) == 0 {

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use kvbm_tiers::{CopyError, CopyErrorKind, Route, Tier};
 use prometheus::core::Collector;
+use prometheus::proto::{Metric, MetricFamily};
 use prometheus::{Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, Opts, Registry};
 
 use crate::error::{Error, ErrorKind, Result};
@@ -248,10 +249,9 @@ impl Metrics {
 
     /// Copies on a route that are overdue now.
     pub(crate) fn overdue_now(&self, route: Route) -> u64 {
-        let labels = [route.0.name(), route.1.name()];
         // An end may be counted before its going overdue, which is counted when the task's lock is free again.
-        let returned = self.returned_copies.with_label_values(&labels).get();
-        self.overdue_copies.with_label_values(&labels).get().saturating_sub(returned)
+        let returned = counted(&self.returned_copies, route);
+        counted(&self.overdue_copies, route).saturating_sub(returned)
     }
 
     pub(crate) fn background_panicked(&self) {
@@ -275,11 +275,12 @@ impl Metrics {
         for (tier, range) in held.plan() {
             let tokens = range.len() as u64 * self.block_tokens;
             self.hit_tokens.with_label_values(&[tier.name()]).inc_by(tokens);
+            self.upstream.hit(tier, tokens);
             if tier > Tier::Device {
                 self.upstream.matched_tokens.inc_by(tokens);
             }
         }
-        self.upstream.rates(self.requested_tokens.get(), &self.hit_tokens);
+        self.upstream.rates(self.requested_tokens.get());
     }
 
     /// The last `blocks` blocks of a chain were not found, the first of them because of `miss`.
@@ -309,14 +310,22 @@ impl Metrics {
 
     /// Bytes copied on a route so far.
     pub fn bytes(&self, route: Route) -> u64 {
-        self.transfer_bytes.with_label_values(&[route.0.name(), route.1.name()]).get()
+        counted(&self.transfer_bytes, route)
     }
 
     /// Copies that failed on a route so far, for any reason.
     pub fn failures(&self, route: Route) -> u64 {
-        let kinds = ["io", "corrupt", "no_space", "unavailable", "timed_out", "refused"];
-        let of =
-            |kind| self.transfer_failures.with_label_values(&[route.0.name(), route.1.name(), kind]).get();
-        kinds.into_iter().map(of).sum()
+        counted(&self.transfer_failures, route)
     }
+}
+
+/// What was counted on a route, whatever the other labels. To ask for a counter by its labels would make it appear.
+fn counted(counters: &IntCounterVec, (from, to): Route) -> u64 {
+    let families = counters.collect();
+    let has = |row: &Metric, name, value| {
+        row.get_label().iter().any(|label| (label.name(), label.value()) == (name, value))
+    };
+    let rows = families.iter().flat_map(MetricFamily::get_metric);
+    let of_route = rows.filter(|row| has(row, "from", from.name()) && has(row, "to", to.name()));
+    of_route.map(|row| row.get_counter().get_value() as u64).sum()
 }

@@ -1,7 +1,10 @@
 //! Names that dashboards of NVIDIA's KVBM use, kept so that they go on working.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use kvbm_tiers::{Route, Tier};
-use prometheus::{GaugeVec, IntCounter, IntCounterVec, Opts};
+use prometheus::{GaugeVec, IntCounter, Opts};
 
 use super::Builder;
 use crate::error::Result;
@@ -14,7 +17,15 @@ pub(super) struct Upstream {
     pub(super) matched_tokens: IntCounter,
     object_read_failures: IntCounter,
     object_write_failures: IntCounter,
-    hit_rates: [(Tier, GaugeVec); 3],
+    hit_rates: [HitRate; 3],
+}
+
+#[derive(Clone)]
+struct HitRate {
+    tier: Tier,
+    /// Not in the registry, which has it under another name where there was a hit.
+    hit_tokens: Arc<AtomicU64>,
+    rate: GaugeVec,
 }
 
 impl Upstream {
@@ -25,7 +36,8 @@ impl Upstream {
         // A vector without labels appears with its first value. A plain gauge would say 0 before anybody asked.
         let rate = |tier, name: &str| {
             let help = "Share of requested blocks that the tier held (name used by NVIDIA's KVBM).";
-            Ok((tier, b.register(GaugeVec::new(Opts::new(name, help), &[]))?))
+            let rate = b.register(GaugeVec::new(Opts::new(name, help), &[]))?;
+            Ok(HitRate { tier, hit_tokens: Arc::default(), rate })
         };
         Ok(Self {
             offload_blocks: [
@@ -67,11 +79,18 @@ impl Upstream {
         }
     }
 
-    pub(super) fn rates(&self, requested: u64, hits: &IntCounterVec) {
-        for (tier, rate) in &self.hit_rates {
+    pub(super) fn hit(&self, tier: Tier, tokens: u64) {
+        let of_tier = self.hit_rates.iter().filter(|of| of.tier == tier);
+        of_tier.for_each(|of| {
+            of.hit_tokens.fetch_add(tokens, Ordering::Relaxed);
+        });
+    }
+
+    pub(super) fn rates(&self, requested: u64) {
+        for HitRate { hit_tokens, rate, .. } in &self.hit_rates {
             // Since the start: no window as NVIDIA has it.
-            let hits = hits.with_label_values(&[tier.name()]).get();
-            rate.with_label_values(&[] as &[&str]).set(hits as f64 / requested.max(1) as f64);
+            let share = hit_tokens.load(Ordering::Relaxed) as f64 / requested.max(1) as f64;
+            rate.with_label_values(&[] as &[&str]).set(share);
         }
     }
 }
