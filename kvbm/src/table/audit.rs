@@ -85,7 +85,7 @@ impl Table {
         );
         for (_, record) in self.records.live().filter(|(_, record)| record.resident().has(tier)) {
             let slot = record.slot(tier);
-            let agrees = held.at(slot).children == children[slot.0 as usize];
+            let agrees = held.children(slot) == children[slot.0 as usize];
             expect(agrees, || format!("{tier} slot {} miscounts its children", slot.0), violations);
         }
         let counts = self.counts(tier);

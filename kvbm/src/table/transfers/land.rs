@@ -309,7 +309,7 @@ impl Table {
         self.note_residence(record);
         if let Some(parent) = self.records.at(record).parent() {
             let parent = self.records.at(parent).slot(tier);
-            self.tier_mut(tier).at_mut(parent).children += 1;
+            self.tier_mut(tier).gain_child(parent);
         }
         let since_ms = self.now_ms;
         let resident = self.records.at(record).resident();
