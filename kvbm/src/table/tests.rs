@@ -207,7 +207,7 @@ impl History {
         while !self.table.extend(&mut plan) {}
         self.awaited.extend(plan.transfer());
         self.begun += 1;
-        self.table.finish_plan(plan, Reply::new(drop), Duration::ZERO);
+        self.table.finish_plan(&mut plan, Reply::new(drop), Duration::ZERO);
         self.settle();
     }
 
