@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use kvbm::blocking::Blocks;
 use kvbm::{BlockHash, Error, Options};
-use kvbm_bench::chains::Random;
-use kvbm_bench::measure::{Picks, Spread};
+use kvbm_cli::measuring::chains::Random;
+use kvbm_cli::measuring::rounds::{Picks, Spread};
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tiers::HugeVec;
 use serde::Serialize;

@@ -9,8 +9,8 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use kvbm::{BlockHash, EngineMemory, Error, Fence, Manager, Options, RequestInfo, SlotId};
-use kvbm_bench::chains::Random;
-use kvbm_bench::measure::{Picks, Spread};
+use kvbm_cli::measuring::chains::Random;
+use kvbm_cli::measuring::rounds::{Picks, Spread};
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tiers::HugeVec;
 use kvbm_tiers::testing::Tensors;

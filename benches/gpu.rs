@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use kvbm_bench::measure::Spread;
+use kvbm_cli::measuring::rounds::Spread;
 use kvbm_tiers::cuda::{CudaBackend, Gpu};
 use kvbm_tiers::raw::RawGpu;
 use kvbm_tiers::transform::{Layout, Shape, Transform};

@@ -158,8 +158,10 @@ fn memcpy(slots: u32, block_bytes: usize) -> MemcpyBackend {
 /// nothing.
 fn run(backend: &Arc<dyn Backend>, batches: usize, slots: u32, in_flight: usize) {
     let (ended, end) = mpsc::channel();
+    let ops: Arc<[CopyOp]> = (0..slots).map(op).collect();
     for first in 0..in_flight {
-        let turns = Turns { backend: Arc::clone(backend), slots, in_flight, batches, ended: ended.clone() };
+        let (backend, ops) = (Arc::clone(backend), Arc::clone(&ops));
+        let turns = Turns { backend, ops, in_flight, batches, ended: ended.clone() };
         Arc::new(turns).start(first);
     }
     drop(ended);
@@ -169,7 +171,8 @@ fn run(backend: &Arc<dyn Backend>, batches: usize, slots: u32, in_flight: usize)
 /// Every `in_flight`-th batch.
 struct Turns {
     backend: Arc<dyn Backend>,
-    slots: u32,
+    /// One for each slot. Who makes them is not what is measured.
+    ops: Arc<[CopyOp]>,
     in_flight: usize,
     batches: usize,
     ended: mpsc::Sender<()>,
@@ -180,8 +183,8 @@ impl Turns {
         if batch >= self.batches {
             return self.ended.send(()).expect("the bench waits");
         }
-        let first = (batch as u32 * BATCH) % self.slots;
-        let ops: Vec<_> = (first..(first + BATCH).min(self.slots)).map(op).collect();
+        let first = (batch * BATCH as usize) % self.ops.len();
+        let ops: Vec<_> = self.ops[first..].iter().take(BATCH as usize).copied().collect();
         let left = AtomicUsize::new(ops.len());
         let turns = Arc::clone(&self);
         let done = Done::together(move |ended| {

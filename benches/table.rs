@@ -3,9 +3,9 @@
 //! `cargo bench -p kvbm-bench --bench table`
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use kvbm_bench::chains::{Prompts, Random, SHORT};
-use kvbm_bench::measure::{FullTier, Picks};
-use kvbm_bench::subject::{OurManager, Subject, device_of};
+use kvbm_cli::measuring::chains::{Prompts, Random, SHORT};
+use kvbm_cli::measuring::rounds::{FullTier, Picks};
+use kvbm_cli::measuring::subject::{OurManager, Subject, device_of};
 use kvbm_settings::EvictionPolicy;
 
 const SIZES: [usize; 2] = [65_536, 1_000_000];

@@ -3,6 +3,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `replay`, `demo`, `plan`, `config`, `doctor`, `bench` | the subcommands |
+//! | [`kvbm_cli::measuring`] | what `bench` times, and how |
 //! | `global` | the options that every command takes |
 //! | `engine` | serves requests through a manager; what replay and demo share |
 //! | `pattern` | contents of blocks, generated and checked |

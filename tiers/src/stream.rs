@@ -35,14 +35,20 @@ fn is_aligned(to: &[u8]) -> bool {
 fn copy_lines(from: &[u8], to: &mut [u8]) {
     for (from, to) in from.as_chunks::<LINE>().0.iter().zip(to.as_chunks_mut::<LINE>().0) {
         let (from, to) = (from.as_ptr().cast::<__m128i>(), to.as_mut_ptr().cast::<__m128i>());
+        // Word by word, without `map` or a loop: where debug assertions are on these become calls, which take five times
+        // as long as the copy.
         // SAFETY: SSE2 is part of x86-64. A prefetch may name any address. The line is read and written within
         // its 64 bytes, and the destination is aligned to as many.
         unsafe {
             _mm_prefetch::<_MM_HINT_T0>(from.cast::<i8>().wrapping_add(AHEAD_BYTES));
-            let parts = [0, 1, 2, 3].map(|part| _mm_loadu_si128(from.add(part)));
-            for (part, bytes) in parts.into_iter().enumerate() {
-                _mm_stream_si128(to.add(part), bytes);
-            }
+            let first = _mm_loadu_si128(from);
+            let second = _mm_loadu_si128(from.wrapping_add(1));
+            let third = _mm_loadu_si128(from.wrapping_add(2));
+            let fourth = _mm_loadu_si128(from.wrapping_add(3));
+            _mm_stream_si128(to, first);
+            _mm_stream_si128(to.wrapping_add(1), second);
+            _mm_stream_si128(to.wrapping_add(2), third);
+            _mm_stream_si128(to.wrapping_add(3), fourth);
         }
     }
 }

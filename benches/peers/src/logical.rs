@@ -1,8 +1,8 @@
 //! `kvbm-logical` as a subject.
 
 use dynamo_tokens::PositionalLineageHash;
-use kvbm_bench::chains::SHORT;
-use kvbm_bench::subject::Subject;
+use kvbm_cli::measuring::chains::SHORT;
+use kvbm_cli::measuring::subject::Subject;
 use kvbm_logical::manager::BlockManager;
 use kvbm_logical::registry::BlockRegistry;
 

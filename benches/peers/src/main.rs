@@ -8,9 +8,9 @@ mod logical;
 
 use cap::Cap;
 use clap::Parser;
-use kvbm_bench::chains::{Prompt, Prompts, Random, SHORT, saves};
-use kvbm_bench::measure::{Arrival, CacheSweep, FullTier, Picks, Spread, round_of_chains};
-use kvbm_bench::subject::{OurManager, Subject, device_of, table_of_four_tiers};
+use kvbm_cli::measuring::chains::{Prompt, Prompts, Random, SHORT, saves};
+use kvbm_cli::measuring::rounds::{Arrival, CacheSweep, FullTier, Picks, Spread, round_of_chains};
+use kvbm_cli::measuring::subject::{OurManager, Subject, device_of, table_of_four_tiers};
 use kvbm_policies::EvictionKind;
 use kvbm_settings::EvictionPolicy;
 use serde::Serialize;

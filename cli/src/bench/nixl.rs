@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use clap::Args;
-use kvbm_bench::measure::Spread;
+use kvbm_cli::measuring::rounds::Spread;
 use kvbm_settings::parse_size;
 use kvbm_tiers::nixl::Direction;
 use kvbm_tiers::nixl::raw::{Caller, RawNixl, RawNixlPeer};

@@ -5,9 +5,9 @@ mod holds;
 
 use cap::Cap;
 use clap::Args;
-use kvbm_bench::chains::{Prompts, Random, SHORT};
-use kvbm_bench::measure::{CacheSweep, FullTier, Spread, cycle_ns, match_us};
-use kvbm_bench::subject::{OurManager, device_of, table_of_four_tiers};
+use kvbm_cli::measuring::chains::{Prompts, Random, SHORT};
+use kvbm_cli::measuring::rounds::{CacheSweep, FullTier, Spread, cycle_ns, match_us};
+use kvbm_cli::measuring::subject::{OurManager, device_of, table_of_four_tiers};
 use kvbm_policies::EvictionKind;
 use kvbm_settings::EvictionPolicy;
 use serde::Serialize;

@@ -14,7 +14,7 @@ use std::time::Duration;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kvbm::Tier;
-use kvbm_bench::measure::Spread;
+use kvbm_cli::measuring::rounds::Spread;
 #[cfg(feature = "nixl")]
 use kvbm_settings::DiskBackend;
 use kvbm_settings::{Capacity, DeviceBackend, Settings, format_size, parse_size};

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvbm::Tier;
-use kvbm_bench::measure::Spread;
+use kvbm_cli::measuring::rounds::Spread;
 use kvbm_settings::{Capacity, Settings};
 use tokio::runtime::Runtime;
 

@@ -111,12 +111,20 @@ impl EngineOrders {
             return LetThrough { tasks, ..LetThrough::default() };
         }
         let mut through = LetThrough::default();
-        for task in tasks {
-            match self.transfers.get_mut(&task.id.transfer) {
-                Some(ordered) if ordered.lacks_plan || ordered.lacks_fence => ordered.held.push(task),
-                Some(ordered) => through.tasks.push((task, Some(Arc::clone(&ordered.order)))),
-                None if touches_device(&task) => through.in_vain.push(task),
-                None => through.tasks.push((task, None)),
+        // Hundreds of one transfer come together.
+        for tasks in tasks.chunk_by(|task, next| task.id.transfer == next.id.transfer) {
+            match self.transfers.get_mut(&tasks[0].id.transfer) {
+                Some(ordered) if ordered.lacks_plan || ordered.lacks_fence => {
+                    ordered.held.extend_from_slice(tasks);
+                }
+                Some(ordered) => {
+                    through.tasks.extend(tasks.iter().map(|task| (*task, Some(Arc::clone(&ordered.order)))));
+                }
+                None => {
+                    let (in_vain, others) = tasks.iter().copied().partition::<Vec<_>, _>(touches_device);
+                    through.in_vain.extend(in_vain);
+                    through.tasks.extend(others.into_iter().map(|task| (task, None)));
+                }
             }
         }
         through

@@ -367,13 +367,13 @@ impl Core {
     /// Hands a planned transfer over to its caller, and lets the next one plan.
     fn hand_over(
         self: &Arc<Self>,
-        plan: TransferPlan,
+        mut plan: TransferPlan,
         reply: Reply,
         (turn, started): (MutexGuard<'_, ()>, Duration),
     ) {
         let found_no_room = plan.found_no_room();
         let mut table = self.table();
-        table.finish_plan(plan, reply, started);
+        table.finish_plan(&mut plan, reply, started);
         let effects = table.take_effects();
         drop(table);
         // The next one plans while this one is sent.
@@ -448,7 +448,7 @@ impl Core {
         let _turn = self.planning.lock();
         let mut plan = self.table().plan_filling(to, chain, info);
         self.take_slots(&mut plan, None);
-        self.table().reserved(plan)
+        self.table().reserved(&mut plan)
     }
 
     /// Makes the first `filled` blocks resident for which slots were reserved, as the last part of their chain. The

@@ -114,7 +114,7 @@ impl Table {
         let (slots, next) = held.step(from, LOOKED_AT);
         let is_leaf = |slot: &u32| {
             let at = held.at(SlotId(*slot));
-            at.children == 0 && !at.is_quarantined() && !held.is_forgotten(SlotId(*slot))
+            at.is_leaf() && !at.is_quarantined() && !held.is_forgotten(SlotId(*slot))
         };
         let leaves: Vec<u32> = slots.filter(is_leaf).collect();
         for leaf in leaves.into_iter().map(SlotId) {

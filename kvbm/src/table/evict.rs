@@ -99,9 +99,7 @@ impl Table {
     /// The parent, if it is a leaf now.
     fn lose_child(&mut self, tier: Tier, parent: Option<RecordId>) -> Option<BlockId> {
         let slot = self.records.at(parent?).slot(tier);
-        let held = self.tier_mut(tier).at_mut(slot);
-        held.children -= 1;
-        (held.children == 0).then_some(BlockId(slot.0))
+        self.tier_mut(tier).lose_child(slot).then_some(BlockId(slot.0))
     }
 
     /// A block that left or missed `tier` need not go there before the tier above may evict it.

@@ -120,7 +120,7 @@ impl Table {
     fn sweep_slot(&mut self, tier: Tier, slot: SlotId) -> bool {
         let held = self.tier(tier);
         let block = *held.at(slot);
-        let is_free_to_go = block.children == 0 && block.pins() == 0 && !block.is_quarantined();
+        let is_free_to_go = block.is_leaf() && block.pins() == 0 && !block.is_quarantined();
         if !held.is_forgotten(slot) || !is_free_to_go {
             return false;
         }

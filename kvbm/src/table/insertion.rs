@@ -76,7 +76,7 @@ impl Table {
         left: usize,
         parent: Option<BlockId>,
     ) {
-        let is_leaf = |parent: &BlockId| self.tier(tier).at(SlotId(parent.0)).children == 0;
+        let is_leaf = |parent: &BlockId| self.tier(tier).at(SlotId(parent.0)).is_leaf();
         let exposed = match left {
             // It may have other children in the tier.
             0 => parent.filter(is_leaf),

@@ -97,7 +97,7 @@ impl TierTable {
     pub(super) fn reconsider(&mut self, slot: SlotId) {
         let held = self.at(slot);
         // Who is pinned still is reconsidered when the last pin goes; who has children, when the last of them does.
-        if held.children > 0 || held.pins() > 0 || held.is_quarantined() {
+        if !held.is_leaf() || held.pins() > 0 || held.is_quarantined() {
             return;
         }
         // Nobody finds it any more: it leaves with the next sweep, whatever its rank.
@@ -131,7 +131,7 @@ impl Forest for Structure<'_> {
         };
         // By cost: whoever has children needs no look at his record, which is a cache miss.
         match held {
-            Slot { children: 1.., .. } => Standing::Interior,
+            held if !held.is_leaf() => Standing::Interior,
             held if held.pins() == 0 && is_clean() => Standing::Evictable,
             _ => Standing::Busy,
         }

@@ -278,7 +278,7 @@ impl Table {
     fn unlink_all(&mut self, tier: Tier, doomed: Vec<(SlotId, RecordId)>, defect: Defect) {
         let slots: HashSet<_> = doomed.iter().map(|&(slot, _)| slot).collect();
         let mut leaves: Vec<_> =
-            doomed.into_iter().filter(|&(slot, _)| self.tier(tier).at(slot).children == 0).collect();
+            doomed.into_iter().filter(|&(slot, _)| self.tier(tier).at(slot).is_leaf()).collect();
         while let Some((slot, record)) = leaves.pop() {
             let parent = self.records.at(record).parent();
             let above = parent.map(|parent| (self.records.at(parent).slot(tier), parent));
@@ -287,7 +287,7 @@ impl Table {
             self.flush_again(tier, record);
             self.forget_if_nowhere(record, defect.miss_reason(), tier);
             let is_next =
-                |&(above, _): &(SlotId, _)| slots.contains(&above) && self.tier(tier).at(above).children == 0;
+                |&(above, _): &(SlotId, _)| slots.contains(&above) && self.tier(tier).at(above).is_leaf();
             leaves.extend(above.filter(is_next));
         }
     }

@@ -207,7 +207,7 @@ impl History {
         while !self.table.extend(&mut plan) {}
         self.awaited.extend(plan.transfer());
         self.begun += 1;
-        self.table.finish_plan(plan, Reply::new(drop), Duration::ZERO);
+        self.table.finish_plan(&mut plan, Reply::new(drop), Duration::ZERO);
         self.settle();
     }
 
@@ -489,9 +489,9 @@ fn a_table_that_has_lost_count_is_found_out_in_steps() {
     let (sound, steps) = pass(&table);
     assert_eq!((sound.as_slice(), steps > 1), ([].as_slice(), true), "{steps} steps");
     let slot = table.records.live().last().map(|(_, record)| record.slot(Tier::Host)).unwrap();
-    table.tier_mut(Tier::Host).at_mut(slot).children += 1;
+    table.tier_mut(Tier::Host).gain_child(slot);
     assert_eq!(pass(&table).0, table.audit());
     assert_eq!(table.audit().len(), 1);
-    table.tier_mut(Tier::Host).at_mut(slot).children -= 1;
+    table.tier_mut(Tier::Host).lose_child(slot);
     assert_eq!(pass(&table).0, []);
 }

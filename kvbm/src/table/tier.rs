@@ -1,6 +1,6 @@
 //! One tier of the table: its slots, who sits in them, and the policy that ranks them.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use kvbm_policies::{Admission, Eviction, TierPolicies};
 use kvbm_tiers::{Ahead, FramePool, HugeVec, SlotId, Tier};
@@ -45,33 +45,47 @@ pub struct TierStats {
     pub unflushed: u64,
 }
 
-/// A resident block's place. 12 bytes; without meaning while the slot is free or filling.
+/// A resident block's place. 8 bytes; without meaning while the slot is free or filling.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slot {
     pub(super) record: RecordId,
-    pub(super) children: u32,
-    /// Pins in the upper 24 bits, flags below.
+    /// Pins in the upper 16 bits, then 12 bits of children, flags below.
     state: u32,
 }
+
+const _: () = assert!(size_of::<Slot>() == 8, "a slot has outgrown its budget");
 
 const QUARANTINED: u32 = 1;
 const SKIPS_FLUSH: u32 = 2;
 const QUEUED: u32 = 4;
 const FORGOTTEN: u32 = 8;
-const ONE_PIN: u32 = 1 << 8;
+const ONE_CHILD: u32 = 1 << 4;
+const ONE_PIN: u32 = 1 << 16;
+/// What a slot counts itself: most blocks have one child. Tests meet crowds of a few.
+const MANY_CHILDREN: u32 = if cfg!(test) { 2 } else { ONE_PIN / ONE_CHILD - 1 };
 
 impl Slot {
-    pub(super) const EMPTY: Self = Self { record: RecordId(u32::MAX), children: 0, state: 0 };
+    pub(super) const EMPTY: Self = Self { record: RecordId(u32::MAX), state: 0 };
 
     pub(super) const fn holding(record: RecordId) -> Self {
-        Self { record, children: 0, state: 0 }
+        Self { record, state: 0 }
+    }
+
+    /// Whether no block of the tier hangs on it.
+    pub(super) const fn is_leaf(self) -> bool {
+        self.children() == 0
+    }
+
+    /// Blocks of the tier that hang on it, as far as it counts them itself.
+    const fn children(self) -> u32 {
+        self.state % ONE_PIN / ONE_CHILD
     }
 
     pub(super) const fn pins(self) -> u32 {
         self.state / ONE_PIN
     }
 
-    /// False when the count is at its limit (16 million leases of one block).
+    /// False when the count is at its limit (65,535 leases of one block).
     pub(super) const fn pin(&mut self) -> bool {
         let (state, overflow) = self.state.overflowing_add(ONE_PIN);
         if !overflow {
@@ -155,6 +169,8 @@ pub(super) struct TierTable {
     pub(super) total: u32,
     pub(super) pool: FramePool,
     pub(super) slots: HugeVec<Slot>,
+    /// Children beyond those that a slot counts itself.
+    crowds: HashMap<SlotId, u32>,
     pub(super) policies: TierPolicies,
     pub(super) flush_to: Option<Tier>,
     pub(super) dirty: VecDeque<Dirty>,
@@ -185,6 +201,7 @@ impl TierTable {
             total,
             // Addresses only: the kernel provides memory as far as it is used.
             slots: HugeVec::with_capacity((spec.pool.total() as usize).min(RESERVED_SLOTS)),
+            crowds: HashMap::new(),
             pool: spec.pool,
             policies: TierPolicies::new(spec.policy, spec.admission),
             flush_to: spec.flush_to,
@@ -211,6 +228,32 @@ impl TierTable {
         &mut self.slots[slot.0 as usize]
     }
 
+    /// A block of the tier hangs on that in `slot` from now on.
+    pub(super) fn gain_child(&mut self, slot: SlotId) {
+        if self.at(slot).children() == MANY_CHILDREN {
+            *self.crowds.entry(slot).or_default() += 1;
+        } else {
+            self.at_mut(slot).state += ONE_CHILD;
+        }
+    }
+
+    /// One less. Returns whether it was the last.
+    pub(super) fn lose_child(&mut self, slot: SlotId) -> bool {
+        debug_assert!(!self.at(slot).is_leaf(), "a block lost a child that it did not have");
+        let is_crowded = self.at(slot).children() == MANY_CHILDREN;
+        match self.crowds.get_mut(&slot).filter(|_| is_crowded) {
+            Some(1) => _ = self.crowds.remove(&slot),
+            Some(crowd) => *crowd -= 1,
+            None => self.at_mut(slot).state -= ONE_CHILD,
+        }
+        self.at(slot).is_leaf()
+    }
+
+    /// Blocks of the tier that hang on that in `slot`.
+    pub(super) fn children(&self, slot: SlotId) -> u32 {
+        self.at(slot).children() + self.crowds.get(&slot).copied().unwrap_or(0)
+    }
+
     /// The slots from `from` on that hold blocks, as far as one step of `most` slots goes, and where the next begins.
     pub(super) fn step(&self, from: u32, most: usize) -> (impl Iterator<Item = u32> + '_, Option<u32>) {
         let end = (from as usize + most).min(self.slots.len()) as u32;
@@ -225,6 +268,7 @@ impl TierTable {
         if index >= self.slots.len() {
             self.make_room_for(index + 1);
         }
+        debug_assert!(!self.crowds.contains_key(&slot), "a block left before its children");
         self.slots[index] = Slot::holding(record);
         self.resident += 1;
         self.stats.published += 1;

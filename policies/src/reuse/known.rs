@@ -229,33 +229,22 @@ impl KnownBlocks {
             let used = self.uses.at_mut(id);
             used.known += returned;
             // Only among what returned: elsewhere a request would find the end of its own use, and no gap.
-            used.gap = used.gap.or(gap.filter(|_| returned > 0));
+            gap.filter(|_| returned > 0).into_iter().for_each(|gap| used.learn_gap(gap));
             used.hints.merge(&access.hints);
             if let Some(tokens) = access.hints.expected_output_tokens {
                 used.output = factors::output(tokens);
             }
             return (id, false);
         }
-        let output = access.hints.expected_output_tokens;
-        let used = RequestUse {
-            at_ms: self.now_ms,
-            request: access.request,
-            gap,
-            known: known.map_or(0, |node| node.depth + 1),
-            path: 0,
-            reached: 0,
-            output: output.map_or(factors::UNKNOWN_OUTPUT, factors::output),
-            hints: access.hints,
-            segments: 0,
-            end: NOWHERE,
-        };
+        let mut used = RequestUse::new(access, self.now_ms, gap, NOWHERE);
+        used.known = known.map_or(0, |node| node.depth + 1);
         (self.uses.add(used), true)
     }
 
     fn unnamed_use_ending_at(&self, node: Node) -> Option<UseId> {
         let (_, segment) = self.segment(node)?;
         let used = self.uses.at(segment.used);
-        (used.request.is_none() && used.reached == node.depth + 1).then_some(segment.used)
+        (used.request().is_none() && used.reached == node.depth + 1).then_some(segment.used)
     }
 
     /// The smoothed gap of the chain that a request continues whose path is known up to `node`: one that
@@ -267,7 +256,7 @@ impl KnownBlocks {
         let of = |at: Node| self.segment(at).map(|(_, segment)| *self.uses.at(segment.used));
         let earlier = [node, below].into_iter().filter_map(of).find(|used| ends.contains(&used.reached))?;
         let gap = (1.0 + (self.now_ms - earlier.at_ms) as f32 / 1000.0).ln();
-        Some(earlier.gap.map_or(gap, |smoothed| GAP_WEIGHT * gap + (1.0 - GAP_WEIGHT) * smoothed))
+        Some(earlier.gap().map_or(gap, |smoothed| GAP_WEIGHT * gap + (1.0 - GAP_WEIGHT) * smoothed))
     }
 
     /// A request's output is known now. Returns the path where it ended, if that has not been used since.
@@ -552,7 +541,7 @@ impl KnownBlocks {
     pub(super) fn last_use(&self, block: BlockId, depth: u32) -> Option<LastUse> {
         let (_, segment) = self.segment(self.find(block, depth.saturating_sub(1))?)?;
         let used = self.uses.at(segment.used);
-        Some(LastUse { request: used.request, hints: used.hints })
+        Some(LastUse { request: used.request(), hints: used.hints })
     }
 
     fn state_at(&self, node: Node) -> Option<State> {

@@ -1,16 +1,33 @@
 //! A hash table that never grows all at once.
 
 use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
+use std::hash::{BuildHasherDefault, Hash, Hasher};
 
 /// A map of numbers to what is known of them, in parts of their own.
 ///
 /// A table of two million entries takes 100 ms to grow, during which nobody else has the lock. A part takes a
 /// tenth of a millisecond, and they grow at different times.
 #[derive(Debug)]
-pub(super) struct ShardedMap<V>(Vec<HashMap<u64, V, BuildHasherDefault<Mixer>>>);
+pub(super) struct ShardedMap<V>(Vec<HashMap<Key, V, BuildHasherDefault<Mixer>>>);
 
 const SHARDS: usize = 1_024;
+
+/// A number in halves: with a value of four bytes that makes twelve, not sixteen.
+#[derive(Debug, PartialEq, Eq)]
+struct Key([u32; 2]);
+
+impl Key {
+    const fn new(number: u64) -> Self {
+        Self([number as u32, (number >> 32) as u32])
+    }
+}
+
+impl Hash for Key {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        let [low, high] = self.0.map(u64::from);
+        state.write_u64(high << 32 | low);
+    }
+}
 
 impl<V> Default for ShardedMap<V> {
     fn default() -> Self {
@@ -20,15 +37,15 @@ impl<V> Default for ShardedMap<V> {
 
 impl<V> ShardedMap<V> {
     pub(super) fn get(&self, key: u64) -> Option<&V> {
-        self.0[shard(key)].get(&key)
+        self.0[shard(key)].get(&Key::new(key))
     }
 
     pub(super) fn insert(&mut self, key: u64, value: V) {
-        self.0[shard(key)].insert(key, value);
+        self.0[shard(key)].insert(Key::new(key), value);
     }
 
     pub(super) fn remove(&mut self, key: u64) -> Option<V> {
-        self.0[shard(key)].remove(&key)
+        self.0[shard(key)].remove(&Key::new(key))
     }
 
     #[cfg(test)]

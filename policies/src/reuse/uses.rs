@@ -4,35 +4,70 @@ use super::factors::{self, Traits};
 use super::ids::{PathId, UseId};
 use super::sharded::ShardedMap;
 use crate::chunked::Chunked;
-use crate::seam::{Hints, RequestId};
+use crate::seam::{Access, Hints, RequestId};
 
-/// One request's use, for as long as a segment of it is left.
+/// One request's use, for as long as a segment of it is left. 64 bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RequestUse {
     pub(super) at_ms: u64,
-    pub(super) request: Option<RequestId>,
-    /// Smoothed ln(1 + seconds) between its chain's requests.
-    pub(super) gap: Option<f32>,
+    /// Without meaning unless it `is_named`.
+    request: RequestId,
+    /// Smoothed ln(1 + seconds) between its chain's requests; [`UNKNOWN_GAP`]: it has none yet.
+    gap: f32,
     /// Blocks of its path that were known before.
     pub(super) known: u32,
     pub(super) path: u32,
     /// Blocks that it used so far.
     pub(super) reached: u32,
     pub(super) output: u8,
+    is_named: bool,
     pub(super) hints: Hints,
     pub(super) segments: u32,
     /// The radix path where its path ended.
     pub(super) end: PathId,
 }
 
+const UNKNOWN_GAP: f32 = -1.0;
+
 impl RequestUse {
+    /// Of the request that `access` is the first part of, of nothing yet.
+    pub(super) fn new(access: &Access, at_ms: u64, gap: Option<f32>, end: PathId) -> Self {
+        let output = access.hints.expected_output_tokens;
+        Self {
+            at_ms,
+            request: access.request.unwrap_or(RequestId(0)),
+            gap: gap.unwrap_or(UNKNOWN_GAP),
+            known: 0,
+            path: 0,
+            reached: 0,
+            output: output.map_or(factors::UNKNOWN_OUTPUT, factors::output),
+            is_named: access.request.is_some(),
+            hints: access.hints,
+            segments: 0,
+            end,
+        }
+    }
+
+    pub(super) fn request(&self) -> Option<RequestId> {
+        self.is_named.then_some(self.request)
+    }
+
+    pub(super) fn gap(&self) -> Option<f32> {
+        (self.gap >= 0.0).then_some(self.gap)
+    }
+
+    /// Unless it has one.
+    pub(super) fn learn_gap(&mut self, gap: f32) {
+        self.gap = self.gap().unwrap_or(gap);
+    }
+
     pub(super) fn traits(&self) -> Traits {
         Traits {
             output: self.output,
             // A block that leaves and comes back while its request goes on was known twice.
             fresh: factors::size(self.path.saturating_sub(self.known)),
             path: factors::size(self.path),
-            gap: factors::gap(self.gap),
+            gap: factors::gap(self.gap()),
         }
     }
 }
@@ -65,7 +100,7 @@ impl Uses {
             UseId(self.all.len() as u32 - 1)
         });
         self.all[id.0 as usize] = used;
-        if let Some(request) = used.request {
+        if let Some(request) = used.request() {
             self.by_request.insert(request.0, id);
         }
         id
@@ -82,7 +117,7 @@ impl Uses {
         used.segments -= 1;
         if used.segments == 0 {
             // If the request ended, its name may be another use's by now.
-            if let Some(request) = used.request.filter(|&request| self.of(request) == Some(id)) {
+            if let Some(request) = used.request().filter(|&request| self.of(request) == Some(id)) {
                 self.by_request.remove(request.0);
             }
             self.free.push(id);

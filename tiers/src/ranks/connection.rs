@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
 use rustix::process::{Pid, PidfdFlags, geteuid, pidfd_open};
 
 use super::protocol::{Malformed, first_message, framed_bytes};
@@ -91,11 +91,21 @@ impl Connection {
         let _ = self.stream.shutdown(Shutdown::Write);
     }
 
+    /// Something to read, and nothing else.
+    pub(super) fn watch_words(&self) -> PollFd<'_> {
+        PollFd::new(&self.stream, PollFlags::IN)
+    }
+
+    /// Whether nothing waits until the stream can take it.
+    pub(super) fn is_flushed(&self) -> bool {
+        self.outbox.lock().is_empty()
+    }
+
     /// What to wait for: something to read, if that `is_listened_to`; room for what waits; and the peer's end.
     pub(super) fn watch<'a>(&'a self, is_listened_to: bool, fds: &mut Vec<PollFd<'a>>) {
         let mut flags = PollFlags::empty();
         flags.set(PollFlags::IN, is_listened_to);
-        flags.set(PollFlags::OUT, !self.outbox.lock().is_empty());
+        flags.set(PollFlags::OUT, !self.is_flushed());
         fds.push(PollFd::new(&self.stream, flags));
         // Every connection has two places in the list.
         match &self.peer.life {
@@ -106,7 +116,7 @@ impl Connection {
 }
 
 /// What a wait found out about a connection.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Ready {
     pub(super) is_readable: bool,
     pub(super) is_writable: bool,
@@ -253,6 +263,46 @@ impl Waker {
 }
 
 impl AsFd for Waker {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// Becomes readable when something happens that seldom does: who waits for what is frequent names this one place beside
+/// it, since every place in a list costs each wait some 200 ns. What has happened the full list tells.
+#[derive(Debug)]
+pub(super) struct Seldom(OwnedFd);
+
+impl Seldom {
+    pub(super) fn new(waker: &Waker, listener: BorrowedFd<'_>) -> io::Result<Self> {
+        let seldom = Self(epoll::create(epoll::CreateFlags::CLOEXEC)?);
+        seldom.add(waker.as_fd(), epoll::EventFlags::IN)?;
+        seldom.add(listener, epoll::EventFlags::IN)?;
+        Ok(seldom)
+    }
+
+    /// That the connection ends, or its peer.
+    pub(super) fn watch(&self, connection: &Connection) -> io::Result<()> {
+        // Its end is told whatever one asks for.
+        self.add(connection.stream.as_fd(), epoll::EventFlags::empty())?;
+        connection.peer.life.iter().try_for_each(|life| self.add(life.as_fd(), epoll::EventFlags::IN))
+    }
+
+    /// To be called before the connection is dropped: a forked child may keep it open, and it would be told of for ever.
+    pub(super) fn forget(&self, connection: &Connection) {
+        let life = connection.peer.life.as_ref().map(AsFd::as_fd);
+        for place in life.into_iter().chain([connection.stream.as_fd()]) {
+            // What was never added is not there.
+            let _ = epoll::delete(&self.0, place);
+        }
+    }
+
+    fn add(&self, place: BorrowedFd<'_>, flags: epoll::EventFlags) -> io::Result<()> {
+        Ok(epoll::add(&self.0, place, epoll::EventData::new_u64(0), flags)?)
+    }
+}
+
+impl AsFd for Seldom {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::io;
 use std::mem;
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -12,8 +13,8 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
 
-use super::connection::{Connection, End, Inbox, Ready, Sent, Waker, wait};
-use super::pending::{MAX_RANKS, Pending, Report, Unexpected};
+use super::connection::{Connection, End, Inbox, Ready, Seldom, Sent, Waker, wait};
+use super::pending::{MAX_RANKS, Pending, RankSet, Report, Unexpected};
 use super::protocol::{
     Ended, Hello, MAX_FINGERPRINT, MAX_GREETING, MAX_MESSAGE, MAX_OPS, Malformed, Membership, PackedOps,
     Refusal, ToLeader, ToRank, decode, frame,
@@ -95,7 +96,15 @@ impl Leader {
             is_closing: AtomicBool::new(false),
             on_lost: Box::new(on_lost),
         });
-        let desk = Desk { shared: Arc::clone(&shared), meeting, ranks: Vec::new(), newcomers: Vec::new() };
+        let seldom =
+            Seldom::new(&shared.waker, meeting.listener.as_fd()).map_err(|error| no_thread(&error))?;
+        let desk = Desk {
+            shared: Arc::clone(&shared),
+            meeting,
+            seldom: Some(seldom),
+            ranks: Vec::new(),
+            newcomers: Vec::new(),
+        };
         let thread = clock::spawn("kvbm-ranks", move || desk.run()).map_err(|error| no_thread(&error))?;
         let thread = Some(thread);
         let mut leader = Self { shared, routes: Vec::new(), thread, maker: Maker::this_process() };
@@ -247,9 +256,9 @@ impl Shared {
         !self.state.lock().pending.is_empty()
     }
 
-    /// The rank that has most copies to end; `None`: no rank has any.
-    fn busiest(&self) -> Option<u16> {
-        self.state.lock().pending.busiest()
+    /// The ranks that have copies to end, and which of them has most; `None`: none has any.
+    fn busy(&self) -> Option<(RankSet, u16)> {
+        self.state.lock().pending.busy()
     }
 
     /// Has all ranks do a batch.
@@ -398,6 +407,8 @@ impl From<Malformed> for Loss {
 struct Desk {
     shared: Arc<Shared>,
     meeting: Meeting,
+    /// All that is not a rank's report; `None`: the kernel does not take all of it.
+    seldom: Option<Seldom>,
     ranks: Vec<Joined>,
     newcomers: Vec<Newcomer>,
 }
@@ -453,14 +464,41 @@ impl Desk {
     /// Waits until there is something to do.
     ///
     /// A copy ends when the last rank has ended it. So while copies are under way this waits for the rank that has most
-    /// to say, and then listens to all: to wake up for each of them would cost more than all the rest. That a rank is
-    /// gone is noticed in any case.
+    /// to say, and then listens to all that have anything: to wake up for each of them would cost more than all the rest.
+    /// That a rank is gone is noticed in any case.
     fn wait(&self, limit: Option<Duration>) -> Found {
+        let Some((busy, busiest)) = self.shared.busy() else { return self.look(None, limit) };
+        match self.wait_for_words(busiest, limit) {
+            Some(true) => self.words_of(busy),
+            Some(false) => self.look(Some(busiest), Some(Duration::ZERO)),
+            None => self.look(Some(busiest), limit),
+        }
+    }
+
+    /// Waits for a report of this rank, or whatever happens seldom; true: only the former came. `None`: there is more to
+    /// wait for.
+    fn wait_for_words(&self, rank: u16, limit: Option<Duration>) -> Option<bool> {
+        let is_flushed = self.ranks.iter().all(|joined| joined.connection.is_flushed());
+        let seldom = self.seldom.as_ref().filter(|_| is_flushed && self.newcomers.is_empty())?;
+        let joined = self.ranks.iter().find(|joined| joined.rank == rank)?;
+        let mut fds = [PollFd::new(seldom, PollFlags::IN), joined.connection.watch_words()];
+        wait(&mut fds, limit);
+        Some(fds[0].revents().is_empty() && fds[1].revents() == PollFlags::IN)
+    }
+
+    /// Reports of these ranks, perhaps.
+    fn words_of(&self, ranks: RankSet) -> Found {
+        let ready = |joined: &Joined| Ready { is_readable: ranks.contains(joined.rank), ..Ready::default() };
+        let ranks = self.ranks.iter().map(ready).collect();
+        Found { is_woken: false, is_called: false, ranks, newcomers: Vec::new() }
+    }
+
+    /// Waits with everything in the list.
+    fn look(&self, busiest: Option<u16>, limit: Option<Duration>) -> Found {
         let mut fds = vec![
             PollFd::new(&self.shared.waker, PollFlags::IN),
             PollFd::new(&self.meeting.listener, PollFlags::IN),
         ];
-        let busiest = self.shared.busiest();
         for joined in &self.ranks {
             joined.connection.watch(busiest.is_none_or(|rank| rank == joined.rank), &mut fds);
         }
@@ -482,12 +520,15 @@ impl Desk {
 
     fn hear_ranks(&mut self, ready: &[Ready]) {
         let mut ready = ready.iter();
-        let shared = Arc::clone(&self.shared);
-        self.ranks.retain_mut(|joined| {
+        let Self { shared, seldom, ranks, .. } = self;
+        ranks.retain_mut(|joined| {
             let ready = ready.next().expect("as many as were waited for");
-            let outcome = joined.hear(*ready, &shared);
+            let outcome = joined.hear(*ready, shared);
             let is_there = outcome.is_ok();
-            outcome.unwrap_or_else(|why| joined.lose(&why, &shared));
+            if let Err(why) = outcome {
+                seldom.iter().for_each(|seldom| seldom.forget(&joined.connection));
+                joined.lose(&why, shared);
+            }
             is_there
         });
     }
@@ -527,7 +568,7 @@ impl Desk {
                 let mut joined = Joined { rank, connection, inbox, fault: None };
                 // Whoever says more than hello before the answer is heard all the same.
                 joined.hear_messages(&self.shared);
-                self.ranks.push(joined);
+                self.seat(joined);
             }
             Err((rank, refusal)) => {
                 connection.send(&frame(&ToRank::Refused(refusal.clone())));
@@ -536,6 +577,14 @@ impl Desk {
                 rank.into_iter().for_each(|rank| self.shared.note_refusal(rank, why.clone()));
             }
         }
+    }
+
+    fn seat(&mut self, joined: Joined) {
+        if let Some(Err(error)) = self.seldom.as_ref().map(|seldom| seldom.watch(&joined.connection)) {
+            tracing::warn!(%error, "waiting for ranks costs more than it need to");
+            self.seldom = None;
+        }
+        self.ranks.push(joined);
     }
 
     fn accept(&mut self) {

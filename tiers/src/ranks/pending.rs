@@ -1,8 +1,8 @@
 //! Batches that the ranks are working on, and what each has said of them.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
-use super::protocol::{Ended, FailedCopy};
+use super::protocol::{Ended, FailedCopy, Run};
 use crate::copy::{Completion, CopyError, CopyErrorKind, Done};
 
 /// Ranks at most, so that a set of them is a word.
@@ -10,7 +10,7 @@ pub const MAX_RANKS: u16 = 64;
 
 /// A set of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct RankSet(u64);
+pub(super) struct RankSet(u64);
 
 impl RankSet {
     const fn all(world: u16) -> Self {
@@ -25,6 +25,10 @@ impl RankSet {
         was_in
     }
 
+    pub(super) const fn contains(self, rank: u16) -> bool {
+        self.0 & (1 << rank) != 0
+    }
+
     const fn is_empty(self) -> bool {
         self.0 == 0
     }
@@ -33,7 +37,7 @@ impl RankSet {
 /// All batches under way.
 #[derive(Debug)]
 pub(super) struct Pending {
-    batches: HashMap<u64, Batch>,
+    batches: BTreeMap<u64, Batch>,
     next: u64,
     /// By rank: how many copies it has to end.
     awaited: Vec<usize>,
@@ -42,12 +46,33 @@ pub(super) struct Pending {
 #[derive(Debug)]
 struct Batch {
     done: Done,
-    /// By copy: the ranks that have not ended it.
-    awaited: Vec<RankSet>,
+    copies: usize,
+    awaited: Awaited,
     /// The worst that a rank said of a copy, where one failed.
     errors: HashMap<usize, CopyError>,
     /// Copies that some rank has not ended.
     left: usize,
+}
+
+/// The ranks that have not ended a copy.
+#[derive(Debug)]
+enum Awaited {
+    /// Of all copies: what a rank says first of a batch is mostly that all of it arrived.
+    Alike(RankSet),
+    /// By copy.
+    Each(Vec<RankSet>),
+}
+
+impl Awaited {
+    fn by_copy(&mut self, copies: usize) -> &mut Vec<RankSet> {
+        if let Self::Alike(ranks) = *self {
+            *self = Self::Each(vec![ranks; copies]);
+        }
+        match self {
+            Self::Each(each) => each,
+            Self::Alike(_) => unreachable!("it was cut up above"),
+        }
+    }
 }
 
 /// Copies that every rank has ended, to be reported when no lock is held.
@@ -77,25 +102,28 @@ pub(super) struct Unexpected {
 impl Pending {
     /// Of `world` ranks.
     pub(super) fn new(world: u16) -> Self {
-        Self { batches: HashMap::new(), next: 0, awaited: vec![0; usize::from(world)] }
+        Self { batches: BTreeMap::new(), next: 0, awaited: vec![0; usize::from(world)] }
     }
 
     pub(super) fn is_empty(&self) -> bool {
         self.batches.is_empty()
     }
 
-    /// The rank that has most copies to end; `None`: no rank has any.
-    pub(super) fn busiest(&self) -> Option<u16> {
-        let (&most, rank) = self.awaited.iter().zip(0..).max()?;
-        (most > 0).then_some(rank)
+    /// The ranks that have copies to end, and which of them has most; `None`: none has any.
+    pub(super) fn busy(&self) -> Option<(RankSet, u16)> {
+        let (&most, busiest) = self.awaited.iter().zip(0..).max()?;
+        let mut busy = RankSet::all(self.awaited.len() as u16);
+        let idle = self.awaited.iter().zip(0..).filter(|&(&awaited, _)| awaited == 0);
+        idle.for_each(|(_, rank)| _ = busy.remove(rank));
+        (most > 0).then_some((busy, busiest))
     }
 
     /// All ranks are given `copies` copies. Returns the batch's number.
     pub(super) fn add(&mut self, copies: usize, done: Done) -> u64 {
         let batch = self.next;
         self.next += 1;
-        let awaited = vec![RankSet::all(self.awaited.len() as u16); copies];
-        self.batches.insert(batch, Batch { done, awaited, errors: HashMap::new(), left: copies });
+        let awaited = Awaited::Alike(RankSet::all(self.awaited.len() as u16));
+        self.batches.insert(batch, Batch { done, copies, awaited, errors: HashMap::new(), left: copies });
         self.awaited.iter_mut().for_each(|awaited| *awaited += copies);
         batch
     }
@@ -106,16 +134,12 @@ impl Pending {
         let Some(batch) = self.batches.get_mut(&number) else {
             return (None, Err(Unexpected { batch: number, op: 0 }));
         };
-        let (mut copies, mut completions) = (0, Vec::new());
-        let outcome = results(rank, ended).try_for_each(|(op, result)| {
-            copies += 1;
-            batch.ended(rank, op as usize, result, &mut completions).ok_or(Unexpected { batch: number, op })
-        });
+        let (copies, completions, outcome) = batch.take(rank, ended);
         let report = Report { done: batch.done.clone(), completions };
         if batch.left == 0 {
             self.batches.remove(&number);
         }
-        self.awaited[usize::from(rank)] -= copies - usize::from(outcome.is_err());
+        self.awaited[usize::from(rank)] -= copies;
         (Some(report), outcome)
     }
 
@@ -139,6 +163,34 @@ fn results(rank: u16, ended: Ended) -> impl Iterator<Item = (u32, Result<(), Cop
 }
 
 impl Batch {
+    /// What a rank says. Returns how many copies it has ended, and those that all have.
+    fn take(&mut self, rank: u16, ended: Ended) -> (usize, Vec<Completion>, Result<(), Unexpected>) {
+        let (batch, mut copies, mut completions) = (ended.batch, 0, Vec::new());
+        if self.all_arrived(rank, &ended, &mut completions) {
+            return (self.copies, completions, Ok(()));
+        }
+        let outcome = results(rank, ended).try_for_each(|(op, result)| {
+            self.ended(rank, op as usize, result, &mut completions).ok_or(Unexpected { batch, op })?;
+            copies += 1;
+            Ok(())
+        });
+        (copies, completions, outcome)
+    }
+
+    /// False: the rank said something else, or has said something before, or another has.
+    fn all_arrived(&mut self, rank: u16, ended: &Ended, completions: &mut Vec<Completion>) -> bool {
+        let all = [Run { first: 0, count: self.copies as u32 }];
+        let Awaited::Alike(ranks) = &mut self.awaited else { return false };
+        if ended.arrived != all || !ended.failed.is_empty() || !ranks.remove(rank) {
+            return false;
+        }
+        if ranks.is_empty() {
+            completions.extend((0..self.copies).map(|op| (op, Ok(()))));
+            self.left = 0;
+        }
+        true
+    }
+
     /// `None`: the rank was not working on that.
     fn ended(
         &mut self,
@@ -147,7 +199,7 @@ impl Batch {
         result: Result<(), CopyError>,
         completions: &mut Vec<Completion>,
     ) -> Option<()> {
-        let awaited = self.awaited.get_mut(op)?;
+        let awaited = self.awaited.by_copy(self.copies).get_mut(op)?;
         awaited.remove(rank).then_some(())?;
         let is_last = awaited.is_empty();
         result.err().into_iter().for_each(|error| self.note(op, error));
@@ -160,8 +212,8 @@ impl Batch {
 
     fn lost(&mut self, rank: u16, why: &CopyError) -> Report {
         let mut completions = Vec::new();
-        for op in 0..self.awaited.len() {
-            if !self.awaited[op].is_empty() {
+        for op in 0..self.copies {
+            if !self.awaited.by_copy(self.copies)[op].is_empty() {
                 self.note(op, why.clone());
                 self.ended(rank, op, Ok(()), &mut completions);
             }
@@ -325,6 +377,15 @@ mod tests {
                         if is_new {
                             (is_well[at], ended[rank as usize][at]) = (false, true);
                         }
+                    }
+                    2 => {
+                        // All of it, as mostly: what it had said before is wrong from there on.
+                        let all: Vec<_> = (0..copies as u32).collect();
+                        let outcome = take(&mut pending, rank, arrived(batch, &all));
+                        let ended = &mut ended[rank as usize];
+                        let new = ended.iter().take_while(|ended| !**ended).count();
+                        ended[..new].fill(true);
+                        prop_assert_eq!(outcome.is_ok(), new == copies);
                     }
                     _ => {
                         let is_new = at < copies && !ended[rank as usize][at];

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use kvbm::{BlockHash, Lease, RequestId, Tier, Transfer, Transferred, longest_hold};
-use kvbm_bench::chains::{LONG, Prompts, Random};
-use kvbm_bench::subject::{OurManager, device_and_host_of};
+use kvbm_cli::measuring::chains::{LONG, Prompts, Random};
+use kvbm_cli::measuring::subject::{OurManager, device_and_host_of};
 use kvbm_settings::{AdmissionMode, Capacity, EvictionPolicy, Settings, WriteBudget};
 use kvbm_tiers::chaos::{Chaos, Direction, Episode, Kind, Medium, Schedule};
 use serde::Serialize;

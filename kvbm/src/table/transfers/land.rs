@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvbm_tiers::{Frame, SlotId, Tier};
 
-use super::{BlockState, Caller, Effects, Parent, Ready, Reply, Transfer, TransferEnd, Waiter};
+use super::{BlockState, Caller, Effects, Parent, Ready, Reply, Spent, Transfer, TransferEnd, Waiter};
 use crate::events::StoreReason;
 use crate::table::index::RecordId;
 use crate::table::pins::Pins;
@@ -314,7 +314,7 @@ impl Table {
         self.note_residence(record);
         if let Some(parent) = self.records.at(record).parent() {
             let parent = self.records.at(parent).slot(tier);
-            self.tier_mut(tier).at_mut(parent).children += 1;
+            self.tier_mut(tier).gain_child(parent);
         }
         let since_ms = self.now_ms;
         let resident = self.records.at(record).resident();
@@ -501,12 +501,10 @@ impl Table {
     fn forget_if_home(&mut self, id: TransferId) {
         let is_over = |transfer: &&mut Transfer| transfer.has_ended && transfer.away == 0;
         if self.transfers.at_mut(id).as_ref().is_some_and(is_over) {
-            let over = self.transfers.remove(id);
-            debug_assert!(
-                over.as_ref().is_some_and(|transfer| transfer.sources.is_none()),
-                "what was read stays pinned"
-            );
-            self.transfers.effects.released.extend(over.and_then(|transfer| transfer.with_media));
+            let Some(over) = self.transfers.remove(id) else { return };
+            debug_assert!(over.sources.is_none(), "what was read stays pinned");
+            self.transfers.effects.spent.push(Spent(over.blocks));
+            self.transfers.effects.released.extend(over.with_media);
         }
     }
 

@@ -219,11 +219,18 @@ pub struct Effects {
     pub dropped: Vec<Dropped>,
     /// Those who listen, and for whom something was noted.
     pub(crate) news: Vec<Arc<Buffer>>,
+    /// What was kept of the blocks of transfers that are over. It goes with the table unlocked: to give back a large array
+    /// the kernel interrupts every processor that the process runs on, and waits for each.
+    pub(crate) spent: Vec<Spent>,
     /// What was to be flushed and is forgotten.
     pub unflushed: Vec<Unflushed>,
     /// More blocks can become resident than one step takes: [`Table::publish_more`](super::Table::publish_more) goes on.
     pub has_more: bool,
 }
+
+/// Nothing but memory.
+#[derive(Debug)]
+pub(crate) struct Spent(#[expect(dead_code, reason = "it is kept to be dropped")] Vec<Block>);
 
 /// Who waits for a block that is on its way into a tier.
 #[derive(Debug)]

@@ -31,10 +31,10 @@ pub struct Steps {
 }
 
 impl Default for Steps {
-    /// Some 300 µs, where each block that is placed needs another evicted; a cache miss or two for each that is looked
-    /// at.
+    /// Some 300 µs, where each block that is placed needs another evicted and the index grows; a cache miss or two for
+    /// each that is looked at.
     fn default() -> Self {
-        Self { placed: 256, looked_at: 2_048 }
+        Self { placed: 128, looked_at: 2_048 }
     }
 }
 
@@ -279,6 +279,14 @@ impl TransferPlan {
         (self.before, self.behind, self.resident, self.in_flight) = (0, None, 0, 0);
     }
 
+    /// For so many blocks, once: a large array that grows is moved, with the table locked.
+    fn set_room_aside(&mut self, blocks: usize) {
+        if self.keys.is_empty() {
+            self.keys.reserve_exact(blocks);
+            self.from.reserve_exact(blocks);
+        }
+    }
+
     const fn known(&self) -> usize {
         self.resident + self.in_flight
     }
@@ -411,6 +419,7 @@ impl Table {
             trace.before -= 1;
             let before = trace.before;
             if before < plan.wanted.end {
+                plan.set_room_aside(before + 1 - plan.wanted.start);
                 let fastest =
                     Tier::ALL.into_iter().find(|&tier| held(tier) > before).unwrap_or(trace.longest);
                 plan.keys.push(record.key());
@@ -501,6 +510,7 @@ impl Table {
         transfer.with_media.clone_from(&plan.with_media);
         if plan.from.is_empty() {
             transfer.reason = StoreReason::Filled;
+            plan.frames.reserve_exact(plan.next(usize::MAX).len());
         }
         let id = self.transfers.open(transfer);
         plan.transfer = Some(id);
@@ -706,8 +716,9 @@ impl Table {
         Some((record, frame))
     }
 
-    /// Hands a transfer over to its caller: `reply` is called with its end.
-    pub fn finish_plan(&mut self, mut plan: TransferPlan, reply: Reply, now: Duration) {
+    /// Hands a transfer over to its caller: `reply` is called with its end. What is left of the plan is to be dropped with
+    /// the table unlocked.
+    pub fn finish_plan(&mut self, plan: &mut TransferPlan, reply: Reply, now: Duration) {
         let (Some(id), Some(pins)) = (plan.transfer, plan.pins.take()) else { return };
         let account = plan.account(now);
         if let Some(transfer) = self.transfers.at_mut(id) {
@@ -718,11 +729,11 @@ impl Table {
         self.end_plan(id, Some((pins, reply)));
     }
 
-    /// The slots that a plan took for an engine to fill.
+    /// The slots that a plan took for an engine to fill. What is left of it is to be dropped with the table unlocked.
     ///
     /// # Panics
     /// If the plan was never [extended](Self::extend).
-    pub fn reserved(&mut self, mut plan: TransferPlan) -> Reserved {
+    pub fn reserved(&mut self, plan: &mut TransferPlan) -> Reserved {
         Reserved {
             transfer: plan.transfer.expect("the first step opens the transfer"),
             before: plan.before + plan.known(),
@@ -739,7 +750,7 @@ impl Table {
     pub fn reserve(&mut self, to: Tier, chain: Chain<'_>, info: RequestInfo) -> Reserved {
         let mut plan = self.plan_filling(to, chain, info);
         while !self.extend(&mut plan) {}
-        self.reserved(plan)
+        self.reserved(&mut plan)
     }
 
     /// Hands a transfer that an engine filled over to its caller. `filled`: how many of its blocks came.

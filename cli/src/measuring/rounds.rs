@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use crate::chains::{Prompt, Random, SHORT};
-use crate::subject::Subject;
+use super::chains::{Prompt, Random, SHORT};
+use super::subject::Subject;
 
 /// Chains of a round of cycles: one sample times so many.
 const ROUND: usize = 16;

@@ -10,7 +10,7 @@ use kvbm_tiers::FramePool;
 use kvbm_tiers::chaos::Chaos;
 use tokio::runtime::Runtime;
 
-use crate::chains::{Prompts, Random, SHORT, saves};
+use super::chains::{Prompts, Random, SHORT, saves};
 
 /// A block manager under test.
 pub trait Subject {
