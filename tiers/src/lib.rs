@@ -44,6 +44,7 @@ pub mod disk;
 pub mod dram;
 pub mod error;
 pub mod fence;
+mod files;
 mod fork;
 pub mod frame;
 pub mod geometry;
