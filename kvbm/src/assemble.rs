@@ -23,8 +23,8 @@ use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, S
 use kvbm_tiers::sealed::KeyRing;
 use kvbm_tiers::{
     Backend, Checksums, DeviceRegion, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool,
-    Geometry, MemcpyBackend, Memory, SetupError, SetupErrorKind, ThreadsBackend, Tier, UringBackend,
-    Verified, numa,
+    Geometry, MemcpyBackend, Memory, PersistOptions, SetupError, SetupErrorKind, ThreadsBackend, Tier,
+    UringBackend, Verified, VerifiedOnce, numa,
 };
 use prometheus::Registry;
 
@@ -227,10 +227,17 @@ impl Tiers {
             return Ok(());
         }
         let options = dram(tier + staging, settings)?;
+        let kept = settings.host.persist.clone().filter(|_| tier > 0);
+        let kept = kept.map(|dir| PersistOptions { dir, namespace: self.namespace.clone(), slots: tier });
+        let open = || match &kept {
+            Some(place) => DramRegion::persistent(options, place),
+            None => DramRegion::host(options),
+        };
         let node = self.gpu.as_ref().and_then(|gpu| gpu.numa_node());
-        let region = numa::near(node, || DramRegion::host(options)).map_err(setup)?;
+        let region = numa::near(node, open).map_err(setup)?;
         let mut pool = frames(&region)?;
-        self.staging.extend((0..staging).filter_map(|_| pool.take()));
+        // The last slots: the others are those that persist, with or without a tier below.
+        self.staging.extend(pool.set_aside(staging));
         if tier > 0 {
             self.add_tier(pool, settings);
         }
@@ -606,7 +613,7 @@ mod tests {
     #[test]
     fn policies_are_not_sized_with_staging_slots() {
         let mut pool = FramePool::new(Tier::Host, 20);
-        let _staging: Vec<_> = (0..4).filter_map(|_| pool.take()).collect();
+        let _staging = pool.set_aside(4);
         assert_eq!(own_slots(&pool), 16);
     }
 

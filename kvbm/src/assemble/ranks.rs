@@ -65,7 +65,7 @@ impl Tiers {
         for tier in Tier::ALL {
             let mut pool = FramePool::new(tier, slots[tier.index()]);
             if tier == Tier::Host {
-                self.staging.extend((0..staging).filter_map(|_| pool.take()));
+                self.staging.extend(pool.set_aside(staging));
             }
             if own_slots(&pool) > 0 {
                 self.add_tier(pool, settings);

@@ -12,10 +12,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use rustix::fs::OFlags;
 
 use crate::disk::SETTINGS;
-use crate::error::{SetupError, SetupErrorKind};
+use crate::error::SetupError;
 use crate::files::{
-    Kept, LockedFile, Patience, Site, checked_namespace, create_locked, fill, make_dir, open_kept, partial,
-    remove_abandoned, unlink,
+    Kept, LockedFile, Patience, Site, check_size, checked_namespace, create_locked, fill, make_dir,
+    open_kept, partial, remove_abandoned, unlink,
 };
 use crate::fork::Maker;
 use crate::geometry::ALIGNMENT;
@@ -138,19 +138,6 @@ fn open_unlinked(site: &Site, patience: &mut Patience) -> Result<File, SetupErro
     Ok(file)
 }
 
-fn check_size(site: &Site, file: &File, wanted: u64) -> Result<(), SetupError> {
-    let found = file.metadata().map_err(|error| site.failed(&error))?.len();
-    if found == wanted {
-        return Ok(());
-    }
-    let what = format!(
-        "has {found} bytes where {} asks for {wanted}; \
-         restore the setting it was made with, or remove the file",
-        site.settings.capacity
-    );
-    Err(site.error(SetupErrorKind::Invalid, &what))
-}
-
 /// Switches the file to `O_DIRECT` and tries a real read: some file systems refuse only then.
 fn go_direct(file: &File) -> io::Result<bool> {
     let flags = rustix::fs::fcntl_getfl(file)?;
@@ -175,6 +162,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::error::SetupErrorKind;
 
     const NAME: &str = "kvbm-test-0of1.blocks";
     const PARTIAL: &str = "kvbm-test-0of1.blocks.partial";

@@ -32,11 +32,28 @@ pub(crate) fn fill(site: &Site, file: &File, bytes: u64, zerofill: bool) -> Resu
 /// That the file system has so many bytes for the file.
 pub(crate) fn check_space(site: &Site, file: &File, bytes: u64) -> Result<(), SetupError> {
     let stat = rustix::fs::fstatvfs(file).map_err(|error| site.failed(&error.into()))?;
-    let available = stat.f_bavail.saturating_mul(stat.f_frsize);
-    if available >= bytes {
+    let (limit, available) = (stat.f_blocks, stat.f_bavail.saturating_mul(stat.f_frsize));
+    // File systems in memory may have no limit of their own.
+    if available >= bytes || limit == 0 {
         return Ok(());
     }
-    Err(site.no_space(&format!("{} MiB wanted, {} MiB available", bytes >> 20, available >> 20)))
+    let limit = limit.saturating_mul(stat.f_frsize);
+    let [wanted, available, limit] = [bytes, available, limit].map(|bytes| bytes >> 20);
+    Err(site.no_space(&format!("{wanted} MiB wanted, {available} MiB of {limit} MiB available")))
+}
+
+/// That a file that was there is of the size that it would be given.
+pub(crate) fn check_size(site: &Site, file: &File, wanted: u64) -> Result<(), SetupError> {
+    let found = file.metadata().map_err(|error| site.failed(&error))?.len();
+    if found == wanted {
+        return Ok(());
+    }
+    let what = format!(
+        "has {found} bytes where {} asks for {wanted}; \
+         restore the setting it was made with, or remove the file",
+        site.settings.capacity
+    );
+    Err(site.error(SetupErrorKind::Invalid, &what))
 }
 
 fn zero_fill(mut file: &File, bytes: u64) -> io::Result<()> {

@@ -61,7 +61,8 @@ pub struct IndexOptions {
 
 impl IndexOptions {
     fn site(&self) -> Site {
-        Site::new(&self.path, &crate::disk::SETTINGS)
+        let settings = if self.tier == Tier::Host { &crate::dram::SETTINGS } else { &crate::disk::SETTINGS };
+        Site::new(&self.path, settings)
     }
 }
 
