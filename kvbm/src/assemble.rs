@@ -249,11 +249,11 @@ impl Tiers {
         let Some(host) = self.host.clone() else { return Ok(()) };
         if let Some(gpu) = &self.gpu {
             let backend = self.with_chaos(gpu.connect_memory(host.clone())?, host)?;
-            self.connect(backend);
+            self.connect(backend)?;
         } else if let Some(device) = self.emulated.clone() {
             let threads = settings.transfer.copy_threads as usize;
             let backend = MemcpyBackend::new(vec![device, Arc::clone(&host) as _], threads).map_err(setup)?;
-            self.connect(self.with_chaos(backend, host)?);
+            self.connect(self.with_chaos(backend, host)?)?;
         }
         Ok(())
     }
@@ -270,8 +270,7 @@ impl Tiers {
             self.specs.iter_mut().find(|spec| spec.pool.tier() == Tier::Host).map(|spec| &mut spec.pool);
         let limit = Duration::from_millis(settings.transfer.timeout_ms);
         engine::try_out(&engine, (&backend, limit), &host, pool, &mut self.staging)?;
-        self.connect(backend);
-        Ok(())
+        self.connect(backend)
     }
 
     fn open_disk(&mut self, settings: &Settings, nixl: &Nixl) -> Result<()> {
@@ -337,7 +336,7 @@ impl Tiers {
             }
             Some(gpu) if asked_for || backend == DiskBackend::Auto => {
                 match gpu.connect_disk(region, checksums, ends.depth, asked_for) {
-                    Ok(gds) => self.connect(gds),
+                    Ok(gds) => self.connect(gds)?,
                     // What was asked for and cannot be had is an error; what `auto` tried is told and done without.
                     Err(error) if asked_for => return Err(error),
                     Err(error) => {
@@ -462,9 +461,16 @@ impl Tiers {
         })
     }
 
-    fn connect(&mut self, backend: impl Backend + 'static) {
-        let backend: Arc<dyn Backend> = Arc::new(backend);
+    /// Around all that has an end in memory which an earlier process may have left.
+    fn connect(&mut self, backend: impl Backend + 'static) -> Result<()> {
+        let is_near_host = backend.routes().iter().any(|&(from, to)| from == Tier::Host || to == Tier::Host);
+        let kept = self.host.clone().filter(|host| is_near_host && host.persists().is_some());
+        let backend: Arc<dyn Backend> = match kept {
+            Some(host) => Arc::new(VerifiedOnce::new(backend, host).map_err(setup)?),
+            None => Arc::new(backend),
+        };
         self.executor.add(&backend);
+        Ok(())
     }
 
     fn add_tier(&mut self, pool: FramePool, settings: &Settings) {

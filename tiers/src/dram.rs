@@ -11,6 +11,7 @@ use std::fs::File;
 use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -56,7 +57,7 @@ pub struct DramRegion {
     base: usize,
     huge_bytes: usize,
     /// The host tier's: what lies there may go on to a medium that forgets bits.
-    checksums: Option<Checksums>,
+    checksums: Option<Arc<Checksums>>,
     pool: PoolId,
     pool_given: AtomicBool,
     /// What its first slots lie in, if these outlive the process. After the mapping.
@@ -152,7 +153,7 @@ impl DramRegion {
         let start = map.as_ptr() as usize + base;
         let huge_bytes = if says_something { huge_bytes(start, bytes).min(geometry.bytes()) } else { 0 };
         let (pool, maker) = (PoolId::fresh(), Maker::this_process());
-        let checksums = (tier == Tier::Host).then(Checksums::new);
+        let checksums = (tier == Tier::Host).then(Arc::default);
         let pool_given = AtomicBool::new(false);
         Ok(Self { tier, geometry, map, maker, base, huge_bytes, checksums, pool, pool_given, file })
     }
@@ -212,6 +213,11 @@ impl DramRegion {
         Some(unsafe { std::slice::from_raw_parts(slot.as_ptr(), self.block_bytes()) })
     }
 
+    /// The checksums of its blocks; `None`: it remembers none, as it is no host tier's.
+    pub const fn shared_checksums(&self) -> Option<&Arc<Checksums>> {
+        self.checksums.as_ref()
+    }
+
     /// Compares the block in a slot that its pool lent with the checksum that an earlier process had of it, if the block
     /// is that process's and has not been compared before: so whoever reads it by [`read_loan`](Self::read_loan) must.
     ///
@@ -255,7 +261,7 @@ unsafe impl Memory for DramRegion {
     }
 
     fn checksums(&self) -> Option<&Checksums> {
-        self.checksums.as_ref()
+        self.checksums.as_deref()
     }
 
     fn lock(&self) -> Option<&File> {

@@ -56,7 +56,7 @@ impl Tiers {
         let mut tiers = Self::default();
         tiers.count_slots(options.slots, host_slots(settings)?.staging, settings);
         let leader = Leader::open(options, move |_| on_loss.lost()).map_err(setup)?;
-        tiers.connect(leader);
+        tiers.connect(leader)?;
         tiers.link_flushes(settings);
         Ok(tiers)
     }

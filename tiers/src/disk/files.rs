@@ -107,14 +107,14 @@ fn open_file(
     patience: &mut Patience,
 ) -> Result<LockedFile, SetupError> {
     let fill = |file: &File| fill(site, file, options.bytes, options.zerofill_fallback);
-    if options.keep {
-        let Kept { file, .. } = open_kept(site, patience, fill)?;
-        check_size(site, file.file(), options.bytes)?;
-        return Ok(file);
+    if !options.keep {
+        let nameless = open_nameless(dir, site, patience)?;
+        fill(&nameless)?;
+        return Ok(LockedFile::of(nameless));
     }
-    let file = open_nameless(dir, site, patience)?;
-    fill(&file)?;
-    Ok(LockedFile::of(file))
+    let Kept { file: kept, .. } = open_kept(site, patience, fill)?;
+    check_size(site, kept.file(), options.bytes)?;
+    Ok(kept)
 }
 
 /// A file that vanishes with the process, however that ends.

@@ -4,7 +4,7 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::ErrorKind;
 use std::ops::Deref;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use crate::error::SetupError;
 use crate::files::lock::{Patience, lock};
@@ -100,19 +100,19 @@ fn make_kept(
     fill: impl Fn(&File) -> Result<(), SetupError>,
 ) -> Result<Option<File>, SetupError> {
     let partial = partial(site);
-    let file = create_locked(&partial, patience)?;
+    let made = create_locked(&partial, patience)?;
     // Whoever makes the file holds the lock on the partial one until it has its final name.
-    let made = if site.path.symlink_metadata().is_ok() {
+    let outcome = if site.path.symlink_metadata().is_ok() {
         Ok(None)
     } else {
-        fill(&file)
+        fill(&made)
             .and_then(|()| fs::rename(&partial.path, &site.path).map_err(|error| site.failed(&error)))
-            .map(|()| Some(file))
+            .map(|()| Some(made))
     };
-    if !matches!(made, Ok(Some(_))) {
+    if !matches!(outcome, Ok(Some(_))) {
         unlink(&partial.path);
     }
-    made
+    outcome
 }
 
 /// Where a file lies until it is complete.
@@ -162,7 +162,7 @@ pub(crate) fn remove_abandoned(dir: &Path, settings: &'static SettingNames) {
     }
 }
 
-fn is_partial(path: &PathBuf) -> bool {
+fn is_partial(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str());
     name.is_some_and(|name| name.starts_with("kvbm-") && name.ends_with(".partial"))
 }
