@@ -228,7 +228,7 @@ impl Tiers {
         }
         let options = dram(tier + staging, settings)?;
         let kept = settings.host.persist.clone().filter(|_| tier > 0);
-        let kept = kept.map(|dir| PersistOptions { dir, namespace: self.namespace.clone(), slots: tier });
+        let kept = kept.map(|dir| PersistOptions { dir, namespace: self.namespace.name.clone(), slots: tier });
         let open = || match &kept {
             Some(place) => DramRegion::persistent(options, place),
             None => DramRegion::host(options),
@@ -241,6 +241,7 @@ impl Tiers {
         if tier > 0 {
             self.add_tier(pool, settings);
         }
+        self.keep_host(&region, &settings.host, tier)?;
         self.host = Some(Arc::new(region));
         Ok(())
     }
