@@ -46,12 +46,14 @@ fn settings(dir: &Path) -> Settings {
 }
 
 fn options(registry: &Registry) -> Options {
-    let fingerprint = Fingerprint { model: "m".into(), weights: "w".into(), block_tokens: 16, ..Fingerprint::default() };
+    let fingerprint =
+        Fingerprint { model: "m".into(), weights: "w".into(), block_tokens: 16, ..Fingerprint::default() };
     Options { fingerprint: Some(fingerprint), registry: registry.clone(), ..Options::default() }
 }
 
 fn open(dir: &Path) -> kvbm::Result<(Manager, Registry)> {
-    let (runtime, registry) = (tokio::runtime::Builder::new_current_thread().build().unwrap(), Registry::new());
+    let (runtime, registry) =
+        (tokio::runtime::Builder::new_current_thread().build().unwrap(), Registry::new());
     Ok((runtime.block_on(Manager::open(settings(dir), options(&registry)))?, registry))
 }
 

@@ -228,7 +228,8 @@ impl Tiers {
         }
         let options = dram(tier + staging, settings)?;
         let kept = settings.host.persist.clone().filter(|_| tier > 0);
-        let kept = kept.map(|dir| PersistOptions { dir, namespace: self.namespace.name.clone(), slots: tier });
+        let kept =
+            kept.map(|dir| PersistOptions { dir, namespace: self.namespace.name.clone(), slots: tier });
         let open = || match &kept {
             Some(place) => DramRegion::persistent(options, place),
             None => DramRegion::host(options),

@@ -18,7 +18,7 @@ mod site;
 mod space;
 
 pub(crate) use kept::{Kept, LockedFile, create_locked, make_dir, open_kept, partial, remove_abandoned};
-pub(crate) use lock::Patience;
-pub(crate) use ours::unlink;
+pub(crate) use lock::{Patience, lock};
+pub(crate) use ours::{is_at, open_ours, unlink};
 pub(crate) use site::{SettingNames, Site, checked_namespace};
 pub(crate) use space::{check_size, check_space, fill};
