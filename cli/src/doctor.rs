@@ -1,6 +1,7 @@
 //! `kvbm doctor`: what this machine offers, and what the settings would make of it.
 
 mod measure;
+mod persist;
 
 use std::collections::HashMap;
 use std::fs;
@@ -147,6 +148,7 @@ fn machine(settings: &Settings) -> Vec<Check> {
         Check::ready("CPUs", cpus),
         memory(settings),
         huge_pages(),
+        persist::check(settings),
         locked_memory(settings),
         io_uring(),
     ];
@@ -349,6 +351,9 @@ fn miniature(settings: &Settings, tiers: &[Tier]) -> Settings {
     small.device.capacity = one(Tier::Device);
     small.host.capacity = one(Tier::Host);
     small.host.staging_blocks = 1;
+    if small.host.capacity.is_none() {
+        (small.host.persist, small.host.persist_index) = (None, None);
+    }
     // One block for each directory: a directory without a slot would not be tried.
     small.disk.capacity = one(Tier::Disk).map(|_| Capacity::Blocks(settings.disk.dirs.len() as u64));
     small.object.url = settings.object.url.clone().filter(|_| tiers.contains(&Tier::Object));
@@ -389,7 +394,10 @@ fn place(settings: &Settings, tier: Tier, device: Option<&str>) -> String {
             Some("emulated") => format!("{}, emulated in host memory", size(settings.device.capacity)),
             _ => format!("{}, on GPU {}", size(settings.device.capacity), settings.device.ordinal),
         },
-        Tier::Host => size(settings.host.capacity),
+        Tier::Host => match &settings.host.persist {
+            Some(dir) => format!("{} in {}", size(settings.host.capacity), dir.display()),
+            None => size(settings.host.capacity),
+        },
         Tier::Disk => {
             let dirs: Vec<_> = settings.disk.dirs.iter().map(|dir| dir.display().to_string()).collect();
             format!("{} in {}", size(settings.disk.capacity), dirs.join(", "))

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use kvbm_settings::{DiskSettings, ObjectSettings, Settings};
+use kvbm_settings::{DiskSettings, HostSettings, ObjectSettings, Settings};
 use tempfile::TempDir;
 use url::Url;
 
@@ -19,15 +19,29 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
-    /// Points the tiers of `settings` that leave this machine's memory to fresh places inside those that they
+    /// Points the tiers of `settings` that leave this process's memory to fresh places inside those that they
     /// name.
     pub(crate) fn divert(settings: &mut Settings) -> Result<Self, Failure> {
         let mut scratch = Self::default();
+        scratch.divert_host(&mut settings.host)?;
         if settings.disk.capacity.is_some() {
             scratch.divert_disk(&mut settings.disk)?;
         }
         scratch.divert_object(&mut settings.object)?;
         Ok(scratch)
+    }
+
+    fn divert_host(&mut self, host: &mut HostSettings) -> Result<(), Failure> {
+        let places = [
+            (&mut host.persist, "host.persist (DYN_KVBM_CPU_CACHE_PERSIST)"),
+            (&mut host.persist_index, "host.persist_index (DYN_KVBM_CPU_CACHE_PERSIST_INDEX)"),
+        ];
+        for (place, setting) in places {
+            if let Some(dir) = place {
+                *dir = self.fresh_inside(dir, setting)?;
+            }
+        }
+        Ok(())
     }
 
     fn divert_disk(&mut self, disk: &mut DiskSettings) -> Result<(), Failure> {
@@ -114,16 +128,19 @@ mod tests {
     fn everything_made_is_removed_and_nothing_else() {
         let root = tempfile::tempdir().unwrap();
         let (disk, objects) = (root.path().join("a/disk"), root.path().join("objects"));
+        let memory = root.path().join("b/memory");
         fs::create_dir(&objects).unwrap();
         let mut settings = Settings::default();
         settings.disk.capacity = Some(Capacity::Blocks(1));
         settings.disk.dirs = vec![disk.clone()];
+        settings.host.persist = Some(memory.clone());
         settings.object.url = Some(file_url(&objects).unwrap());
         let scratch = Scratch::divert(&mut settings).unwrap();
         assert!(settings.disk.dirs[0].starts_with(&disk) && settings.disk.dirs[0].exists());
         fs::write(settings.disk.dirs[0].join("slots"), "x").unwrap();
+        assert!(settings.host.persist.as_ref().is_some_and(|dir| dir.starts_with(&memory) && dir.exists()));
         drop(scratch);
-        assert!(objects.exists() && !root.path().join("a").exists());
+        assert!(objects.exists() && !root.path().join("a").exists() && !root.path().join("b").exists());
         assert_eq!(fs::read_dir(&objects).unwrap().count(), 0);
     }
 

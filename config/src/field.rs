@@ -13,9 +13,9 @@ use crate::settings::{
 };
 use crate::tenants;
 use crate::value::{
-    BOOLEANS, BUDGETS, CAPACITIES, Capacity, DIRECTORIES, InvalidValue, LIMITS, NONE, SIZES, TEXTS,
-    WriteBudget, format_size, parse_boolean, parse_directories, parse_share, parse_size, parse_text,
-    parse_whole, split_directories, whole_numbers,
+    BOOLEANS, BUDGETS, CAPACITIES, Capacity, DIRECTORIES, DIRECTORY, InvalidValue, LIMITS, NONE, SIZES,
+    TEXTS, WriteBudget, format_size, parse_boolean, parse_directories, parse_directory, parse_share,
+    parse_size, parse_text, parse_whole, split_directories, whole_numbers,
 };
 
 /// How a limit is written that is not set.
@@ -64,6 +64,7 @@ pub(crate) enum Field {
     Url(At<Option<String>>, &'static [&'static str]),
     Text(At<Option<String>>),
     Secret(At<Option<String>>),
+    Directory(At<Option<PathBuf>>),
     Directories(At<Vec<PathBuf>>),
     /// By tenant.
     TenantWeights(At<BTreeMap<u32, f64>>),
@@ -119,6 +120,7 @@ impl Field {
             }
             Self::Url(at, schemes) => put(at(settings), if_set(text, |text| parse_url(text, schemes))),
             Self::Text(at) | Self::Secret(at) => put(at(settings), if_set(text, parse_text)),
+            Self::Directory(at) => put(at(settings), if_set(text, parse_directory)),
             Self::TenantWeights(at) => put(at(settings), tenants::parse_weights(text)),
             Self::TenantQuotas(at) => put(at(settings), tenants::parse_quotas(text)),
             Self::Choice(at) => at(settings).choose(text.trim()),
@@ -145,6 +147,7 @@ impl Field {
             Self::Port(at) => Some(at(settings).to_string()),
             Self::Address(at) => Some(at(settings).to_string()),
             Self::Url(at, _) | Self::Text(at) | Self::Secret(at) => at(settings).clone(),
+            Self::Directory(at) => at(settings).as_ref().map(|path| path.display().to_string()),
             Self::TenantWeights(at) => tenants::text(at(settings)),
             Self::TenantQuotas(at) => tenants::text(at(settings)),
             Self::Choice(at) => Some(at(settings).name().to_owned()),
@@ -196,6 +199,7 @@ impl Field {
             Self::Address(_) => "an IPv4 or IPv6 address".to_owned(),
             Self::Url(_, schemes) => urls(schemes),
             Self::Text(_) | Self::Secret(_) | Self::Parameters(_) => TEXTS.to_owned(),
+            Self::Directory(_) => DIRECTORY.to_owned(),
             Self::Directories(_) => DIRECTORIES.to_owned(),
             Self::Choice(at) => at(&mut Settings::default()).names().join(", "),
         }

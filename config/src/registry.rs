@@ -246,6 +246,23 @@ pub(crate) static KEYS: &[Key] = &[
         in_use: true,
     },
     Key {
+        path: "host.persist",
+        field: Field::Directory(|s| &mut s.host.persist),
+        variables: &[own("DYN_KVBM_CPU_CACHE_PERSIST", Form::Plain)],
+        doc: "A directory on tmpfs or hugetlbfs, such as `/dev/shm/kvbm`, that the host tier lies in: it survives the \
+              end of the process, however that comes, and the next one serves from it (docs/persistent-dram.md). \
+              Blocks are found again by a manager with a fingerprint. `none`: memory of the process's own.",
+        in_use: true,
+    },
+    Key {
+        path: "host.persist_index",
+        field: Field::Directory(|s| &mut s.host.persist_index),
+        variables: &[own("DYN_KVBM_CPU_CACHE_PERSIST_INDEX", Form::Plain)],
+        doc: "Where the index of `host.persist` lies; `none`: beside the blocks. Hugetlbfs cannot hold it: name a \
+              directory on tmpfs.",
+        in_use: true,
+    },
+    Key {
         path: "disk.capacity",
         field: Field::Capacity(|s| &mut s.disk.capacity),
         variables: &[
@@ -735,6 +752,7 @@ mod tests {
             Field::Url(..) => texts(examples(&field.valid()).chain([NONE.to_owned()])),
             Field::Text(_) | Field::Secret(_) => texts(["any text", NONE]),
             Field::Parameters(_) => texts(["any text"]),
+            Field::Directory(_) => texts(["/dev/shm/kvbm", NONE]),
             Field::Directories(_) => texts(["/a", "/a:/b", "/a, /b"]),
             Field::Choice(_) => texts(field.valid().split(", ")),
         }
@@ -832,7 +850,7 @@ mod tests {
         let many = (0..65).map(|dir| format!("/{dir}")).collect::<Vec<_>>().join(":");
         for key in KEYS {
             let text = match key.field {
-                Field::Text(_) | Field::Secret(_) | Field::Parameters(_) => &long,
+                Field::Text(_) | Field::Secret(_) | Field::Parameters(_) | Field::Directory(_) => &long,
                 Field::Directories(_) => &many,
                 _ => continue,
             };

@@ -101,11 +101,15 @@ pub struct HostSettings {
     pub huge_pages: bool,
     /// Blocks of DRAM beside the tier through which blocks bounce that have no place in it.
     pub staging_blocks: u32,
+    /// A directory in memory where the tier survives the process; `None`: memory of the process's own.
+    pub persist: Option<PathBuf>,
+    /// Where its index lies; `None`: beside it.
+    pub persist_index: Option<PathBuf>,
 }
 
 impl Default for HostSettings {
     fn default() -> Self {
-        Self { capacity: None, huge_pages: true, staging_blocks: 64 }
+        Self { capacity: None, huge_pages: true, staging_blocks: 64, persist: None, persist_index: None }
     }
 }
 

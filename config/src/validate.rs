@@ -62,6 +62,7 @@ impl Settings {
             }
         }
         self.check_staging()?;
+        self.check_persistence()?;
         if self.object.place().is_some() { self.check_segments() } else { Ok(()) }
     }
 
@@ -94,6 +95,20 @@ impl Settings {
         let reason = format!("a tier of {blocks} blocks and {staging} staging blocks is too large");
         let valid = format!("at most {MAX_TIER_BLOCKS} together with host.staging_blocks, or larger blocks");
         Err(("host.capacity", InvalidValue::new(reason, valid)))
+    }
+
+    /// Something persists, and its index has a place only if it does.
+    fn check_persistence(&self) -> Result<(), Violation> {
+        let host = &self.host;
+        if host.persist.is_some() && host.capacity.is_none() {
+            let problem = InvalidValue::new("there is no host tier", "set host.capacity, or none");
+            return Err(("host.persist", problem));
+        }
+        if host.persist_index.is_some() && host.persist.is_none() {
+            let problem = InvalidValue::new("nothing persists", "set host.persist too, or none");
+            return Err(("host.persist_index", problem));
+        }
+        Ok(())
     }
 
     fn check_disk(&self) -> Result<(), Violation> {
@@ -267,6 +282,22 @@ mod tests {
         with_staging(64, true).expect("they fit");
         with_staging(65, false).expect("nothing is staged without a tier below");
         assert_refused(with_staging(65, true), "host.capacity", "host.staging_blocks");
+    }
+
+    #[test]
+    fn what_persists_is_a_host_tier() {
+        let with_places = |capacity, persist: Option<&str>, index: Option<&str>| {
+            with(|s| {
+                s.host.capacity = capacity;
+                s.host.persist = persist.map(Into::into);
+                s.host.persist_index = index.map(Into::into);
+            })
+        };
+        let (some, shm) = (Some(Capacity::Blocks(1)), Some("/dev/shm/kvbm"));
+        with_places(some, shm, None).expect("the index lies beside it");
+        with_places(some, Some("/hugepages"), shm).expect("the index lies elsewhere");
+        assert_refused(with_places(None, shm, None), "host.persist", "set host.capacity");
+        assert_refused(with_places(some, None, shm), "host.persist_index", "set host.persist");
     }
 
     #[test]

@@ -46,6 +46,7 @@ pub(crate) const TEXTS: &str = "any text of at most 4096 bytes";
 /// As long as a path may be, and longer than any name or key.
 const MAX_TEXT: usize = 4096;
 /// Of one tier: each has a file open, and more than there are drives are of no use.
+pub(crate) const DIRECTORY: &str = "a directory, or none";
 const MAX_DIRECTORIES: usize = 64;
 
 /// Units of [`parse_size`], in bytes.
@@ -254,6 +255,14 @@ pub(crate) fn parse_text(text: &str) -> Result<String, InvalidValue> {
     }
 }
 
+pub(crate) fn parse_directory(text: &str) -> Result<PathBuf, InvalidValue> {
+    match text.trim() {
+        "" => Err(InvalidValue::new("a directory without a name", DIRECTORY)),
+        text if text.len() > MAX_TEXT => Err(InvalidValue::new("too long", DIRECTORY)),
+        text => Ok(PathBuf::from(text)),
+    }
+}
+
 /// Directories in one text: a variable has no arrays.
 pub(crate) fn split_directories(text: &str) -> Vec<String> {
     text.split([':', ',']).map(|directory| directory.trim().to_owned()).collect()
@@ -285,6 +294,7 @@ mod tests {
             let _ = parse_boolean(&text);
             let _ = parse_whole(&text, &(1..=9));
             let _ = parse_share(&text);
+            let _ = parse_directory(&text);
             let _ = parse_directories(&split_directories(&text));
         }
 

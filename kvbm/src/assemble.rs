@@ -23,8 +23,8 @@ use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, S
 use kvbm_tiers::sealed::KeyRing;
 use kvbm_tiers::{
     Backend, Checksums, DeviceRegion, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool,
-    Geometry, MemcpyBackend, Memory, SetupError, SetupErrorKind, ThreadsBackend, Tier, UringBackend,
-    Verified, numa,
+    Geometry, MemcpyBackend, Memory, PersistOptions, SetupError, SetupErrorKind, ThreadsBackend, Tier,
+    UringBackend, Verified, VerifiedOnce, numa,
 };
 use prometheus::Registry;
 
@@ -227,13 +227,22 @@ impl Tiers {
             return Ok(());
         }
         let options = dram(tier + staging, settings)?;
+        let kept = settings.host.persist.clone().filter(|_| tier > 0);
+        let kept =
+            kept.map(|dir| PersistOptions { dir, namespace: self.namespace.name.clone(), slots: tier });
+        let open = || match &kept {
+            Some(place) => DramRegion::persistent(options, place),
+            None => DramRegion::host(options),
+        };
         let node = self.gpu.as_ref().and_then(|gpu| gpu.numa_node());
-        let region = numa::near(node, || DramRegion::host(options)).map_err(setup)?;
+        let region = numa::near(node, open).map_err(setup)?;
         let mut pool = frames(&region)?;
-        self.staging.extend((0..staging).filter_map(|_| pool.take()));
+        // The last slots: the others are those that persist, with or without a tier below.
+        self.staging.extend(pool.set_aside(staging));
         if tier > 0 {
             self.add_tier(pool, settings);
         }
+        self.keep_host(&region, &settings.host, tier)?;
         self.host = Some(Arc::new(region));
         Ok(())
     }
@@ -242,11 +251,11 @@ impl Tiers {
         let Some(host) = self.host.clone() else { return Ok(()) };
         if let Some(gpu) = &self.gpu {
             let backend = self.with_chaos(gpu.connect_memory(host.clone())?, host)?;
-            self.connect(backend);
+            self.connect(backend)?;
         } else if let Some(device) = self.emulated.clone() {
             let threads = settings.transfer.copy_threads as usize;
             let backend = MemcpyBackend::new(vec![device, Arc::clone(&host) as _], threads).map_err(setup)?;
-            self.connect(self.with_chaos(backend, host)?);
+            self.connect(self.with_chaos(backend, host)?)?;
         }
         Ok(())
     }
@@ -263,8 +272,7 @@ impl Tiers {
             self.specs.iter_mut().find(|spec| spec.pool.tier() == Tier::Host).map(|spec| &mut spec.pool);
         let limit = Duration::from_millis(settings.transfer.timeout_ms);
         engine::try_out(&engine, (&backend, limit), &host, pool, &mut self.staging)?;
-        self.connect(backend);
-        Ok(())
+        self.connect(backend)
     }
 
     fn open_disk(&mut self, settings: &Settings, nixl: &Nixl) -> Result<()> {
@@ -330,7 +338,7 @@ impl Tiers {
             }
             Some(gpu) if asked_for || backend == DiskBackend::Auto => {
                 match gpu.connect_disk(region, checksums, ends.depth, asked_for) {
-                    Ok(gds) => self.connect(gds),
+                    Ok(gds) => self.connect(gds)?,
                     // What was asked for and cannot be had is an error; what `auto` tried is told and done without.
                     Err(error) if asked_for => return Err(error),
                     Err(error) => {
@@ -455,9 +463,16 @@ impl Tiers {
         })
     }
 
-    fn connect(&mut self, backend: impl Backend + 'static) {
-        let backend: Arc<dyn Backend> = Arc::new(backend);
+    /// Around all that has an end in memory which an earlier process may have left.
+    fn connect(&mut self, backend: impl Backend + 'static) -> Result<()> {
+        let is_near_host = backend.routes().iter().any(|&(from, to)| from == Tier::Host || to == Tier::Host);
+        let kept = self.host.clone().filter(|host| is_near_host && host.persists().is_some());
+        let backend: Arc<dyn Backend> = match kept {
+            Some(host) => Arc::new(VerifiedOnce::new(backend, host).map_err(setup)?),
+            None => Arc::new(backend),
+        };
         self.executor.add(&backend);
+        Ok(())
     }
 
     fn add_tier(&mut self, pool: FramePool, settings: &Settings) {
@@ -606,7 +621,7 @@ mod tests {
     #[test]
     fn policies_are_not_sized_with_staging_slots() {
         let mut pool = FramePool::new(Tier::Host, 20);
-        let _staging: Vec<_> = (0..4).filter_map(|_| pool.take()).collect();
+        let _staging = pool.set_aside(4);
         assert_eq!(own_slots(&pool), 16);
     }
 

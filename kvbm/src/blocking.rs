@@ -37,7 +37,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use kvbm_settings::Settings;
-use kvbm_tiers::{DramRegion, Memory, Tier};
+use kvbm_tiers::{DramRegion, Loan, Memory, Tier};
 
 use crate::device::Lent;
 use crate::error::{Error, ErrorKind};
@@ -256,7 +256,8 @@ impl<R> Reading<'_, R> {
             let first = self.handed_over;
             let next = first..end.min(first + LENT);
             let lent = Lent::leading(&self.blocks.core, Tier::Host, self.lease, self.chain, next);
-            for block in lent.loans().iter().map_while(|loan| self.blocks.memory.read_loan(loan)) {
+            for loan in lent.loans() {
+                let Some(block) = self.sound(loan) else { break };
                 (self.read)(self.handed_over, block)?;
                 self.handed_over += 1;
             }
@@ -266,6 +267,22 @@ impl<R> Reading<'_, R> {
             }
         }
         Ok(())
+    }
+}
+
+impl<'a, R> Reading<'a, R> {
+    /// The block in a lent slot. `None`: an earlier process left it, and it is not what it was; it is dropped.
+    fn sound<'b>(&self, loan: &'b Loan) -> Option<&'b [u8]>
+    where
+        'a: 'b,
+    {
+        let Blocks { memory, core, .. } = self.blocks;
+        if let Err(error) = memory.verify_loan(loan) {
+            tracing::error!(%error, "a block that an earlier process left has changed");
+            core.lent_is_corrupt(Tier::Host, self.chain, self.handed_over);
+            return None;
+        }
+        memory.read_loan(loan)
     }
 }
 

@@ -1,5 +1,7 @@
 //! Checksums of blocks: crc32c, and where they are kept.
 
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use crc_fast::{CrcAlgorithm, Digest};
 use parking_lot::Mutex;
 
@@ -9,7 +11,19 @@ use crate::stream;
 /// The crc32c (Castagnoli) of the block in each slot of one tier. Four bytes per slot, in chunks that come
 /// into being when a slot of theirs is first written.
 #[derive(Debug, Default)]
-pub struct Checksums(Mutex<Vec<Option<Box<[u32]>>>>);
+pub struct Checksums {
+    known: Mutex<Known>,
+    /// How many checksums are an earlier process's, and have not been compared with their blocks. Changed with `known`
+    /// locked; read without, so that it costs nothing when there are none.
+    inherited: AtomicU32,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    chunks: Vec<Option<Box<[u32]>>>,
+    /// A bit for each slot whose checksum is inherited.
+    inherited: Vec<u64>,
+}
 
 const CHUNK: usize = 1 << 16;
 
@@ -24,29 +38,119 @@ impl Checksums {
     /// Zero stands for that. A block whose checksum really is zero, one in four billion, counts as corrupt
     /// when it is read: a miss, which is safe.
     pub fn get(&self, slot: SlotId) -> Option<u32> {
-        let (chunk, place) = position(slot);
-        let chunks = self.0.lock();
-        Some(chunks.get(chunk)?.as_ref()?[place]).filter(|&crc| crc != 0)
+        self.known.lock().get(slot)
     }
 
     /// Notes the checksum of the block in `slot`.
     pub fn record(&self, slot: SlotId, crc: u32) {
-        let (chunk, place) = position(slot);
-        let mut chunks = self.0.lock();
-        // By chunks: a tier may have a billion slots in name and use a few.
-        if chunks.len() <= chunk {
-            chunks.resize(chunk + 1, None);
-        }
-        chunks[chunk].get_or_insert_with(|| vec![0; CHUNK].into())[place] = crc;
+        let mut known = self.known.lock();
+        known.set(slot, crc);
+        self.settle(&mut known, slot);
     }
 
     /// From here on nothing is known about the bytes in `slot`.
     pub fn forget(&self, slot: SlotId) {
-        let (chunk, place) = position(slot);
-        if let Some(Some(chunk)) = self.0.lock().get_mut(chunk) {
-            chunk[place] = 0;
+        let mut known = self.known.lock();
+        if let Some(place) = known.place(slot) {
+            *place = 0;
+        }
+        self.settle(&mut known, slot);
+    }
+
+    /// Notes the checksum that the block in `slot` has if it is what an earlier process left there. What reads it
+    /// compares them first, once: see [`verify_inherited`](Self::verify_inherited).
+    pub fn inherit(&self, slot: SlotId, crc: u32) {
+        let mut known = self.known.lock();
+        known.set(slot, crc);
+        if known.mark(slot) {
+            self.inherited.fetch_add(1, Ordering::Relaxed);
         }
     }
+
+    /// How many checksums are inherited, and not verified yet.
+    pub fn inherited(&self) -> u32 {
+        self.inherited.load(Ordering::Relaxed)
+    }
+
+    /// Whether the block in `slot` must be verified before it is used.
+    pub fn is_inherited(&self, slot: SlotId) -> bool {
+        self.inherited() > 0 && self.known.lock().is_marked(slot)
+    }
+
+    /// Compares the block in `slot`, which nobody writes meanwhile, with a checksum that is inherited, if it is. Who
+    /// comes while another compares does so too; who comes later need not. A block that is not what it was said to be
+    /// is so for everybody, until its slot is written.
+    ///
+    /// # Errors
+    /// What was expected, unless nothing was, and what `block` has.
+    pub fn verify_inherited(&self, slot: SlotId, block: &[u8]) -> Result<(), (Option<u32>, u32)> {
+        if !self.is_inherited(slot) {
+            return Ok(());
+        }
+        let (expected, actual) = (self.get(slot), checksum(block));
+        if expected != Some(actual) {
+            return Err((expected, actual));
+        }
+        self.settle(&mut self.known.lock(), slot);
+        Ok(())
+    }
+
+    /// The checksum of a slot is this process's own.
+    fn settle(&self, known: &mut Known, slot: SlotId) {
+        if self.inherited() > 0 && known.unmark(slot) {
+            self.inherited.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Known {
+    fn get(&self, slot: SlotId) -> Option<u32> {
+        let (chunk, place) = position(slot);
+        Some(self.chunks.get(chunk)?.as_ref()?[place]).filter(|&crc| crc != 0)
+    }
+
+    fn place(&mut self, slot: SlotId) -> Option<&mut u32> {
+        let (chunk, place) = position(slot);
+        self.chunks.get_mut(chunk)?.as_mut()?.get_mut(place)
+    }
+
+    fn set(&mut self, slot: SlotId, crc: u32) {
+        let (chunk, place) = position(slot);
+        // By chunks: a tier may have a billion slots in name and use a few.
+        if self.chunks.len() <= chunk {
+            self.chunks.resize(chunk + 1, None);
+        }
+        self.chunks[chunk].get_or_insert_with(|| vec![0; CHUNK].into())[place] = crc;
+    }
+
+    fn is_marked(&self, slot: SlotId) -> bool {
+        let (word, bit) = bit(slot);
+        self.inherited.get(word).is_some_and(|bits| bits & bit != 0)
+    }
+
+    /// Whether it was not.
+    fn mark(&mut self, slot: SlotId) -> bool {
+        let (word, bit) = bit(slot);
+        if self.inherited.len() <= word {
+            self.inherited.resize(word + 1, 0);
+        }
+        let was_marked = self.inherited[word] & bit != 0;
+        self.inherited[word] |= bit;
+        !was_marked
+    }
+
+    /// Whether it was.
+    fn unmark(&mut self, slot: SlotId) -> bool {
+        let was_marked = self.is_marked(slot);
+        let (word, bit) = bit(slot);
+        self.inherited.get_mut(word).into_iter().for_each(|bits| *bits &= !bit);
+        was_marked
+    }
+}
+
+/// Word, and bit in it.
+const fn bit(slot: SlotId) -> (usize, u64) {
+    (slot.0 as usize / 64, 1 << (slot.0 % 64))
 }
 
 /// Chunk, and place in it.
@@ -126,5 +230,30 @@ mod tests {
         assert_eq!((checksums.get(near), checksums.get(far)), (None, Some(7)));
         checksums.forget(far);
         assert_eq!(checksums.get(far), None);
+    }
+
+    #[test]
+    fn what_is_inherited_is_verified_once_and_what_is_written_anew_never() {
+        let checksums = Checksums::new();
+        let [good, bad, written, forgotten, zero] = [1, 2, 300, 4, 5].map(SlotId);
+        for slot in [good, bad, written, forgotten, good] {
+            checksums.inherit(slot, checksum(b"block"));
+        }
+        checksums.inherit(zero, 0);
+        assert_eq!((checksums.inherited(), checksums.get(good)), (5, Some(checksum(b"block"))));
+        checksums.record(written, 7);
+        checksums.forget(forgotten);
+        checksums.forget(SlotId(1 << 20));
+        assert_eq!(checksums.inherited(), 3);
+        assert_eq!(checksums.verify_inherited(good, b"block"), Ok(()));
+        for _ in 0..2 {
+            let told = Err((Some(checksum(b"block")), checksum(b"blocc")));
+            assert_eq!(checksums.verify_inherited(bad, b"blocc"), told);
+        }
+        assert!(checksums.verify_inherited(zero, b"").is_err(), "nothing is known of it");
+        assert_eq!(checksums.inherited(), 2);
+        for slot in [good, written, forgotten] {
+            assert_eq!(checksums.verify_inherited(slot, b"anything"), Ok(()), "nobody says otherwise");
+        }
     }
 }

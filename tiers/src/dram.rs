@@ -1,23 +1,47 @@
-//! Regions in anonymous memory: the host tier, and the device tier where there is no GPU.
+//! Regions in memory: the host tier, and the device tier where there is no GPU.
+//!
+//! Memory is the process's own and goes with it, or lies, in part, in a file on tmpfs or hugetlbfs: then the next
+//! process attaches to it and finds every byte where it was.
 
-use std::io;
+mod file;
+mod mount;
+mod pages;
+
+use std::fs::File;
 use std::mem::ManuallyDrop;
+use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use memmap2::{Advice, MmapMut, MmapRaw};
 
 use crate::checksum::{Checksums, checksum};
-use crate::copy::{SlotId, Tier};
+use crate::copy::{CopyError, SlotId, SlotRef, Tier};
 use crate::error::{SetupError, SetupErrorKind};
+use crate::files::{Patience, SettingNames};
 use crate::fork::Maker;
 use crate::frame::{Frame, FramePool, Loan, PoolId};
-use crate::geometry::{ALIGNMENT, Geometry};
+use crate::geometry::Geometry;
 use crate::memory::{Memory, forget_checksum};
+use crate::verify::corrupt;
 
-const HUGE_PAGE: usize = 2 << 20;
+use file::MemoryFile;
+pub use mount::{Mount, MountKind};
+use pages::{HUGE_PAGE, available_memory, huge_bytes, prefault};
 
-/// Anonymous memory, cut into slots, every page of it present before it is first used: registering untouched
+/// What to change when memory in a file cannot be had.
+pub(crate) static SETTINGS: SettingNames = SettingNames {
+    tier: "the host tier",
+    dir: "host.persist (DYN_KVBM_CPU_CACHE_PERSIST)",
+    capacity: "host.capacity",
+    space: "lower host.capacity (DYN_KVBM_CPU_CACHE_GB), or make the mount larger: a container has 64 MiB of /dev/shm \
+            unless it is started with --shm-size, a pod unless a volume of `medium: Memory` is mounted there, a \
+            machine what `mount -o remount,size=…` gave it; hugetlbfs has as many pages as vm.nr_hugepages",
+};
+
+/// Memory, cut into slots, every page of it present before it is first used: registering untouched
 /// memory with a ring or a GPU takes tens of seconds per GiB.
 ///
 /// Children that the process forks do not get it: the kernel must copy pages that hardware was given, at the
@@ -33,9 +57,22 @@ pub struct DramRegion {
     base: usize,
     huge_bytes: usize,
     /// The host tier's: what lies there may go on to a medium that forgets bits.
-    checksums: Option<Checksums>,
+    checksums: Option<Arc<Checksums>>,
     pool: PoolId,
     pool_given: AtomicBool,
+    /// What its first slots lie in, if these outlive the process. After the mapping.
+    file: Option<MemoryFile>,
+}
+
+/// Where slots lie that outlive their process.
+#[derive(Clone, Debug)]
+pub struct PersistOptions {
+    /// A directory on tmpfs or hugetlbfs; its last component is made if it is missing.
+    pub dir: PathBuf,
+    /// Names all that the bytes of the blocks depend on: letters, digits, `-` and `_`.
+    pub namespace: String,
+    /// So many slots, the first ones, are to outlive the process.
+    pub slots: u32,
 }
 
 /// How memory is obtained.
@@ -66,32 +103,65 @@ impl DramRegion {
         Self::open(Tier::Device, options)
     }
 
+    /// A host tier whose first slots are found again after the end of the process, however that comes. The file is
+    /// `kvbm-<namespace>.memory`, of exactly the size of these slots (on hugetlbfs rounded up to whole pages), which is
+    /// all there before this returns. Waits up to 15 s for a file that is in use.
+    ///
+    /// What lies in the slots is as the last process left it, in mid-copy if it was killed: each slot's block is to be
+    /// compared with a checksum before it is used.
+    ///
+    /// # Errors
+    /// `NoSpace`: the mount, or the system, has not that much memory to give. `Invalid`: the directory is not in
+    /// memory, the namespace is no file name, or the file is of another size. `NotWritable`: what lies there is not a
+    /// file of this user's that is closed to all others. `InUse`: another process has it.
+    pub fn persistent(options: DramOptions, place: &PersistOptions) -> Result<Self, SetupError> {
+        Self::persistent_within(options, place, Patience::FOR_A_DEAD_RING)
+    }
+
+    fn persistent_within(
+        options: DramOptions,
+        place: &PersistOptions,
+        patience: Duration,
+    ) -> Result<Self, SetupError> {
+        Self::build(Tier::Host, options, Some(MemoryFile::open(place, options, patience)?))
+    }
+
     pub(crate) fn open(tier: Tier, options: DramOptions) -> Result<Self, SetupError> {
+        Self::build(tier, options, None)
+    }
+
+    fn build(tier: Tier, options: DramOptions, file: Option<MemoryFile>) -> Result<Self, SetupError> {
         let DramOptions { geometry, huge_pages, fault_threads } = options;
         let too_large = |why: &str| too_large(tier, geometry.bytes(), why);
-        if let Some(available) = available_memory().filter(|&available| geometry.bytes() as u64 > available) {
+        let private = geometry.bytes().saturating_sub(file.as_ref().map_or(0, MemoryFile::bytes));
+        if let Some(available) = available_memory().filter(|&available| private as u64 > available) {
             return Err(too_large(&format!("{} MiB are available", available >> 20)));
         }
-        let bytes = geometry.bytes().checked_add(HUGE_PAGE).ok_or_else(|| too_large("no such address"))?;
-        let map = MmapMut::map_anon(bytes).map_err(|error| too_large(&error.to_string()))?;
-        let base = map.as_ptr().align_offset(HUGE_PAGE);
+        let (bytes, alignment) = file.as_ref().map_or((geometry.bytes(), HUGE_PAGE), |file| {
+            (geometry.bytes().max(file.bytes()), file.page_bytes().max(HUGE_PAGE))
+        });
+        let (mut map, base) = reserve(bytes, alignment, huge_pages).map_err(|error| too_large(&error))?;
+        file.iter().try_for_each(|file| file.map_over(&mut map, base, huge_pages))?;
         // Before anything registers the pages, and before they are there.
         if let Err(error) = map.advise(Advice::DontFork) {
             tracing::warn!(%error, "{}: forks will copy it, and be slow", label(tier));
         }
-        if huge_pages && let Err(error) = map.advise(Advice::HugePage) {
-            tracing::debug!(%error, "{}: no huge pages", label(tier));
-        }
-        prefault(&map, base, geometry.bytes(), fault_threads)
-            .map_err(|error| too_large(&error.to_string()))?;
+        prefault(&map, base, bytes, fault_threads, true).map_err(|error| too_large(&error.to_string()))?;
         let map = ManuallyDrop::new(MmapRaw::from(map));
         // The kernel's report is long where a process has many mappings: it is read only where it can say something.
-        let huge_bytes =
-            if huge_pages { huge_bytes(map.as_ptr() as usize, bytes).min(geometry.bytes()) } else { 0 };
+        let says_something = huge_pages || file.as_ref().is_some_and(|file| file.page_bytes() >= HUGE_PAGE);
+        let start = map.as_ptr() as usize + base;
+        let huge_bytes = if says_something { huge_bytes(start, bytes).min(geometry.bytes()) } else { 0 };
         let (pool, maker) = (PoolId::fresh(), Maker::this_process());
-        let checksums = (tier == Tier::Host).then(Checksums::new);
+        let checksums = (tier == Tier::Host).then(Arc::default);
         let pool_given = AtomicBool::new(false);
-        Ok(Self { tier, geometry, map, maker, base, huge_bytes, checksums, pool, pool_given })
+        Ok(Self { tier, geometry, map, maker, base, huge_bytes, checksums, pool, pool_given, file })
+    }
+
+    /// The file that its first slots lie in, and whether an earlier process made it; `None`: all of it goes with this
+    /// process.
+    pub fn persists(&self) -> Option<(&Path, bool)> {
+        self.file.as_ref().map(|file| (file.path(), file.was_there()))
     }
 
     /// What it is, in reports: `host memory`, `emulated device`.
@@ -143,6 +213,24 @@ impl DramRegion {
         Some(unsafe { std::slice::from_raw_parts(slot.as_ptr(), self.block_bytes()) })
     }
 
+    /// The checksums of its blocks; `None`: it remembers none, as it is no host tier's.
+    pub const fn shared_checksums(&self) -> Option<&Arc<Checksums>> {
+        self.checksums.as_ref()
+    }
+
+    /// Compares the block in a slot that its pool lent with the checksum that an earlier process had of it, if the block
+    /// is that process's and has not been compared before: so whoever reads it by [`read_loan`](Self::read_loan) must.
+    ///
+    /// # Errors
+    /// `Corrupt`: the block is not what it was.
+    pub fn verify_loan(&self, loan: &Loan) -> Result<(), CopyError> {
+        let (Some(checksums), Some(block)) = (&self.checksums, self.read_loan(loan)) else { return Ok(()) };
+        checksums.verify_inherited(loan.slot(), block).map_err(|(expected, actual)| {
+            let slot = SlotRef { tier: self.tier, slot: loan.slot(), generation: 0 };
+            corrupt(slot, expected, actual)
+        })
+    }
+
     fn own_slot(&self, pool: PoolId, slot: SlotId) -> Option<NonNull<u8>> {
         if pool != self.pool {
             return None;
@@ -160,8 +248,9 @@ impl Drop for DramRegion {
     }
 }
 
-// SAFETY: the mapping belongs to the region, never moves, starts the slots on a huge page boundary and is
-// `HUGE_PAGE` bytes longer than they need. Its bytes are handed out to holders of frames only.
+// SAFETY: the mapping belongs to the region, never moves, starts the slots on a huge page boundary and is longer than
+// they need by what that takes. Its bytes are handed out to holders of frames only. A file behind it is of its full
+// size and locked, and closed to other users: nobody cuts it off or changes it who is not bound to do what we do.
 unsafe impl Memory for DramRegion {
     fn tier(&self) -> Tier {
         self.tier
@@ -172,15 +261,30 @@ unsafe impl Memory for DramRegion {
     }
 
     fn checksums(&self) -> Option<&Checksums> {
-        self.checksums.as_ref()
+        self.checksums.as_deref()
+    }
+
+    fn lock(&self) -> Option<&File> {
+        self.file.as_ref().map(MemoryFile::file)
     }
 
     fn base(&self) -> NonNull<u8> {
-        // SAFETY: `base` is less than a huge page, by which the mapping is longer than the slots.
+        // SAFETY: `base` is less than the alignment, by which the mapping is longer than the slots.
         let first = unsafe { self.map.as_mut_ptr().add(self.base) };
         // SAFETY: no mapping of ours lies at address zero.
         unsafe { NonNull::new_unchecked(first) }
     }
+}
+
+/// Addresses for so many bytes, and where in them the first boundary lies; no memory yet.
+fn reserve(bytes: usize, alignment: usize, huge_pages: bool) -> Result<(MmapMut, usize), String> {
+    let all = bytes.checked_add(alignment).ok_or("no such address")?;
+    let map = MmapMut::map_anon(all).map_err(|error| error.to_string())?;
+    if huge_pages && let Err(error) = map.advise(Advice::HugePage) {
+        tracing::debug!(%error, "no huge pages");
+    }
+    let base = map.as_ptr().align_offset(alignment);
+    Ok((map, base))
 }
 
 const fn label(tier: Tier) -> &'static str {
@@ -201,165 +305,5 @@ fn too_large(tier: Tier, bytes: usize, why: &str) -> SetupError {
     SetupError::new(SetupErrorKind::NoSpace, message)
 }
 
-/// Makes all pages present, each thread its share of huge pages.
-fn prefault(map: &MmapMut, base: usize, bytes: usize, threads: usize) -> io::Result<()> {
-    let share = bytes.div_ceil(threads.max(1)).next_multiple_of(HUGE_PAGE);
-    std::thread::scope(|scope| {
-        let start = |from: usize| scope.spawn(move || populate(map, base + from, share.min(bytes - from)));
-        let running: Vec<_> = (0..bytes).step_by(share).map(start).collect();
-        running.into_iter().try_for_each(|thread| match thread.join() {
-            Ok(result) => result,
-            Err(panic) => std::panic::resume_unwind(panic),
-        })
-    })
-}
-
-fn populate(map: &MmapMut, from: usize, bytes: usize) -> io::Result<()> {
-    match map.advise_range(Advice::PopulateWrite, from, bytes) {
-        // Before Linux 5.14 the advice is unknown.
-        Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
-            for offset in (from..from + bytes).step_by(ALIGNMENT) {
-                // SAFETY: the page lies within the mapping, which nobody uses yet; other threads write others.
-                unsafe { map.as_ptr().cast_mut().add(offset).write_volatile(0) };
-            }
-            Ok(())
-        }
-        result => result,
-    }
-}
-
-/// What the system, or the container it limits us to, can still give.
-fn available_memory() -> Option<u64> {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let system = kilobytes(meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?)?;
-    let cgroup = |name| std::fs::read_to_string(format!("/sys/fs/cgroup/memory.{name}")).ok();
-    let number = |text: String| text.trim().parse::<u64>().ok();
-    let limit = cgroup("max").and_then(number);
-    let used = cgroup("current").and_then(number).unwrap_or(0);
-    Some(limit.map_or(system, |limit| system.min(limit.saturating_sub(used))))
-}
-
-/// How much of an address range the kernel keeps in huge pages.
-fn huge_bytes(start: usize, bytes: usize) -> usize {
-    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap_or_default();
-    let mut inside = false;
-    let mut huge = 0;
-    for line in smaps.lines() {
-        if let Some((from, to)) = address_range(line) {
-            inside = from < start + bytes && start < to;
-        } else if inside && let Some(value) = line.strip_prefix("AnonHugePages:") {
-            huge += kilobytes(value).unwrap_or(0) as usize;
-        }
-    }
-    huge
-}
-
-/// `7f00-7f10 rw-p …`: the first line of a mapping in `smaps`.
-fn address_range(line: &str) -> Option<(usize, usize)> {
-    let (from, to) = line.split_once(' ')?.0.split_once('-')?;
-    Some((usize::from_str_radix(from, 16).ok()?, usize::from_str_radix(to, 16).ok()?))
-}
-
-/// `  12 kB` in bytes.
-fn kilobytes(text: &str) -> Option<u64> {
-    text.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::testing::holds_in_a_child;
-    use crate::testing::skip;
-
-    fn options(slots: u32, block_bytes: usize) -> DramOptions {
-        let geometry = Geometry::new(slots, block_bytes).unwrap();
-        DramOptions { geometry, huge_pages: true, fault_threads: 2 }
-    }
-
-    #[test]
-    fn blocks_are_kept_apart_and_aligned() {
-        let region = DramRegion::host(options(600, 5000)).unwrap();
-        let mut frames = region.frames().unwrap();
-        let mut all: Vec<Frame> = std::iter::from_fn(|| frames.take()).collect();
-        assert_eq!(all.len(), 600);
-        for frame in &mut all {
-            let mark = frame.slot().0 as u8;
-            region.write(frame).unwrap().fill(mark);
-        }
-        for frame in &all {
-            let block = region.read(frame).unwrap();
-            assert_eq!(block.len(), 5000);
-            assert!(block.as_ptr().addr().is_multiple_of(ALIGNMENT));
-            assert!(block.iter().all(|&byte| byte == frame.slot().0 as u8));
-        }
-        assert!(region.base().addr().get().is_multiple_of(HUGE_PAGE));
-    }
-
-    #[test]
-    fn a_frame_opens_its_own_region_only() {
-        let ours = DramRegion::host(options(1, 4096)).unwrap();
-        let theirs = DramRegion::emulated_device(options(1, 4096)).unwrap();
-        let mut frame = theirs.frames().unwrap().take().unwrap();
-        assert!(theirs.frames().is_none());
-        assert!(ours.read(&frame).is_none() && ours.write(&mut frame).is_none());
-        assert_eq!(theirs.label(), "emulated device");
-    }
-
-    /// What the kernel says of the region's pages: KiB in memory, KiB in huge pages.
-    fn pages(region: &DramRegion) -> [u64; 2] {
-        let start = region.base().addr().get();
-        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
-        let mut lines = smaps
-            .lines()
-            .skip_while(|line| !address_range(line).is_some_and(|(from, to)| from <= start && start < to));
-        ["Rss:", "AnonHugePages:"]
-            .map(|field| kilobytes(lines.find_map(|line| line.strip_prefix(field)).unwrap()).unwrap())
-    }
-
-    /// With a ring, whose registered memory the kernel would copy at the fork.
-    #[test]
-    fn a_fork_copies_nothing_of_the_pool() {
-        for open in [DramRegion::host, DramRegion::emulated_device] {
-            let region = open(options(64, 1 << 20)).unwrap();
-            let ring = crate::disk::ring::build(1).inspect_err(|error| skip("uring", error)).ok();
-            let _parts = ring.as_ref().and_then(|ring| crate::disk::ring::register_memory(ring, &region));
-            let before = pages(&region);
-            let start = region.base().as_ptr();
-            assert!(
-                holds_in_a_child(|| {
-                    // SAFETY: the kernel is asked what lies at an address and writes the answer for one page.
-                    let found = unsafe { libc::mincore(start.cast(), ALIGNMENT, [0].as_mut_ptr()) };
-                    found == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::ENOMEM)
-                }),
-                "the child has the pool"
-            );
-            assert_eq!(pages(&region), before);
-        }
-    }
-
-    #[test]
-    fn a_child_that_drops_the_pool_unmaps_nothing() {
-        let mut region = Some(DramRegion::host(options(4, 4096)).unwrap());
-        let start = region.as_ref().unwrap().base();
-        assert!(holds_in_a_child(|| {
-            // Something else of the child's lies where the pool was.
-            // SAFETY: nothing lies there in the child, else this fails.
-            let place = unsafe {
-                let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
-                libc::mmap(start.as_ptr().cast(), ALIGNMENT, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
-            };
-            drop(region.take());
-            // SAFETY: mapped above, unless the drop has unmapped it, which ends the child and fails the test.
-            place == start.as_ptr().cast() && unsafe { start.read_volatile() } == 0
-        }));
-        let mut frame = region.as_ref().unwrap().frames().unwrap().take().unwrap();
-        region.as_ref().unwrap().write(&mut frame).unwrap().fill(1);
-    }
-
-    #[test]
-    fn more_memory_than_there_is_names_the_setting() {
-        let error = DramRegion::host(options(1 << 20, 1 << 30)).unwrap_err();
-        assert_eq!(error.kind(), SetupErrorKind::NoSpace);
-        assert!(error.to_string().contains("DYN_KVBM_CPU_CACHE_GB"), "{error}");
-    }
-}
+mod tests;

@@ -68,6 +68,8 @@ pub struct FramePool {
     id: PoolId,
     tier: Tier,
     slots: u32,
+    /// Slots from here on are set aside.
+    own_slots: u32,
     states: HugeVec<Entry>,
     free_head: u32,
     /// Counts lives of slots, whichever: a slot's generation is the life's number.
@@ -146,6 +148,7 @@ impl FramePool {
             id,
             tier,
             slots,
+            own_slots: slots,
             // Addresses only: the kernel provides memory as far as it is used.
             states: HugeVec::with_capacity(slots.min(RESERVED) as usize),
             free_head: LAST,
@@ -170,7 +173,7 @@ impl FramePool {
     /// Takes certain slots, each in a new life; `None` for one that is not free, or that there is not. Goes over all slots
     /// that were ever used, so it is for the start, when what an earlier process stored is found again.
     pub fn take_these(&mut self, slots: &[SlotId]) -> Vec<Option<Frame>> {
-        let ours = slots.iter().filter(|slot| slot.0 < self.slots);
+        let ours = slots.iter().filter(|slot| slot.0 < self.own_slots);
         let used = ours.map(|slot| slot.0 as usize + 1).max().unwrap_or(0).max(self.states.len());
         self.states.reserve_exact(used - self.states.len());
         self.states.resize(used, Entry::new(State::Free, LAST));
@@ -196,6 +199,17 @@ impl FramePool {
                 self.free_head = slot as u32;
             }
         }
+    }
+
+    /// Takes the last slots for good, `count` of them or as many as have never been used: they are out, and must not be
+    /// given back. So the others keep their numbers, however many are set aside.
+    pub fn set_aside(&mut self, count: u32) -> Vec<Frame> {
+        let end = self.own_slots;
+        self.own_slots = end.saturating_sub(count).max(self.states.len() as u32);
+        self.out += end - self.own_slots;
+        let generation = self.lives;
+        let name = |slot| SlotRef { tier: self.tier, slot: SlotId(slot), generation };
+        (self.own_slots..end).map(|slot| Frame { pool: self.id, slot: name(slot) }).collect()
     }
 
     /// The slot is free again.
@@ -307,12 +321,12 @@ impl FramePool {
     /// Slots are numbered in order of first use, so that the slot allocator grows with what is used.
     fn first_use(&mut self) -> Option<u32> {
         let used = self.states.len();
-        if used == self.slots as usize {
+        if used == self.own_slots as usize {
             return None;
         }
         if used == self.states.capacity() {
             // Doubling alone would reserve beyond the tier's last slot: memory that is never used.
-            let ahead = used.max(1024).min(self.slots as usize - used);
+            let ahead = used.max(1024).min(self.own_slots as usize - used);
             self.states.reserve_exact(ahead);
         }
         self.states.push(Entry::new(State::Free, LAST));
@@ -446,6 +460,18 @@ mod tests {
         assert!(pool.states.capacity() <= RESERVED as usize && pool.states.len() == 1);
         assert_eq!(pool.free(), MAX_SLOTS - 1);
         pool.give_back(frame);
+    }
+
+    #[test]
+    fn what_is_set_aside_leaves_the_others_their_numbers() {
+        let mut pool = FramePool::new(Tier::Host, 5);
+        let numbers = |frames: &[Frame]| frames.iter().map(|frame| frame.slot().0).collect::<Vec<_>>();
+        let aside = pool.set_aside(2);
+        assert_eq!((numbers(&aside), pool.out(), pool.free()), (vec![3, 4], 2, 3));
+        assert!(pool.take_these(&[SlotId(3)])[0].is_none(), "nor are they taken by number");
+        let taken: Vec<_> = std::iter::from_fn(|| pool.take()).collect();
+        assert_eq!((numbers(&taken), pool.out(), pool.free()), (vec![0, 1, 2], 5, 0));
+        assert!(pool.set_aside(1).is_empty(), "all others are in use");
     }
 
     #[test]

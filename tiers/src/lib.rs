@@ -7,13 +7,14 @@
 //!
 //! | region | slots lie in | reached by |
 //! |---|---|---|
-//! | [`DramRegion`] | memory: the host tier, or an emulated device | [`MemcpyBackend`] |
+//! | [`DramRegion`] | memory: the host tier, which may outlive the process, or an emulated device | [`MemcpyBackend`] |
 //! | [`DeviceRegion`] | a GPU's memory, or an engine's own tensors, in pieces | `cuda::CudaBackend`, [`MemcpyBackend`] |
 //! | [`DiskRegion`] | slot files, one per directory | [`UringBackend`], [`ThreadsBackend`], `cuda::GdsBackend` |
 //! | [`object`] | segments in an object store | its own backend |
 //!
 //! [`Verified`] around a backend checksums what leaves memory and verifies what returns; the host tier
-//! remembers checksums from the moment that a block arrives. [`FramePool`] mints a [`Frame`], the sole slot handle,
+//! remembers checksums from the moment that a block arrives. [`VerifiedOnce`] verifies what an earlier process left in
+//! memory. [`FramePool`] mints a [`Frame`], the sole slot handle,
 //! for each slot; whoever has one may read and write the slot's memory. [`transform`] rearranges blocks between the
 //! layouts of engines. [`sealed`] encrypts what lies below memory.
 //!
@@ -44,6 +45,7 @@ pub mod disk;
 pub mod dram;
 pub mod error;
 pub mod fence;
+mod files;
 mod fork;
 pub mod frame;
 pub mod geometry;
@@ -64,6 +66,7 @@ mod stream;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod transform;
+pub mod verified_once;
 mod verifiers;
 pub mod verify;
 
@@ -72,7 +75,7 @@ pub use checksum::Checksums;
 pub use copy::{BlockKey, Completion, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
 pub use device::{DeviceRegion, Space};
 pub use disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
-pub use dram::{DramOptions, DramRegion};
+pub use dram::{DramOptions, DramRegion, Mount, MountKind, PersistOptions};
 pub use error::{Failure, SetupError, SetupErrorKind};
 pub use fence::{Fence, Fences, HostFence, Layers, Mark};
 pub use frame::{Frame, FramePool, Loan};
@@ -84,4 +87,5 @@ pub use memory::Memory;
 pub use sealed::Sealed;
 pub use segments::{Part, Piece, Segment, SegmentMap};
 pub use transform::{Layout, Transform};
+pub use verified_once::VerifiedOnce;
 pub use verify::Verified;

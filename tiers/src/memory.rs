@@ -1,6 +1,7 @@
 //! Regions that the CPU can address.
 
 use std::fmt;
+use std::fs::File;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -49,6 +50,13 @@ pub unsafe trait Memory: Send + Sync + fmt::Debug {
     /// The checksums of the blocks in its slots, as far as they are known, if it remembers any. Whoever writes
     /// to a slot records its block's checksum or forgets the old one.
     fn checksums(&self) -> Option<&Checksums> {
+        None
+    }
+
+    /// The file whose lock says that the memory may still be written to, if it outlives its process. Hardware that
+    /// writes to memory after the end of the process must keep this file open meanwhile, as rings do with files that
+    /// they have registered: the next process waits for the lock.
+    fn lock(&self) -> Option<&File> {
         None
     }
 

@@ -7,6 +7,7 @@ use std::thread;
 use crossbeam_channel::{Receiver, Sender, select_biased, unbounded};
 
 use crate::clock;
+use crate::error::{SetupError, SetupErrorKind};
 use crate::fork::Maker;
 
 /// A few threads that work off jobs. What has arrived is verified before what is about to leave is summed: an engine
@@ -32,8 +33,14 @@ const MAX_ARRIVALS_IN_A_ROW: usize = 15;
 
 impl Verifiers {
     /// On half the cores: the others compute, or serve the rings.
-    pub(crate) fn start() -> io::Result<Self> {
-        Self::named("kvbm-verify")
+    ///
+    /// # Errors
+    /// `Unavailable`: no threads.
+    pub(crate) fn start() -> Result<Self, SetupError> {
+        Self::named("kvbm-verify").map_err(|error| {
+            let message = "cannot start threads for checksums: raise the limit on processes";
+            SetupError::caused(SetupErrorKind::Unavailable, message, error)
+        })
     }
 
     /// The same, for other work on blocks.

@@ -34,7 +34,7 @@ pub struct Verified<B> {
 
 /// Waking another thread takes the submitting one 10 to 15 µs, and the other begins 10 to 40 µs later; so much is
 /// summed from memory in 12 µs (measured). Chunks of this size go to the threads.
-const INLINE_BYTES: usize = 128 << 10;
+pub(crate) const INLINE_BYTES: usize = 128 << 10;
 
 /// A batch on its way out, some of whose blocks are being summed.
 struct Departure<B> {
@@ -57,10 +57,7 @@ impl<B: Backend> Verified<B> {
     /// `Invalid`: `inner` serves other routes. `Unavailable`: no threads.
     pub fn new(inner: B, memory: Arc<dyn Memory>, checksums: Arc<Checksums>) -> Result<Self, SetupError> {
         only_other_end(&inner, memory.tier())?;
-        let verifiers = Verifiers::start().map_err(|error| {
-            let message = "cannot start threads for checksums: raise the limit on processes";
-            SetupError::caused(SetupErrorKind::Unavailable, message, error)
-        })?;
+        let verifiers = Verifiers::start()?;
         let guard = Arc::new(Guard { memory, checksums });
         Ok(Self { inner: Arc::new(inner), guard, verifiers: Arc::new(verifiers), aside: false })
     }

@@ -1,11 +1,17 @@
 //! Tiers whose slots outlive the process: their indices are opened, and what these say is resident again.
 
 use std::cmp::Reverse;
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_settings::Settings;
-use kvbm_tiers::{Checksums, DiskOptions, IndexOptions, Recovered, Tier, TierIndex, clock};
+use kvbm_settings::{HostSettings, Settings};
+use kvbm_tiers::{
+    Checksums, DiskOptions, DramRegion, IndexOptions, Memory, Mount, MountKind, Recovered, Tier, TierIndex,
+    clock,
+};
 
 use super::{Tiers, setup};
 use crate::durable::{Durable, OnDurable, RecoveryReport, Service};
@@ -67,6 +73,37 @@ impl Tiers {
         self.keep(Tier::Disk, &indices, Arc::clone(checksums))
     }
 
+    /// The host tier's index lies beside the memory that persists, or where the settings want it.
+    pub(super) fn keep_host(
+        &mut self,
+        region: &DramRegion,
+        settings: &HostSettings,
+        slots: u32,
+    ) -> Result<()> {
+        let (Some((memory, was_there)), Some(checksums), Some(identity)) =
+            (region.persists(), region.shared_checksums(), self.namespace.identity)
+        else {
+            return Ok(());
+        };
+        let index = IndexOptions {
+            path: host_index_dir(memory, settings)?.join(format!("kvbm-{}-host.index", self.namespace.name)),
+            tier: Tier::Host,
+            namespace: self.namespace.name.clone(),
+            identity: identity.digest,
+            slots,
+            block_bytes: region.block_bytes() as u64,
+            part: (0, 1),
+            epoch: identity.epoch,
+            patience: PATIENCE,
+        };
+        self.keep(Tier::Host, &[index], Arc::clone(checksums))?;
+        match self.kept.last_mut() {
+            // What is there tells of memory that is gone.
+            Some(kept) if !was_there => kept.begin_anew(),
+            _ => Ok(()),
+        }
+    }
+
     /// Opens the indices of a tier. Number `i` tells of the slots `i`, `i + n` and so on, if they are `n`.
     pub(super) fn keep(
         &mut self,
@@ -81,12 +118,40 @@ impl Tiers {
     }
 }
 
+/// Where the index of memory in a file lies.
+fn host_index_dir<'a>(memory: &'a Path, settings: &'a HostSettings) -> Result<&'a Path> {
+    let beside = memory.parent().unwrap_or(Path::new("."));
+    let Some(dir) = &settings.persist_index else {
+        if Mount::of(beside).map_err(setup)?.kind == MountKind::Hugetlbfs {
+            return Err(Error::new(ErrorKind::Invalid, NO_INDEX_ON_HUGETLBFS));
+        }
+        return Ok(beside);
+    };
+    let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
+    made.map(|()| dir.as_path()).map_err(|error| {
+        let message = format!(
+            "{}: {error}; choose another host.persist_index (DYN_KVBM_CPU_CACHE_PERSIST_INDEX)",
+            dir.display()
+        );
+        Error::caused(ErrorKind::Unavailable, message, error)
+    })
+}
+
+const NO_INDEX_ON_HUGETLBFS: &str = "host.persist (DYN_KVBM_CPU_CACHE_PERSIST) is on hugetlbfs, which has no files that \
+     grow: name a directory on tmpfs for the index with host.persist_index (DYN_KVBM_CPU_CACHE_PERSIST_INDEX)";
+
 /// Says what an operator would wonder about later.
 pub(super) fn warn_of_cold_start(settings: &Settings, fingerprint: Option<&Fingerprint>) {
     if settings.disk.capacity.is_some() && settings.disk.keep && fingerprint.is_none() {
         tracing::warn!(
             "disk.keep (DYN_KVBM_DISK_KEEP) keeps the slot files, but without Options::fingerprint nothing tells models \
              apart: no block in them will be found after a restart"
+        );
+    }
+    if settings.host.persist.is_some() && fingerprint.is_none() {
+        tracing::warn!(
+            "host.persist (DYN_KVBM_CPU_CACHE_PERSIST) keeps the memory, but without Options::fingerprint nothing tells \
+             models apart: no block in it will be found after a restart"
         );
     }
 }
@@ -123,6 +188,16 @@ pub(super) fn resume(
 }
 
 impl KeptTier {
+    /// Forgets what the indices say.
+    fn begin_anew(&mut self) -> Result<()> {
+        for (index, found) in self.indices.iter_mut().filter(|(_, found)| !found.entries.is_empty()) {
+            found.entries.clear();
+            let (epoch, forgotten) = found.epoch;
+            index.set_epoch(epoch, forgotten).map_err(|error| not_begun(index, error))?;
+        }
+        Ok(())
+    }
+
     fn epochs(&self) -> impl Iterator<Item = (u64, u64)> {
         self.indices.iter().map(|(_, found)| found.epoch)
     }
@@ -140,7 +215,9 @@ impl KeptTier {
                 index.set_epoch(epoch.0, epoch.1).map_err(|error| not_begun(index, error))?;
             }
         }
-        entries.iter().for_each(|entry| self.checksums.record(entry.slot, entry.checksum));
+        // What is read from memory is not verified each time, as what is read from a drive is.
+        let note = if self.tier == Tier::Host { Checksums::inherit } else { Checksums::record };
+        entries.iter().for_each(|entry| note(&self.checksums, entry.slot, entry.checksum));
         let restored = table.restore(self.tier, &entries);
         let took_us = started.elapsed().as_micros() as u64;
         let (tier, blocks, dropped) = (self.tier, restored.blocks, restored.dropped);

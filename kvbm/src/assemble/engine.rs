@@ -66,11 +66,18 @@ pub(super) fn try_out(
         (None, Some(pool)) => (pool.take().ok_or_else(no_memory)?, Some(pool)),
         (None, None) => return Err(no_memory()),
     };
+    // A slot of the tier may hold what an earlier process left.
+    let before = pool.is_some().then(|| host.read(&frame).map(<[u8]>::to_vec)).flatten();
     let mut canary = Canary { backend, limit, host, frame, hangs: false };
     // The ends: a wrong size or stride shows at the far one.
     let mut slots = vec![SlotId(0), SlotId(engine.segments().slots() - 1)];
     slots.dedup();
     let outcome = canary.fly(&slots);
+    if let Some(before) = before.filter(|_| !canary.hangs)
+        && let Some(slot) = host.write(&mut canary.frame)
+    {
+        slot.copy_from_slice(&before);
+    }
     match pool {
         Some(pool) => pool.give_back(canary.frame),
         None => staging.push(canary.frame),

@@ -56,7 +56,7 @@ impl Tiers {
         let mut tiers = Self::default();
         tiers.count_slots(options.slots, host_slots(settings)?.staging, settings);
         let leader = Leader::open(options, move |_| on_loss.lost()).map_err(setup)?;
-        tiers.connect(leader);
+        tiers.connect(leader)?;
         tiers.link_flushes(settings);
         Ok(tiers)
     }
@@ -65,7 +65,7 @@ impl Tiers {
         for tier in Tier::ALL {
             let mut pool = FramePool::new(tier, slots[tier.index()]);
             if tier == Tier::Host {
-                self.staging.extend((0..staging).filter_map(|_| pool.take()));
+                self.staging.extend(pool.set_aside(staging));
             }
             if own_slots(&pool) > 0 {
                 self.add_tier(pool, settings);

@@ -61,11 +61,10 @@ impl Tiers {
         match end.seal {
             Some(Seal { parts, run_blocks }) => {
                 let sealed = Sealed::new(backend, self.memory()?, parts, run_blocks).map_err(setup)?;
-                self.connect(sealed);
+                self.connect(sealed)
             }
             None => self.connect(backend),
         }
-        Ok(())
     }
 
     /// DRAM that the lower tiers read from and write to.

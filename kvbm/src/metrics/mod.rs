@@ -231,9 +231,13 @@ impl Metrics {
         };
         self.transfer_failures.with_label_values(&[route.0.name(), route.1.name(), name]).inc();
         if kind == CopyErrorKind::Corrupt {
-            self.checksum_failures.with_label_values(&[route.0.name()]).inc();
+            self.found_corrupt(route.0);
         }
         self.upstream.failed(route);
+    }
+
+    pub(crate) fn found_corrupt(&self, tier: Tier) {
+        self.checksum_failures.with_label_values(&[tier.name()]).inc();
     }
 
     pub(crate) fn went_overdue(&self, route: Route) {

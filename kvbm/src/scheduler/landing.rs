@@ -9,6 +9,7 @@ use super::Core;
 use super::batch::{Batch, Completed, Overdue};
 use super::engine_order::EndedOrder;
 use super::routed::RoutedTask;
+use crate::hash::Chain;
 use crate::table::{Dropped, Effects, TransferEnd};
 use crate::task::{Class, Defect, Outcome, TaskResult};
 
@@ -149,6 +150,20 @@ impl Core {
         drop(table);
         self.apply(effects);
         if is_due {
+            self.flushing.wake();
+        }
+    }
+
+    /// A block of a chain that was lent for reading is not what it was: it leaves `tier` with its descendants.
+    pub(crate) fn lent_is_corrupt(self: &Arc<Self>, tier: Tier, chain: Chain<'_>, position: usize) {
+        self.metrics.found_corrupt(tier);
+        let mut table = self.table.lock();
+        let chain = table.enter(chain);
+        table.quarantine_resident(tier, chain.key(position), Defect::Corrupt);
+        let (is_dropping, effects) = (table.is_dropping(), table.take_effects());
+        drop(table);
+        self.apply(effects);
+        if is_dropping {
             self.flushing.wake();
         }
     }

@@ -119,6 +119,14 @@ impl Table {
         0
     }
 
+    /// The same of a block that a reader found bad where it is now; nothing, if it is not there any more.
+    pub fn quarantine_resident(&mut self, tier: Tier, key: BlockKey, defect: Defect) -> usize {
+        let resident = self.find(key).map(|record| self.records.at(record));
+        let slot = resident.filter(|record| record.resident().has(tier)).map(|record| record.slot(tier));
+        let found = slot.and_then(|slot| self.tier(tier).pool.resident_ref(slot));
+        found.map_or(0, |found| self.quarantine(key, found, defect))
+    }
+
     /// Drops some more descendants of bad blocks, deepest first, so that what is left is a chain's beginning at any time.
     /// Returns whether there are more.
     pub fn drop_more(&mut self) -> bool {

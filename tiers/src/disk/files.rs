@@ -1,29 +1,30 @@
 //! One slot file: made or found, locked, of its full size.
 //!
-//! Others may write the directory (the default is `/tmp`), so nothing that lies there is trusted: what is not kept
-//! never has a name where the file system can do that, what is kept is made under a name that did not exist, and
-//! what is found must be ours and closed to others.
+//! Others may write the directory (the default is `/tmp`): what is not kept never has a name where the file system can
+//! do that, and what is kept is opened as [`files`](crate::files) does.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, ErrorKind, Write};
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use rustix::fs::{FallocateFlags, OFlags};
+use rustix::fs::OFlags;
 
-use crate::disk::failure::{failed, no_space};
-use crate::disk::lock::{Patience, lock};
-use crate::error::{SetupError, SetupErrorKind};
+use crate::disk::SETTINGS;
+use crate::error::SetupError;
+use crate::files::{
+    Kept, LockedFile, Patience, Site, check_size, checked_namespace, create_locked, fill, make_dir,
+    open_kept, partial, remove_abandoned, unlink,
+};
 use crate::fork::Maker;
 use crate::geometry::ALIGNMENT;
 
 /// An open slot file; a kept one is locked.
 #[derive(Debug)]
 pub(super) struct SlotFile {
-    file: File,
+    file: LockedFile,
     direct: bool,
-    maker: Maker,
     // After the file.
     _made_dir: Option<MadeDir>,
 }
@@ -43,19 +44,10 @@ pub(super) fn names(
 ) -> Result<impl Iterator<Item = String>, SetupError> {
     static UNKEPT: AtomicU32 = AtomicU32::new(0);
     let namespace = match namespace {
-        Some(namespace) if is_file_name(namespace) => namespace.to_owned(),
-        Some(namespace) => {
-            let message = format!("disk namespace {namespace:?}: use letters, digits, '-' and '_' only");
-            return Err(SetupError::new(SetupErrorKind::Invalid, message));
-        }
+        Some(namespace) => checked_namespace(namespace)?.to_owned(),
         None => format!("{}-{}", std::process::id(), UNKEPT.fetch_add(1, Ordering::Relaxed)),
     };
     Ok((0..count).map(move |file| format!("kvbm-{namespace}-{file}of{count}.blocks")))
-}
-
-fn is_file_name(namespace: &str) -> bool {
-    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
-    !namespace.is_empty() && namespace.len() <= 200 && namespace.bytes().all(allowed)
 }
 
 impl SlotFile {
@@ -67,17 +59,17 @@ impl SlotFile {
         patience: &mut Patience,
     ) -> Result<Self, SetupError> {
         // What is kept keeps its directory.
-        let goes_again = make_dir(dir)? && !options.keep;
+        let goes_again = make_dir(dir, &SETTINGS)? && !options.keep;
         let made_dir = goes_again.then(|| MadeDir { path: dir.to_owned(), maker: Maker::this_process() });
-        remove_abandoned(dir);
-        let path = dir.join(name);
-        let (file, maker) = (open_file(dir, &path, options, patience)?, Maker::this_process());
-        let direct = options.o_direct && go_direct(&file).map_err(|error| failed(&path, &error))?;
-        Ok(Self { file, direct, maker, _made_dir: made_dir })
+        remove_abandoned(dir, &SETTINGS);
+        let site = Site::new(dir.join(name), &SETTINGS);
+        let file = open_file(dir, &site, options, patience)?;
+        let direct = options.o_direct && go_direct(file.file()).map_err(|error| site.failed(&error))?;
+        Ok(Self { file, direct, _made_dir: made_dir })
     }
 
     pub(super) const fn file(&self) -> &File {
-        &self.file
+        self.file.file()
     }
 
     pub(super) const fn is_direct(&self) -> bool {
@@ -87,20 +79,7 @@ impl SlotFile {
     /// A file that a test made.
     #[cfg(test)]
     pub(super) fn of(file: File) -> Self {
-        Self { file, direct: false, maker: Maker::this_process(), _made_dir: None }
-    }
-}
-
-impl Drop for SlotFile {
-    /// A ring that had the file registered lets go of it some time after its own end, and so do children that were
-    /// forked: closing alone would leave it locked. A child that closes its copy must not unlock, since there is
-    /// only one lock, its parent's.
-    fn drop(&mut self) {
-        if self.maker.is_this_process()
-            && let Err(error) = self.file.unlock()
-        {
-            tracing::debug!(%error, "could not unlock a slot file");
-        }
+        Self { file: LockedFile::of(file), direct: false, _made_dir: None }
     }
 }
 
@@ -109,17 +88,6 @@ impl Drop for SlotFile {
 struct MadeDir {
     path: PathBuf,
     maker: Maker,
-}
-
-/// Makes the last component of `dir` if it is missing, for this user alone. Whether it was.
-fn make_dir(dir: &Path) -> Result<bool, SetupError> {
-    match DirBuilder::new().mode(0o700).create(dir) {
-        Ok(()) => Ok(true),
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
-        // Where a directory must not be made, it may still be there.
-        Err(_) if dir.is_dir() => Ok(false),
-        Err(error) => Err(failed(dir, &error)),
-    }
 }
 
 impl Drop for MadeDir {
@@ -134,256 +102,40 @@ impl Drop for MadeDir {
 
 fn open_file(
     dir: &Path,
-    path: &Path,
+    site: &Site,
     options: SlotFileOptions,
     patience: &mut Patience,
-) -> Result<File, SetupError> {
-    if options.keep {
-        return open_kept(path, options, patience);
+) -> Result<LockedFile, SetupError> {
+    let fill = |file: &File| fill(site, file, options.bytes, options.zerofill_fallback);
+    if !options.keep {
+        let nameless = open_nameless(dir, site, patience)?;
+        fill(&nameless)?;
+        return Ok(LockedFile::of(nameless));
     }
-    let file = open_nameless(dir, path, patience)?;
-    fill(path, &file, options)?;
-    Ok(file)
+    let Kept { file: kept, .. } = open_kept(site, patience, fill)?;
+    check_size(site, kept.file(), options.bytes)?;
+    Ok(kept)
 }
 
 /// A file that vanishes with the process, however that ends.
-fn open_nameless(dir: &Path, path: &Path, patience: &mut Patience) -> Result<File, SetupError> {
+fn open_nameless(dir: &Path, site: &Site, patience: &mut Patience) -> Result<File, SetupError> {
     let flags = OFlags::TMPFILE.bits().cast_signed() | libc::O_EXCL;
     match OpenOptions::new().read(true).write(true).mode(0o600).custom_flags(flags).open(dir) {
         Ok(file) => Ok(file),
         // Not every file system has files without names: NFS, FUSE.
         Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR)) => {
-            open_unlinked(path, patience)
+            open_unlinked(site, patience)
         }
-        Err(error) => Err(failed(dir, &error)),
+        Err(error) => Err(site.at(dir).failed(&error)),
     }
 }
 
 /// As [`open_nameless`], except in the moment until the name is gone again.
-fn open_unlinked(path: &Path, patience: &mut Patience) -> Result<File, SetupError> {
-    let partial = partial(path);
+fn open_unlinked(site: &Site, patience: &mut Patience) -> Result<File, SetupError> {
+    let partial = partial(site);
     let file = create_locked(&partial, patience)?;
-    unlink(&partial);
+    unlink(&partial.path);
     Ok(file)
-}
-
-/// The file that an earlier process left, or a new one.
-fn open_kept(path: &Path, options: SlotFileOptions, patience: &mut Patience) -> Result<File, SetupError> {
-    loop {
-        match open_ours(path)? {
-            Some(file) => {
-                lock(&file, path, patience)?;
-                if is_at(&file, path)? {
-                    check_size(path, &file, options.bytes)?;
-                    return Ok(file);
-                }
-            }
-            None => {
-                if let Some(file) = make_kept(path, options, patience)? {
-                    return Ok(file);
-                }
-            }
-        }
-    }
-}
-
-/// A new file gets its name when it has its size: a process that is killed before leaves nothing that looks like a
-/// slot file. `None`: another process made it meanwhile.
-fn make_kept(
-    path: &Path,
-    options: SlotFileOptions,
-    patience: &mut Patience,
-) -> Result<Option<File>, SetupError> {
-    let partial = partial(path);
-    let file = create_locked(&partial, patience)?;
-    // Whoever makes the file holds the lock on the partial one until it has its final name.
-    let made = if path.symlink_metadata().is_ok() {
-        Ok(None)
-    } else {
-        fill(path, &file, options)
-            .and_then(|()| fs::rename(&partial, path).map_err(|error| failed(path, &error)))
-            .map(|()| Some(file))
-    };
-    if !matches!(made, Ok(Some(_))) {
-        unlink(&partial);
-    }
-    made
-}
-
-/// Where a file lies until it is complete.
-pub(crate) fn partial(path: &Path) -> PathBuf {
-    path.with_added_extension(PARTIAL)
-}
-
-const PARTIAL: &str = "partial";
-
-/// A file that did not exist before. One that a dead process left under the name is removed, one of a living
-/// process waited for.
-pub(crate) fn create_locked(path: &Path, patience: &mut Patience) -> Result<File, SetupError> {
-    let create = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path);
-    loop {
-        match create() {
-            Ok(file) => {
-                lock(&file, path, patience)?;
-                // Somebody may have taken it for abandoned before it was locked.
-                if is_at(&file, path)? {
-                    return Ok(file);
-                }
-            }
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-                if let Some(file) = open_ours(path)? {
-                    lock(&file, path, patience)?;
-                    unlink_locked(&file, path)?;
-                }
-            }
-            Err(error) => return Err(failed(path, &error)),
-        }
-    }
-}
-
-/// Removes what processes that died while they made a file left in the directory, of whichever namespace.
-fn remove_abandoned(dir: &Path) {
-    let Ok(entries) = fs::read_dir(dir) else { return };
-    for path in entries.flatten().map(|entry| entry.path()).filter(|path| is_partial(path)) {
-        // What is not ours or still locked is somebody's business.
-        if let Ok(Some(file)) = open_ours(&path)
-            && file.try_lock().is_ok()
-        {
-            tracing::info!(path = %path.display(), "removing a file that was never finished");
-            // Whoever needs the name will meet the error again.
-            let _ = unlink_locked(&file, &path);
-        }
-    }
-}
-
-fn is_partial(path: &Path) -> bool {
-    let name = path.file_name().and_then(|name| name.to_str());
-    name.is_some_and(|name| {
-        name.starts_with("kvbm-") && (name.ends_with(".blocks.partial") || name.ends_with(".index.partial"))
-    })
-}
-
-/// Unlinks the path if it still is this file, which the caller has locked.
-fn unlink_locked(file: &File, path: &Path) -> Result<(), SetupError> {
-    if is_at(file, path)? {
-        unlink(path);
-    }
-    Ok(())
-}
-
-/// Opens a file that is there; `None`: there is none.
-///
-/// # Errors
-/// It is not a file of this user's that is closed to all others.
-pub(crate) fn open_ours(path: &Path) -> Result<Option<File>, SetupError> {
-    // O_NONBLOCK: somebody may have put a device or a pipe there.
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    match OpenOptions::new().read(true).write(true).custom_flags(flags).open(path) {
-        Ok(file) => {
-            check_ours(path, &file)?;
-            block_again(&file).map_err(|error| failed(path, &error))?;
-            Ok(Some(file))
-        }
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => Err(not_ours(path, "is a symbolic link")),
-        Err(error) => Err(failed(path, &error)),
-    }
-}
-
-/// Rings of older kernels return EAGAIN for files that must not block, instead of waiting elsewhere.
-fn block_again(file: &File) -> io::Result<()> {
-    let flags = rustix::fs::fcntl_getfl(file)?;
-    rustix::fs::fcntl_setfl(file, flags - OFlags::NONBLOCK)?;
-    Ok(())
-}
-
-fn check_ours(path: &Path, file: &File) -> Result<(), SetupError> {
-    let found = file.metadata().map_err(|error| failed(path, &error))?;
-    let (us, mode) = (rustix::process::geteuid().as_raw(), found.mode() & 0o7777);
-    let wrong = if !found.is_file() {
-        "is not a regular file".to_owned()
-    } else if found.uid() != us {
-        format!("belongs to user {}, and this process runs as {us}", found.uid())
-    } else if mode != 0o600 {
-        format!("has mode {mode:o} where 600 keeps others from reading and changing blocks")
-    } else if found.nlink() > 1 {
-        format!("has {} names, so others may reach it by another way", found.nlink())
-    } else {
-        return Ok(());
-    };
-    Err(not_ours(path, &wrong))
-}
-
-/// Whether the path leads to this open file.
-pub(crate) fn is_at(file: &File, path: &Path) -> Result<bool, SetupError> {
-    let ours = file.metadata().map_err(|error| failed(path, &error))?;
-    match path.symlink_metadata() {
-        Ok(there) => Ok((there.dev(), there.ino()) == (ours.dev(), ours.ino())),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(failed(path, &error)),
-    }
-}
-
-fn check_size(path: &Path, file: &File, wanted: u64) -> Result<(), SetupError> {
-    let found = file.metadata().map_err(|error| failed(path, &error))?.len();
-    if found == wanted {
-        return Ok(());
-    }
-    let message = format!(
-        "{} has {found} bytes where disk.capacity asks for {wanted}; \
-         restore the setting it was made with, or remove the file",
-        path.display()
-    );
-    Err(SetupError::new(SetupErrorKind::Invalid, message))
-}
-
-pub(crate) fn unlink(path: &Path) {
-    if let Err(error) = fs::remove_file(path)
-        && error.kind() != ErrorKind::NotFound
-    {
-        tracing::warn!(%error, path = %path.display(), "could not remove a slot file");
-    }
-}
-
-/// Gives the file its size, with the space behind it.
-fn fill(path: &Path, file: &File, options: SlotFileOptions) -> Result<(), SetupError> {
-    check_space(path, file, options.bytes)?;
-    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, options.bytes) {
-        Ok(()) => Ok(()),
-        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) if options.zerofill_fallback => {
-            tracing::info!(path = %path.display(), "no fallocate here: writing zeroes");
-            zero_fill(file, options.bytes).map_err(|error| failed(path, &error))
-        }
-        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {
-            let message = format!(
-                "{}: the file system has no fallocate; \
-                 allow disk.zerofill_fallback (DYN_KVBM_DISK_ZEROFILL_FALLBACK)",
-                path.display()
-            );
-            Err(SetupError::new(SetupErrorKind::Unavailable, message))
-        }
-        Err(error) => Err(failed(path, &error.into())),
-    }
-}
-
-fn check_space(path: &Path, file: &File, bytes: u64) -> Result<(), SetupError> {
-    let stat = rustix::fs::fstatvfs(file).map_err(|error| failed(path, &error.into()))?;
-    let available = stat.f_bavail.saturating_mul(stat.f_frsize);
-    if available >= bytes {
-        return Ok(());
-    }
-    Err(no_space(path, &format!("{} MiB wanted, {} MiB available", bytes >> 20, available >> 20)))
-}
-
-fn zero_fill(mut file: &File, bytes: u64) -> io::Result<()> {
-    let zeroes = vec![0; 1 << 20];
-    let mut left = bytes;
-    while left > 0 {
-        let some = left.min(zeroes.len() as u64);
-        file.write_all(&zeroes[..some as usize])?;
-        left -= some;
-    }
-    file.sync_all()
 }
 
 /// Switches the file to `O_DIRECT` and tries a real read: some file systems refuse only then.
@@ -404,23 +156,16 @@ fn go_direct(file: &File) -> io::Result<bool> {
     }
 }
 
-fn not_ours(path: &Path, wrong: &str) -> SetupError {
-    let message = format!(
-        "{} {wrong}; remove it, or choose another disk.dirs (DYN_KVBM_DISK_CACHE_DIR), \
-         best a directory that no other user can write",
-        path.display()
-    );
-    SetupError::new(SetupErrorKind::NotWritable, message)
-}
-
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
     use std::time::Duration;
 
     use super::*;
+    use crate::error::SetupErrorKind;
 
     const NAME: &str = "kvbm-test-0of1.blocks";
+    const PARTIAL: &str = "kvbm-test-0of1.blocks.partial";
     const KEPT: SlotFileOptions =
         SlotFileOptions { bytes: 16 * 4096, o_direct: false, zerofill_fallback: true, keep: true };
     const UNKEPT: SlotFileOptions = SlotFileOptions { keep: false, ..KEPT };
@@ -472,7 +217,7 @@ mod tests {
         }
         for (put, wrong) in cases {
             // Where the file is to be, and where it lies until it is complete.
-            for name in [NAME.to_owned(), format!("{NAME}.{PARTIAL}")] {
+            for name in [NAME, PARTIAL] {
                 let home = tempfile::tempdir().unwrap();
                 let path = home.path().join(name);
                 put(&path);
@@ -493,7 +238,7 @@ mod tests {
     fn what_is_not_kept_never_has_a_name_that_others_could_take() {
         let home = tempfile::tempdir().unwrap();
         // A stranger has guessed every name.
-        for name in [NAME.to_owned(), format!("{NAME}.{PARTIAL}")] {
+        for name in [NAME, PARTIAL] {
             fs::write(home.path().join(name), "").unwrap();
         }
         let slots = open(home.path(), UNKEPT).unwrap();
@@ -504,15 +249,15 @@ mod tests {
     #[test]
     fn without_nameless_files_the_name_is_new_and_soon_gone() {
         let home = tempfile::tempdir().unwrap();
-        let path = home.path().join(NAME);
-        let open = || open_unlinked(&path, &mut Patience::new(Duration::ZERO));
+        let (site, partial) = (Site::new(home.path().join(NAME), &SETTINGS), home.path().join(PARTIAL));
+        let open = || open_unlinked(&site, &mut Patience::new(Duration::ZERO));
         let made = open().unwrap().metadata().unwrap();
         assert_eq!((made.nlink(), made.mode() & 0o7777), (0, 0o600));
         assert!(names(home.path()).is_empty());
-        fs::write(partial(&path), "a stranger's").unwrap();
-        fs::set_permissions(partial(&path), PermissionsExt::from_mode(0o666)).unwrap();
+        fs::write(&partial, "a stranger's").unwrap();
+        fs::set_permissions(&partial, PermissionsExt::from_mode(0o666)).unwrap();
         assert_eq!(open().unwrap_err().kind(), SetupErrorKind::NotWritable);
-        fs::remove_file(partial(&path)).unwrap();
+        fs::remove_file(&partial).unwrap();
         open().unwrap();
     }
 
@@ -520,7 +265,7 @@ mod tests {
     fn a_start_that_was_killed_while_it_wrote_zeroes_does_not_forbid_the_next() {
         let home = tempfile::tempdir().unwrap();
         let others = home.path().join("kvbm-of-another-namespace-0of1.blocks.partial");
-        leave_half(&home.path().join(NAME).with_added_extension(PARTIAL));
+        leave_half(&home.path().join(PARTIAL));
         leave_half(&others);
         let slots = open(home.path(), KEPT).unwrap();
         assert_eq!(slots.file().metadata().unwrap().len(), KEPT.bytes);
@@ -530,10 +275,11 @@ mod tests {
     #[test]
     fn what_a_living_process_is_making_is_left_to_it() {
         let home = tempfile::tempdir().unwrap();
-        let path = home.path().join(NAME);
-        let theirs = create_locked(&partial(&path), &mut Patience::new(Duration::ZERO)).unwrap();
+        let site = Site::new(home.path().join(PARTIAL), &SETTINGS);
+        let theirs = create_locked(&site, &mut Patience::new(Duration::ZERO)).unwrap();
         assert_eq!(open(home.path(), KEPT).unwrap_err().kind(), SetupErrorKind::InUse);
-        assert!(is_at(&theirs, &partial(&path)).unwrap());
+        let left = site.path.metadata().unwrap();
+        assert_eq!(left.ino(), theirs.metadata().unwrap().ino());
         drop(theirs);
         open(home.path(), KEPT).unwrap();
     }
@@ -574,13 +320,5 @@ mod tests {
         });
         open(home.path(), KEPT).unwrap();
         assert_eq!(names(home.path()), [NAME]);
-    }
-
-    #[test]
-    fn being_short_of_files_or_memory_is_not_the_mediums_fault() {
-        for errno in [libc::EMFILE, libc::ENFILE, libc::ENOMEM] {
-            let error = failed(Path::new("x"), &io::Error::from_raw_os_error(errno));
-            assert_eq!(error.kind(), SetupErrorKind::Unavailable, "{error}");
-        }
     }
 }

@@ -18,9 +18,7 @@
 //! that is found is used only if it is a regular file of this user's with mode 0600 and no other name: in a directory
 //! that others may write, somebody could else have made it first, and read or change what is written to it.
 
-pub(crate) mod failure;
-pub(crate) mod files;
-pub(crate) mod lock;
+mod files;
 mod queue;
 pub(crate) mod ring;
 mod threads;
@@ -34,12 +32,20 @@ use std::time::Duration;
 
 use crate::copy::SlotId;
 use crate::error::{SetupError, SetupErrorKind};
+use crate::files::{Patience, SettingNames};
 use crate::geometry::Geometry;
 
 use files::{SlotFile, SlotFileOptions};
-use lock::Patience;
 pub use threads::ThreadsBackend;
 pub use uring::UringBackend;
+
+/// What to change when a slot file cannot be had.
+pub(crate) static SETTINGS: SettingNames = SettingNames {
+    tier: "the disk tier",
+    dir: "disk.dirs (DYN_KVBM_DISK_CACHE_DIR)",
+    capacity: "disk.capacity",
+    space: "lower disk.capacity (DYN_KVBM_DISK_CACHE_GB) or choose another disk.dirs (DYN_KVBM_DISK_CACHE_DIR)",
+};
 
 /// Slots in preallocated files, one per directory.
 #[derive(Debug)]

@@ -115,7 +115,8 @@ impl Ring {
         let depth = depth.clamp(1, MAX_DEPTH);
         let uring = build(depth + 1)?;
         check_operations(&uring)?;
-        let files: Vec<_> = disk.files().map(AsRawFd::as_raw_fd).collect();
+        // Behind the slot files, for its lock: reads go on into memory that outlives the process.
+        let files: Vec<_> = disk.files().chain(memory.lock()).map(AsRawFd::as_raw_fd).collect();
         uring.submitter().register_files(&files)?;
         let slots_per_buffer = register_memory(&uring, &*memory);
         Ok(Self {

@@ -2,58 +2,19 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::ops::Deref;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use crate::disk::failure::failed;
-use crate::disk::files::{create_locked, partial, unlink};
-use crate::disk::lock::Patience;
 use crate::error::SetupError;
-use crate::fork::Maker;
+use crate::files::{LockedFile, Patience, Site, create_locked, partial, unlink};
 
 use super::format::{ENTRIES_AT, ENTRY_BYTES, Header, IndexChange};
 use super::{Residents, STEP};
 
-pub(super) fn failed_at(path: &Path, error: &io::Error) -> SetupError {
-    failed(path, error)
-}
-
-/// A locked file, unlocked when this process drops it: a child that it forked has the same lock, and may live longer.
-#[derive(Debug)]
-pub(super) struct IndexFile {
-    file: File,
-    maker: Maker,
-}
-
-impl IndexFile {
-    pub(super) fn locked(file: File) -> Self {
-        Self { file, maker: Maker::this_process() }
-    }
-}
-
-impl Deref for IndexFile {
-    type Target = File;
-
-    fn deref(&self) -> &File {
-        &self.file
-    }
-}
-
-impl Drop for IndexFile {
-    fn drop(&mut self) {
-        if self.maker.is_this_process()
-            && let Err(error) = self.file.unlock()
-        {
-            tracing::debug!(%error, "could not unlock an index");
-        }
-    }
-}
-
 /// A file on its way to take another one's place.
 pub(super) struct Draft {
-    path: PathBuf,
-    file: Option<IndexFile>,
+    site: Site,
+    file: Option<LockedFile>,
     header: Header,
     buffer: Vec<u8>,
     len: u64,
@@ -64,7 +25,7 @@ pub(super) struct Draft {
 
 /// A file in its place.
 pub(super) struct Placed {
-    pub(super) file: IndexFile,
+    pub(super) file: LockedFile,
     pub(super) header: Header,
     pub(super) len: u64,
     pub(super) residents: Residents,
@@ -73,11 +34,11 @@ pub(super) struct Placed {
 }
 
 impl Draft {
-    pub(super) fn begin(path: &Path, header: Header, patience: &mut Patience) -> Result<Self, SetupError> {
-        let file = IndexFile::locked(create_locked(&partial(path), patience)?);
+    pub(super) fn begin(site: &Site, header: Header, patience: &mut Patience) -> Result<Self, SetupError> {
+        let file = LockedFile::of(create_locked(&partial(site), patience)?);
         let (residents, buffer) = (Residents::default(), header.encode().repeat(2));
-        let path = path.to_owned();
-        Ok(Self { path, file: Some(file), header, buffer, len: 0, residents, failure: None })
+        let site = site.clone();
+        Ok(Self { site, file: Some(file), header, buffer, len: 0, residents, failure: None })
     }
 
     pub(super) fn add(&mut self, change: &IndexChange) {
@@ -102,12 +63,12 @@ impl Draft {
         self.failure.take().map_or(Ok(()), Err)?;
         self.write()?;
         let file = self.file.take().ok_or_else(|| io::Error::other("a file is put in place once"))?;
-        let placed = file.sync_all().and_then(|()| fs::rename(partial(&self.path), &self.path));
+        let placed = file.sync_all().and_then(|()| fs::rename(partial(&self.site).path, &self.site.path));
         if let Err(error) = placed {
             self.file = Some(file);
             return Err(error);
         }
-        let synced = sync_dir(&self.path);
+        let synced = sync_dir(&self.site.path);
         let (header, residents) = (self.header.clone(), std::mem::take(&mut self.residents));
         Ok(Placed { file, header, len: self.len, residents, synced })
     }
@@ -116,7 +77,7 @@ impl Draft {
 impl Drop for Draft {
     fn drop(&mut self) {
         if self.file.is_some() {
-            unlink(&partial(&self.path));
+            unlink(&partial(&self.site).path);
         }
     }
 }

@@ -27,13 +27,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::copy::{SlotId, Tier};
-use crate::disk::files::{is_at, open_ours};
-use crate::disk::lock::{Patience, lock};
 use crate::error::{SetupError, SetupErrorKind};
+use crate::files::{LockedFile, Patience, Site, is_at, lock, open_ours};
 
 pub use self::format::{IndexChange, IndexEntry};
 
-use self::file::{Draft, IndexFile};
+use self::file::Draft;
 use self::format::{ENTRIES_AT, ENTRY_BYTES, Header, MAX_NAMESPACE};
 use self::scan::Scan;
 
@@ -60,6 +59,13 @@ pub struct IndexOptions {
     pub patience: Duration,
 }
 
+impl IndexOptions {
+    fn site(&self) -> Site {
+        let settings = if self.tier == Tier::Host { &crate::dram::SETTINGS } else { &crate::disk::SETTINGS };
+        Site::new(&self.path, settings)
+    }
+}
+
 /// What an index told when it was opened.
 #[derive(Debug)]
 pub struct Recovered {
@@ -77,7 +83,7 @@ pub struct Recovered {
 #[derive(Debug)]
 pub struct TierIndex {
     options: IndexOptions,
-    file: IndexFile,
+    file: LockedFile,
     header: Header,
     /// Entries in the file.
     len: u64,
@@ -101,13 +107,13 @@ impl TierIndex {
     /// `Io`: the medium.
     pub fn open(options: &IndexOptions) -> Result<(Self, Recovered), SetupError> {
         check(options)?;
-        let mut patience = Patience::new(options.patience);
+        let (site, mut patience) = (options.site(), Patience::new(options.patience));
         loop {
-            match open_ours(&options.path)? {
+            match open_ours(&site)? {
                 Some(file) => {
-                    lock(&file, &options.path, &mut patience)?;
-                    if is_at(&file, &options.path)? {
-                        return Self::recover(options, IndexFile::locked(file));
+                    lock(&file, &site, &mut patience)?;
+                    if is_at(&file, &site)? {
+                        return Self::recover(options, LockedFile::of(file));
                     }
                 }
                 None => {
@@ -123,12 +129,12 @@ impl TierIndex {
     /// `None`: somebody else made it meanwhile.
     fn make(options: &IndexOptions, patience: &mut Patience) -> Result<Option<Self>, SetupError> {
         let header = header(options, (options.epoch, 0));
-        let draft = Draft::begin(&options.path, header, patience)?;
+        let draft = Draft::begin(&options.site(), header, patience)?;
         // Whoever makes the file has the partial one locked until it has its name.
         if options.path.symlink_metadata().is_ok() {
             return Ok(None);
         }
-        let new = draft.put_in_place().map_err(|error| file::failed_at(&options.path, &error))?;
+        let new = draft.put_in_place().map_err(|error| options.site().failed(&error))?;
         Ok(Some(Self::over(options.clone(), new)))
     }
 
@@ -137,9 +143,9 @@ impl TierIndex {
         Self { options, file, header, len, residents, compact_from: 0 }
     }
 
-    fn recover(options: &IndexOptions, file: IndexFile) -> Result<(Self, Recovered), SetupError> {
-        let failed = |error: &io::Error| file::failed_at(&options.path, error);
-        let (header, is_whole) = scan::header(&file, &options.path)?;
+    fn recover(options: &IndexOptions, file: LockedFile) -> Result<(Self, Recovered), SetupError> {
+        let failed = |error: &io::Error| options.site().failed(error);
+        let (header, is_whole) = scan::header(&file, &options.site())?;
         check_header(options, &header)?;
         let scan = Scan::of(&file, &header).map_err(|error| failed(&error))?;
         let Scan { len, residents, damaged, torn } = scan;
@@ -237,7 +243,7 @@ impl TierIndex {
 
     fn draft(&self, header: Header) -> io::Result<Draft> {
         let mut now = Patience::new(Duration::ZERO);
-        Draft::begin(&self.options.path, header, &mut now).map_err(io::Error::other)
+        Draft::begin(&self.options.site(), header, &mut now).map_err(io::Error::other)
     }
 
     fn replace(&mut self, draft: Draft) -> io::Result<()> {

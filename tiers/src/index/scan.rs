@@ -6,8 +6,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use crate::error::{SetupError, SetupErrorKind};
+use crate::files::Site;
 
-use super::file::failed_at;
 use super::format::{ENTRIES_AT, ENTRY_BYTES, HEADER_BYTES, Header, IndexChange, NoHeader, VERSION};
 use super::{Residents, STEP};
 
@@ -58,13 +58,13 @@ pub(super) fn each_entry(
 }
 
 /// The header, and whether both copies of it are sound.
-pub(super) fn header(file: &File, path: &Path) -> Result<(Header, bool), SetupError> {
+pub(super) fn header(file: &File, site: &Site) -> Result<(Header, bool), SetupError> {
     let copies = [copy(file, 0), copy(file, HEADER_BYTES as u64)];
-    match copies.map(|copy| copy.map_err(|error| failed_at(path, &error))) {
+    match copies.map(|copy| copy.map_err(|error| site.failed(&error))) {
         [Err(error), _] | [_, Err(error)] => Err(error),
         [Ok(Ok(one)), Ok(Ok(other))] => Ok((one.clone(), one == other)),
         [Ok(Ok(one)), Ok(Err(_))] | [Ok(Err(_)), Ok(Ok(one))] => Ok((one, false)),
-        [Ok(Err(one)), Ok(Err(other))] => Err(no_header(path, one, other)),
+        [Ok(Err(one)), Ok(Err(other))] => Err(no_header(&site.path, one, other)),
     }
 }
 

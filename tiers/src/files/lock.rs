@@ -1,17 +1,16 @@
-//! Locks on slot files, and how long a start waits for them.
+//! Locks on files, and how long a start waits for them.
 //!
 //! They are `flock`'s: of the open file, not of the process. So two regions of one process exclude each other too,
 //! and the kernel holds a killed process's lock until its ring has ended the last write to the file, which may be
 //! after the process is gone. Without it a successor would read blocks that are still being overwritten.
 
 use std::fs::{File, TryLockError};
-use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::clock;
-use crate::disk::failure::failed;
 use crate::error::{SetupError, SetupErrorKind};
+use crate::files::Site;
 
 /// How long a start waits for locks, all files together.
 #[derive(Debug)]
@@ -35,31 +34,31 @@ impl Patience {
     }
 
     /// Says once that it waits.
-    fn pause(&mut self, path: &Path) {
+    fn pause(&mut self, site: &Site) {
         if !self.told {
-            tracing::warn!(path = %path.display(), limit = ?self.limit, "a slot file is in use: waiting for it");
+            tracing::warn!(path = %site.path.display(), limit = ?self.limit, "a file is in use: waiting for it");
             self.told = true;
         }
         thread::sleep(Duration::from_millis(20));
     }
 }
 
-pub(crate) fn lock(file: &File, path: &Path, patience: &mut Patience) -> Result<(), SetupError> {
+pub(crate) fn lock(file: &File, site: &Site, patience: &mut Patience) -> Result<(), SetupError> {
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(()),
-            Err(TryLockError::WouldBlock) if patience.is_over() => return Err(in_use(path, patience.limit)),
-            Err(TryLockError::WouldBlock) => patience.pause(path),
-            Err(TryLockError::Error(error)) => return Err(failed(path, &error)),
+            Err(TryLockError::WouldBlock) if patience.is_over() => return Err(in_use(site, patience.limit)),
+            Err(TryLockError::WouldBlock) => patience.pause(site),
+            Err(TryLockError::Error(error)) => return Err(site.failed(&error)),
         }
     }
 }
 
-fn in_use(path: &Path, waited: Duration) -> SetupError {
-    let message = format!(
-        "{} is still in use after {waited:?} by another process, or a child that a dead one forked; \
-         stop it, or choose another disk.dirs (DYN_KVBM_DISK_CACHE_DIR)",
-        path.display()
+fn in_use(site: &Site, waited: Duration) -> SetupError {
+    let what = format!(
+        "is still in use after {waited:?} by another process, or a child that a dead one forked; \
+         stop it, or choose another {}",
+        site.settings.dir
     );
-    SetupError::new(SetupErrorKind::InUse, message)
+    site.error(SetupErrorKind::InUse, &what)
 }

@@ -1,0 +1,294 @@
+//! A host tier that survives its process: killed where it is, found again and served from memory, every byte checked.
+
+use std::fs::{self, OpenOptions};
+use std::io::stdin;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use std::{env, thread};
+
+use kvbm::blocking::Blocks;
+use kvbm::{BlockHash, Chain, Error, ErrorKind, Fingerprint, Manager, Options, Tier};
+use kvbm_settings::{Capacity, Settings};
+use kvbm_tests::engine;
+use kvbm_tests::process::{Process, role, say};
+use kvbm_tests::rig::{hash, metric, number};
+use kvbm_tiers::testing::{fill_pattern, has_pattern, skip};
+use kvbm_tiers::{Geometry, Mount};
+use prometheus::Registry;
+use tempfile::TempDir;
+
+const BLOCK: u64 = 64 << 10;
+const LIMIT: Duration = Duration::from_secs(30);
+/// Blocks of the host tier, and of a chain.
+const HOST: u64 = 48;
+const CHAIN: u32 = 8;
+
+/// A directory in memory.
+fn shm() -> Option<TempDir> {
+    let shm = Path::new("/dev/shm");
+    let found = Mount::of(shm).inspect_err(|error| skip("tmpfs", error)).ok();
+    found.map(|_| tempfile::Builder::new().prefix("kvbm-test-").tempdir_in(shm).unwrap())
+}
+
+/// Where there is a directory for a disk tier there is one.
+fn settings(dir: &Path) -> Settings {
+    let mut settings = engine::settings(BLOCK, 16, HOST);
+    settings.host.persist = Some(dir.join("memory"));
+    settings.host.staging_blocks = 4;
+    settings.flush.interval_ms = 1;
+    if let Ok(disk) = fs::read_link(dir.join("disk")) {
+        settings.disk.capacity = Some(Capacity::Blocks(64));
+        settings.disk.dirs = vec![disk];
+        settings.disk.keep = true;
+    }
+    settings
+}
+
+fn options(registry: &Registry) -> Options {
+    let fingerprint =
+        Fingerprint { model: "m".into(), weights: "w".into(), block_tokens: 16, ..Fingerprint::default() };
+    Options { fingerprint: Some(fingerprint), registry: registry.clone(), ..Options::default() }
+}
+
+fn open(dir: &Path) -> kvbm::Result<(Manager, Registry)> {
+    let (runtime, registry) =
+        (tokio::runtime::Builder::new_current_thread().build().unwrap(), Registry::new());
+    Ok((runtime.block_on(Manager::open(settings(dir), options(&registry)))?, registry))
+}
+
+fn chain(n: u32) -> Vec<BlockHash> {
+    (0..CHAIN).map(|i| hash(1_000 * n + i)).collect()
+}
+
+fn number_of(chain: &[BlockHash], position: usize) -> usize {
+    number(Chain::from(chain).key(position))
+}
+
+fn held(manager: &Manager, n: u32, tier: Tier) -> usize {
+    manager.matches(&chain(n)).blocks(tier)
+}
+
+/// Not a test: an engine that is to be killed, when another test starts it.
+#[test]
+fn process() {
+    let Some((role, place)) = role() else { return };
+    let manager = match open(&place) {
+        Ok((manager, _)) => manager,
+        Err(error) => return say(&format!("{:?}: {error}", error.kind())),
+    };
+    say("open");
+    if role == "busy" {
+        return be_busy(&manager);
+    }
+    for line in stdin().lines() {
+        let n = line.unwrap().parse().unwrap();
+        let served = engine::serve(&manager, &chain(n));
+        // What was drained is in the index.
+        assert!(manager.drain(LIMIT).is_complete());
+        say(&format!("{} {}", served.saved, served.wrong));
+    }
+}
+
+/// Saves and evicts until it is killed.
+fn be_busy(manager: &Manager) {
+    for n in 0.. {
+        let served = engine::serve(manager, &chain(n % 16));
+        assert_eq!(served.wrong, 0);
+    }
+}
+
+/// Has an engine serve these requests, and kills it.
+fn leave(dir: &Path, requests: impl IntoIterator<Item = u32>) {
+    let mut process = Process::start("engine", dir);
+    assert_eq!(process.hear(), "open");
+    for n in requests {
+        assert_eq!(process.ask(&n.to_string()), "8 0");
+    }
+    process.kill();
+}
+
+fn memory_file(dir: &Path) -> PathBuf {
+    let files = fs::read_dir(dir.join("memory")).unwrap().map(|entry| entry.unwrap().path());
+    files.filter(|path| path.extension().is_some_and(|kind| kind == "memory")).last().expect("a region")
+}
+
+/// Flips a bit of a block where it lies in memory, while nobody runs.
+fn spoil(dir: &Path, chain: &[BlockHash], position: usize) {
+    let file = OpenOptions::new().read(true).write(true).open(memory_file(dir)).unwrap();
+    let mut block = vec![0; BLOCK as usize];
+    let offset = (0..HOST).map(|slot| slot * BLOCK).find(|&offset| {
+        file.read_exact_at(&mut block, offset).unwrap();
+        has_pattern(number_of(chain, position), &block)
+    });
+    let last = BLOCK - 1;
+    file.write_all_at(&[block[last as usize] ^ 0x80], offset.expect("it lies there") + last).unwrap();
+}
+
+#[test]
+fn what_a_killed_process_had_in_memory_is_served_by_the_next() {
+    let Some(home) = shm() else { return };
+    leave(home.path(), [1, 2]);
+    let (manager, registry) = open(home.path()).unwrap();
+    for n in [2, 1] {
+        assert_eq!(held(&manager, n, Tier::Host), 8);
+        let served = engine::serve(&manager, &chain(n));
+        assert_eq!((served.hit, served.wrong, served.computed), (8, 0, 0));
+    }
+    assert_eq!(metric(&registry, "kvbm_checksum_failures_total", &[]), 0);
+    assert_eq!(manager.audit(), []);
+    drop(manager);
+    // And the next after that, which was closed in good order.
+    leave(home.path(), [3]);
+    let (manager, _) = open(home.path()).unwrap();
+    assert_eq!([1, 2, 3].map(|n| engine::serve(&manager, &chain(n)).hit), [8, 8, 8]);
+}
+
+#[test]
+fn a_bit_that_flipped_while_nobody_ran_is_a_miss_and_then_it_heals() {
+    let Some(home) = shm() else { return };
+    leave(home.path(), [1, 2]);
+    spoil(home.path(), &chain(1), 3);
+    let (manager, registry) = open(home.path()).unwrap();
+    let served = engine::serve(&manager, &chain(1));
+    assert_eq!((served.hit, served.wrong, served.computed), (3, 0, 5));
+    assert_eq!(engine::serve(&manager, &chain(2)).hit, 8);
+    assert!(metric(&registry, "kvbm_checksum_failures_total", &[("tier", "host")]) >= 1);
+    manager.evict(Tier::Device, usize::MAX);
+    let served = engine::serve(&manager, &chain(1));
+    assert_eq!((served.hit, served.wrong), (8, 0), "it was saved anew");
+    assert_eq!(manager.audit(), []);
+}
+
+#[test]
+fn engines_that_copy_for_themselves_get_no_block_that_has_changed() {
+    let Some(home) = shm() else { return };
+    leave(home.path(), [1]);
+    spoil(home.path(), &chain(1), 5);
+    let mut settings = settings(home.path());
+    settings.device.capacity = None;
+    let blocks = Blocks::open(settings, options(&Registry::new())).unwrap();
+    let chain = chain(1);
+    let get = || {
+        blocks.get(&chain, |position, block| {
+            assert!(has_pattern(number_of(&chain, position), block), "block {position} is wrong");
+            Ok::<_, Error>(())
+        })
+    };
+    assert_eq!(get().unwrap(), 5);
+    let put = blocks.put(&chain, |position, slot| {
+        fill_pattern(number_of(&chain, position), slot);
+        Ok::<_, Error>(())
+    });
+    assert_eq!((put.unwrap(), get().unwrap()), (8, 8));
+}
+
+#[test]
+fn what_lies_on_disk_too_is_served_from_memory() {
+    let Some(home) = shm() else { return };
+    let disk = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(disk.path(), home.path().join("disk")).unwrap();
+    leave(home.path(), [1]);
+    let (manager, registry) = open(home.path()).unwrap();
+    assert_eq!(held(&manager, 1, Tier::Disk), 8);
+    assert_eq!(engine::serve(&manager, &chain(1)).hit, 8);
+    let read = metric(&registry, "kvbm_transfer_blocks_total", &[("from", "disk")]);
+    assert_eq!(read, 0, "the disk was read");
+    // A block that is bad in memory comes from the disk.
+    drop(manager);
+    spoil(home.path(), &chain(1), 2);
+    let (manager, _) = open(home.path()).unwrap();
+    let hits = (0..2).map(|_| engine::serve(&manager, &chain(1)));
+    let hits: Vec<_> = hits.map(|served| (served.hit, served.wrong)).collect();
+    assert_eq!(hits[1], (8, 0), "{hits:?}");
+}
+
+/// Killed at any moment, in the middle of copies too.
+#[test]
+fn whatever_a_kill_interrupts_no_wrong_byte_is_served() {
+    let Some(home) = shm() else { return };
+    for round in 0..8 {
+        let mut process = Process::start("busy", home.path());
+        assert_eq!(process.hear(), "open");
+        thread::sleep(Duration::from_millis(20 + 13 * round));
+        process.kill();
+        let (manager, _) = open(home.path()).unwrap();
+        let served: Vec<_> = (0..16).map(|n| engine::serve(&manager, &chain(n))).collect();
+        assert!(served.iter().all(|served| served.wrong == 0), "{served:?}");
+        assert!(served.iter().any(|served| served.hit > 0), "nothing was left: {served:?}");
+        assert_eq!(manager.audit(), []);
+    }
+}
+
+#[test]
+fn one_process_is_attached_at_a_time() {
+    let Some(home) = shm() else { return };
+    let (manager, _) = open(home.path()).unwrap();
+    engine::serve(&manager, &chain(1));
+    // It waits for as long as a killed one may take to go.
+    let mut second = Process::start("engine", home.path());
+    let refused = second.hear();
+    assert!(refused.contains("still in use") && refused.contains("DYN_KVBM_CPU_CACHE_PERSIST"), "{refused}");
+    assert_eq!(engine::serve(&manager, &chain(1)).hit, 8);
+}
+
+#[test]
+fn a_file_that_others_could_have_written_is_refused_by_name() {
+    let Some(home) = shm() else { return };
+    leave(home.path(), [1]);
+    let path = memory_file(home.path());
+    let refused = |reason: &str| {
+        let error = open(home.path()).map(drop).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        for part in [reason, path.to_str().unwrap(), "host.persist"] {
+            assert!(error.to_string().contains(part), "{part}: {error}");
+        }
+    };
+    fs::set_permissions(&path, PermissionsExt::from_mode(0o640)).unwrap();
+    refused("has mode 640");
+    fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
+    let other = home.path().join("other");
+    fs::hard_link(&path, &other).unwrap();
+    refused("has 2 names");
+    fs::remove_file(&path).unwrap();
+    std::os::unix::fs::symlink(&other, &path).unwrap();
+    refused("is a symbolic link");
+    fs::remove_file(&path).unwrap();
+    fs::rename(&other, &path).unwrap();
+    assert_eq!(held(&open(home.path()).unwrap().0, 1, Tier::Host), 8, "and then all is well");
+}
+
+/// What the index says of slots that are not those is not believed.
+#[test]
+fn memory_that_was_removed_is_made_anew_and_is_cold() {
+    let Some(home) = shm() else { return };
+    leave(home.path(), [1]);
+    fs::remove_file(memory_file(home.path())).unwrap();
+    let (manager, registry) = open(home.path()).unwrap();
+    assert_eq!(held(&manager, 1, Tier::Host), 0);
+    assert_eq!(engine::serve(&manager, &chain(1)).computed, 8);
+    assert_eq!(metric(&registry, "kvbm_checksum_failures_total", &[]), 0);
+}
+
+/// By hand: how long an attach takes, and what a region in a file costs. `KVBM_ATTACH_DIR` names a directory in memory.
+#[test]
+#[ignore = "it measures"]
+fn attach_times() {
+    let dir = env::var_os("KVBM_ATTACH_DIR").map_or_else(|| PathBuf::from("/dev/shm"), PathBuf::from);
+    let home = tempfile::Builder::new().prefix("kvbm-attach-").tempdir_in(dir).unwrap();
+    let geometry = Geometry::new(1024, 1 << 20).unwrap();
+    for huge_pages in [false, true] {
+        let options = kvbm_tiers::DramOptions { geometry, huge_pages, fault_threads: 2 };
+        let namespace = format!("huge-{huge_pages}");
+        let place = kvbm_tiers::PersistOptions { dir: home.path().to_owned(), namespace, slots: 1024 };
+        for what in ["made", "attached", "attached"] {
+            let started = std::time::Instant::now();
+            let region = kvbm_tiers::DramRegion::persistent(options, &place).unwrap();
+            eprintln!("{what}: {:?}, {} MiB in huge pages", started.elapsed(), region.huge_bytes() >> 20);
+        }
+        fs::remove_file(home.path().join(format!("kvbm-huge-{huge_pages}.memory"))).unwrap();
+        let started = std::time::Instant::now();
+        let region = kvbm_tiers::DramRegion::host(options).unwrap();
+        eprintln!("private: {:?}, {} MiB in huge pages", started.elapsed(), region.huge_bytes() >> 20);
+    }
+}

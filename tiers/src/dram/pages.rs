@@ -1,0 +1,86 @@
+//! Pages: made present before they are used, and what the kernel says of them.
+
+use std::io;
+
+use memmap2::{Advice, MmapMut};
+
+use crate::geometry::ALIGNMENT;
+
+pub(super) const HUGE_PAGE: usize = 2 << 20;
+
+/// Makes all pages present, each thread its share of huge pages. Where the kernel knows no advice for that they are
+/// written to, if that `is_safe`: if there is memory for all of them.
+pub(super) fn prefault(
+    map: &MmapMut,
+    base: usize,
+    bytes: usize,
+    threads: usize,
+    is_safe: bool,
+) -> io::Result<()> {
+    let share = bytes.div_ceil(threads.max(1)).next_multiple_of(HUGE_PAGE);
+    std::thread::scope(|scope| {
+        let start =
+            |from: usize| scope.spawn(move || populate(map, base + from, share.min(bytes - from), is_safe));
+        let running: Vec<_> = (0..bytes).step_by(share).map(start).collect();
+        running.into_iter().try_for_each(|thread| match thread.join() {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic),
+        })
+    })
+}
+
+fn populate(map: &MmapMut, from: usize, bytes: usize, is_safe: bool) -> io::Result<()> {
+    match map.advise_range(Advice::PopulateWrite, from, bytes) {
+        // Before Linux 5.14 the advice is unknown.
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput && is_safe => {
+            for offset in (from..from + bytes).step_by(ALIGNMENT) {
+                // SAFETY: the page lies within the mapping, which nobody uses yet; other threads write others.
+                unsafe { map.as_ptr().cast_mut().add(offset).write_volatile(0) };
+            }
+            Ok(())
+        }
+        result => result,
+    }
+}
+
+/// What the system, or the container it limits us to, can still give.
+pub(super) fn available_memory() -> Option<u64> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let system = kilobytes(meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?)?;
+    let cgroup = |name| std::fs::read_to_string(format!("/sys/fs/cgroup/memory.{name}")).ok();
+    let number = |text: String| text.trim().parse::<u64>().ok();
+    let limit = cgroup("max").and_then(number);
+    let used = cgroup("current").and_then(number).unwrap_or(0);
+    Some(limit.map_or(system, |limit| system.min(limit.saturating_sub(used))))
+}
+
+/// Where `smaps` counts huge pages: of private memory, of tmpfs, of hugetlbfs.
+const HUGE: [&str; 4] = ["AnonHugePages", "ShmemPmdMapped", "Shared_Hugetlb", "Private_Hugetlb"];
+
+/// How much of an address range the kernel keeps in huge pages.
+pub(super) fn huge_bytes(start: usize, bytes: usize) -> usize {
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap_or_default();
+    let mut inside = false;
+    let mut huge = 0;
+    for line in smaps.lines() {
+        if let Some((from, to)) = address_range(line) {
+            inside = from < start + bytes && start < to;
+        } else if inside
+            && let Some((_, value)) = line.split_once(':').filter(|(field, _)| HUGE.contains(field))
+        {
+            huge += kilobytes(value).unwrap_or(0) as usize;
+        }
+    }
+    huge
+}
+
+/// `7f00-7f10 rw-p …`: the first line of a mapping in `smaps`.
+pub(super) fn address_range(line: &str) -> Option<(usize, usize)> {
+    let (from, to) = line.split_once(' ')?.0.split_once('-')?;
+    Some((usize::from_str_radix(from, 16).ok()?, usize::from_str_radix(to, 16).ok()?))
+}
+
+/// `  12 kB` in bytes.
+pub(super) fn kilobytes(text: &str) -> Option<u64> {
+    text.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
+}

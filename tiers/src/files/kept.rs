@@ -1,0 +1,168 @@
+//! A file that outlives its process: found or made, locked, complete.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::ErrorKind;
+use std::ops::Deref;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::Path;
+
+use crate::error::SetupError;
+use crate::files::lock::{Patience, lock};
+use crate::files::ours::{is_at, open_ours, unlink, unlink_locked};
+use crate::files::{SettingNames, Site};
+use crate::fork::Maker;
+
+/// A file that this process has locked until this is dropped, or the process ends.
+#[derive(Debug)]
+pub(crate) struct LockedFile {
+    file: File,
+    maker: Maker,
+}
+
+impl LockedFile {
+    /// A file that the caller has locked, or that nobody else can open.
+    pub(crate) fn of(file: File) -> Self {
+        Self { file, maker: Maker::this_process() }
+    }
+
+    pub(crate) const fn file(&self) -> &File {
+        &self.file
+    }
+}
+
+impl Deref for LockedFile {
+    type Target = File;
+
+    fn deref(&self) -> &File {
+        &self.file
+    }
+}
+
+impl Drop for LockedFile {
+    /// A ring that had the file registered lets go of it some time after its own end, and so do children that were
+    /// forked: closing alone would leave it locked. A child that closes its copy must not unlock, since there is
+    /// only one lock, its parent's.
+    fn drop(&mut self) {
+        if self.maker.is_this_process()
+            && let Err(error) = self.file.unlock()
+        {
+            tracing::debug!(%error, "could not unlock a file");
+        }
+    }
+}
+
+/// A file that is kept, and whether it was there before.
+#[derive(Debug)]
+pub(crate) struct Kept {
+    pub(crate) file: LockedFile,
+    pub(crate) was_there: bool,
+}
+
+/// Makes the last component of `dir` if it is missing, for this user alone. Whether it was.
+pub(crate) fn make_dir(dir: &Path, settings: &'static SettingNames) -> Result<bool, SetupError> {
+    match DirBuilder::new().mode(0o700).create(dir) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
+        // Where a directory must not be made, it may still be there.
+        Err(_) if dir.is_dir() => Ok(false),
+        Err(error) => Err(Site::new(dir, settings).failed(&error)),
+    }
+}
+
+/// The file that an earlier process left, or a new one that `fill` has made complete. Waits for whoever has it locked
+/// until `patience` ends.
+///
+/// # Errors
+/// `NotWritable`: what lies there is not a file of this user's that is closed to all others. `InUse`: another process
+/// has it. And what `fill` fails with.
+pub(crate) fn open_kept(
+    site: &Site,
+    patience: &mut Patience,
+    fill: impl Fn(&File) -> Result<(), SetupError>,
+) -> Result<Kept, SetupError> {
+    loop {
+        if let Some(file) = open_ours(site)? {
+            lock(&file, site, patience)?;
+            if is_at(&file, site)? {
+                return Ok(Kept { file: LockedFile::of(file), was_there: true });
+            }
+        } else if let Some(file) = make_kept(site, patience, &fill)? {
+            return Ok(Kept { file: LockedFile::of(file), was_there: false });
+        }
+    }
+}
+
+/// A new file gets its name when it is complete: a process that is killed before leaves nothing that looks like it.
+/// `None`: another process made it meanwhile.
+fn make_kept(
+    site: &Site,
+    patience: &mut Patience,
+    fill: impl Fn(&File) -> Result<(), SetupError>,
+) -> Result<Option<File>, SetupError> {
+    let partial = partial(site);
+    let made = create_locked(&partial, patience)?;
+    // Whoever makes the file holds the lock on the partial one until it has its final name.
+    let outcome = if site.path.symlink_metadata().is_ok() {
+        Ok(None)
+    } else {
+        fill(&made)
+            .and_then(|()| fs::rename(&partial.path, &site.path).map_err(|error| site.failed(&error)))
+            .map(|()| Some(made))
+    };
+    if !matches!(outcome, Ok(Some(_))) {
+        unlink(&partial.path);
+    }
+    outcome
+}
+
+/// Where a file lies until it is complete.
+pub(crate) fn partial(site: &Site) -> Site {
+    site.at(site.path.with_added_extension(PARTIAL))
+}
+
+const PARTIAL: &str = "partial";
+
+/// A file that did not exist before. One that a dead process left under the name is removed, one of a living
+/// process waited for.
+pub(crate) fn create_locked(site: &Site, patience: &mut Patience) -> Result<File, SetupError> {
+    let create = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&site.path);
+    loop {
+        match create() {
+            Ok(file) => {
+                lock(&file, site, patience)?;
+                // Somebody may have taken it for abandoned before it was locked.
+                if is_at(&file, site)? {
+                    return Ok(file);
+                }
+            }
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                if let Some(file) = open_ours(site)? {
+                    lock(&file, site, patience)?;
+                    unlink_locked(&file, site)?;
+                }
+            }
+            Err(error) => return Err(site.failed(&error)),
+        }
+    }
+}
+
+/// Removes what processes that died while they made a file left in the directory, of whichever namespace.
+pub(crate) fn remove_abandoned(dir: &Path, settings: &'static SettingNames) {
+    let Ok(entries) = fs::read_dir(dir) else { return };
+    for path in entries.flatten().map(|entry| entry.path()).filter(|path| is_partial(path)) {
+        let site = Site::new(path, settings);
+        // What is not ours or still locked is somebody's business.
+        if let Ok(Some(file)) = open_ours(&site)
+            && file.try_lock().is_ok()
+        {
+            tracing::info!(path = %site.path.display(), "removing a file that was never finished");
+            // Whoever needs the name will meet the error again.
+            let _ = unlink_locked(&file, &site);
+        }
+    }
+}
+
+fn is_partial(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str());
+    name.is_some_and(|name| name.starts_with("kvbm-") && name.ends_with(".partial"))
+}

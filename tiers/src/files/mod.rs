@@ -1,0 +1,24 @@
+//! Files that one process at a time has open, and that outlive it: slot files, memory that is kept, indexes.
+//!
+//! Others may write the directory (the default of the disk tier is `/tmp`), so nothing that lies there is trusted:
+//! what is kept is made under a name that did not exist, and what is found must be ours and closed to others.
+//!
+//! | file | has |
+//! |---|---|
+//! | `kept.rs` | finding a file or making it, so that a start that is killed leaves nothing that looks complete |
+//! | `ours.rs` | opening what is there without trusting it |
+//! | `lock.rs` | one opener at a time, and how long a start waits for the last one |
+//! | `space.rs` | giving a file its size, with the space behind it |
+//! | `site.rs` | what went wrong, and which setting to change |
+
+mod kept;
+mod lock;
+mod ours;
+mod site;
+mod space;
+
+pub(crate) use kept::{Kept, LockedFile, create_locked, make_dir, open_kept, partial, remove_abandoned};
+pub(crate) use lock::{Patience, lock};
+pub(crate) use ours::{is_at, open_ours, unlink};
+pub(crate) use site::{SettingNames, Site, checked_namespace};
+pub(crate) use space::{check_size, check_space, fill};

@@ -1,0 +1,388 @@
+//! Blocks that an earlier process left in memory, verified when they are first used.
+
+use std::collections::HashMap;
+use std::mem;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
+
+use crate::backend::Backend;
+use crate::checksum::{Checksums, checksum};
+use crate::copy::{Completion, CopyError, CopyOp, Done, Route, SlotId, SlotRef};
+use crate::error::SetupError;
+use crate::fence::Fences;
+use crate::memory::Memory;
+use crate::verifiers::Verifiers;
+use crate::verify::{INLINE_BYTES, corrupt};
+
+/// A backend around memory that outlives its process. Of the blocks that an earlier process left there, each is
+/// compared with its [inherited](Checksums::inherit) checksum before its first copy to elsewhere; one that is not what
+/// it was ends in [`CopyErrorKind::Corrupt`](crate::CopyErrorKind::Corrupt), and the others of its batch go on. What
+/// arrives unsummed, as from a GPU, is summed: the next process will want to know.
+///
+/// Sums are computed by threads of this backend's, but for 128 KiB of a batch. When no checksum is inherited any more,
+/// a batch costs one look at a counter.
+#[derive(Debug)]
+pub struct VerifiedOnce<B> {
+    inner: Arc<B>,
+    memory: Arc<dyn Memory>,
+    verifiers: Arc<Verifiers>,
+}
+
+impl<B: Backend> VerifiedOnce<B> {
+    /// `inner` moves blocks from or to `memory`, or neither.
+    ///
+    /// # Errors
+    /// `Unavailable`: no threads.
+    pub fn new(inner: B, memory: Arc<dyn Memory>) -> Result<Self, SetupError> {
+        let verifiers = Arc::new(Verifiers::start()?);
+        Ok(Self { inner: Arc::new(inner), memory, verifiers })
+    }
+
+    /// Another handle of the same.
+    fn share(&self) -> Self {
+        let (inner, memory) = (Arc::clone(&self.inner), Arc::clone(&self.memory));
+        Self { inner, memory, verifiers: Arc::clone(&self.verifiers) }
+    }
+
+    fn checksums(&self) -> Option<&Checksums> {
+        self.memory.checksums().filter(|checksums| checksums.inherited() > 0)
+    }
+
+    /// The operations whose source has not been verified.
+    fn doubtful(&self, batch: &[CopyOp]) -> Vec<(usize, SlotRef)> {
+        let Some(checksums) = self.checksums() else { return Vec::new() };
+        let ours = self.memory.tier();
+        let sources = batch.iter().map(|op| op.from).enumerate();
+        sources.filter(|(_, from)| from.tier == ours && checksums.is_inherited(from.slot)).collect()
+    }
+
+    fn verify(&self, from: SlotRef) -> Result<(), CopyError> {
+        let (Some(checksums), Some(block)) = (self.memory.checksums(), block(&*self.memory, from.slot))
+        else {
+            // A slot that does not exist is left to the backend to refuse.
+            return Ok(());
+        };
+        checksums
+            .verify_inherited(from.slot, block)
+            .map_err(|(expected, actual)| corrupt(from, expected, actual))
+    }
+}
+
+impl<B: Backend + 'static> VerifiedOnce<B> {
+    fn check_and_send(&self, mut order: Order) {
+        let doubtful = self.doubtful(&order.batch);
+        if doubtful.len() * self.memory.block_bytes() <= INLINE_BYTES {
+            let outcome = |(op, from)| Some((op, self.verify(from).err()?));
+            order.bad.extend(doubtful.into_iter().filter_map(outcome));
+            return order.send(&self.inner);
+        }
+        let together = (INLINE_BYTES / self.memory.block_bytes()).max(1);
+        let left = AtomicUsize::new(doubtful.len().div_ceil(together));
+        let departure = Arc::new(Departure { once: self.share(), order: Mutex::new(Some(order)), left });
+        for sources in doubtful.chunks(together).map(<[_]>::to_vec) {
+            let departure = Arc::clone(&departure);
+            let job = Box::new(move || departure.check(&sources));
+            // An engine waits for these, as for what arrives.
+            self.verifiers.verify(job).into_iter().for_each(|undone| undone());
+        }
+    }
+
+    /// Has arrivals that nobody has summed summed before they are reported.
+    fn summing(&self, batch: &[CopyOp], done: Done) -> Done {
+        let ours = self.memory.tier();
+        if batch.iter().all(|op| op.to.tier != ours) {
+            return done;
+        }
+        let slots: Vec<_> = batch.iter().map(|op| (op.to.tier == ours).then_some(op.to.slot)).collect();
+        let (memory, verifiers) = (Arc::clone(&self.memory), Arc::clone(&self.verifiers));
+        Done::together(move |ended| {
+            let needs_sum = |(op, result): &Completion| match (result, slots[*op], memory.checksums()) {
+                (Ok(()), Some(slot), Some(checksums)) => checksums.get(slot).is_none(),
+                _ => false,
+            };
+            let (unsummed, complete): (Vec<_>, Vec<_>) = ended.into_iter().partition(needs_sum);
+            if !complete.is_empty() {
+                done.complete_all(complete);
+            }
+            for (op, _) in unsummed {
+                let (memory, done, slot) = (Arc::clone(&memory), done.clone(), slots[op]);
+                let job = Box::new(move || {
+                    slot.into_iter().for_each(|slot| sum(&*memory, slot));
+                    done.complete(op, Ok(()));
+                });
+                verifiers.verify(job).into_iter().for_each(|undone| undone());
+            }
+        })
+    }
+}
+
+/// A batch some of whose sources are being verified.
+struct Departure<B> {
+    once: VerifiedOnce<B>,
+    /// There until it is sent.
+    order: Mutex<Option<Order>>,
+    left: AtomicUsize,
+}
+
+impl<B: Backend> Departure<B> {
+    fn check(&self, sources: &[(usize, SlotRef)]) {
+        for &(op, from) in sources {
+            if let Err(error) = self.once.verify(from) {
+                self.order.lock().iter_mut().for_each(|order| order.bad.extend([(op, error.clone())]));
+            }
+        }
+        // The last one sees what all others found.
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.order.lock().take().into_iter().for_each(|order| order.send(&self.once.inner));
+        }
+    }
+}
+
+/// What was submitted.
+struct Order {
+    batch: Vec<CopyOp>,
+    fences: Option<Fences>,
+    done: Done,
+    bad: HashMap<usize, CopyError>,
+}
+
+impl Order {
+    /// Hands on what is not bad.
+    fn send(mut self, inner: &impl Backend) {
+        if !self.bad.is_empty() {
+            self.part_with_bad();
+        }
+        match (self.batch.is_empty(), self.fences) {
+            (true, _) => {}
+            (false, Some(fences)) => inner.submit_fenced(self.batch, fences, self.done),
+            (false, None) => inner.submit(self.batch, self.done),
+        }
+    }
+
+    fn part_with_bad(&mut self) {
+        let bad = mem::take(&mut self.bad);
+        let numbers: Vec<_> = (0..self.batch.len()).filter(|op| !bad.contains_key(op)).collect();
+        self.batch = numbers.iter().map(|&op| self.batch[op]).collect();
+        // No layer is there of all blocks.
+        self.fences.iter_mut().for_each(|fences| fences.layers = None);
+        let done = self.done.clone();
+        self.done.complete_all(bad.into_iter().map(|(op, error)| (op, Err(error))).collect());
+        self.done = Done::together(move |ended| {
+            done.complete_all(ended.into_iter().map(|(op, result)| (numbers[op], result)).collect());
+        });
+    }
+}
+
+fn sum(memory: &dyn Memory, slot: SlotId) {
+    if let (Some(checksums), Some(block)) = (memory.checksums(), block(memory, slot)) {
+        checksums.record(slot, checksum(block));
+    }
+}
+
+fn block(memory: &dyn Memory, slot: SlotId) -> Option<&[u8]> {
+    let start = memory.slot(slot)?.cast::<u8>();
+    // SAFETY: the slot is of an operation that is submitted and not reported: nobody writes it now.
+    Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), memory.block_bytes()) })
+}
+
+// SAFETY: the inner backend moves the blocks and reports each once; what it does not get is reported here, untouched.
+// A report is passed on after the destination, which is still the operation's, has been read.
+unsafe impl<B: Backend + 'static> Backend for VerifiedOnce<B> {
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    fn routes(&self) -> &[Route] {
+        self.inner.routes()
+    }
+
+    fn submit(&self, batch: Vec<CopyOp>, done: Done) {
+        let done = self.summing(&batch, done);
+        self.check_and_send(Order { batch, fences: None, done, bad: HashMap::new() });
+    }
+
+    fn submit_fenced(&self, batch: Vec<CopyOp>, fences: Fences, done: Done) {
+        let done = self.summing(&batch, done);
+        self.check_and_send(Order { batch, fences: Some(fences), done, bad: HashMap::new() });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::copy::{CopyErrorKind, Tier};
+    use crate::dram::DramRegion;
+    use crate::frame::Frame;
+    use crate::memcpy::MemcpyBackend;
+    use crate::memory::forget_checksum;
+    use crate::testing::conformance::{self, Pair};
+    use crate::testing::{MemoryStore, fill_pattern, has_pattern, host, options, order, run};
+
+    const SLOTS: u32 = 40;
+    const BLOCK: usize = 20_000;
+
+    /// Memory with blocks that an earlier process left, and a device that they go to.
+    struct Fixture {
+        memory: Arc<DramRegion>,
+        device: Arc<DramRegion>,
+        once: VerifiedOnce<MemcpyBackend>,
+        here: Vec<Frame>,
+        there: Vec<Frame>,
+    }
+
+    impl Fixture {
+        fn new() -> Self {
+            let memory = Arc::new(host(SLOTS, BLOCK));
+            let device = Arc::new(DramRegion::open(Tier::Device, options(SLOTS, BLOCK)).unwrap());
+            let regions = vec![Arc::clone(&memory) as _, Arc::clone(&device) as Arc<dyn Memory>];
+            let once =
+                VerifiedOnce::new(MemcpyBackend::new(regions, 2).unwrap(), Arc::clone(&memory) as _).unwrap();
+            let frames = |region: &DramRegion| {
+                let mut pool = region.frames().unwrap();
+                std::iter::from_fn(|| pool.take()).collect::<Vec<_>>()
+            };
+            let (mut here, there) = (frames(&memory), frames(&device));
+            for (frame, number) in here.iter_mut().zip(0..) {
+                fill_pattern(number, memory.write(frame).unwrap());
+                let crc = checksum(memory.read(frame).unwrap());
+                memory.checksums().unwrap().inherit(frame.slot(), crc);
+            }
+            Self { memory, device, once, here, there }
+        }
+
+        /// Not by a way that the region knows of.
+        fn flip_bit(&self, slot: usize) {
+            let start = self.memory.slot(self.here[slot].slot()).unwrap().cast::<u8>();
+            // SAFETY: the slot is the test's, and no copy is under way.
+            unsafe { *start.add(BLOCK - 1).as_ptr() ^= 1 };
+        }
+
+        /// Copies the first so many blocks to the device: which were corrupt.
+        fn load(&self, blocks: usize) -> Vec<usize> {
+            let ops = (0..blocks).map(|n| order(n, self.here[n].slot_ref(), self.there[n].slot_ref()));
+            let ended = run(&self.once, ops.collect());
+            let is_bad = |result: &Result<(), CopyError>| match result {
+                Ok(()) => false,
+                Err(error) => error.kind() == CopyErrorKind::Corrupt,
+            };
+            for (n, result) in ended.iter().enumerate().filter(|(_, result)| result.is_ok()) {
+                let block = self.device.read(&self.there[n]).unwrap();
+                assert!(has_pattern(n, block), "block {n} is wrong: {result:?}");
+            }
+            ended.iter().enumerate().filter(|(_, result)| is_bad(result)).map(|(n, _)| n).collect()
+        }
+
+        fn inherited(&self) -> u32 {
+            self.memory.checksums().unwrap().inherited()
+        }
+    }
+
+    #[test]
+    fn conforms() {
+        conformance::check(|slots, block_bytes| {
+            let memory = Arc::new(host(slots, block_bytes));
+            let store = MemoryStore::new(Arc::clone(&memory) as _, Tier::Disk, slots).unwrap();
+            let backend = VerifiedOnce::new(store, Arc::clone(&memory) as _).unwrap();
+            Pair { memory, other: Tier::Disk, backend: Arc::new(backend) }
+        });
+    }
+
+    /// Few are verified by the submitting thread, many by others.
+    #[test]
+    fn a_flipped_bit_costs_its_block_alone() {
+        for blocks in [4, SLOTS as usize] {
+            let fixture = Fixture::new();
+            fixture.flip_bit(1);
+            fixture.flip_bit(3);
+            assert_eq!(fixture.load(blocks), [1, 3]);
+            assert_eq!(fixture.load(blocks), [1, 3], "as long as they are there");
+            assert_eq!(fixture.inherited() as usize, SLOTS as usize - blocks + 2);
+        }
+    }
+
+    #[test]
+    fn nothing_is_verified_twice() {
+        let fixture = Fixture::new();
+        assert!(fixture.load(SLOTS as usize).is_empty());
+        assert_eq!(fixture.inherited(), 0);
+        fixture.flip_bit(0);
+        let op = order(0, fixture.here[0].slot_ref(), fixture.there[0].slot_ref());
+        run(&fixture.once, vec![op])
+            .remove(0)
+            .expect("what changes in memory later is found when it leaves DRAM");
+    }
+
+    #[test]
+    fn a_batch_without_a_good_block_ends() {
+        let fixture = Fixture::new();
+        fixture.flip_bit(0);
+        assert_eq!(fixture.load(1), [0]);
+    }
+
+    #[test]
+    fn a_slot_that_is_written_anew_is_its_own_process_s() {
+        let mut fixture = Fixture::new();
+        fixture.flip_bit(0);
+        fixture.flip_bit(1);
+        fill_pattern(0, fixture.memory.write(&mut fixture.here[0]).unwrap());
+        fill_pattern(1, fixture.device.write(&mut fixture.there[1]).unwrap());
+        let save = order(1, fixture.there[1].slot_ref(), fixture.here[1].slot_ref());
+        run(&fixture.once, vec![save]).remove(0).unwrap();
+        assert!(fixture.load(2).is_empty());
+    }
+
+    #[test]
+    fn many_readers_of_one_block_hear_the_same() {
+        let fixture = Fixture::new();
+        fixture.flip_bit(5);
+        std::thread::scope(|scope| {
+            for reader in 0..4 {
+                let fixture = &fixture;
+                scope.spawn(move || {
+                    for n in 0..10 {
+                        let to = fixture.there[10 * reader + n].slot_ref();
+                        let ended = run(&fixture.once, vec![order(n, fixture.here[n].slot_ref(), to)]);
+                        assert_eq!(ended[0].is_err(), n == 5);
+                    }
+                });
+            }
+        });
+        assert_eq!(fixture.inherited(), SLOTS - 9);
+    }
+
+    /// As a GPU brings them.
+    #[test]
+    fn what_arrives_unsummed_is_summed() {
+        #[derive(Debug)]
+        struct Unsummed(MemcpyBackend, Arc<DramRegion>);
+        // SAFETY: all is the inner backend's doing.
+        unsafe impl Backend for Unsummed {
+            fn name(&self) -> &'static str {
+                "unsummed"
+            }
+            fn routes(&self) -> &[Route] {
+                self.0.routes()
+            }
+            fn submit(&self, batch: Vec<CopyOp>, done: Done) {
+                let (memory, ops) = (Arc::clone(&self.1), batch.clone());
+                self.0.submit(
+                    batch,
+                    Done::new(move |op, result| {
+                        forget_checksum(&*memory, ops[op].to.slot);
+                        done.complete(op, result);
+                    }),
+                );
+            }
+        }
+        let Fixture { memory, device, mut there, here, .. } = Fixture::new();
+        let regions = vec![Arc::clone(&memory) as _, Arc::clone(&device) as Arc<dyn Memory>];
+        let inner = Unsummed(MemcpyBackend::new(regions, 1).unwrap(), Arc::clone(&memory));
+        let once = VerifiedOnce::new(inner, Arc::clone(&memory) as _).unwrap();
+        fill_pattern(77, device.write(&mut there[0]).unwrap());
+        run(&once, vec![order(0, there[0].slot_ref(), here[3].slot_ref())]).remove(0).unwrap();
+        let expected = checksum(device.read(&there[0]).unwrap());
+        assert_eq!(memory.checksums().unwrap().get(here[3].slot()), Some(expected));
+    }
+}
