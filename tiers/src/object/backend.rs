@@ -13,8 +13,8 @@ use tokio::time::Instant;
 
 use super::block::Pending;
 use super::executor::{Executor, Work};
+use super::names::SegmentNames;
 use super::open::Store;
-use super::segment::SegmentNames;
 use super::shared::Shared;
 use super::{read, write};
 use crate::backend::Backend;
@@ -121,6 +121,7 @@ impl ObjectBackend {
             deletions: Semaphore::new(concurrency),
             work: Work::default(),
             undeleted: AtomicU64::new(0),
+            provenance: Mutex::default(),
         };
         Ok(Self {
             shared: Arc::new(shared),
@@ -166,9 +167,8 @@ impl ObjectBackend {
             _ => (SlotId(u32::MAX), SlotId(u32::MAX)),
         };
         let ticket = self.shared.work.ticket();
-        let block = (op.block, object);
         let pending = (object.0 < MAX_SLOTS)
-            .then(|| Pending::new((index, done.clone()), (&self.memory, memory), block, ticket))
+            .then(|| Pending::new((index, done.clone()), (&self.memory, memory), op, object, ticket))
             .flatten();
         if pending.is_none() {
             let message = format!("the object tier cannot copy {} to {}", op.from, op.to);

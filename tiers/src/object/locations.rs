@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::segment::SegmentName;
+use super::names::SegmentName;
 use crate::copy::SlotId;
 
 /// Slots whose locations are allocated together: 16 KiB.
@@ -255,7 +255,7 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::super::segment::SegmentNames;
+    use super::super::names::SegmentNames;
     use super::*;
 
     /// The obvious model: what every segment holds, and which writing of a slot is the last.

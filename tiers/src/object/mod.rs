@@ -22,6 +22,7 @@ mod error;
 mod executor;
 mod files;
 mod locations;
+mod names;
 mod open;
 mod put;
 mod read;

@@ -13,8 +13,9 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::error::StoreError;
 use super::executor::Work;
 use super::locations::Locations;
+use super::names::{SegmentName, SegmentNames};
 use super::open::Store;
-use super::segment::{SegmentName, SegmentNames};
+use super::segment::Provenance;
 use crate::checksum::Checksums;
 use crate::copy::{CopyError, CopyErrorKind};
 
@@ -40,6 +41,8 @@ pub(super) struct Shared {
     /// `<root>/<namespace>/segments`.
     pub(super) directory: Path,
     pub(super) undeleted: AtomicU64,
+    /// Whose blocks are written.
+    pub(super) provenance: Mutex<Provenance>,
 }
 
 /// Keeps a segment in the store while it is read.
@@ -52,6 +55,10 @@ pub(super) struct Pin {
 impl Shared {
     pub(super) fn path(&self, name: SegmentName) -> Path {
         self.directory.clone().join(name.to_string())
+    }
+
+    pub(super) fn provenance(&self) -> Provenance {
+        *self.provenance.lock()
     }
 
     /// A request's turn. Whoever does not get it in time ends without one.

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use super::block::{Pending, finish_all};
 use super::compact::make_room;
 use super::put::create;
-use super::segment::{Entry, encode_footer};
+use super::segment::{Entry, Provenance, encode_footer};
 use super::shared::Shared;
 use crate::checksum::{Checksums, checksum};
 use crate::copy::{CopyError, CopyErrorKind};
@@ -61,15 +61,16 @@ impl Upload {
         [Bytes::from_owner(copy), footer].into_iter().collect()
     }
 
-    fn footer(&self, recorded: Option<&Checksums>) -> Bytes {
+    fn footer(&self, provenance: &Provenance, recorded: Option<&Checksums>) -> Bytes {
         let entry = |(index, block): (usize, &Pending)| {
             let bytes = block.source();
             let length = bytes.len() as u64;
             let recorded = recorded.and_then(|checksums| checksums.get(block.object));
             let crc32c = recorded.unwrap_or_else(|| checksum(bytes));
-            Entry { block: block.block, offset: index as u64 * length, length, crc32c }
+            let offset = index as u64 * length;
+            Entry { block: block.block, parent: block.parent, offset, length, crc32c }
         };
-        encode_footer(&self.blocks.iter().enumerate().map(entry).collect::<Vec<_>>())
+        encode_footer(provenance, &self.blocks.iter().enumerate().map(entry).collect::<Vec<_>>())
     }
 }
 
@@ -110,8 +111,9 @@ impl AsRef<[u8]> for Copied {
 async fn prepare(shared: &Shared, upload: &Arc<Upload>) -> Result<(PutPayload, Bytes), CopyError> {
     let (checksums, upload, is_remote) =
         (shared.checksums.clone(), Arc::clone(upload), shared.store.is_remote());
+    let provenance = shared.provenance();
     let prepare = move || {
-        let footer = upload.footer(checksums.as_deref());
+        let footer = upload.footer(&provenance, checksums.as_deref());
         let payload = if is_remote { upload.copy(footer.clone()) } else { upload.lend(footer.clone()) };
         (payload, footer)
     };
