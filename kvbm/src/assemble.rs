@@ -414,6 +414,7 @@ impl Tiers {
             concurrency: object.concurrency,
             operation_limit: OPERATION_LIMIT,
             keep: object.keep,
+            sharing: None,
         };
         let checksums = Arc::new(Checksums::new());
         // `Verified` sums each block already; a segment's footer takes the sums from there.

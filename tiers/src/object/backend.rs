@@ -12,10 +12,13 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use super::block::Pending;
+use super::discover::{DISCOVERY_LIMIT, Discovered, discover};
 use super::executor::{Executor, Work};
 use super::names::SegmentNames;
 use super::open::Store;
+use super::share::{Share, Sharing, keep_up};
 use super::shared::Shared;
+use super::traffic::{Counted, Traffic};
 use super::{read, write};
 use crate::backend::Backend;
 use crate::checksum::Checksums;
@@ -49,6 +52,8 @@ pub struct ObjectOptions {
     pub operation_limit: Duration,
     /// Leave the segments in place at the end.
     pub keep: bool,
+    /// With whom; `None`: what is written here is read by nobody else.
+    pub sharing: Option<Sharing>,
 }
 
 /// What there is now, and counts since the backend was made.
@@ -65,6 +70,10 @@ pub struct ObjectStats {
     /// Segments that nobody needs and that are, or may be, still in the store: they are deleted soon, or when
     /// the store is well again.
     pub undeleted: u64,
+    /// Blocks in segments that others wrote which are the content of a slot.
+    pub found_blocks: u64,
+    /// Segments that garbage collection deleted.
+    pub collected: u64,
 }
 
 /// Moves blocks between a memory region and an object store, both ways.
@@ -93,6 +102,8 @@ impl ObjectBackend {
         checksums: Option<Arc<Checksums>>,
         options: &ObjectOptions,
     ) -> Result<Self, SetupError> {
+        let traffic = Arc::<Traffic>::default();
+        let store = store.map_client(|client| Arc::new(Counted::new(client, Arc::clone(&traffic))));
         let concurrency = options.concurrency as usize;
         if !(1..=Semaphore::MAX_PERMITS).contains(&concurrency) {
             let message = "object.concurrency (DYN_KVBM_OBJECT_CONCURRENCY) is 0: allow at least one request";
@@ -105,13 +116,16 @@ impl ObjectBackend {
         let block_bytes = memory.block_bytes();
         let blocks_per_segment = (options.segment_bytes / block_bytes as u64).clamp(1, u64::from(u32::MAX));
         let namespace = Path::from(options.namespace.as_str());
-        let directory = store.root.parts().chain(namespace.parts()).collect::<Path>().join("segments");
+        let namespace = store.root.parts().chain(namespace.parts()).collect::<Path>();
+        let names = SegmentNames::new();
+        let share = options.sharing.clone().map(|sharing| Share::new(sharing, &namespace, names.next()));
+        let provenance = options.sharing.as_ref().map(|sharing| sharing.provenance).unwrap_or_default();
         let shared = Shared {
             store,
             block_bytes,
             checksums,
-            directory,
-            names: SegmentNames::new(),
+            directory: namespace.join("segments"),
+            names,
             locations: Mutex::default(),
             blocks_per_segment: blocks_per_segment as usize,
             limit: options.operation_limit,
@@ -121,7 +135,11 @@ impl ObjectBackend {
             deletions: Semaphore::new(concurrency),
             work: Work::default(),
             undeleted: AtomicU64::new(0),
-            provenance: Mutex::default(),
+            provenance: Mutex::new(provenance),
+            share,
+            suspects: Mutex::default(),
+            collected: AtomicU64::new(0),
+            traffic,
         };
         Ok(Self {
             shared: Arc::new(shared),
@@ -129,6 +147,58 @@ impl ObjectBackend {
             memory,
             keep: options.keep,
         })
+    }
+
+    /// Finds what this process, in an earlier life, and others have left in the namespace, and has slots below `slots`
+    /// stand for it. Nothing may have been written yet. From here on this worker says what it relies on, and collects
+    /// garbage. A store that fails or is slow has nothing: this takes ten seconds at most.
+    ///
+    /// Without [`Sharing`] there is nothing to be found.
+    pub fn discover(&self, slots: u32) -> Discovered {
+        let found = discover(Arc::clone(&self.shared), slots);
+        let mut provenance = self.shared.provenance.lock();
+        let nothing = || Discovered { epoch: provenance.epoch, ..Discovered::default() };
+        let found = self.shared.store.executor.wait(2 * DISCOVERY_LIMIT, found).unwrap_or_else(nothing);
+        if found.epoch != provenance.epoch {
+            (provenance.epoch, provenance.forgotten) = (found.epoch, 0);
+        }
+        drop(provenance);
+        keep_up(&self.shared);
+        found
+    }
+
+    /// Names blocks by another epoch from here on, and tells later workers, before it returns, that it has begun.
+    ///
+    /// # Errors
+    /// `Unavailable`: the store did not take it. It may still find its way there.
+    pub fn begin_epoch(&self, epoch: u64, forgotten: u64) -> Result<(), CopyError> {
+        let mut provenance = self.shared.provenance.lock();
+        let is_new = provenance.epoch != epoch;
+        (provenance.epoch, provenance.forgotten) = (epoch, forgotten);
+        drop(provenance);
+        if self.shared.share.is_none() || !is_new {
+            return Ok(());
+        }
+        let shared = Arc::clone(&self.shared);
+        let announce = async move {
+            match &shared.share {
+                Some(share) => shared.announce_epoch(share, epoch).await,
+                None => Ok(()),
+            }
+        };
+        let unavailable = |why: String| {
+            let message = format!("cannot tell {} that epoch {epoch} has begun: {why}", self.shared.store);
+            CopyError::new(CopyErrorKind::Unavailable, message)
+        };
+        match self.shared.store.executor.wait(self.shared.limit, announce) {
+            Some(announced) => announced.map_err(|error| unavailable(error.to_string())),
+            None => Err(unavailable("no answer in time".to_owned())),
+        }
+    }
+
+    /// Counts of requests and bytes.
+    pub fn traffic(&self) -> Arc<Traffic> {
+        Arc::clone(&self.shared.traffic)
     }
 
     /// Counts for metrics and tests.
@@ -140,6 +210,8 @@ impl ObjectBackend {
             live_blocks: locations.blocks().live,
             moved_blocks: self.shared.moved_blocks.load(Ordering::Relaxed),
             undeleted: self.shared.undeleted.load(Ordering::Relaxed),
+            found_blocks: locations.found_blocks(),
+            collected: self.shared.collected.load(Ordering::Relaxed),
         }
     }
 

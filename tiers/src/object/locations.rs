@@ -24,7 +24,7 @@ pub(super) struct Locations {
     blocks: Blocks,
 }
 
-/// How many blocks there are.
+/// How many blocks there are in segments that were written here: others bound the space of theirs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Blocks {
     /// In segments.
@@ -46,6 +46,9 @@ pub(super) struct Location {
     pub(super) segment: u32,
     pub(super) position: u32,
 }
+
+/// Of blocks that were not taken over from a segment that was found.
+const NO_SLOT: SlotId = SlotId(u32::MAX);
 
 impl Location {
     const NOWHERE: Self = Self { segment: u32::MAX, position: 0 };
@@ -77,6 +80,8 @@ struct Segment {
     live: u32,
     /// It is not deleted while somebody reads it.
     readers: u32,
+    /// Another worker wrote it, or this one in an earlier life: it is neither compacted nor deleted here.
+    found: bool,
     /// Nobody compacts it.
     compactable: bool,
     /// How often it could not be read when it was to be compacted.
@@ -87,7 +92,7 @@ impl Segment {
     fn emptiness(&self, number: u32) -> Option<Emptiness> {
         let blocks = self.slots.len() as u64;
         let live = u64::from(self.live);
-        let wasteful = self.compactable && live > 0 && live < blocks;
+        let wasteful = self.compactable && !self.found && live > 0 && live < blocks;
         wasteful.then(|| (live * 1_000_000 / blocks + u64::from(self.failures) * FAILURE, number))
     }
 }
@@ -101,12 +106,12 @@ impl Locations {
         Some(Place { segment: segment.name, location })
     }
 
-    /// One reader of a segment less. Returns the segment if nobody needs it any more.
+    /// One reader of a segment less. Returns the segment if nobody here needs it any more, and it is ours.
     pub(super) fn release(&mut self, number: u32) -> Option<SegmentName> {
         self.change(number, |segment| segment.readers -= 1)
     }
 
-    /// Forgets the content of `slot`. Returns its segment if nobody needs that any more.
+    /// Forgets the content of `slot`. Returns its segment if nobody here needs that any more, and it is ours.
     pub(super) fn vacate(&mut self, slot: SlotId) -> Option<SegmentName> {
         let location = self.find(slot)?;
         self.set(slot, Location::NOWHERE);
@@ -115,11 +120,21 @@ impl Locations {
 
     /// The blocks of the new segment `name` are the content of these slots, each of which is vacant.
     pub(super) fn place(&mut self, name: SegmentName, slots: &[SlotId]) {
-        let number = self.add(name, slots.into());
+        let number = self.add(name, slots.into(), false);
         for (position, &slot) in (0..).zip(slots) {
             self.set(slot, Location { segment: number, position });
         }
         self.change(number, |segment| segment.live = slots.len() as u32);
+    }
+
+    /// Blocks of the segment `name`, which was found in the store, are the content of these slots, each of which is
+    /// vacant. `None`: a block that fills none.
+    pub(super) fn adopt(&mut self, name: SegmentName, slots: &[Option<SlotId>]) {
+        let number = self.add(name, slots.iter().map(|slot| slot.unwrap_or(NO_SLOT)).collect(), true);
+        let adopted = (0..).zip(slots).filter_map(|(position, slot)| Some((position, (*slot)?)));
+        let live =
+            adopted.map(|(position, slot)| self.set(slot, Location { segment: number, position })).count();
+        self.change(number, |segment| segment.live = live as u32);
     }
 
     /// The blocks of the new segment `name` are copies of those that are, or were, at these locations. They
@@ -129,7 +144,7 @@ impl Locations {
         name: SegmentName,
         copied: &[(Location, SlotId)],
     ) -> Option<SegmentName> {
-        let number = self.add(name, copied.iter().map(|&(_, slot)| slot).collect());
+        let number = self.add(name, copied.iter().map(|&(_, slot)| slot).collect(), false);
         let mut live = 0;
         for (position, &(from, slot)) in (0..).zip(copied) {
             // Written again, or vacated, while its old content was copied: the newer one wins.
@@ -180,6 +195,17 @@ impl Locations {
         self.segments.iter().flatten().map(|segment| segment.name)
     }
 
+    /// Those that were written here.
+    pub(super) fn own_segments(&self) -> impl Iterator<Item = SegmentName> {
+        self.segments.iter().flatten().filter(|segment| !segment.found).map(|segment| segment.name)
+    }
+
+    /// Blocks of segments that were found in the store which fill a slot.
+    pub(super) fn found_blocks(&self) -> u64 {
+        let found = self.segments.iter().flatten().filter(|segment| segment.found);
+        found.map(|segment| u64::from(segment.live)).sum()
+    }
+
     /// Whether too much space will be wasted when `more` blocks have been written.
     const fn is_wasteful(&self, more: u64) -> bool {
         (self.blocks.stored + more) * 100 > (self.blocks.live + more) * MAX_SPACE_PERCENT
@@ -208,9 +234,12 @@ impl Locations {
     }
 
     /// A segment without live blocks yet.
-    fn add(&mut self, name: SegmentName, slots: Box<[SlotId]>) -> u32 {
-        self.blocks.stored += slots.len() as u64;
-        let segment = Some(Segment { name, slots, live: 0, readers: 0, compactable: true, failures: 0 });
+    fn add(&mut self, name: SegmentName, slots: Box<[SlotId]>, found: bool) -> u32 {
+        if !found {
+            self.blocks.stored += slots.len() as u64;
+        }
+        let segment =
+            Some(Segment { name, slots, live: 0, readers: 0, found, compactable: true, failures: 0 });
         if let Some(number) = self.vacant.pop() {
             self.segments[number as usize] = segment;
             return number;
@@ -220,15 +249,17 @@ impl Locations {
         (self.segments.len() - 1) as u32
     }
 
-    /// Changes a segment and whatever follows from that. Returns its name, and forgets it, if nobody needs it
-    /// any more.
+    /// Changes a segment and whatever follows from that. If nobody here needs it any more, forgets it, and returns its
+    /// name if it is ours.
     fn change(&mut self, number: u32, change: impl FnOnce(&mut Segment)) -> Option<SegmentName> {
         let entry = self.segments.get_mut(number as usize)?;
         let segment = entry.as_mut()?;
         let (before, live) = (segment.emptiness(number), segment.live);
         change(segment);
         let (after, needed) = (segment.emptiness(number), segment.live > 0 || segment.readers > 0);
-        self.blocks.live = self.blocks.live + u64::from(segment.live) - u64::from(live);
+        if !segment.found {
+            self.blocks.live = self.blocks.live + u64::from(segment.live) - u64::from(live);
+        }
         // Readers come and go more often than blocks do, and leave the order as it is.
         if before != after {
             before.inspect(|before| _ = self.wasteful.remove(before));
@@ -238,9 +269,12 @@ impl Locations {
             return None;
         }
         let dead = entry.take()?;
-        self.blocks.stored -= dead.slots.len() as u64;
         // Numbers come again only here, where nobody reads the segment: a reader's `Place` names the segment by number.
         self.vacant.push(number);
+        if dead.found {
+            return None;
+        }
+        self.blocks.stored -= dead.slots.len() as u64;
         Some(dead.name)
     }
 }

@@ -69,7 +69,8 @@ mod tests {
         let text = name.to_string();
         assert_eq!(SegmentName::parse(&text), Some(name));
         let upper = text.replace(SEGMENT, "").to_uppercase() + SEGMENT;
-        let strangers = ["", ".kvseg", "0.kvseg", "+0000000000000000000000000000000.kvseg", "x.kvman", &text[1..]];
+        let strangers =
+            ["", ".kvseg", "0.kvseg", "+0000000000000000000000000000000.kvseg", "x.kvman", &text[1..]];
         for stranger in strangers {
             assert_eq!(SegmentName::parse(stranger), None, "{stranger}");
         }

@@ -3,6 +3,7 @@
 mod compaction;
 mod faults;
 mod server;
+mod sharing;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fmt;
@@ -161,6 +162,7 @@ fn options(blocks_per_segment: usize) -> ObjectOptions {
         concurrency: 3,
         operation_limit: OPERATION_LIMIT,
         keep: false,
+        sharing: None,
     }
 }
 
