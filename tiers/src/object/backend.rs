@@ -16,6 +16,7 @@ use super::discover::{DISCOVERY_LIMIT, Discovered, discover};
 use super::executor::{Executor, Work};
 use super::names::SegmentNames;
 use super::open::Store;
+use super::segment::Provenance;
 use super::share::{Share, Sharing, keep_up};
 use super::shared::Shared;
 use super::traffic::{Counted, Traffic};
@@ -35,6 +36,8 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 const CLOSE_STALL: Duration = Duration::from_secs(1);
 /// How often it looks.
 const CLOSE_LOOK: Duration = Duration::from_millis(50);
+/// A new epoch is announced within this time, or in the background.
+const ANNOUNCEMENT_LIMIT: Duration = Duration::from_secs(5);
 /// Of the requests in flight one in so many may compact: each holds up to three segments in memory.
 const COMPACTIONS_SHARE: usize = 4;
 
@@ -72,6 +75,8 @@ pub struct ObjectStats {
     pub undeleted: u64,
     /// Blocks in segments that others wrote which are the content of a slot.
     pub found_blocks: u64,
+    /// Blocks that were not written because others had written them.
+    pub linked_blocks: u64,
     /// Segments that garbage collection deleted.
     pub collected: u64,
 }
@@ -139,6 +144,7 @@ impl ObjectBackend {
             share,
             suspects: Mutex::default(),
             collected: AtomicU64::new(0),
+            linked_blocks: AtomicU64::new(0),
             traffic,
         };
         Ok(Self {
@@ -156,44 +162,50 @@ impl ObjectBackend {
     /// Without [`Sharing`] there is nothing to be found.
     pub fn discover(&self, slots: u32) -> Discovered {
         let found = discover(Arc::clone(&self.shared), slots);
-        let mut provenance = self.shared.provenance.lock();
-        let nothing = || Discovered { epoch: provenance.epoch, ..Discovered::default() };
+        let present = self.shared.provenance();
+        let nothing = || Discovered { epoch: present.epoch, ..Discovered::default() };
         let found = self.shared.store.executor.wait(2 * DISCOVERY_LIMIT, found).unwrap_or_else(nothing);
-        if found.epoch != provenance.epoch {
-            (provenance.epoch, provenance.forgotten) = (found.epoch, 0);
+        if found.epoch != present.epoch {
+            *self.shared.provenance.lock() = Provenance { epoch: found.epoch, forgotten: 0, ..present };
         }
-        drop(provenance);
         keep_up(&self.shared);
         found
     }
 
-    /// Names blocks by another epoch from here on, and tells later workers, before it returns, that it has begun.
+    /// From here on the slots' old content is gone.
+    fn forget(&self, slots: impl IntoIterator<Item = SlotId>) {
+        let mut locations = self.shared.locations.lock();
+        let dead: Vec<_> = slots.into_iter().filter_map(|slot| locations.vacate(slot)).collect();
+        drop(locations);
+        dead.into_iter().for_each(|name| self.shared.discard(name, Duration::ZERO));
+    }
+
+    /// Writes blocks by the names of another epoch from here on, forgets all that the slots hold, and tells later workers,
+    /// before it returns, that it has begun: whoever starts after that goes on with it. Where nothing is shared, nothing
+    /// happens.
     ///
     /// # Errors
-    /// `Unavailable`: the store did not take it. It may still find its way there.
+    /// `Unavailable`: the store did not take it. It is told again with every renewal.
     pub fn begin_epoch(&self, epoch: u64, forgotten: u64) -> Result<(), CopyError> {
-        let mut provenance = self.shared.provenance.lock();
-        let is_new = provenance.epoch != epoch;
-        (provenance.epoch, provenance.forgotten) = (epoch, forgotten);
-        drop(provenance);
-        if self.shared.share.is_none() || !is_new {
+        let Some(share) = &self.shared.share else { return Ok(()) };
+        let present = self.shared.provenance();
+        *self.shared.provenance.lock() = Provenance { epoch, forgotten, ..present };
+        let past = self.shared.locations.lock().slots();
+        self.forget(past);
+        share.known.lock().forget_blocks(|_| true);
+        if *share.announced.lock() >= epoch {
             return Ok(());
         }
         let shared = Arc::clone(&self.shared);
         let announce = async move {
-            match &shared.share {
-                Some(share) => shared.announce_epoch(share, epoch).await,
-                None => Ok(()),
-            }
+            let share = shared.share.as_ref()?;
+            Some(shared.announce_epoch(share, epoch).await.map_err(|error| error.to_string()))
         };
-        let unavailable = |why: String| {
+        let answer = self.shared.store.executor.wait(ANNOUNCEMENT_LIMIT, announce).flatten();
+        answer.unwrap_or_else(|| Err("no answer in time".to_owned())).map_err(|why| {
             let message = format!("cannot tell {} that epoch {epoch} has begun: {why}", self.shared.store);
             CopyError::new(CopyErrorKind::Unavailable, message)
-        };
-        match self.shared.store.executor.wait(self.shared.limit, announce) {
-            Some(announced) => announced.map_err(|error| unavailable(error.to_string())),
-            None => Err(unavailable("no answer in time".to_owned())),
-        }
+        })
     }
 
     /// Counts of requests and bytes.
@@ -211,6 +223,7 @@ impl ObjectBackend {
             moved_blocks: self.shared.moved_blocks.load(Ordering::Relaxed),
             undeleted: self.shared.undeleted.load(Ordering::Relaxed),
             found_blocks: locations.found_blocks(),
+            linked_blocks: self.shared.linked_blocks.load(Ordering::Relaxed),
             collected: self.shared.collected.load(Ordering::Relaxed),
         }
     }
@@ -250,21 +263,14 @@ impl ObjectBackend {
     }
 
     fn write(&self, blocks: Vec<Pending>, deadline: Instant) {
-        self.vacate(&blocks);
+        // Whether or not the new content arrives.
+        self.forget(blocks.iter().map(|block| block.object));
         let mut blocks = blocks.into_iter().peekable();
         while blocks.peek().is_some() {
             let segment = blocks.by_ref().take(self.shared.blocks_per_segment).collect();
             let upload = write::upload(Arc::clone(&self.shared), segment, deadline);
             self.shared.store.executor.spawn(upload);
         }
-    }
-
-    /// From here on the slots' old content is gone, whether or not the new one arrives.
-    fn vacate(&self, blocks: &[Pending]) {
-        let mut locations = self.shared.locations.lock();
-        let dead: Vec<_> = blocks.iter().filter_map(|block| locations.vacate(block.object)).collect();
-        drop(locations);
-        dead.into_iter().for_each(|name| self.shared.discard(name, Duration::ZERO));
     }
 
     fn read(&self, blocks: Vec<Pending>, deadline: Instant) {

@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 
 use object_store::ObjectMeta;
 
+use super::discover::segment_name;
 use super::error::StoreError;
 use super::names::SegmentName;
 use super::share::{Others, Share};
@@ -26,6 +27,8 @@ impl Shared {
         // The segments first: whoever says meanwhile that it relies on one of them is heard.
         let segments = self.list(&self.directory).await?;
         let segments: Vec<_> = segments.into_iter().filter_map(Listed::new).collect();
+        let there: HashSet<_> = segments.iter().map(|segment| segment.name).collect();
+        share.known.lock().forget_blocks(|name| !there.contains(&name));
         let garbage = self.hear_others(share, |others| self.garbage(share, segments, others)).await?;
         let suspects = std::mem::take(&mut *self.suspects.lock());
         let (sure, new): (Vec<_>, Vec<_>) = garbage.into_iter().partition(|old| suspects.contains(&old.name));
@@ -63,7 +66,6 @@ impl Shared {
 impl Listed {
     /// `None`: it is something else.
     fn new(meta: ObjectMeta) -> Option<Self> {
-        let name = SegmentName::parse(meta.location.filename()?)?;
-        Some(Self { name, meta })
+        Some(Self { name: segment_name(&meta)?, meta })
     }
 }

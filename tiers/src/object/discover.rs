@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures::StreamExt;
+use futures::{StreamExt, TryStreamExt};
 use object_store::path::Path;
 use object_store::{ObjectMeta, ObjectStoreExt, PutMode};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::error::StoreError;
 use super::names::SegmentName;
@@ -55,16 +55,17 @@ pub struct Discovered {
 }
 
 /// A segment whose footer was read.
-struct Read {
-    name: SegmentName,
-    footer: Footer,
+#[derive(Debug)]
+pub(super) struct Read {
+    pub(super) name: SegmentName,
+    pub(super) footer: Footer,
 }
 
 /// Finds what there is, and has the first slots stand for it.
 pub(super) async fn discover(shared: Arc<Shared>, slots: u32) -> Discovered {
     let Some(share) = &shared.share else { return Discovered::default() };
     let deadline = Instant::now() + DISCOVERY_LIMIT.min(shared.limit);
-    let own_epoch = share.sharing.provenance.epoch;
+    let own_epoch = shared.provenance().epoch;
     let found = async {
         let epoch = shared.latest_epoch(share).await?;
         let mut listed = shared.list(&shared.directory).await?;
@@ -76,14 +77,38 @@ pub(super) async fn discover(shared: Arc<Shared>, slots: u32) -> Discovered {
         Ok(Err(error)) => return shared.found_nothing(&error.to_string(), own_epoch),
         Err(_) => return shared.found_nothing("it did not answer in time", own_epoch),
     };
+    share.known.lock().see(listed.iter().filter_map(segment_name));
     let (read, unread) = shared.read_footers(listed, deadline).await;
-    shared.adopt(share, read, epoch, slots, unread)
+    shared.adopt(read, epoch, slots, unread)
 }
 
 impl Shared {
     fn found_nothing(&self, why: &str, epoch: u64) -> Discovered {
         tracing::warn!(store = %self.store, why, "the object tier starts cold: the store's content could not be listed");
         Discovered { epoch, ..Discovered::default() }
+    }
+
+    /// Takes note of what others have stored since: what this worker is to store after that need not be stored again.
+    pub(super) async fn refresh(&self, share: &Share) -> Result<(), StoreError> {
+        let horizon = share.known.lock().horizon();
+        let listing = match horizon {
+            Some(name) => self.store.client.list_with_offset(Some(&self.directory), &self.path(name)),
+            None => self.store.client.list(Some(&self.directory)),
+        };
+        let listed = timeout(self.limit, listing.try_collect::<Vec<_>>()).await?;
+        let mut listed = listed.map_err(|error| self.store.secrets.scrub(&error))?;
+        listed.retain(|meta| {
+            let is_new = |name| !self.names.gave(name) && !share.known.lock().has_seen(name);
+            segment_name(meta).is_some_and(is_new)
+        });
+        let names: Vec<_> = listed.iter().filter_map(segment_name).collect();
+        let (mut read, _) = self.read_footers(listed, Instant::now() + self.limit).await;
+        let provenance = self.provenance();
+        read.retain(|read| read.footer.provenance == provenance);
+        let mut known = share.known.lock();
+        known.see(names);
+        known.learn(&read);
+        Ok(())
     }
 
     /// The latest epoch that a worker has begun; `None`: none since the first.
@@ -95,18 +120,17 @@ impl Shared {
     /// Tells later workers that an epoch has begun.
     pub(super) async fn announce_epoch(&self, share: &Share, epoch: u64) -> Result<(), StoreError> {
         let path = share.epochs.clone().join(format!("{epoch:016x}{EPOCH}"));
-        match self.store.client.put_opts(&path, "kvbm".into(), PutMode::Create.into()).await {
-            Ok(_) | Err(object_store::Error::AlreadyExists { .. }) => Ok(()),
-            Err(error) => Err(self.store.secrets.scrub(&error)),
+        let put = self.store.client.put_opts(&path, "kvbm".into(), PutMode::Create.into());
+        match timeout(self.limit, put).await? {
+            Ok(_) | Err(object_store::Error::AlreadyExists { .. }) => *share.announced.lock() = epoch,
+            Err(error) => return Err(self.store.secrets.scrub(&error)),
         }
+        Ok(())
     }
 
     /// Newest first, as they are given. How many segments could not be read comes with them.
     async fn read_footers(&self, listed: Vec<ObjectMeta>, deadline: Instant) -> (Vec<Read>, u64) {
-        let segments = listed.into_iter().filter_map(|meta| {
-            let name = SegmentName::parse(meta.location.filename()?)?;
-            Some((name, meta))
-        });
+        let segments = listed.into_iter().filter_map(|meta| Some((segment_name(&meta)?, meta)));
         let footers = futures::stream::iter(segments)
             .map(|(name, meta)| async move { (name, self.read_footer(&meta, deadline).await) });
         let mut footers = footers.buffered(CONCURRENCY);
@@ -156,8 +180,8 @@ impl Shared {
     }
 
     /// Has slots from 0 on stand for the blocks of an epoch, root first.
-    fn adopt(&self, share: &Share, mut read: Vec<Read>, epoch: u64, slots: u32, unread: u64) -> Discovered {
-        let wanted = share.sharing.provenance;
+    fn adopt(&self, mut read: Vec<Read>, epoch: u64, slots: u32, unread: u64) -> Discovered {
+        let wanted = self.provenance();
         read.retain(|read| read.footer.provenance.fingerprint == wanted.fingerprint);
         // Its writer may have had no answer when it told of it.
         let epoch = read.iter().map(|read| read.footer.provenance.epoch).fold(epoch, u64::max);
@@ -177,6 +201,11 @@ impl Shared {
         read.iter().zip(&taken).for_each(|(read, slots)| locations.adopt(read.name, slots));
         Discovered { blocks, epoch, segments: read.len() as u64, unread }
     }
+}
+
+/// `None`: it is something else.
+pub(super) fn segment_name(meta: &ObjectMeta) -> Option<SegmentName> {
+    SegmentName::parse(meta.location.filename()?)
 }
 
 const EPOCH: &str = ".kvepoch";

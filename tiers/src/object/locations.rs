@@ -1,6 +1,6 @@
 //! Which block of which segment fills a slot, which segments are worth compacting, and which nobody needs.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 
 use super::names::SegmentName;
 use crate::copy::SlotId;
@@ -22,6 +22,8 @@ pub(super) struct Locations {
     /// Segments that hold blocks which fill no slot, emptiest first.
     wasteful: BTreeSet<Emptiness>,
     blocks: Blocks,
+    /// Numbers of the segments that were found in the store.
+    found: HashMap<SegmentName, u32>,
 }
 
 /// How many blocks there are in segments that were written here: others bound the space of theirs.
@@ -137,6 +139,16 @@ impl Locations {
         self.change(number, |segment| segment.live = live as u32);
     }
 
+    /// Block `position` of a segment of so many, which another worker wrote, is the content of `slot`, which is vacant.
+    pub(super) fn link(&mut self, slot: SlotId, (name, position): (SegmentName, u32), blocks: u32) {
+        let number = match self.found.get(&name) {
+            Some(&number) => number,
+            None => self.add(name, vec![NO_SLOT; blocks as usize].into(), true),
+        };
+        self.set(slot, Location { segment: number, position });
+        self.change(number, |segment| segment.live += 1);
+    }
+
     /// The blocks of the new segment `name` are copies of those that are, or were, at these locations. They
     /// replace those that are still the content of these slots. Returns `name` if none is.
     pub(super) fn relocate(
@@ -190,6 +202,14 @@ impl Locations {
         self.blocks
     }
 
+    /// All slots that have content.
+    pub(super) fn slots(&self) -> Vec<SlotId> {
+        let chunks = self.chunks.iter().enumerate().filter_map(|(at, chunk)| Some((at, chunk.as_ref()?)));
+        let slots = chunks.flat_map(|(at, chunk)| (at * CHUNK..).zip(chunk.iter()));
+        let full = slots.filter(|(_, location)| **location != Location::NOWHERE);
+        full.map(|(slot, _)| SlotId(slot as u32)).collect()
+    }
+
     /// The segments that hold the content of a slot, or are being read.
     pub(super) fn segments(&self) -> impl Iterator<Item = SegmentName> {
         self.segments.iter().flatten().map(|segment| segment.name)
@@ -240,13 +260,16 @@ impl Locations {
         }
         let segment =
             Some(Segment { name, slots, live: 0, readers: 0, found, compactable: true, failures: 0 });
-        if let Some(number) = self.vacant.pop() {
-            self.segments[number as usize] = segment;
-            return number;
-        }
-        self.segments.push(segment);
         // There are fewer segments than slots, and those are numbered with 32 bits.
-        (self.segments.len() - 1) as u32
+        let number = self.vacant.pop().unwrap_or(self.segments.len() as u32);
+        match self.segments.get_mut(number as usize) {
+            Some(vacant) => *vacant = segment,
+            None => self.segments.push(segment),
+        }
+        if found {
+            self.found.insert(name, number);
+        }
+        number
     }
 
     /// Changes a segment and whatever follows from that. If nobody here needs it any more, forgets it, and returns its
@@ -272,6 +295,7 @@ impl Locations {
         // Numbers come again only here, where nobody reads the segment: a reader's `Place` names the segment by number.
         self.vacant.push(number);
         if dead.found {
+            self.found.remove(&dead.name);
             return None;
         }
         self.blocks.stored -= dead.slots.len() as u64;
@@ -310,6 +334,9 @@ mod tests {
         }
 
         fn check(&self, locations: &mut Locations) {
+            let mut slots: Vec<_> = self.content.keys().copied().collect();
+            slots.sort_unstable_by_key(|slot| slot.0);
+            assert_eq!(locations.slots(), slots);
             for (&slot, &version) in &self.content {
                 let place = locations.read(slot).expect("the slot has content");
                 let block = self.segments[&place.segment][place.location.position as usize];
@@ -408,6 +435,27 @@ mod tests {
         assert!(locations.victims(0, 4).is_empty());
         locations.spare(victims[0].number, true);
         assert_eq!(locations.victims(0, 4).len(), 1);
+    }
+
+    #[test]
+    fn what_was_found_is_neither_counted_nor_compacted_nor_deleted_here() {
+        let (mut locations, names) = (Locations::default(), SegmentNames::new());
+        let found = names.next();
+        locations.adopt(found, &[Some(SlotId(5)), None, Some(SlotId(6)), None]);
+        locations.link(SlotId(7), (found, 3), 4);
+        assert_eq!((locations.found_blocks(), locations.blocks()), (3, Blocks::default()));
+        assert_eq!(locations.read(SlotId(7)).unwrap().location.position, 3);
+        assert!(locations.victims(0, 8).is_empty());
+        assert_eq!(
+            (locations.segments().collect::<Vec<_>>(), locations.own_segments().count()),
+            (vec![found], 0)
+        );
+        let number = locations.find(SlotId(7)).unwrap().segment;
+        let vacated = [5, 6, 7].map(|slot| locations.vacate(SlotId(slot)));
+        assert_eq!((vacated, locations.release(number)), ([None; 3], None));
+        assert_eq!(locations.segments().count(), 0);
+        locations.link(SlotId(8), (found, 0), 4);
+        assert_eq!(locations.found_blocks(), 1, "it may be found again");
     }
 
     #[test]

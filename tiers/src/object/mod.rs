@@ -23,6 +23,7 @@ mod discover;
 mod error;
 mod executor;
 mod files;
+mod known;
 mod locations;
 pub mod manifest;
 mod names;

@@ -43,6 +43,11 @@ impl SegmentNames {
         Self { writer: random >> 16, count: AtomicU32::new(0) }
     }
 
+    /// Whether this writer gave the name.
+    pub(super) const fn gave(&self, name: SegmentName) -> bool {
+        (name.0 >> 32) as u64 & 0xffff_ffff_ffff == self.writer
+    }
+
     pub(super) fn next(&self) -> SegmentName {
         let millis = clock::since_1970().as_millis();
         let count = self.count.fetch_add(1, Ordering::Relaxed);
@@ -59,7 +64,7 @@ mod tests {
         let names = SegmentNames::new();
         let some: Vec<_> = (0..1000).map(|_| names.next()).collect();
         assert!(some.is_sorted_by(|a, b| a < b), "{some:?}");
-        assert_ne!(SegmentNames::new().writer, names.writer);
+        assert!(names.gave(some[0]) && !SegmentNames::new().gave(some[0]));
         assert_eq!(some[0].to_string().len(), "0123456789abcdef0123456789abcdef.kvseg".len());
     }
 

@@ -15,6 +15,7 @@ use parking_lot::Mutex;
 use tokio::time::{Instant, timeout};
 
 use super::error::StoreError;
+use super::known::Known;
 use super::manifest::{LAPSES, MAX_BYTES, Manifest};
 use super::names::SegmentName;
 use super::segment::Provenance;
@@ -45,6 +46,9 @@ pub(super) struct Share {
     /// When the own manifest was last written.
     renewed: Mutex<Option<Instant>>,
     others: tokio::sync::Mutex<Others>,
+    pub(super) known: Mutex<Known>,
+    /// The latest epoch that later workers were told of.
+    pub(super) announced: Mutex<u64>,
 }
 
 /// What other workers rely on.
@@ -54,12 +58,12 @@ pub(super) struct Others {
     as_of: Option<Instant>,
     /// The store's time then, in milliseconds since 1970.
     pub(super) now_ms: i64,
-    manifests: HashMap<Path, Known>,
+    manifests: HashMap<Path, Other>,
 }
 
 /// Another worker's manifest.
 #[derive(Debug)]
-struct Known {
+struct Other {
     meta: ObjectMeta,
     /// `None`: it cannot be understood, so its worker may rely on anything.
     manifest: Option<Manifest>,
@@ -75,6 +79,8 @@ impl Share {
             sharing,
             renewed: Mutex::default(),
             others: tokio::sync::Mutex::default(),
+            known: Mutex::default(),
+            announced: Mutex::default(),
         }
     }
 
@@ -98,7 +104,7 @@ impl Others {
     }
 }
 
-impl Known {
+impl Other {
     fn has_lapsed(&self, now_ms: i64) -> bool {
         let after = self.manifest.as_ref().map_or(UNREADABLE, Manifest::lapses_after);
         let age_ms = now_ms - self.meta.last_modified.timestamp_millis();
@@ -194,9 +200,9 @@ impl Shared {
     }
 
     /// `None`: it is gone by now.
-    async fn read_manifest(&self, meta: ObjectMeta) -> Result<Option<Known>, StoreError> {
+    async fn read_manifest(&self, meta: ObjectMeta) -> Result<Option<Other>, StoreError> {
         if meta.size > MAX_BYTES {
-            return Ok(Some(Known { meta, manifest: None }));
+            return Ok(Some(Other { meta, manifest: None }));
         }
         let get = self.store.client.get_range(&meta.location, 0..meta.size.max(1));
         match timeout(self.limit, get).await? {
@@ -204,7 +210,7 @@ impl Shared {
                 let manifest = Manifest::decode(&bytes).inspect_err(|error| {
                     tracing::warn!(path = %meta.location, %error, "a worker may rely on any segment of the object store");
                 });
-                Ok(Some(Known { meta, manifest: manifest.ok() }))
+                Ok(Some(Other { meta, manifest: manifest.ok() }))
             }
             Err(object_store::Error::NotFound { .. }) => Ok(None),
             Err(error) => Err(self.store.secrets.scrub(&error)),
@@ -236,6 +242,13 @@ pub(super) fn keep_up(shared: &Arc<Shared>) {
 impl Shared {
     async fn take_turn(&self, share: &Share, round: u64) {
         let mut result = self.renew(share).await;
+        let epoch = self.provenance().epoch;
+        if result.is_ok() && *share.announced.lock() < epoch {
+            result = self.announce_epoch(share, epoch).await;
+        }
+        if result.is_ok() && round > 1 {
+            result = self.refresh(share).await;
+        }
         if result.is_ok() && round.is_multiple_of(LAPSES.into()) {
             result = self.collect(share).await;
         }

@@ -54,6 +54,7 @@ pub(super) struct Shared {
     /// Segments that were nobody's in the last collection.
     pub(super) suspects: Mutex<HashSet<SegmentName>>,
     pub(super) collected: AtomicU64,
+    pub(super) linked_blocks: AtomicU64,
     pub(super) traffic: Arc<Traffic>,
 }
 

@@ -1,5 +1,6 @@
 //! Memory → store: blocks that are written together become one segment.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
@@ -17,6 +18,10 @@ use crate::copy::{CopyError, CopyErrorKind};
 
 /// Writes one segment and reports its blocks.
 pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>, deadline: Instant) {
+    let blocks = link_known(&shared, blocks);
+    if blocks.is_empty() {
+        return;
+    }
     // Before the request is taken: compactions take requests of their own, and with one at a time would wait for this one.
     make_room(&shared, blocks.len(), deadline).await;
     let request = match shared.request(deadline).await {
@@ -35,6 +40,24 @@ pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>, deadline: 
     }
     // Set once, here.
     let _ = upload.result.set(result);
+}
+
+/// Has the slots of blocks that another worker has stored stand for these. What is left is to be stored.
+fn link_known(shared: &Shared, blocks: Vec<Pending>) -> Vec<Pending> {
+    let Some(share) = &shared.share else { return blocks };
+    let mut left = Vec::with_capacity(blocks.len());
+    for pending in blocks {
+        let Some(spot) = share.known.lock().take(pending.block) else {
+            left.push(pending);
+            continue;
+        };
+        // The same tokens computed elsewhere may differ in their lowest bits: what is read is to match what is there.
+        shared.checksums.iter().for_each(|checksums| checksums.record(pending.object, spot.crc32c));
+        shared.locations.lock().link(pending.object, (spot.segment, spot.position), spot.blocks);
+        shared.linked_blocks.fetch_add(1, Ordering::Relaxed);
+        pending.finish(Ok(()));
+    }
+    left
 }
 
 /// The blocks of a segment under way. The client may keep its `Bytes` for a while after it gave up, in a thread

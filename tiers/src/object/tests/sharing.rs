@@ -124,6 +124,8 @@ fn an_epoch_that_has_begun_is_the_first_of_later_workers() {
     first.object.begin_epoch(9, 0).unwrap();
     let second = Worker::start(open_directory(dir.path()), &shared(7));
     assert_eq!((second.found.epoch, second.found.blocks.len()), (9, 0));
+    settle(&first.object);
+    assert_eq!(files(dir.path(), "segments"), 0, "what is past is of no use to anybody");
     assert!(all_ok(&first.write(20, &seeds(21..25))));
     assert_eq!(Worker::start(open_directory(dir.path()), &shared(7)).read_found(), 4);
 }
@@ -324,6 +326,41 @@ fn a_store_that_does_not_list_starts_cold_and_heals() {
         assert!(third.has(8) && third.has(14));
         assert_eq!(third.read_found(), 12);
     }
+}
+
+#[test]
+fn what_another_has_stored_meanwhile_is_not_stored_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let start = || Worker::start(open_directory(dir.path()), &shared(4));
+    let (first, second) = (start(), start());
+    assert!(all_ok(&first.write(0, &seeds(1..9))));
+    // It takes a renewal until this is known.
+    let mut slot = 0;
+    eventually("it was stored again and again", || {
+        second.object.stats().linked_blocks == 8 || {
+            assert!(all_ok(&second.write(slot, &seeds(1..9))));
+            std::thread::sleep(RENEWAL);
+            false
+        }
+    });
+    let stored = second.object.stats().segments;
+    assert!(stored <= 4, "at most one round came too early");
+    let blocks: Vec<_> = (1..9).map(|seed| (seed - 1, seed)).collect();
+    assert!(all_ok(&read(&second.verified, &second.heap, &blocks)));
+    // What cannot be had from there is stored by whoever has it.
+    std::thread::sleep(RENEWAL * 2);
+    drop(first);
+    for file in segment_files(dir.path()) {
+        let mut bytes = std::fs::read(&file).unwrap();
+        bytes[5] ^= 1;
+        std::fs::write(&file, bytes).unwrap();
+    }
+    let results = kinds(&read(&second.verified, &second.heap, &blocks));
+    assert!(results.contains(&Some(CopyErrorKind::Corrupt)), "{results:?}");
+    slot += 8;
+    assert!(all_ok(&second.write(slot, &seeds(1..9))));
+    let blocks: Vec<_> = blocks.iter().map(|&(at, seed)| (at + slot, seed)).collect();
+    assert!(all_ok(&read(&second.verified, &second.heap, &blocks)));
 }
 
 /// The goal: at most a fiftieth of the requests of one object for each block.
