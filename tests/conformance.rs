@@ -100,6 +100,7 @@ fn check_objects(url: fn(&std::path::Path) -> String) {
             concurrency: 4,
             operation_limit: OPERATION_LIMIT,
             keep: false,
+            sharing: None,
         };
         let checksums = Arc::new(Checksums::new());
         let (ours, known) = (Arc::clone(&memory) as _, Some(Arc::clone(&checksums)));

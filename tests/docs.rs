@@ -102,6 +102,7 @@ fn everyday() -> Registry {
     let mut settings = engine::settings(4096, 8, 8);
     settings.disk.capacity = Some(Capacity::Blocks(16));
     settings.disk.dirs = vec![dir.path().to_owned()];
+    settings.object.url = Some("memory:///".to_owned());
     let manager = engine::open(settings, &registry).unwrap();
     engine::serve(&manager, &chain(1));
     engine::serve(&manager, &chain(1));

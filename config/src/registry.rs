@@ -427,7 +427,32 @@ pub(crate) static KEYS: &[Key] = &[
         path: "object.keep",
         field: Field::Flag(|s| &mut s.object.keep),
         variables: &[own("DYN_KVBM_OBJECT_KEEP", Form::Plain)],
-        doc: "Leave the objects in place at shutdown.",
+        doc: "Leave the objects in place at shutdown. With a fingerprint, later processes find them, and others while \
+              this one runs in any case.",
+        in_use: true,
+    },
+    Key {
+        path: "object.renewal_ms",
+        field: Field::Millis(|s| &mut s.object.renewal_ms, 50..=3_600_000),
+        variables: &[own("DYN_KVBM_OBJECT_RENEWAL_MS", Form::Plain)],
+        doc: "How often a worker writes down, in the store, on which objects it relies. One that has not for ten times as \
+              long is taken for gone.",
+        in_use: true,
+    },
+    Key {
+        path: "object.collect_after_ms",
+        field: Field::Millis(|s| &mut s.object.collect_after_ms, 0..=40 * DAY_MS),
+        variables: &[own("DYN_KVBM_OBJECT_COLLECT_AFTER_MS", Form::Plain)],
+        doc: "Objects of the same fingerprint on which no worker relies are deleted when they are so old, and at least \
+              ten renewals.",
+        in_use: true,
+    },
+    Key {
+        path: "object.collect_above",
+        field: Field::Limit(|s| &mut s.object.collect_above),
+        variables: &[own("DYN_KVBM_OBJECT_COLLECT_ABOVE", Form::Plain)],
+        doc: "Size of all objects of a fingerprint above which those on which no worker relies are deleted sooner, \
+              oldest first, but not before ten renewals.",
         in_use: true,
     },
     Key {

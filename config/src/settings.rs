@@ -212,6 +212,12 @@ pub struct ObjectSettings {
     pub concurrency: u32,
     /// Leave the objects in place at shutdown.
     pub keep: bool,
+    /// How often a worker says on which objects it relies, in milliseconds.
+    pub renewal_ms: u64,
+    /// Age at which objects on which no worker relies are deleted, in milliseconds.
+    pub collect_after_ms: u64,
+    /// Size of all objects above which these are deleted sooner; `None`: any.
+    pub collect_above: Option<Capacity>,
 }
 
 impl Default for ObjectSettings {
@@ -227,6 +233,9 @@ impl Default for ObjectSettings {
             segment_bytes: 32 << 20,
             concurrency: 8,
             keep: false,
+            renewal_ms: 60_000,
+            collect_after_ms: 7 * 24 * 3_600_000,
+            collect_above: None,
         }
     }
 }

@@ -4,6 +4,7 @@ mod durable;
 mod engine;
 mod gpu;
 mod nixl;
+mod objects;
 mod policies;
 mod ranks;
 mod report;
@@ -19,7 +20,7 @@ use kvbm_settings::{
 };
 use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::geometry::{ALIGNMENT, MAX_SLOTS};
-use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions};
+use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, Store, StoreOptions};
 use kvbm_tiers::sealed::KeyRing;
 use kvbm_tiers::{
     Backend, Checksums, DeviceRegion, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool,
@@ -38,12 +39,14 @@ use crate::options::{Options, RouteReport};
 use crate::scheduler::{Core, Executor, Parts, Tuning};
 use crate::table::{Table, TierSpec};
 
+pub(crate) use objects::SharedStore;
 pub(crate) use ranks::{OpenedRank, open_rank};
 pub use report::{GpuReport, NixlReport, PluginReport};
 
 use durable::{Identity, KeptTier, Namespace};
 use gpu::GpuTier;
 use nixl::Nixl;
+use objects::Objects;
 use ranks::LossHook;
 use sealed::MemoryEnd;
 
@@ -78,6 +81,7 @@ pub(crate) struct Assembled {
     pub(crate) routes: Vec<RouteReport>,
     /// What outlives the process.
     pub(crate) durable: Durable,
+    pub(crate) store: SharedStore,
 }
 
 /// Opens all tiers. Takes memory, makes files and probes stores, so it works on a thread of its own.
@@ -95,6 +99,7 @@ pub(crate) async fn open(
     let (chaos, fingerprint) = (options.chaos.clone(), options.fingerprint.clone());
     fingerprint.as_ref().map_or(Ok(()), |fingerprint| fingerprint.validate(options.block_tokens))?;
     let (group, on_durable) = (options.ranks.clone(), options.on_durable.clone());
+    let registry = options.registry.clone();
     let build = move || -> Result<Assembled> {
         let on_loss = LossHook::default();
         let known = fingerprint.as_ref();
@@ -109,14 +114,16 @@ pub(crate) async fn open(
         };
         let tuning = tuning(&settings, block_tokens);
         let routes = tiers.routes();
-        let Tiers { device, host, specs, staging, executor, fallbacks, kept, .. } = tiers;
+        let Tiers { device, host, specs, staging, executor, fallbacks, kept, objects, .. } = tiers;
         fallbacks.into_iter().for_each(|wanted| metrics.fell_back(wanted));
         let table = Table::new(specs);
         let table = fingerprint.into_iter().fold(table, Table::with_fingerprint);
-        let (table, durable) = durable::resume(table, kept, on_durable.as_ref(), &metrics)?;
+        objects.iter().try_for_each(|objects| objects.export(&registry))?;
+        let store = objects.as_ref().map(Objects::store).unwrap_or_default();
+        let (table, durable) = durable::resume(table, (kept, objects), on_durable.as_ref(), &metrics)?;
         let core = Core::new(Parts { table, executor, staging, clock, metrics, tuning });
         on_loss.set(&core);
-        Ok(Assembled { core, device, host, routes, durable })
+        Ok(Assembled { core, device, host, routes, durable, store })
     };
     tokio::task::spawn_blocking(build)
         .await
@@ -179,6 +186,7 @@ struct Tiers {
     keys: Option<Arc<KeyRing>>,
     /// Those whose slots outlive the process.
     kept: Vec<KeptTier>,
+    objects: Option<Objects>,
 }
 
 impl Tiers {
@@ -412,21 +420,17 @@ impl Tiers {
     }
 
     fn connect_objects(&mut self, store: Store, settings: &Settings) -> Result<()> {
-        let object = &settings.object;
         let segment_blocks = segment_blocks(settings);
         let end = self.memory_end(Tier::Object, segment_blocks, settings)?;
-        let options = ObjectOptions {
-            namespace: self.namespace.name.clone(),
-            // As many blocks as are sent together, sealed or not.
-            segment_bytes: (segment_blocks * end.memory.block_bytes()) as u64,
-            concurrency: object.concurrency,
-            operation_limit: OPERATION_LIMIT,
-            keep: object.keep,
-        };
+        let sizes = (segment_blocks, end.memory.block_bytes());
+        let options = objects::options(&settings.object, &self.namespace, sizes);
         let checksums = Arc::new(Checksums::new());
         // `Verified` sums each block already; a segment's footer takes the sums from there.
         let known = Some(Arc::clone(&checksums));
         let backend = ObjectBackend::new(store, Arc::clone(&end.memory), known, &options).map_err(setup)?;
+        let backend = Arc::new(backend);
+        let found = Objects::find(Arc::clone(&backend), object_slots(settings)?, options.sharing.is_some());
+        self.objects = Some(found);
         self.connect_verified(backend, end, checksums)
     }
 

@@ -11,7 +11,7 @@ use kvbm_policies::{Ended, RequestId};
 use kvbm_settings::Settings;
 use kvbm_tiers::{DramRegion, Frame, SlotId, Tier, clock};
 
-use crate::assemble;
+use crate::assemble::{self, SharedStore};
 use crate::device::{Device, Lent};
 use crate::durable::{Durable, RecoveryReport};
 use crate::engine_memory::EngineMemory;
@@ -45,6 +45,7 @@ pub struct Manager {
     host: Option<Arc<DramRegion>>,
     routes: Vec<RouteReport>,
     durable: Durable,
+    store: SharedStore,
     background: Mutex<Option<Background>>,
     pinned: Arc<PinnedChains>,
     engine: Option<EngineMemory>,
@@ -91,6 +92,7 @@ impl Manager {
             host: assembled.host,
             routes: assembled.routes,
             durable: assembled.durable,
+            store: assembled.store,
             background: Mutex::new(Some(background)),
             pinned,
             engine,
@@ -263,7 +265,8 @@ impl Manager {
     pub fn reset(&self, epoch: u64) -> Result<()> {
         self.core.reset(epoch)?;
         self.pinned.end_past(self.core.namespace());
-        self.durable.settle(MAX_RESET)
+        let told = self.store.begin_epoch(epoch, 0);
+        self.durable.settle(MAX_RESET).and(told)
     }
 
     /// The present epoch: that of the [fingerprint](Options::fingerprint), or 0, until the first [`reset`](Self::reset).

@@ -13,7 +13,7 @@ use kvbm_tiers::{
     clock,
 };
 
-use super::{Tiers, setup};
+use super::{Objects, Tiers, setup};
 use crate::durable::{Durable, OnDurable, RecoveryReport, Service};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fingerprint::Fingerprint;
@@ -34,8 +34,8 @@ pub(super) struct Namespace {
 /// What the names of blocks begin with.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Identity {
-    digest: u128,
-    epoch: u64,
+    pub(super) digest: u128,
+    pub(super) epoch: u64,
 }
 
 impl Identity {
@@ -159,15 +159,19 @@ pub(super) fn warn_of_cold_start(settings: &Settings, fingerprint: Option<&Finge
 /// Makes resident again what is left of an earlier process, and has noted from here on what comes and leaves.
 pub(super) fn resume(
     table: Table,
-    mut kept: Vec<KeptTier>,
+    (mut kept, objects): (Vec<KeptTier>, Option<Objects>),
     on_durable: Option<&OnDurable>,
     metrics: &Metrics,
 ) -> Result<(Table, Durable)> {
-    let epoch = kept.iter().flat_map(KeptTier::epochs).fold(table.naming().epoch, Ord::max);
+    let epochs = kept.iter().flat_map(KeptTier::epochs).chain(objects.as_ref().and_then(Objects::epoch));
+    let epoch = epochs.fold(table.naming().epoch, Ord::max);
     let mut table = if epoch == table.naming().epoch { table } else { table.resuming(epoch) };
     // What lies further down as well need not go there again.
     kept.sort_by_key(|kept| Reverse(kept.tier));
     let mut reports = Vec::new();
+    if let Some(objects) = objects {
+        reports.extend(objects.restore(&mut table)?);
+    }
     for kept in &mut kept {
         reports.push(kept.restore(&mut table, epoch)?);
     }

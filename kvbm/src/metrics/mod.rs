@@ -4,6 +4,7 @@
 //! kinds of error. docs/metrics.md describes each metric; a test compares.
 
 mod gauges;
+mod objects;
 mod upstream;
 
 use std::fmt;
@@ -21,6 +22,7 @@ use crate::table::{Match, Miss};
 use self::upstream::Upstream;
 
 pub(crate) use self::gauges::Gauges;
+pub(crate) use self::objects::ObjectTraffic;
 
 /// Handles to all metrics.
 #[derive(Clone)]

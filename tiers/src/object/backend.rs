@@ -12,10 +12,14 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use super::block::Pending;
+use super::discover::{DISCOVERY_LIMIT, Discovered, discover};
 use super::executor::{Executor, Work};
+use super::names::SegmentNames;
 use super::open::Store;
-use super::segment::SegmentNames;
+use super::segment::Provenance;
+use super::share::{Share, Sharing, keep_up};
 use super::shared::Shared;
+use super::traffic::{Counted, Traffic};
 use super::{read, write};
 use crate::backend::Backend;
 use crate::checksum::Checksums;
@@ -32,6 +36,8 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 const CLOSE_STALL: Duration = Duration::from_secs(1);
 /// How often it looks.
 const CLOSE_LOOK: Duration = Duration::from_millis(50);
+/// A new epoch is announced within this time, or in the background.
+const ANNOUNCEMENT_LIMIT: Duration = Duration::from_secs(5);
 /// Of the requests in flight one in so many may compact: each holds up to three segments in memory.
 const COMPACTIONS_SHARE: usize = 4;
 
@@ -49,6 +55,8 @@ pub struct ObjectOptions {
     pub operation_limit: Duration,
     /// Leave the segments in place at the end.
     pub keep: bool,
+    /// With whom; `None`: what is written here is read by nobody else.
+    pub sharing: Option<Sharing>,
 }
 
 /// What there is now, and counts since the backend was made.
@@ -65,6 +73,12 @@ pub struct ObjectStats {
     /// Segments that nobody needs and that are, or may be, still in the store: they are deleted soon, or when
     /// the store is well again.
     pub undeleted: u64,
+    /// Blocks in segments that others wrote which are the content of a slot.
+    pub found_blocks: u64,
+    /// Blocks that were not written because others had written them.
+    pub linked_blocks: u64,
+    /// Segments that garbage collection deleted.
+    pub collected: u64,
 }
 
 /// Moves blocks between a memory region and an object store, both ways.
@@ -93,6 +107,8 @@ impl ObjectBackend {
         checksums: Option<Arc<Checksums>>,
         options: &ObjectOptions,
     ) -> Result<Self, SetupError> {
+        let traffic = Arc::<Traffic>::default();
+        let store = store.map_client(|client| Arc::new(Counted::new(client, Arc::clone(&traffic))));
         let concurrency = options.concurrency as usize;
         if !(1..=Semaphore::MAX_PERMITS).contains(&concurrency) {
             let message = "object.concurrency (DYN_KVBM_OBJECT_CONCURRENCY) is 0: allow at least one request";
@@ -105,13 +121,16 @@ impl ObjectBackend {
         let block_bytes = memory.block_bytes();
         let blocks_per_segment = (options.segment_bytes / block_bytes as u64).clamp(1, u64::from(u32::MAX));
         let namespace = Path::from(options.namespace.as_str());
-        let directory = store.root.parts().chain(namespace.parts()).collect::<Path>().join("segments");
+        let namespace = store.root.parts().chain(namespace.parts()).collect::<Path>();
+        let names = SegmentNames::new();
+        let share = options.sharing.clone().map(|sharing| Share::new(sharing, &namespace, names.next()));
+        let provenance = options.sharing.as_ref().map(|sharing| sharing.provenance).unwrap_or_default();
         let shared = Shared {
             store,
             block_bytes,
             checksums,
-            directory,
-            names: SegmentNames::new(),
+            directory: namespace.join("segments"),
+            names,
             locations: Mutex::default(),
             blocks_per_segment: blocks_per_segment as usize,
             limit: options.operation_limit,
@@ -121,6 +140,12 @@ impl ObjectBackend {
             deletions: Semaphore::new(concurrency),
             work: Work::default(),
             undeleted: AtomicU64::new(0),
+            provenance: Mutex::new(provenance),
+            share,
+            suspects: Mutex::default(),
+            collected: AtomicU64::new(0),
+            linked_blocks: AtomicU64::new(0),
+            traffic,
         };
         Ok(Self {
             shared: Arc::new(shared),
@@ -128,6 +153,64 @@ impl ObjectBackend {
             memory,
             keep: options.keep,
         })
+    }
+
+    /// Finds what this process, in an earlier life, and others have left in the namespace, and has slots below `slots`
+    /// stand for it. Nothing may have been written yet. From here on this worker says what it relies on, and collects
+    /// garbage. A store that fails or is slow has nothing: this takes ten seconds at most.
+    ///
+    /// Without [`Sharing`] there is nothing to be found.
+    pub fn discover(&self, slots: u32) -> Discovered {
+        let found = discover(Arc::clone(&self.shared), slots);
+        let present = self.shared.provenance();
+        let nothing = || Discovered { epoch: present.epoch, ..Discovered::default() };
+        let found = self.shared.store.executor.wait(2 * DISCOVERY_LIMIT, found).unwrap_or_else(nothing);
+        if found.epoch != present.epoch {
+            *self.shared.provenance.lock() = Provenance { epoch: found.epoch, forgotten: 0, ..present };
+        }
+        keep_up(&self.shared);
+        found
+    }
+
+    /// From here on the slots' old content is gone.
+    fn forget(&self, slots: impl IntoIterator<Item = SlotId>) {
+        let mut locations = self.shared.locations.lock();
+        let dead: Vec<_> = slots.into_iter().filter_map(|slot| locations.vacate(slot)).collect();
+        drop(locations);
+        dead.into_iter().for_each(|name| self.shared.discard(name, Duration::ZERO));
+    }
+
+    /// Writes blocks by the names of another epoch from here on, forgets all that the slots hold, and tells later workers,
+    /// before it returns, that it has begun: whoever starts after that goes on with it. Where nothing is shared, nothing
+    /// happens.
+    ///
+    /// # Errors
+    /// `Unavailable`: the store did not take it. It is told again with every renewal.
+    pub fn begin_epoch(&self, epoch: u64, forgotten: u64) -> Result<(), CopyError> {
+        let Some(share) = &self.shared.share else { return Ok(()) };
+        let present = self.shared.provenance();
+        *self.shared.provenance.lock() = Provenance { epoch, forgotten, ..present };
+        let past = self.shared.locations.lock().slots();
+        self.forget(past);
+        share.known.lock().forget_blocks(|_| true);
+        if *share.announced.lock() >= epoch {
+            return Ok(());
+        }
+        let shared = Arc::clone(&self.shared);
+        let announce = async move {
+            let share = shared.share.as_ref()?;
+            Some(shared.announce_epoch(share, epoch).await.map_err(|error| error.to_string()))
+        };
+        let answer = self.shared.store.executor.wait(ANNOUNCEMENT_LIMIT, announce).flatten();
+        answer.unwrap_or_else(|| Err("no answer in time".to_owned())).map_err(|why| {
+            let message = format!("cannot tell {} that epoch {epoch} has begun: {why}", self.shared.store);
+            CopyError::new(CopyErrorKind::Unavailable, message)
+        })
+    }
+
+    /// Counts of requests and bytes.
+    pub fn traffic(&self) -> Arc<Traffic> {
+        Arc::clone(&self.shared.traffic)
     }
 
     /// Counts for metrics and tests.
@@ -139,6 +222,9 @@ impl ObjectBackend {
             live_blocks: locations.blocks().live,
             moved_blocks: self.shared.moved_blocks.load(Ordering::Relaxed),
             undeleted: self.shared.undeleted.load(Ordering::Relaxed),
+            found_blocks: locations.found_blocks(),
+            linked_blocks: self.shared.linked_blocks.load(Ordering::Relaxed),
+            collected: self.shared.collected.load(Ordering::Relaxed),
         }
     }
 
@@ -166,9 +252,8 @@ impl ObjectBackend {
             _ => (SlotId(u32::MAX), SlotId(u32::MAX)),
         };
         let ticket = self.shared.work.ticket();
-        let block = (op.block, object);
         let pending = (object.0 < MAX_SLOTS)
-            .then(|| Pending::new((index, done.clone()), (&self.memory, memory), block, ticket))
+            .then(|| Pending::new((index, done.clone()), (&self.memory, memory), op, object, ticket))
             .flatten();
         if pending.is_none() {
             let message = format!("the object tier cannot copy {} to {}", op.from, op.to);
@@ -178,21 +263,14 @@ impl ObjectBackend {
     }
 
     fn write(&self, blocks: Vec<Pending>, deadline: Instant) {
-        self.vacate(&blocks);
+        // Whether or not the new content arrives.
+        self.forget(blocks.iter().map(|block| block.object));
         let mut blocks = blocks.into_iter().peekable();
         while blocks.peek().is_some() {
             let segment = blocks.by_ref().take(self.shared.blocks_per_segment).collect();
             let upload = write::upload(Arc::clone(&self.shared), segment, deadline);
             self.shared.store.executor.spawn(upload);
         }
-    }
-
-    /// From here on the slots' old content is gone, whether or not the new one arrives.
-    fn vacate(&self, blocks: &[Pending]) {
-        let mut locations = self.shared.locations.lock();
-        let dead: Vec<_> = blocks.iter().filter_map(|block| locations.vacate(block.object)).collect();
-        drop(locations);
-        dead.into_iter().for_each(|name| self.shared.discard(name, Duration::ZERO));
     }
 
     fn read(&self, blocks: Vec<Pending>, deadline: Instant) {

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::executor::Ticket;
-use crate::copy::{BlockKey, CopyError, CopyErrorKind, Done, SlotId};
+use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Done, SlotId};
 use crate::memory::Memory;
 
 /// An operation that was accepted and not reported yet. Dropping it reports it, as refused unless it was
@@ -22,6 +22,8 @@ pub(super) struct Pending {
     _ticket: Ticket,
     /// What is copied.
     pub(super) block: BlockKey,
+    /// Hash of the block before it in its chain.
+    pub(super) parent: Option<u128>,
     /// Its slot in memory.
     pub(super) memory: SlotId,
     /// Its slot in the object tier.
@@ -39,7 +41,8 @@ impl Pending {
     pub(super) fn new(
         (index, done): (usize, Done),
         (region, memory): (&Arc<dyn Memory>, SlotId),
-        (block, object): (BlockKey, SlotId),
+        op: &CopyOp,
+        object: SlotId,
         ticket: Ticket,
     ) -> Option<Self> {
         let refused = CopyError::new(CopyErrorKind::Refused, "the object tier is shutting down");
@@ -51,7 +54,8 @@ impl Pending {
             result: Err(refused),
             index,
             done,
-            block,
+            block: op.block,
+            parent: op.parent,
             memory,
             object,
         })

@@ -18,7 +18,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::locations::{Location, Victim};
 use super::put::create;
-use super::segment::{Entry, decode_footer, encode_footer, footer_bytes};
+use super::segment::{Entry, Footer, Provenance, decode_footer, encode_footer, footer_bytes};
 use super::shared::{Pin, Shared};
 use crate::checksum::checksum;
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
@@ -30,6 +30,7 @@ const MAX_COMPACTIONS: usize = 4;
 struct Moved {
     from: Location,
     slot: SlotId,
+    provenance: Provenance,
     entry: Entry,
     bytes: Bytes,
 }
@@ -92,13 +93,13 @@ async fn fetch(shared: &Arc<Shared>, victim: &Victim, deadline: Instant) -> Resu
         Ok(Err(error)) => return Err(shared.store.read_error(&path, end, context, &error, deadline).await),
         Err(_) => return Err(shared.too_late(&context)),
     };
-    let entries =
+    let Footer { provenance, entries } =
         decode_footer(&tail, end).map_err(|error| CopyError::caused(CopyErrorKind::Io, context, error))?;
     let moved = victim.live.iter().filter_map(|&(from, slot)| {
         let entry = *entries.get(from.position as usize)?;
         let at = entry.offset.checked_sub(start)? as usize;
         let bytes = tail.slice(at..at + entry.length as usize);
-        (checksum(&bytes) == entry.crc32c).then_some(Moved { from, slot, entry, bytes })
+        (checksum(&bytes) == entry.crc32c).then_some(Moved { from, slot, provenance, entry, bytes })
     });
     Ok(moved.collect())
 }
@@ -107,7 +108,9 @@ async fn write(shared: &Arc<Shared>, moved: Vec<Moved>, deadline: Instant) -> Re
     let _request = shared.request(deadline).await?;
     let offsets = (0..).step_by(shared.block_bytes);
     let entries = moved.iter().zip(offsets).map(|(block, offset)| Entry { offset, ..block.entry });
-    let footer = encode_footer(&entries.collect::<Vec<_>>());
+    // What is left of an earlier epoch is found by nobody, under whatever label.
+    let provenance = moved.iter().map(|block| block.provenance).max().unwrap_or_default();
+    let footer = encode_footer(&provenance, &entries.collect::<Vec<_>>());
     let copied: Vec<_> = moved.iter().map(|block| (block.from, block.slot)).collect();
     let payload = moved.into_iter().map(|block| block.bytes).chain([footer.clone()]).collect::<PutPayload>();
     let name = shared.names.next();

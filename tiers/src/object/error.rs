@@ -26,6 +26,12 @@ use crate::copy::CopyErrorKind;
 #[error("{0}")]
 pub(super) struct StoreError(String);
 
+impl StoreError {
+    pub(super) fn new(text: &str) -> Self {
+        Self(text.to_owned())
+    }
+}
+
 impl From<Elapsed> for StoreError {
     fn from(elapsed: Elapsed) -> Self {
         Self(elapsed.to_string())

@@ -1,9 +1,11 @@
 //! The threads on which the store's client runs, so that callers need no asynchronous runtime.
 
 use std::future::Future;
+use std::pin::pin;
 use std::time::Duration;
 
 use crossbeam_channel::bounded;
+use futures::future::Either;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::watch;
 
@@ -104,6 +106,15 @@ impl Work {
 pub(super) struct Ticket(watch::Receiver<bool>);
 
 impl Ticket {
+    /// Works, but not on when closing waits: then `None`, and what was begun is dropped.
+    pub(super) async fn unless_hurried<T>(&mut self, work: impl Future<Output = T>) -> Option<T> {
+        let hurry = self.0.wait_for(|hurry| *hurry);
+        match futures::future::select(pin!(hurry), pin!(work)).await {
+            Either::Left(_) => None,
+            Either::Right((done, _)) => Some(done),
+        }
+    }
+
     /// Sleeps, but not when closing waits. Returns whether it does.
     pub(super) async fn sleep(&mut self, time: Duration) -> bool {
         tokio::time::timeout(time, self.0.wait_for(|hurry| *hurry)).await.is_ok()

@@ -51,13 +51,16 @@ impl fmt::Display for PrivateFiles {
 impl ObjectStore for PrivateFiles {
     /// When the future is dropped, the file goes, however far it was.
     async fn put_opts(&self, location: &Path, payload: PutPayload, opts: PutOptions) -> Result<PutResult> {
-        if opts.mode != PutMode::Create {
-            return Err(unsupported("put another way than PutMode::Create"));
-        }
+        let replaces = match opts.mode {
+            PutMode::Create => false,
+            PutMode::Overwrite => true,
+            PutMode::Update(_) => return Err(unsupported("PutMode::Update")),
+        };
         let path = self.files.path_to_filesystem(location)?;
         let wanted = Arc::new(());
         let still_wanted = Arc::downgrade(&wanted);
-        let write = tokio::task::spawn_blocking(move || write_new(&path, &payload, &still_wanted));
+        let write =
+            tokio::task::spawn_blocking(move || write_whole(&path, &payload, replaces, &still_wanted));
         write.await??;
         drop(wanted);
         Ok(PutResult { e_tag: None, version: None, extensions: Extensions::default() })
@@ -110,15 +113,15 @@ fn unsupported(operation: &str) -> Error {
 }
 
 /// Writes under a temporary name, then publishes, so that nobody finds half a file. Whatever happens, the
-/// temporary name goes; the file goes too once nobody wants it.
-fn write_new(path: &FilePath, payload: &PutPayload, wanted: &Weak<()>) -> Result<()> {
+/// temporary name goes; a new file goes too once nobody wants it.
+fn write_whole(path: &FilePath, payload: &PutPayload, replaces: bool, wanted: &Weak<()>) -> Result<()> {
     let (mut file, staged) = stage(path).map_err(generic)?;
     let mut write = || {
         for part in payload {
             check(wanted)?;
             file.write_all(part)?;
         }
-        std::fs::hard_link(&staged, path)
+        if replaces { std::fs::rename(&staged, path) } else { std::fs::hard_link(&staged, path) }
     };
     let published = write();
     // That it stays is worth no error: it is as private as the file.
@@ -129,7 +132,10 @@ fn write_new(path: &FilePath, payload: &PutPayload, wanted: &Weak<()>) -> Result
         }
         _ => generic(error),
     })?;
-    // Whoever gives up after this deletes the file.
+    // Whoever replaces a file does so again; else whoever gives up after this deletes it.
+    if replaces {
+        return Ok(());
+    }
     check(wanted).map_err(|error| {
         let _ = std::fs::remove_file(path);
         generic(error)
@@ -198,6 +204,9 @@ mod tests {
         assert!(matches!(again, Err(Error::AlreadyExists { .. })));
         let stored = files.get(&Path::from("a/b/object")).await.unwrap().bytes().await.unwrap();
         assert_eq!(stored, "text");
+        files.put_opts(&Path::from("a/b/object"), "new".into(), PutOptions::default()).await.unwrap();
+        assert_eq!(modes(home.path()), [0o700, 0o700, 0o600]);
+        assert_eq!(files.get(&Path::from("a/b/object")).await.unwrap().bytes().await.unwrap(), "new");
         files.delete(&Path::from("a/b/object")).await.unwrap();
         assert!(modes(home.path()).is_empty());
     }
@@ -230,9 +239,9 @@ mod tests {
     fn a_file_that_comes_too_late_goes() {
         let home = tempfile::tempdir().unwrap();
         let path = home.path().join("object");
-        assert!(write_new(&path, &"text".into(), &Weak::new()).is_err());
+        assert!(write_whole(&path, &"text".into(), false, &Weak::new()).is_err());
         let wanted = Arc::new(());
-        write_new(&path, &"text".into(), &Arc::downgrade(&wanted)).unwrap();
+        write_whole(&path, &"text".into(), false, &Arc::downgrade(&wanted)).unwrap();
         assert!(path.exists());
         assert_eq!(modes(home.path()), [0o600]);
     }

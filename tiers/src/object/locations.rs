@@ -1,8 +1,8 @@
 //! Which block of which segment fills a slot, which segments are worth compacting, and which nobody needs.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 
-use super::segment::SegmentName;
+use super::names::SegmentName;
 use crate::copy::SlotId;
 
 /// Slots whose locations are allocated together: 16 KiB.
@@ -22,9 +22,11 @@ pub(super) struct Locations {
     /// Segments that hold blocks which fill no slot, emptiest first.
     wasteful: BTreeSet<Emptiness>,
     blocks: Blocks,
+    /// Numbers of the segments that were found in the store.
+    found: HashMap<SegmentName, u32>,
 }
 
-/// How many blocks there are.
+/// How many blocks there are in segments that were written here: others bound the space of theirs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Blocks {
     /// In segments.
@@ -46,6 +48,9 @@ pub(super) struct Location {
     pub(super) segment: u32,
     pub(super) position: u32,
 }
+
+/// Of blocks that were not taken over from a segment that was found.
+const NO_SLOT: SlotId = SlotId(u32::MAX);
 
 impl Location {
     const NOWHERE: Self = Self { segment: u32::MAX, position: 0 };
@@ -77,6 +82,8 @@ struct Segment {
     live: u32,
     /// It is not deleted while somebody reads it.
     readers: u32,
+    /// Another worker wrote it, or this one in an earlier life: it is neither compacted nor deleted here.
+    found: bool,
     /// Nobody compacts it.
     compactable: bool,
     /// How often it could not be read when it was to be compacted.
@@ -87,7 +94,7 @@ impl Segment {
     fn emptiness(&self, number: u32) -> Option<Emptiness> {
         let blocks = self.slots.len() as u64;
         let live = u64::from(self.live);
-        let wasteful = self.compactable && live > 0 && live < blocks;
+        let wasteful = self.compactable && !self.found && live > 0 && live < blocks;
         wasteful.then(|| (live * 1_000_000 / blocks + u64::from(self.failures) * FAILURE, number))
     }
 }
@@ -101,12 +108,12 @@ impl Locations {
         Some(Place { segment: segment.name, location })
     }
 
-    /// One reader of a segment less. Returns the segment if nobody needs it any more.
+    /// One reader of a segment less. Returns the segment if nobody here needs it any more, and it is ours.
     pub(super) fn release(&mut self, number: u32) -> Option<SegmentName> {
         self.change(number, |segment| segment.readers -= 1)
     }
 
-    /// Forgets the content of `slot`. Returns its segment if nobody needs that any more.
+    /// Forgets the content of `slot`. Returns its segment if nobody here needs that any more, and it is ours.
     pub(super) fn vacate(&mut self, slot: SlotId) -> Option<SegmentName> {
         let location = self.find(slot)?;
         self.set(slot, Location::NOWHERE);
@@ -115,11 +122,31 @@ impl Locations {
 
     /// The blocks of the new segment `name` are the content of these slots, each of which is vacant.
     pub(super) fn place(&mut self, name: SegmentName, slots: &[SlotId]) {
-        let number = self.add(name, slots.into());
+        let number = self.add(name, slots.into(), false);
         for (position, &slot) in (0..).zip(slots) {
             self.set(slot, Location { segment: number, position });
         }
         self.change(number, |segment| segment.live = slots.len() as u32);
+    }
+
+    /// Blocks of the segment `name`, which was found in the store, are the content of these slots, each of which is
+    /// vacant. `None`: a block that fills none.
+    pub(super) fn adopt(&mut self, name: SegmentName, slots: &[Option<SlotId>]) {
+        let number = self.add(name, slots.iter().map(|slot| slot.unwrap_or(NO_SLOT)).collect(), true);
+        let adopted = (0..).zip(slots).filter_map(|(position, slot)| Some((position, (*slot)?)));
+        let live =
+            adopted.map(|(position, slot)| self.set(slot, Location { segment: number, position })).count();
+        self.change(number, |segment| segment.live = live as u32);
+    }
+
+    /// Block `position` of a segment of so many, which another worker wrote, is the content of `slot`, which is vacant.
+    pub(super) fn link(&mut self, slot: SlotId, (name, position): (SegmentName, u32), blocks: u32) {
+        let number = match self.found.get(&name) {
+            Some(&number) => number,
+            None => self.add(name, vec![NO_SLOT; blocks as usize].into(), true),
+        };
+        self.set(slot, Location { segment: number, position });
+        self.change(number, |segment| segment.live += 1);
     }
 
     /// The blocks of the new segment `name` are copies of those that are, or were, at these locations. They
@@ -129,7 +156,7 @@ impl Locations {
         name: SegmentName,
         copied: &[(Location, SlotId)],
     ) -> Option<SegmentName> {
-        let number = self.add(name, copied.iter().map(|&(_, slot)| slot).collect());
+        let number = self.add(name, copied.iter().map(|&(_, slot)| slot).collect(), false);
         let mut live = 0;
         for (position, &(from, slot)) in (0..).zip(copied) {
             // Written again, or vacated, while its old content was copied: the newer one wins.
@@ -175,9 +202,28 @@ impl Locations {
         self.blocks
     }
 
+    /// All slots that have content.
+    pub(super) fn slots(&self) -> Vec<SlotId> {
+        let chunks = self.chunks.iter().enumerate().filter_map(|(at, chunk)| Some((at, chunk.as_ref()?)));
+        let slots = chunks.flat_map(|(at, chunk)| (at * CHUNK..).zip(chunk.iter()));
+        let full = slots.filter(|(_, location)| **location != Location::NOWHERE);
+        full.map(|(slot, _)| SlotId(slot as u32)).collect()
+    }
+
     /// The segments that hold the content of a slot, or are being read.
     pub(super) fn segments(&self) -> impl Iterator<Item = SegmentName> {
         self.segments.iter().flatten().map(|segment| segment.name)
+    }
+
+    /// Those that were written here.
+    pub(super) fn own_segments(&self) -> impl Iterator<Item = SegmentName> {
+        self.segments.iter().flatten().filter(|segment| !segment.found).map(|segment| segment.name)
+    }
+
+    /// Blocks of segments that were found in the store which fill a slot.
+    pub(super) fn found_blocks(&self) -> u64 {
+        let found = self.segments.iter().flatten().filter(|segment| segment.found);
+        found.map(|segment| u64::from(segment.live)).sum()
     }
 
     /// Whether too much space will be wasted when `more` blocks have been written.
@@ -208,27 +254,35 @@ impl Locations {
     }
 
     /// A segment without live blocks yet.
-    fn add(&mut self, name: SegmentName, slots: Box<[SlotId]>) -> u32 {
-        self.blocks.stored += slots.len() as u64;
-        let segment = Some(Segment { name, slots, live: 0, readers: 0, compactable: true, failures: 0 });
-        if let Some(number) = self.vacant.pop() {
-            self.segments[number as usize] = segment;
-            return number;
+    fn add(&mut self, name: SegmentName, slots: Box<[SlotId]>, found: bool) -> u32 {
+        if !found {
+            self.blocks.stored += slots.len() as u64;
         }
-        self.segments.push(segment);
+        let segment =
+            Some(Segment { name, slots, live: 0, readers: 0, found, compactable: true, failures: 0 });
         // There are fewer segments than slots, and those are numbered with 32 bits.
-        (self.segments.len() - 1) as u32
+        let number = self.vacant.pop().unwrap_or(self.segments.len() as u32);
+        match self.segments.get_mut(number as usize) {
+            Some(vacant) => *vacant = segment,
+            None => self.segments.push(segment),
+        }
+        if found {
+            self.found.insert(name, number);
+        }
+        number
     }
 
-    /// Changes a segment and whatever follows from that. Returns its name, and forgets it, if nobody needs it
-    /// any more.
+    /// Changes a segment and whatever follows from that. If nobody here needs it any more, forgets it, and returns its
+    /// name if it is ours.
     fn change(&mut self, number: u32, change: impl FnOnce(&mut Segment)) -> Option<SegmentName> {
         let entry = self.segments.get_mut(number as usize)?;
         let segment = entry.as_mut()?;
         let (before, live) = (segment.emptiness(number), segment.live);
         change(segment);
         let (after, needed) = (segment.emptiness(number), segment.live > 0 || segment.readers > 0);
-        self.blocks.live = self.blocks.live + u64::from(segment.live) - u64::from(live);
+        if !segment.found {
+            self.blocks.live = self.blocks.live + u64::from(segment.live) - u64::from(live);
+        }
         // Readers come and go more often than blocks do, and leave the order as it is.
         if before != after {
             before.inspect(|before| _ = self.wasteful.remove(before));
@@ -238,9 +292,13 @@ impl Locations {
             return None;
         }
         let dead = entry.take()?;
-        self.blocks.stored -= dead.slots.len() as u64;
         // Numbers come again only here, where nobody reads the segment: a reader's `Place` names the segment by number.
         self.vacant.push(number);
+        if dead.found {
+            self.found.remove(&dead.name);
+            return None;
+        }
+        self.blocks.stored -= dead.slots.len() as u64;
         Some(dead.name)
     }
 }
@@ -255,7 +313,7 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::super::segment::SegmentNames;
+    use super::super::names::SegmentNames;
     use super::*;
 
     /// The obvious model: what every segment holds, and which writing of a slot is the last.
@@ -276,6 +334,9 @@ mod tests {
         }
 
         fn check(&self, locations: &mut Locations) {
+            let mut slots: Vec<_> = self.content.keys().copied().collect();
+            slots.sort_unstable_by_key(|slot| slot.0);
+            assert_eq!(locations.slots(), slots);
             for (&slot, &version) in &self.content {
                 let place = locations.read(slot).expect("the slot has content");
                 let block = self.segments[&place.segment][place.location.position as usize];
@@ -374,6 +435,27 @@ mod tests {
         assert!(locations.victims(0, 4).is_empty());
         locations.spare(victims[0].number, true);
         assert_eq!(locations.victims(0, 4).len(), 1);
+    }
+
+    #[test]
+    fn what_was_found_is_neither_counted_nor_compacted_nor_deleted_here() {
+        let (mut locations, names) = (Locations::default(), SegmentNames::new());
+        let found = names.next();
+        locations.adopt(found, &[Some(SlotId(5)), None, Some(SlotId(6)), None]);
+        locations.link(SlotId(7), (found, 3), 4);
+        assert_eq!((locations.found_blocks(), locations.blocks()), (3, Blocks::default()));
+        assert_eq!(locations.read(SlotId(7)).unwrap().location.position, 3);
+        assert!(locations.victims(0, 8).is_empty());
+        assert_eq!(
+            (locations.segments().collect::<Vec<_>>(), locations.own_segments().count()),
+            (vec![found], 0)
+        );
+        let number = locations.find(SlotId(7)).unwrap().segment;
+        let vacated = [5, 6, 7].map(|slot| locations.vacate(SlotId(slot)));
+        assert_eq!((vacated, locations.release(number)), ([None; 3], None));
+        assert_eq!(locations.segments().count(), 0);
+        locations.link(SlotId(8), (found, 0), 4);
+        assert_eq!(locations.found_blocks(), 1, "it may be found again");
     }
 
     #[test]

@@ -17,17 +17,24 @@
 mod address;
 mod backend;
 mod block;
+mod collect;
 mod compact;
+mod discover;
 mod error;
 mod executor;
 mod files;
+mod known;
 mod locations;
+pub mod manifest;
+mod names;
 mod open;
 mod put;
 mod read;
 mod s3;
 pub mod segment;
+mod share;
 mod shared;
+mod traffic;
 mod write;
 
 #[cfg(test)]
@@ -35,7 +42,10 @@ mod tests;
 
 pub use address::StoreOptions;
 pub use backend::{ObjectBackend, ObjectOptions, ObjectStats};
+pub use discover::{Discovered, FoundBlock};
 pub use open::Store;
+pub use share::Sharing;
+pub use traffic::{RequestKind, RequestOutcome, Traffic};
 
 /// How long an operation may take unless told otherwise: [`ObjectOptions::operation_limit`].
 pub const OPERATION_LIMIT: std::time::Duration = std::time::Duration::from_secs(20);

@@ -17,8 +17,8 @@ use super::address::{ENDPOINT, FORMS, StoreOptions, URL, invalid, parse, path_of
 use super::error::{Secrets, is_an_answer, local_kind, remote_kind};
 use super::executor::Executor;
 use super::files::{PrivateFiles, make_directory};
+use super::names::SegmentNames;
 use super::s3::open_s3;
-use super::segment::SegmentNames;
 use crate::copy::{CopyError, CopyErrorKind};
 use crate::error::{SetupError, SetupErrorKind};
 
@@ -119,7 +119,7 @@ impl Store {
     /// A place for objects that no other process uses.
     #[cfg(feature = "nixl")]
     pub(crate) fn fresh_directory(&self, namespace: &str, kind: &str) -> Path {
-        let unique = format!("{:032x}", SegmentNames::new().next().bits());
+        let unique = format!("{:032x}", SegmentNames::new().next().0);
         let namespace = Path::from(namespace);
         self.root.parts().chain(namespace.parts()).collect::<Path>().join(kind).join(unique)
     }

@@ -7,7 +7,7 @@ use object_store::path::Path;
 use object_store::{Error, ObjectStoreExt, PutMode, PutPayload};
 use tokio::time::{Instant, timeout_at};
 
-use super::segment::SegmentName;
+use super::names::SegmentName;
 use super::shared::Shared;
 use crate::copy::CopyError;
 

@@ -18,7 +18,7 @@ use tokio::time::{Instant, timeout_at};
 use super::block::{Pending, finish_all};
 use super::error::file_kind;
 use super::locations::Place;
-use super::segment::SegmentName;
+use super::names::SegmentName;
 use super::shared::{Pin, Shared};
 use crate::copy::{CopyError, CopyErrorKind};
 

@@ -7,45 +7,68 @@
 //! ├─────────┴─────────┴───┴───────────┼─────────┴───┴─────────┤
 //! │ payload                           │ footer                │
 //!
-//! entry, 40 bytes                      trailer, 24 bytes
-//!   0  hash      u128                    0  footer_bytes  u64, entries and trailer
-//!  16  offset    u64, from the start     8  version       u32, 1
-//!  24  length    u64, bytes             12  crc32c        u32, of the footer's bytes before it
-//!  32  crc32c    u32, of the block      16  magic         8 bytes, "KVBMSEG1"
-//!  36  group     u8
-//!  37  zero      3 bytes
+//! entry, 56 bytes                      trailer, 56 bytes
+//!   0  hash       u128                   0  fingerprint   u128 ┐
+//!  16  parent     u128                  16  epoch         u64  │ provenance
+//!  32  offset     u64, from the start   24  forgotten     u64  ┘
+//!  40  length     u64, bytes            32  footer_bytes  u64, entries and trailer
+//!  48  crc32c     u32, of the block     40  version       u32, 2
+//!  52  group      u8                    44  crc32c        u32, of the footer's bytes before it
+//!  53  has_parent u8, 0 or 1            48  magic         8 bytes, "KVBMSEG1"
+//!  54  zero       2 bytes
 //! ```
+//!
+//! The last 24 bytes are the same in all versions, so that one which is not known can be named.
 //!
 //! Integers are little-endian. crc32c is the Castagnoli polynomial (RFC 3720). The trailer comes last, so
 //! that a reader who knows only an object's name finds everything from its end.
 
-use std::fmt;
-use std::hash::{BuildHasher, RandomState};
-use std::sync::atomic::{AtomicU32, Ordering};
-
 use bytes::{BufMut, Bytes, BytesMut};
 
 use crate::checksum::checksum;
-use crate::clock;
 use crate::copy::BlockKey;
 
 /// The last bytes of every segment.
 pub const MAGIC: [u8; 8] = *b"KVBMSEG1";
 /// The version of the format that is written here, the only one that is read.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Bytes of one entry of the footer.
-pub const ENTRY_BYTES: usize = 40;
+pub const ENTRY_BYTES: usize = 56;
 /// Bytes of the footer's fixed end.
-pub const TRAILER_BYTES: usize = 24;
+pub const TRAILER_BYTES: usize = 56;
+/// Of these, bytes that all versions have.
+const TAIL_BYTES: usize = 24;
 
 /// What the trailer's checksum does not cover: itself and the magic number after it.
 const UNCHECKED_BYTES: usize = 12;
+
+/// Whose blocks a segment holds: those of one fingerprint, by the names that they had at that time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Provenance {
+    /// Digest of the fingerprint; 0: nothing tells the blocks' models apart, and nobody else may read them.
+    pub fingerprint: u128,
+    /// Epoch of its names.
+    pub epoch: u64,
+    /// How often everything was forgotten within the epoch.
+    pub forgotten: u64,
+}
+
+/// What a segment says of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Footer {
+    /// Whose blocks they are.
+    pub provenance: Provenance,
+    /// The blocks, in the order of their places.
+    pub entries: Vec<Entry>,
+}
 
 /// Where a block lies in its segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// Which block.
     pub block: BlockKey,
+    /// Hash of the block before it in its chain; `None`: it is the first.
+    pub parent: Option<u128>,
     /// First byte, from the segment's start.
     pub offset: u64,
     /// Bytes of the block.
@@ -84,17 +107,22 @@ pub(super) const fn footer_bytes(blocks: usize) -> usize {
 }
 
 /// The footer of a segment with these blocks.
-pub fn encode_footer(entries: &[Entry]) -> Bytes {
+pub fn encode_footer(provenance: &Provenance, entries: &[Entry]) -> Bytes {
     let footer_bytes = footer_bytes(entries.len());
     let mut out = BytesMut::with_capacity(footer_bytes);
     for entry in entries {
         out.put_u128_le(entry.block.hash);
+        out.put_u128_le(entry.parent.unwrap_or_default());
         out.put_u64_le(entry.offset);
         out.put_u64_le(entry.length);
         out.put_u32_le(entry.crc32c);
         out.put_u8(entry.block.group);
-        out.put_bytes(0, 3);
+        out.put_u8(entry.parent.is_some().into());
+        out.put_bytes(0, 2);
     }
+    out.put_u128_le(provenance.fingerprint);
+    out.put_u64_le(provenance.epoch);
+    out.put_u64_le(provenance.forgotten);
     out.put_u64_le(footer_bytes as u64);
     out.put_u32_le(VERSION);
     out.put_u32_le(checksum(&out));
@@ -102,15 +130,14 @@ pub fn encode_footer(entries: &[Entry]) -> Bytes {
     out.freeze()
 }
 
-/// The entries of a segment of `object_bytes` bytes, of which `tail` is the end.
+/// What a segment of `object_bytes` bytes, of which `tail` is the end, says of itself.
 ///
 /// # Errors
 /// See [`FormatError`]. Whatever the bytes, no entry returned reaches outside the payload.
-pub fn decode_footer(tail: &[u8], object_bytes: u64) -> Result<Vec<Entry>, FormatError> {
-    let trailer = tail.last_chunk::<TRAILER_BYTES>().ok_or(FormatError::NotASegment)?;
-    let footer_bytes = u64_at(trailer, 0);
-    let version = u32_at(trailer, 8);
-    if trailer[16..] != MAGIC {
+pub fn decode_footer(tail: &[u8], object_bytes: u64) -> Result<Footer, FormatError> {
+    let end = tail.last_chunk::<TAIL_BYTES>().ok_or(FormatError::NotASegment)?;
+    let (footer_bytes, version) = (u64_at(end, 0), u32_at(end, 8));
+    if end[16..] != MAGIC {
         return Err(FormatError::NotASegment);
     }
     if version != VERSION {
@@ -121,26 +148,32 @@ pub fn decode_footer(tail: &[u8], object_bytes: u64) -> Result<Vec<Entry>, Forma
         return Err(FormatError::Incomplete { needed: footer_bytes });
     }
     let footer = &tail[tail.len() - footer_bytes as usize..];
-    let checked = footer.len().checked_sub(UNCHECKED_BYTES).ok_or(FormatError::Corrupt)?;
-    if checksum(&footer[..checked]) != u32_at(trailer, 12) {
+    let (entries, trailer) = footer.split_last_chunk::<TRAILER_BYTES>().ok_or(FormatError::Corrupt)?;
+    if checksum(&footer[..footer.len() - UNCHECKED_BYTES]) != u32_at(end, 12) {
         return Err(FormatError::Corrupt);
     }
-    let entries = footer.len().checked_sub(TRAILER_BYTES).ok_or(FormatError::Corrupt)?;
-    let (entries, rest) = footer[..entries].as_chunks::<ENTRY_BYTES>();
+    let (entries, rest) = entries.as_chunks::<ENTRY_BYTES>();
     if !rest.is_empty() {
         return Err(FormatError::Corrupt);
     }
-    entries.iter().map(|entry| decode_entry(entry, payload_bytes)).collect()
+    let entries = entries.iter().map(|entry| decode_entry(entry, payload_bytes)).collect::<Result<_, _>>()?;
+    let (epoch, forgotten) = (u64_at(trailer, 16), u64_at(trailer, 24));
+    Ok(Footer { provenance: Provenance { fingerprint: u128_at(trailer, 0), epoch, forgotten }, entries })
 }
 
 fn decode_entry(bytes: &[u8; ENTRY_BYTES], payload_bytes: u64) -> Result<Entry, FormatError> {
-    let (hash, offset, length) = (u128_at(bytes, 0), u64_at(bytes, 16), u64_at(bytes, 24));
+    let (hash, offset, length) = (u128_at(bytes, 0), u64_at(bytes, 32), u64_at(bytes, 40));
     let inside = offset.checked_add(length).is_some_and(|end| end <= payload_bytes);
-    if !inside || bytes[37..] != [0; 3] {
+    let parent = match (bytes[53], u128_at(bytes, 16)) {
+        (0, 0) => None,
+        (1, parent) => Some(parent),
+        _ => return Err(FormatError::Corrupt),
+    };
+    if !inside || bytes[54..] != [0; 2] {
         return Err(FormatError::Corrupt);
     }
-    let block = BlockKey { hash, group: bytes[36] };
-    Ok(Entry { block, offset, length, crc32c: u32_at(bytes, 32) })
+    let block = BlockKey { hash, group: bytes[52] };
+    Ok(Entry { block, parent, offset, length, crc32c: u32_at(bytes, 48) })
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
@@ -160,55 +193,20 @@ fn array_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     std::array::from_fn(|i| bytes[at + i])
 }
 
-/// Name of a segment: 48 bits of milliseconds since 1970, 48 random bits of the writer, 32 bits of its count.
-/// Sorts by age.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) struct SegmentName(u128);
-
-impl SegmentName {
-    /// The 128 bits.
-    #[cfg(feature = "nixl")]
-    pub(super) const fn bits(self) -> u128 {
-        self.0
-    }
-}
-
-impl fmt::Display for SegmentName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:032x}.kvseg", self.0)
-    }
-}
-
-/// Gives each segment a name that no other writer uses.
-#[derive(Debug)]
-pub(super) struct SegmentNames {
-    writer: u64,
-    count: AtomicU32,
-}
-
-impl SegmentNames {
-    pub(super) fn new() -> Self {
-        // The hasher's keys are random: the standard library's only source of randomness.
-        let random = RandomState::new().hash_one((std::process::id(), clock::since_1970()));
-        Self { writer: random >> 16, count: AtomicU32::new(0) }
-    }
-
-    pub(super) fn next(&self) -> SegmentName {
-        let millis = clock::since_1970().as_millis();
-        let count = self.count.fetch_add(1, Ordering::Relaxed);
-        SegmentName(millis << 80 | u128::from(self.writer) << 32 | u128::from(count))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
 
-    fn entries(blocks: &[(u128, u8, u32)], length: u64) -> Vec<Entry> {
-        let entry = |(i, &(hash, group, crc32c)): (usize, &(u128, u8, u32))| Entry {
+    type Block = (u128, Option<u128>, u8, u32);
+
+    const PROVENANCE: Provenance = Provenance { fingerprint: 3 << 100, epoch: 5, forgotten: 2 };
+
+    fn entries(blocks: &[Block], length: u64) -> Vec<Entry> {
+        let entry = |(i, &(hash, parent, group, crc32c)): (usize, &Block)| Entry {
             block: BlockKey { hash, group },
+            parent,
             offset: i as u64 * length,
             length,
             crc32c,
@@ -218,17 +216,18 @@ mod tests {
 
     proptest! {
         #[test]
-        fn footers_come_back(blocks: Vec<(u128, u8, u32)>, length in 0..1u64 << 40, before: Vec<u8>) {
+        fn footers_come_back(blocks: Vec<Block>, length in 0..1u64 << 40, before: Vec<u8>) {
             let entries = entries(&blocks, length);
-            let footer = encode_footer(&entries);
+            let footer = encode_footer(&PROVENANCE, &entries);
             let object_bytes = blocks.len() as u64 * length + footer.len() as u64;
             let tail = [&before[..], &footer].concat();
-            prop_assert_eq!(decode_footer(&tail, object_bytes), Ok(entries));
+            let decoded = Footer { provenance: PROVENANCE, entries };
+            prop_assert_eq!(decode_footer(&tail, object_bytes), Ok(decoded));
         }
 
         #[test]
-        fn any_flipped_bit_is_noticed(blocks: Vec<(u128, u8, u32)>, bit: prop::sample::Index) {
-            let mut footer = encode_footer(&entries(&blocks, 64)).to_vec();
+        fn any_flipped_bit_is_noticed(blocks: Vec<Block>, bit: prop::sample::Index) {
+            let mut footer = encode_footer(&PROVENANCE, &entries(&blocks, 64)).to_vec();
             let bit = bit.index(footer.len() * 8);
             footer[bit / 8] ^= 1 << (bit % 8);
             let object_bytes = blocks.len() as u64 * 64 + footer.len() as u64;
@@ -247,14 +246,14 @@ mod tests {
             tail.extend(VERSION.to_le_bytes());
             tail.extend(checksum(&tail).to_le_bytes());
             tail.extend(MAGIC);
-            for entry in decode_footer(&tail, object_bytes).unwrap_or_default() {
+            for entry in decode_footer(&tail, object_bytes).into_iter().flat_map(|footer| footer.entries) {
                 prop_assert!(entry.offset + entry.length <= object_bytes - tail.len() as u64);
             }
         }
 
         #[test]
-        fn a_cut_footer_is_an_error(blocks: Vec<(u128, u8, u32)>, cut: prop::sample::Index) {
-            let footer = encode_footer(&entries(&blocks, 64));
+        fn a_cut_footer_is_an_error(blocks: Vec<Block>, cut: prop::sample::Index) {
+            let footer = encode_footer(&PROVENANCE, &entries(&blocks, 64));
             let cut = &footer[..cut.index(footer.len())];
             prop_assert!(decode_footer(cut, 1 << 40).is_err());
         }
@@ -262,18 +261,20 @@ mod tests {
 
     #[test]
     fn a_short_tail_says_how_much_to_read() {
-        let footer = encode_footer(&entries(&[(1, 0, 2); 9], 64));
+        let footer = encode_footer(&PROVENANCE, &entries(&[(1, None, 0, 2); 9], 64));
         let needed = footer.len() as u64;
         let tail = &footer[footer.len() - TRAILER_BYTES..];
         assert_eq!(decode_footer(tail, 9 * 64 + needed), Err(FormatError::Incomplete { needed }));
     }
 
     #[test]
-    fn names_differ_and_sort_by_age() {
-        let names = SegmentNames::new();
-        let some: Vec<_> = (0..1000).map(|_| names.next()).collect();
-        assert!(some.is_sorted_by(|a, b| a < b), "{some:?}");
-        assert_ne!(SegmentNames::new().writer, names.writer);
-        assert_eq!(some[0].to_string().len(), "0123456789abcdef0123456789abcdef.kvseg".len());
+    fn other_versions_are_named_and_not_read() {
+        for version in [1, 3] {
+            let mut footer = encode_footer(&PROVENANCE, &entries(&[(1, None, 0, 2)], 64)).to_vec();
+            let at = footer.len() - 16;
+            footer[at] = version;
+            let refused = Err(FormatError::Version { version: version.into() });
+            assert_eq!(decode_footer(&footer, 64 + footer.len() as u64), refused);
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! What the backend's tasks share: the store, where each slot's block lies in it, whose turn it is.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -13,10 +14,16 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::error::StoreError;
 use super::executor::Work;
 use super::locations::Locations;
+use super::names::{SegmentName, SegmentNames};
 use super::open::Store;
-use super::segment::{SegmentName, SegmentNames};
+use super::segment::Provenance;
+use super::share::Share;
+use super::traffic::Traffic;
 use crate::checksum::Checksums;
 use crate::copy::{CopyError, CopyErrorKind};
+
+/// Segments that are emptied within this time are deleted together: whether others rely on them is asked once.
+const ASKING_PAUSE: Duration = Duration::from_secs(1);
 
 /// What the tasks need.
 pub(super) struct Shared {
@@ -40,6 +47,15 @@ pub(super) struct Shared {
     /// `<root>/<namespace>/segments`.
     pub(super) directory: Path,
     pub(super) undeleted: AtomicU64,
+    /// Whose blocks are written.
+    pub(super) provenance: Mutex<Provenance>,
+    /// `None`: nobody else reads what is written here.
+    pub(super) share: Option<Share>,
+    /// Segments that were nobody's in the last collection.
+    pub(super) suspects: Mutex<HashSet<SegmentName>>,
+    pub(super) collected: AtomicU64,
+    pub(super) linked_blocks: AtomicU64,
+    pub(super) traffic: Arc<Traffic>,
 }
 
 /// Keeps a segment in the store while it is read.
@@ -52,6 +68,10 @@ pub(super) struct Pin {
 impl Shared {
     pub(super) fn path(&self, name: SegmentName) -> Path {
         self.directory.clone().join(name.to_string())
+    }
+
+    pub(super) fn provenance(&self) -> Provenance {
+        *self.provenance.lock()
     }
 
     /// A request's turn. Whoever does not get it in time ends without one.
@@ -70,15 +90,18 @@ impl Shared {
         CopyError::new(CopyErrorKind::Unavailable, message)
     }
 
-    /// Deletes a segment that nobody needs, as soon as `delay` is over and the store lets us.
+    /// Deletes a segment that nobody here needs, as soon as `delay` is over and the store lets us. One that another
+    /// worker relies on is left to it.
     pub(super) fn discard(self: &Arc<Self>, name: SegmentName, delay: Duration) {
         self.undeleted.fetch_add(1, Ordering::Relaxed);
-        let (shared, mut ticket, mut delay) = (Arc::clone(self), self.work.ticket(), delay);
+        let since = Instant::now();
+        let pause = if self.share.is_some() { ASKING_PAUSE } else { Duration::ZERO };
+        let (shared, mut ticket, mut delay) = (Arc::clone(self), self.work.ticket(), delay.max(pause));
         let mut pause = self.limit / 10;
         self.store.executor.spawn(async move {
             loop {
                 let is_last_try = ticket.sleep(delay).await;
-                match shared.delete(name).await {
+                match shared.delete_unless_relied_on(name, since).await {
                     Ok(()) => break,
                     Err(error) if is_last_try => {
                         let path = shared.path(name);
@@ -93,10 +116,22 @@ impl Shared {
         });
     }
 
+    async fn delete_unless_relied_on(&self, name: SegmentName, since: Instant) -> Result<(), StoreError> {
+        let is_relied_on = match &self.share {
+            Some(share) => self.is_relied_on(share, name, since).await?,
+            None => false,
+        };
+        if is_relied_on { Ok(()) } else { self.delete(name).await }
+    }
+
+    pub(super) async fn delete(&self, name: SegmentName) -> Result<(), StoreError> {
+        self.remove(&self.path(name)).await
+    }
+
     /// That it is gone already is no failure.
-    async fn delete(&self, name: SegmentName) -> Result<(), StoreError> {
+    pub(super) async fn remove(&self, path: &Path) -> Result<(), StoreError> {
         let _turn = self.deletions.acquire().await;
-        match timeout(self.limit, self.store.client.delete(&self.path(name))).await {
+        match timeout(self.limit, self.store.client.delete(path)).await {
             Ok(Ok(()) | Err(object_store::Error::NotFound { .. })) => Ok(()),
             Ok(Err(error)) => Err(self.store.secrets.scrub(&error)),
             Err(elapsed) => Err(StoreError::from(elapsed)),
@@ -107,9 +142,15 @@ impl Shared {
     pub(super) async fn close(self: &Arc<Self>, keep: bool) {
         self.work.ended().await;
         if !keep {
-            let names: Vec<_> = self.locations.lock().segments().collect();
+            let names: Vec<_> = self.locations.lock().own_segments().collect();
             names.into_iter().for_each(|name| self.discard(name, Duration::ZERO));
             self.work.ended().await;
+        }
+        match &self.share {
+            // What is kept is this worker's for a while, so that it may come back.
+            Some(share) if keep => _ = self.renew(share).await,
+            Some(share) => self.resign(share).await,
+            None => {}
         }
         self.store.remove_directory();
     }

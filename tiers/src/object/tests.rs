@@ -3,6 +3,7 @@
 mod compaction;
 mod faults;
 mod server;
+mod sharing;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fmt;
@@ -161,6 +162,7 @@ fn options(blocks_per_segment: usize) -> ObjectOptions {
         concurrency: 3,
         operation_limit: OPERATION_LIMIT,
         keep: false,
+        sharing: None,
     }
 }
 
@@ -267,7 +269,7 @@ fn segments_describe_themselves() {
     drop(backend);
     let files = segment_files(dir.path());
     let object = std::fs::read(&files[0]).unwrap();
-    let entries = decode_footer(&object, object.len() as u64).unwrap();
+    let entries = decode_footer(&object, object.len() as u64).unwrap().entries;
     assert_eq!(entries.len(), 3);
     for (entry, seed) in entries.iter().zip(1..) {
         let bytes = &object[entry.offset as usize..(entry.offset + entry.length) as usize];
@@ -290,7 +292,7 @@ fn recorded_checksums_are_written_down() {
     assert!(all_ok(&read(&backend, &heap, &[(9, 1), (8, 2), (7, 3)])));
     drop(backend);
     let object = std::fs::read(&segment_files(dir.path())[0]).unwrap();
-    let entries = decode_footer(&object, object.len() as u64).unwrap();
+    let entries = decode_footer(&object, object.len() as u64).unwrap().entries;
     assert!(entries.iter().map(|entry| entry.crc32c).eq((1..=3).map(|seed| checksum(&pattern(seed)))));
 }
 

@@ -1,5 +1,6 @@
 //! Memory → store: blocks that are written together become one segment.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
@@ -10,13 +11,17 @@ use tokio::time::Instant;
 use super::block::{Pending, finish_all};
 use super::compact::make_room;
 use super::put::create;
-use super::segment::{Entry, encode_footer};
+use super::segment::{Entry, Provenance, encode_footer};
 use super::shared::Shared;
 use crate::checksum::{Checksums, checksum};
 use crate::copy::{CopyError, CopyErrorKind};
 
 /// Writes one segment and reports its blocks.
 pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>, deadline: Instant) {
+    let blocks = link_known(&shared, blocks);
+    if blocks.is_empty() {
+        return;
+    }
     // Before the request is taken: compactions take requests of their own, and with one at a time would wait for this one.
     make_room(&shared, blocks.len(), deadline).await;
     let request = match shared.request(deadline).await {
@@ -35,6 +40,24 @@ pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>, deadline: 
     }
     // Set once, here.
     let _ = upload.result.set(result);
+}
+
+/// Has the slots of blocks that another worker has stored stand for these. What is left is to be stored.
+fn link_known(shared: &Shared, blocks: Vec<Pending>) -> Vec<Pending> {
+    let Some(share) = &shared.share else { return blocks };
+    let mut left = Vec::with_capacity(blocks.len());
+    for pending in blocks {
+        let Some(spot) = share.known.lock().take(pending.block) else {
+            left.push(pending);
+            continue;
+        };
+        // The same tokens computed elsewhere may differ in their lowest bits: what is read is to match what is there.
+        shared.checksums.iter().for_each(|checksums| checksums.record(pending.object, spot.crc32c));
+        shared.locations.lock().link(pending.object, (spot.segment, spot.position), spot.blocks);
+        shared.linked_blocks.fetch_add(1, Ordering::Relaxed);
+        pending.finish(Ok(()));
+    }
+    left
 }
 
 /// The blocks of a segment under way. The client may keep its `Bytes` for a while after it gave up, in a thread
@@ -61,15 +84,16 @@ impl Upload {
         [Bytes::from_owner(copy), footer].into_iter().collect()
     }
 
-    fn footer(&self, recorded: Option<&Checksums>) -> Bytes {
+    fn footer(&self, provenance: &Provenance, recorded: Option<&Checksums>) -> Bytes {
         let entry = |(index, block): (usize, &Pending)| {
             let bytes = block.source();
             let length = bytes.len() as u64;
             let recorded = recorded.and_then(|checksums| checksums.get(block.object));
             let crc32c = recorded.unwrap_or_else(|| checksum(bytes));
-            Entry { block: block.block, offset: index as u64 * length, length, crc32c }
+            let offset = index as u64 * length;
+            Entry { block: block.block, parent: block.parent, offset, length, crc32c }
         };
-        encode_footer(&self.blocks.iter().enumerate().map(entry).collect::<Vec<_>>())
+        encode_footer(provenance, &self.blocks.iter().enumerate().map(entry).collect::<Vec<_>>())
     }
 }
 
@@ -110,8 +134,9 @@ impl AsRef<[u8]> for Copied {
 async fn prepare(shared: &Shared, upload: &Arc<Upload>) -> Result<(PutPayload, Bytes), CopyError> {
     let (checksums, upload, is_remote) =
         (shared.checksums.clone(), Arc::clone(upload), shared.store.is_remote());
+    let provenance = shared.provenance();
     let prepare = move || {
-        let footer = upload.footer(checksums.as_deref());
+        let footer = upload.footer(&provenance, checksums.as_deref());
         let payload = if is_remote { upload.copy(footer.clone()) } else { upload.lend(footer.clone()) };
         (payload, footer)
     };

@@ -172,8 +172,8 @@ fn answer(to: &TcpStream, request: &Request, body: Vec<u8>, state: &mut State) -
         return send(to, status, &[], b"").map(|()| false);
     }
     match (&*request.method, state.objects.get(&request.path)) {
-        ("PUT", Some(_)) => send(to, 412, &[], b"")?,
-        ("PUT", None) => {
+        ("PUT", Some(_)) if request.headers.contains_key("if-none-match") => send(to, 412, &[], b"")?,
+        ("PUT", _) => {
             state.objects.insert(request.path.clone(), body);
             send(to, 200, &["ETag: \"1\""], b"")?;
         }
@@ -181,11 +181,38 @@ fn answer(to: &TcpStream, request: &Request, body: Vec<u8>, state: &mut State) -
             state.objects.remove(&request.path);
             send(to, 204, &[], b"")?;
         }
+        ("GET", None) if request.path.contains("list-type=2") => {
+            send(to, 200, &["Content-Type: application/xml"], list(&request.path, state).as_bytes())?;
+        }
         (_, None) => send(to, 404, &[], b"")?,
         ("HEAD", Some(object)) => head(to, 200, &["ETag: \"1\""], object.len())?,
         (_, Some(object)) => return send_range(to, request, object, state.mood),
     }
     Ok(false)
+}
+
+/// All names behind the prefix that is asked for, however many.
+fn list(path: &str, state: &State) -> String {
+    let query = path.split_once('?').map_or("", |(_, query)| query);
+    let parameter = |name: &str| {
+        let value = query.split('&').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
+        value.unwrap_or_default().replace("%2F", "/")
+    };
+    let (prefix, after) = (parameter("prefix"), parameter("start-after"));
+    let bucket = path.split('?').next().unwrap_or_default().trim_end_matches('/').to_owned() + "/";
+    let objects = state.objects.iter();
+    let named = objects.filter_map(|(path, object)| Some((path.strip_prefix(&bucket)?, object.len())));
+    let mut named: Vec<_> =
+        named.filter(|&(name, _)| name.starts_with(&prefix) && name > after.as_str()).collect();
+    named.sort_unstable();
+    let entry = |(name, size)| {
+        format!(
+            "<Contents><Key>{name}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>\
+             <ETag>1</ETag><Size>{size}</Size></Contents>"
+        )
+    };
+    let entries: String = named.into_iter().map(entry).collect();
+    format!("<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>")
 }
 
 fn send_range(mut to: &TcpStream, request: &Request, object: &[u8], mood: Mood) -> std::io::Result<bool> {

@@ -1,0 +1,122 @@
+//! The object tier: shared with workers of the same fingerprint, whose blocks are resident from the start.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use kvbm_settings::{Capacity, ObjectSettings};
+use kvbm_tiers::object::segment::Provenance;
+use kvbm_tiers::object::{Discovered, FoundBlock, OPERATION_LIMIT, ObjectBackend, ObjectOptions, Sharing};
+use kvbm_tiers::{IndexEntry, Tier, clock};
+use prometheus::Registry;
+
+use super::Namespace;
+use crate::durable::RecoveryReport;
+use crate::error::{Error, ErrorKind, Result};
+use crate::metrics::ObjectTraffic;
+use crate::table::Table;
+
+/// An object tier, and what was in it before.
+pub(super) struct Objects {
+    backend: Arc<ObjectBackend>,
+    /// `None`: nobody shares it.
+    found: Option<Discovered>,
+    took: Duration,
+}
+
+/// What remains to be said to a store that others share, as long as its tier is open.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct SharedStore(Weak<ObjectBackend>);
+
+/// `block_bytes` are those of a block as it is stored.
+pub(super) fn options(
+    object: &ObjectSettings,
+    namespace: &Namespace,
+    (segment_blocks, block_bytes): (usize, usize),
+) -> ObjectOptions {
+    let bytes = |capacity: Capacity| capacity.blocks(block_bytes as u64).saturating_mul(block_bytes as u64);
+    let sharing = namespace.identity.map(|identity| Sharing {
+        provenance: Provenance { fingerprint: identity.digest, epoch: identity.epoch, forgotten: 0 },
+        renewal: Duration::from_millis(object.renewal_ms),
+        collect_after: Duration::from_millis(object.collect_after_ms),
+        collect_above: object.collect_above.map(bytes),
+    });
+    ObjectOptions {
+        namespace: namespace.name.clone(),
+        // As many blocks as are sent together, sealed or not.
+        segment_bytes: (segment_blocks * block_bytes) as u64,
+        concurrency: object.concurrency,
+        operation_limit: OPERATION_LIMIT,
+        keep: object.keep,
+        sharing,
+    }
+}
+
+impl Objects {
+    /// Looks what is there, for a tier of so many slots.
+    pub(super) fn find(backend: Arc<ObjectBackend>, slots: u32, is_shared: bool) -> Self {
+        let began = clock::now();
+        let found = is_shared.then(|| backend.discover(slots));
+        Self { backend, found, took: began.elapsed() }
+    }
+
+    pub(super) fn export(&self, registry: &Registry) -> Result<()> {
+        let refused =
+            |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);
+        let traffic = ObjectTraffic::new(self.backend.traffic()).map_err(refused)?;
+        registry.register(Box::new(traffic)).map_err(refused)
+    }
+
+    pub(super) fn store(&self) -> SharedStore {
+        SharedStore(Arc::downgrade(&self.backend))
+    }
+
+    /// That of the blocks that were found.
+    pub(super) fn epoch(&self) -> Option<(u64, u64)> {
+        Some((self.found.as_ref()?.epoch, 0))
+    }
+
+    /// Makes resident what was found, if the epoch is still the present one; `None`: nothing was looked for.
+    pub(super) fn restore(self, table: &mut Table) -> Result<Option<RecoveryReport>> {
+        let Some(found) = &self.found else { return Ok(None) };
+        let (epoch, forgotten) = table.naming().epoch;
+        let all = found.blocks.len();
+        let mut report = RecoveryReport {
+            tier: Tier::Object,
+            blocks: 0,
+            dropped: 0,
+            past: 0,
+            damaged: found.unread,
+            torn_bytes: 0,
+            took_us: self.took.as_micros() as u64,
+        };
+        if (found.epoch, 0) == (epoch, forgotten) {
+            let entries: Vec<_> = found.blocks.iter().map(entry).collect();
+            report.blocks = table.restore(Tier::Object, &entries).blocks;
+            report.dropped = all - report.blocks;
+        } else {
+            self.store().begin_epoch(epoch, forgotten)?;
+            report.past = all;
+        }
+        tracing::info!(?report, segments = found.segments, "found blocks in the object store");
+        Ok(Some(report))
+    }
+}
+
+const fn entry(found: &FoundBlock) -> IndexEntry {
+    let FoundBlock { slot, block, parent, checksum } = *found;
+    IndexEntry { slot, generation: 0, block, parent, checksum }
+}
+
+impl SharedStore {
+    /// Tells whoever starts later that an epoch has begun.
+    ///
+    /// # Errors
+    /// `Unavailable`: the store does not take it. It is told again in the background.
+    pub(crate) fn begin_epoch(&self, epoch: u64, forgotten: u64) -> Result<()> {
+        let Some(backend) = self.0.upgrade() else { return Ok(()) };
+        backend.begin_epoch(epoch, forgotten).map_err(|error| {
+            let message = format!("later processes may find blocks of the past: {error}");
+            Error::caused(ErrorKind::Unavailable, message, error)
+        })
+    }
+}

@@ -1,0 +1,60 @@
+//! What an object store is asked: its client counts, and is asked when the registry is.
+
+use std::sync::Arc;
+
+use kvbm_tiers::object::{RequestKind, RequestOutcome, Traffic};
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
+use prometheus::{IntCounter, IntCounterVec, Opts};
+
+use crate::sync::Mutex;
+
+/// Counters of one store's requests and bytes.
+pub(crate) struct ObjectTraffic {
+    traffic: Arc<Traffic>,
+    requests: IntCounterVec,
+    bytes: IntCounterVec,
+    // Held while the counters catch up: two scrapes at once would add the same requests twice.
+    turn: Mutex<()>,
+}
+
+impl ObjectTraffic {
+    pub(crate) fn new(traffic: Arc<Traffic>) -> prometheus::Result<Self> {
+        let requests = Opts::new("kvbm_object_requests_total", "Requests to the object store.");
+        let bytes = Opts::new(
+            "kvbm_object_bytes_total",
+            "Bytes of objects sent to the object store and asked of it.",
+        );
+        Ok(Self {
+            traffic,
+            requests: IntCounterVec::new(requests, &["request", "outcome"])?,
+            bytes: IntCounterVec::new(bytes, &["direction"])?,
+            turn: Mutex::new(()),
+        })
+    }
+}
+
+fn catch_up(counter: &IntCounter, now: u64) {
+    counter.inc_by(now.saturating_sub(counter.get()));
+}
+
+impl Collector for ObjectTraffic {
+    fn desc(&self) -> Vec<&Desc> {
+        self.requests.desc().into_iter().chain(self.bytes.desc()).collect()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        let _turn = self.turn.lock();
+        for kind in RequestKind::ALL {
+            for outcome in RequestOutcome::ALL {
+                let now = self.traffic.requests(kind, outcome);
+                if now > 0 {
+                    catch_up(&self.requests.with_label_values(&[kind.name(), outcome.name()]), now);
+                }
+            }
+        }
+        catch_up(&self.bytes.with_label_values(&["sent"]), self.traffic.bytes_sent());
+        catch_up(&self.bytes.with_label_values(&["received"]), self.traffic.bytes_received());
+        self.requests.collect().into_iter().chain(self.bytes.collect()).collect()
+    }
+}

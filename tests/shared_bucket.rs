@@ -1,0 +1,205 @@
+//! Workers that share a bucket: each starts warm from what others stored, and none takes away what another reads.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use kvbm::{BlockHash, Fingerprint, Manager, Options, Tier};
+use kvbm_settings::Settings;
+use kvbm_tests::rig::hash;
+use kvbm_tests::{engine, process};
+
+use process::Process;
+
+const CHAINS: u32 = 20;
+const BLOCKS: u32 = 12;
+const ALL: usize = (CHAINS * BLOCKS) as usize;
+/// A worker is taken for gone after half a second.
+const RENEWAL_MS: u64 = 50;
+const LIMIT: Duration = Duration::from_secs(30);
+
+fn settings(bucket: &Path) -> Settings {
+    let mut settings = engine::settings(4096, 16, 16);
+    settings.object.url = Some(format!("file://{}", bucket.display()));
+    settings.object.keep = true;
+    settings.object.renewal_ms = RENEWAL_MS;
+    settings.object.segment_bytes = 64 << 10;
+    settings.flush.interval_ms = 1;
+    settings
+}
+
+fn fingerprint(model: &str, epoch: u64) -> Fingerprint {
+    let (model, weights) = (model.to_owned(), "1".to_owned());
+    Fingerprint { model, weights, block_tokens: 16, epoch, ..Fingerprint::default() }
+}
+
+fn open(settings: Settings, fingerprint: Option<Fingerprint>) -> Manager {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(Manager::open(settings, Options { fingerprint, ..Options::default() })).unwrap()
+}
+
+fn worker(bucket: &Path) -> Manager {
+    open(settings(bucket), Some(fingerprint("one", 0)))
+}
+
+fn chain(number: u32) -> Vec<BlockHash> {
+    (0..BLOCKS).map(|block| hash(1_000 * number + block)).collect()
+}
+
+/// Computes all chains, until they are in the bucket.
+fn fill(manager: &Manager, chains: std::ops::Range<u32>) {
+    for number in chains {
+        engine::serve(manager, &chain(number));
+        assert!(manager.drain(LIMIT).is_complete());
+    }
+}
+
+/// Blocks of all chains that the bucket is known to hold.
+fn known(manager: &Manager) -> usize {
+    (0..CHAINS).map(|number| manager.matches(&chain(number)).blocks(Tier::Object)).sum()
+}
+
+/// Serves all chains. Returns how many blocks came from somewhere; none may be wrong.
+fn serve(manager: &Manager) -> usize {
+    let served = (0..CHAINS).map(|number| engine::serve(manager, &chain(number)));
+    served.inspect(|served| assert_eq!(served.wrong, 0, "{served:?}")).map(|served| served.hit).sum()
+}
+
+fn files(bucket: &Path, suffix: &str) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(bucket) else { return Vec::new() };
+    let paths = entries.map(|entry| entry.unwrap().path());
+    let below = |path: PathBuf| if path.is_dir() { files(&path, suffix) } else { vec![path] };
+    let mut all: Vec<_> = paths.flat_map(below).collect();
+    all.retain(|path| path.to_string_lossy().ends_with(suffix));
+    all.sort();
+    all
+}
+
+fn eventually(otherwise: &str, reached: impl Fn() -> bool) {
+    let deadline = Instant::now() + LIMIT;
+    while !reached() {
+        assert!(Instant::now() < deadline, "{otherwise}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// What a process that a test started is: a worker that fills the bucket, until it is told or killed.
+#[test]
+fn process() {
+    let Some((_, bucket)) = process::role() else { return };
+    let manager = worker(&bucket);
+    fill(&manager, 0..CHAINS);
+    process::say("filled");
+    for line in std::io::stdin().lines() {
+        match line.unwrap().as_str() {
+            "serve" => process::say(&serve(&manager).to_string()),
+            _ => return,
+        }
+    }
+}
+
+/// A process that has filled the bucket.
+fn start(bucket: &Path) -> Process {
+    let mut process = Process::start("worker", bucket);
+    assert_eq!(process.hear(), "filled");
+    process
+}
+
+#[test]
+fn a_worker_starts_warm_from_what_a_killed_one_stored() {
+    let home = tempfile::tempdir().unwrap();
+    start(home.path()).kill();
+    let (same, other, none) = (
+        worker(home.path()),
+        open(settings(home.path()), Some(fingerprint("two", 0))),
+        open(settings(home.path()), None),
+    );
+    assert!(known(&same) * 100 >= ALL * 95, "{} of {ALL}", known(&same));
+    assert_eq!((known(&other), known(&none)), (0, 0));
+    assert!(serve(&same) * 100 >= ALL * 95);
+    assert_eq!((serve(&other), serve(&none)), (0, 0), "another model's blocks are no use to it");
+    assert_eq!(same.audit(), []);
+}
+
+#[test]
+fn a_worker_starts_warm_from_one_that_runs_and_neither_takes_from_the_other() {
+    let home = tempfile::tempdir().unwrap();
+    let mut first = start(home.path());
+    let mut dropping = settings(home.path());
+    dropping.object.keep = false;
+    let second = open(dropping, Some(fingerprint("one", 0)));
+    assert!(known(&second) * 100 >= ALL * 95);
+    let before = files(home.path(), ".kvseg");
+    // What it stores goes with it, what it found stays.
+    fill(&second, 100..110);
+    assert!(files(home.path(), ".kvseg").len() > before.len());
+    second.close(LIMIT);
+    drop(second);
+    eventually("what it stored is still there", || files(home.path(), ".kvseg") == before);
+    assert_eq!(first.ask("serve"), ALL.to_string());
+    let third = worker(home.path());
+    first.kill();
+    assert!(serve(&third) * 100 >= ALL * 95);
+    assert_eq!(third.audit(), []);
+}
+
+#[test]
+fn a_segment_that_changed_is_a_miss_and_is_stored_anew() {
+    let home = tempfile::tempdir().unwrap();
+    fill(&worker(home.path()), 0..CHAINS);
+    for (at, file) in files(home.path(), ".kvseg").iter().enumerate().filter(|(at, _)| at % 2 == 0) {
+        let mut bytes = std::fs::read(file).unwrap();
+        // The block, or what is said of it.
+        let place = if at % 4 == 0 { 1_000 } else { bytes.len() - 20 };
+        bytes[place] ^= 1;
+        std::fs::write(file, bytes).unwrap();
+    }
+    let second = worker(home.path());
+    let hits = serve(&second);
+    assert!((1..ALL).contains(&hits), "{hits}");
+    assert!(second.drain(LIMIT).is_complete());
+    assert_eq!(serve(&second), ALL, "what was lost was computed and is there");
+    assert_eq!(second.audit(), []);
+}
+
+#[test]
+fn what_a_killed_worker_left_is_collected_and_everything_works() {
+    let home = tempfile::tempdir().unwrap();
+    start(home.path()).kill();
+    let left = files(home.path(), ".kvseg");
+    let mut eager = settings(home.path());
+    eager.object.collect_after_ms = 0;
+    // To the next epoch what is there means nothing.
+    let next = open(eager, Some(fingerprint("one", 1)));
+    assert_eq!(known(&next), 0);
+    fill(&next, 0..CHAINS);
+    eventually("garbage is left", || left.iter().all(|file| !file.exists()));
+    assert_eq!(files(home.path(), ".kvman").len(), 1);
+    assert_eq!(serve(&next), ALL);
+    let late = worker(home.path());
+    assert_eq!((late.epoch(), serve(&late)), (1, ALL), "it goes on with the epoch of the others");
+}
+
+#[test]
+fn a_reset_holds_for_whoever_starts_later() {
+    let home = tempfile::tempdir().unwrap();
+    let first = worker(home.path());
+    fill(&first, 0..CHAINS);
+    first.reset(7).unwrap();
+    let second = worker(home.path());
+    assert_eq!((second.epoch(), known(&second)), (7, 0));
+    eventually("the past is still there", || files(home.path(), ".kvseg").is_empty());
+    fill(&first, 0..CHAINS);
+    assert_eq!(serve(&worker(home.path())), ALL);
+}
+
+#[test]
+fn what_another_stored_is_not_stored_again() {
+    let home = tempfile::tempdir().unwrap();
+    let (first, second) = (worker(home.path()), worker(home.path()));
+    fill(&first, 0..CHAINS);
+    let stored = files(home.path(), ".kvseg");
+    std::thread::sleep(Duration::from_millis(RENEWAL_MS * 4));
+    fill(&second, 0..CHAINS);
+    assert_eq!(files(home.path(), ".kvseg"), stored);
+    assert_eq!(serve(&second), ALL);
+}

@@ -1,0 +1,73 @@
+//! What other workers have stored since this one looked: it is not stored again.
+
+use std::collections::{HashMap, HashSet};
+
+use super::discover::Read;
+use super::names::SegmentName;
+use crate::copy::BlockKey;
+
+/// Blocks that are remembered: 100 bytes each.
+const MAX_BLOCKS: usize = 1 << 20;
+/// Clocks of workers differ by less, in milliseconds: names that are so much older than the newest may be new.
+const OVERLAP_MS: u128 = 10 * 60 * 1_000;
+
+/// Blocks of other workers that fill no slot here.
+#[derive(Debug, Default)]
+pub(super) struct Known {
+    newest: Option<SegmentName>,
+    /// Segments that were looked at, as far as they would be listed again.
+    seen: HashSet<SegmentName>,
+    blocks: HashMap<BlockKey, Spot>,
+}
+
+/// Where another worker's block lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Spot {
+    pub(super) segment: SegmentName,
+    pub(super) position: u32,
+    /// Blocks of the segment.
+    pub(super) blocks: u32,
+    pub(super) crc32c: u32,
+}
+
+impl Known {
+    /// Segments with names behind this one may be new; `None`: all may.
+    pub(super) fn horizon(&self) -> Option<SegmentName> {
+        Some(SegmentName(self.newest?.0.saturating_sub(OVERLAP_MS << 80)))
+    }
+
+    pub(super) fn has_seen(&self, name: SegmentName) -> bool {
+        self.seen.contains(&name)
+    }
+
+    /// These were looked at.
+    pub(super) fn see(&mut self, names: impl IntoIterator<Item = SegmentName>) {
+        self.seen.extend(names);
+        self.newest = self.newest.max(self.seen.iter().max().copied());
+        let horizon = self.horizon();
+        self.seen.retain(|&name| Some(name) > horizon);
+    }
+
+    /// These are what others wrote, under names that blocks have now.
+    pub(super) fn learn(&mut self, read: &[Read]) {
+        for read in read {
+            let blocks = read.footer.entries.len() as u32;
+            for (position, entry) in (0..).zip(&read.footer.entries) {
+                if self.blocks.len() < MAX_BLOCKS {
+                    let spot = Spot { segment: read.name, position, blocks, crc32c: entry.crc32c };
+                    self.blocks.insert(entry.block, spot);
+                }
+            }
+        }
+    }
+
+    /// Where a block lies. Only once: if it cannot be had from there, it is stored again.
+    pub(super) fn take(&mut self, block: BlockKey) -> Option<Spot> {
+        self.blocks.remove(&block)
+    }
+
+    /// Blocks have other names from here on, or what was known lies nowhere any more.
+    pub(super) fn forget_blocks(&mut self, is_gone: impl Fn(SegmentName) -> bool) {
+        self.blocks.retain(|_, spot| !is_gone(spot.segment));
+    }
+}

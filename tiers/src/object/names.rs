@@ -1,0 +1,84 @@
+//! Names of objects: no two writers choose the same, and they sort by age.
+
+use std::fmt;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::clock;
+
+const SEGMENT: &str = ".kvseg";
+
+/// Name of a segment: 48 bits of milliseconds since 1970, 48 random bits of the writer, 32 bits of its count.
+/// Sorts by age.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct SegmentName(pub(super) u128);
+
+impl SegmentName {
+    /// `None`: it is a name of something else.
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        let digits = text.strip_suffix(SEGMENT)?;
+        let name = Self(u128::from_str_radix(digits, 16).ok()?);
+        // One spelling only: with another, what is deleted would be another object.
+        (name.to_string() == text).then_some(name)
+    }
+}
+
+impl fmt::Display for SegmentName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}{SEGMENT}", self.0)
+    }
+}
+
+/// Gives each segment a name that no other writer uses.
+#[derive(Debug)]
+pub(super) struct SegmentNames {
+    writer: u64,
+    count: AtomicU32,
+}
+
+impl SegmentNames {
+    pub(super) fn new() -> Self {
+        // The hasher's keys are random: the standard library's only source of randomness.
+        let random = RandomState::new().hash_one((std::process::id(), clock::since_1970()));
+        Self { writer: random >> 16, count: AtomicU32::new(0) }
+    }
+
+    /// Whether this writer gave the name.
+    pub(super) const fn gave(&self, name: SegmentName) -> bool {
+        (name.0 >> 32) as u64 & 0xffff_ffff_ffff == self.writer
+    }
+
+    pub(super) fn next(&self) -> SegmentName {
+        let millis = clock::since_1970().as_millis();
+        let count = self.count.fetch_add(1, Ordering::Relaxed);
+        SegmentName(millis << 80 | u128::from(self.writer) << 32 | u128::from(count))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_differ_and_sort_by_age() {
+        let names = SegmentNames::new();
+        let some: Vec<_> = (0..1000).map(|_| names.next()).collect();
+        assert!(some.is_sorted_by(|a, b| a < b), "{some:?}");
+        assert!(names.gave(some[0]) && !SegmentNames::new().gave(some[0]));
+        assert_eq!(some[0].to_string().len(), "0123456789abcdef0123456789abcdef.kvseg".len());
+    }
+
+    #[test]
+    fn a_name_has_one_spelling() {
+        let name = SegmentNames::new().next();
+        let text = name.to_string();
+        assert_eq!(SegmentName::parse(&text), Some(name));
+        let upper = text.replace(SEGMENT, "").to_uppercase() + SEGMENT;
+        let strangers =
+            ["", ".kvseg", "0.kvseg", "+0000000000000000000000000000000.kvseg", "x.kvman", &text[1..]];
+        for stranger in strangers {
+            assert_eq!(SegmentName::parse(stranger), None, "{stranger}");
+        }
+        assert!(upper == text || SegmentName::parse(&upper).is_none());
+    }
+}

@@ -1,0 +1,259 @@
+//! Workers that share a bucket: what each says that it relies on, and what it hears of the others.
+//!
+//! A worker writes a *manifest* with the names of the segments that it reads from, and writes it again and again. Nobody
+//! deletes a segment that the manifest of a living worker names. Whether one is alive is told by the store's clock alone:
+//! how much older its manifest is than one's own.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::TryStreamExt;
+use object_store::path::Path;
+use object_store::{ObjectMeta, ObjectStoreExt, PutMode};
+use parking_lot::Mutex;
+use tokio::time::{Instant, timeout};
+
+use super::error::StoreError;
+use super::known::Known;
+use super::manifest::{LAPSES, MAX_BYTES, Manifest};
+use super::names::SegmentName;
+use super::segment::Provenance;
+use super::shared::Shared;
+
+/// How a bucket is shared with workers that serve the same model.
+#[derive(Clone, Debug)]
+pub struct Sharing {
+    /// Whose blocks are written and found.
+    pub provenance: Provenance,
+    /// How often a worker says what it relies on. One that has not for ten times as long is taken for gone.
+    pub renewal: Duration,
+    /// How old a segment becomes that no worker relies on; at least ten renewals.
+    pub collect_after: Duration,
+    /// Bytes of all segments of the namespace above which those that no worker relies on go sooner, oldest first, but
+    /// not before ten renewals; `None`: any number.
+    pub collect_above: Option<u64>,
+}
+
+/// A worker among others.
+pub(super) struct Share {
+    pub(super) sharing: Sharing,
+    /// `<root>/<namespace>/manifests`.
+    manifests: Path,
+    /// `<root>/<namespace>/epochs`.
+    pub(super) epochs: Path,
+    own: Path,
+    /// When the own manifest was last written.
+    renewed: Mutex<Option<Instant>>,
+    others: tokio::sync::Mutex<Others>,
+    pub(super) known: Mutex<Known>,
+    /// The latest epoch that later workers were told of.
+    pub(super) announced: Mutex<u64>,
+}
+
+/// What other workers rely on.
+#[derive(Debug, Default)]
+pub(super) struct Others {
+    /// When it was asked for; `None`: not yet.
+    as_of: Option<Instant>,
+    /// The store's time then, in milliseconds since 1970.
+    pub(super) now_ms: i64,
+    manifests: HashMap<Path, Other>,
+}
+
+/// Another worker's manifest.
+#[derive(Debug)]
+struct Other {
+    meta: ObjectMeta,
+    /// `None`: it cannot be understood, so its worker may rely on anything.
+    manifest: Option<Manifest>,
+}
+
+impl Share {
+    pub(super) fn new(sharing: Sharing, namespace: &Path, worker: SegmentName) -> Self {
+        let manifests = namespace.clone().join("manifests");
+        Self {
+            own: manifests.clone().join(format!("{:032x}{MANIFEST}", worker.0)),
+            epochs: namespace.clone().join("epochs"),
+            manifests,
+            sharing,
+            renewed: Mutex::default(),
+            others: tokio::sync::Mutex::default(),
+            known: Mutex::default(),
+            announced: Mutex::default(),
+        }
+    }
+
+    /// So long after its manifest was written a worker is taken for gone, and what is younger is nobody's to delete.
+    pub(super) fn grace(&self) -> Duration {
+        self.sharing.renewal * LAPSES
+    }
+}
+
+impl Others {
+    /// Whether a living worker relies on a segment, or may.
+    pub(super) fn rely_on(&self, name: SegmentName) -> bool {
+        let living = self.manifests.values().filter(|known| !known.has_lapsed(self.now_ms));
+        living.into_iter().any(|known| known.manifest.as_ref().is_none_or(|manifest| manifest.holds(name)))
+    }
+
+    /// The manifests of workers that are gone.
+    fn lapsed(&self) -> Vec<Path> {
+        let lapsed = self.manifests.iter().filter(|(_, known)| known.has_lapsed(self.now_ms));
+        lapsed.map(|(path, _)| path.clone()).collect()
+    }
+}
+
+impl Other {
+    fn has_lapsed(&self, now_ms: i64) -> bool {
+        let after = self.manifest.as_ref().map_or(UNREADABLE, Manifest::lapses_after);
+        let age_ms = now_ms - self.meta.last_modified.timestamp_millis();
+        age_ms > i64::try_from(after.as_millis()).unwrap_or(i64::MAX)
+    }
+
+    fn is_same(&self, meta: &ObjectMeta) -> bool {
+        (self.meta.last_modified, self.meta.size, &self.meta.e_tag)
+            == (meta.last_modified, meta.size, &meta.e_tag)
+    }
+}
+
+const MANIFEST: &str = ".kvman";
+
+/// A manifest that cannot be understood holds everything back for so long.
+const UNREADABLE: Duration = Duration::from_hours(24);
+
+impl Shared {
+    /// Says what this worker relies on.
+    pub(super) async fn renew(&self, share: &Share) -> Result<(), StoreError> {
+        let began = Instant::now();
+        let names: Vec<_> = self.locations.lock().segments().collect();
+        let manifest = Manifest::new(share.sharing.renewal, names).encode();
+        let put = self.store.client.put_opts(&share.own, manifest.into(), PutMode::Overwrite.into());
+        match timeout(self.limit, put).await?.map_err(|error| self.store.secrets.scrub(&error)) {
+            Ok(_) => {
+                *share.renewed.lock() = Some(began);
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Takes back what it said, when it ends.
+    pub(super) async fn resign(&self, share: &Share) {
+        if let Err(error) = self.remove(&share.own).await {
+            tracing::debug!(%error, "the manifest of this worker is left to others to delete");
+        }
+    }
+
+    /// Whether another living worker relies on a segment, as of `since` or later.
+    pub(super) async fn is_relied_on(
+        &self,
+        share: &Share,
+        name: SegmentName,
+        since: Instant,
+    ) -> Result<bool, StoreError> {
+        let mut others = share.others.lock().await;
+        if others.as_of.is_none_or(|as_of| as_of < since) {
+            self.read_others(share, &mut others).await?;
+        }
+        Ok(others.rely_on(name))
+    }
+
+    /// What other workers rely on now, after removing the manifests of those that are gone.
+    pub(super) async fn hear_others<T>(
+        &self,
+        share: &Share,
+        then: impl FnOnce(&Others) -> T,
+    ) -> Result<T, StoreError> {
+        let mut others = share.others.lock().await;
+        self.read_others(share, &mut others).await?;
+        for path in others.lapsed() {
+            self.remove(&path).await?;
+            others.manifests.remove(&path);
+        }
+        Ok(then(&others))
+    }
+
+    async fn read_others(&self, share: &Share, others: &mut Others) -> Result<(), StoreError> {
+        let began = Instant::now();
+        if share.renewed.lock().is_none() {
+            self.renew(share).await?;
+        }
+        let mut listed = self.list(&share.manifests).await?;
+        listed.retain(|meta| meta.location.filename().is_some_and(|name| name.ends_with(MANIFEST)));
+        let own = listed.iter().position(|meta| meta.location == share.own);
+        let (Some(own), Some(renewed)) = (own.map(|at| listed.swap_remove(at)), *share.renewed.lock()) else {
+            return Err(StoreError::new("the manifest of this worker is gone: it is written again"));
+        };
+        let since = i64::try_from(renewed.elapsed().as_millis()).unwrap_or(i64::MAX);
+        others.now_ms = own.last_modified.timestamp_millis().saturating_add(since);
+        let mut manifests = HashMap::new();
+        for meta in listed {
+            let path = meta.location.clone();
+            match others.manifests.remove(&path).filter(|known| known.is_same(&meta)) {
+                Some(known) => _ = manifests.insert(path, known),
+                None => manifests.extend(self.read_manifest(meta).await?.map(|known| (path, known))),
+            }
+        }
+        (others.manifests, others.as_of) = (manifests, Some(began));
+        Ok(())
+    }
+
+    /// `None`: it is gone by now.
+    async fn read_manifest(&self, meta: ObjectMeta) -> Result<Option<Other>, StoreError> {
+        if meta.size > MAX_BYTES {
+            return Ok(Some(Other { meta, manifest: None }));
+        }
+        let get = self.store.client.get_range(&meta.location, 0..meta.size.max(1));
+        match timeout(self.limit, get).await? {
+            Ok(bytes) => {
+                let manifest = Manifest::decode(&bytes).inspect_err(|error| {
+                    tracing::warn!(path = %meta.location, %error, "a worker may rely on any segment of the object store");
+                });
+                Ok(Some(Other { meta, manifest: manifest.ok() }))
+            }
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            Err(error) => Err(self.store.secrets.scrub(&error)),
+        }
+    }
+
+    /// All objects in a directory.
+    pub(super) async fn list(&self, directory: &Path) -> Result<Vec<ObjectMeta>, StoreError> {
+        let listing = self.store.client.list(Some(directory)).try_collect();
+        timeout(self.limit, listing).await?.map_err(|error| self.store.secrets.scrub(&error))
+    }
+}
+
+/// Says again and again what this worker relies on, and removes what nobody does.
+pub(super) fn keep_up(shared: &Arc<Shared>) {
+    let (own, mut ticket) = (Arc::clone(shared), shared.work.ticket());
+    shared.store.executor.spawn(async move {
+        let Some(share) = &own.share else { return };
+        for round in 1_u64.. {
+            if ticket.unless_hurried(own.take_turn(share, round)).await.is_none()
+                || ticket.sleep(share.sharing.renewal).await
+            {
+                return;
+            }
+        }
+    });
+}
+
+impl Shared {
+    async fn take_turn(&self, share: &Share, round: u64) {
+        let mut result = self.renew(share).await;
+        let epoch = self.provenance().epoch;
+        if result.is_ok() && *share.announced.lock() < epoch {
+            result = self.announce_epoch(share, epoch).await;
+        }
+        if result.is_ok() && round > 1 {
+            result = self.refresh(share).await;
+        }
+        if result.is_ok() && round.is_multiple_of(LAPSES.into()) {
+            result = self.collect(share).await;
+        }
+        if let Err(error) = result {
+            tracing::debug!(store = %self.store, %error, "the bucket's upkeep is left to the next round");
+        }
+    }
+}

@@ -1,0 +1,393 @@
+//! Workers that share a bucket: each finds what others stored, and nobody deletes what another relies on.
+
+use super::server::Server;
+use super::*;
+use crate::object::segment::Provenance;
+use crate::object::{Discovered, RequestKind, RequestOutcome, Sharing};
+
+const PROVENANCE: Provenance = Provenance { fingerprint: 77, epoch: 3, forgotten: 0 };
+/// A worker is gone after half a second.
+const RENEWAL: Duration = Duration::from_millis(50);
+
+fn sharing() -> Sharing {
+    Sharing { provenance: PROVENANCE, renewal: RENEWAL, collect_after: Duration::ZERO, collect_above: None }
+}
+
+fn shared(blocks_per_segment: usize) -> ObjectOptions {
+    ObjectOptions { keep: true, sharing: Some(sharing()), ..options(blocks_per_segment) }
+}
+
+/// A worker that shares a bucket, and what it has found there.
+struct Worker {
+    heap: Arc<Heap>,
+    object: Arc<ObjectBackend>,
+    verified: Verified<Arc<ObjectBackend>>,
+    found: Discovered,
+}
+
+impl Worker {
+    fn start(store: Store, options: &ObjectOptions) -> Self {
+        let heap = Heap::new();
+        let (memory, checksums) = (Arc::clone(&heap) as Arc<dyn Memory>, Arc::new(Checksums::new()));
+        let known = Some(Arc::clone(&checksums));
+        let object = Arc::new(ObjectBackend::new(store, Arc::clone(&memory), known, options).unwrap());
+        let found = object.discover(SLOTS);
+        let verified = Verified::new(Arc::clone(&object), memory, checksums).unwrap();
+        Self { heap, object, verified, found }
+    }
+
+    /// Writes a chain, block by block behind another, into slots from `first` on.
+    fn write(&self, first: u32, seeds: &[u32]) -> Results {
+        let parents = std::iter::once(None).chain(seeds.iter().map(|&seed| Some(key(seed).hash)));
+        let ops = seeds.iter().zip(parents).zip(0..).map(|((&seed, parent), at)| {
+            self.heap.fill(at, seed);
+            CopyOp { parent, ..op((Tier::Host, at), (Tier::Object, first + at), seed) }
+        });
+        run(&self.verified, ops.collect())
+    }
+
+    /// Reads every block that was found, and checks that it is what it is said to be. Returns how many came.
+    fn read_found(&self) -> usize {
+        let seeds = self.found.blocks.iter().map(|found| (found.block.hash >> 64) as u32);
+        let blocks: Vec<_> = self.found.blocks.iter().map(|found| found.slot.0).zip(seeds).collect();
+        let read = blocks.chunks(SLOTS as usize).map(|blocks| read(&self.verified, &self.heap, blocks));
+        read.flatten().filter(Result::is_ok).count()
+    }
+
+    fn has(&self, seed: u32) -> bool {
+        self.found.blocks.iter().any(|found| found.block == key(seed))
+    }
+}
+
+fn seeds(range: std::ops::Range<u32>) -> Vec<u32> {
+    range.collect()
+}
+
+fn files(dir: &FilePath, kind: &str) -> usize {
+    std::fs::read_dir(dir.join("model/tp0").join(kind)).map_or(0, Iterator::count)
+}
+
+fn finds_all(open: impl Fn() -> Store) {
+    let first = Worker::start(open(), &shared(7));
+    assert!(first.found.blocks.is_empty());
+    assert!(all_ok(&first.write(0, &seeds(1..41))));
+    let second = Worker::start(open(), &shared(7));
+    assert_eq!((second.found.blocks.len(), second.found.segments, second.found.unread), (40, 6, 0));
+    assert_eq!(second.read_found(), 40);
+    for (at, found) in second.found.blocks.iter().enumerate() {
+        let is_behind = |parent| second.found.blocks[..at].iter().any(|before| before.block.hash == parent);
+        assert!(found.parent.is_none_or(is_behind), "root first");
+    }
+    drop(first);
+    drop(second);
+    let third = Worker::start(open(), &shared(7));
+    assert_eq!(third.read_found(), 40, "what is kept is there without its writer");
+}
+
+#[test]
+fn a_worker_finds_what_another_stored_in_files() {
+    let dir = tempfile::tempdir().unwrap();
+    finds_all(|| open_directory(dir.path()));
+}
+
+#[test]
+fn a_worker_finds_what_another_stored_in_a_service() {
+    let server = Server::start();
+    finds_all(|| server.open());
+}
+
+#[test]
+fn blocks_of_another_fingerprint_epoch_or_size_are_not_found() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = Worker::start(open_directory(dir.path()), &shared(7));
+    assert!(all_ok(&first.write(0, &seeds(1..9))));
+    for provenance in [
+        Provenance { fingerprint: 78, ..PROVENANCE },
+        Provenance { epoch: 4, ..PROVENANCE },
+        Provenance { forgotten: 1, ..PROVENANCE },
+    ] {
+        let sharing = Some(Sharing { provenance, ..sharing() });
+        let other = Worker::start(open_directory(dir.path()), &ObjectOptions { sharing, ..shared(7) });
+        assert!(other.found.blocks.is_empty(), "{provenance:?}: {:?}", other.found);
+    }
+    let earlier = Sharing { provenance: Provenance { epoch: 1, ..PROVENANCE }, ..sharing() };
+    let earlier = ObjectOptions { sharing: Some(earlier), ..shared(7) };
+    let late = Worker::start(open_directory(dir.path()), &earlier);
+    assert_eq!((late.found.epoch, late.found.blocks.len()), (3, 8), "it goes on with the latest epoch");
+}
+
+#[test]
+fn an_epoch_that_has_begun_is_the_first_of_later_workers() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = Worker::start(open_directory(dir.path()), &shared(7));
+    assert!(all_ok(&first.write(0, &seeds(1..9))));
+    first.object.begin_epoch(9, 0).unwrap();
+    let second = Worker::start(open_directory(dir.path()), &shared(7));
+    assert_eq!((second.found.epoch, second.found.blocks.len()), (9, 0));
+    settle(&first.object);
+    assert_eq!(files(dir.path(), "segments"), 0, "what is past is of no use to anybody");
+    assert!(all_ok(&first.write(20, &seeds(21..25))));
+    assert_eq!(Worker::start(open_directory(dir.path()), &shared(7)).read_found(), 4);
+}
+
+#[test]
+fn the_newest_chains_are_found_whole_where_there_is_no_room_for_all() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = Worker::start(open_directory(dir.path()), &shared(64));
+    // The root of the newest chain is the oldest segment of all.
+    assert!(all_ok(&first.write(0, &seeds(1..5))));
+    assert!(all_ok(&first.write(10, &seeds(11..21))));
+    let parent = Some(key(4).hash);
+    first.heap.fill(0, 50);
+    let newest = CopyOp { parent, ..op((Tier::Host, 0), (Tier::Object, 50), 50) };
+    assert!(all_ok(&run(&first.verified, vec![newest])));
+    // One whose parent nobody has.
+    first.heap.fill(0, 60);
+    let orphan = CopyOp { parent: Some(12_345), ..op((Tier::Host, 0), (Tier::Object, 60), 60) };
+    assert!(all_ok(&run(&first.verified, vec![orphan])));
+    let found = first.object.discover(0);
+    assert!(found.blocks.is_empty());
+
+    let heap = Heap::new();
+    let small = ObjectBackend::new(open_directory(dir.path()), heap, None, &shared(64)).unwrap();
+    let found = small.discover(7).blocks;
+    let names: Vec<_> = found.iter().map(|found| (found.block.hash >> 64) as u32).collect();
+    assert_eq!(names, [1, 2, 3, 4, 50, 11, 12]);
+    assert!(found.iter().map(|found| found.slot.0).eq(0..7));
+}
+
+#[test]
+fn segments_that_are_torn_or_of_another_version_are_counted_and_ignored() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = Worker::start(open_directory(dir.path()), &shared(4));
+    for part in 0..5 {
+        assert!(all_ok(&first.write(part * 4, &seeds(part * 4 + 1..part * 4 + 5))));
+    }
+    let mut segments = segment_files(dir.path());
+    segments.sort();
+    let change = |at: usize, change: &dyn Fn(&mut Vec<u8>)| {
+        let mut bytes = std::fs::read(&segments[at]).unwrap();
+        change(&mut bytes);
+        std::fs::write(&segments[at], bytes).unwrap();
+    };
+    change(0, &|bytes| bytes.truncate(bytes.len() - 1));
+    change(1, &|bytes| *bytes.iter_mut().rev().nth(15).unwrap() = 1);
+    change(2, &|bytes| bytes.clear());
+    // A block that has changed is noticed when it is read.
+    change(3, &|bytes| bytes[2 * BLOCK + 7] ^= 4);
+    let second = Worker::start(open_directory(dir.path()), &shared(4));
+    assert_eq!((second.found.blocks.len(), second.found.unread), (8, 3));
+    assert_eq!(second.read_found(), 7);
+    assert!(all_ok(&second.write(30, &seeds(1..5))), "and everything works");
+    assert!(all_ok(&read(&second.verified, &second.heap, &[(30, 1), (31, 2)])));
+}
+
+#[test]
+fn what_another_relies_on_stays_until_it_does_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let dropping = ObjectOptions { keep: false, ..shared(4) };
+    let first = Worker::start(open_directory(dir.path()), &dropping);
+    assert!(all_ok(&first.write(0, &seeds(1..5))));
+    assert!(all_ok(&first.write(4, &seeds(5..9))));
+    let second = Worker::start(open_directory(dir.path()), &shared(4));
+    assert_eq!(second.found.blocks.len(), 8);
+    eventually("it did not say so", || files(dir.path(), "manifests") == 2);
+    std::thread::sleep(RENEWAL * 2);
+    // The first one has other use for its slots, and ends: the second one still reads.
+    assert!(all_ok(&first.write(0, &seeds(21..25))));
+    settle(&first.object);
+    assert_eq!(second.read_found(), 8);
+    drop(first);
+    assert_eq!(files(dir.path(), "manifests"), 1, "who does not keep anything takes back what it said");
+    assert_eq!(second.read_found(), 8);
+    assert_eq!(files(dir.path(), "segments"), 2, "what nobody else relies on went with its writer");
+    // Slots that are written anew let go of what was found, but the segments are not this worker's to delete at once.
+    for first in (0..8).step_by(4) {
+        assert!(all_ok(&second.write(first, &seeds(31 + first..35 + first))));
+    }
+    assert_eq!(second.object.stats().found_blocks, 0);
+    eventually("garbage is left", || second.object.stats().collected == 2);
+    assert_eq!(files(dir.path(), "segments"), 2);
+    assert!(all_ok(&read(&second.verified, &second.heap, &[(0, 31), (7, 38)])));
+}
+
+#[test]
+fn garbage_of_writers_that_crashed_goes_after_a_while_and_everything_works() {
+    let dir = tempfile::tempdir().unwrap();
+    let crashed = Worker::start(open_directory(dir.path()), &shared(4));
+    assert!(all_ok(&crashed.write(0, &seeds(1..9))));
+    eventually("no manifest", || files(dir.path(), "manifests") == 1);
+    // As kill -9 does: nothing is taken back, nothing is said any more.
+    std::fs::create_dir_all(dir.path().join("other")).unwrap();
+    let before = dir.path().join("other/model");
+    copy_tree(&dir.path().join("model"), &before);
+    drop(crashed);
+    let bucket = dir.path().join("other");
+    let none = ObjectOptions {
+        sharing: Some(Sharing { provenance: Provenance { fingerprint: 1, ..PROVENANCE }, ..sharing() }),
+        ..shared(4)
+    };
+    // A worker to whom the blocks mean nothing.
+    let other = Worker::start(open_directory(&bucket), &none);
+    assert!(all_ok(&other.write(0, &seeds(51..55))));
+    assert_eq!(files(&bucket, "segments"), 3);
+    eventually("garbage is left", || other.object.stats().collected == 2);
+    assert_eq!((files(&bucket, "segments"), files(&bucket, "manifests")), (1, 1));
+    assert!(all_ok(&read(&other.verified, &other.heap, &[(0, 51), (3, 54)])));
+    let late = Worker::start(open_directory(&bucket), &shared(4));
+    assert!(late.found.blocks.is_empty());
+    assert!(all_ok(&late.write(0, &seeds(1..5))));
+}
+
+fn copy_tree(from: &FilePath, to: &FilePath) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let to = to.join(entry.file_name());
+        if entry.path().is_dir() {
+            copy_tree(&entry.path(), &to)
+        } else {
+            std::fs::copy(entry.path(), to).map(drop).unwrap()
+        }
+    }
+}
+
+#[test]
+fn a_bucket_that_is_too_full_loses_the_oldest_that_nobody_relies_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = Worker::start(open_directory(dir.path()), &shared(4));
+    for part in 0..6 {
+        assert!(all_ok(&first.write(part * 4, &seeds(part * 4 + 1..part * 4 + 5))));
+    }
+    drop(first);
+    std::fs::remove_dir_all(dir.path().join("model/tp0/manifests")).unwrap();
+    let segment = segment_files(dir.path())[0].metadata().unwrap().len();
+    let limits =
+        Sharing { collect_after: Duration::from_hours(1), collect_above: Some(segment * 3), ..sharing() };
+    let stranger = Sharing { provenance: Provenance { fingerprint: 5, ..PROVENANCE }, ..limits };
+    let stranger =
+        Worker::start(open_directory(dir.path()), &ObjectOptions { sharing: Some(stranger), ..shared(4) });
+    eventually("it is still too full", || stranger.object.stats().collected == 3);
+    std::thread::sleep(RENEWAL * 25);
+    assert_eq!((stranger.object.stats().collected, files(dir.path(), "segments")), (3, 3));
+    drop(stranger);
+    let late = Worker::start(open_directory(dir.path()), &shared(4));
+    assert_eq!((late.found.blocks.len(), late.read_found()), (12, 12), "the newest three are left");
+}
+
+#[test]
+fn a_manifest_that_nobody_understands_holds_everything_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = Worker::start(open_directory(dir.path()), &shared(4));
+    assert!(all_ok(&first.write(0, &seeds(1..5))));
+    drop(first);
+    let manifests = dir.path().join("model/tp0/manifests");
+    std::fs::remove_dir_all(&manifests).unwrap();
+    std::fs::create_dir_all(&manifests).unwrap();
+    std::fs::write(manifests.join("00000000000000000000000000000001.kvman"), b"from the future").unwrap();
+    let stranger = Sharing { provenance: Provenance { fingerprint: 5, ..PROVENANCE }, ..sharing() };
+    let stranger =
+        Worker::start(open_directory(dir.path()), &ObjectOptions { sharing: Some(stranger), ..shared(4) });
+    std::thread::sleep(RENEWAL * 40);
+    assert_eq!((stranger.object.stats().collected, files(dir.path(), "segments")), (0, 1));
+    std::fs::remove_file(manifests.join("00000000000000000000000000000001.kvman")).unwrap();
+    eventually("garbage is left", || stranger.object.stats().collected == 1);
+}
+
+#[test]
+fn segments_that_are_gone_are_misses_and_are_written_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = Worker::start(open_directory(dir.path()), &shared(4));
+    assert!(all_ok(&first.write(0, &seeds(1..9))));
+    let second = Worker::start(open_directory(dir.path()), &shared(4));
+    segment_files(dir.path()).iter().for_each(|file| std::fs::remove_file(file).unwrap());
+    let blocks: Vec<_> = second.found.blocks.iter().map(|found| (found.slot.0, 0)).collect();
+    assert_eq!(kinds(&read(&second.verified, &second.heap, &blocks)), [Some(CopyErrorKind::Io); 8]);
+    assert!(all_ok(&second.write(0, &seeds(1..9))));
+    assert!(all_ok(&read(&second.verified, &second.heap, &[(0, 1), (7, 8)])));
+    assert_eq!(Worker::start(open_directory(dir.path()), &shared(4)).read_found(), 8);
+}
+
+#[test]
+fn a_store_that_does_not_list_starts_cold_and_heals() {
+    for status in [500, 403, 503] {
+        let server = Server::start();
+        let first = Worker::start(server.open(), &shared(4));
+        assert!(all_ok(&first.write(0, &seeds(1..9))));
+        let store = server.open();
+        server.feel(super::server::Mood::Refuses(status));
+        let limited = ObjectOptions { operation_limit: Duration::from_millis(500), ..shared(4) };
+        let second = Worker::start(store, &limited);
+        assert!(second.found.blocks.is_empty());
+        server.feel(super::server::Mood::Well);
+        assert!(all_ok(&second.write(0, &seeds(11..15))));
+        assert!(all_ok(&read(&second.verified, &second.heap, &[(0, 11), (3, 14)])));
+        let third = Worker::start(server.open(), &shared(4));
+        assert!(third.has(8) && third.has(14));
+        assert_eq!(third.read_found(), 12);
+    }
+}
+
+#[test]
+fn what_another_has_stored_meanwhile_is_not_stored_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let start = || Worker::start(open_directory(dir.path()), &shared(4));
+    let (first, second) = (start(), start());
+    assert!(all_ok(&first.write(0, &seeds(1..9))));
+    // It takes a renewal until this is known.
+    let mut slot = 0;
+    eventually("it was stored again and again", || {
+        second.object.stats().linked_blocks == 8 || {
+            assert!(all_ok(&second.write(slot, &seeds(1..9))));
+            std::thread::sleep(RENEWAL);
+            false
+        }
+    });
+    let stored = second.object.stats().segments;
+    assert!(stored <= 4, "at most one round came too early");
+    let blocks: Vec<_> = (1..9).map(|seed| (seed - 1, seed)).collect();
+    assert!(all_ok(&read(&second.verified, &second.heap, &blocks)));
+    // What cannot be had from there is stored by whoever has it.
+    std::thread::sleep(RENEWAL * 2);
+    drop(first);
+    for file in segment_files(dir.path()) {
+        let mut bytes = std::fs::read(&file).unwrap();
+        bytes[5] ^= 1;
+        std::fs::write(&file, bytes).unwrap();
+    }
+    let results = kinds(&read(&second.verified, &second.heap, &blocks));
+    assert!(results.contains(&Some(CopyErrorKind::Corrupt)), "{results:?}");
+    slot += 8;
+    assert!(all_ok(&second.write(slot, &seeds(1..9))));
+    let blocks: Vec<_> = blocks.iter().map(|&(at, seed)| (at + slot, seed)).collect();
+    assert!(all_ok(&read(&second.verified, &second.heap, &blocks)));
+}
+
+/// The goal: at most a fiftieth of the requests of one object for each block.
+#[test]
+fn segments_take_few_requests() {
+    const BLOCKS: u32 = 1024;
+    let (server, heap) = (Server::start(), Heap::new());
+    let options = ObjectOptions {
+        sharing: Some(Sharing { renewal: Duration::from_secs(60), ..sharing() }),
+        ..shared(256)
+    };
+    let backend = backend(server.open(), &heap, &options);
+    backend.discover(0);
+    for first in (0..BLOCKS).step_by(SLOTS as usize * 4) {
+        // A segment of 16 MiB holds 256 blocks of 64 KiB; the blocks of this test are smaller, their number counts.
+        let ops = (0..256).map(|at| op((Tier::Host, at % SLOTS), (Tier::Object, first + at), first + at));
+        assert!(all_ok(&run(&backend, ops.collect())));
+    }
+    let written = backend.traffic().total();
+    for first in (0..BLOCKS).step_by(SLOTS as usize) {
+        let ops = (0..SLOTS).map(|at| op((Tier::Object, first + at), (Tier::Host, at), first + at));
+        assert!(all_ok(&run(&backend, ops.collect())));
+    }
+    let traffic = backend.traffic();
+    println!("{BLOCKS} blocks: {written} requests to write, {} to read", traffic.total() - written);
+    assert!(traffic.total() * 50 <= u64::from(2 * BLOCKS), "{traffic:?}");
+    assert_eq!(traffic.requests(RequestKind::Put, RequestOutcome::Failed), 0);
+    assert!(traffic.bytes_sent() >= u64::from(BLOCKS) * BLOCK as u64);
+    assert!(traffic.bytes_received() >= u64::from(BLOCKS) * BLOCK as u64);
+}
