@@ -1,11 +1,16 @@
 //! Plays an inference engine on a real manager: what it loads it checks byte by byte, the rest it computes.
 
+use std::time::{Duration, Instant};
+
 use kvbm::{BlockHash, Chain, Error, ErrorKind, Lease, Manager, Options, Tier};
 use kvbm_settings::{Capacity, EvictionPolicy, Settings};
 use kvbm_tiers::testing::{fill_pattern, has_pattern};
 use prometheus::Registry;
 
 use crate::rig::number;
+
+/// Media that hang keep their slots for longer.
+const IN_VAIN: Duration = Duration::from_millis(200);
 
 /// Settings of a device and a host tier of so many blocks.
 pub fn settings(block_bytes: u64, device: u64, host: u64) -> Settings {
@@ -54,6 +59,9 @@ pub fn serve(manager: &Manager, chain: &[BlockHash]) -> Served {
     let transferred = manager.load(manager.lease(chain)).wait().expect("the manager is open");
     let mut served = Served { hit: transferred.blocks, failed: transferred.failed, ..Served::default() };
     served.wrong = wrong_blocks(manager, &transferred.lease, chain, transferred.blocks);
+    if served.failed > 0 {
+        wait_for_copies_in_vain(manager);
+    }
     let mut allocation = match manager.allocate(chain, transferred.lease) {
         Ok(allocation) => allocation,
         Err(error) if error.kind() == ErrorKind::Full => return served,
@@ -71,6 +79,15 @@ pub fn serve(manager: &Manager, chain: &[BlockHash]) -> Served {
     let published = ticket.wait().expect("the manager is open");
     served.saved = manager.save(published.lease).wait().expect("the manager is open").blocks;
     served
+}
+
+/// A load ends with its first bad block, and others of it may still be on their way to their slots: until they have ended,
+/// nobody else gets slots for them.
+fn wait_for_copies_in_vain(manager: &Manager) {
+    let began = Instant::now();
+    while manager.counts(Tier::Device).filling > 0 && began.elapsed() < IN_VAIN {
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// How many of the leading blocks that a lease holds on the device have bytes that are not theirs.

@@ -718,7 +718,8 @@ fn a_drain_that_panics_is_over() {
     rig.core.tick();
     let below = rig.core.table().counts(Tier::Disk);
     assert_eq!((below.filling, below.resident), (0, 0), "written back is what leaves");
-    assert!(rig.core.drain(LIMIT).is_complete());
+    let drained = rig.core.drain(LIMIT);
+    assert!(drained.is_complete(), "{drained:?}");
     assert_eq!(rig.core.table().counts(Tier::Disk).resident, 6);
     assert_eq!(rig.core.table().audit(), []);
 }

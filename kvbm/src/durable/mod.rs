@@ -85,12 +85,11 @@ impl Durable {
     /// # Errors
     /// `Unavailable`: one of them cannot be written, or takes longer. It is tried again in the background.
     pub(crate) fn settle(&self, limit: Duration) -> Result<()> {
-        let deadline = clock::now() + limit;
+        let began = clock::now();
         let writers = self.writers.lock();
         let answers: Vec<_> = writers.iter().map(Writer::settle).collect();
         writers.iter().zip(answers).try_for_each(|(writer, answer)| {
-            let left = deadline.saturating_duration_since(clock::now());
-            match answer.recv_timeout(left) {
+            match answer.recv_timeout(limit.saturating_sub(began.elapsed())) {
                 Ok(Ok(())) => Ok(()),
                 Ok(Err(error)) => Err(writer.failed(error)),
                 Err(_) => Err(writer.failed(std::io::ErrorKind::TimedOut.into())),
@@ -100,11 +99,11 @@ impl Durable {
 
     /// [`settle`](Self::settle), on the medium itself; then the files are let go.
     pub(crate) fn close(&self, limit: Duration) {
-        let deadline = clock::now() + limit;
+        let began = clock::now();
         let writers = std::mem::take(&mut *self.writers.lock());
         let ends: Vec<_> = writers.into_iter().map(Writer::stop).collect();
         for end in ends {
-            end.wait(deadline.saturating_duration_since(clock::now()));
+            end.wait(limit.saturating_sub(began.elapsed()));
         }
     }
 
