@@ -20,14 +20,14 @@ fn settings(dir: &Path, host: u64, disk: u64) -> Settings {
     settings
 }
 
-fn fingerprint(weights: &str, epoch: u64) -> Option<Fingerprint> {
+fn fingerprint(weights: &str, epoch: u64) -> Fingerprint {
     let fingerprint = Fingerprint {
         model: "m".into(),
         weights: weights.into(),
         block_tokens: 16,
         ..Fingerprint::default()
     };
-    Some(Fingerprint { epoch, ..fingerprint })
+    Fingerprint { epoch, ..fingerprint }
 }
 
 fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
@@ -39,8 +39,8 @@ fn open_with(settings: Settings, options: Options) -> kvbm::Result<Manager> {
     runtime.block_on(Manager::open(settings, options))
 }
 
-fn open(settings: Settings, fingerprint: Option<Fingerprint>) -> kvbm::Result<Manager> {
-    open_with(settings, Options { fingerprint, ..Options::default() })
+fn open(settings: Settings, fingerprint: Fingerprint) -> kvbm::Result<Manager> {
+    open_with(settings, Options { fingerprint: Some(fingerprint), ..Options::default() })
 }
 
 fn report(manager: &Manager) -> RecoveryReport {
