@@ -49,6 +49,8 @@ pub(super) struct KeptTier {
     tier: Tier,
     indices: Vec<(TierIndex, Recovered)>,
     checksums: Arc<Checksums>,
+    /// To open the indices.
+    took: Duration,
 }
 
 impl Tiers {
@@ -111,9 +113,10 @@ impl Tiers {
         indices: &[IndexOptions],
         checksums: Arc<Checksums>,
     ) -> Result<()> {
+        let started = clock::now();
         let open = |options| TierIndex::open(options).map_err(setup);
         let indices = indices.iter().map(open).collect::<Result<_>>()?;
-        self.kept.push(KeptTier { tier, indices, checksums });
+        self.kept.push(KeptTier { tier, indices, checksums, took: started.elapsed() });
         Ok(())
     }
 }
@@ -176,7 +179,7 @@ pub(super) fn resume(
         reports.push(kept.restore(&mut table, epoch)?);
     }
     let durable = Durable::reporting(reports);
-    for KeptTier { tier, indices, checksums } in kept {
+    for KeptTier { tier, indices, checksums, .. } in kept {
         let notes: Vec<Arc<Notes>> = indices.iter().map(|_| Arc::default()).collect();
         table.keep_journal(tier, Journal::new(checksums, notes.iter().cloned()));
         for ((index, _), notes) in indices.into_iter().zip(notes) {
@@ -223,7 +226,7 @@ impl KeptTier {
         let note = if self.tier == Tier::Host { Checksums::inherit } else { Checksums::record };
         entries.iter().for_each(|entry| note(&self.checksums, entry.slot, entry.checksum));
         let restored = table.restore(self.tier, &entries);
-        let took_us = started.elapsed().as_micros() as u64;
+        let took_us = (self.took + started.elapsed()).as_micros() as u64;
         let (tier, blocks, dropped) = (self.tier, restored.blocks, restored.dropped);
         tracing::info!(%tier, blocks, dropped, past, damaged, torn_bytes, took_us, "found blocks of an earlier process");
         Ok(RecoveryReport { tier, blocks, dropped, past, damaged, torn_bytes, took_us })
