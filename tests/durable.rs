@@ -117,6 +117,31 @@ fn what_one_of_two_directories_holds_is_found_in_both() {
 }
 
 #[test]
+fn of_a_slot_file_that_was_removed_nothing_is_found() {
+    let home = tempfile::tempdir().unwrap();
+    let mut settings = settings(home.path(), 64, 64);
+    settings.disk.dirs = vec![home.path().join("a"), home.path().join("b")];
+    let first = open(settings.clone(), fingerprint("one", 0)).unwrap();
+    engine::serve(&first, &chain(1, 1));
+    engine::serve(&first, &chain(2, 8));
+    drained(&first);
+    drop(first);
+    std::fs::remove_file(kept_file(&home.path().join("b"), "blocks")).unwrap();
+    let second = open(settings.clone(), fingerprint("one", 0)).unwrap();
+    assert_eq!((report(&second).blocks, report(&second).dropped), (1, 4));
+    assert_eq!(engine::serve(&second, &chain(1, 1)).hit, 1);
+    assert_eq!(
+        engine::serve(&second, &chain(2, 8)),
+        engine::Served { computed: 8, saved: 8, ..Default::default() }
+    );
+    assert_eq!(second.failures(), 0);
+    drained(&second);
+    drop(second);
+    let third = open(settings, fingerprint("one", 0)).unwrap();
+    assert_eq!(engine::serve(&third, &chain(2, 8)).hit, 8);
+}
+
+#[test]
 fn another_fingerprint_starts_cold_and_both_are_open_side_by_side() {
     let home = tempfile::tempdir().unwrap();
     let settings = settings(home.path(), 64, 64);

@@ -54,8 +54,13 @@ pub(super) struct KeptTier {
 }
 
 impl Tiers {
-    /// The slot files of the disk tier have an index each, beside them.
-    pub(super) fn keep_disk(&mut self, options: &DiskOptions, checksums: &Arc<Checksums>) -> Result<()> {
+    /// The slot files of the disk tier have an index each, beside them; `new` says which of the files were made just now.
+    pub(super) fn keep_disk(
+        &mut self,
+        options: &DiskOptions,
+        new: &[bool],
+        checksums: &Arc<Checksums>,
+    ) -> Result<()> {
         let files = options.dirs.len() as u32;
         let Some(identity) = self.namespace.identity.filter(|_| options.keep.is_some()) else {
             return Ok(());
@@ -72,7 +77,8 @@ impl Tiers {
             patience: PATIENCE,
         };
         let indices: Vec<IndexOptions> = (0..files).map(index).collect();
-        self.keep(Tier::Disk, &indices, Arc::clone(checksums))
+        self.keep(Tier::Disk, &indices, Arc::clone(checksums))?;
+        self.kept.last_mut().map_or(Ok(()), |kept| kept.forget_parts(new))
     }
 
     /// The host tier's index lies beside the memory that persists, or where the settings want it.
@@ -99,11 +105,7 @@ impl Tiers {
             patience: PATIENCE,
         };
         self.keep(Tier::Host, &[index], Arc::clone(checksums))?;
-        match self.kept.last_mut() {
-            // What is there tells of memory that is gone.
-            Some(kept) if !was_there => kept.begin_anew(),
-            _ => Ok(()),
-        }
+        self.kept.last_mut().map_or(Ok(()), |kept| kept.forget_parts(&[!was_there]))
     }
 
     /// Opens the indices of a tier. Number `i` tells of the slots `i`, `i + n` and so on, if they are `n`.
@@ -194,13 +196,21 @@ pub(super) fn resume(
     Ok((table, durable))
 }
 
+/// Which of the slot files are not there yet. Whoever makes one meanwhile costs a cold start.
+pub(super) fn missing_files(options: &DiskOptions) -> Vec<bool> {
+    let paths = (0..options.dirs.len()).map(|file| options.index_path(file));
+    paths.map(|index| index.is_some_and(|index| !index.with_extension("blocks").exists())).collect()
+}
+
 impl KeptTier {
-    /// Forgets what the indices say.
-    fn begin_anew(&mut self) -> Result<()> {
-        for (index, found) in self.indices.iter_mut().filter(|(_, found)| !found.entries.is_empty()) {
-            found.entries.clear();
-            let (epoch, forgotten) = found.epoch;
-            index.set_epoch(epoch, forgotten).map_err(|error| not_begun(index, error))?;
+    /// What these indices tell of is gone: somebody removed the files, or the memory.
+    fn forget_parts(&mut self, gone: &[bool]) -> Result<()> {
+        for ((index, found), _) in self.indices.iter_mut().zip(gone).filter(|&(_, &is_gone)| is_gone) {
+            if !std::mem::take(&mut found.entries).is_empty() {
+                tracing::warn!(path = %index.path().display(), "what an index tells of was not there any more");
+                let (epoch, forgotten) = index.epoch();
+                index.set_epoch(epoch, forgotten).map_err(|error| not_begun(index, error))?;
+            }
         }
         Ok(())
     }

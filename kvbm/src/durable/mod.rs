@@ -86,16 +86,8 @@ impl Durable {
     /// `Unavailable`: one of them cannot be written, or takes longer. It is tried again in the background.
     pub(crate) fn settle(&self, limit: Duration) -> Result<()> {
         let deadline = clock::now() + limit;
-        let writers = self.writers.lock();
-        let answers: Vec<_> = writers.iter().map(Writer::settle).collect();
-        writers.iter().zip(answers).try_for_each(|(writer, answer)| {
-            let left = deadline.saturating_duration_since(clock::now());
-            match answer.recv_timeout(left) {
-                Ok(Ok(())) => Ok(()),
-                Ok(Err(error)) => Err(writer.failed(error)),
-                Err(_) => Err(writer.failed(std::io::ErrorKind::TimedOut.into())),
-            }
-        })
+        let settling: Vec<_> = self.writers.lock().iter().map(Writer::settle).collect();
+        settling.into_iter().try_for_each(|end| end.wait(deadline.saturating_duration_since(clock::now())))
     }
 
     /// [`settle`](Self::settle), on the medium itself; then the files are let go.

@@ -12,7 +12,7 @@ use kvbm_tiers::{IndexChange, TierIndex, clock};
 use super::Service;
 use super::acknowledgement::DurableEvent;
 use super::backlog::Backlog;
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{JoinHandle, spawn};
 use crate::table::{Note, Notes};
 
@@ -31,6 +31,12 @@ pub(super) struct Writer {
     asks: SyncSender<Answer>,
     thread: JoinHandle,
     ended: Receiver<()>,
+    path: PathBuf,
+}
+
+/// What becomes of all that was noted until now.
+pub(super) struct Settling {
+    answer: Receiver<io::Result<()>>,
     path: PathBuf,
 }
 
@@ -60,22 +66,28 @@ impl Writer {
         Ok(Self { asks, thread, ended, path })
     }
 
-    /// The answer comes when all that was noted until now is in the index, or could not be written.
-    pub(super) fn settle(&self) -> Receiver<io::Result<()>> {
-        let (answer, answered) = sync_channel(1);
-        // If the thread is gone, so is the other end of the answer.
-        drop(self.asks.send(answer));
-        answered
-    }
-
-    pub(super) fn failed(&self, error: io::Error) -> Error {
-        let message = format!("{} cannot be written: {error}", self.path.display());
-        Error::caused(ErrorKind::Unavailable, message, error)
+    /// Has all that was noted until now written.
+    pub(super) fn settle(&self) -> Settling {
+        let (ask, answer) = sync_channel(1);
+        // Where the thread is gone or hangs, no answer comes.
+        drop(self.asks.try_send(ask));
+        Settling { answer, path: self.path.clone() }
     }
 
     pub(super) fn stop(self) -> Stopping {
         let Self { thread, ended, path, .. } = self;
         Stopping { thread, ended, path }
+    }
+}
+
+impl Settling {
+    /// Until it is in the index, at most for `limit`.
+    pub(super) fn wait(self, limit: Duration) -> Result<()> {
+        let timed_out = Err(io::ErrorKind::TimedOut.into());
+        self.answer.recv_timeout(limit).unwrap_or(timed_out).map_err(|error| {
+            let message = format!("{} cannot be written: {error}", self.path.display());
+            Error::caused(ErrorKind::Unavailable, message, error)
+        })
     }
 }
 
