@@ -16,8 +16,10 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{JoinHandle, spawn};
 use crate::table::{Note, Notes};
 
-/// How long what is noted waits for company: nobody who holds the table's lock wakes the writer.
-const PERIOD: Duration = Duration::from_millis(10);
+/// How long what is noted waits for company, while there is more to note and when there was nothing: nobody who holds the
+/// table's lock wakes the writer. A block that leaves is overwritten soon: what the index says of it is wrong until then.
+const PERIOD: Duration = Duration::from_millis(1);
+const IDLE_PERIOD: Duration = Duration::from_millis(10);
 /// A medium that could not be written is left alone so long.
 const PAUSE: Duration = Duration::from_secs(1);
 /// Changes written together.
@@ -58,7 +60,7 @@ impl Writer {
         let path = index.path().to_owned();
         let (asks, asked) = sync_channel(16);
         let (end, ended) = sync_channel(1);
-        let work = Work { index, notes, service, backlog: Backlog::new(), retry_at: None };
+        let work = Work { index, notes, service, backlog: Backlog::new(), retry_at: None, is_idle: true };
         let thread = spawn("kvbm-index", move || {
             work.run(&asked);
             drop(end);
@@ -109,12 +111,15 @@ struct Work {
     backlog: Backlog,
     /// When the medium, which failed, is tried again.
     retry_at: Option<Instant>,
+    /// Nothing was noted of late.
+    is_idle: bool,
 }
 
 impl Work {
     fn run(mut self, asked: &Receiver<Answer>) {
         loop {
-            match asked.recv_timeout(PERIOD) {
+            let period = if self.is_idle { IDLE_PERIOD } else { PERIOD };
+            match asked.recv_timeout(period) {
                 // Who asks has a reason to have it tried now.
                 Ok(answer) => drop(answer.send(self.round())),
                 Err(RecvTimeoutError::Timeout) => {
@@ -133,7 +138,9 @@ impl Work {
     }
 
     fn gather(&mut self) {
-        let left_out = self.backlog.extend(self.notes.take());
+        let mut notes = self.notes.take().peekable();
+        self.is_idle = notes.peek().is_none();
+        let left_out = self.backlog.extend(notes);
         self.tell(&left_out);
     }
 
