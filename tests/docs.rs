@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm::scheduler::Tuning;
-use kvbm::{BlockHash, Chain, Class, RequestInfo, Tier};
+use kvbm::{BlockHash, Chain, Class, Fingerprint, Manager, Options, RequestInfo, Tier};
 use kvbm_settings::Capacity;
 use kvbm_tests::engine;
 use kvbm_tests::rig::{Rig, Sizes, TIGHT, hash};
@@ -79,7 +79,7 @@ fn described() -> BTreeMap<String, Row> {
 /// A registry shows a metric with labels from its first event on: everything has to happen once.
 fn exported() -> BTreeMap<String, Row> {
     let everyday = everyday();
-    let families = everyday.gather().into_iter().chain(mishaps().gather());
+    let families = everyday.gather().into_iter().chain(mishaps().gather()).chain(unwritable().gather());
     families.map(|family| (family.name().to_owned(), row(&family))).collect()
 }
 
@@ -161,6 +161,26 @@ fn mishaps() -> Registry {
     compute(2);
     compute(3);
     rig.registry.clone()
+}
+
+/// An index that cannot be written.
+fn unwritable() -> Registry {
+    let registry = Registry::new();
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = engine::settings(4096, 8, 8);
+    settings.disk.capacity = Some(Capacity::Blocks(16));
+    settings.disk.dirs = vec![dir.path().to_owned()];
+    settings.disk.keep = true;
+    let fingerprint =
+        Fingerprint { model: "m".into(), weights: "w".into(), block_tokens: 16, ..Fingerprint::default() };
+    let name = format!("kvbm-v1-block4096-{fingerprint}-0of1.index.partial");
+    let options =
+        Options { registry: registry.clone(), fingerprint: Some(fingerprint), ..Options::default() };
+    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    let manager = runtime.block_on(Manager::open(settings, options)).unwrap();
+    std::fs::create_dir(dir.path().join(name)).unwrap();
+    manager.reset(1).unwrap_err();
+    registry
 }
 
 fn chain(n: u32) -> Vec<BlockHash> {

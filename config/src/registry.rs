@@ -316,7 +316,8 @@ pub(crate) static KEYS: &[Key] = &[
         path: "disk.keep",
         field: Field::Flag(|s| &mut s.disk.keep),
         variables: &[own("DYN_KVBM_DISK_KEEP", Form::Plain)],
-        doc: "Leave the files in place at shutdown.",
+        doc: "Leave the files in place at shutdown; the next start finds their blocks again \
+              if the engine gives a fingerprint.",
         in_use: true,
     },
     Key {

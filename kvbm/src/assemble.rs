@@ -295,9 +295,10 @@ impl Tiers {
             zerofill_fallback: settings.disk.zerofill_fallback,
             keep: settings.disk.keep.then(|| self.namespace.name.clone()),
         };
+        let new = durable::missing_files(&options);
         let region = Arc::new(DiskRegion::open(&options).map_err(setup)?);
         let checksums = Arc::new(Checksums::new());
-        self.keep_disk(&options, &checksums)?;
+        self.keep_disk(&options, &new, &checksums)?;
         self.connect_disk((region, checksums), end, &settings.disk, nixl)?;
         self.add_tier(FramePool::new(Tier::Disk, geometry.slots()), settings);
         Ok(())

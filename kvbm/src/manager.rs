@@ -29,7 +29,9 @@ use crate::transfer::{Transfer, Transferred};
 
 /// A new epoch is on the medium within this time, or it is an error.
 const MAX_RESET: Duration = Duration::from_secs(30);
-/// Local files are written in milliseconds: a close without patience still waits for them.
+/// Local files are written in milliseconds: whoever has no patience still waits for them.
+const MIN_SETTLE: Duration = Duration::from_secs(1);
+/// A close has no second chance.
 const MIN_CLOSE: Duration = Duration::from_secs(5);
 /// So many events wait for a receiver: some 5 MB, taken as they come.
 const MAX_EVENTS: usize = 1 << 16;
@@ -285,7 +287,7 @@ impl Manager {
     pub fn drain(&self, limit: Duration) -> Drained {
         let started = clock::now();
         let drained = self.core.drain(limit);
-        if let Err(error) = self.durable.settle(limit.saturating_sub(started.elapsed()).max(MIN_CLOSE)) {
+        if let Err(error) = self.durable.settle(limit.saturating_sub(started.elapsed()).max(MIN_SETTLE)) {
             tracing::error!(%error, "what was drained may not be found after a restart");
         }
         drained

@@ -49,11 +49,18 @@ pub(super) struct KeptTier {
     tier: Tier,
     indices: Vec<(TierIndex, Recovered)>,
     checksums: Arc<Checksums>,
+    /// To open the indices.
+    took: Duration,
 }
 
 impl Tiers {
-    /// The slot files of the disk tier have an index each, beside them.
-    pub(super) fn keep_disk(&mut self, options: &DiskOptions, checksums: &Arc<Checksums>) -> Result<()> {
+    /// The slot files of the disk tier have an index each, beside them; `new` says which of the files were made just now.
+    pub(super) fn keep_disk(
+        &mut self,
+        options: &DiskOptions,
+        new: &[bool],
+        checksums: &Arc<Checksums>,
+    ) -> Result<()> {
         let files = options.dirs.len() as u32;
         let Some(identity) = self.namespace.identity.filter(|_| options.keep.is_some()) else {
             return Ok(());
@@ -70,7 +77,8 @@ impl Tiers {
             patience: PATIENCE,
         };
         let indices: Vec<IndexOptions> = (0..files).map(index).collect();
-        self.keep(Tier::Disk, &indices, Arc::clone(checksums))
+        self.keep(Tier::Disk, &indices, Arc::clone(checksums))?;
+        self.kept.last_mut().map_or(Ok(()), |kept| kept.forget_parts(new))
     }
 
     /// The host tier's index lies beside the memory that persists, or where the settings want it.
@@ -97,11 +105,7 @@ impl Tiers {
             patience: PATIENCE,
         };
         self.keep(Tier::Host, &[index], Arc::clone(checksums))?;
-        match self.kept.last_mut() {
-            // What is there tells of memory that is gone.
-            Some(kept) if !was_there => kept.begin_anew(),
-            _ => Ok(()),
-        }
+        self.kept.last_mut().map_or(Ok(()), |kept| kept.forget_parts(&[!was_there]))
     }
 
     /// Opens the indices of a tier. Number `i` tells of the slots `i`, `i + n` and so on, if they are `n`.
@@ -111,9 +115,10 @@ impl Tiers {
         indices: &[IndexOptions],
         checksums: Arc<Checksums>,
     ) -> Result<()> {
+        let started = clock::now();
         let open = |options| TierIndex::open(options).map_err(setup);
         let indices = indices.iter().map(open).collect::<Result<_>>()?;
-        self.kept.push(KeptTier { tier, indices, checksums });
+        self.kept.push(KeptTier { tier, indices, checksums, took: started.elapsed() });
         Ok(())
     }
 }
@@ -176,7 +181,7 @@ pub(super) fn resume(
         reports.push(kept.restore(&mut table, epoch)?);
     }
     let durable = Durable::reporting(reports);
-    for KeptTier { tier, indices, checksums } in kept {
+    for KeptTier { tier, indices, checksums, .. } in kept {
         let notes: Vec<Arc<Notes>> = indices.iter().map(|_| Arc::default()).collect();
         table.keep_journal(tier, Journal::new(checksums, notes.iter().cloned()));
         for ((index, _), notes) in indices.into_iter().zip(notes) {
@@ -191,13 +196,21 @@ pub(super) fn resume(
     Ok((table, durable))
 }
 
+/// Which of the slot files are not there yet. Whoever makes one meanwhile costs a cold start.
+pub(super) fn missing_files(options: &DiskOptions) -> Vec<bool> {
+    let paths = (0..options.dirs.len()).map(|file| options.index_path(file));
+    paths.map(|index| index.is_some_and(|index| !index.with_extension("blocks").exists())).collect()
+}
+
 impl KeptTier {
-    /// Forgets what the indices say.
-    fn begin_anew(&mut self) -> Result<()> {
-        for (index, found) in self.indices.iter_mut().filter(|(_, found)| !found.entries.is_empty()) {
-            found.entries.clear();
-            let (epoch, forgotten) = found.epoch;
-            index.set_epoch(epoch, forgotten).map_err(|error| not_begun(index, error))?;
+    /// What these indices tell of is gone: somebody removed the files, or the memory.
+    fn forget_parts(&mut self, gone: &[bool]) -> Result<()> {
+        for ((index, found), _) in self.indices.iter_mut().zip(gone).filter(|&(_, &is_gone)| is_gone) {
+            if !std::mem::take(&mut found.entries).is_empty() {
+                tracing::warn!(path = %index.path().display(), "what an index tells of was not there any more");
+                let (epoch, forgotten) = index.epoch();
+                index.set_epoch(epoch, forgotten).map_err(|error| not_begun(index, error))?;
+            }
         }
         Ok(())
     }
@@ -223,7 +236,7 @@ impl KeptTier {
         let note = if self.tier == Tier::Host { Checksums::inherit } else { Checksums::record };
         entries.iter().for_each(|entry| note(&self.checksums, entry.slot, entry.checksum));
         let restored = table.restore(self.tier, &entries);
-        let took_us = started.elapsed().as_micros() as u64;
+        let took_us = (self.took + started.elapsed()).as_micros() as u64;
         let (tier, blocks, dropped) = (self.tier, restored.blocks, restored.dropped);
         tracing::info!(%tier, blocks, dropped, past, damaged, torn_bytes, took_us, "found blocks of an earlier process");
         Ok(RecoveryReport { tier, blocks, dropped, past, damaged, torn_bytes, took_us })

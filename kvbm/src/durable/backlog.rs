@@ -80,3 +80,51 @@ const fn slot_of(note: &Note) -> Option<SlotId> {
         Note::Reset(_) => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use kvbm_tiers::{BlockKey, IndexEntry};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::table::Table;
+
+    fn note() -> impl Strategy<Value = Note> {
+        (0..8u32, 0..9u128, any::<bool>()).prop_map(|(slot, hash, is_stored)| {
+            let (slot, block, parent) = (SlotId(slot), BlockKey { hash, group: 0 }, None);
+            let entry = IndexEntry { slot, generation: 0, block, parent, checksum: 1 };
+            if is_stored { Note::Stored(entry) } else { Note::Removed { slot, block, parent } }
+        })
+    }
+
+    fn end(notes: impl Iterator<Item = Note>) -> BTreeMap<SlotId, BlockKey> {
+        let mut slots = BTreeMap::new();
+        for note in notes {
+            match note {
+                Note::Stored(entry) => drop(slots.insert(entry.slot, entry.block)),
+                Note::Removed { slot, .. } => drop(slots.remove(&slot)),
+                Note::Reset(_) => slots.clear(),
+            }
+        }
+        slots
+    }
+
+    proptest! {
+        #[test]
+        fn thinned_out_they_end_the_same(notes in prop::collection::vec(note(), 0..100), reset_at: prop::sample::Index) {
+            let mut notes = notes;
+            notes.insert(reset_at.index(notes.len() + 1), Note::Reset(Table::new([]).naming()));
+            let mut backlog = Backlog { notes: VecDeque::new(), limit: 1 };
+            let left_out = backlog.extend(notes.iter().copied());
+            prop_assert_eq!(end(backlog.iter().copied()), end(notes.iter().copied()));
+            prop_assert!(backlog.notes.len() <= 8 + 1);
+            let last_reset = notes.iter().position(|note| matches!(note, Note::Reset(_))).unwrap();
+            let removals = |notes: &[Note]| notes.iter().filter(|note| matches!(note, Note::Removed { .. })).count();
+            let kept: Vec<Note> = backlog.iter().copied().collect();
+            prop_assert_eq!(removals(&left_out) + removals(&kept), removals(&notes[last_reset..]));
+            prop_assert_eq!(left_out.len(), removals(&left_out));
+        }
+    }
+}

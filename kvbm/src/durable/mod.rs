@@ -86,15 +86,8 @@ impl Durable {
     /// `Unavailable`: one of them cannot be written, or takes longer. It is tried again in the background.
     pub(crate) fn settle(&self, limit: Duration) -> Result<()> {
         let began = clock::now();
-        let writers = self.writers.lock();
-        let answers: Vec<_> = writers.iter().map(Writer::settle).collect();
-        writers.iter().zip(answers).try_for_each(|(writer, answer)| {
-            match answer.recv_timeout(limit.saturating_sub(began.elapsed())) {
-                Ok(Ok(())) => Ok(()),
-                Ok(Err(error)) => Err(writer.failed(error)),
-                Err(_) => Err(writer.failed(std::io::ErrorKind::TimedOut.into())),
-            }
-        })
+        let settling: Vec<_> = self.writers.lock().iter().map(Writer::settle).collect();
+        settling.into_iter().try_for_each(|end| end.wait(limit.saturating_sub(began.elapsed())))
     }
 
     /// [`settle`](Self::settle), on the medium itself; then the files are let go.

@@ -12,12 +12,14 @@ use kvbm_tiers::{IndexChange, TierIndex, clock};
 use super::Service;
 use super::acknowledgement::DurableEvent;
 use super::backlog::Backlog;
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{JoinHandle, spawn};
 use crate::table::{Note, Notes};
 
-/// How long what is noted waits for company: nobody who holds the table's lock wakes the writer.
-const PERIOD: Duration = Duration::from_millis(10);
+/// How long what is noted waits for company, while there is more to note and when there was nothing: nobody who holds the
+/// table's lock wakes the writer. A block that leaves is overwritten soon: what the index says of it is wrong until then.
+const PERIOD: Duration = Duration::from_millis(1);
+const IDLE_PERIOD: Duration = Duration::from_millis(10);
 /// A medium that could not be written is left alone so long.
 const PAUSE: Duration = Duration::from_secs(1);
 /// Changes written together.
@@ -31,6 +33,12 @@ pub(super) struct Writer {
     asks: SyncSender<Answer>,
     thread: JoinHandle,
     ended: Receiver<()>,
+    path: PathBuf,
+}
+
+/// What becomes of all that was noted until now.
+pub(super) struct Settling {
+    answer: Receiver<io::Result<()>>,
     path: PathBuf,
 }
 
@@ -52,7 +60,7 @@ impl Writer {
         let path = index.path().to_owned();
         let (asks, asked) = sync_channel(16);
         let (end, ended) = sync_channel(1);
-        let work = Work { index, notes, service, backlog: Backlog::new(), retry_at: None };
+        let work = Work { index, notes, service, backlog: Backlog::new(), retry_at: None, is_idle: true };
         let thread = spawn("kvbm-index", move || {
             work.run(&asked);
             drop(end);
@@ -60,22 +68,28 @@ impl Writer {
         Ok(Self { asks, thread, ended, path })
     }
 
-    /// The answer comes when all that was noted until now is in the index, or could not be written.
-    pub(super) fn settle(&self) -> Receiver<io::Result<()>> {
-        let (answer, answered) = sync_channel(1);
-        // If the thread is gone, so is the other end of the answer.
-        drop(self.asks.send(answer));
-        answered
-    }
-
-    pub(super) fn failed(&self, error: io::Error) -> Error {
-        let message = format!("{} cannot be written: {error}", self.path.display());
-        Error::caused(ErrorKind::Unavailable, message, error)
+    /// Has all that was noted until now written.
+    pub(super) fn settle(&self) -> Settling {
+        let (ask, answer) = sync_channel(1);
+        // Where the thread is gone or hangs, no answer comes.
+        drop(self.asks.try_send(ask));
+        Settling { answer, path: self.path.clone() }
     }
 
     pub(super) fn stop(self) -> Stopping {
         let Self { thread, ended, path, .. } = self;
         Stopping { thread, ended, path }
+    }
+}
+
+impl Settling {
+    /// Until it is in the index, at most for `limit`.
+    pub(super) fn wait(self, limit: Duration) -> Result<()> {
+        let timed_out = Err(io::ErrorKind::TimedOut.into());
+        self.answer.recv_timeout(limit).unwrap_or(timed_out).map_err(|error| {
+            let message = format!("{} cannot be written: {error}", self.path.display());
+            Error::caused(ErrorKind::Unavailable, message, error)
+        })
     }
 }
 
@@ -97,12 +111,15 @@ struct Work {
     backlog: Backlog,
     /// When the medium, which failed, is tried again.
     retry_at: Option<Instant>,
+    /// Nothing was noted of late.
+    is_idle: bool,
 }
 
 impl Work {
     fn run(mut self, asked: &Receiver<Answer>) {
         loop {
-            match asked.recv_timeout(PERIOD) {
+            let period = if self.is_idle { IDLE_PERIOD } else { PERIOD };
+            match asked.recv_timeout(period) {
                 // Who asks has a reason to have it tried now.
                 Ok(answer) => drop(answer.send(self.round())),
                 Err(RecvTimeoutError::Timeout) => {
@@ -121,7 +138,9 @@ impl Work {
     }
 
     fn gather(&mut self) {
-        let left_out = self.backlog.extend(self.notes.take());
+        let mut notes = self.notes.take().peekable();
+        self.is_idle = notes.peek().is_none();
+        let left_out = self.backlog.extend(notes);
         self.tell(&left_out);
     }
 

@@ -3,12 +3,17 @@
 use kvbm_policies::admission::{TierPair, TierShape};
 use kvbm_policies::eviction::EvictionKind;
 use kvbm_policies::{AdmissionKind, Hints, Trigger};
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::{BlockKey, Frame, FramePool, Tier};
+use kvbm_tiers::{BlockKey, Checksums, Frame, FramePool, IndexEntry, SlotId, Tier};
 use proptest::prelude::*;
 
-use super::{Effects, Match, MissReason, Pins, Reply, RequestInfo, Table, TierSet, TierSpec, TransferPlan};
+use super::{
+    Effects, Journal, Match, MissReason, Note, Notes, Pins, Reply, RequestInfo, Restored, Table, TierSet,
+    TierSpec, TransferPlan,
+};
 use crate::hash::{BlockHash, Chain};
 use crate::task::{Class, CopyTask, Defect, Outcome, TransferId};
 
@@ -494,4 +499,128 @@ fn a_table_that_has_lost_count_is_found_out_in_steps() {
     assert_eq!(table.audit().len(), 1);
     table.tier_mut(Tier::Host).lose_child(slot);
     assert_eq!(pass(&table).0, []);
+}
+
+/// A list that an index might have: right in most places, with blocks missing, twice, in one slot, below themselves, and
+/// in slots that there are not.
+fn entries() -> impl Strategy<Value = Vec<IndexEntry>> {
+    let place = (0..12u8, 0..9usize, 0..70u32, prop::bool::weighted(0.05));
+    let entry = place.prop_map(|(n, depth, slot, is_own_parent)| {
+        let hashes = chain(n);
+        let depth = depth % hashes.len();
+        let key = |depth: usize| Chain::from(&hashes).key(depth);
+        let above = if is_own_parent { Some(depth) } else { depth.checked_sub(1) };
+        let parent = above.map(|above| key(above).hash);
+        IndexEntry { slot: SlotId(slot), generation: 0, block: key(depth), parent, checksum: 1 }
+    });
+    prop::collection::vec(entry, 0..150)
+}
+
+/// What lies in the slots of a tier.
+fn residents(table: &Table, tier: Tier) -> Vec<IndexEntry> {
+    let resident = table.records.live().filter(|(_, record)| record.resident().has(tier));
+    let entry = |(_, record): (_, &super::record::Record)| IndexEntry {
+        slot: record.slot(tier),
+        generation: 0,
+        block: record.key(),
+        parent: record.parent().map(|parent| table.records.at(parent).key().hash),
+        checksum: 1,
+    };
+    resident.map(entry).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+    /// Whatever a list says, in whatever order: what it makes resident is in it, and closed. And then the table goes on.
+    #[test]
+    fn any_list_is_restored_as_far_as_it_makes_sense(
+        eviction in prop::sample::select(&EvictionKind::ALL),
+        admission in prop::option::of(prop::sample::select(&AdmissionKind::ALL)),
+        lists in prop::collection::vec((1..4usize, entries()), 1..4),
+        steps in prop::collection::vec(step(), 0..40),
+        closes in any::<bool>(),
+    ) {
+        let mut history = History::new(small_table(eviction, admission));
+        for (tier, list) in &lists {
+            let tier = Tier::ALL[*tier];
+            let before = residents(&history.table, tier);
+            let restored = history.table.restore(tier, list);
+            prop_assert_eq!(restored.blocks + restored.dropped, list.len());
+            let after = residents(&history.table, tier);
+            prop_assert_eq!(after.len(), before.len() + restored.blocks);
+            prop_assert!(after.iter().all(|entry| before.contains(entry) || list.contains(entry)));
+            history.check();
+        }
+        for step in &steps {
+            history.take(step);
+            history.check();
+        }
+        history.end(closes);
+    }
+
+    /// What was there at any moment is there again, also in another order, and the journal has told of just that.
+    #[test]
+    fn what_was_there_is_there_again(
+        steps in prop::collection::vec(step(), 1..120),
+        shuffled in any::<u64>(),
+    ) {
+        let mut table = small_table(EvictionKind::default(), None);
+        let checksums = Arc::new(Checksums::new());
+        (0..64).for_each(|slot| checksums.record(SlotId(slot), 1));
+        let kept = [Tier::Host, Tier::Disk];
+        let notes = kept.map(|tier| {
+            let notes = [(); 3].map(|()| Arc::<Notes>::default());
+            table.keep_journal(tier, Journal::new(Arc::clone(&checksums), notes.clone()));
+            notes
+        });
+        let mut history = History::new(table);
+        steps.iter().for_each(|step| history.take(step));
+        for (tier, notes) in kept.into_iter().zip(notes) {
+            let mut left = residents(&history.table, tier);
+            left.sort_by_key(|entry| entry.slot);
+            let mut told = BTreeMap::new();
+            for (at, note) in notes.iter().enumerate().flat_map(|(at, notes)| notes.take().map(move |note| (at, note))) {
+                let slot = match note {
+                    Note::Stored(entry) => {
+                        told.insert(entry.slot, IndexEntry { generation: 0, ..entry });
+                        entry.slot
+                    }
+                    Note::Removed { slot, block, .. } => {
+                        let gone = told.remove(&slot);
+                        prop_assert_eq!(gone.map(|gone| gone.block), Some(block));
+                        slot
+                    }
+                    Note::Reset(_) => unreachable!("there was none"),
+                };
+                prop_assert_eq!(slot.0 as usize % 3, at);
+            }
+            prop_assert_eq!(told.into_values().collect::<Vec<_>>(), left.clone());
+            let mut again = small_table(EvictionKind::default(), None);
+            left.sort_by_key(|entry| (u64::from(entry.slot.0) + 1).wrapping_mul(shuffled | 1));
+            prop_assert_eq!(again.restore(tier, &left), Restored { blocks: left.len(), dropped: 0 });
+            prop_assert_eq!(again.audit(), []);
+        }
+    }
+}
+
+#[test]
+fn of_two_that_contradict_each_other_the_later_counts() {
+    let hashes = chain(0);
+    let key = |depth| Chain::from(&hashes).key(depth);
+    let entry = |slot, depth: usize| IndexEntry {
+        slot: SlotId(slot),
+        generation: 0,
+        block: key(depth),
+        parent: depth.checked_sub(1).map(|above| key(above).hash),
+        checksum: 1,
+    };
+    let mut table = small_table(EvictionKind::default(), None);
+    let list = [entry(1, 0), entry(2, 0), entry(3, 2), entry(3, 1), entry(9, 3), entry(99, 2)];
+    assert_eq!(table.restore(Tier::Disk, &list), Restored { blocks: 2, dropped: 4 });
+    assert_eq!(residents(&table, Tier::Disk), [entry(2, 0), entry(3, 1)]);
+    // And a part of it may follow later.
+    assert_eq!(table.restore(Tier::Disk, &[entry(7, 2), entry(2, 3)]), Restored { blocks: 1, dropped: 1 });
+    assert_eq!(table.matches(Chain::from(&hashes)).blocks(Tier::Disk), 3);
+    assert_eq!(table.audit(), []);
 }
