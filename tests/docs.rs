@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm::scheduler::Tuning;
-use kvbm::{BlockHash, Chain, Class, Fingerprint, Manager, Options, RequestInfo, Tier};
+use kvbm::{
+    BlockHash, Chain, Class, Fingerprint, Manager, Options, Rank, RankGroup, RankOptions, RequestInfo, Tier,
+};
 use kvbm_settings::Capacity;
 use kvbm_tests::engine;
 use kvbm_tests::rig::{Rig, Sizes, TIGHT, hash};
@@ -79,7 +81,8 @@ fn described() -> BTreeMap<String, Row> {
 /// A registry shows a metric with labels from its first event on: everything has to happen once.
 fn exported() -> BTreeMap<String, Row> {
     let everyday = everyday();
-    let families = everyday.gather().into_iter().chain(mishaps().gather()).chain(unwritable().gather());
+    let families =
+        [everyday, mishaps(), unwritable(), ranks()].into_iter().flat_map(|registry| registry.gather());
     families.map(|family| (family.name().to_owned(), row(&family))).collect()
 }
 
@@ -113,6 +116,24 @@ fn everyday() -> Registry {
     drop(manager.lease(&chain(1)));
     // Gauges are asked for while the manager is there.
     registry.gather();
+    registry
+}
+
+/// A leader of one rank.
+fn ranks() -> Registry {
+    let registry = Registry::new();
+    let dir = tempfile::tempdir().unwrap();
+    let settings = engine::settings(4096, 8, 8);
+    let group = RankGroup { dir: dir.path().to_owned(), world: 1, limit: Duration::from_secs(30) };
+    let options = RankOptions { group: group.clone(), rank: 0, fingerprint: None, chaos: None };
+    let of_rank = settings.clone();
+    let rank = std::thread::spawn(move || Rank::join(&of_rank, options).unwrap());
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let options = Options { registry: registry.clone(), ranks: Some(group), ..Options::default() };
+    let manager = runtime.block_on(Manager::open(settings, options)).unwrap();
+    let _rank = rank.join().unwrap();
+    registry.gather();
+    drop(manager);
     registry
 }
 

@@ -253,3 +253,19 @@ fn do_something(core: &Arc<Core>, random: &mut fastrand::Rng) {
     // A reset may have come in between.
     waited.or_else(|error| if error.kind() == kvbm::ErrorKind::Stale { Ok(()) } else { Err(error) }).unwrap();
 }
+
+#[test]
+fn a_thread_waits_for_the_next_event() {
+    let (core, _parked) = parked();
+    let mut events = core.table().listen(8);
+    assert_eq!(events.wait(Duration::from_millis(5)), None, "nothing happens");
+    let other = Arc::clone(&core);
+    let resetting = thread::spawn(move || {
+        thread::sleep(Duration::from_millis(20));
+        other.reset(1).unwrap();
+    });
+    assert_eq!(events.wait(Duration::from_secs(30)), Some(CacheEvent::Cleared { epoch: 1 }));
+    resetting.join().unwrap();
+    core.close();
+    assert_eq!(events.wait(Duration::from_secs(30)), None, "at once: no event comes any more");
+}

@@ -16,7 +16,7 @@ use kvbm::{
 use kvbm_policies::AdmissionKind;
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine::{self, Served, push_down, serve};
-use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Places, Rig, Sizes, TIGHT, TestClock, hash, metric, seed};
+use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, hash, metric, seed};
 use kvbm_tiers::testing::{Fault, FaultBackend, MemoryStore, ParkedBackend, holds_in_a_child};
 use kvbm_tiers::{Backend, CopyErrorKind, MemcpyBackend};
 use prometheus::Registry;
@@ -709,8 +709,9 @@ fn what_is_sooner_computed_than_loaded_is_left_to_the_engine() {
 /// Else everything that is merely used would go down from then on.
 #[test]
 fn a_drain_that_panics_is_over() {
-    let disk_alone = |places: &Places| vec![places.verified(Arc::clone(&places.disk))];
-    let rig = Rig::with(TestClock::default(), Some(AdmissionKind::WriteBack), SIZES, TIGHT, disk_alone);
+    let rig = Rig::with(TestClock::default(), Some(AdmissionKind::WriteBack), SIZES, TIGHT, |places| {
+        vec![places.verified(Arc::clone(&places.disk)), places.verified(Arc::clone(&places.object))]
+    });
     seed(&rig.core, Tier::Host, Chain::from(&chain(1)));
     rig.clock.break_once();
     assert!(catch_unwind(AssertUnwindSafe(|| rig.core.drain(LIMIT))).is_err());

@@ -13,7 +13,7 @@ use kvbm::{
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine;
 use kvbm_tests::process::{Process, role};
-use kvbm_tests::rig::{hash, number};
+use kvbm_tests::rig::{hash, metric, number};
 use kvbm_tiers::testing::{Child as Forked, fill_pattern, has_pattern};
 use prometheus::Registry;
 
@@ -105,6 +105,7 @@ fn be_a_rank(place: &Path, rank: u16) {
 /// A manager and its ranks.
 struct Fleet {
     manager: Manager,
+    registry: Registry,
     /// `None` while it is dead.
     ranks: Vec<Option<Process>>,
     dir: tempfile::TempDir,
@@ -126,9 +127,10 @@ impl Fleet {
         fs::create_dir(dir.path().join("slots")).unwrap();
         let mut ranks: Vec<_> =
             (0..WORLD).map(|rank| Process::start(&rank.to_string(), dir.path())).collect();
-        let manager = open(dir.path(), group(dir.path()), &Registry::new()).unwrap();
+        let registry = Registry::new();
+        let manager = open(dir.path(), group(dir.path()), &registry).unwrap();
         ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "joined"));
-        Self { manager, ranks: ranks.into_iter().map(Some).collect(), dir }
+        Self { manager, registry, ranks: ranks.into_iter().map(Some).collect(), dir }
     }
 
     /// All ranks that are there.
@@ -180,6 +182,13 @@ impl Fleet {
             assert!(Instant::now() < deadline, "what a dead rank held is still believed to be there");
             thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    /// Which ranks are away, by the metric.
+    fn away(&self) -> Vec<u16> {
+        let is_away =
+            |rank: &u16| metric(&self.registry, "kvbm_rank_up", &[("rank", &rank.to_string())]) == 0;
+        (0..WORLD).filter(is_away).collect()
     }
 
     fn restart(&mut self, rank: u16) {
@@ -256,7 +265,7 @@ fn each_rank_has_its_own_bytes_in_every_tier() {
         let own = format!("-rank{rank}of{WORLD}-");
         assert_eq!(names.iter().filter(|name| name.contains(&own)).count(), 1, "{names:?}");
     }
-    let Fleet { manager, mut ranks, dir: _dir } = fleet;
+    let Fleet { manager, mut ranks, dir: _dir, .. } = fleet;
     drop(manager);
     ranks.iter_mut().flatten().for_each(|rank| assert_eq!(rank.ask("wait"), "Ok(())"));
 }
@@ -294,10 +303,13 @@ fn a_child_that_outlives_its_rank_does_not_keep_its_place() {
     let mut fleet = Fleet::new();
     assert_eq!(fleet.serve(&chain(1)).saved, 6);
     assert_eq!(fleet.ranks[0].as_mut().unwrap().ask("fork"), "true");
+    assert_eq!(fleet.away(), [0_u16; 0]);
     fleet.kill(0);
     fleet.assert_forgets(&chain(1), LINGERS / 2);
+    assert_eq!(fleet.away(), [0]);
     // It waits for the lock on its file, which the child has too.
     fleet.restart(0);
+    assert_eq!(fleet.away(), [0_u16; 0]);
     fleet.assert_heals(&chain(1));
 }
 
@@ -359,9 +371,10 @@ fn ranks_whose_leader_is_killed_say_so_and_join_the_next_one() {
     }
     // All of them start anew, in the same place.
     let mut ranks: Vec<_> = (0..WORLD).map(|rank| Process::start(&rank.to_string(), dir.path())).collect();
-    let manager = open(dir.path(), group(dir.path()), &Registry::new()).unwrap();
+    let registry = Registry::new();
+    let manager = open(dir.path(), group(dir.path()), &registry).unwrap();
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "joined"));
-    let mut fleet = Fleet { manager, ranks: ranks.into_iter().map(Some).collect(), dir };
+    let mut fleet = Fleet { manager, registry, ranks: ranks.into_iter().map(Some).collect(), dir };
     fleet.assert_heals(&chain(1));
 }
 

@@ -21,6 +21,7 @@ use kvbm_settings::{
 use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::geometry::{ALIGNMENT, MAX_SLOTS};
 use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, Store, StoreOptions};
+use kvbm_tiers::ranks::RollCall;
 use kvbm_tiers::sealed::KeyRing;
 use kvbm_tiers::{
     Backend, Checksums, DeviceRegion, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool,
@@ -114,11 +115,12 @@ pub(crate) async fn open(
         };
         let tuning = tuning(&settings, block_tokens);
         let routes = tiers.routes();
-        let Tiers { device, host, specs, staging, executor, fallbacks, kept, objects, .. } = tiers;
+        let Tiers { device, host, specs, staging, executor, roll_call, fallbacks, kept, objects, .. } = tiers;
         fallbacks.into_iter().for_each(|wanted| metrics.fell_back(wanted));
         let table = Table::new(specs);
         let table = fingerprint.into_iter().fold(table, Table::with_fingerprint);
         objects.iter().try_for_each(|objects| objects.export(&registry))?;
+        roll_call.into_iter().try_for_each(|roll_call| ranks::export(roll_call, &registry))?;
         let store = objects.as_ref().map(Objects::store).unwrap_or_default();
         let (table, durable) = durable::resume(table, (kept, objects), on_durable.as_ref(), &metrics)?;
         let core = Core::new(Parts { table, executor, staging, clock, metrics, tuning });
@@ -176,6 +178,8 @@ struct Tiers {
     specs: Vec<TierSpec>,
     staging: Vec<Frame>,
     executor: Executor,
+    /// Of a leader.
+    roll_call: Option<RollCall>,
     /// What would have been better, and is not there.
     fallbacks: Vec<&'static str>,
     /// What goes wrong on purpose.

@@ -9,6 +9,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvbm_policies::RequestId;
 use kvbm_tiers::Tier;
@@ -16,6 +17,7 @@ use tokio::sync::Notify;
 
 use crate::hash::BlockHash;
 use crate::sync::Mutex;
+use crate::transfer::wait_for;
 
 /// Something that happened to the blocks of a tier.
 ///
@@ -122,6 +124,11 @@ impl Events {
             }
             self.0.news.notified().await;
         }
+    }
+
+    /// [`next`](Self::next) for a thread, which it blocks for `limit` at most. `None` also where no event came in time.
+    pub fn wait(&mut self, limit: Duration) -> Option<CacheEvent> {
+        wait_for(self.next(), limit).flatten()
     }
 }
 

@@ -136,21 +136,7 @@ impl<T> Transfer<T> {
     /// # Errors
     /// Those of [`wait`](Self::wait).
     pub fn wait_for(&mut self, limit: Duration) -> Option<Result<T>> {
-        // None: beyond the end of time.
-        let deadline = clock::now().checked_add(limit);
-        let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-        // On a thread of a runtime, too, which has tasks that never wait be told to come again.
-        let mut this = pin!(unconstrained(self));
-        loop {
-            if let Poll::Ready(answer) = this.as_mut().poll(&mut Context::from_waker(&waker)) {
-                return Some(answer);
-            }
-            let left = deadline.map_or(limit, |deadline| deadline.saturating_duration_since(clock::now()));
-            if left.is_zero() {
-                return None;
-            }
-            std::thread::park_timeout(left);
-        }
+        wait_for(self, limit)
     }
 
     /// Leading layers that are there in every block that the load was asked for, 0 for any other transfer. A backend that
@@ -163,6 +149,25 @@ impl<T> Transfer<T> {
     /// not, and where the load has ended they will not be: the [answer](Self::try_take) says what arrived.
     pub fn wait_layers(&self, layers: u16, limit: Duration) -> bool {
         self.layers.as_ref().is_some_and(|count| count.wait(layers, limit) >= layers)
+    }
+}
+
+/// Blocks the thread until `future` is ready, for `limit` at most.
+pub(crate) fn wait_for<F: Future>(future: F, limit: Duration) -> Option<F::Output> {
+    // None: beyond the end of time.
+    let deadline = clock::now().checked_add(limit);
+    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    // On a thread of a runtime, too, which has tasks that never wait be told to come again.
+    let mut future = pin!(unconstrained(future));
+    loop {
+        if let Poll::Ready(answer) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            return Some(answer);
+        }
+        let left = deadline.map_or(limit, |deadline| deadline.saturating_duration_since(clock::now()));
+        if left.is_zero() {
+            return None;
+        }
+        std::thread::park_timeout(left);
     }
 }
 

@@ -4,8 +4,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, OnceLock, Weak};
 
 use kvbm_settings::Settings;
-use kvbm_tiers::ranks::{JoinOptions, Leader, LeaderOptions, Member, Membership};
+use kvbm_tiers::ranks::{JoinOptions, Leader, LeaderOptions, Member, Membership, RollCall};
 use kvbm_tiers::{Backend, Frame, FramePool, Loan, Route, Tier};
+use prometheus::Registry;
 
 use super::{
     HostSlots, Namespace, Tiers, host_slots, namespace, object_slots, own_slots, policies, setup, slots,
@@ -14,6 +15,7 @@ use crate::device::Device;
 use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fingerprint::{Fingerprint, Ranks};
+use crate::metrics::RankGauges;
 use crate::ranks::{RankGroup, RankOptions};
 use crate::scheduler::Core;
 
@@ -56,6 +58,7 @@ impl Tiers {
         let mut tiers = Self::default();
         tiers.count_slots(options.slots, host_slots(settings)?.staging, settings);
         let leader = Leader::open(options, move |_| on_loss.lost()).map_err(setup)?;
+        tiers.roll_call = Some(leader.roll_call());
         tiers.connect(leader)?;
         tiers.link_flushes(settings);
         Ok(tiers)
@@ -75,6 +78,12 @@ impl Tiers {
             self.device = Some(Arc::new(Elsewhere));
         }
     }
+}
+
+/// Exports which ranks are there.
+pub(super) fn export(roll_call: RollCall, registry: &Registry) -> Result<()> {
+    let refused = |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);
+    registry.register(Box::new(RankGauges::new(roll_call).map_err(refused)?)).map_err(refused)
 }
 
 pub(super) fn chaos_is_elsewhere() -> Error {

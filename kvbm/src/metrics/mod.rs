@@ -5,6 +5,7 @@
 
 mod gauges;
 mod objects;
+mod ranks;
 mod upstream;
 
 use std::fmt;
@@ -23,6 +24,7 @@ use self::upstream::Upstream;
 
 pub(crate) use self::gauges::Gauges;
 pub(crate) use self::objects::ObjectTraffic;
+pub(crate) use self::ranks::RankGauges;
 
 /// Handles to all metrics.
 #[derive(Clone)]

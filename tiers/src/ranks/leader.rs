@@ -6,7 +6,7 @@ use std::mem;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{self, JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
@@ -110,6 +110,24 @@ impl Leader {
         let mut leader = Self { shared, routes: Vec::new(), thread, maker: Maker::this_process() };
         leader.routes = leader.shared.wait_for_all(deadline)?;
         Ok(leader)
+    }
+
+    /// Tells which ranks are there.
+    pub fn roll_call(&self) -> RollCall {
+        RollCall(Arc::downgrade(&self.shared))
+    }
+}
+
+/// Tells which ranks of a leader are there. Keeps no leader open.
+#[derive(Clone, Debug)]
+pub struct RollCall(Weak<Shared>);
+
+impl RollCall {
+    /// By number, whether each rank is there; `None`: the leader is gone.
+    pub fn present(&self) -> Option<Vec<bool>> {
+        let shared = self.0.upgrade()?;
+        let state = shared.state.lock();
+        Some(state.seats.iter().map(Option::is_some).collect())
     }
 }
 

@@ -46,7 +46,7 @@ mod socket;
 #[cfg(test)]
 mod tests;
 
-pub use leader::{Leader, LeaderOptions};
+pub use leader::{Leader, LeaderOptions, RollCall};
 pub use member::{JoinOptions, LeaderGone, Member, Stopper};
 pub use pending::MAX_RANKS;
 pub use protocol::{Membership, VERSION};
