@@ -207,17 +207,22 @@ fn what_lies_on_disk_too_is_served_from_memory() {
 #[test]
 fn whatever_a_kill_interrupts_no_wrong_byte_is_served() {
     let Some(home) = shm() else { return };
+    let mut hits = 0;
     for round in 0..8 {
         let mut process = Process::start("busy", home.path());
         assert_eq!(process.hear(), "open");
-        thread::sleep(Duration::from_millis(20 + 13 * round));
+        thread::sleep(Duration::from_millis(20 + 37 * round));
         process.kill();
         let (manager, _) = open(home.path()).unwrap();
-        let served: Vec<_> = (0..16).map(|n| engine::serve(&manager, &chain(n))).collect();
+        // What is there first: the others take its place.
+        let there: Vec<_> = (0..16).filter(|&n| held(&manager, n, Tier::Host) > 0).collect();
+        let all = there.into_iter().chain(0..16);
+        let served: Vec<_> = all.map(|n| engine::serve(&manager, &chain(n))).collect();
         assert!(served.iter().all(|served| served.wrong == 0), "{served:?}");
-        assert!(served.iter().any(|served| served.hit > 0), "nothing was left: {served:?}");
+        hits += served.iter().map(|served| served.hit).sum::<usize>();
         assert_eq!(manager.audit(), []);
     }
+    assert!(hits > 8 * CHAIN as usize, "next to nothing was left: {hits} blocks");
 }
 
 #[test]

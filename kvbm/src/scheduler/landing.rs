@@ -90,10 +90,14 @@ impl Core {
     /// A copy failed, and nothing touches its slots any more.
     fn broke(&self, task: RoutedTask, error: &CopyError) -> TaskResult {
         tracing::warn!(op = ?task.op(), %error, "a copy failed; the block counts as a miss");
-        // Only tiers below DRAM lose single blocks: an error on a route within memory says something of the device,
-        // nothing of the block.
-        let is_stored = task.task.from.tier > Tier::Host && !task.halfway;
-        let defect = defect_of(error.kind()).filter(|_| is_stored);
+        // Tiers below DRAM lose single blocks, and so does memory that an earlier process left: any other error on a route
+        // within memory says something of the device, nothing of the block.
+        let can_lose = match task.task.from.tier {
+            Tier::Device => false,
+            Tier::Host => error.kind() == CopyErrorKind::Corrupt,
+            Tier::Disk | Tier::Object => true,
+        };
+        let defect = defect_of(error.kind()).filter(|_| can_lose && !task.halfway);
         let halfway = task.halfway;
         self.outcome(task, Outcome::Failed { halfway, defect })
     }
