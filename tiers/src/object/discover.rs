@@ -165,9 +165,10 @@ impl Shared {
         let lies_well = |(at, entry): (u64, &Entry)| {
             entry.length == self.block_bytes as u64 && entry.offset == at * self.block_bytes as u64
         };
-        match (0..).zip(&footer.entries).all(lies_well) {
-            true => Ok(footer),
-            false => Err(StoreError::new("its blocks are of another size")),
+        if (0..).zip(&footer.entries).all(lies_well) {
+            Ok(footer)
+        } else {
+            Err(StoreError::new("its blocks are of another size"))
         }
     }
 
