@@ -53,7 +53,7 @@ mod tests;
 
 pub use address::StoreOptions;
 pub use backend::{ObjectBackend, ObjectOptions, ObjectStats};
-pub use discover::{Discovered, FoundBlock};
+pub use discover::Discovered;
 pub use open::Store;
 pub use share::Sharing;
 pub use traffic::{RequestKind, RequestOutcome, Traffic};
