@@ -489,7 +489,7 @@ pub(crate) static KEYS: &[Key] = &[
             ),
             upstream("DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", Form::Plain, SAME),
         ],
-        doc: "Blocks in one batch.",
+        doc: "Blocks in one batch. To and from the object tier: of one segment.",
         in_use: true,
     },
     Key {

@@ -265,6 +265,9 @@ impl fmt::Debug for ObjectSettings {
             .field("segment_bytes", &self.segment_bytes)
             .field("concurrency", &self.concurrency)
             .field("keep", &self.keep)
+            .field("renewal_ms", &self.renewal_ms)
+            .field("collect_after_ms", &self.collect_after_ms)
+            .field("collect_above", &self.collect_above)
             .finish()
     }
 }

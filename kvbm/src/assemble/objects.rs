@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use kvbm_settings::{Capacity, ObjectSettings};
 use kvbm_tiers::object::segment::Provenance;
-use kvbm_tiers::object::{Discovered, FoundBlock, OPERATION_LIMIT, ObjectBackend, ObjectOptions, Sharing};
-use kvbm_tiers::{IndexEntry, Tier, clock};
+use kvbm_tiers::object::{Discovered, OPERATION_LIMIT, ObjectBackend, ObjectOptions, Sharing};
+use kvbm_tiers::{Tier, clock};
 use prometheus::Registry;
 
 use super::Namespace;
@@ -90,8 +90,7 @@ impl Objects {
             took_us: self.took.as_micros() as u64,
         };
         if (found.epoch, 0) == (epoch, forgotten) {
-            let entries: Vec<_> = found.blocks.iter().map(entry).collect();
-            report.blocks = table.restore(Tier::Object, &entries).blocks;
+            report.blocks = table.restore(Tier::Object, &found.blocks).blocks;
             report.dropped = all - report.blocks;
         } else {
             self.store().begin_epoch(epoch, forgotten)?;
@@ -100,11 +99,6 @@ impl Objects {
         tracing::info!(?report, segments = found.segments, "found blocks in the object store");
         Ok(Some(report))
     }
-}
-
-const fn entry(found: &FoundBlock) -> IndexEntry {
-    let FoundBlock { slot, block, parent, checksum } = *found;
-    IndexEntry { slot, generation: 0, block, parent, checksum }
 }
 
 impl SharedStore {

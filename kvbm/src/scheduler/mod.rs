@@ -90,7 +90,7 @@ pub struct Tuning {
     pub max_concurrent: usize,
     /// Blocks in a batch.
     pub max_batch: usize,
-    /// Blocks in a batch to the object tier.
+    /// Blocks in a batch to the object tier, and, if they are more than in others, from it.
     pub segment_blocks: usize,
     /// Blocks that may wait per route before more of the same are refused.
     pub queue_blocks: usize,

@@ -36,7 +36,7 @@ pub(super) struct Limits {
     pub(super) batches: usize,
     /// Blocks in a batch.
     pub(super) batch_blocks: usize,
-    /// Blocks in a batch to the object tier: what fits into one segment.
+    /// Blocks in a batch to or from the object tier: what fits into one segment.
     pub(super) segment_blocks: usize,
 }
 
@@ -169,7 +169,12 @@ impl RouteQueues {
     }
 
     fn batch_limit(&self, route: Route) -> usize {
-        if route.1 == Tier::Object { self.limits.segment_blocks } else { self.limits.batch_blocks }
+        match route {
+            (_, Tier::Object) => self.limits.segment_blocks,
+            // What lies side by side in a segment is fetched with one request, however many blocks that are.
+            (Tier::Object, _) => self.limits.segment_blocks.max(self.limits.batch_blocks),
+            _ => self.limits.batch_blocks,
+        }
     }
 
     /// Whether blocks are being, or wait to be, loaded out of `tier` (a lower one: the device has no queue

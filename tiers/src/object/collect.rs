@@ -10,6 +10,7 @@ use object_store::ObjectMeta;
 
 use super::discover::segment_name;
 use super::error::StoreError;
+use super::files::remove_staged;
 use super::names::SegmentName;
 use super::share::{Others, Share};
 use super::shared::Shared;
@@ -33,6 +34,8 @@ impl Shared {
         let suspects = std::mem::take(&mut *self.suspects.lock());
         let (sure, new): (Vec<_>, Vec<_>) = garbage.into_iter().partition(|old| suspects.contains(&old.name));
         *self.suspects.lock() = new.iter().chain(&sure).map(|old| old.name).collect();
+        let staged = self.store.files_below(&self.directory);
+        staged.into_iter().for_each(|directory| remove_staged(&directory, share.grace()));
         for old in sure {
             self.delete(old.name).await?;
             self.suspects.lock().remove(&old.name);

@@ -16,6 +16,7 @@ use super::segment::{Entry, Footer, FormatError, Provenance, decode_footer, foot
 use super::share::Share;
 use super::shared::Shared;
 use crate::copy::{BlockKey, SlotId};
+use crate::index::IndexEntry;
 
 /// At start-up somebody waits: what was not found by then is not used.
 pub(super) const DISCOVERY_LIMIT: Duration = Duration::from_secs(10);
@@ -28,24 +29,11 @@ const MAX_BLOCKS: usize = 1 << 21;
 /// Bytes that are fetched of a segment's end at least.
 const TAIL: u64 = 16 << 10;
 
-/// A block that was found, and the slot that stands for it now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FoundBlock {
-    /// Its slot in the object tier.
-    pub slot: SlotId,
-    /// Which block, by the name that it has in its epoch.
-    pub block: BlockKey,
-    /// Hash of the block before it in its chain; `None`: it is the first.
-    pub parent: Option<u128>,
-    /// Its crc32c.
-    pub checksum: u32,
-}
-
 /// What a bucket holds already.
 #[derive(Clone, Debug, Default)]
 pub struct Discovered {
-    /// Blocks with all blocks before them, each behind its parent.
-    pub blocks: Vec<FoundBlock>,
+    /// Blocks with all blocks before them, each behind its parent, and the slots that stand for them now.
+    pub blocks: Vec<IndexEntry>,
     /// The epoch of their names: the latest that any worker has begun.
     pub epoch: u64,
     /// Segments with blocks of this fingerprint and epoch.
@@ -165,9 +153,10 @@ impl Shared {
         let lies_well = |(at, entry): (u64, &Entry)| {
             entry.length == self.block_bytes as u64 && entry.offset == at * self.block_bytes as u64
         };
-        match (0..).zip(&footer.entries).all(lies_well) {
-            true => Ok(footer),
-            false => Err(StoreError::new("its blocks are of another size")),
+        if (0..).zip(&footer.entries).all(lies_well) {
+            Ok(footer)
+        } else {
+            Err(StoreError::new("its blocks are of another size"))
         }
     }
 
@@ -195,7 +184,7 @@ impl Shared {
             let Entry { block, parent, crc32c, .. } = read[segment].footer.entries[position];
             taken[segment][position] = Some(slot);
             self.checksums.iter().for_each(|checksums| checksums.record(slot, crc32c));
-            blocks.push(FoundBlock { slot, block, parent, checksum: crc32c });
+            blocks.push(IndexEntry { slot, generation: 0, block, parent, checksum: crc32c });
         }
         let mut locations = self.locations.lock();
         read.iter().zip(&taken).for_each(|(read, slots)| locations.adopt(read.name, slots));

@@ -4,9 +4,10 @@ use std::fmt;
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
 use std::ops::Range;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path as FilePath, PathBuf};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures::stream::BoxStream;
@@ -17,8 +18,13 @@ use object_store::{
     ObjectStore, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, RenameOptions, Result,
 };
 
+use crate::clock;
+
 /// Directories vanish with their last file, possibly between our making one and a file in it.
 const MAX_ATTEMPTS: u32 = 16;
+
+/// Ends names that [`LocalFileSystem`] takes for no object.
+const STAGED: &str = "#1";
 
 /// Makes a directory and those above it, unless they are there, for the owner alone.
 pub(super) fn make_directory(path: &FilePath) -> io::Result<()> {
@@ -142,10 +148,24 @@ fn write_whole(path: &FilePath, payload: &PutPayload, replaces: bool, wanted: &W
     })
 }
 
+/// Removes what writers that were killed have left in a directory: files under temporary names that nobody has written
+/// to for so long.
+pub(super) fn remove_staged(directory: &FilePath, grace: Duration) {
+    let Ok(entries) = std::fs::read_dir(directory) else { return };
+    for entry in entries.flatten() {
+        let is_staged = entry.file_name().as_encoded_bytes().ends_with(STAGED.as_bytes());
+        let written = entry.metadata().map_or(0, |metadata| metadata.mtime());
+        let age = clock::since_1970().as_secs().saturating_sub(u64::try_from(written).unwrap_or(0));
+        if is_staged && age > grace.as_secs() {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
 /// A new file beside `path`, under a name that [`LocalFileSystem`] takes for no object.
 fn stage(path: &FilePath) -> io::Result<(File, PathBuf)> {
     let mut staged = path.as_os_str().to_owned();
-    staged.push("#1");
+    staged.push(STAGED);
     let staged = PathBuf::from(staged);
     let mut attempt = 0;
     loop {
@@ -171,7 +191,6 @@ fn generic(error: io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
-    use std::time::Duration;
 
     use futures::FutureExt;
     use object_store::ObjectStoreExt;
@@ -244,5 +263,16 @@ mod tests {
         write_whole(&path, &"text".into(), false, &Arc::downgrade(&wanted)).unwrap();
         assert!(path.exists());
         assert_eq!(modes(home.path()), [0o600]);
+    }
+
+    #[test]
+    fn what_a_killed_writer_left_goes_after_a_while_and_nothing_else() {
+        let home = tempfile::tempdir().unwrap();
+        let paths = ["a.kvseg", "a.kvseg#1", "b.kvseg#1"].map(|name| home.path().join(name));
+        paths.iter().for_each(|path| std::fs::write(path, "text").unwrap());
+        let old = File::options().write(true).open(&paths[1]).unwrap();
+        old.set_modified(std::time::UNIX_EPOCH + Duration::from_secs(1_000_000)).unwrap();
+        remove_staged(home.path(), Duration::from_mins(10));
+        assert_eq!(paths.map(|path| path.exists()), [true, false, true]);
     }
 }

@@ -71,3 +71,35 @@ impl Known {
         self.blocks.retain(|_, spot| !is_gone(spot.segment));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::segment::{Entry, Footer, Provenance};
+    use super::*;
+
+    #[test]
+    fn a_name_is_looked_at_once_also_where_clocks_differ() {
+        let mut known = Known::default();
+        assert_eq!(known.horizon(), None);
+        let at = |minute: u128| SegmentName((minute * 60_000) << 80 | 7);
+        known.see([at(100), at(95), at(1)]);
+        assert!(known.has_seen(at(95)) && !known.has_seen(at(94)));
+        assert!(at(91) > known.horizon().unwrap() && at(89) < known.horizon().unwrap());
+        known.see([at(120)]);
+        assert!(
+            known.has_seen(at(120)) && !known.has_seen(at(95)),
+            "what is not listed again is not remembered"
+        );
+    }
+
+    #[test]
+    fn a_block_is_had_once() {
+        let block = BlockKey { hash: 1, group: 0 };
+        let entry = Entry { block, parent: None, offset: 0, length: 64, crc32c: 9 };
+        let footer = Footer { provenance: Provenance::default(), entries: vec![entry] };
+        let (mut known, name) = (Known::default(), SegmentName(5));
+        known.learn(&[Read { name, footer }]);
+        assert_eq!(known.take(block), Some(Spot { segment: name, position: 0, blocks: 1, crc32c: 9 }));
+        assert_eq!(known.take(block), None);
+    }
+}

@@ -6,13 +6,24 @@
 //! is deleted when its last slot is gone.
 //!
 //! ```text
-//! <url>/<namespace>/segments/<name>.kvseg
+//! <url>/<namespace>/segments/<name>.kvseg      blocks
+//! <url>/<namespace>/manifests/<worker>.kvman   which segments a worker relies on
+//! <url>/<namespace>/epochs/<epoch>.kvepoch     an epoch that has begun
 //! ```
 //!
 //! The slots of this tier are mere numbers. [`ObjectBackend`] remembers which block of which segment each one
 //! stands for, and moves blocks between them and a memory region: received bytes go straight into the region's
 //! slots; what is sent to a service is copied first, so that no operation has to wait until a service that
 //! stopped reading has let go of it.
+//!
+//! | modules | hold |
+//! |---|---|
+//! | `address`, `open`, `s3`, `files`, `error`, `traffic` | the store: how it is reached, what its errors mean, what it is asked |
+//! | `backend`, `block`, `read`, `write`, `put`, `executor`, `shared` | the way of a block |
+//! | `segment`, `manifest`, `names` | formats, and names of objects |
+//! | `locations`, `compact` | where each slot's block lies, and that space stays bounded |
+//! | `discover`, `known` | what a bucket holds already, and what others store in it meanwhile |
+//! | `share`, `collect` | what workers rely on, and the garbage of those that are gone |
 
 mod address;
 mod backend;
@@ -42,7 +53,7 @@ mod tests;
 
 pub use address::StoreOptions;
 pub use backend::{ObjectBackend, ObjectOptions, ObjectStats};
-pub use discover::{Discovered, FoundBlock};
+pub use discover::Discovered;
 pub use open::Store;
 pub use share::Sharing;
 pub use traffic::{RequestKind, RequestOutcome, Traffic};

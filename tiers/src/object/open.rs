@@ -109,6 +109,14 @@ impl Store {
         matches!(self.place, Where::Service)
     }
 
+    /// Where the objects of a directory lie as files; `None`: they do not.
+    pub(super) fn files_below(&self, directory: &Path) -> Option<PathBuf> {
+        match &self.place {
+            Where::Directory { path, .. } => Some(path.join(directory.as_ref())),
+            Where::Memory | Where::Service => None,
+        }
+    }
+
     /// Removes the directory that [`open`](Self::open) made, if nothing is left in it.
     pub(super) fn remove_directory(&self) {
         if let Where::Directory { path, created: true } = &self.place {

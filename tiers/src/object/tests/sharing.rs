@@ -51,7 +51,7 @@ impl Worker {
         let seeds = self.found.blocks.iter().map(|found| (found.block.hash >> 64) as u32);
         let blocks: Vec<_> = self.found.blocks.iter().map(|found| found.slot.0).zip(seeds).collect();
         let read = blocks.chunks(SLOTS as usize).map(|blocks| read(&self.verified, &self.heap, blocks));
-        read.flatten().filter(Result::is_ok).count()
+        read.flatten().flatten().count()
     }
 
     fn has(&self, seed: u32) -> bool {
@@ -245,9 +245,9 @@ fn copy_tree(from: &FilePath, to: &FilePath) {
         let entry = entry.unwrap();
         let to = to.join(entry.file_name());
         if entry.path().is_dir() {
-            copy_tree(&entry.path(), &to)
+            copy_tree(&entry.path(), &to);
         } else {
-            std::fs::copy(entry.path(), to).map(drop).unwrap()
+            std::fs::copy(entry.path(), to).map(drop).unwrap();
         }
     }
 }
@@ -369,7 +369,7 @@ fn segments_take_few_requests() {
     const BLOCKS: u32 = 1024;
     let (server, heap) = (Server::start(), Heap::new());
     let options = ObjectOptions {
-        sharing: Some(Sharing { renewal: Duration::from_secs(60), ..sharing() }),
+        sharing: Some(Sharing { renewal: Duration::from_mins(1), ..sharing() }),
         ..shared(256)
     };
     let backend = backend(server.open(), &heap, &options);
