@@ -84,11 +84,13 @@ pub(crate) struct Assembled {
     pub(crate) store: SharedStore,
 }
 
-/// Opens all tiers. Takes memory, makes files and probes stores, so it works on a thread of its own.
+/// Opens all tiers, those of the cache group `suffix` apart from others'. Takes memory, makes files and probes stores, so
+/// it works on a thread of its own.
 pub(crate) async fn open(
     settings: Settings,
     options: &Options,
     engine: Option<EngineMemory>,
+    suffix: &str,
 ) -> Result<Assembled> {
     settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
     let block_bytes = settings.block_bytes.unwrap_or_default();
@@ -100,6 +102,7 @@ pub(crate) async fn open(
     fingerprint.as_ref().map_or(Ok(()), |fingerprint| fingerprint.validate(options.block_tokens))?;
     let (group, on_durable) = (options.ranks.clone(), options.on_durable.clone());
     let registry = options.registry.clone();
+    let suffix = suffix.to_owned();
     let build = move || -> Result<Assembled> {
         let on_loss = LossHook::default();
         let known = fingerprint.as_ref();
@@ -109,7 +112,7 @@ pub(crate) async fn open(
             None => {
                 durable::warn_of_cold_start(&settings, known);
                 let engine = engine.as_ref().map(EngineMemory::region).transpose()?;
-                Tiers::open(&settings, namespace(&settings, known), chaos, engine)?
+                Tiers::open(&settings, namespace(&settings, known) + &suffix, chaos, engine)?
             }
         };
         let tuning = tuning(&settings, block_tokens);

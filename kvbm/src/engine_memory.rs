@@ -54,10 +54,22 @@ impl EngineMemory {
         Ok(Self { place: Place::InRanks { slots }, layers: layers_of(u64::from(layers), layers)? })
     }
 
+    pub(crate) const fn layers(&self) -> NonZeroU16 {
+        self.layers
+    }
+
     pub(crate) fn slots(&self) -> u32 {
         match &self.place {
             Place::Here(region) => region.segments().slots(),
             Place::InRanks { slots } => *slots,
+        }
+    }
+
+    /// Bytes of a block; `None`: it is in ranks, and the settings say.
+    pub(crate) fn block_bytes(&self) -> Option<u64> {
+        match &self.place {
+            Place::Here(region) => Some(region.segments().block_bytes() as u64),
+            Place::InRanks { .. } => None,
         }
     }
 
@@ -86,7 +98,7 @@ impl EngineMemory {
     }
 
     /// That each of `slots` is one of the engine's.
-    fn check(&self, slots: &[SlotId]) -> Result<()> {
+    pub(crate) fn check(&self, slots: &[SlotId]) -> Result<()> {
         let all = self.slots();
         match slots.iter().find(|slot| slot.0 >= all) {
             None => Ok(()),
@@ -267,7 +279,7 @@ fn too_short(first: usize, (wanted, there): (usize, usize)) -> Error {
     Error::new(ErrorKind::Invalid, message)
 }
 
-fn check_distinct(slots: &[SlotId]) -> Result<()> {
+pub(crate) fn check_distinct(slots: &[SlotId]) -> Result<()> {
     let mut seen = HashSet::with_capacity(slots.len());
     match slots.iter().find(|&&slot| !seen.insert(slot)) {
         None => Ok(()),

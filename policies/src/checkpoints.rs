@@ -61,11 +61,13 @@ impl CheckpointGrid {
     /// `at` first.
     pub fn cover(self, at: usize, window: usize) -> impl Iterator<Item = CheckpointPart> {
         let start = at.saturating_sub(window);
-        std::iter::successors((at > 0).then_some(at), move |&at| Some(self.before(at)).filter(|&at| at > start))
-            .map(move |at| {
-                let kept = self.kept_at(at, window);
-                CheckpointPart { at, kept, wanted: start.max(at - kept)..at }
-            })
+        std::iter::successors((at > 0).then_some(at), move |&at| {
+            Some(self.before(at)).filter(|&at| at > start)
+        })
+        .map(move |at| {
+            let kept = self.kept_at(at, window);
+            CheckpointPart { at, kept, wanted: start.max(at - kept)..at }
+        })
     }
 
     /// Where checkpoints can be made of the blocks `there` of a window: on the grid, and at the end if that `is_end`.

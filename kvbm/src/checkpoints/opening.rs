@@ -1,0 +1,213 @@
+//! Opening a manager with several cache groups: each gets its part of every tier.
+
+use kvbm_policies::{CheckpointGrid, checkpoints};
+use kvbm_settings::{Capacity, Settings, WriteBudget};
+
+use super::group::Group;
+use super::{Checkpoints, invalid, metrics};
+use crate::engine_memory::EngineMemory;
+use crate::error::Result;
+use crate::manager::Manager;
+use crate::options::Options;
+
+/// Layers of a hybrid model that do not keep every block.
+#[derive(Clone, Debug)]
+pub struct CacheGroup {
+    /// Names it in metrics: letters, digits and `_`, and not `full`.
+    pub name: String,
+    /// What it keeps.
+    pub kind: GroupKind,
+    /// The engine's memory of these layers, in blocks of their own size.
+    pub memory: EngineMemory,
+    /// Its share of the bytes of every tier, above 0; all shares together leave some to full attention. `None`: as much as
+    /// its checkpoints take of a long prompt.
+    pub share: Option<f64>,
+}
+
+/// What a cache group keeps of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupKind {
+    /// The last so many blocks: as many as a window touches, the one that is being filled not counted.
+    Window {
+        /// How many, at least 1.
+        blocks: u32,
+    },
+    /// A state (Mamba, linear attention), in one slot.
+    State,
+}
+
+impl GroupKind {
+    const fn window(self) -> u32 {
+        match self {
+            Self::Window { blocks } => blocks,
+            Self::State => 1,
+        }
+    }
+}
+
+/// Groups are numbered in 8 bits, that of full attention included.
+const MAX_GROUPS: usize = 255;
+
+impl Manager {
+    /// [`open_with`](Self::open_with), for a hybrid model: `memory` is of the layers that keep every block, and each of
+    /// `groups` of others. [`save_hybrid`](Self::save_hybrid), [`lease_hybrid`](Self::lease_hybrid) and
+    /// [`load_hybrid`](Self::load_hybrid) are about all of them; what else there is, about full attention, but for
+    /// [`reset`](Self::reset), [`drain`](Self::drain), [`close`](Self::close), [`audit`](Self::audit) and sums of
+    /// copies, which are about all.
+    ///
+    /// Sizes of tiers in the settings are for all groups together where they are in bytes. Where they are in blocks, these
+    /// are of full attention, and the others get theirs beside it.
+    ///
+    /// # Errors
+    /// Those of [`open_with`](Self::open_with) for each group. [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) too: names
+    /// of groups are not told apart, a window has no block, shares leave nothing, or there are
+    /// [ranks](crate::Options::ranks).
+    pub async fn open_hybrid(
+        settings: Settings,
+        options: Options,
+        memory: EngineMemory,
+        groups: Vec<CacheGroup>,
+    ) -> Result<Self> {
+        check(&options, &groups)?;
+        let grid = CheckpointGrid::new(settings.hybrid.checkpoint_blocks);
+        let parts = Parts::new(&settings, &memory, &groups)?;
+        let mut registries = vec![metrics::registry("full")?];
+        let registry = options.registry.clone();
+        let options_of = |registry| Options {
+            registry,
+            clock: options.clock.clone(),
+            block_tokens: options.block_tokens,
+            fingerprint: options.fingerprint.clone(),
+            ranks: None,
+            chaos: options.chaos.clone(),
+        };
+        let full =
+            Self::assemble(parts.of_full(&settings), &options_of(registries[0].clone()), Some(memory), "")
+                .await?;
+        let mut opened = Vec::with_capacity(groups.len());
+        for (number, group) in (1..).zip(groups) {
+            let (window, own) = (group.kind.window(), metrics::registry(&group.name)?);
+            // Of checkpoints that were made by another rule, nothing that is kept may be found.
+            let suffix = format!("-g{number}w{window}n{}", grid.every());
+            let settings = parts.of_group(number, &settings);
+            let options = options_of(own.clone());
+            let manager = Self::assemble(settings, &options, Some(group.memory), &suffix).await?;
+            registries.push(own);
+            opened.push(Group { number, window: window as usize, manager });
+        }
+        metrics::export(&registry, registries)?;
+        let checkpoints = Checkpoints::new(grid, opened);
+        join_epochs(&full, &checkpoints)?;
+        Ok(full.with_checkpoints(checkpoints))
+    }
+}
+
+fn check(options: &Options, groups: &[CacheGroup]) -> Result<()> {
+    if options.ranks.is_some() {
+        return Err(invalid("cache groups in ranks are not supported: leave Options::ranks out".to_owned()));
+    }
+    if groups.len() >= MAX_GROUPS {
+        return Err(invalid(format!(
+            "{} cache groups are too many: at most {}",
+            groups.len(),
+            MAX_GROUPS - 1
+        )));
+    }
+    for (place, CacheGroup { name, kind, .. }) in groups.iter().enumerate() {
+        let is_word = |name: &str| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+        let is_taken = name == "full" || groups[..place].iter().any(|other| other.name == *name);
+        if name.is_empty() || !is_word(name) || is_taken {
+            let message = "choose letters, digits and _, each name once, and not full";
+            return Err(invalid(format!("{name:?} cannot name a cache group: {message}")));
+        }
+        if kind.window() == 0 {
+            return Err(invalid(format!("the window of cache group {name} has no block: say at least 1")));
+        }
+    }
+    Ok(())
+}
+
+/// A start may find that the last reset did not get to all groups: it is made up for.
+fn join_epochs(full: &Manager, checkpoints: &Checkpoints) -> Result<()> {
+    let newest = checkpoints.managers().map(Manager::epoch).fold(full.epoch(), u64::max);
+    for manager in checkpoints.managers().chain([full]).filter(|manager| manager.epoch() < newest) {
+        manager.reset(newest)?;
+    }
+    Ok(())
+}
+
+/// What each group gets, full attention first.
+struct Parts {
+    shares: Vec<f64>,
+    block_bytes: Vec<u64>,
+}
+
+impl Parts {
+    fn new(settings: &Settings, memory: &EngineMemory, groups: &[CacheGroup]) -> Result<Self> {
+        let every = u64::from(settings.hybrid.checkpoint_blocks);
+        let memories = std::iter::once(memory).chain(groups.iter().map(|group| &group.memory));
+        let block_bytes: Option<Vec<u64>> = memories.map(EngineMemory::block_bytes).collect();
+        let block_bytes =
+            block_bytes.ok_or_else(|| invalid("the memory of a cache group is in ranks".to_owned()))?;
+        // From one checkpoint to the next, in bytes.
+        let kept = groups.iter().map(|group| checkpoints::kept(group.kind.window().into(), every));
+        let ways: Vec<f64> = std::iter::once(every)
+            .chain(kept)
+            .zip(&block_bytes)
+            .map(|(kept, &bytes)| (kept * bytes) as f64)
+            .collect();
+        let given: Vec<Option<f64>> =
+            std::iter::once(None).chain(groups.iter().map(|group| group.share)).collect();
+        let left = 1.0 - given.iter().flatten().sum::<f64>();
+        if given.iter().flatten().any(|&share| share.is_nan() || share <= 0.0) || left <= 0.0 {
+            let message = "shares of cache groups are above 0, and leave some to full attention";
+            return Err(invalid(format!("{message}: {:?}", &given[1..])));
+        }
+        let of_rule: f64 =
+            ways.iter().zip(&given).filter(|(_, given)| given.is_none()).map(|(way, _)| way).sum();
+        let share = |(way, given): (&f64, &Option<f64>)| given.unwrap_or(left * way / of_rule);
+        Ok(Self { shares: ways.iter().zip(&given).map(share).collect(), block_bytes })
+    }
+
+    fn of_full(&self, settings: &Settings) -> Settings {
+        let mut own = settings.clone();
+        let scale = |capacity| match capacity {
+            Capacity::Bytes(bytes) => Capacity::Bytes(times(bytes, self.shares[0])),
+            blocks @ Capacity::Blocks(_) => blocks,
+        };
+        rescale(&mut own, scale, self.shares[0]);
+        own
+    }
+
+    fn of_group(&self, number: u8, settings: &Settings) -> Settings {
+        let (share, bytes_of_full) = (self.shares[usize::from(number)], self.block_bytes[0]);
+        let scale = |capacity| match capacity {
+            Capacity::Bytes(bytes) => Capacity::Bytes(times(bytes, share)),
+            Capacity::Blocks(blocks) => {
+                Capacity::Bytes(times(blocks.saturating_mul(bytes_of_full), share / self.shares[0]))
+            }
+        };
+        let mut own = settings.clone();
+        own.block_bytes = Some(self.block_bytes[usize::from(number)]);
+        // A checkpoint is loaded whole, or not at all.
+        own.transfer.prefill_tokens_per_second = 0;
+        rescale(&mut own, scale, share);
+        own
+    }
+}
+
+fn times(bytes: u64, factor: f64) -> u64 {
+    (bytes as f64 * factor) as u64
+}
+
+fn rescale(settings: &mut Settings, scale: impl Fn(Capacity) -> Capacity, share: f64) {
+    let capacities =
+        [&mut settings.host.capacity, &mut settings.disk.capacity, &mut settings.object.capacity];
+    for capacity in capacities.into_iter().flatten().chain(settings.tenant_quotas.values_mut()) {
+        *capacity = scale(*capacity);
+    }
+    // What is said in writes of the whole drive follows its size.
+    if let Some(WriteBudget::BytesPerDay(bytes)) = &mut settings.disk.write_budget {
+        *bytes = times(*bytes, share);
+    }
+}
