@@ -14,7 +14,7 @@
 //!
 //! A group has a table, tiers and background work of its own, so all that holds of blocks holds of its blocks. A
 //! checkpoint is a little chain there, which ends with the block of its position: it is there if that block is, and one
-//! pin keeps it. Where and how much is [`kvbm_policies::checkpoints`]. Why it is so: docs/adr/0007-checkpoints.md.
+//! pin keeps it. Where and how much is [`kvbm_policies::checkpoints`]. Why it is so: docs/adr/0008-checkpoints.md.
 
 mod group;
 mod lease;
