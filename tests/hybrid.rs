@@ -2,11 +2,15 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvbm::{
     BlockHash, CacheGroup, Chain, EngineMemory, Error, ErrorKind, Fence, GroupKind, GroupSlots, HostFence,
-    HybridLease, HybridLoaded, HybridSave, HybridSaved, Manager, Options, RequestInfo, SlotId, Tier,
+    HybridLease, HybridLoaded, HybridSave, HybridSaved, Manager, Options, Rank, RankGroup, RankOptions,
+    RequestInfo, SlotId, Tier,
 };
 use kvbm_settings::{Capacity, EvictionPolicy, Settings};
 use kvbm_tests::rig::{hash, metric};
@@ -30,9 +34,9 @@ fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
     (0..blocks).map(|i| hash(1_000 * n + i + 1)).collect()
 }
 
-/// What tells a block's bytes from all others', those of other groups included.
-fn number(group: usize, hash: BlockHash) -> usize {
-    kvbm_tests::rig::number(Chain::from([hash].as_slice()).key(0)) + 1_000_003 * group
+/// What tells a block's bytes from all others', those of other groups and ranks included.
+fn number(rank: usize, group: usize, hash: BlockHash) -> usize {
+    kvbm_tests::rig::number(Chain::from([hash].as_slice()).key(0)) + 1_000_003 * (group + 3 * rank)
 }
 
 fn settings() -> Settings {
@@ -49,7 +53,8 @@ fn settings() -> Settings {
 
 struct Engine {
     manager: Manager,
-    memory: [TensorView; 3],
+    /// By rank, of which there is one but where a test says so.
+    memory: Vec<[TensorView; 3]>,
     window: usize,
     registry: Registry,
     /// Holds a disk tier, if there is one.
@@ -92,7 +97,7 @@ impl Engine {
         let registry = Registry::new();
         let options = Options { chaos, registry: registry.clone(), ..Options::default() };
         let manager = open(settings, options, full, groups).expect("it opens");
-        Self { manager, memory, window, registry, _disk: None }
+        Self { manager, memory: vec![memory], window, registry, _disk: None }
     }
 
     fn on_disk(window: usize, chaos: Option<Chaos>) -> Self {
@@ -106,17 +111,20 @@ impl Engine {
 
     fn write(&self, group: usize, hash: BlockHash, slot: SlotId) {
         let mut block = vec![0; BYTES[group]];
-        fill_pattern(number(group, hash), &mut block);
-        self.memory[group].write(slot, &block);
+        for (rank, memory) in self.memory.iter().enumerate() {
+            fill_pattern(number(rank, group, hash), &mut block);
+            memory[group].write(slot, &block);
+        }
     }
 
     fn has(&self, group: usize, hash: BlockHash, slot: SlotId) -> bool {
-        has_pattern(number(group, hash), &self.memory[group].read(slot))
+        let mut ranks = self.memory.iter().enumerate();
+        ranks.all(|(rank, memory)| has_pattern(number(rank, group, hash), &memory[group].read(slot)))
     }
 
     /// The engine runs on: nothing is left of what was in its slots.
     fn clobber(&self) {
-        for (group, memory) in self.memory.iter().enumerate() {
+        for (group, memory) in self.memory.iter().flat_map(|memory| memory.iter().enumerate()) {
             (0..SLOTS).for_each(|slot| memory.write(SlotId(slot), &vec![0xA5; BYTES[group]]));
         }
     }
@@ -481,6 +489,89 @@ fn a_reset_comes_to_all_groups_at_once() {
     engine.assert_well();
 }
 
+/// Weights of an epoch make other bytes of the same tokens.
+const OF_EPOCH: usize = 50_000_017;
+const EPOCHS: usize = 80;
+
+impl Engine {
+    fn save_of_epoch(&self, chain: &[BlockHash], epoch: usize) {
+        let there = self.there(&(0..chain.len()));
+        for (group, at) in
+            there.iter().enumerate().flat_map(|(group, there)| there.clone().map(move |at| (group, at)))
+        {
+            let mut block = vec![0; BYTES[group]];
+            fill_pattern(number(0, group, chain[at]) + OF_EPOCH * epoch, &mut block);
+            self.memory[0][group].write(SlotId(at as u32), &block);
+        }
+        let slots: Vec<_> = (0..chain.len() as u32).map(SlotId).collect();
+        let given = [0, 1, 2].map(|group| {
+            let there = there[group].clone();
+            GroupSlots { group: group as u8, first: there.start, slots: &slots[there] }
+        });
+        let info = RequestInfo::default();
+        let save = HybridSave { info, chain, slots: &given, is_end: true, ready: Fence::Done };
+        drop(self.manager.save_hybrid(&save).wait().expect("the manager is open"));
+    }
+
+    /// Loads what there is, and says of which epoch it is.
+    fn load_of_one_epoch(&self, chain: &[BlockHash]) -> Option<usize> {
+        let lease = self.lease(chain);
+        let wanted = [0, 1, 2].map(|group| lease.wanted(group).expect("a group"));
+        let slots = wanted.each_ref().map(Self::slots);
+        let given = [0, 1, 2].map(|group| GroupSlots {
+            group: group as u8,
+            first: wanted[group].start,
+            slots: &slots[group],
+        });
+        // The lease may be from before a reset.
+        let loaded = self.manager.load_hybrid(lease, &given, &Fence::Done).wait().ok()?;
+        if !loaded.is_whole || wanted[0].is_empty() {
+            return None;
+        }
+        let is_of = |epoch: usize, group: usize| {
+            wanted[group].clone().zip(&slots[group]).all(|(at, &slot)| {
+                let of_epoch = number(0, group, chain[at]) + OF_EPOCH * epoch;
+                has_pattern(of_epoch, &self.memory[0][group].read(slot))
+            })
+        };
+        let epoch = (0..EPOCHS).find(|&epoch| is_of(epoch, FULL)).expect("full attention of one epoch");
+        assert!(is_of(epoch, WINDOW) && is_of(epoch, STATE), "epoch {epoch} is mixed with another");
+        Some(epoch)
+    }
+}
+
+#[test]
+fn a_reset_amid_loads_never_mixes_what_was_with_what_is() {
+    let engine = Engine::new(6);
+    let all = chain(1, 18);
+    let (is_over, loads) = (AtomicBool::new(false), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut newest = 0;
+            while !is_over.load(Ordering::Acquire) {
+                let Some(epoch) = engine.load_of_one_epoch(&all) else { continue };
+                assert!(epoch >= newest, "epoch {epoch} after {newest}");
+                newest = epoch;
+                loads.fetch_add(1, Ordering::AcqRel);
+            }
+        });
+        for epoch in 0..EPOCHS {
+            engine.save_of_epoch(&all, epoch);
+            let (began, before) = (Instant::now(), loads.load(Ordering::Acquire));
+            while epoch % 8 == 0 && loads.load(Ordering::Acquire) == before && began.elapsed() < SOON {
+                std::thread::yield_now();
+            }
+            engine.manager.reset(epoch as u64 + 1).unwrap();
+        }
+        is_over.store(true, Ordering::Release);
+    });
+    assert!(loads.into_inner() >= EPOCHS / 8);
+    assert_eq!(engine.lease(&all).blocks(), 0);
+    engine.prefill(&all, 4);
+    engine.assert_loads(&all, 18);
+    engine.assert_well();
+}
+
 #[test]
 fn closing_closes_all_groups() {
     let engine = Engine::new(6);
@@ -516,6 +607,61 @@ fn metrics_tell_groups_apart() {
     engine.prefill(&chain(1, 18), 4);
     let resident = |group| metric(&engine.registry, "kvbm_slots", &[("group", group), ("state", "resident")]);
     assert_eq!((resident("full"), resident("sliding"), resident("state")), (18, 18, 5));
+}
+
+const WORLD: u16 = 2;
+
+fn rank_group(dir: &Path) -> RankGroup {
+    RankGroup { dir: dir.join("meet"), world: WORLD, limit: SOON }
+}
+
+/// Joins on a thread of its own, since the leader waits for all.
+fn join(dir: &Path, rank: u16, window: usize) -> JoinHandle<(Rank, [TensorView; 3])> {
+    let options = RankOptions { group: rank_group(dir), rank, fingerprint: None, chaos: None };
+    std::thread::spawn(move || {
+        let (groups, full, memory) = groups(window as u32);
+        (Rank::join_hybrid(&settings(), options, &full, groups).expect("it joins"), memory)
+    })
+}
+
+#[test]
+fn groups_in_ranks_come_back_slice_by_slice_and_a_rank_that_is_lost_costs_misses() {
+    let dir = tempfile::tempdir().unwrap();
+    let joining: Vec<_> = (0..WORLD).map(|rank| join(dir.path(), rank, 6)).collect();
+    let (mut groups, ..) = groups(6);
+    for (group, number) in groups.iter_mut().zip(1..) {
+        group.memory = EngineMemory::group_in_ranks(SLOTS, LAYERS[number], BYTES[number] as u64).unwrap();
+    }
+    let registry = Registry::new();
+    let ranks = Some(rank_group(dir.path()));
+    let options = Options { ranks, registry: registry.clone(), ..Options::default() };
+    let memory = EngineMemory::in_ranks(SLOTS, LAYERS[FULL]).unwrap();
+    let manager = open(settings(), options, memory, groups).expect("it opens");
+    let (mut ranks, memory): (Vec<_>, Vec<_>) =
+        joining.into_iter().map(|joining| joining.join().expect("it joins")).unzip();
+    let mut engine = Engine { manager, memory, window: 6, registry, _disk: None };
+    let all = chain(1, 18);
+    engine.prefill(&all, 4);
+    engine.assert_loads(&all, 18);
+
+    drop(ranks.pop());
+    let began = Instant::now();
+    while engine.lease(&all).blocks() > 0 {
+        assert!(began.elapsed() < SOON, "a part of each block is gone");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let (rank, memory) = join(dir.path(), WORLD - 1, 6).join().expect("it joins again");
+    assert!(rank.is_serving());
+    ranks.push(rank);
+    *engine.memory.last_mut().expect("two ranks") = memory;
+    // Each group hears of the loss by itself, and media that were lost are tried by one block first.
+    while engine.lease(&all).blocks() < 18 {
+        assert!(began.elapsed() < SOON, "it does not heal");
+        drop(engine.save(&all, 0..18, true));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    engine.assert_loads(&all, 18);
+    engine.assert_well();
 }
 
 #[test]
@@ -562,6 +708,8 @@ fn bad_input_is_named() {
     refused(|groups| groups[0].kind = GroupKind::Window { blocks: 0 }, "has no block");
     refused(|groups| groups[0].share = Some(0.7), "leave some to full attention");
     refused(|groups| groups[0].share = Some(-0.1), "above 0");
+    let in_ranks = |groups: &mut Vec<CacheGroup>| groups[0].memory = EngineMemory::in_ranks(4, 1).unwrap();
+    refused(in_ranks, "group_in_ranks");
 }
 
 /// The median time of a match and its end, in a chain of 8,192 blocks whose checkpoints are those of `given`.

@@ -112,7 +112,7 @@ pub(crate) async fn open(
             None => {
                 durable::warn_of_cold_start(&settings, known);
                 let engine = engine.as_ref().map(EngineMemory::region).transpose()?;
-                Tiers::open(&settings, namespace(&settings, known) + &suffix, chaos, engine)?
+                Tiers::open(&settings, namespace(&settings, known, &suffix), chaos, engine)?
             }
         };
         let tuning = tuning(&settings, block_tokens);
@@ -581,15 +581,15 @@ fn slots(capacity: Capacity, settings: &Settings) -> Result<u32> {
     })
 }
 
-/// Keeps the files and objects of other block sizes and fingerprints apart. Without a fingerprint nothing in it tells
+/// Keeps the files and objects of other block sizes, fingerprints and cache groups apart. Without a fingerprint nothing in it tells
 /// models apart: nobody reads what another process has written.
-fn namespace(settings: &Settings, fingerprint: Option<&Fingerprint>) -> Namespace {
+fn namespace(settings: &Settings, fingerprint: Option<&Fingerprint>, suffix: &str) -> Namespace {
     let block_bytes = settings.block_bytes.unwrap_or_default();
     // What is encrypted lies beside what is not, and neither is taken for the other.
     let form = if settings.encryption.is_on() { "sealed" } else { "block" };
     let name = match fingerprint {
-        Some(fingerprint) => format!("v1-{form}{block_bytes}-{fingerprint}"),
-        None => format!("v1-{form}{block_bytes}"),
+        Some(fingerprint) => format!("v1-{form}{block_bytes}-{fingerprint}{suffix}"),
+        None => format!("v1-{form}{block_bytes}{suffix}"),
     };
     Namespace { name, identity: fingerprint.map(Identity::of) }
 }

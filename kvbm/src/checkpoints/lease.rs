@@ -83,14 +83,10 @@ impl Checkpoints {
     /// The deepest position at which every group has a checkpoint.
     fn deepest(&self, hashes: &[BlockHash], info: RequestInfo) -> Option<(usize, Vec<GroupLease>)> {
         let all = |at| self.groups.iter().all(|group| self.is_whole(group, hashes, at));
-        let lease = |at| {
-            Some((
-                at,
-                self.groups.iter().map(|group| self.lease(group, hashes, at, info)).collect::<Option<_>>()?,
-            ))
-        };
+        let lease =
+            |at| self.groups.iter().map(|group| self.lease(group, hashes, at, info)).collect::<Option<_>>();
         // What is seen may be gone when it is to be pinned.
-        self.candidates(hashes.len()).filter(|&at| all(at)).find_map(lease)
+        self.candidates(hashes.len()).filter(|&at| all(at)).find_map(|at| Some((at, lease(at)?)))
     }
 
     fn no_leases(&self) -> Vec<GroupLease> {

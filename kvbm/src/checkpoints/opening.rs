@@ -4,11 +4,12 @@ use kvbm_policies::{CheckpointGrid, checkpoints};
 use kvbm_settings::{Capacity, Settings, WriteBudget};
 
 use super::group::Group;
-use super::{Checkpoints, invalid, metrics};
+use super::{Checkpoints, FULL, invalid, metrics};
 use crate::engine_memory::EngineMemory;
 use crate::error::Result;
 use crate::manager::Manager;
 use crate::options::Options;
+use crate::ranks::{Rank, RankGroup, RankOptions};
 
 /// Layers of a hybrid model that do not keep every block.
 #[derive(Clone, Debug)]
@@ -60,52 +61,105 @@ impl Manager {
     ///
     /// # Errors
     /// Those of [`open_with`](Self::open_with) for each group. [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) too: names
-    /// of groups are not told apart, a window has no block, shares leave nothing, or there are
-    /// [ranks](crate::Options::ranks).
+    /// of groups are not told apart, a window has no block, or shares leave nothing.
     pub async fn open_hybrid(
         settings: Settings,
         options: Options,
         memory: EngineMemory,
         groups: Vec<CacheGroup>,
     ) -> Result<Self> {
-        check(&options, &groups)?;
         let grid = CheckpointGrid::new(settings.hybrid.checkpoint_blocks);
-        let parts = Parts::new(&settings, &memory, &groups)?;
+        let Openings { full, others } = Openings::new(&settings, &memory, groups)?;
         let mut registries = vec![metrics::registry("full")?];
-        let registry = options.registry.clone();
-        let options_of = |registry| Options {
+        let options_of = |number, registry| Options {
             registry,
             clock: options.clock.clone(),
             block_tokens: options.block_tokens,
             fingerprint: options.fingerprint.clone(),
-            ranks: None,
+            ranks: options.ranks.as_ref().map(|ranks| ranks_of(number, ranks)),
+            // As events: of full attention, whose blocks a request is known by.
+            on_durable: options.on_durable.clone().filter(|_| number == FULL),
             chaos: options.chaos.clone(),
         };
-        let full =
-            Self::assemble(parts.of_full(&settings), &options_of(registries[0].clone()), Some(memory), "")
-                .await?;
-        let mut opened = Vec::with_capacity(groups.len());
-        for (number, group) in (1..).zip(groups) {
-            let (window, own) = (group.kind.window(), metrics::registry(&group.name)?);
-            // Of checkpoints that were made by another rule, nothing that is kept may be found.
-            let suffix = format!("-g{number}w{window}n{}", grid.every());
-            let settings = parts.of_group(number, &settings);
-            let options = options_of(own.clone());
+        let full = Self::assemble(full, &options_of(FULL, registries[0].clone()), Some(memory), "").await?;
+        let mut opened = Vec::with_capacity(others.len());
+        for Opening { number, group, settings, suffix } in others {
+            let registry = metrics::registry(&group.name)?;
+            let options = options_of(number, registry.clone());
             let manager = Self::assemble(settings, &options, Some(group.memory), &suffix).await?;
-            registries.push(own);
-            opened.push(Group { number, window: window as usize, manager });
+            registries.push(registry);
+            opened.push(Group { number, window: group.kind.window() as usize, manager });
         }
-        metrics::export(&registry, registries)?;
+        metrics::export(&options.registry, registries)?;
         let checkpoints = Checkpoints::new(grid, opened);
         join_epochs(&full, &checkpoints)?;
         Ok(full.with_checkpoints(checkpoints))
     }
 }
 
-fn check(options: &Options, groups: &[CacheGroup]) -> Result<()> {
-    if options.ranks.is_some() {
-        return Err(invalid("cache groups in ranks are not supported: leave Options::ranks out".to_owned()));
+impl Rank {
+    /// [`join_with`](Self::join_with), for a hybrid model: the leader [opens](Manager::open_hybrid) with the same groups,
+    /// whose memory is [in ranks](EngineMemory::group_in_ranks).
+    ///
+    /// # Errors
+    /// Those of [`join_with`](Self::join_with) and of [`open_hybrid`](Manager::open_hybrid).
+    pub fn join_hybrid(
+        settings: &Settings,
+        options: RankOptions,
+        memory: &EngineMemory,
+        groups: Vec<CacheGroup>,
+    ) -> Result<Self> {
+        let Openings { full, others } = Openings::new(settings, memory, groups)?;
+        let options_of = |number| RankOptions {
+            group: ranks_of(number, &options.group),
+            rank: options.rank,
+            fingerprint: options.fingerprint.clone(),
+            chaos: options.chaos.clone(),
+        };
+        // In the leader's order: it waits for all ranks of one group before it goes on to the next.
+        let full = Self::join_as(&full, options_of(FULL), Some(memory), "")?;
+        let join = |Opening { number, group, settings, suffix }: Opening| {
+            Self::join_as(&settings, options_of(number), Some(&group.memory), &suffix)
+        };
+        let others = others.into_iter().map(join).collect::<Result<_>>()?;
+        Ok(full.with_groups(others))
     }
+}
+
+/// Where the ranks of a group meet: each has a leader of its own, in one process.
+fn ranks_of(number: u8, ranks: &RankGroup) -> RankGroup {
+    let dir = if number == FULL { ranks.dir.clone() } else { ranks.dir.join(format!("g{number}")) };
+    RankGroup { dir, ..ranks.clone() }
+}
+
+/// What each group is opened with.
+struct Openings {
+    full: Settings,
+    others: Vec<Opening>,
+}
+
+struct Opening {
+    number: u8,
+    group: CacheGroup,
+    settings: Settings,
+    /// Keeps its files and objects apart from others', and from those of checkpoints that were made by another rule.
+    suffix: String,
+}
+
+impl Openings {
+    fn new(settings: &Settings, memory: &EngineMemory, groups: Vec<CacheGroup>) -> Result<Self> {
+        check(&groups)?;
+        let parts = Parts::new(settings, memory, &groups)?;
+        let every = settings.hybrid.checkpoint_blocks;
+        let opening = |(number, group): (u8, CacheGroup)| {
+            let suffix = format!("-g{number}w{}n{every}", group.kind.window());
+            Opening { number, settings: parts.of_group(number, settings), suffix, group }
+        };
+        Ok(Self { full: parts.of_full(settings), others: (1..).zip(groups).map(opening).collect() })
+    }
+}
+
+fn check(groups: &[CacheGroup]) -> Result<()> {
     if groups.len() >= MAX_GROUPS {
         return Err(invalid(format!(
             "{} cache groups are too many: at most {}",
@@ -145,10 +199,14 @@ struct Parts {
 impl Parts {
     fn new(settings: &Settings, memory: &EngineMemory, groups: &[CacheGroup]) -> Result<Self> {
         let every = u64::from(settings.hybrid.checkpoint_blocks);
-        let memories = std::iter::once(memory).chain(groups.iter().map(|group| &group.memory));
-        let block_bytes: Option<Vec<u64>> = memories.map(EngineMemory::block_bytes).collect();
-        let block_bytes =
-            block_bytes.ok_or_else(|| invalid("the memory of a cache group is in ranks".to_owned()))?;
+        let bytes_of_full = memory.block_bytes().or(settings.block_bytes);
+        let others = groups.iter().map(|group| group.memory.block_bytes());
+        let block_bytes: Option<Vec<u64>> = std::iter::once(bytes_of_full).chain(others).collect();
+        let block_bytes = block_bytes.ok_or_else(|| {
+            let message =
+                "a cache group in ranks has blocks of a size: say it with EngineMemory::group_in_ranks";
+            invalid(message.to_owned())
+        })?;
         // From one checkpoint to the next, in bytes.
         let kept = groups.iter().map(|group| checkpoints::kept(group.kind.window().into(), every));
         let ways: Vec<f64> = std::iter::once(every)
