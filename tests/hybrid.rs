@@ -620,7 +620,7 @@ fn join(dir: &Path, rank: u16, window: usize) -> JoinHandle<(Rank, [TensorView; 
     let options = RankOptions { group: rank_group(dir), rank, fingerprint: None, chaos: None };
     std::thread::spawn(move || {
         let (groups, full, memory) = groups(window as u32);
-        (Rank::join_hybrid(&settings(), options, &full, groups).expect("it joins"), memory)
+        (Rank::join_hybrid(&settings(), &options, &full, groups).expect("it joins"), memory)
     })
 }
 

@@ -59,6 +59,41 @@ impl Manager {
     /// Sizes of tiers in the settings are for all groups together where they are in bytes. Where they are in blocks, these
     /// are of full attention, and the others get theirs beside it.
     ///
+    /// ```no_run
+    /// # use std::ops::Range;
+    /// # use kvbm::*;
+    /// # async fn example(
+    /// #     (settings, full): (kvbm_settings::Settings, EngineMemory), (sliding, states): (EngineMemory, EngineMemory),
+    /// #     (info, chain): (RequestInfo, &[BlockHash]), (blocks, window): (&[SlotId], &[SlotId]), state: SlotId,
+    /// #     slots_for: impl Fn(u8, Range<usize>) -> Vec<SlotId>,
+    /// # ) -> Result<()> {
+    /// let groups = vec![
+    ///     CacheGroup { name: "sliding".into(), kind: GroupKind::Window { blocks: 64 }, memory: sliding, share: None },
+    ///     CacheGroup { name: "mamba".into(), kind: GroupKind::State, memory: states, share: None },
+    /// ];
+    /// let manager = Manager::open_hybrid(settings, Options::default(), full, groups).await?;
+    ///
+    /// // A prompt has been computed: all its blocks, what is left of the window, the state at the end.
+    /// let slots = [
+    ///     GroupSlots { group: 0, first: 0, slots: blocks },
+    ///     GroupSlots { group: 1, first: chain.len() - window.len(), slots: window },
+    ///     GroupSlots { group: 2, first: chain.len() - 1, slots: &[state] },
+    /// ];
+    /// let save = HybridSave { info, chain, slots: &slots, is_end: true, ready: Fence::Done };
+    /// let saved = manager.save_hybrid(&save).await?;
+    ///
+    /// // Another one begins with it.
+    /// let lease = manager.lease_hybrid(info, chain);
+    /// let known = lease.blocks();
+    /// let wanted = [0, 1, 2].map(|group| lease.wanted(group).expect("a group"));
+    /// let slots = [0, 1, 2].map(|group| slots_for(group, wanted[usize::from(group)].clone()));
+    /// let slots = [0, 1, 2].map(|group| GroupSlots { group: group as u8, first: wanted[group].start, slots: &slots[group] });
+    /// let loaded = manager.load_hybrid(lease, &slots, &Fence::Done).await?;
+    /// let compute_from = if loaded.is_whole { known } else { 0 };
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// Those of [`open_with`](Self::open_with) for each group. [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) too: names
     /// of groups are not told apart, a window has no block, or shares leave nothing.
@@ -105,7 +140,7 @@ impl Rank {
     /// Those of [`join_with`](Self::join_with) and of [`open_hybrid`](Manager::open_hybrid).
     pub fn join_hybrid(
         settings: &Settings,
-        options: RankOptions,
+        options: &RankOptions,
         memory: &EngineMemory,
         groups: Vec<CacheGroup>,
     ) -> Result<Self> {
