@@ -8,9 +8,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvbm::{
-    BlockHash, CacheGroup, Chain, EngineMemory, Error, ErrorKind, Fence, GroupKind, GroupSlots, HostFence,
-    HybridLease, HybridLoaded, HybridSave, HybridSaved, Manager, Options, Rank, RankGroup, RankOptions,
-    RequestInfo, SlotId, Tier,
+    BlockHash, CacheGroup, Chain, EngineMemory, Error, ErrorKind, Fence, Fingerprint, GroupKind, GroupSlots,
+    HostFence, HybridLease, HybridLoaded, HybridSave, HybridSaved, Manager, Options, Rank, RankGroup,
+    RankOptions, RequestInfo, SlotId, Tier,
 };
 use kvbm_settings::{Capacity, EvictionPolicy, Settings};
 use kvbm_tests::rig::{hash, metric};
@@ -93,9 +93,12 @@ impl Engine {
     }
 
     fn with(window: usize, settings: Settings, chaos: Option<Chaos>) -> Self {
+        Self::opened(window, settings, Options { chaos, ..Options::default() })
+    }
+
+    fn opened(window: usize, settings: Settings, options: Options) -> Self {
         let (groups, full, memory) = groups(window as u32);
-        let registry = Registry::new();
-        let options = Options { chaos, registry: registry.clone(), ..Options::default() };
+        let registry = options.registry.clone();
         let manager = open(settings, options, full, groups).expect("it opens");
         Self { manager, memory: vec![memory], window, registry, _disk: None }
     }
@@ -568,6 +571,45 @@ fn a_reset_amid_loads_never_mixes_what_was_with_what_is() {
     assert!(loads.into_inner() >= EPOCHS / 8);
     assert_eq!(engine.lease(&all).blocks(), 0);
     engine.prefill(&all, 4);
+    engine.assert_loads(&all, 18);
+    engine.assert_well();
+}
+
+#[test]
+fn a_restart_finds_checkpoints_again_that_were_made_by_the_same_rule() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let open = |every| {
+        let mut settings = settings();
+        settings.disk.capacity = Some(Capacity::Blocks(256));
+        settings.disk.dirs = vec![dir.path().to_owned()];
+        settings.disk.keep = true;
+        settings.hybrid.checkpoint_blocks = every;
+        let known = Fingerprint {
+            model: "m".into(),
+            weights: "w".into(),
+            block_tokens: 16,
+            ..Fingerprint::default()
+        };
+        Engine::opened(6, settings, Options { fingerprint: Some(known), ..Options::default() })
+    };
+    let all = chain(1, 18);
+    let engine = open(4);
+    engine.prefill(&all, 4);
+    assert!(engine.manager.drain(SOON).is_complete());
+    assert!(engine.manager.close(SOON).is_complete());
+    drop(engine);
+    let engine = open(8);
+    assert_eq!((engine.manager.matches(&all).longest(), engine.lease(&all).blocks()), (18, 0));
+    drop(engine);
+    let engine = open(4);
+    assert_eq!(engine.resident(Tier::Disk), [18, 18, 5]);
+    engine.assert_loads(&all, 18);
+    engine.manager.reset(7).unwrap();
+    drop(engine);
+    // Another rule has other files, which know of no reset yet: the newest epoch is that of all groups.
+    let engine = open(8);
+    assert_eq!((engine.manager.epoch(), engine.lease(&all).blocks()), (7, 0));
+    engine.prefill(&all, 8);
     engine.assert_loads(&all, 18);
     engine.assert_well();
 }
