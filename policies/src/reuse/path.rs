@@ -21,7 +21,10 @@ pub(super) struct RadixPath {
     pub(super) resident: u32,
     pub(super) segments: Vec<Segment>,
     /// At which depths other paths began below this one, and how many. Below most none does.
-    #[expect(clippy::box_collection, reason = "8 bytes instead of 24 where there are none, as nearly everywhere")]
+    #[expect(
+        clippy::box_collection,
+        reason = "8 bytes instead of 24 where there are none, as nearly everywhere"
+    )]
     forks: Option<Box<BTreeMap<u32, u32>>>,
     /// Whether the queue of ghosts has it.
     pub(super) expiring: bool,
