@@ -46,7 +46,8 @@ pub use origin::Origin;
 pub use reference::reference_markdown;
 pub use settings::{
     AdmissionMode, DeviceBackend, DeviceSettings, DiskBackend, DiskSettings, EncryptionSettings,
-    EvictionPolicy, FlushSettings, HostSettings, MAX_BLOCK_BYTES, MAX_DISK_THREADS, MAX_TIER_BLOCKS,
-    MetricsSettings, NixlSettings, ObjectBackend, ObjectSettings, Settings, TransferSettings,
+    EvictionPolicy, FlushSettings, HostSettings, HybridSettings, MAX_BLOCK_BYTES, MAX_DISK_THREADS,
+    MAX_TIER_BLOCKS, MetricsSettings, NixlSettings, ObjectBackend, ObjectSettings, Settings,
+    TransferSettings,
 };
 pub use value::{Capacity, InvalidValue, WriteBudget, format_size, parse_size};

@@ -38,6 +38,11 @@ const SECTIONS: &[(&str, &str, &str)] = &[
     ),
     ("transfer", "`[transfer]`", "How blocks move between tiers."),
     ("flush", "`[flush]`", "When blocks are copied to the tier below."),
+    (
+        "hybrid",
+        "`[hybrid]`",
+        "Models with sliding windows or a state: see [hybrid models](embedding-hybrid.md).",
+    ),
     ("metrics", "`[metrics]`", "What is exported for Prometheus."),
     (
         "nixl",

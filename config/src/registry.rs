@@ -537,6 +537,14 @@ pub(crate) static KEYS: &[Key] = &[
         in_use: true,
     },
     Key {
+        path: "hybrid.checkpoint_blocks",
+        field: Field::Count(|s| &mut s.hybrid.checkpoint_blocks, 1..=1 << 20),
+        variables: &[own("DYN_KVBM_HYBRID_CHECKPOINT_BLOCKS", Form::Plain)],
+        doc: "Blocks from one checkpoint of sliding windows and states to the next. Fewer cost more memory, more let a \
+              match end earlier. Blocks that were kept with another number are not found.",
+        in_use: true,
+    },
+    Key {
         path: "metrics.enabled",
         field: Field::Flag(|s| &mut s.metrics.enabled),
         variables: &[upstream("DYN_KVBM_METRICS", Form::Plain, SAME)],

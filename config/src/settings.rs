@@ -48,6 +48,8 @@ pub struct Settings {
     pub tenant_weights: BTreeMap<u32, f64>,
     /// By tenant: beyond how much of each tier it gives way first. Where any is named, tiers are shared.
     pub tenant_quotas: BTreeMap<u32, Capacity>,
+    /// Models whose layers do not all keep every block.
+    pub hybrid: HybridSettings,
     /// What is exported.
     pub metrics: MetricsSettings,
     /// NVIDIA's transfer library.
@@ -511,6 +513,19 @@ impl AdmissionMode {
             Self::Selective => "selective",
             Self::Auto => "auto",
         }
+    }
+}
+
+/// Models whose layers do not all keep every block: those with sliding windows, or a state.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct HybridSettings {
+    /// Blocks from one checkpoint of windows and states to the next.
+    pub checkpoint_blocks: u32,
+}
+
+impl Default for HybridSettings {
+    fn default() -> Self {
+        Self { checkpoint_blocks: 16 }
     }
 }
 

@@ -85,11 +85,13 @@ pub(crate) struct Assembled {
     pub(crate) store: SharedStore,
 }
 
-/// Opens all tiers. Takes memory, makes files and probes stores, so it works on a thread of its own.
+/// Opens all tiers, those of the cache group `suffix` apart from others'. Takes memory, makes files and probes stores, so
+/// it works on a thread of its own.
 pub(crate) async fn open(
     settings: Settings,
     options: &Options,
     engine: Option<EngineMemory>,
+    suffix: &str,
 ) -> Result<Assembled> {
     settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
     let block_bytes = settings.block_bytes.unwrap_or_default();
@@ -101,6 +103,7 @@ pub(crate) async fn open(
     fingerprint.as_ref().map_or(Ok(()), |fingerprint| fingerprint.validate(options.block_tokens))?;
     let (group, on_durable) = (options.ranks.clone(), options.on_durable.clone());
     let registry = options.registry.clone();
+    let suffix = suffix.to_owned();
     let build = move || -> Result<Assembled> {
         let on_loss = LossHook::default();
         let known = fingerprint.as_ref();
@@ -110,7 +113,7 @@ pub(crate) async fn open(
             None => {
                 durable::warn_of_cold_start(&settings, known);
                 let engine = engine.as_ref().map(EngineMemory::region).transpose()?;
-                Tiers::open(&settings, namespace(&settings, known), chaos, engine)?
+                Tiers::open(&settings, namespace(&settings, known, &suffix), chaos, engine)?
             }
         };
         let tuning = tuning(&settings, block_tokens);
@@ -583,15 +586,15 @@ fn slots(capacity: Capacity, settings: &Settings) -> Result<u32> {
     })
 }
 
-/// Keeps the files and objects of other block sizes and fingerprints apart. Without a fingerprint nothing in it tells
+/// Keeps the files and objects of other block sizes, fingerprints and cache groups apart. Without a fingerprint nothing in it tells
 /// models apart: nobody reads what another process has written.
-fn namespace(settings: &Settings, fingerprint: Option<&Fingerprint>) -> Namespace {
+fn namespace(settings: &Settings, fingerprint: Option<&Fingerprint>, suffix: &str) -> Namespace {
     let block_bytes = settings.block_bytes.unwrap_or_default();
     // What is encrypted lies beside what is not, and neither is taken for the other.
     let form = if settings.encryption.is_on() { "sealed" } else { "block" };
     let name = match fingerprint {
-        Some(fingerprint) => format!("v1-{form}{block_bytes}-{fingerprint}"),
-        None => format!("v1-{form}{block_bytes}"),
+        Some(fingerprint) => format!("v1-{form}{block_bytes}-{fingerprint}{suffix}"),
+        None => format!("v1-{form}{block_bytes}{suffix}"),
     };
     Namespace { name, identity: fingerprint.map(Identity::of) }
 }

@@ -31,7 +31,11 @@ pub struct EngineMemory {
 #[derive(Clone, Debug)]
 enum Place {
     Here(Arc<DeviceRegion>),
-    InRanks { slots: u32 },
+    /// Bytes of a block where the settings are not of it.
+    InRanks {
+        slots: u32,
+        block_bytes: Option<u64>,
+    },
 }
 
 impl EngineMemory {
@@ -51,13 +55,35 @@ impl EngineMemory {
     /// # Errors
     /// [`ErrorKind::Invalid`]: no layers.
     pub fn in_ranks(slots: u32, layers: u16) -> Result<Self> {
-        Ok(Self { place: Place::InRanks { slots }, layers: layers_of(u64::from(layers), layers)? })
+        let place = Place::InRanks { slots, block_bytes: None };
+        Ok(Self { place, layers: layers_of(u64::from(layers), layers)? })
+    }
+
+    /// [`in_ranks`](Self::in_ranks), of another [cache group](crate::CacheGroup), whose slices have `block_bytes` bytes.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`]: no layers, or a block cannot be divided into so many.
+    pub fn group_in_ranks(slots: u32, layers: u16, block_bytes: u64) -> Result<Self> {
+        let place = Place::InRanks { slots, block_bytes: Some(block_bytes) };
+        Ok(Self { place, layers: layers_of(block_bytes, layers)? })
+    }
+
+    pub(crate) const fn layers(&self) -> NonZeroU16 {
+        self.layers
     }
 
     pub(crate) fn slots(&self) -> u32 {
         match &self.place {
             Place::Here(region) => region.segments().slots(),
-            Place::InRanks { slots } => *slots,
+            Place::InRanks { slots, .. } => *slots,
+        }
+    }
+
+    /// Bytes of a block; `None`: the settings say.
+    pub(crate) fn block_bytes(&self) -> Option<u64> {
+        match &self.place {
+            Place::Here(region) => Some(region.segments().block_bytes() as u64),
+            Place::InRanks { block_bytes, .. } => *block_bytes,
         }
     }
 
@@ -86,7 +112,7 @@ impl EngineMemory {
     }
 
     /// That each of `slots` is one of the engine's.
-    fn check(&self, slots: &[SlotId]) -> Result<()> {
+    pub(crate) fn check(&self, slots: &[SlotId]) -> Result<()> {
         let all = self.slots();
         match slots.iter().find(|slot| slot.0 >= all) {
             None => Ok(()),
@@ -267,7 +293,7 @@ fn too_short(first: usize, (wanted, there): (usize, usize)) -> Error {
     Error::new(ErrorKind::Invalid, message)
 }
 
-fn check_distinct(slots: &[SlotId]) -> Result<()> {
+pub(crate) fn check_distinct(slots: &[SlotId]) -> Result<()> {
     let mut seen = HashSet::with_capacity(slots.len());
     match slots.iter().find(|&&slot| !seen.insert(slot)) {
         None => Ok(()),

@@ -14,6 +14,7 @@
 //! | [`blocking`] | get and put for engines that copy for themselves, on plain threads |
 //! | `assemble` | the only place that names concrete backends and policies |
 //! | `engine_memory`, `layers` | an engine's own memory at one end of a transfer |
+//! | `checkpoints` | hybrid models: checkpoints of windows and states on the chain |
 //! | `device` | the device tier's bytes, for who looks at them on the CPU |
 //! | `durable` | what outlives the process: the indices of tiers whose slots do |
 //! | `ranks` | a manager whose bytes lie in other processes, one for each tensor-parallel rank |
@@ -27,6 +28,7 @@
 
 mod assemble;
 pub mod blocking;
+mod checkpoints;
 mod clock;
 mod demand;
 mod device;
@@ -50,6 +52,9 @@ mod task;
 mod transfer;
 
 pub use assemble::{GpuReport, NixlReport, PluginReport, installed_nixl_plugins, probe_gpu, probe_nixl};
+pub use checkpoints::{
+    CacheGroup, CheckpointsSaved, GroupKind, GroupSlots, HybridLease, HybridLoaded, HybridSave, HybridSaved,
+};
 pub use clock::{Clock, JumpingClock, ManualClock, SystemClock};
 pub use durable::{DurableEvent, OnDurable, RecoveryReport};
 pub use engine_memory::{EngineMemory, Loaded, Saved, Writers};

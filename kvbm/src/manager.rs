@@ -12,6 +12,7 @@ use kvbm_settings::Settings;
 use kvbm_tiers::{DramRegion, Frame, SlotId, Tier, clock};
 
 use crate::assemble::{self, SharedStore};
+use crate::checkpoints::Checkpoints;
 use crate::device::{Device, Lent};
 use crate::durable::{Durable, RecoveryReport};
 use crate::engine_memory::EngineMemory;
@@ -51,6 +52,8 @@ pub struct Manager {
     background: Mutex<Option<Background>>,
     pinned: Arc<PinnedChains>,
     engine: Option<EngineMemory>,
+    /// The groups of layers beside those that keep every block.
+    checkpoints: Checkpoints,
     /// The one that opened it.
     process: u32,
 }
@@ -68,7 +71,7 @@ impl Manager {
     /// [`ErrorKind::Invalid`]: a setting is wrong or does not fit. [`ErrorKind::Unavailable`]: memory, a
     /// directory or a store cannot be had. The message names the setting to change.
     pub async fn open(settings: Settings, options: Options) -> Result<Self> {
-        Self::assemble(settings, &options, None).await
+        Self::assemble(settings, &options, None, "").await
     }
 
     /// [`open`](Self::open), beside an engine with memory of its own: [`save_from`](Self::save_from) and
@@ -80,11 +83,16 @@ impl Manager {
     /// device tier, or no DRAM to copy to. [`ErrorKind::Unavailable`]: what came back is not what went down, so its layout
     /// is not what it says; or nothing here copies to its memory.
     pub async fn open_with(settings: Settings, options: Options, memory: EngineMemory) -> Result<Self> {
-        Self::assemble(settings, &options, Some(memory)).await
+        Self::assemble(settings, &options, Some(memory), "").await
     }
 
-    async fn assemble(settings: Settings, options: &Options, engine: Option<EngineMemory>) -> Result<Self> {
-        let assembled = assemble::open(settings, options, engine.clone()).await?;
+    pub(crate) async fn assemble(
+        settings: Settings,
+        options: &Options,
+        engine: Option<EngineMemory>,
+        suffix: &str,
+    ) -> Result<Self> {
+        let assembled = assemble::open(settings, options, engine.clone(), suffix).await?;
         assemble::export(&options.registry, &assembled.core)?;
         let pinned = Arc::new(PinnedChains::default());
         let background = Background::start(&assembled.core, &pinned)?;
@@ -98,6 +106,7 @@ impl Manager {
             background: Mutex::new(Some(background)),
             pinned,
             engine,
+            checkpoints: Checkpoints::default(),
             process: std::process::id(),
         })
     }
@@ -146,7 +155,8 @@ impl Manager {
 
     fn end(&self, request: RequestId, output_tokens: u32, will_not_return: bool) {
         let at_ms = self.core.now_ms();
-        self.core.table().finished(&Ended { request, output_tokens, will_not_return, at_ms });
+        let ended = Ended { request, output_tokens, will_not_return, at_ms };
+        self.cores().for_each(|core| core.table().finished(&ended));
     }
 
     /// Brings what the lease holds in any tier onto the device. The answer's lease holds it there.
@@ -166,6 +176,22 @@ impl Manager {
 
     pub(crate) const fn core(&self) -> &Arc<Core> {
         &self.core
+    }
+
+    /// Of all cache groups, that of full attention first.
+    fn cores(&self) -> impl Iterator<Item = &Arc<Core>> {
+        std::iter::once(&self.core).chain(self.checkpoints.cores())
+    }
+
+    pub(crate) const fn checkpoints(&self) -> &Checkpoints {
+        &self.checkpoints
+    }
+
+    /// With other cache groups beside it.
+    pub(crate) fn with_checkpoints(mut self, checkpoints: Checkpoints) -> Self {
+        checkpoints.follow(&self.core);
+        self.checkpoints = checkpoints;
+        self
     }
 
     pub(crate) fn engine(&self) -> Result<&EngineMemory> {
@@ -265,8 +291,15 @@ impl Manager {
     /// [`ErrorKind::Unavailable`]: the epoch has begun, but a tier that outlives the process could not be told: if that
     /// ends before it can, blocks of past epochs are found again. It is tried again in the background.
     pub fn reset(&self, epoch: u64) -> Result<()> {
-        self.core.reset(epoch)?;
+        self.checkpoints.reset_with(&self.core, epoch)?;
         self.pinned.end_past(self.core.namespace());
+        let settled = self.tell_epoch(epoch);
+        // All, also where one cannot be told: that is tried again.
+        self.checkpoints.managers().map(|group| group.tell_epoch(epoch)).fold(settled, Result::and)
+    }
+
+    /// Tells tiers that outlive the process, and those who share them.
+    fn tell_epoch(&self, epoch: u64) -> Result<()> {
         let told = self.store.begin_epoch(epoch, 0);
         self.durable.settle(MAX_RESET).and(told)
     }
@@ -278,19 +311,19 @@ impl Manager {
 
     /// Sets the flushing clock's consequences in motion: call it after a manual clock was moved.
     pub fn tick(&self) {
-        self.core.wake();
+        self.cores().for_each(|core| core.wake());
     }
 
     /// Flushes everything dirty and waits until nothing is in flight, at most for `limit`. Tells what did not get
     /// there: a tier that is away is waited for until then. What did get to a tier that outlives the process is found
     /// by the next one.
     pub fn drain(&self, limit: Duration) -> Drained {
-        let started = clock::now();
+        let left = countdown(limit);
         let drained = self.core.drain(limit);
-        if let Err(error) = self.durable.settle(limit.saturating_sub(started.elapsed()).max(MIN_SETTLE)) {
+        if let Err(error) = self.durable.settle(left().max(MIN_SETTLE)) {
             tracing::error!(%error, "what was drained may not be found after a restart");
         }
-        drained
+        self.checkpoints.managers().map(|group| group.drain(left())).fold(drained, Drained::and)
     }
 
     /// What was found at the start of tiers that an earlier process left.
@@ -318,7 +351,7 @@ impl Manager {
     /// Copies that are overdue now: their media completed nothing for too long, and nobody waits for them any more.
     /// Each holds the slot that it writes, and one that bounces also the slot that it bounces through.
     pub fn overdue(&self) -> u64 {
-        self.core.overdue_in_all()
+        self.cores().map(|core| core.overdue_in_all()).sum()
     }
 
     /// Occupancy of the DRAM slots through which blocks bounce between tiers that nothing connects.
@@ -340,14 +373,15 @@ impl Manager {
     /// Bytes copied on each route so far, where any were.
     pub fn bytes(&self) -> Vec<(Tier, Tier, u64)> {
         let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
-        let bytes = routes.map(|(from, to)| (from, to, self.core.metrics().bytes((from, to))));
+        let bytes_of = |route| self.cores().map(|core| core.metrics().bytes(route)).sum();
+        let bytes = routes.map(|(from, to)| (from, to, bytes_of((from, to))));
         bytes.filter(|&(.., bytes)| bytes > 0).collect()
     }
 
     /// Copies that failed so far.
     pub fn failures(&self) -> u64 {
         let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
-        routes.map(|route| self.core.metrics().failures(route)).sum()
+        routes.flat_map(|route| self.cores().map(move |core| core.metrics().failures(route))).sum()
     }
 
     /// Whose memory the device tier is: `emulated` (the host's) or `cuda`; `None`: there is no such tier.
@@ -370,13 +404,7 @@ impl Manager {
     /// Every invariant of the table that does not hold, and whether the audit in the background found one broken lately.
     /// Linear in the number of blocks.
     pub fn audit(&self) -> Vec<Violation> {
-        let mut violations = self.core.table().audit();
-        let drift = self.core.accounting_drift();
-        if drift > 0 {
-            violations
-                .push(Violation(format!("the audit in the background found {drift} (the log has them)")));
-        }
-        violations
+        self.cores().flat_map(|core| violations(core)).collect()
     }
 
     /// Stops everything: background work ends, what waits for its turn is not copied, and every [`Transfer`] has its
@@ -387,9 +415,11 @@ impl Manager {
         drop(self.background.lock().take());
         self.core.close();
         self.pinned.clear();
+        let left = countdown(limit);
         let copies_left = self.core.wait_for_media(limit);
-        self.durable.close(limit.max(MIN_CLOSE));
-        Closing { copies_left }
+        self.durable.close(left().max(MIN_CLOSE));
+        let of_groups = self.checkpoints.managers().map(|group| group.close(left()).copies_left);
+        Closing { copies_left: copies_left + of_groups.sum::<u64>() }
     }
 }
 
@@ -403,6 +433,22 @@ impl Drop for Manager {
             self.durable.abandon();
         }
     }
+}
+
+fn violations(core: &Core) -> Vec<Violation> {
+    let mut violations = core.table().audit();
+    let drift = core.accounting_drift();
+    if drift > 0 {
+        violations.push(Violation(format!("the audit in the background found {drift} (the log has them)")));
+    }
+    violations
+}
+
+/// What is left of `limit` from now on.
+fn countdown(limit: Duration) -> impl Fn() -> Duration {
+    // None: beyond the end of time.
+    let deadline = clock::now().checked_add(limit);
+    move || deadline.map_or(limit, |deadline| deadline.saturating_duration_since(clock::now()))
 }
 
 /// What a [`Manager::close`] left behind.

@@ -72,6 +72,8 @@ pub struct Rank {
     stopper: Stopper,
     service: Arc<Service>,
     thread: Option<JoinHandle>,
+    /// The same rank of other cache groups.
+    groups: Vec<Self>,
 }
 
 /// The device tier of a rank, in which an engine writes and reads slots that its leader named.
@@ -106,7 +108,7 @@ impl Rank {
     /// version, or another number of ranks. [`ErrorKind::Unavailable`]: memory, a directory or a store cannot be had, no
     /// leader came in time, or another process has this rank's number. The message names what it is.
     pub fn join(settings: &Settings, options: RankOptions) -> Result<Self> {
-        Self::join_as(settings, options, None)
+        Self::join_as(settings, options, None, "")
     }
 
     /// [`join`](Self::join), with the memory of this rank's engine in place of a device tier: the leader
@@ -115,12 +117,17 @@ impl Rank {
     /// # Errors
     /// Those of [`join`](Self::join) and of [`open_with`](crate::Manager::open_with).
     pub fn join_with(settings: &Settings, options: RankOptions, memory: &EngineMemory) -> Result<Self> {
-        Self::join_as(settings, options, Some(memory))
+        Self::join_as(settings, options, Some(memory), "")
     }
 
-    fn join_as(settings: &Settings, options: RankOptions, memory: Option<&EngineMemory>) -> Result<Self> {
+    pub(crate) fn join_as(
+        settings: &Settings,
+        options: RankOptions,
+        memory: Option<&EngineMemory>,
+        suffix: &str,
+    ) -> Result<Self> {
         let number = options.rank;
-        let OpenedRank { member, device } = open_rank(settings, options, memory)?;
+        let OpenedRank { member, device } = open_rank(settings, options, memory, suffix)?;
         // Asked for now: from here on the thread has the member, until the service ends.
         let (stopper, leader) = (member.stopper(), member.leader());
         let service = Arc::new(Service::default());
@@ -128,7 +135,12 @@ impl Rank {
         let thread = spawn("kvbm-rank", move || outcome.run(|| member.serve().map_err(leader_gone)))
             .map_err(|error| Error::caused(ErrorKind::Unavailable, "cannot start a thread", error))?;
         let device = device.map(|(device, pool)| DeviceSlots::new(device, pool));
-        Ok(Self { number, leader, device, stopper, service, thread: Some(thread) })
+        Ok(Self { number, leader, device, stopper, service, thread: Some(thread), groups: Vec::new() })
+    }
+
+    pub(crate) fn with_groups(mut self, groups: Vec<Self>) -> Self {
+        self.groups = groups;
+        self
     }
 
     /// Its number, from 0.
@@ -142,18 +154,13 @@ impl Rank {
     /// [`ErrorKind::Unavailable`]: the leader is gone, which the message names, or the service itself panicked. What the
     /// rank held is worth nothing then.
     pub fn wait(&self) -> Result<()> {
-        let mut outcome = self.service.outcome.lock();
-        loop {
-            if let Some(outcome) = &*outcome {
-                return outcome.clone();
-            }
-            self.service.ended.wait(&mut outcome);
-        }
+        self.service.wait()?;
+        self.groups.iter().try_for_each(Self::wait)
     }
 
     /// Whether it still does what its leader says.
     pub fn is_serving(&self) -> bool {
-        self.service.outcome.lock().is_none()
+        self.service.outcome.lock().is_none() && self.groups.iter().all(Self::is_serving)
     }
 
     /// Lets `fill` write this rank's slice of a block, `block_bytes` long, into a slot of its device: one of the leader's
@@ -183,6 +190,16 @@ impl Drop for Rank {
 }
 
 impl Service {
+    fn wait(&self) -> Result<()> {
+        let mut outcome = self.outcome.lock();
+        loop {
+            if let Some(outcome) = &*outcome {
+                return outcome.clone();
+            }
+            self.ended.wait(&mut outcome);
+        }
+    }
+
     /// Ends also by a panic: who waits for the end would wait for ever.
     fn run(&self, serve: impl FnOnce() -> Result<()>) {
         self.end(catch_unwind(AssertUnwindSafe(serve)).unwrap_or_else(|_| Err(panicked())));

@@ -6,7 +6,7 @@
 mod real {
     pub(crate) use std::sync::atomic::AtomicUsize;
 
-    pub(crate) use parking_lot::{Mutex, MutexGuard};
+    pub(crate) use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
 
     /// Starts a named thread.
     pub(crate) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle> {
@@ -18,8 +18,9 @@ mod real {
 
 #[cfg(feature = "shuttle")]
 mod real {
-    pub(crate) use shuttle::sync::MutexGuard;
+    use shuttle::sync::RwLockWriteGuard;
     pub(crate) use shuttle::sync::atomic::AtomicUsize;
+    pub(crate) use shuttle::sync::{MutexGuard, RwLockReadGuard};
 
     /// `shuttle`'s mutex with the interface of `parking_lot`'s.
     #[derive(Debug, Default)]
@@ -32,6 +33,24 @@ mod real {
 
         pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
             self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        }
+    }
+
+    /// `shuttle`'s lock with the interface of `parking_lot`'s.
+    #[derive(Debug, Default)]
+    pub(crate) struct RwLock<T>(shuttle::sync::RwLock<T>);
+
+    impl<T> RwLock<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Self(shuttle::sync::RwLock::new(value))
+        }
+
+        pub(crate) fn read(&self) -> RwLockReadGuard<'_, T> {
+            self.0.read().unwrap_or_else(std::sync::PoisonError::into_inner)
+        }
+
+        pub(crate) fn write(&self) -> RwLockWriteGuard<'_, T> {
+            self.0.write().unwrap_or_else(std::sync::PoisonError::into_inner)
         }
     }
 

@@ -26,13 +26,14 @@ pub struct Transfer<T> {
     id: Option<TransferId>,
     /// Ends it early.
     cancel: Option<Box<dyn FnOnce() + Send + Sync>>,
-    /// Of a load whose layers come one by one.
-    layers: Option<Arc<LayerCount>>,
+    /// Of a load whose layers come one by one: those of each part, with its cache group.
+    layers: Vec<(u8, Arc<LayerCount>)>,
 }
 
-#[derive(Debug)]
 enum State<T> {
     UnderWay(oneshot::Receiver<T>),
+    /// It has parts, and ends with the last of them.
+    Joined(Pin<Box<dyn Future<Output = Result<T>> + Send + Sync>>),
     /// The answer was given, or it was never begun: the reason, until it is asked for.
     Over(Option<Error>),
 }
@@ -66,12 +67,12 @@ impl<T> fmt::Debug for Transfer<T> {
 
 impl<T> Transfer<T> {
     pub(crate) const fn new(answer: oneshot::Receiver<T>) -> Self {
-        Self { state: State::UnderWay(answer), id: None, cancel: None, layers: None }
+        Self { state: State::UnderWay(answer), id: None, cancel: None, layers: Vec::new() }
     }
 
     /// Of work that was not begun.
     pub(crate) const fn failed(error: Error) -> Self {
-        Self { state: State::Over(Some(error)), id: None, cancel: None, layers: None }
+        Self { state: State::Over(Some(error)), id: None, cancel: None, layers: Vec::new() }
     }
 
     /// Of work that was over at once.
@@ -82,12 +83,45 @@ impl<T> Transfer<T> {
         Self::new(transfer)
     }
 
+    /// Of several parts: `answer` makes one of their answers, which come in the order of the parts.
+    pub(crate) fn joined<P: Send + Sync + 'static>(
+        mut parts: Vec<Transfer<P>>,
+        answer: impl FnOnce(Vec<Result<P>>) -> Result<T> + Send + Sync + 'static,
+    ) -> Self {
+        let cancels: Vec<_> = parts.iter_mut().filter_map(|part| part.cancel.take()).collect();
+        let joined = async move {
+            let mut answers = Vec::with_capacity(parts.len());
+            // They go on by themselves, whichever is waited for.
+            for part in parts {
+                answers.push(part.await);
+            }
+            answer(answers)
+        };
+        let state = State::Joined(Box::pin(joined));
+        Self { state, id: None, cancel: None, layers: Vec::new() }
+            .cancelled_by(move || cancels.into_iter().for_each(|cancel| cancel()))
+    }
+
+    /// [`joined`](Self::joined), of parts of cache groups.
+    pub(crate) fn joined_groups<P: Send + Sync + 'static>(
+        parts: Vec<(u8, Transfer<P>)>,
+        answer: impl FnOnce(Vec<Result<P>>) -> Result<T> + Send + Sync + 'static,
+    ) -> Self {
+        let mut layers = Vec::new();
+        let take = |(group, mut part): (u8, Transfer<P>)| {
+            layers.extend(part.layers.drain(..).map(|(_, count)| (group, count)));
+            part
+        };
+        let parts = parts.into_iter().map(take).collect();
+        Self { layers, ..Self::joined(parts, answer) }
+    }
+
     pub(crate) fn named(self, id: Option<TransferId>) -> Self {
         Self { id, ..self }
     }
 
-    pub(crate) fn in_layers(self, layers: Option<Arc<LayerCount>>) -> Self {
-        Self { layers, ..self }
+    pub(crate) fn in_layers(self, layers: Arc<LayerCount>) -> Self {
+        Self { layers: vec![(0, layers)], ..self }
     }
 
     /// Its name in [`Manager::completions`](crate::Manager::completions); `None` if it was never begun.
@@ -140,15 +174,28 @@ impl<T> Transfer<T> {
     }
 
     /// Leading layers that are there in every block that the load was asked for, 0 for any other transfer. A backend that
-    /// copies block by block tells of none before the end.
+    /// copies block by block tells of none before the end. Of a hybrid model, layers of full attention.
     pub fn layers_arrived(&self) -> u16 {
-        self.layers.as_ref().map_or(0, |layers| layers.arrived())
+        self.layers_of(0).map(LayerCount::arrived).min().unwrap_or(0)
     }
 
     /// Blocks the thread, for `limit` at most, until the first `layers` layers of every block are there. False: they are
     /// not, and where the load has ended they will not be: the [answer](Self::try_take) says what arrived.
     pub fn wait_layers(&self, layers: u16, limit: Duration) -> bool {
-        self.layers.as_ref().is_some_and(|count| count.wait(layers, limit) >= layers)
+        self.wait_group_layers(0, layers, limit)
+    }
+
+    /// [`wait_layers`](Self::wait_layers), of the layers of a cache group.
+    pub fn wait_group_layers(&self, group: u8, layers: u16, limit: Duration) -> bool {
+        // None: beyond the end of time.
+        let deadline = clock::now().checked_add(limit);
+        let left = || deadline.map_or(limit, |deadline| deadline.saturating_duration_since(clock::now()));
+        let mut parts = self.layers_of(group).peekable();
+        parts.peek().is_some() && parts.all(|part| part.wait(layers, left()) >= layers)
+    }
+
+    fn layers_of(&self, group: u8) -> impl Iterator<Item = &LayerCount> {
+        self.layers.iter().filter(move |(of, _)| *of == group).map(|(_, count)| &**count)
     }
 }
 
@@ -186,6 +233,7 @@ impl<T> Future for Transfer<T> {
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let answer = match &mut self.state {
             State::UnderWay(answer) => ready!(Pin::new(answer).poll(context)).map_err(|_| Error::closed()),
+            State::Joined(joined) => ready!(joined.as_mut().poll(context)),
             State::Over(error) => Err(error.take().unwrap_or_else(Error::closed)),
         };
         self.state = State::Over(None);

@@ -9,6 +9,7 @@
 //! | [`eviction`] | the [`Eviction`] trait and one file for each policy |
 //! | [`admission`] | the [`Admission`] trait: which blocks are copied to the tier below, and when |
 //! | [`reuse`] | the [`ReuseModel`] of a tier, which both borrow: how soon blocks return |
+//! | [`checkpoints`] | what is kept of layers with a window or a state |
 //! | `tier_policies` | the [`TierPolicies`] of one tier: who hears of what, and in which order |
 //! | `chunked` | arrays that never move |
 //! | `seam` | what the owner of a tier and its policies say to each other |
@@ -21,6 +22,7 @@
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 pub mod admission;
+pub mod checkpoints;
 mod chunked;
 pub mod eviction;
 pub mod miss_ratio;
@@ -32,6 +34,7 @@ pub mod split;
 mod tier_policies;
 
 pub use admission::{Admission, AdmissionKind, Candidates, Trigger, UnknownAdmission};
+pub use checkpoints::{CheckpointGrid, CheckpointPart};
 pub use eviction::{Eviction, EvictionKind, UnknownEviction};
 pub use miss_ratio::{MissRatio, SampledRequests};
 pub use reuse::{LastUse, ReuseModel};

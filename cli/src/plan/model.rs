@@ -2,7 +2,7 @@
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use kvbm_policies::BLOCK_TOKENS;
+use kvbm_policies::{BLOCK_TOKENS, checkpoints};
 use kvbm_settings::parse_size;
 use serde::Serialize;
 
@@ -187,8 +187,8 @@ impl Model {
         let number_bytes = DTYPES.iter().find(|(name, _)| *name == dtype).map_or(2, |&(_, bytes)| bytes);
         let layer_bytes = number_bytes * numbers_per_layer(shape, args.tensor_parallel);
         let bytes_per_token = layer_bytes * u64::from(shape.layers - shape.window_layers);
-        // A window longer than the way between two checkpoints is not kept twice.
-        let window = u64::from(shape.window).min(u64::from(args.checkpoint_blocks) * u64::from(BLOCK_TOKENS));
+        let way = u64::from(args.checkpoint_blocks) * u64::from(BLOCK_TOKENS);
+        let window = checkpoints::kept(u64::from(shape.window), way);
         let bytes_per_checkpoint =
             layer_bytes * u64::from(shape.window_layers) * window + args.state_bytes.unwrap_or(0);
         Self {

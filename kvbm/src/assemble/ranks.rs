@@ -115,11 +115,12 @@ pub(crate) struct OpenedRank {
     pub(crate) device: Option<(Arc<dyn Device>, FramePool)>,
 }
 
-/// Opens a rank's tiers, and joins. Takes memory, makes files, probes stores, and waits for the leader.
+/// Opens a rank's tiers, those of the cache group `suffix` apart from others', and joins. Takes memory, makes files, probes stores, and waits for the leader.
 pub(crate) fn open_rank(
     settings: &Settings,
     options: RankOptions,
     engine: Option<&EngineMemory>,
+    suffix: &str,
 ) -> Result<OpenedRank> {
     settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
     let RankOptions { group, rank, fingerprint, chaos } = options;
@@ -127,7 +128,7 @@ pub(crate) fn open_rank(
     // Ranks are told of no block's tokens, so there is nothing to compare these with.
     fingerprint.map_or(Ok(()), |fingerprint| fingerprint.validate(fingerprint.block_tokens))?;
     // Ranks may share directories and stores: each has files and objects of its own there.
-    let name = format!("{}-rank{rank}of{world}", namespace(settings, fingerprint).name);
+    let name = format!("{}-rank{rank}of{world}", namespace(settings, fingerprint, suffix).name);
     // Which of its slots have blocks the leader knows, and nobody else.
     let namespace = Namespace { name, identity: None };
     let region = engine.map(EngineMemory::region).transpose()?;

@@ -53,6 +53,7 @@ pub struct Metrics {
     recompute_tokens: IntCounter,
     orphans: IntCounter,
     duplicates: IntCounter,
+    out_of_reach: IntCounter,
     upstream: Upstream,
 }
 
@@ -193,6 +194,10 @@ impl Metrics {
                 "kvbm_duplicate_blocks_total",
                 "Blocks that an engine brought and that were there, or on their way, already.",
             )?,
+            out_of_reach: b.counter(
+                "kvbm_out_of_reach_tokens_total",
+                "Tokens held of full attention behind the last checkpoint that all cache groups have.",
+            )?,
             upstream: Upstream::new(&b)?,
         })
     }
@@ -314,6 +319,11 @@ impl Metrics {
     /// Blocks of an engine's that were there already.
     pub(crate) fn duplicated(&self, blocks: usize) {
         self.duplicates.inc_by(blocks as u64);
+    }
+
+    /// So many blocks are held that no checkpoint leads to.
+    pub(crate) fn out_of_reach(&self, blocks: usize) {
+        self.out_of_reach.inc_by(blocks as u64 * self.block_tokens);
     }
 
     /// Bytes copied on a route so far.

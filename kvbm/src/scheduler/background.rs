@@ -77,6 +77,12 @@ impl Drained {
     pub fn is_complete(&self) -> bool {
         !self.in_flight && self.unflushed == [0; Tier::COUNT]
     }
+
+    /// Of two groups of blocks together.
+    pub(crate) fn and(self, other: Self) -> Self {
+        let unflushed = Tier::ALL.map(|tier| self.unflushed[tier.index()] + other.unflushed[tier.index()]);
+        Self { unflushed, in_flight: self.in_flight || other.in_flight }
+    }
 }
 
 /// A [`Core::drain`] under way. It ends also by a panic: else all that is merely used would go down from then on.

@@ -107,7 +107,7 @@ impl Core {
         });
         self.hand_over(plan, reply, (turn, started));
         self.go_after(id, after);
-        self.cancellable(transfer, id).in_layers(Some(count))
+        self.cancellable(transfer, id).in_layers(count)
     }
 
     /// The plan of a transfer is complete: its copies go once the engine is `ready`.

@@ -185,9 +185,12 @@ impl Core {
     }
 
     fn apply_step(self: &Arc<Self>, effects: Effects) {
-        let Effects { tasks, awaited, cancelled, ended, dropped, released, news, .. } = effects;
+        let Effects { tasks, awaited, cancelled, ended, dropped, released, left, news, .. } = effects;
         // Before the replies: who is told that all is over must find that it is.
         drop(released);
+        if let Some(on_left) = self.on_left.get().filter(|_| !left.is_empty()) {
+            on_left(&left);
+        }
         news.iter().for_each(|listener| listener.wake());
         for Dropped { tier, blocks, defect } in dropped {
             tracing::error!(%tier, blocks, ?defect, "a block and its descendants are dropped");

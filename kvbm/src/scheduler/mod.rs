@@ -46,8 +46,8 @@ mod staging;
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use kvbm_policies::{Leg, split};
@@ -70,7 +70,7 @@ use crate::lease::Lease;
 use crate::metrics::Metrics;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
 use crate::table::{
-    Match, Reply, RequestInfo, Reserved, SharedTable, Table, TableGuard, TransferEnd, TransferPlan,
+    LeftBlock, Match, Reply, RequestInfo, Reserved, SharedTable, Table, TableGuard, TransferEnd, TransferPlan,
 };
 use crate::task::{Class, TransferId};
 use crate::transfer::{Transfer, Transferred};
@@ -116,6 +116,8 @@ impl Tuning {
     }
 }
 
+type OnLeft = Box<dyn Fn(&[LeftBlock]) + Send + Sync>;
+
 /// Everything that moves blocks. Shared by the manager, its leases and the callbacks of its backends.
 pub struct Core {
     table: Arc<SharedTable>,
@@ -140,6 +142,8 @@ pub struct Core {
     tuning: Tuning,
     /// Calls of [`Core::pump`] that somebody has to act on.
     pumps: AtomicUsize,
+    /// Is told of blocks that leave a tier.
+    on_left: OnceLock<OnLeft>,
     /// Held once for each batch that a backend has.
     with_media: Arc<()>,
     /// 1 when nothing is taken on any more.
@@ -199,6 +203,7 @@ impl Core {
             metrics,
             tuning,
             pumps: AtomicUsize::new(0),
+            on_left: OnceLock::new(),
             with_media: Arc::default(),
             closed: AtomicUsize::new(0),
         })
@@ -217,6 +222,25 @@ impl Core {
         drop(table);
         self.apply(effects);
         evicted
+    }
+
+    /// Has somebody told of blocks that leave a tier, soon after, with the table unlocked.
+    pub(crate) fn tell_left_blocks(&self, on_left: impl Fn(&[LeftBlock]) + Send + Sync + 'static) {
+        self.on_left.get_or_init(|| Box::new(on_left));
+        self.table().note_left_blocks();
+    }
+
+    /// Lets chains leave, each named by its last block: see [`Table::let_go`].
+    pub(crate) fn let_go<'a>(self: &Arc<Self>, chains: impl Iterator<Item = (Tier, Chain<'a>, bool)>) {
+        let mut table = self.table();
+        for (tier, last, go_unflushed) in chains {
+            if table.has(tier) {
+                table.let_go(tier, last, go_unflushed);
+            }
+        }
+        let effects = table.take_effects();
+        drop(table);
+        self.apply(effects);
     }
 
     /// Whether anything can be done with a lease.

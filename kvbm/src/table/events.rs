@@ -4,6 +4,8 @@ use kvbm_policies::RequestId;
 use kvbm_tiers::Tier;
 
 use super::index::RecordId;
+use super::tier_set::TierSet;
+use super::transfers::LeftBlock;
 use super::{RequestInfo, Table};
 use crate::events::{CacheEvent, CachedBlock, Events, RemoveReason, StoreReason};
 use crate::hash::BlockHash;
@@ -33,6 +35,16 @@ impl Table {
             let block = self.cached_block(tier, record);
             self.listeners.note(CacheEvent::Removed { block, reason });
         }
+        if self.transfers.notes_left_blocks() {
+            let hash = self.cached_block(tier, record).hash;
+            let is_gone = self.records.at(record).resident() == TierSet::default();
+            self.transfers.note_left(LeftBlock { tier, hash, is_gone });
+        }
+    }
+
+    /// Has blocks that leave a tier told among the [effects](Self::take_effects).
+    pub(crate) const fn note_left_blocks(&mut self) {
+        self.transfers.note_left_blocks();
     }
 
     pub(super) fn tell_cleared(&mut self) {

@@ -7,6 +7,7 @@ use super::index::RecordId;
 use super::tier::{Dirty, Slot};
 use super::{MissReason, Table};
 use crate::events::RemoveReason;
+use crate::hash::Chain;
 
 /// Where there is no room, so many forgotten blocks leave first.
 const SWEPT: usize = 64;
@@ -64,6 +65,26 @@ impl Table {
             self.evict_leaf(tier, victim);
         }
         blocks
+    }
+
+    /// Lets a chain leave `tier`, its `last` block first, as far as nobody reads it and no other hangs on it. Blocks that
+    /// the tier below is to have and lacks stay, unless they `go_unflushed`.
+    pub(crate) fn let_go(&mut self, tier: Tier, last: Chain<'_>, go_unflushed: bool) {
+        let last = self.enter(last);
+        let mut next = self.find(last.key(0));
+        while let Some(record) = next.filter(|&record| self.records.at(record).resident().has(tier)) {
+            let (held, records) = self.tier_and_records(tier);
+            let slot = records.at(record).slot(tier);
+            let block = held.at(slot);
+            let is_free = block.is_leaf() && block.pins() == 0 && !block.is_quarantined();
+            if !is_free || !(go_unflushed || held.is_clean(slot, records)) {
+                return;
+            }
+            held.stats.evicted += 1;
+            next = records.at(record).parent();
+            let frame = self.detach(tier, slot);
+            self.tier_mut(tier).pool.give_back(frame);
+        }
     }
 
     /// Takes a leaf out of a tier and its slot handle out of the table.

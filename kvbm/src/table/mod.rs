@@ -76,6 +76,7 @@ pub use self::restore::Restored;
 pub use self::shared::SharedTable;
 pub use self::tier::{TierSpec, TierStats};
 pub use self::tier_set::TierSet;
+pub(crate) use self::transfers::LeftBlock;
 pub use self::transfers::{Dropped, Effects, Filled, Reply, Reserved, Steps, TransferEnd, TransferPlan};
 
 use self::index::{Index, KeyHash};

@@ -26,6 +26,7 @@ use super::namespace::NamespaceId;
 use super::pins::Pins;
 use super::request::RequestContext;
 use crate::events::{Buffer, StoreReason};
+use crate::hash::BlockHash;
 use crate::task::{Class, CopyTask, Defect, TransferId};
 
 pub use self::plan::{Filled, Reserved, Steps, TransferPlan};
@@ -217,6 +218,8 @@ pub struct Effects {
     pub released: Vec<Arc<()>>,
     /// Blocks that are gone.
     pub dropped: Vec<Dropped>,
+    /// Blocks that left a tier, where somebody wants to know.
+    pub(crate) left: Vec<LeftBlock>,
     /// Those who listen, and for whom something was noted.
     pub(crate) news: Vec<Arc<Buffer>>,
     /// What was kept of the blocks of transfers that are over. It goes with the table unlocked: to give back a large array
@@ -231,6 +234,15 @@ pub struct Effects {
 /// Nothing but memory.
 #[derive(Debug)]
 pub(crate) struct Spent(#[expect(dead_code, reason = "it is kept to be dropped")] Vec<Block>);
+
+/// A block that left a tier.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LeftBlock {
+    pub(crate) tier: Tier,
+    pub(crate) hash: BlockHash,
+    /// No tier has it any more.
+    pub(crate) is_gone: bool,
+}
 
 /// Who waits for a block that is on its way into a tier.
 #[derive(Debug)]
@@ -251,9 +263,24 @@ pub(super) struct Transfers {
     /// Transfers of which blocks can become resident.
     ready: Vec<TransferId>,
     is_closed: bool,
+    /// Blocks that leave are noted.
+    notes_left: bool,
 }
 
 impl Transfers {
+    /// Has blocks that leave a tier noted from here on.
+    pub(super) const fn note_left_blocks(&mut self) {
+        self.notes_left = true;
+    }
+
+    pub(super) const fn notes_left_blocks(&self) -> bool {
+        self.notes_left
+    }
+
+    pub(super) fn note_left(&mut self, left: LeftBlock) {
+        self.effects.left.push(left);
+    }
+
     fn open(&mut self, transfer: Transfer) -> TransferId {
         let awaited = match transfer.parent {
             Parent::Awaited(parent) => Some((transfer.to, parent)),

@@ -1,0 +1,73 @@
+//! A cache group beside full attention, and the names of what its checkpoints keep.
+
+use std::sync::Arc;
+
+use kvbm_tiers::Tier;
+
+use crate::fingerprint::digest;
+use crate::hash::{BlockHash, Chain};
+use crate::manager::Manager;
+use crate::scheduler::Core;
+use crate::table::LeftBlock;
+
+/// A cache group beside full attention.
+pub(super) struct Group {
+    pub(super) number: u8,
+    /// Blocks that it looks back over; 1 for a state.
+    pub(super) window: usize,
+    /// Has its blocks.
+    pub(super) manager: Manager,
+}
+
+impl Group {
+    /// The blocks that a checkpoint keeps, root first. The last one has the name of the block at the checkpoint's
+    /// position, so that a look for it costs no digest; the others' names are their own, so that no two checkpoints
+    /// share a block.
+    pub(super) fn names(at: BlockHash, kept: usize) -> Vec<BlockHash> {
+        (1..kept).rev().map(|back| name(at, back)).chain([at]).collect()
+    }
+
+    pub(super) const fn chain<'a>(&self, names: &'a [BlockHash]) -> Chain<'a> {
+        Chain::of_group(self.number, names)
+    }
+
+    /// Whether the checkpoint at a block is there, in any tier: its tiers are prefix-closed.
+    pub(super) fn has(&self, at: &BlockHash) -> bool {
+        self.manager.core().matches(self.chain(std::slice::from_ref(at))).longest() > 0
+    }
+
+    pub(super) fn follower(&self) -> Follower {
+        Follower { number: self.number, core: Arc::clone(self.manager.core()) }
+    }
+}
+
+/// The block `back` blocks before the last one of a checkpoint.
+fn name(at: BlockHash, back: usize) -> BlockHash {
+    let (at, back) = (at.get().to_le_bytes(), (back as u64).to_le_bytes());
+    BlockHash::from_u128(digest(&[b"kvbm checkpoint 1".as_slice(), &at, &back].concat()))
+}
+
+/// Has a group's checkpoints leave no later than the blocks that they hang on.
+pub(super) struct Follower {
+    number: u8,
+    core: Arc<Core>,
+}
+
+impl Follower {
+    pub(super) fn blocks_left(&self, left: &[LeftBlock]) {
+        let left: Vec<_> =
+            left.iter().map(|left| (left.hash, Some(left.tier).filter(|_| !left.is_gone))).collect();
+        self.let_go(&left);
+    }
+
+    /// From one tier what the tier below has: the block went down, and its checkpoint is to be found there. From all, if
+    /// none is named: the block is nowhere, and nobody finds the checkpoint any more.
+    pub(super) fn let_go(&self, left: &[(BlockHash, Option<Tier>)]) {
+        let chains = left.iter().flat_map(|(hash, from)| {
+            let last = Chain::of_group(self.number, std::slice::from_ref(hash));
+            let tiers = Tier::ALL.into_iter().filter(move |&tier| from.is_none_or(|from| from == tier));
+            tiers.map(move |tier| (tier, last, from.is_none()))
+        });
+        self.core.let_go(chains);
+    }
+}

@@ -1,0 +1,171 @@
+//! Saves of all cache groups as one transfer.
+
+use kvbm_tiers::Fence;
+
+use super::group::{Follower, Group};
+use super::{Checkpoints, FULL, GroupSlots, find, invalid};
+use crate::engine_memory::Saved;
+use crate::error::{Error, Result};
+use crate::hash::BlockHash;
+use crate::manager::Manager;
+use crate::table::RequestInfo;
+use crate::transfer::Transfer;
+
+/// What a request has computed, in all cache groups.
+#[derive(Clone, Debug)]
+pub struct HybridSave<'a> {
+    /// Whose it is.
+    pub info: RequestInfo,
+    /// The chain of its full blocks up to here.
+    pub chain: &'a [BlockHash],
+    /// Where the blocks are. Group 0 must be among them, as [`Manager::save_from`] takes it. Of a window, name what is
+    /// still there, with the last block of the chain as the last; of a state, the same, often the last one alone.
+    pub slots: &'a [GroupSlots<'a>],
+    /// The chain ends with a prompt or a turn: a checkpoint is worth its room here, wherever the grid is.
+    pub is_end: bool,
+    /// When the slots are written.
+    pub ready: Fence,
+}
+
+/// How a [`Manager::save_hybrid`] ended.
+#[derive(Debug)]
+pub struct HybridSaved {
+    /// The blocks of full attention.
+    pub full: Saved,
+    /// By cache group that was named.
+    pub groups: Vec<CheckpointsSaved>,
+}
+
+/// What became of a cache group's checkpoints. Counts are in blocks, but for the first two.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CheckpointsSaved {
+    /// Number of the group.
+    pub group: u8,
+    /// Checkpoints that could be made of the slots that were named.
+    pub checkpoints: usize,
+    /// Those of them that are there now, with the block that they hang on.
+    pub whole: usize,
+    /// Copied by this save.
+    pub copied: usize,
+    /// There before, or on their way.
+    pub duplicates: usize,
+    /// Not worth the room that they would take.
+    pub declined: usize,
+    /// Found no room or no queue space, or the medium is left alone for now.
+    pub refused: usize,
+    /// Failed, with those behind them.
+    pub failed: usize,
+}
+
+/// A checkpoint that is to be made.
+#[derive(Clone, Copy)]
+struct Planned {
+    group: u8,
+    at: usize,
+    hash: BlockHash,
+    kept: usize,
+}
+
+impl Manager {
+    /// Copies what a request has computed to the uppermost tier, in all cache groups, once `ready` has come: of full
+    /// attention the blocks, as [`save_from`](Self::save_from) does; of the others checkpoints, on the grid
+    /// (`hybrid.checkpoint_blocks`) and, where `is_end`, at the end of the chain, as far as all blocks that they keep are
+    /// named. What is there already is not copied again.
+    ///
+    /// Errors are those of [`save_from`](Self::save_from), for slots of each group. Nothing is begun then.
+    pub fn save_hybrid(&self, save: &HybridSave<'_>) -> Transfer<HybridSaved> {
+        let checkpoints = self.checkpoints();
+        let full = match checkpoints.check_save(self, save) {
+            Ok(full) => full,
+            Err(error) => return Transfer::failed(error),
+        };
+        let _epoch = checkpoints.in_one_epoch();
+        let planned = checkpoints.plan(save);
+        let mut parts =
+            vec![self.save_from(save.info, save.chain, full.first, full.slots, save.ready.clone())];
+        parts.extend(planned.iter().map(|planned| checkpoints.save(planned, save)));
+        let groups: Vec<u8> =
+            save.slots.iter().map(|given| given.group).filter(|&group| group != FULL).collect();
+        let others: Vec<Follower> = checkpoints.groups.iter().map(Group::follower).collect();
+        Transfer::joined(parts, move |answers| answer(answers, &planned, &groups, &others))
+    }
+}
+
+impl Checkpoints {
+    fn check_save<'a>(&self, manager: &Manager, save: &HybridSave<'a>) -> Result<GroupSlots<'a>> {
+        self.check(manager, save.slots)?;
+        if let Some(given) = save.slots.iter().find(|given| given.end() > save.chain.len()) {
+            let (group, end, blocks) = (given.group, given.end(), save.chain.len());
+            return Err(invalid(format!(
+                "the slots of cache group {group} go on to position {end}, of {blocks}"
+            )));
+        }
+        find(save.slots, FULL).ok_or_else(|| invalid("name the slots of cache group 0 as well".to_owned()))
+    }
+
+    fn plan(&self, save: &HybridSave<'_>) -> Vec<Planned> {
+        let of_group = |given: &GroupSlots<'_>| {
+            let Ok(group) = self.group(given.group) else { return Vec::new() };
+            let is_end = save.is_end && given.end() == save.chain.len();
+            let at = self.grid().within(given.first..given.end(), group.window, is_end);
+            let planned = |at| Planned {
+                group: given.group,
+                at,
+                hash: save.chain[at - 1],
+                kept: self.grid().kept_at(at, group.window),
+            };
+            at.map(planned).collect()
+        };
+        save.slots.iter().flat_map(of_group).collect()
+    }
+}
+
+impl Checkpoints {
+    fn save(&self, planned: &Planned, save: &HybridSave<'_>) -> Transfer<Saved> {
+        let (Ok(group), Some(given)) = (self.group(planned.group), find(save.slots, planned.group)) else {
+            return Transfer::failed(invalid(format!("there is no cache group {}", planned.group)));
+        };
+        let names = Group::names(planned.hash, planned.kept);
+        let slots = &given.slots[planned.at - planned.kept - given.first..planned.at - given.first];
+        group.manager.save_from(save.info, group.chain(&names), 0, slots, save.ready.clone())
+    }
+}
+
+fn answer(
+    mut answers: Vec<Result<Saved>>,
+    planned: &[Planned],
+    groups: &[u8],
+    followers: &[Follower],
+) -> Result<HybridSaved> {
+    let checkpoints = answers.split_off(1);
+    let full = answers.pop().unwrap_or_else(|| Err(Error::closed()))?;
+    let held = full.lease.held().longest();
+    let count = |group: u8| {
+        let mut count = CheckpointsSaved { group, ..CheckpointsSaved::default() };
+        let of_group = planned.iter().zip(&checkpoints).filter(|(planned, _)| planned.group == group);
+        for (planned, saved) in of_group {
+            count.add(saved.as_ref().map_err(Clone::clone)?, planned, held);
+        }
+        Ok(count)
+    };
+    let groups = groups.iter().map(|&group| count(group)).collect::<Result<_>>()?;
+    // What these hold could not go.
+    drop(checkpoints);
+    for planned in planned.iter().filter(|planned| planned.at > held) {
+        followers[usize::from(planned.group) - 1].let_go(&[(planned.hash, None)]);
+    }
+    Ok(HybridSaved { full, groups })
+}
+
+impl CheckpointsSaved {
+    fn add(&mut self, saved: &Saved, planned: &Planned, held: usize) {
+        self.checkpoints += 1;
+        let is_whole = saved.lease.held().longest() == planned.kept && planned.at <= held;
+        self.whole += usize::from(is_whole);
+        self.copied += saved.copied;
+        self.duplicates += saved.duplicates;
+        self.declined += saved.declined;
+        self.refused += saved.refused;
+        self.failed += saved.failed;
+    }
+}
