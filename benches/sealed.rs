@@ -148,7 +148,7 @@ fn aes_alone() -> f64 {
             let nonce = Nonce::assume_unique_for_key([0; 12]);
             key.seal_in_place_separate_tag(nonce, Aad::empty(), block).map(drop).expect("short enough");
         }
-        (64 << 20) as f64 / started.elapsed().as_secs_f64() / 1e9
+        f64::from(64 << 20) / started.elapsed().as_secs_f64() / 1e9
     };
     median((0..ROUNDS).map(|_| seal()).collect())
 }
