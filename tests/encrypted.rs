@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm::{BlockHash, Chain, ErrorKind, Manager, Tier};
+use kvbm::{BlockHash, Chain, ErrorKind, Fingerprint, Manager, Options, Tier};
 use kvbm_settings::{Capacity, DiskBackend, Settings};
 use kvbm_tests::engine::{Served, open, push_down, serve, settings};
 use kvbm_tests::rig::{hash, number};
@@ -252,4 +252,44 @@ fn keys_are_rotated_and_blocks_without_their_key_are_misses() {
     drive.load(&impostor, 0).unwrap();
     // A slot that nothing was written to.
     assert_eq!(drive.load(&both, 2).unwrap_err().kind(), CopyErrorKind::Corrupt);
+}
+
+fn restarted(dir: &Path, keys: &str) -> Manager {
+    let mut settings = lower_tiers(dir, true);
+    settings.encryption.key = Some(keys.to_owned());
+    let fingerprint =
+        Fingerprint { model: "m".into(), weights: "one".into(), block_tokens: 16, ..Fingerprint::default() };
+    let options = Options { fingerprint: Some(fingerprint), ..Options::default() };
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(Manager::open(settings, options)).unwrap()
+}
+
+fn stopped(manager: Manager) {
+    settle(&manager);
+    assert!(manager.close(Duration::from_secs(20)).is_complete());
+    drop(manager);
+}
+
+#[test]
+fn a_restart_finds_with_its_key_what_was_encrypted_and_misses_without() {
+    let dir = tempfile::tempdir().unwrap();
+    let blocks = BLOCKS as usize;
+    let first = restarted(dir.path(), &first_key());
+    serve(&first, &chain());
+    stopped(first);
+    for keys in [first_key(), format!("{},{}", second_key(), first_key())] {
+        let again = restarted(dir.path(), &keys);
+        let served = serve(&again, &chain());
+        assert_eq!((served.hit, served.wrong), (blocks, 0), "{served:?}");
+        stopped(again);
+    }
+    let other = restarted(dir.path(), &second_key());
+    assert_eq!(other.matches(&chain()).blocks(Tier::Disk), blocks, "the index is in the clear");
+    let served = serve(&other, &chain());
+    assert_eq!((served.hit, served.failed, served.wrong), (0, blocks, 0), "{served:?}");
+    settle(&other);
+    let served = down_and_up(&other);
+    assert_eq!((served.hit, served.wrong), (blocks, 0), "{served:?}");
+    stopped(other);
+    assert_eq!(words_found(dir.path()), 0);
 }

@@ -337,11 +337,16 @@ fn errors_name_the_variable_and_the_nearest_one() {
 #[test]
 fn secrets_are_in_no_output() {
     const SECRET: &str = "hunter2";
-    let keys = [("DYN_KVBM_OBJECT_ACCESS_KEY", SECRET), ("DYN_KVBM_OBJECT_SECRET_KEY", SECRET)];
+    let keys = [
+        ("DYN_KVBM_ENCRYPTION_KEY", SECRET),
+        ("DYN_KVBM_OBJECT_ACCESS_KEY", SECRET),
+        ("DYN_KVBM_OBJECT_SECRET_KEY", SECRET),
+    ];
     assert!(!format!("{:?}", environment(&keys)).contains(SECRET));
     let loaded = load(&keys).expect("a pair");
     assert_eq!(loaded.settings.object.secret_key.as_deref(), Some(SECRET));
     assert_eq!(row(&loaded, "object.secret_key").0, "(set)");
+    assert_eq!(row(&loaded, "encryption.key").0, "(set)");
     let rows: String =
         loaded.rows().iter().map(|row| toml::to_string(row).expect("rows serialise")).collect();
     let settings = toml::to_string(&loaded.settings).expect("settings serialise");
@@ -352,7 +357,8 @@ fn secrets_are_in_no_output() {
     let refused = [
         load(&[("DYN_KVBM_NIXL_PARAM_OBJ__SECRET_KEY", SECRET)]),
         load(&[("DYN_KVBM_NIXL_PARAM_OBJ__ENDPOINT_OVERRIDE", "http://id:hunter2@minio:9000")]),
-        load(&keys[1..]),
+        load(&keys[2..]),
+        load(&[("DYN_KVBM_ENCRYPTION_KEY", SECRET), ("DYN_KVBM_ENCRYPTION_KEY_FILE", "/keys")]),
         load(&[("DYN_KVBM_OBJECT_SECRET_KEYS", SECRET)]),
         load(&[("DYN_KVBM_OBJECT_URL", "s3://id:hunter2@bucket")]),
         load(&[("DYN_KVBM_OBJECT_BUCKET", "id:hunter2@bucket")]),

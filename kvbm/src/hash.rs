@@ -135,6 +135,18 @@ impl ChainHasher {
         Ok(Self { block_tokens, root: finish(&hasher) })
     }
 
+    /// For the prompts of one tenant, which share no block with another's: nobody can find out by the time that a guess
+    /// takes what others have sent, nor name their blocks. `secret` is 32 random bytes, the same in all processes that
+    /// are to share; who has it can tell all tenants' names.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn for_tenant(block_tokens: usize, secret: &[u8; 32], tenant: u32) -> Result<Self, Error> {
+        let mut salt = blake3::Hasher::new_keyed(secret);
+        salt.update(b"kvbm tenant 1").update(&tenant.to_le_bytes());
+        Self::new(block_tokens, salt.finalize().as_bytes())
+    }
+
     /// The chain of all full blocks of `tokens`; a partial last block has no hash.
     pub fn chain(&self, tokens: &[u32]) -> Vec<BlockHash> {
         self.chain_with(tokens, |_| &[])
@@ -192,6 +204,18 @@ mod tests {
             ChainHasher::new(4, b"").unwrap().chain_with(&tokens, |i| if i == 1 { b"x" } else { b"" });
         assert_eq!(plain[0], adapted[0]);
         assert_ne!(plain[1], adapted[1]);
+    }
+
+    #[test]
+    fn tenants_share_no_block_and_nobody_names_theirs_without_the_secret() {
+        let chain =
+            |secret: u8, tenant| ChainHasher::for_tenant(4, &[secret; 32], tenant).unwrap().chain(&[7; 16]);
+        let ours = chain(1, 7);
+        assert_eq!(ours, chain(1, 7), "the same in every process");
+        let shared = ChainHasher::new(4, b"").unwrap().chain(&[7; 16]);
+        for others in [chain(1, 8), chain(2, 7), shared] {
+            assert!(others.iter().all(|block| !ours.contains(block)), "{others:?}");
+        }
     }
 
     #[test]
