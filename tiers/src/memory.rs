@@ -96,16 +96,42 @@ impl Place {
     }
 
     /// Where these bytes of a slot's block lie; `None`: there is no such slot.
-    fn segments(&self, slot: SlotId, bytes: Range<usize>) -> Option<impl Iterator<Item = Segment> + '_> {
-        let (whole, cut) = match self {
-            Self::Whole(memory) => (Some(memory.slot(slot)?), None),
-            Self::InPieces(region) => (None, Some(region.segments().cut(slot, bytes.clone())?)),
-        };
-        let whole = whole.map(|start| Segment {
-            address: start.as_ptr().cast::<u8>().expose_provenance() + bytes.start,
-            bytes: bytes.len(),
-        });
-        Some(whole.into_iter().chain(cut.into_iter().flatten()))
+    fn end(&self, slot: SlotId, bytes: Range<usize>) -> Option<End<impl Iterator<Item = Segment> + '_>> {
+        match self {
+            Self::Whole(memory) => {
+                let start = memory.slot(slot)?.as_ptr().cast::<u8>().expose_provenance();
+                Some(End::Whole(start + bytes.start))
+            }
+            Self::InPieces(region) => region.segments().cut(slot, bytes).map(End::InPieces),
+        }
+    }
+}
+
+/// One end of a copy.
+enum End<I> {
+    /// All bytes lie from this address on.
+    Whole(usize),
+    InPieces(I),
+}
+
+/// What a copy of so many bytes comes down to.
+fn for_each_piece<I: Iterator<Item = Segment>>(
+    ends: (End<I>, End<I>),
+    bytes: usize,
+    mut copy: impl FnMut(Piece),
+) {
+    match ends {
+        (End::Whole(from), End::Whole(to)) => copy(Piece { from, to, bytes }),
+        // The pieces of the one end are those of the copy: a block has dozens, of a few KiB each.
+        (End::Whole(mut from), End::InPieces(to)) => to.for_each(|Segment { address: to, bytes }| {
+            copy(Piece { from, to, bytes });
+            from += bytes;
+        }),
+        (End::InPieces(from), End::Whole(mut to)) => from.for_each(|Segment { address: from, bytes }| {
+            copy(Piece { from, to, bytes });
+            to += bytes;
+        }),
+        (End::InPieces(from), End::InPieces(to)) => pieces(from, to).for_each(copy),
     }
 }
 
@@ -164,11 +190,17 @@ impl Memories {
         Some(NonNull::slice_from_raw_parts(start, region.block_bytes()))
     }
 
-    /// The bytes of a part of a block.
-    fn segments(&self, slot: SlotRef, part: Share) -> Result<impl Iterator<Item = Segment> + '_, CopyError> {
-        let place = self.0[slot.tier.index()].as_ref();
-        let segments = place.and_then(|place| place.segments(slot.slot, part.of_bytes(place.block_bytes())));
-        segments.ok_or_else(|| no_such_slot(slot))
+    /// Where a part of a block lies, and how many bytes it has.
+    fn end(
+        &self,
+        slot: SlotRef,
+        part: Share,
+    ) -> Result<(End<impl Iterator<Item = Segment> + '_>, usize), CopyError> {
+        let place = self.0[slot.tier.index()].as_ref().ok_or_else(|| no_such_slot(slot))?;
+        let bytes = part.of_bytes(place.block_bytes());
+        let length = bytes.len();
+        let end = place.end(slot.slot, bytes).ok_or_else(|| no_such_slot(slot))?;
+        Ok((end, length))
     }
 
     /// Whether blocks of this tier are summed as they arrive, and so must arrive whole.
@@ -183,22 +215,28 @@ impl Memories {
     /// The caller answers for what [`Backend::submit`](crate::Backend::submit) asks of its callers.
     pub(crate) unsafe fn copy(&self, op: &CopyOp, part: Share) -> Result<(), CopyError> {
         debug_assert!(part.is_whole() || !self.are_summed(op.to.tier), "a part has no checksum");
-        let pieces = pieces(self.segments(op.from, part)?, self.segments(op.to, part)?);
+        let ((from, bytes), (to, _)) = (self.end(op.from, part)?, self.end(op.to, part)?);
         if (op.from.tier, op.from.slot) == (op.to.tier, op.to.slot) {
             let message = format!("{} cannot be copied onto itself", op.from);
             return Err(CopyError::new(CopyErrorKind::Refused, message));
         }
         // SAFETY: the pieces are those of slots that exist, of blocks of one size, and distinct, hence disjoint;
         // nobody else writes the source or touches the destination, as the caller promises.
-        let pieces = pieces.map(|piece| unsafe { opened(piece) });
+        let open = |piece| unsafe { opened(piece) };
         match self.checksums(op.to.tier) {
             Some(checksums) => {
                 let mut copy = SummedCopy::new();
-                pieces.for_each(|(from, to)| copy.piece(from, to));
+                for_each_piece((from, to), bytes, |piece| {
+                    let (from, to) = open(piece);
+                    copy.piece(from, to);
+                });
                 checksums.record(op.to.slot, copy.finish());
             }
             None => {
-                pieces.for_each(|(from, to)| stream::copy(from, to));
+                for_each_piece((from, to), bytes, |piece| {
+                    let (from, to) = open(piece);
+                    stream::copy(from, to);
+                });
                 stream::finish();
             }
         }
