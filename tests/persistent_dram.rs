@@ -2,7 +2,7 @@
 
 use std::fs::{self, OpenOptions};
 use std::io::stdin;
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use std::{env, thread};
@@ -158,6 +158,21 @@ fn a_bit_that_flipped_while_nobody_ran_is_a_miss_and_then_it_heals() {
     let served = engine::serve(&manager, &chain(1));
     assert_eq!((served.hit, served.wrong), (8, 0), "it was saved anew");
     assert_eq!(manager.audit(), []);
+}
+
+#[test]
+fn a_bit_that_flipped_is_found_when_its_block_goes_to_disk_and_then_it_heals() {
+    let Some(dir) = shm() else { return };
+    leave(dir.path(), [1]);
+    spoil(dir.path(), &chain(1), 3);
+    let disk = tempfile::tempdir().unwrap();
+    symlink(disk.path(), dir.path().join("disk")).unwrap();
+    let (manager, _) = open(dir.path()).unwrap();
+    assert!(manager.drain(LIMIT).is_complete(), "what is bad does not go down, and is not tried for ever");
+    assert_eq!((held(&manager, 1, Tier::Host), held(&manager, 1, Tier::Disk)), (3, 3));
+    assert_eq!(engine::serve(&manager, &chain(1)).wrong, 0);
+    assert!(manager.drain(LIMIT).is_complete());
+    assert_eq!((held(&manager, 1, Tier::Host), held(&manager, 1, Tier::Disk)), (8, 8));
 }
 
 #[test]

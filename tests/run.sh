@@ -88,6 +88,15 @@ fi
 step 'a minute of chaos'
 tests/chaos.sh --seconds 60
 
+step 'what outlives a process'
+durability=0
+tests/durability.sh --cycles 12 --flips 120 --seconds 60 || durability=$?
+case $durability in
+    0) ;;
+    3) skip 'the figures of durability, which fall short on this machine now (above)' ;;
+    *) exit "$durability" ;;
+esac
+
 step 'engines that embed kvbm'
 embed=0
 tests/embed.sh 2>&1 | tee "$scratch/embed.log" || embed=${PIPESTATUS[0]}

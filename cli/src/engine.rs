@@ -11,14 +11,13 @@ use std::time::Duration;
 
 use kvbm::table::SlotCounts;
 use kvbm::{
-    Allocation, BlockHash, Chain, ChainHasher, ErrorKind, JumpingClock, Lease, Manager, ManualClock, Options,
-    RequestId, RequestInfo, Tier, Transfer, Transferred,
+    Allocation, BlockHash, Chain, ChainHasher, ErrorKind, Fingerprint, Hashing, JumpingClock, KvLayout,
+    Lease, Manager, ManualClock, Options, RequestId, RequestInfo, Tier, Transfer, Transferred,
 };
 use kvbm_policies::{BLOCK_TOKENS, Request, Running};
 use kvbm_settings::Settings;
 use kvbm_tiers::chaos::{Chaos, ClockJump};
 use kvbm_tiers::clock;
-use prometheus::Registry;
 use serde::Serialize;
 use tokio::runtime::Runtime;
 
@@ -132,25 +131,24 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    /// Opens the tiers that `settings` name, on a clock that follows the requests' timestamps. With `chaos` in
-    /// them, transfers that never end are given up.
+    /// Opens the tiers that `settings` name, on a clock that follows the requests' timestamps. With
+    /// [`chaos`](Options::chaos) in `options`, transfers that never end are given up.
     pub(crate) fn open(
         settings: Settings,
-        registry: Registry,
+        options: Options,
         runtime: Runtime,
         stop: Stop,
-        chaos: Option<Chaos>,
     ) -> Result<Self, Failure> {
         let tiers = present(&settings);
+        let chaos = options.chaos.clone();
         let longest_wait = chaos.as_ref().map(|_| longest_wait(&settings));
         let clock = Arc::new(ManualClock::default());
         let wall_clock = Arc::new(JumpingClock::new(Arc::clone(&clock) as _));
         let options = Options {
-            registry,
             clock: Arc::clone(&wall_clock) as _,
             block_tokens: u64::from(BLOCK_TOKENS),
-            chaos: chaos.clone(),
-            ..Options::default()
+            fingerprint: Some(fingerprint(&settings)),
+            ..options
         };
         let manager = runtime.block_on(stop.or(Manager::open(settings, options)))??;
         stop.check()?;
@@ -159,7 +157,7 @@ impl Engine {
         let device_blocks = blocks(Tier::Device);
         let room = Room::new(below.map_or(device_blocks, |below| blocks(below).min(device_blocks)));
         // The ids of a trace are chained already; chaining them again makes that sure, whatever the trace says.
-        let hasher = ChainHasher::new(TOKENS_PER_ID, b"replay")?;
+        let hasher = ChainHasher::new(TOKENS_PER_ID, SEED)?;
         Ok(Self {
             manager,
             clock,
@@ -306,6 +304,26 @@ impl Engine {
             tally.blocks_verified += 1;
             tally.mismatches += u64::from(matches != Some(true));
         }
+    }
+
+    /// Loads as much of a chain as is held, and compares it.
+    pub(crate) fn read_back(&self, chain: &[BlockHash]) -> Result<ReadBack, Failure> {
+        let chain = Chain::from(&chain[..chain.len().min(self.device_blocks)]);
+        let lease = self.manager.lease(chain);
+        let plan: Vec<_> = lease.held().plan().collect();
+        let lease = match self.load(lease, &mut Tally::default()) {
+            Ok(lease) => lease,
+            Err(Unserved::Hung) => {
+                return Err(Failure::unexpected("a load did not end in any reasonable time"));
+            }
+            Err(Unserved::Failed(failure)) => return Err(failure),
+        };
+        let mut sources: Vec<_> =
+            plan.into_iter().flat_map(|(tier, range)| range.map(move |_| tier)).collect();
+        sources.truncate(lease.blocks(Tier::Device));
+        let mut tally = Tally::default();
+        self.verify_leading(chain, &lease, sources.len(), &mut tally);
+        Ok(ReadBack { sources, wrong: tally.mismatches })
     }
 
     /// Computes what the device lacks.
@@ -530,6 +548,15 @@ impl From<kvbm::Error> for Unserved {
     }
 }
 
+/// What of a chain was held.
+#[derive(Debug)]
+pub(crate) struct ReadBack {
+    /// The tiers that its leading blocks came from.
+    pub(crate) sources: Vec<Tier>,
+    /// How many of them had a wrong byte.
+    pub(crate) wrong: u64,
+}
+
 /// How all tiers came to work again.
 #[derive(Debug)]
 pub(crate) struct Recovery {
@@ -552,6 +579,23 @@ pub(crate) struct Settled {
 
 /// Ids of traces have 64 bits, tokens 32.
 const TOKENS_PER_ID: usize = 2;
+/// What the first block of every chain is hashed with.
+const SEED: &[u8] = b"replay";
+
+/// What the bytes of a block depend on besides its hash: what an earlier process left is used if that is the same.
+fn fingerprint(settings: &Settings) -> Fingerprint {
+    let bytes = settings.block_bytes.unwrap_or_default();
+    Fingerprint {
+        model: "pattern of the hash".to_owned(),
+        weights: "1".to_owned(),
+        dtype: "u64".to_owned(),
+        layouts: vec![KvLayout { layers: 1, order: "byte".to_owned(), shape: vec![bytes], strides: vec![1] }],
+        block_tokens: u64::from(BLOCK_TOKENS),
+        engine: "kvbm replay".to_owned(),
+        hashing: Hashing { algorithm: "ids of a trace, chained by BLAKE3".to_owned(), seed: SEED.to_vec() },
+        ..Fingerprint::default()
+    }
+}
 
 impl Tally {
     /// Of what was planned, `arrived` leading blocks count as hits; the rest failed.
@@ -682,7 +726,8 @@ mod tests {
         settings.transfer.timeout_ms = 200;
         let schedule = Schedule::scripted(["memory:hang@0s+100ms".parse().unwrap()]);
         let chaos = Some(Chaos::new(schedule));
-        let mut engine = Engine::open(settings, Registry::new(), runtime, stop, chaos).unwrap();
+        let options = Options { chaos, ..Options::default() };
+        let mut engine = Engine::open(settings, options, runtime, stop).unwrap();
         engine.longest_wait = Some(Duration::from_millis(10));
         let request = Request {
             timestamp_ms: 0,

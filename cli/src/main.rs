@@ -2,12 +2,12 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `replay`, `demo`, `plan`, `config`, `doctor`, `bench` | the subcommands |
+//! | `replay`, `demo`, `plan`, `config`, `doctor`, `fsck`, `bench` | the subcommands |
 //! | [`kvbm_cli::measuring`] | what `bench` times, and how |
 //! | `global` | the options that every command takes |
 //! | `engine` | serves requests through a manager; what replay and demo share |
 //! | `pattern` | contents of blocks, generated and checked |
-//! | `trace` | reads request traces |
+//! | `trace` | reads request traces; in the library |
 //! | `scratch` | directories and prefixes that last as long as a command |
 //! | `stop` | Ctrl-C |
 //! | `metrics` | the endpoint for Prometheus |
@@ -24,6 +24,7 @@ mod demo;
 mod doctor;
 mod engine;
 mod failure;
+mod fsck;
 mod global;
 mod metrics;
 mod output;
@@ -33,12 +34,12 @@ mod progress;
 mod replay;
 mod scratch;
 mod stop;
-mod trace;
 
 use std::io;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use kvbm_cli::trace;
 use tracing_subscriber::EnvFilter;
 
 use crate::failure::Failure;
@@ -70,6 +71,8 @@ enum Command {
     Config,
     /// Check what this machine offers and what the settings would use
     Doctor(doctor::DoctorArgs),
+    /// Check what a process left on disk or in memory, while nobody works with it
+    Fsck(fsck::FsckArgs),
     /// Measure
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -83,6 +86,7 @@ impl Command {
             Self::Plan(args) => plan::run(&args, global),
             Self::Config => config::run(global),
             Self::Doctor(args) => doctor::run(&args, global),
+            Self::Fsck(args) => fsck::run(&args, global),
             Self::Bench(bench) => bench.run(global),
         }
     }

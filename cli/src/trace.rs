@@ -16,7 +16,7 @@ const MAX_LINE: usize = 16 << 20;
 ///
 /// Plain, gzip and zstd are told apart by their first bytes. Blank lines are skipped. A timestamp before that
 /// of an earlier request is raised to it, and counted: see [`out_of_order`](Self::out_of_order).
-pub(crate) struct TraceReader {
+pub struct TraceReader {
     path: PathBuf,
     input: Box<dyn BufRead + Send>,
     line: Vec<u8>,
@@ -29,49 +29,88 @@ pub(crate) struct TraceReader {
 
 /// Why a trace cannot be read.
 #[derive(Debug, Error)]
-pub(crate) enum TraceError {
+pub enum TraceError {
     /// The file could not be opened, or its compression not begun.
     #[error("cannot open the trace {}: {source}", path.display())]
-    Open { path: PathBuf, source: io::Error },
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
     /// Reading or decompressing failed after the last complete line.
     #[error("{}:{line}: cannot read on: {source}", path.display())]
-    Read { path: PathBuf, line: u64, source: io::Error },
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The line that was being read, from 1.
+        line: u64,
+        /// Why not.
+        source: io::Error,
+    },
     /// A line is not a request.
     #[error("{}:{line}: {problem}", path.display())]
-    Line { path: PathBuf, line: u64, problem: LineProblem },
+    Line {
+        /// The file.
+        path: PathBuf,
+        /// Which, from 1.
+        line: u64,
+        /// What is wrong with it.
+        problem: LineProblem,
+    },
     /// The trace holds no request at all.
     #[error("the trace {} is empty: it holds no request", path.display())]
-    Empty { path: PathBuf },
+    Empty {
+        /// The file.
+        path: PathBuf,
+    },
 }
 
 /// What is wrong with a line.
 #[derive(Debug, Error)]
-pub(crate) enum LineProblem {
+pub enum LineProblem {
     /// It is longer than [`MAX_LINE`].
     #[error("the line is longer than {} MiB", MAX_LINE >> 20)]
     TooLong,
     /// It is not JSON, or a field is missing, negative or of another type.
     #[error("column {column}: {message}")]
-    Json { column: usize, message: String },
+    Json {
+        /// Where in the line, from 1.
+        column: usize,
+        /// What the parser says.
+        message: String,
+    },
     /// The prompt's length and its number of blocks contradict each other.
     #[error(
         "hash_ids has {ids} entries, but a prompt of {input_length} tokens has {expected} blocks of \
          {BLOCK_TOKENS} tokens"
     )]
-    BlockCount { ids: usize, input_length: u32, expected: u32 },
+    BlockCount {
+        /// Blocks that the line names.
+        ids: usize,
+        /// The prompt's tokens.
+        input_length: u32,
+        /// Blocks of so many tokens, the last one perhaps in part.
+        expected: u32,
+    },
 }
 
 impl TraceReader {
     /// Opens the trace at `path`.
-    pub(crate) fn open(path: &Path) -> Result<Self, TraceError> {
-        File::open(path)
-            .and_then(decompress)
+    pub fn open(path: &Path) -> Result<Self, TraceError> {
+        let file = File::open(path).map_err(|source| TraceError::Open { path: path.to_owned(), source })?;
+        Self::read(path, file)
+    }
+
+    /// Reads a trace from `input`, which errors call `path`.
+    pub fn read(path: &Path, input: impl Read + Send + 'static) -> Result<Self, TraceError> {
+        decompress(input)
             .map(|input| Self::new(path, input))
             .map_err(|source| TraceError::Open { path: path.to_owned(), source })
     }
 
     /// How many requests so far came with a timestamp before that of an earlier one.
-    pub(crate) fn out_of_order(&self) -> u64 {
+    pub fn out_of_order(&self) -> u64 {
         self.out_of_order
     }
 

@@ -81,7 +81,7 @@ pub use fence::{Fence, Fences, HostFence, Layers, Mark};
 pub use frame::{Frame, FramePool, Loan};
 pub use geometry::Geometry;
 pub use huge::{Ahead, HugeVec, mapped_bytes};
-pub use index::{IndexChange, IndexEntry, IndexOptions, Recovered, TierIndex};
+pub use index::{IndexChange, IndexEntry, IndexOptions, KeptIndex, Recovered, TierIndex};
 pub use memcpy::MemcpyBackend;
 pub use memory::Memory;
 pub use sealed::Sealed;

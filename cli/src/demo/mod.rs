@@ -8,9 +8,9 @@ use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
+use kvbm::Options;
 use kvbm_settings::{Capacity, DeviceBackend, Settings};
 use kvbm_tiers::clock;
-use prometheus::Registry;
 use tempfile::NamedTempFile;
 
 use self::record::{Record, Recorder};
@@ -37,7 +37,7 @@ pub(crate) fn run(global: &Global) -> Result<(), Failure> {
     let stop = Stop::on_signals(&runtime)?;
     // Before the engine, so that it goes after it.
     let _scratch = Scratch::divert(&mut settings)?;
-    let engine = Engine::open(settings, Registry::new(), runtime, stop, None)?;
+    let engine = Engine::open(settings, Options::default(), runtime, stop)?;
     let record = play(&engine)?;
     write_page(page, &html::page(&record))?;
     if global.json {

@@ -1,5 +1,6 @@
 //! `kvbm replay`: a trace through real tiers, every byte checked.
 
+mod acknowledged;
 mod chaos;
 mod pace;
 mod report;
@@ -10,11 +11,13 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
+use kvbm::Options;
 use kvbm_policies::Request;
 use kvbm_settings::{Capacity, EvictionPolicy, Loader, Settings, parse_size};
 use kvbm_tiers::clock;
 use prometheus::Registry;
 
+use self::acknowledged::AckLog;
 use self::chaos::{ChaosArgs, ChaosReport, Trouble};
 use self::pace::Paced;
 use self::report::Report;
@@ -47,6 +50,9 @@ pub(crate) struct ReplayArgs {
     /// Directory of the disk tier; several to stripe over [default: that for temporary files]
     #[arg(long, value_name = "DIR")]
     disk_dir: Vec<PathBuf>,
+    /// Directory on tmpfs, such as /dev/shm/kvbm, that the host tier lies in: with --keep it outlives the process
+    #[arg(long, value_name = "DIR")]
+    host_persist: Option<PathBuf>,
     /// Object store
     #[arg(long, value_name = "URL", help = "Object store: file:///dir, s3://bucket/prefix or memory:///")]
     object: Option<String>,
@@ -67,9 +73,13 @@ pub(crate) struct ReplayArgs {
     speed: Option<f64>,
     #[command(flatten)]
     chaos: ChaosArgs,
-    /// Leave the disk directory and the objects in place, and use those of an earlier run
+    /// Leave what disk, objects and persistent memory hold in place, and use what an earlier run left there
     #[arg(long)]
     keep: bool,
+    /// Note in this file which blocks a later run will find. One that is there is gone on with, once every block that it
+    /// names has been loaded and compared
+    #[arg(long, value_name = "FILE", requires = "keep")]
+    ack_log: Option<PathBuf>,
     /// Serve /metrics at this address, or at this port of the loopback interface, while it runs
     #[arg(long, value_name = "ADDR", value_parser = metrics::parse_address)]
     metrics: Option<SocketAddr>,
@@ -77,7 +87,7 @@ pub(crate) struct ReplayArgs {
 
 pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
     let mut settings = global.load(|loader| args.apply(loader))?.settings;
-    let ReplayArgs { trace, requests, concurrency, keep, speed, chaos, .. } = args;
+    let ReplayArgs { trace, requests, concurrency, keep, ack_log, speed, chaos, .. } = args;
     let reader = TraceReader::open(&trace)?;
     let expected = check(&trace, requests)?;
     let runtime = stop::runtime()?;
@@ -89,7 +99,11 @@ pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
     let (registry, handle) = (Registry::new(), runtime.handle().clone());
     let trouble = chaos.trouble(&settings);
     let faults = trouble.as_ref().map(Trouble::chaos);
-    let engine = Engine::open(settings, registry.clone(), runtime, stop.clone(), faults)?;
+    let acks = ack_log.map(|path| AckLog::open(&path)).transpose()?;
+    let on_durable = acks.as_ref().map(|(log, _)| log.listener());
+    let options = Options { registry: registry.clone(), on_durable, chaos: faults, ..Options::default() };
+    let engine = Engine::open(settings, options, runtime, stop.clone())?;
+    let acknowledged = acks.map(|(log, earlier)| earlier.check(&engine, &log)).transpose()?;
     if let Some(endpoint) = endpoint {
         endpoint.serve(&handle, registry);
     }
@@ -99,6 +113,7 @@ pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
         None => Box::new(requests),
     };
     let report = replay(&engine, &trace, (requests, expected), concurrency.into(), trouble.as_ref())?;
+    let report = report.with_acknowledged(acknowledged);
     if global.json {
         output::print_json(&report)?;
     } else {
@@ -174,6 +189,9 @@ impl ReplayArgs {
         if !self.disk_dir.is_empty() {
             let dirs = self.disk_dir.clone();
             loader = loader.set("disk.dirs", move |s| s.disk.dirs = dirs);
+        }
+        if let Some(dir) = self.host_persist.clone() {
+            loader = loader.set("host.persist", move |s| s.host.persist = Some(dir));
         }
         if let Some(url) = self.object.clone() {
             loader = loader.set("object.url", move |s| s.object.url = Some(url));

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
-use kvbm::Tier;
 use kvbm::table::SlotCounts;
+use kvbm::{RecoveryReport, Tier};
 use serde::Serialize;
 
+use super::acknowledged::Found;
 use super::chaos::ChaosReport;
 use crate::engine::{Engine, HitTokens, Settled, Tally};
 use crate::failure::Failure;
@@ -41,6 +42,11 @@ pub(super) struct Report {
     drift: Vec<String>,
     /// From the first request to the end of the last one.
     seconds: f64,
+    /// What an earlier run had left, by tier that outlives the process.
+    recovered: Vec<RecoveryReport>,
+    /// What of the blocks that an earlier run was told are durable was there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    acknowledged: Option<Found>,
     #[serde(flatten)]
     chaos: Option<ChaosReport>,
 }
@@ -68,6 +74,8 @@ impl Report {
             drained: settled.drained,
             drift: settled.drift,
             seconds: (seconds * 1e3).round() / 1e3,
+            recovered: engine.manager().recovered().to_vec(),
+            acknowledged: None,
             chaos: None,
         }
     }
@@ -77,11 +85,26 @@ impl Report {
         Self { chaos, ..self }
     }
 
+    /// The same, of a replay with a log of what is durable.
+    pub(super) fn with_acknowledged(self, acknowledged: Option<Found>) -> Self {
+        Self { acknowledged, ..self }
+    }
+
     /// For people: tiers, routes, and a few lines.
     pub(super) fn to_text(&self) -> String {
         let mut text = format!("{}\n{}\n{}\n", self.tiers(), self.routes(), self.summary());
         if let Some(chaos) = &self.chaos {
             let _ = write!(text, "\n{}", chaos.summary());
+        }
+        for RecoveryReport { tier, blocks, took_us, .. } in &self.recovered {
+            let blocks = output::count(*blocks as u64);
+            let _ = write!(
+                text,
+                "\n{blocks} blocks of an earlier run were in the {tier} tier, found in {took_us} µs."
+            );
+        }
+        if let Some(found) = &self.acknowledged {
+            let _ = write!(text, "\n{}", found.summary());
         }
         for drift in &self.drift {
             let _ = write!(text, "\ndrift in the block table: {drift}");
@@ -143,6 +166,10 @@ impl Report {
         if self.mismatches > 0 {
             let message = format!("{} blocks came back with wrong bytes", self.mismatches);
             return Err(Failure::unexpected(message));
+        }
+        let wrong = self.acknowledged.as_ref().map_or(0, |found| found.wrong);
+        if wrong > 0 {
+            return Err(Failure::unexpected(format!("{wrong} blocks of an earlier run had wrong bytes")));
         }
         if !self.drift.is_empty() {
             let message = format!("{} invariants of the block table do not hold", self.drift.len());

@@ -3,6 +3,7 @@
 mod bad_input;
 mod chaos;
 mod commands;
+mod fsck;
 mod interrupt;
 mod metrics;
 mod plan;

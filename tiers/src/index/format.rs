@@ -178,6 +178,40 @@ impl IndexChange {
     }
 }
 
+/// Reads the beginning of an index and an entry behind it, as they are and with checksums that fit, else nothing that is
+/// wrong otherwise would be looked at. For fuzzing: whatever they are, each way answers.
+///
+/// # Panics
+/// If something else is read from what was understood, written again.
+#[cfg(any(test, feature = "testing"))]
+pub fn read_in_every_way(bytes: &[u8]) {
+    let (mut page, mut entry) = ([0; HEADER_BYTES], [0; ENTRY_BYTES]);
+    let split = bytes.len().min(HEADER_BYTES);
+    page[..split].copy_from_slice(&bytes[..split]);
+    let rest = &bytes[split..bytes.len().min(split + ENTRY_BYTES)];
+    entry[..rest.len()].copy_from_slice(rest);
+    read_header_and_entry(&page, &entry);
+    page[..MAGIC.len()].copy_from_slice(&MAGIC);
+    page[8..CRC_AT].copy_from_slice(&VERSION.to_le_bytes());
+    page[CRC_AT..CRC_AT + 4].fill(0);
+    let crc = crc32c(&[&page]);
+    page[CRC_AT..CRC_AT + 4].copy_from_slice(&crc.to_le_bytes());
+    let crc = entry_crc(&entry, u64_at(&page, 16), 0);
+    entry[ENTRY_CRC_AT..].copy_from_slice(&crc.to_le_bytes());
+    read_header_and_entry(&page, &entry);
+}
+
+#[cfg(any(test, feature = "testing"))]
+fn read_header_and_entry(page: &[u8; HEADER_BYTES], entry: &[u8; ENTRY_BYTES]) {
+    let Ok(header) = Header::decode(page) else { return };
+    assert_eq!(Header::decode(&header.encode()).as_ref(), Ok(&header));
+    if let Some(change) = IndexChange::decode(entry, &header, 0) {
+        assert!(change.slot().0 < header.slots);
+        assert_eq!(IndexChange::decode(&change.encode(&header, 0), &header, 0), Some(change));
+        assert_eq!(IndexChange::decode(entry, &header, 1), None, "an entry of another place");
+    }
+}
+
 /// Binds an entry to its file and its place there: what an older file left behind, or what lies elsewhere, does not pass.
 fn entry_crc(bytes: &[u8; ENTRY_BYTES], file: u64, position: u64) -> u32 {
     crc32c(&[&file.to_le_bytes(), &position.to_le_bytes(), &bytes[..ENTRY_CRC_AT]])

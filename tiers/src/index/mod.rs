@@ -14,9 +14,11 @@
 //! | `format` | the bytes |
 //! | `file` | a file of ours: found or made, locked, written anew and put in the old one's place |
 //! | `scan` | what of a file is sound |
+//! | `kept` | an index and its slots, looked at while nobody works with them |
 
 mod file;
 mod format;
+mod kept;
 mod scan;
 #[cfg(test)]
 mod tests;
@@ -30,7 +32,10 @@ use crate::copy::{SlotId, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::{LockedFile, Patience, Site, is_at, lock, open_ours};
 
+#[cfg(any(test, feature = "testing"))]
+pub use self::format::read_in_every_way;
 pub use self::format::{IndexChange, IndexEntry};
+pub use self::kept::KeptIndex;
 
 use self::file::Draft;
 use self::format::{ENTRIES_AT, ENTRY_BYTES, Header, MAX_NAMESPACE};
@@ -144,24 +149,30 @@ impl TierIndex {
     }
 
     fn recover(options: &IndexOptions, file: LockedFile) -> Result<(Self, Recovered), SetupError> {
+        let (mut index, found, is_whole) = Self::read(options, file)?;
+        if found.torn > 0 {
+            let end = ENTRIES_AT + index.len * ENTRY_BYTES as u64;
+            index.file.set_len(end).map_err(|error| options.site().failed(&error))?;
+        }
+        if found.damaged > 0 || !is_whole || index.is_mostly_dead() {
+            index.compact_or_later();
+        }
+        Ok((index, found))
+    }
+
+    /// Changes nothing. Tells as well whether both copies of the header are sound.
+    fn read(options: &IndexOptions, file: LockedFile) -> Result<(Self, Recovered, bool), SetupError> {
         let failed = |error: &io::Error| options.site().failed(error);
         let (header, is_whole) = scan::header(&file, &options.site())?;
         check_header(options, &header)?;
         let scan = Scan::of(&file, &header).map_err(|error| failed(&error))?;
         let Scan { len, residents, damaged, torn } = scan;
         let options = options.clone();
-        let mut index = Self { options, file, header, len, residents, compact_from: 0 };
+        let index = Self { options, file, header, len, residents, compact_from: 0 };
         let mut entries = Vec::with_capacity(index.residents.live as usize);
         index.each_live(|entry| entries.push(entry)).map_err(|error| failed(&error))?;
-        if torn > 0 {
-            let end = ENTRIES_AT + len * ENTRY_BYTES as u64;
-            index.file.set_len(end).map_err(|error| failed(&error))?;
-        }
-        if damaged > 0 || !is_whole || index.is_mostly_dead() {
-            index.compact_or_later();
-        }
-        let epoch = (index.header.epoch, index.header.forgotten);
-        Ok((index, Recovered { entries, epoch, damaged, torn }))
+        let epoch = index.epoch();
+        Ok((index, Recovered { entries, epoch, damaged, torn }, is_whole))
     }
 
     /// Adds changes, in their order. When it returns, they survive the end of this process, but not of the machine.

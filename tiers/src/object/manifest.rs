@@ -20,7 +20,7 @@ use super::names::SegmentName;
 use crate::checksum::checksum;
 
 /// The first bytes of every manifest.
-const MAGIC: [u8; 8] = *b"KVBMMAN1";
+pub const MAGIC: [u8; 8] = *b"KVBMMAN1";
 /// The version of the format that is written here, the only one that is read.
 pub const VERSION: u32 = 1;
 const HEAD_BYTES: usize = 24;
@@ -69,7 +69,8 @@ impl Manifest {
         self.names.contains(&name)
     }
 
-    pub(super) fn encode(&self) -> Bytes {
+    /// As it is written.
+    pub fn encode(&self) -> Bytes {
         let mut out = BytesMut::with_capacity(HEAD_BYTES + self.names.len() * NAME_BYTES + CRC_BYTES);
         out.put_slice(&MAGIC);
         out.put_u32_le(VERSION);

@@ -37,7 +37,7 @@ pub const ENTRY_BYTES: usize = 56;
 /// Bytes of the footer's fixed end.
 pub const TRAILER_BYTES: usize = 56;
 /// Of these, bytes that all versions have.
-const TAIL_BYTES: usize = 24;
+pub const TAIL_BYTES: usize = 24;
 
 /// What the trailer's checksum does not cover: itself and the magic number after it.
 const UNCHECKED_BYTES: usize = 12;

@@ -49,4 +49,6 @@ mod tests;
 pub use leader::{Leader, LeaderOptions, RollCall};
 pub use member::{JoinOptions, LeaderGone, Member, Stopper};
 pub use pending::MAX_RANKS;
+#[cfg(any(test, feature = "testing"))]
+pub use protocol::read_in_every_way;
 pub use protocol::{Membership, VERSION};

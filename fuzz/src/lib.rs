@@ -1,0 +1,36 @@
+//! What must hold of every format that is read, whatever the bytes: each function here takes bytes that anybody may
+//! have written, and panics if their reader does, or if what it understood is not read again from what we write.
+//!
+//! | target | reads |
+//! |---|---|
+//! | [`trace`] | request traces, plain and compressed |
+//! | [`settings`] | TOML files and variables |
+//! | [`segment_footer`] | the end of a segment object |
+//! | [`manifest`] | which segments a worker relies on |
+//! | [`tier_index`] | the index of a tier that outlives its process |
+//! | [`rank_frame`] | what a leader and its ranks say to each other |
+//!
+//! `tests/fuzz.sh` has libFuzzer look for bytes of which it does not hold. The files in `corpus` are what it starts from;
+//! `cli/tests/corpus.rs` replays them, and variants of them, with all other tests.
+
+mod manifest;
+mod segment;
+mod settings;
+mod trace;
+
+pub use kvbm_tiers::index::read_in_every_way as tier_index;
+pub use kvbm_tiers::ranks::read_in_every_way as rank_frame;
+pub use manifest::manifest;
+pub use segment::segment_footer;
+pub use settings::settings;
+pub use trace::trace;
+
+/// All of them, by the names of their targets and of the directories in `corpus`.
+pub const TARGETS: &[(&str, fn(&[u8]))] = &[
+    ("manifest", manifest),
+    ("rank_frame", rank_frame),
+    ("segment_footer", segment_footer),
+    ("settings", settings),
+    ("tier_index", tier_index),
+    ("trace", trace),
+];
