@@ -16,7 +16,7 @@ fn read(bytes: &[u8]) {
 }
 
 fn sealed(middle: &[u8]) -> Vec<u8> {
-    let mut manifest = [&MAGIC, &VERSION.to_le_bytes(), middle].concat();
+    let mut manifest = [MAGIC.as_slice(), &VERSION.to_le_bytes(), middle].concat();
     manifest.extend(checksum(&manifest).to_le_bytes());
     manifest
 }
