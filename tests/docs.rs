@@ -110,7 +110,7 @@ fn everyday() -> Registry {
     engine::serve(&manager, &chain(1));
     engine::serve(&manager, &chain(1));
     assert!(manager.drain(Duration::from_secs(10)).is_complete());
-    for tier in [Tier::Device, Tier::Host, Tier::Disk] {
+    for tier in Tier::ALL {
         manager.evict(tier, 16);
     }
     drop(manager.lease(&chain(1)));
