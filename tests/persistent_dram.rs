@@ -4,7 +4,8 @@ use std::fs::{self, OpenOptions};
 use std::io::stdin;
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 use std::{env, thread};
 
 use kvbm::blocking::Blocks;
@@ -13,8 +14,10 @@ use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine;
 use kvbm_tests::process::{Process, role, say};
 use kvbm_tests::rig::{hash, metric, number};
-use kvbm_tiers::testing::{fill_pattern, has_pattern, skip};
-use kvbm_tiers::{Geometry, Mount};
+use kvbm_tiers::testing::{fill_pattern, has_pattern, order, run, skip};
+use kvbm_tiers::{
+    DramOptions, DramRegion, Geometry, MemcpyBackend, Memory, Mount, PersistOptions, SlotId, SlotRef,
+};
 use prometheus::Registry;
 use tempfile::TempDir;
 
@@ -290,25 +293,58 @@ fn memory_that_was_removed_is_made_anew_and_is_cold() {
     assert_eq!(metric(&registry, "kvbm_checksum_failures_total", &[]), 0);
 }
 
-/// By hand: how long an attach takes, and what a region in a file costs. `KVBM_ATTACH_DIR` names a directory in memory.
+/// By hand: how long an attach takes, and how fast memory in a file is. `KVBM_ATTACH_DIR` names a directory in memory.
 #[test]
 #[ignore = "it measures"]
-fn attach_times() {
+fn attach_times_and_copy_rates() {
     let dir = env::var_os("KVBM_ATTACH_DIR").map_or_else(|| PathBuf::from("/dev/shm"), PathBuf::from);
     let home = tempfile::Builder::new().prefix("kvbm-attach-").tempdir_in(dir).unwrap();
     let geometry = Geometry::new(1024, 1 << 20).unwrap();
     for huge_pages in [false, true] {
-        let options = kvbm_tiers::DramOptions { geometry, huge_pages, fault_threads: 2 };
+        let options = DramOptions { geometry, huge_pages, fault_threads: 2 };
         let namespace = format!("huge-{huge_pages}");
-        let place = kvbm_tiers::PersistOptions { dir: home.path().to_owned(), namespace, slots: 1024 };
-        for what in ["made", "attached", "attached"] {
-            let started = std::time::Instant::now();
-            let region = kvbm_tiers::DramRegion::persistent(options, &place).unwrap();
+        let place = PersistOptions { dir: home.path().to_owned(), namespace, slots: 1024 };
+        let timed = |what, open: &dyn Fn() -> DramRegion| {
+            let started = Instant::now();
+            let region = open();
             eprintln!("{what}: {:?}, {} MiB in huge pages", started.elapsed(), region.huge_bytes() >> 20);
-        }
+            region
+        };
+        let attach = || DramRegion::persistent(options, &place).unwrap();
+        drop(timed("made", &attach));
+        drop(timed("attached", &attach));
+        let kept = timed("attached", &attach);
+        let own = timed("private", &|| DramRegion::host(options).unwrap());
+        let rates = copy_rates([own, kept]);
+        eprintln!("huge pages asked for: {huge_pages}; save and load, MiB/s, private and kept: {rates:?}");
         fs::remove_file(home.path().join(format!("kvbm-huge-{huge_pages}.memory"))).unwrap();
-        let started = std::time::Instant::now();
-        let region = kvbm_tiers::DramRegion::host(options).unwrap();
-        eprintln!("private: {:?}, {} MiB in huge pages", started.elapsed(), region.huge_bytes() >> 20);
     }
+}
+
+/// The best of nine rounds, in turns: to the region from a device of 256 blocks, and back.
+fn copy_rates(regions: [DramRegion; 2]) -> Vec<[f64; 2]> {
+    let geometry = Geometry::new(256, 1 << 20).unwrap();
+    let device = DramOptions { geometry, huge_pages: true, fault_threads: 2 };
+    let device = Arc::new(DramRegion::emulated_device(device).unwrap());
+    let backends = regions.map(|region| {
+        let memories = vec![Arc::clone(&device) as Arc<dyn Memory>, Arc::new(region)];
+        MemcpyBackend::new(memories, 2).unwrap()
+    });
+    let slot = |tier, slot| SlotRef { tier, slot: SlotId(slot), generation: 0 };
+    let mut best = vec![[0.0_f64; 2]; 2];
+    for round in 0..9 {
+        for (backend, best) in backends.iter().zip(&mut best) {
+            for (way, best) in best.iter_mut().enumerate() {
+                let ends = |n| {
+                    let (device, host) = (slot(Tier::Device, n), slot(Tier::Host, (n + 256 * round) % 1024));
+                    if way == 0 { (device, host) } else { (host, device) }
+                };
+                let ops = (0..256).map(|n| order(n as usize, ends(n).0, ends(n).1)).collect();
+                let started = Instant::now();
+                assert!(run(backend, ops).iter().all(Result::is_ok));
+                *best = best.max(256.0 / started.elapsed().as_secs_f64());
+            }
+        }
+    }
+    best
 }

@@ -29,7 +29,7 @@ use crate::verify::corrupt;
 
 use file::MemoryFile;
 pub use mount::{Mount, MountKind};
-use pages::{HUGE_PAGE, available_memory, huge_bytes, prefault};
+use pages::{HUGE_PAGE, Pages, available_memory, huge_bytes, prefault};
 
 /// What to change when memory in a file cannot be had.
 pub(crate) static SETTINGS: SettingNames = SettingNames {
@@ -146,7 +146,10 @@ impl DramRegion {
         if let Err(error) = map.advise(Advice::DontFork) {
             tracing::warn!(%error, "{}: forks will copy it, and be slow", label(tier));
         }
-        prefault(&map, base, bytes, fault_threads, true).map_err(|error| too_large(&error.to_string()))?;
+        let there = file.as_ref().map_or(0, MemoryFile::bytes);
+        prefault(&map, base, there, fault_threads, Pages::There)
+            .and_then(|()| prefault(&map, base + there, bytes - there, fault_threads, Pages::Private))
+            .map_err(|error| too_large(&error.to_string()))?;
         let map = ManuallyDrop::new(MmapRaw::from(map));
         // The kernel's report is long where a process has many mappings: it is read only where it can say something.
         let says_something = huge_pages || file.as_ref().is_some_and(|file| file.page_bytes() >= HUGE_PAGE);

@@ -11,7 +11,7 @@ use rustix::fs::FallocateFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 
 use super::mount::Mount;
-use super::pages::{HUGE_PAGE, available_memory, prefault};
+use super::pages::{HUGE_PAGE, Pages, available_memory, prefault};
 use super::{DramOptions, PersistOptions, SETTINGS, reserve};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::{
@@ -129,7 +129,7 @@ impl Making<'_> {
         let alignment = self.page_bytes.max(HUGE_PAGE);
         let (mut map, base) = reserve(self.bytes, alignment, false).map_err(io::Error::other)?;
         map_over(&mut map, base, file, self.bytes, huge_pages)?;
-        prefault(&map, base, self.bytes, fault_threads, false)
+        prefault(&map, base, self.bytes, fault_threads, Pages::New)
     }
 
     /// Does nothing to pages that are there.
