@@ -39,12 +39,9 @@ impl Kept {
     }
 
     fn file(&self, extension: &str) -> std::path::PathBuf {
-        let files =
+        let mut files =
             fs::read_dir(&self.dir).expect("the directory").map(|entry| entry.expect("an entry").path());
-        files
-            .filter(|path| path.extension().is_some_and(|found| found == extension))
-            .next()
-            .expect("a kept file")
+        files.find(|path| path.extension().is_some_and(|found| found == extension)).expect("a kept file")
     }
 
     fn flip(&self, extension: &str, at: usize) {
