@@ -86,9 +86,12 @@ fn kept_places_stay_and_are_used_again() {
     let place = Place::new();
     let (disk, objects) = (place.path("disk"), place.url("objects"));
     let keep = ["--keep", "--disk-dir", disk.to_str().expect("UTF-8"), "--object", &objects];
-    for _ in 0..2 {
-        assert_sound(&replay(&place, &keep));
-        assert_eq!(names(&disk).len(), 1, "one slot file");
+    for run in 0..2 {
+        let report = replay(&place, &keep);
+        assert_sound(&report);
+        let found = report["recovered"][0]["blocks"].as_u64();
+        assert_eq!(found > Some(0), run > 0, "the second run is warm: {report}");
+        assert_eq!(names(&disk).len(), 2, "one slot file and its index");
         assert!(!names(&place.path("objects")).is_empty());
     }
     place.assert_clean(&["disk", "objects", "trace.jsonl"]);
