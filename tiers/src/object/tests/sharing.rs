@@ -101,19 +101,20 @@ fn blocks_of_another_fingerprint_epoch_or_size_are_not_found() {
     let dir = tempfile::tempdir().unwrap();
     let first = Worker::start(open_directory(dir.path()), &shared(7));
     assert!(all_ok(&first.write(0, &seeds(1..9))));
+    let earlier = Sharing { provenance: Provenance { epoch: 1, ..PROVENANCE }, ..sharing() };
+    let earlier = ObjectOptions { sharing: Some(earlier), ..shared(7) };
+    let late = Worker::start(open_directory(dir.path()), &earlier);
+    assert_eq!((late.found.epoch, late.found.blocks.len()), (3, 8), "it goes on with the latest epoch");
+    // Whoever works in an epoch has begun it, for all who start later: the later one comes last.
     for provenance in [
         Provenance { fingerprint: 78, ..PROVENANCE },
-        Provenance { epoch: 4, ..PROVENANCE },
         Provenance { forgotten: 1, ..PROVENANCE },
+        Provenance { epoch: 4, ..PROVENANCE },
     ] {
         let sharing = Some(Sharing { provenance, ..sharing() });
         let other = Worker::start(open_directory(dir.path()), &ObjectOptions { sharing, ..shared(7) });
         assert!(other.found.blocks.is_empty(), "{provenance:?}: {:?}", other.found);
     }
-    let earlier = Sharing { provenance: Provenance { epoch: 1, ..PROVENANCE }, ..sharing() };
-    let earlier = ObjectOptions { sharing: Some(earlier), ..shared(7) };
-    let late = Worker::start(open_directory(dir.path()), &earlier);
-    assert_eq!((late.found.epoch, late.found.blocks.len()), (3, 8), "it goes on with the latest epoch");
 }
 
 #[test]
