@@ -893,7 +893,8 @@ proptest! {
                     let all = forked(chain);
                     let chunk = first..first + blocks;
                     drop(engine.save(&all, chunk.clone(), is_end));
-                    [&mut least, &mut most].map(|reference| reference.save(&engine, &all, &chunk, is_end));
+                    least.save(&engine, &all, &chunk, is_end);
+                    most.save(&engine, &all, &chunk, is_end);
                 }
                 Step::Load { chain, blocks } => {
                     let all = &forked(chain)[..blocks.min(36)];
