@@ -69,7 +69,7 @@ pub enum TraceError {
 /// What is wrong with a line.
 #[derive(Debug, Error)]
 pub enum LineProblem {
-    /// It is longer than [`MAX_LINE`].
+    /// It is longer than `MAX_LINE`.
     #[error("the line is longer than {} MiB", MAX_LINE >> 20)]
     TooLong,
     /// It is not JSON, or a field is missing, negative or of another type.
