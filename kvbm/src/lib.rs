@@ -14,6 +14,7 @@
 //! | [`blocking`] | get and put for engines that copy for themselves, on plain threads |
 //! | `assemble` | the only place that names concrete backends and policies |
 //! | `engine_memory`, `layers` | an engine's own memory at one end of a transfer |
+//! | `engine_transfers`, `engine_results` | what such an engine asks of a manager, and what it is answered |
 //! | `checkpoints` | hybrid models: checkpoints of windows and states on the chain |
 //! | `device` | the device tier's bytes, for who looks at them on the CPU |
 //! | `durable` | what outlives the process: the indices of tiers whose slots do |
@@ -34,6 +35,8 @@ mod demand;
 mod device;
 mod durable;
 mod engine_memory;
+mod engine_results;
+mod engine_transfers;
 mod error;
 mod events;
 mod fingerprint;
@@ -57,7 +60,8 @@ pub use checkpoints::{
 };
 pub use clock::{Clock, JumpingClock, ManualClock, SystemClock};
 pub use durable::{DurableEvent, OnDurable, RecoveryReport};
-pub use engine_memory::{EngineMemory, Loaded, Saved, Writers};
+pub use engine_memory::EngineMemory;
+pub use engine_results::{Loaded, Saved, Writers};
 pub use error::{Error, ErrorKind, Result};
 pub use events::{CacheEvent, CachedBlock, Events, RemoveReason, StoreReason};
 pub use fingerprint::{Fingerprint, Hashing, KvLayout, Ranks, Rope};

@@ -8,7 +8,7 @@ use kvbm_tiers::Fence;
 
 use super::lease::{GroupLease, HybridLease};
 use super::{Checkpoints, FULL, GroupSlots, find, invalid};
-use crate::engine_memory::{Loaded, Writers};
+use crate::engine_results::{Loaded, Writers};
 use crate::error::Result;
 use crate::layers::LayerCount;
 use crate::lease::Lease;

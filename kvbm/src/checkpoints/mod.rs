@@ -29,7 +29,7 @@ use kvbm_policies::CheckpointGrid;
 use kvbm_tiers::{SlotId, Tier};
 
 use self::group::Group;
-use crate::engine_memory::check_distinct;
+use crate::engine_transfers::check_distinct;
 use crate::error::{Error, ErrorKind, Result};
 use crate::manager::Manager;
 use crate::scheduler::Core;

@@ -4,7 +4,7 @@ use kvbm_tiers::Fence;
 
 use super::group::{Follower, Group};
 use super::{Checkpoints, FULL, GroupSlots, find, invalid};
-use crate::engine_memory::Saved;
+use crate::engine_results::Saved;
 use crate::error::{Error, Result};
 use crate::hash::BlockHash;
 use crate::manager::Manager;

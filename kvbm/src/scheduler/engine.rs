@@ -9,7 +9,7 @@ use kvbm_tiers::{Fence, SlotId, SlotRef, Tier};
 use super::Core;
 use super::engine_order::EngineOrder;
 use super::routed::RoutedTask;
-use crate::engine_memory::{Loaded, Saved, Writers};
+use crate::engine_results::{Loaded, Saved, Writers};
 use crate::error::Error;
 use crate::hash::Chain;
 use crate::layers::LayerCount;

@@ -1,0 +1,106 @@
+//! What an engine with memory of its own asks of a manager.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use kvbm_tiers::{Fence, SlotId, Tier};
+
+use crate::engine_results::{Loaded, Saved};
+use crate::error::{Error, ErrorKind, Result};
+use crate::hash::Chain;
+use crate::lease::Lease;
+use crate::manager::Manager;
+use crate::scheduler::{LoadInto, SaveFrom};
+use crate::table::RequestInfo;
+use crate::task::TransferId;
+use crate::transfer::Transfer;
+
+impl Manager {
+    /// Copies successive blocks of a request's `chain`, from position `first` on, out of the engine's `slots` to the
+    /// uppermost tier, once `ready` has come. Blocks that are there already are not copied again. Those before `first` must
+    /// be there or on their way: so bring a chain from its root, or a prefill's chunks in their order.
+    ///
+    /// The slots must not change until the answer. It is an error of kind [`Invalid`](ErrorKind::Invalid) if there is no
+    /// engine's memory, a slot does not exist or the chain is shorter, and of kind [`Closed`](ErrorKind::Closed) after
+    /// [`close`](Self::close). Where `ready` does not come within `transfer.timeout_ms` (`DYN_KVBM_TRANSFER_TIMEOUT_MS`),
+    /// or cannot come any more, all of its blocks count as failed.
+    pub fn save_from<'a>(
+        &self,
+        info: RequestInfo,
+        chain: impl Into<Chain<'a>>,
+        first: usize,
+        slots: &[SlotId],
+        ready: Fence,
+    ) -> Transfer<Saved> {
+        let chain = chain.into();
+        let is_long_enough = first.checked_add(slots.len()).is_some_and(|end| end <= chain.len());
+        let checked = self.engine().and_then(|engine| engine.check(slots)).and_then(|()| {
+            let blocks = (slots.len(), chain.len());
+            if is_long_enough { self.uppermost() } else { Err(too_short(first, blocks)) }
+        });
+        match checked {
+            Ok(to) => self.core().save_from(to, SaveFrom { info, chain, first, slots, ready }),
+            Err(error) => Transfer::failed(error),
+        }
+    }
+
+    /// Copies the blocks at the positions `blocks` of what `lease` holds into the engine's `slots`, once `after` has come:
+    /// the work that used the slots before. Blocks that no tier holds count as failed, as do those behind one that
+    /// cannot be read.
+    ///
+    /// Nobody else may use the slots until the answer, and those that failed until its [`Writers`] are gone. It is an
+    /// error of kind [`Invalid`](ErrorKind::Invalid) if there is no engine's memory, a slot does not exist or is named
+    /// twice, there is not one for each block, or the lease is of another manager; of kind [`Stale`](ErrorKind::Stale) if it is
+    /// from before a [`reset`](Self::reset), and of kind [`Closed`](ErrorKind::Closed) after [`close`](Self::close). For `after` what [`save_from`](Self::save_from) says of `ready` holds.
+    pub fn load_into(
+        &self,
+        lease: Lease,
+        blocks: Range<usize>,
+        slots: &[SlotId],
+        after: Fence,
+    ) -> Transfer<Loaded> {
+        let checked = self.engine().and_then(|engine| {
+            engine.check(slots)?;
+            // Two blocks that come into one slot mix. Saving one slot twice harms nobody, so it is not looked for.
+            check_distinct(slots)?;
+            self.core().check_lease(&lease)?;
+            if blocks.len() == slots.len() {
+                Ok(engine.layers())
+            } else {
+                Err(too_short(0, (blocks.len(), slots.len())))
+            }
+        });
+        match checked {
+            Ok(layers) => self.core().load_into(LoadInto { lease, blocks, slots, after, layers }),
+            Err(error) => Transfer::failed(error),
+        }
+    }
+
+    /// Adds the names of the saves from and loads into the engine's memory that have ended since the last call: for an
+    /// engine that polls. They are noted from the first call on.
+    pub fn completions(&self, out: &mut Vec<TransferId>) {
+        self.core().completions(out);
+    }
+
+    fn uppermost(&self) -> Result<Tier> {
+        self.below_device().ok_or_else(|| {
+            Error::new(ErrorKind::Invalid, "there is no tier to save to: set host.capacity, or a lower tier")
+        })
+    }
+}
+
+fn too_short(first: usize, (wanted, there): (usize, usize)) -> Error {
+    let message =
+        format!("{wanted} blocks from position {first} on, of {there}: name one slot for each block");
+    Error::new(ErrorKind::Invalid, message)
+}
+
+pub(crate) fn check_distinct(slots: &[SlotId]) -> Result<()> {
+    let mut seen = HashSet::with_capacity(slots.len());
+    match slots.iter().find(|&&slot| !seen.insert(slot)) {
+        None => Ok(()),
+        Some(slot) => {
+            Err(Error::new(ErrorKind::Invalid, format!("slot {} is to get two blocks at once", slot.0)))
+        }
+    }
+}
