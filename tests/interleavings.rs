@@ -16,18 +16,27 @@ use kvbm_tiers::testing::ParkedBackend;
 use kvbm_tiers::{Backend, CopyError, CopyErrorKind};
 use shuttle::future::block_on;
 use shuttle::rand::Rng;
-use shuttle::thread;
+use shuttle::scheduler::{PctScheduler, RandomScheduler};
+use shuttle::{Config, Runner, thread};
 
 const SIZES: Sizes = Sizes { tiers: [6, 6, 12, 12], staging: 2 };
 /// The device is an engine's own.
 const ENGINE: Sizes = Sizes { tiers: [0, 6, 12, 12], staging: 2 };
 
+/// The checker gives 32 KiB, which a reset amid loads outgrows by now; a thread of the system has 2 MiB at least.
+const STACK_BYTES: usize = 256 << 10;
+
 /// Under random schedules, and under those of a scheduler that is good at rare orders (Burckhardt et al.,
 /// "A randomized scheduler with probabilistic guarantees of finding bugs", 2010).
 fn check(scenario: fn()) {
     let schedules = std::env::var("KVBM_SCHEDULES").ok().and_then(|n| n.parse().ok()).unwrap_or(800);
-    shuttle::check_random(scenario, schedules / 2);
-    shuttle::check_pct(scenario, schedules / 2, 3);
+    let config = || {
+        let mut config = Config::default();
+        config.stack_size = STACK_BYTES;
+        config
+    };
+    Runner::new(RandomScheduler::new(schedules / 2), config()).run(scenario);
+    Runner::new(PctScheduler::new(3, schedules / 2), config()).run(scenario);
 }
 
 fn chain(n: u32) -> Vec<BlockHash> {

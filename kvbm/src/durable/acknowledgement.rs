@@ -27,14 +27,14 @@ pub enum DurableEvent {
 
 /// Is told what has become durable, on threads of the manager's, one call at a time: it should not take long.
 #[derive(Clone)]
-pub struct OnDurable(Arc<Mutex<Listener>>);
+pub struct OnDurable(Arc<Mutex<Box<Listener>>>);
 
 type Listener = dyn FnMut(&[DurableEvent]) + Send;
 
 impl OnDurable {
     /// Tells `listener`.
     pub fn new(listener: impl FnMut(&[DurableEvent]) + Send + 'static) -> Self {
-        Self(Arc::new(Mutex::new(listener)))
+        Self(Arc::new(Mutex::new(Box::new(listener))))
     }
 
     pub(super) fn tell(&self, events: &[DurableEvent]) {
