@@ -48,7 +48,7 @@ impl Manager {
     /// the work that used the slots before. Blocks that no tier holds count as failed, as do those behind one that
     /// cannot be read.
     ///
-    /// Nobody else may use the slots until the answer, and those that failed until its [`Writers`] are gone. It is an
+    /// Nobody else may use the slots until the answer, and those that failed until its [`Writers`](crate::Writers) are gone. It is an
     /// error of kind [`Invalid`](ErrorKind::Invalid) if there is no engine's memory, a slot does not exist or is named
     /// twice, there is not one for each block, or the lease is of another manager; of kind [`Stale`](ErrorKind::Stale) if it is
     /// from before a [`reset`](Self::reset), and of kind [`Closed`](ErrorKind::Closed) after [`close`](Self::close). For `after` what [`save_from`](Self::save_from) says of `ready` holds.
