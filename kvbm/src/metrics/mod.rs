@@ -8,6 +8,7 @@ mod objects;
 mod ranks;
 mod upstream;
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -345,5 +346,15 @@ fn counted(counters: &IntCounterVec, (from, to): Route) -> u64 {
     };
     let rows = families.iter().flat_map(MetricFamily::get_metric);
     let of_route = rows.filter(|row| has(row, "from", from.name()) && has(row, "to", to.name()));
-    of_route.map(|row| row.get_counter().get_value() as u64).sum()
+    // Asked by its labels: a row gives its value by other calls where somebody compiles `prometheus` with protobuf.
+    let labels = |row: &Metric| -> HashMap<String, String> {
+        row.get_label().iter().map(|label| (label.name().to_owned(), label.value().to_owned())).collect()
+    };
+    let counters = of_route.filter_map(|row| {
+        let labels = labels(row);
+        let labels: HashMap<&str, &str> =
+            labels.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+        counters.get_metric_with(&labels).ok()
+    });
+    counters.map(|counter| counter.get()).sum()
 }
