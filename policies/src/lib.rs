@@ -31,6 +31,8 @@ pub mod sample;
 mod seam;
 pub mod simulation;
 pub mod split;
+#[cfg(test)]
+mod testing;
 mod tier_policies;
 
 pub use admission::{Admission, AdmissionKind, Candidates, Trigger, UnknownAdmission};

@@ -133,24 +133,8 @@ impl Admission for Auto {
 mod tests {
     use super::*;
     use crate::eviction::EvictionKind;
-    use crate::seam::{BlockId, Hints, RequestId, Standing};
-
-    /// Every block is a root.
-    struct Roots;
-
-    impl Forest for Roots {
-        fn standing(&self, _block: BlockId) -> Standing {
-            Standing::Evictable
-        }
-
-        fn parent(&self, _block: BlockId) -> Option<BlockId> {
-            None
-        }
-
-        fn key(&self, block: BlockId) -> u64 {
-            block.0.into()
-        }
-    }
+    use crate::seam::{BlockId, Hints, RequestId};
+    use crate::testing::Loose;
 
     #[test]
     fn without_a_hit_no_rule_is_better_than_the_first() {
@@ -160,7 +144,7 @@ mod tests {
             let (deepest, request) = (BlockId(number), Some(RequestId(number.into())));
             let hints = Hints::default();
             let access = Access { now_ms: 0, request, deepest, depth: 1, inserted: 1, path: 1, hints };
-            auto.touch(&access, &Roots);
+            auto.touch(&access, &Loose);
         }
         assert_eq!(auto.chosen, FIRST);
     }

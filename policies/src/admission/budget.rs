@@ -146,24 +146,8 @@ mod tests {
 
     use super::super::fixed::WriteThrough;
     use super::*;
-    use crate::seam::{BlockId, Standing};
-
-    /// An upper tier that was never used.
-    struct Nothing;
-
-    impl Forest for Nothing {
-        fn standing(&self, _block: BlockId) -> Standing {
-            Standing::Evictable
-        }
-
-        fn parent(&self, _block: BlockId) -> Option<BlockId> {
-            None
-        }
-
-        fn key(&self, _block: BlockId) -> u64 {
-            0
-        }
-    }
+    use crate::seam::BlockId;
+    use crate::testing::Loose;
 
     const HOUR_MS: u64 = DAY_MS / 24;
 
@@ -175,7 +159,7 @@ mod tests {
         let mut ask = |&(gap_ms, blocks)| {
             now_ms += gap_ms;
             let candidates = Candidates { last: BlockId(0), blocks, depth: blocks };
-            (now_ms, u64::from(rule.admit(candidates, Trigger::Used, now_ms, &Nothing, &reuse)) * block_bytes)
+            (now_ms, u64::from(rule.admit(candidates, Trigger::Used, now_ms, &Loose, &reuse)) * block_bytes)
         };
         wants.iter().map(&mut ask).collect()
     }

@@ -52,24 +52,8 @@ impl Admission for Selective {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::seam::{Access, BlockId, Hints, RequestId, Standing};
-
-    /// Every block is a root.
-    struct Roots;
-
-    impl Forest for Roots {
-        fn standing(&self, _block: BlockId) -> Standing {
-            Standing::Evictable
-        }
-
-        fn parent(&self, _block: BlockId) -> Option<BlockId> {
-            None
-        }
-
-        fn key(&self, block: BlockId) -> u64 {
-            block.0.into()
-        }
-    }
+    use crate::seam::{Access, BlockId, Hints, RequestId};
+    use crate::testing::Loose;
 
     /// How many of a block are admitted, the first that is asked about, half an hour after it was used.
     fn admitted_first(will_not_return: bool) -> u32 {
@@ -79,12 +63,12 @@ mod tests {
         let request = Some(RequestId(1));
         reuse.touch(
             &Access { now_ms: 0, request, deepest: block, depth: 1, inserted: 1, path: 1, hints },
-            &Roots,
+            &Loose,
         );
         let now_ms = 1_900_000;
         assert!(reuse.is_ready(now_ms));
         let candidates = Candidates { last: block, blocks: 1, depth: 1 };
-        Selective::default().admit(candidates, Trigger::Leaving, now_ms, &Roots, &reuse)
+        Selective::default().admit(candidates, Trigger::Leaving, now_ms, &Loose, &reuse)
     }
 
     #[test]

@@ -210,6 +210,10 @@ mod tests {
     use super::*;
     use crate::eviction::EvictionKind;
     use crate::seam::Standing;
+    use crate::testing::Line;
+
+    /// Blocks are named by their position.
+    const LINE: Line = Line(Standing::Interior);
 
     const CAPACITY: u32 = 8;
 
@@ -242,23 +246,6 @@ mod tests {
         }
     }
 
-    /// One path whose blocks are named by their position.
-    struct Line;
-
-    impl Forest for Line {
-        fn standing(&self, _block: BlockId) -> Standing {
-            Standing::Interior
-        }
-
-        fn parent(&self, block: BlockId) -> Option<BlockId> {
-            block.0.checked_sub(1).map(BlockId)
-        }
-
-        fn key(&self, block: BlockId) -> u64 {
-            block.0.into()
-        }
-    }
-
     fn access(request: u64, depth: u32, inserted: u32) -> Access {
         Access {
             now_ms: 0,
@@ -275,7 +262,7 @@ mod tests {
     fn a_use_in_parts_counts_each_block_once() {
         let mut sampling = Sampling::one_in(1);
         let mut lengths = |access: &Access| {
-            let used = sampling.sample(access, &Line)?;
+            let used = sampling.sample(access, &LINE)?;
             Some((used.path.len(), used.counted))
         };
         assert_eq!(lengths(&access(1, 3, 3)), Some((3, 0)));
@@ -286,7 +273,7 @@ mod tests {
 
     #[test]
     fn about_one_block_in_so_many_is_sampled() {
-        let used = Sampling::one_in(10).sample(&access(1, 10_000, 10_000), &Line);
+        let used = Sampling::one_in(10).sample(&access(1, 10_000, 10_000), &LINE);
         let sampled = used.map_or(0, |used| used.path.len());
         assert!((900..1_100).contains(&sampled), "{sampled}");
     }

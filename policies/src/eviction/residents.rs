@@ -151,29 +151,15 @@ mod tests {
 
     use super::*;
     use crate::seam::Hints;
+    use crate::testing::Line;
+
+    const LINE: Line = Line(Standing::Busy);
 
     impl Ranked for u64 {
         type Rank = Self;
 
         fn rank(&self) -> Self {
             *self
-        }
-    }
-
-    /// One path.
-    struct Line;
-
-    impl Forest for Line {
-        fn standing(&self, _block: BlockId) -> Standing {
-            Standing::Busy
-        }
-
-        fn parent(&self, block: BlockId) -> Option<BlockId> {
-            block.0.checked_sub(1).map(BlockId)
-        }
-
-        fn key(&self, block: BlockId) -> u64 {
-            block.0.into()
         }
     }
 
@@ -190,7 +176,7 @@ mod tests {
                 path: depth,
                 hints: Hints::default(),
             };
-            residents.path(&access, &Line).count()
+            residents.path(&access, &LINE).count()
         };
         assert_eq!([used(Some(1), 3, 0), used(Some(2), 4, 1), used(Some(1), 5, 1)], [3, 4, 1]);
         assert_eq!([used(None, 5, 0), used(None, 6, 1), used(None, 6, 6)], [5, 1, 6]);

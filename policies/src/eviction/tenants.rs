@@ -292,6 +292,7 @@ mod tests {
     use super::super::model::{Op, Tree, ops};
     use super::*;
     use crate::seam::{Hints, RequestId};
+    use crate::testing::Loose;
 
     const KINDS: [EvictionKind; 4] =
         [EvictionKind::Lru, EvictionKind::Hazard, EvictionKind::Arc, EvictionKind::Sieve];
@@ -354,7 +355,7 @@ mod tests {
         ) {
             let mut tier = Roots::new(Tenants::new(EvictionKind::Lru.build(64), weigh(weights.clone())));
             blocks.iter().for_each(|&(tenant, priority)| tier.insert(tenant, priority));
-            while let Some(victim) = tier.policy.victim(&Idle, &ReuseModel::idle()) {
+            while let Some(victim) = tier.policy.victim(&Loose, &ReuseModel::idle()) {
                 let load = |tenant: u32| {
                     f64::from(tier.policy.blocks(Some(tenant))) / weights.get(&tenant).copied().unwrap_or(1.0)
                 };
@@ -376,22 +377,6 @@ mod tests {
         inserted: u32,
     }
 
-    struct Idle;
-
-    impl Forest for Idle {
-        fn standing(&self, _block: BlockId) -> Standing {
-            Standing::Evictable
-        }
-
-        fn parent(&self, _block: BlockId) -> Option<BlockId> {
-            None
-        }
-
-        fn key(&self, block: BlockId) -> u64 {
-            block.0.into()
-        }
-    }
-
     impl Roots {
         fn new(policy: Tenants) -> Self {
             Self { policy, left: BTreeSet::new(), inserted: 0 }
@@ -404,7 +389,7 @@ mod tests {
             let hints = Hints { tenant: Some(tenant), priority: Some(priority), ..Hints::default() };
             let request = Some(RequestId(deepest.0.into()));
             let access = Access { now_ms: 0, request, deepest, depth: 1, inserted: 1, path: 1, hints };
-            self.policy.touch(&access, &Idle, &ReuseModel::idle());
+            self.policy.touch(&access, &Loose, &ReuseModel::idle());
         }
 
         fn remove(&mut self, block: BlockId) {
@@ -420,7 +405,7 @@ mod tests {
         (0..100).for_each(|_| tier.insert(1, 50));
         for _ in 0..1_000 {
             tier.insert(2, 50);
-            let victim = tier.policy.victim(&Idle, &ReuseModel::idle()).unwrap();
+            let victim = tier.policy.victim(&Loose, &ReuseModel::idle()).unwrap();
             tier.remove(victim);
         }
         assert_eq!((tier.policy.blocks(Some(1)), tier.policy.blocks(Some(2))), (75, 25));
@@ -435,7 +420,7 @@ mod tests {
         (0..60).for_each(|_| tier.insert(2, 50));
         let mut evict = |blocks| {
             for _ in 0..blocks {
-                let victim = tier.policy.victim(&Idle, &ReuseModel::idle()).unwrap();
+                let victim = tier.policy.victim(&Loose, &ReuseModel::idle()).unwrap();
                 tier.remove(victim);
             }
             (tier.policy.blocks(Some(1)), tier.policy.blocks(Some(2)))
@@ -454,8 +439,8 @@ mod tests {
             let request = Some(RequestId(u64::from(turn) + 100));
             let hints = Hints::default();
             let access = Access { now_ms: 0, request, deepest, depth: 1, inserted: 0, path: 1, hints };
-            tier.policy.touch(&access, &Idle, &ReuseModel::idle());
-            tier.policy.victim(&Idle, &ReuseModel::idle());
+            tier.policy.touch(&access, &Loose, &ReuseModel::idle());
+            tier.policy.victim(&Loose, &ReuseModel::idle());
         }
         assert!(tier.policy.groups.values().all(|group| group.aside.len() <= 2 * 10 + 65));
     }

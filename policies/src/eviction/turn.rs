@@ -273,23 +273,10 @@ impl Gaps {
 mod tests {
     use super::*;
     use crate::seam::{Hints, RequestId, Standing};
+    use crate::testing::Line;
 
     /// One conversation: a block is its position.
-    struct Line;
-
-    impl Forest for Line {
-        fn standing(&self, _block: BlockId) -> Standing {
-            Standing::Evictable
-        }
-
-        fn parent(&self, block: BlockId) -> Option<BlockId> {
-            block.0.checked_sub(1).map(BlockId)
-        }
-
-        fn key(&self, block: BlockId) -> u64 {
-            block.0.into()
-        }
-    }
+    const LINE: Line = Line(Standing::Evictable);
 
     /// How a use is reported: all at once, or what is there and then so many blocks at a time.
     #[derive(Clone, Copy, Debug)]
@@ -335,7 +322,7 @@ mod tests {
             let hints = Hints::default();
             let access =
                 Access { now_ms: self.turns * 60_000, request, deepest, depth, inserted, path, hints };
-            self.policy.touch(&access, &Line, &ReuseModel::idle());
+            self.policy.touch(&access, &LINE, &ReuseModel::idle());
         }
 
         fn forget_from(&mut self, len: u32) {
