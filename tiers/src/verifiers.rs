@@ -37,16 +37,16 @@ impl Verifiers {
     /// # Errors
     /// `Unavailable`: no threads.
     pub(crate) fn start() -> Result<Self, SetupError> {
-        Self::named("kvbm-verify").map_err(|error| {
+        Self::named("kvbm-verify", 1).map_err(|error| {
             let message = "cannot start threads for checksums: raise the limit on processes";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         })
     }
 
-    /// The same, for other work on blocks.
-    pub(crate) fn named(name: &str) -> io::Result<Self> {
+    /// The same, for other work on blocks, and with `fewest` threads at least.
+    pub(crate) fn named(name: &str, fewest: usize) -> io::Result<Self> {
         let cores = thread::available_parallelism().map_or(1, usize::from);
-        Self::with_threads(name, (cores / 2).clamp(1, MAX_THREADS))
+        Self::with_threads(name, (cores / 2).clamp(fewest, MAX_THREADS))
     }
 
     fn with_threads(name: &str, threads: usize) -> io::Result<Self> {

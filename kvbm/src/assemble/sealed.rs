@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvbm_settings::Settings;
 use kvbm_tiers::sealed::{Cipher, KeyRing, Scratch, ScratchOptions};
-use kvbm_tiers::{Backend, Memory, Route, Sealed, Tier};
+use kvbm_tiers::{Backend, Memory, Route, Sealed, Tier, Verified};
 
 use super::{Tiers, setup};
 use crate::error::{Error, ErrorKind, Result};
@@ -57,13 +57,19 @@ impl Tiers {
     }
 
     /// Joins the tiers by a backend of `end`, which is sealed where the tier is.
-    pub(super) fn connect_sealed(&mut self, backend: impl Backend + 'static, end: MemoryEnd) -> Result<()> {
+    pub(super) fn connect_sealed(
+        &mut self,
+        verified: Verified<impl Backend + 'static>,
+        end: MemoryEnd,
+    ) -> Result<()> {
         match end.seal {
             Some(Seal { parts, run_blocks }) => {
-                let sealed = Sealed::new(backend, self.memory()?, parts, run_blocks).map_err(setup)?;
+                // What arrives has a tag, which is stronger than its checksum: to read it twice would tell nothing more.
+                let inner = verified.of_departures();
+                let sealed = Sealed::new(inner, self.memory()?, parts, run_blocks).map_err(setup)?;
                 self.connect(sealed)
             }
-            None => self.connect(backend),
+            None => self.connect(verified),
         }
     }
 

@@ -20,8 +20,8 @@ use crate::verify::{corrupt, only_other_end};
 /// A backend whose blocks are encrypted and authenticated when they leave memory, and opened when they return. One that
 /// comes back changed, or in another's place, or whose key is gone, ends in [`CopyErrorKind::Corrupt`](crate::CopyErrorKind).
 ///
-/// The submitting thread does nothing but queue: threads of this backend's seal and open, on up to half the cores and in
-/// parallel with the medium. What has arrived goes first. Blocks in memory are only read, or written when all is well:
+/// The submitting thread does nothing but queue: threads of this backend's seal and open, two at least and on up to half
+/// the cores, in parallel with the medium. What has arrived goes first. Blocks in memory are only read, or written when all is well:
 /// what is encrypted lies in the [`Scratch`], whose slots bound how much is under way; the rest waits in the order in
 /// which it came.
 #[derive(Debug)]
@@ -39,6 +39,9 @@ struct Shared<B> {
     whole_runs: bool,
     other: Tier,
 }
+
+/// One core encrypts less than a fast drive takes. On a machine of two cores both do, as far as the engine leaves them.
+const FEWEST_THREADS: usize = 2;
 
 /// So much is sealed by one thread at a time: waking it takes a tenth of the time.
 const GRAIN_BYTES: usize = 128 << 10;
@@ -64,7 +67,7 @@ impl<B: Backend + 'static> Sealed<B> {
                 format!("{}: sealed blocks of {sizes:?} bytes do not fit the {ours} tier", inner.name());
             return Err(SetupError::new(SetupErrorKind::Invalid, message));
         }
-        let threads = Verifiers::named("kvbm-seal").map_err(|error| {
+        let threads = Verifiers::named("kvbm-seal", FEWEST_THREADS).map_err(|error| {
             let message = "cannot start threads for encryption: raise the limit on processes";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         })?;
