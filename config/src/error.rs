@@ -25,14 +25,16 @@ pub enum SettingsError {
         problem: InvalidValue,
     },
     /// A key or variable that does not exist: a slip of the pen, most often.
-    #[error("unknown setting {name} ({origin}); the nearest valid one is {nearest}")]
+    #[error("unknown setting {name} ({origin}); the nearest valid one is {nearest}, and beside it {}", valid.join(", "))]
     Unknown {
         /// The name as it was given.
         name: String,
         /// Who gave it.
         origin: Origin,
         /// The most similar name of the same sort.
-        nearest: String,
+        nearest: &'static str,
+        /// The other names of its section.
+        valid: Vec<&'static str>,
     },
     /// A variable whose name or value is not UTF-8.
     #[error("{name}: the variable is not valid UTF-8")]
@@ -48,10 +50,10 @@ pub enum SettingsError {
         /// Why not.
         source: io::Error,
     },
-    /// The settings file is not TOML.
+    /// The settings file, or text, is not TOML.
     #[error("{}:{line}: not valid TOML: {message}", path.display())]
     Syntax {
-        /// The file.
+        /// The file, or the name of the text.
         path: PathBuf,
         /// Line, from 1.
         line: usize,

@@ -25,10 +25,15 @@ const MAX_BYTES: u64 = 1 << 20;
 /// All entries of the file at `path`.
 pub(crate) fn read(path: &Path) -> Result<Vec<Entry>, SettingsError> {
     let text = read_text(path).map_err(|source| SettingsError::Read { path: path.to_owned(), source })?;
+    entries(path, &text)
+}
+
+/// All entries of `text`, which errors call `name`.
+pub(crate) fn entries(name: &Path, text: &str) -> Result<Vec<Entry>, SettingsError> {
     // The parser's own display quotes the line, which may hold a secret: only its message goes on.
-    parse(&text).map_err(|error| SettingsError::Syntax {
-        path: path.to_owned(),
-        line: line_of(&text, error.span().map_or(0, |span| span.start)),
+    parse(text).map_err(|error| SettingsError::Syntax {
+        path: name.to_owned(),
+        line: line_of(text, error.span().map_or(0, |span| span.start)),
         message: error.message().to_owned(),
     })
 }

@@ -11,7 +11,7 @@
 //! | `nixl` | how plugins of NIXL and their parameters are named |
 //! | `file` | a TOML file as lines of `key = value` |
 //! | `origin` | who chose a value |
-//! | [`loader`] | defaults < file < environment < command line, and where each value came from |
+//! | [`loader`] | defaults < file < environment < arguments < command line, and where each value came from |
 //! | `validate` | what must hold between settings |
 //! | [`mod@reference`] | the generated `docs/configuration.md` |
 //!
@@ -40,7 +40,7 @@ mod validate;
 pub mod value;
 
 pub use error::SettingsError;
-pub use loader::{Accepted, Loaded, Loader, Row};
+pub use loader::{Accepted, Argument, Loaded, Loader, Row};
 pub use nixl::NIXL_PLUGINS;
 pub use origin::Origin;
 pub use reference::reference_markdown;

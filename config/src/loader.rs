@@ -1,4 +1,5 @@
-//! Settings from all their sources, each of which overrides the one before: defaults, file, environment, command line.
+//! Settings from all their sources, each of which overrides the one before: defaults, file, environment, arguments,
+//! command line.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -8,13 +9,25 @@ use serde::Serialize;
 
 use crate::error::SettingsError;
 use crate::field::Raw;
-use crate::file;
+use crate::file::{self, Entry};
 use crate::nixl;
 use crate::origin::Origin;
 use crate::registry::{self, CONFIG_VARIABLE, IGNORED, KEYS, Key, Meaning, PREFIX, Variable};
 use crate::settings::Settings;
 use crate::value::InvalidValue;
 use crate::value::NONE;
+
+/// What errors call a text that came in place of a file.
+const TEXT_NAME: &str = "<text>";
+
+/// The value of an argument, each text as it would be written in TOML, without quotes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Argument {
+    /// A scalar.
+    One(String),
+    /// An array.
+    Many(Vec<String>),
+}
 
 /// One override of the command line.
 struct Override {
@@ -28,7 +41,10 @@ struct Override {
 pub struct Loader {
     defaults: Settings,
     file: Option<PathBuf>,
+    /// In place of a file.
+    text: Option<String>,
     environment: BTreeMap<String, String>,
+    arguments: Vec<(String, Argument)>,
     overrides: Vec<Override>,
     /// Plugins of NIXL on this machine.
     installed: Option<Box<Installed>>,
@@ -71,9 +87,21 @@ impl Loader {
         self
     }
 
+    /// Takes this TOML text for the contents of the file.
+    pub fn text(mut self, text: impl Into<String>) -> Self {
+        self.text = Some(text.into());
+        self
+    }
+
     /// Adds environment variables. Those that do not start with `DYN_KVBM_` are left alone.
     pub fn environment(mut self, variables: impl IntoIterator<Item = (String, String)>) -> Self {
         self.environment.extend(variables.into_iter().filter(|(name, _)| name.starts_with(PREFIX)));
+        self
+    }
+
+    /// Sets the setting with the TOML path `path` on behalf of whoever calls the program that embeds us.
+    pub fn argument(mut self, path: impl Into<String>, value: Argument) -> Self {
+        self.arguments.push((path.into(), value));
         self
     }
 
@@ -99,10 +127,14 @@ impl Loader {
         let mut loading = Loading::new(mem::take(&mut self.defaults));
         reject_unknown_variables(&self.environment)?;
         let named_by_variable = self.environment.get(CONFIG_VARIABLE).map(PathBuf::from);
-        if let Some(path) = self.file.take().or(named_by_variable) {
-            loading.add_file(&path)?;
+        if let Some(text) = self.text.take() {
+            let name = Path::new(TEXT_NAME);
+            loading.add_entries(name, file::entries(name, &text)?)?;
+        } else if let Some(path) = self.file.take().or(named_by_variable) {
+            loading.add_entries(&path, file::read(&path)?)?;
         }
         loading.add_environment(&self.environment)?;
+        loading.add_arguments(self.arguments)?;
         loading.add_overrides(self.overrides)?;
         loading.check_plugins(self.installed)?;
         loading.finish()
@@ -115,6 +147,7 @@ impl fmt::Debug for Loader {
         f.debug_struct("Loader")
             .field("file", &self.file)
             .field("environment", &self.environment.keys())
+            .field("arguments", &self.arguments.iter().map(|(path, _)| path).collect::<Vec<_>>())
             .field("overrides", &self.overrides.iter().map(|chosen| chosen.key).collect::<Vec<_>>())
             .finish_non_exhaustive()
     }
@@ -125,7 +158,8 @@ fn reject_unknown_variables(environment: &BTreeMap<String, String>) -> Result<()
         Some(name) => Err(SettingsError::Unknown {
             name: name.clone(),
             origin: Origin::Variable(name.clone()),
-            nearest: registry::nearest_variable(name).to_owned(),
+            nearest: registry::nearest_variable(name),
+            valid: registry::variables_beside(registry::nearest_variable(name)),
         }),
         None => Ok(()),
     }
@@ -224,9 +258,9 @@ impl Loading {
         Self { loaded: Loaded { settings: defaults, origins, accepted: Vec::new() }, required: Vec::new() }
     }
 
-    fn add_file(&mut self, path: &Path) -> Result<(), SettingsError> {
-        for entry in file::read(path)? {
-            let origin = Origin::File { path: path.to_owned(), line: entry.line };
+    fn add_entries(&mut self, file: &Path, entries: Vec<Entry>) -> Result<(), SettingsError> {
+        for entry in entries {
+            let origin = Origin::File { path: file.to_owned(), line: entry.line };
             let (key, member) = known_key(&entry.path, &origin)?;
             self.assign(key, &as_member(member, entry.raw), origin)?;
         }
@@ -281,6 +315,18 @@ impl Loading {
                 return Err(SettingsError::Invalid { key: name, value, origin, problem });
             }
             self.loaded.accepted.push(Accepted { name, value, origin, remark: NO_EFFECT.to_owned() });
+        }
+        Ok(())
+    }
+
+    fn add_arguments(&mut self, arguments: Vec<(String, Argument)>) -> Result<(), SettingsError> {
+        for (path, value) in arguments {
+            let (key, member) = known_key(&path, &Origin::Argument)?;
+            let raw = match value {
+                Argument::One(text) => Raw::One(text),
+                Argument::Many(texts) => Raw::Many(texts),
+            };
+            self.assign(key, &as_member(member, raw), Origin::Argument)?;
         }
         Ok(())
     }
@@ -352,7 +398,8 @@ fn known_key<'p>(path: &'p str, origin: &Origin) -> Result<(&'static Key, Option
     registry::by_path(path).ok_or_else(|| SettingsError::Unknown {
         name: path.to_owned(),
         origin: origin.clone(),
-        nearest: registry::nearest_path(path).to_owned(),
+        nearest: registry::nearest_path(path),
+        valid: registry::paths_beside(registry::nearest_path(path)),
     })
 }
 

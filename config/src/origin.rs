@@ -14,9 +14,9 @@ pub enum Origin {
     Default,
     /// The program's own choice, see [`Loader::defaults`](crate::Loader::defaults).
     Program,
-    /// A line of the settings file.
+    /// A line of the settings file, or of a text in its place.
     File {
-        /// The file.
+        /// The file, or the name of the text.
         path: PathBuf,
         /// Line, from 1.
         line: usize,
@@ -25,6 +25,8 @@ pub enum Origin {
     Variable(String),
     /// The command line.
     CommandLine,
+    /// An argument of the program that embeds us, see [`Loader::argument`](crate::Loader::argument).
+    Argument,
 }
 
 impl fmt::Display for Origin {
@@ -35,6 +37,7 @@ impl fmt::Display for Origin {
             Self::File { path, line } => write!(f, "{}:{line}", path.display()),
             Self::Variable(name) => f.write_str(name),
             Self::CommandLine => f.write_str("command line"),
+            Self::Argument => f.write_str("argument"),
         }
     }
 }

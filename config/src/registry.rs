@@ -725,6 +725,22 @@ pub(crate) fn nearest_path(path: &str) -> &'static str {
     nearest(KEYS.iter().map(|key| key.path), |known| likeness(path, known).max(section(known)))
 }
 
+/// The other variables of the section that `variable` belongs to.
+pub(crate) fn variables_beside(variable: &str) -> Vec<&'static str> {
+    let has = |key: &&Key| key.variables.iter().any(|known| known.name == variable);
+    let section = KEYS.iter().find(has).map(Key::section);
+    let of_section = KEYS.iter().filter(|key| Some(key.section()) == section);
+    let names = of_section.flat_map(|key| key.variables.iter().map(|known| known.name));
+    names.filter(|&name| name != variable).collect()
+}
+
+/// The other keys of the section that the key at `path` belongs to.
+pub(crate) fn paths_beside(path: &str) -> Vec<&'static str> {
+    let section = KEYS.iter().find(|key| key.path == path).map(Key::section);
+    let of_section = KEYS.iter().filter(|key| Some(key.section()) == section);
+    of_section.map(|key| key.path).filter(|&known| known != path).collect()
+}
+
 fn likeness(name: &str, known: &str) -> f64 {
     strsim::normalized_damerau_levenshtein(name, known)
 }

@@ -3,7 +3,7 @@
 use std::io::Write as _;
 use std::path::PathBuf;
 
-use kvbm_settings::{Capacity, EvictionPolicy, Loaded, Loader, Origin, Settings, SettingsError};
+use kvbm_settings::{Argument, Capacity, EvictionPolicy, Loaded, Loader, Origin, Settings, SettingsError};
 use proptest::prelude::*;
 use tempfile::NamedTempFile;
 
@@ -303,9 +303,11 @@ fn errors_name_the_line_the_value_and_what_is_valid() {
         "disk.queue_depth = \"0.5\" (FILE:3): not a whole number; valid: a whole number from 1 to 4096"
     );
     let message = file_error("[hots]\ncapacity = 1\n");
-    assert_eq!(message, "unknown setting hots.capacity (FILE:2); the nearest valid one is host.capacity");
+    let listed = "the nearest valid one is host.capacity, and beside it host.huge_pages, host.staging_blocks, \
+                  host.persist, host.persist_index";
+    assert_eq!(message, format!("unknown setting hots.capacity (FILE:2); {listed}"));
     let message = file_error("[host]\ncapacty = 1\n");
-    assert_eq!(message, "unknown setting host.capacty (FILE:2); the nearest valid one is host.capacity");
+    assert_eq!(message, format!("unknown setting host.capacty (FILE:2); {listed}"));
     assert!(file_error("a = 1\na = 2\n").starts_with("FILE:2: not valid TOML: "));
     assert!(
         file_error("host.capacity = '1GB'\n").starts_with("host.capacity = \"1GB\" (FILE:1): a tier needs")
@@ -318,7 +320,8 @@ fn errors_name_the_line_the_value_and_what_is_valid() {
 #[test]
 fn errors_name_the_variable_and_the_nearest_one() {
     let message = load(&[("DYN_KVBM_CPU_CACHE_GBS", "1")]).expect_err("unknown").to_string();
-    assert!(message.ends_with("the nearest valid one is DYN_KVBM_CPU_CACHE_GB"), "{message}");
+    let listed = "the nearest valid one is DYN_KVBM_CPU_CACHE_GB, and beside it DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS, ";
+    assert!(message.contains(listed), "{message}");
     let message = load(&[("DYN_KVBM_DISK_CACHE_GB", "lots\n")]).expect_err("no number").to_string();
     assert!(
         message.starts_with("disk.capacity = \"lots\\n\" (DYN_KVBM_DISK_CACHE_GB): not a size; valid: "),
@@ -457,4 +460,39 @@ fn upstream_variables_without_effect_are_checked_and_reported() {
     for (variable, value) in wrong {
         load(&[(variable, value)]).expect_err(variable);
     }
+}
+
+#[test]
+fn a_text_stands_for_a_file_and_arguments_prevail_over_variables() {
+    let variables =
+        [("DYN_KVBM_CPU_CACHE_GB".into(), "2".into()), ("DYN_KVBM_BLOCK_BYTES".into(), "4096".into())];
+    let arguments = [
+        ("block_bytes", Argument::One("64KiB".into())),
+        ("host.capacity", Argument::One("1.5GB".into())),
+        ("disk.dirs", Argument::Many(vec!["/a".into(), "/b".into()])),
+    ];
+    let mut sources =
+        Loader::new().environment(variables).text("block_bytes = 4096\n[disk]\nqueue_depth = 7\n");
+    for (path, value) in arguments {
+        sources = sources.argument(path, value);
+    }
+    let loaded = sources.load().unwrap();
+    assert_eq!(loaded.settings.block_bytes, Some(64 << 10));
+    assert_eq!(loaded.settings.host.capacity, Some(Capacity::Bytes(1_500_000_000)));
+    assert_eq!(loaded.settings.disk.queue_depth, 7);
+    assert_eq!(loaded.settings.disk.dirs.len(), 2);
+    assert_eq!(row(&loaded, "disk.queue_depth").1, "<text>:3");
+    assert_eq!(row(&loaded, "block_bytes").1, "argument");
+}
+
+#[test]
+fn errors_name_the_argument_and_the_text() {
+    let argument = |path: &str, text: &str| {
+        let loaded = Loader::new().argument(path, Argument::One(text.into())).load();
+        loaded.expect_err(path).to_string()
+    };
+    assert!(argument("disk.queue_depths", "1").starts_with("unknown setting disk.queue_depths (argument); "));
+    assert!(argument("disk.queue_depth", "0").starts_with("disk.queue_depth = \"0\" (argument): "));
+    let message = Loader::new().text("a = 1\na = 2\n").load().expect_err("twice").to_string();
+    assert!(message.starts_with("<text>:2: not valid TOML: "), "{message}");
 }

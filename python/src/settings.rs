@@ -1,0 +1,188 @@
+//! Settings for Python.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use kvbm_settings::{Argument, Loaded, Loader, Origin, Row};
+use pyo3::exceptions::{PyKeyError, PyTypeError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyMapping, PyString, PyTuple};
+
+use crate::errors::of_settings;
+
+pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Settings>()
+}
+
+/// Settings of a manager, checked: docs/configuration.md lists them all.
+///
+/// Sources override each other in this order: defaults, `toml` or `file`, `environment`, `values`. What is unknown or
+/// invalid is a `SettingsError` that names the nearest valid name and those beside it.
+///
+/// Args:
+///     values: by dotted path, or nested: `{"host.capacity": "1GiB"}` is `{"host": {"capacity": "1GiB"}}`. Values are
+///         booleans, numbers, strings, paths, lists of these, or `None` for what TOML writes as `"none"`.
+///     toml: the text of a settings file.
+///     file: the path of one.
+///     environment: variables, of which those that begin with `DYN_KVBM_` are read. The process's own are not, unless
+///         they are given here: `os.environ`, or `Settings.from_environment`.
+///
+/// `settings["host.capacity"]` is the value as TOML writes it, without quotes; `"none"` where nothing was chosen, and
+/// `"(set)"` for a secret.
+#[pyclass(module = "kvbm_rs", frozen, eq)]
+#[derive(Debug)]
+pub(crate) struct Settings(Loaded);
+
+impl PartialEq for Settings {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.settings == other.0.settings
+    }
+}
+
+#[pymethods]
+impl Settings {
+    #[new]
+    #[pyo3(signature = (values=None, *, toml=None, file=None, environment=None))]
+    fn new(
+        values: Option<&Bound<'_, PyMapping>>,
+        toml: Option<&str>,
+        file: Option<PathBuf>,
+        environment: Option<&Bound<'_, PyMapping>>,
+    ) -> PyResult<Self> {
+        if toml.is_some() && file.is_some() {
+            return Err(PyTypeError::new_err("settings come from `toml` or from `file`, not from both"));
+        }
+        let mut loader = Loader::new().environment(environment.map_or_else(|| Ok(Vec::new()), variables)?);
+        if let Some(text) = toml {
+            loader = loader.text(text);
+        }
+        if let Some(path) = file {
+            loader = loader.file(path);
+        }
+        Self::load(loader, values)
+    }
+
+    /// Settings from the text of a settings file.
+    #[staticmethod]
+    fn from_toml(text: &str) -> PyResult<Self> {
+        Self::load(Loader::new().text(text), None)
+    }
+
+    /// Settings from a dictionary: see the class.
+    #[staticmethod]
+    fn from_dict(values: &Bound<'_, PyMapping>) -> PyResult<Self> {
+        Self::load(Loader::new(), Some(values))
+    }
+
+    /// Settings from the `DYN_KVBM_*` variables of this process and the file that `DYN_KVBM_CONFIG` names, overridden
+    /// by `values`.
+    #[staticmethod]
+    #[pyo3(signature = (values=None))]
+    fn from_environment(py: Python<'_>, values: Option<&Bound<'_, PyMapping>>) -> PyResult<Self> {
+        // Python's own view: what a program has put into os.environ counts.
+        let environment = py.import("os")?.getattr("environ")?;
+        let environment = variables(environment.cast::<PyMapping>()?)?;
+        Self::load(Loader::new().environment(environment), values)
+    }
+
+    /// Every setting with its value, by dotted path.
+    fn to_dict(&self) -> BTreeMap<String, String> {
+        self.0.rows().into_iter().map(|row| (row.key, row.value)).collect()
+    }
+
+    /// Where the value of a setting came from: `default`, a file and line, a variable, or `argument`.
+    fn origin(&self, path: &str) -> PyResult<String> {
+        self.row(path).map(|row| row.origin.to_string())
+    }
+
+    /// What was given and is valid but changes nothing: worth a line in a log.
+    fn remarks(&self) -> Vec<String> {
+        self.0.accepted.iter().map(ToString::to_string).collect()
+    }
+
+    fn __getitem__(&self, path: &str) -> PyResult<String> {
+        self.row(path).map(|row| row.value)
+    }
+
+    fn __repr__(&self) -> String {
+        let chosen = self.0.rows().into_iter().filter(|row| row.origin != Origin::Default);
+        let chosen: Vec<_> = chosen.map(|row| format!("{:?}: {:?}", row.key, row.value)).collect();
+        format!("Settings({{{}}})", chosen.join(", "))
+    }
+}
+
+impl Settings {
+    fn load(loader: Loader, values: Option<&Bound<'_, PyMapping>>) -> PyResult<Self> {
+        let mut arguments = Vec::new();
+        if let Some(values) = values {
+            flatten("", values, &mut arguments)?;
+        }
+        let loader = arguments.into_iter().fold(loader, |loader, (path, value)| loader.argument(path, value));
+        let settings = loader.nixl_plugins(kvbm::installed_nixl_plugins).load();
+        settings.map(Self).map_err(|error| of_settings(&error))
+    }
+
+    fn row(&self, path: &str) -> PyResult<Row> {
+        let row = self.0.rows().into_iter().find(|row| row.key == path);
+        row.ok_or_else(|| PyKeyError::new_err(path.to_owned()))
+    }
+}
+
+/// Those that are ours: others need not even be text.
+fn variables(environment: &Bound<'_, PyMapping>) -> PyResult<Vec<(String, String)>> {
+    let mut ours = Vec::new();
+    for item in environment.items()?.iter() {
+        let (name, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item.extract()?;
+        if let Ok(name) = name.extract::<String>()
+            && name.starts_with("DYN_KVBM_")
+        {
+            ours.push((name, value.str()?.extract()?));
+        }
+    }
+    Ok(ours)
+}
+
+fn flatten(above: &str, values: &Bound<'_, PyMapping>, into: &mut Vec<(String, Argument)>) -> PyResult<()> {
+    for item in values.items()?.iter() {
+        let (name, value): (String, Bound<'_, PyAny>) = item.extract()?;
+        let path = if above.is_empty() { name } else { format!("{above}.{name}") };
+        match value.cast::<PyMapping>() {
+            Ok(inner) if inner.is_empty()? => into.push((path, Argument::Many(Vec::new()))),
+            Ok(inner) => flatten(&path, inner, into)?,
+            Err(_) => into.push((path.clone(), argument(&path, &value)?)),
+        }
+    }
+    Ok(())
+}
+
+fn argument(path: &str, value: &Bound<'_, PyAny>) -> PyResult<Argument> {
+    if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() {
+        let texts = value.try_iter()?.map(|item| scalar(path, &item?));
+        return Ok(Argument::Many(texts.collect::<PyResult<_>>()?));
+    }
+    scalar(path, value).map(Argument::One)
+}
+
+/// As TOML would write it, without quotes.
+fn scalar(path: &str, value: &Bound<'_, PyAny>) -> PyResult<String> {
+    if value.is_none() {
+        return Ok("none".to_owned());
+    }
+    if let Ok(on) = value.cast::<PyBool>() {
+        return Ok(on.is_true().to_string());
+    }
+    let is_written_plainly = value.is_instance_of::<PyString>()
+        || value.is_instance_of::<PyInt>()
+        || value.is_instance_of::<PyFloat>();
+    if is_written_plainly {
+        return value.str()?.extract();
+    }
+    if let Ok(path) = value.extract::<PathBuf>() {
+        return Ok(path.to_string_lossy().into_owned());
+    }
+    let message = format!(
+        "{path}: a setting is a boolean, a number, a string, a path, None or a list of these, not {}",
+        value.get_type().name()?
+    );
+    Err(PyTypeError::new_err(message))
+}
