@@ -1,0 +1,85 @@
+"""Models with random weights, small enough for an engine on a CPU, and a tokenizer of bytes.
+
+    python tests/vllm/models.py DIRECTORY [--shape tiny|bench]
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+# What a shape changes in the configuration of a Llama. `tiny` has weights of numbers wide apart, in float32: a wrong byte of KV
+# changes its tokens, and the size of chunks does not. `bench` is large enough for times to mean something; an engine fills in
+# its weights (`load_format="dummy"`).
+SHAPES = {
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "torch_dtype": "float32",
+    },
+    "bench": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "torch_dtype": "bfloat16",
+    },
+}
+SPECIAL = ["<s>", "</s>", "<pad>"]
+VOCABULARY = 512
+
+
+def make(directory: Path, shape: str = "tiny") -> Path:
+    """Writes a model of `shape` to `directory`, unless it is there. Returns the directory."""
+    if not (directory / "config.json").exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        write_tokenizer(directory)
+        write_model(directory, shape)
+    return directory
+
+
+def write_model(directory: Path, shape: str) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=8192,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+        initializer_range=0.4,
+        architectures=["LlamaForCausalLM"],
+        **SHAPES[shape],
+    )
+    if shape == "bench":
+        config.save_pretrained(directory)
+        return
+    torch.manual_seed(20)
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(directory)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """One token for each byte, so that any text is a prompt, and as many without a meaning as the model can say."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
+    words += [f"<{i}>" for i in range(len(words), VOCABULARY)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    arguments = parser.parse_args()
+    print(json.dumps({"model": str(make(arguments.directory, arguments.shape))}))

@@ -1,0 +1,103 @@
+"""An engine in a process of its own, for tests: takes one JSON object a line, returns one.
+
+The first line says how the engine is opened (the arguments of `vllm.LLM`). Everything that vLLM prints goes to standard error.
+
+| line | does |
+|---|---|
+| `{"generate": [[tokens], …], "tokens": n}` | runs the prompts together; returns what they said and what was scheduled |
+| `{"reset": {"reset_connector": bool}}` | forgets the engine's own prefix cache |
+| `{"settle": {}}` | steps until nothing is under way, also below the engine |
+| `{"call": "module:function", "with": {…}}` | calls a function of a test with the engine |
+| `{"stop": {}}` | shuts down, and exits |
+"""
+
+import importlib
+import json
+import os
+import sys
+import time
+
+
+def main() -> None:
+    # What is printed by whomever must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    say = lambda answer: print(json.dumps(answer), file=answers, flush=True)
+    engine = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            if engine is None:
+                engine = Engine(request)
+                say({"ready": True})
+            elif "stop" in request:
+                engine.stop()
+                say({})
+                return
+            else:
+                say(engine.do(request))
+        except BaseException as error:  # noqa: BLE001 - the test judges it
+            say({"error": f"{type(error).__name__}: {error}"})
+            if engine is None:
+                raise
+
+
+class Engine:
+    """`vllm.LLM` with its scheduler in this process, whose work is counted."""
+
+    def __init__(self, arguments: dict):
+        from vllm import LLM
+
+        self.llm = LLM(**arguments)
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduled = 0
+        schedule = self.core.scheduler.schedule
+
+        def counted(*args, **kwargs):
+            output = schedule(*args, **kwargs)
+            self.scheduled += output.total_num_scheduled_tokens
+            return output
+
+        self.core.scheduler.schedule = counted
+
+    def do(self, request: dict):
+        if "generate" in request:
+            return self.generate(request["generate"], request.get("tokens", 1), request.get("salt"))
+        if "reset" in request:
+            return {"done": bool(self.llm.reset_prefix_cache(**request["reset"]))}
+        if "settle" in request:
+            return self.settle()
+        module, function = request["call"].split(":")
+        return getattr(importlib.import_module(module), function)(self, **request.get("with", {}))
+
+    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None) -> dict:
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        salted = {} if salt is None else {"cache_salt": salt}
+        prompts = [{"prompt_token_ids": prompt, **salted} for prompt in prompts]
+        before, began = self.scheduled, time.perf_counter()
+        outputs = self.llm.generate(prompts, greedy, use_tqdm=False)
+        return {
+            "seconds": time.perf_counter() - began,
+            "scheduled": self.scheduled - before,
+            "cached": [output.num_cached_tokens for output in outputs],
+            "said": [list(output.outputs[0].token_ids) for output in outputs],
+            "ended": [output.outputs[0].finish_reason for output in outputs],
+        }
+
+    def settle(self, limit: float = 60.0) -> dict:
+        """What is stored goes on after the last answer, and is only noticed by steps."""
+        began = time.perf_counter()
+        while self.core.scheduler.has_requests():
+            if time.perf_counter() - began > limit:
+                raise TimeoutError(f"still busy after {limit} s")
+            self.llm.llm_engine.engine_core.get_output()
+        return {"seconds": time.perf_counter() - began}
+
+    def stop(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()
