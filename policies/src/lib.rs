@@ -11,6 +11,7 @@
 //! | [`reuse`] | the [`ReuseModel`] of a tier, which both borrow: how soon blocks return |
 //! | [`checkpoints`] | what is kept of layers with a window or a state |
 //! | `tier_policies` | the [`TierPolicies`] of one tier: who hears of what, and in which order |
+//! | `chunk_cache` | [`ChunkCache`]: a cache that an engine keeps itself, which only asks what goes |
 //! | `chunked` | arrays that never move |
 //! | `seam` | what the owner of a tier and its policies say to each other |
 //! | [`sample`] | a few blocks that stand for all |
@@ -23,6 +24,7 @@
 
 pub mod admission;
 pub mod checkpoints;
+mod chunk_cache;
 mod chunked;
 pub mod eviction;
 pub mod miss_ratio;
@@ -37,6 +39,7 @@ mod tier_policies;
 
 pub use admission::{Admission, AdmissionKind, Candidates, Trigger, UnknownAdmission};
 pub use checkpoints::{CheckpointGrid, CheckpointPart};
+pub use chunk_cache::{ChunkCache, ChunkKey};
 pub use eviction::{Eviction, EvictionKind, UnknownEviction};
 pub use miss_ratio::{MissRatio, SampledRequests};
 pub use reuse::{LastUse, ReuseModel};

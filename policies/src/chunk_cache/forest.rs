@@ -1,0 +1,238 @@
+//! The chunks of a cache: a forest of those that can be reached, and orphans.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::ChunkKey;
+use crate::seam::{BlockId, Forest, Standing};
+
+/// All chunks of a cache.
+#[derive(Debug, Default)]
+pub(super) struct ChunkForest {
+    ids: HashMap<ChunkKey, BlockId>,
+    chunks: Vec<Chunk>,
+    free: Vec<BlockId>,
+    /// In the order in which they came.
+    orphans: BTreeMap<u64, BlockId>,
+    last_orphan: u64,
+    hidden: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Chunk {
+    key: ChunkKey,
+    link: Link,
+    /// A copy uses it.
+    is_busy: bool,
+    /// The owner wants it kept for now.
+    is_kept: bool,
+    /// It is gone, but what hangs on it is not.
+    is_hidden: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Link {
+    /// In the forest, so policies know it.
+    Linked { parent: Option<BlockId>, depth: u32, children: u32 },
+    /// Its predecessor is not there; by its number among orphans.
+    Orphan(u64),
+    /// Neither any more: it is about to be freed.
+    Loose,
+}
+
+impl ChunkForest {
+    /// Chunks that are there.
+    pub(super) fn resident(&self) -> usize {
+        self.ids.len() - self.hidden
+    }
+
+    pub(super) fn id(&self, key: ChunkKey) -> Option<BlockId> {
+        self.ids.get(&key).copied()
+    }
+
+    /// The chunk, where it is in the forest, hidden or not.
+    pub(super) fn linked(&self, key: ChunkKey) -> Option<BlockId> {
+        self.id(key).filter(|&block| matches!(self.chunk(block).link, Link::Linked { .. }))
+    }
+
+    /// The chunk, where it is in the forest and there: look-ups can go on behind it.
+    pub(super) fn reachable(&self, key: ChunkKey) -> Option<BlockId> {
+        self.linked(key).filter(|&block| !self.chunk(block).is_hidden)
+    }
+
+    pub(super) fn is_orphan(&self, block: BlockId) -> bool {
+        matches!(self.chunk(block).link, Link::Orphan(_))
+    }
+
+    pub(super) fn is_leaf(&self, block: BlockId) -> bool {
+        matches!(self.chunk(block).link, Link::Linked { children: 0, .. })
+    }
+
+    pub(super) fn is_hidden(&self, block: BlockId) -> bool {
+        self.chunk(block).is_hidden
+    }
+
+    /// Chunks of the path that ends at `block`, itself included.
+    pub(super) fn depth(&self, block: BlockId) -> u32 {
+        if let Link::Linked { depth, .. } = self.chunk(block).link { depth } else { 0 }
+    }
+
+    /// Makes a hidden chunk busy and visible again. Whether the chunk is there now.
+    pub(super) fn restore(&mut self, key: ChunkKey) -> bool {
+        let Some(block) = self.id(key) else { return false };
+        let chunk = self.chunk_mut(block);
+        chunk.is_busy = true;
+        if std::mem::take(&mut chunk.is_hidden) {
+            self.hidden -= 1;
+        }
+        true
+    }
+
+    /// Adds a busy chunk behind `parent`, or as a root.
+    pub(super) fn add(&mut self, key: ChunkKey, parent: Option<BlockId>) -> BlockId {
+        let block = self.allocate(key);
+        self.link(block, parent);
+        block
+    }
+
+    /// Adds a busy chunk that nothing leads to.
+    pub(super) fn add_orphan(&mut self, key: ChunkKey) {
+        let block = self.allocate(key);
+        self.orphan(block);
+    }
+
+    /// Lets a chunk that is no longer in the forest wait for its chain to come back.
+    pub(super) fn orphan(&mut self, block: BlockId) {
+        self.last_orphan += 1;
+        self.orphans.insert(self.last_orphan, block);
+        self.chunk_mut(block).link = Link::Orphan(self.last_orphan);
+    }
+
+    /// Takes the orphan `key` into the forest, behind `parent` or as a root. `None`: it is not one.
+    pub(super) fn adopt(&mut self, key: ChunkKey, parent: Option<BlockId>) -> Option<BlockId> {
+        let block = self.id(key)?;
+        let Link::Orphan(number) = self.chunk(block).link else { return None };
+        self.orphans.remove(&number);
+        self.link(block, parent);
+        Some(block)
+    }
+
+    /// Takes a leaf out of the forest. Returns its name for policies, and its parent.
+    pub(super) fn unlink(&mut self, leaf: BlockId) -> (u64, Option<BlockId>) {
+        let chunk = self.chunk_mut(leaf);
+        let key = name(chunk.key);
+        let link = std::mem::replace(&mut chunk.link, Link::Loose);
+        let Link::Linked { parent, .. } = link else { return (key, None) };
+        if let Some(parent) = parent
+            && let Link::Linked { children, .. } = &mut self.chunk_mut(parent).link
+        {
+            *children -= 1;
+        }
+        (key, parent)
+    }
+
+    /// Gives up what hangs nowhere, or an orphan. `None`: it was hidden, so the owner has given it up before.
+    pub(super) fn free(&mut self, block: BlockId) -> Option<ChunkKey> {
+        let Chunk { key, link, is_hidden, .. } = *self.chunk(block);
+        if let Link::Orphan(number) = link {
+            self.orphans.remove(&number);
+        }
+        self.hidden -= usize::from(is_hidden);
+        self.ids.remove(&key);
+        self.free.push(block);
+        (!is_hidden).then_some(key)
+    }
+
+    /// It is gone, but keeps its place for those behind it.
+    pub(super) fn hide(&mut self, block: BlockId) {
+        let chunk = self.chunk_mut(block);
+        chunk.is_busy = false;
+        if !std::mem::replace(&mut chunk.is_hidden, true) {
+            self.hidden += 1;
+        }
+    }
+
+    /// Returns the chunk where policies may name it now and could not before.
+    pub(super) fn set_busy(&mut self, key: ChunkKey, is_busy: bool) -> Option<BlockId> {
+        let block = self.id(key)?;
+        self.chunk_mut(block).is_busy = is_busy;
+        (!is_busy && self.is_leaf(block)).then_some(block)
+    }
+
+    /// Keeps `key` for now. `None`: it is not there.
+    pub(super) fn keep(&mut self, key: ChunkKey) -> Option<BlockId> {
+        let block = self.id(key)?;
+        self.chunk_mut(block).is_kept = true;
+        Some(block)
+    }
+
+    /// Returns whether policies may name it now.
+    pub(super) fn keep_no_more(&mut self, block: BlockId) -> bool {
+        self.chunk_mut(block).is_kept = false;
+        self.is_leaf(block) && !self.chunk(block).is_busy
+    }
+
+    /// Orphans that may go, the oldest first.
+    pub(super) fn idle_orphans(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.orphans.values().copied().filter(|&block| self.chunk(block).may_go())
+    }
+
+    fn link(&mut self, block: BlockId, parent: Option<BlockId>) {
+        let mut depth = 1;
+        if let Some(parent) = parent
+            && let Link::Linked { children, depth: above, .. } = &mut self.chunk_mut(parent).link
+        {
+            *children += 1;
+            depth += *above;
+        }
+        self.chunk_mut(block).link = Link::Linked { parent, depth, children: 0 };
+    }
+
+    fn allocate(&mut self, key: ChunkKey) -> BlockId {
+        let chunk = Chunk { key, link: Link::Loose, is_busy: true, is_kept: false, is_hidden: false };
+        let block = self.free.pop().unwrap_or_else(|| {
+            self.chunks.push(chunk);
+            BlockId(self.chunks.len() as u32 - 1)
+        });
+        *self.chunk_mut(block) = chunk;
+        self.ids.insert(key, block);
+        block
+    }
+
+    fn chunk(&self, block: BlockId) -> &Chunk {
+        &self.chunks[block.0 as usize]
+    }
+
+    fn chunk_mut(&mut self, block: BlockId) -> &mut Chunk {
+        &mut self.chunks[block.0 as usize]
+    }
+}
+
+impl Chunk {
+    fn may_go(&self) -> bool {
+        !self.is_busy && !self.is_kept && !self.is_hidden
+    }
+}
+
+impl Forest for ChunkForest {
+    fn standing(&self, block: BlockId) -> Standing {
+        let chunk = self.chunk(block);
+        match chunk.link {
+            Link::Linked { children: 1.., .. } => Standing::Interior,
+            Link::Linked { .. } if chunk.may_go() => Standing::Evictable,
+            _ => Standing::Busy,
+        }
+    }
+
+    fn parent(&self, block: BlockId) -> Option<BlockId> {
+        if let Link::Linked { parent, .. } = self.chunk(block).link { parent } else { None }
+    }
+
+    fn key(&self, block: BlockId) -> u64 {
+        name(self.chunk(block).key)
+    }
+}
+
+/// What policies know a chunk by.
+const fn name(key: ChunkKey) -> u64 {
+    key.0 as u64
+}

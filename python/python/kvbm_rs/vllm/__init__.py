@@ -1,0 +1,6 @@
+"""What plugs into vLLM. Each module is loaded by the name of its class, as vLLM's configuration says:
+
+| class | in vLLM's configuration |
+|---|---|
+| `kvbm_rs.vllm.policy.HazardPolicy` | `"eviction_policy": "HazardPolicy", "cache_policy_module_path": "kvbm_rs.vllm.policy"` |
+"""
