@@ -6,6 +6,7 @@ from pathlib import Path
 
 import policy_replay
 import pytest
+from engine import BLOCK, TINY_BLOCK_BYTES, Engine, offloading, prompt
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
@@ -202,3 +203,24 @@ def test_it_finds_what_is_published_at_no_more_than_twice_the_time(
         theirs = policy_replay.replay(requests, policy, chunks)
         assert ours.hit_rate > theirs.hit_rate
         assert ours.microseconds <= 2 * theirs.microseconds
+
+
+TWO_LINES = {"eviction_policy": "HazardPolicy", "cache_policy_module_path": "kvbm_rs.vllm.policy"}
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["alone", "above files"])
+def test_an_engine_says_the_same_under_pressure(model: Path, tmp_path: Path, below: bool) -> None:
+    """A primary tier of 24 blocks, prompts of 10: some leave at each turn, and what is found is right."""
+    tiers = [{"type": "fs", "root_dir": str(tmp_path)}] if below else []
+    prompts = {number: prompt(number, 10 * BLOCK + 5) for number in range(1, 6)}
+    with Engine(model, offloading(24 * TINY_BLOCK_BYTES, *tiers, **TWO_LINES)) as engine:
+        cold = {number: engine.generate(tokens) for number, tokens in prompts.items()}
+        scheduled = 0
+        for number in (5, 1, 5, 2, 5, 3, 5, 4, 5):
+            engine.reset()
+            warm = engine.generate(prompts[number])
+            assert warm.said == cold[number].said
+            scheduled += warm.scheduled
+        assert scheduled < 9 * cold[5].scheduled, "something was found"
+        engine.reset(connector=True)
+        assert engine.generate(prompts[5]).said == cold[5].said, "and after a reset everything works"
