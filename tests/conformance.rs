@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use kvbm_tiers::nixl::{Agent, Library, NixlBackend};
-use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions};
+use kvbm_tiers::object::{Budgets, OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions};
 use kvbm_tiers::testing::conformance::{self, Pair};
 use kvbm_tiers::testing::{host, skip};
 use kvbm_tiers::{
@@ -99,6 +99,7 @@ fn check_objects(url: fn(&std::path::Path) -> String) {
             segment_bytes: 4 << 20,
             concurrency: 4,
             operation_limit: OPERATION_LIMIT,
+            budgets: Budgets::default(),
             keep: false,
             sharing: None,
         };

@@ -7,7 +7,8 @@
 #   kill       N cycles (12) of a replay that is killed -9 under load and started again, every second one with a host tier
 #              in /dev/shm: what was acknowledged is there, and no byte is wrong
 #   bitflip    N single bits (120) flipped while nothing runs, in slot files, indices, memory and objects: none is served
-#   share      one process starts warm from the bucket that another one filled
+#   share      one process starts warm from the bucket that another one filled, with few requests, and what is written again
+#              and again takes no more space than the tier may; kvbm fsck finds the bucket sound
 #   disk-dies  of two directories one is gone: the other one's blocks are served, and a new directory is taken in
 #
 # No cycle begins N seconds (600) after the first one of its part.
@@ -158,15 +159,33 @@ part_bitflip() {
     done
 }
 
+# Bytes of the segments below a directory.
+segment_bytes() {
+    find "$1" -name '*.kvseg' -printf '%s\n' 2>/dev/null | awk '{ sum += $1 } END { print sum + 0 }'
+}
+
 part_share() {
-    local bucket=file://$scratch/bucket arguments
-    read -ra arguments <<<"$(tiers --disk-blocks 0 --object "$bucket")"
+    local bucket=$scratch/bucket rewritten=$scratch/rewritten capacity=2000 arguments worst=0 now
+    read -ra arguments <<<"$(tiers --disk-blocks 0 --object "file://$bucket")"
     replay 'first' "$strangers" "${arguments[@]}" || true
     replay 'second' "$strangers" "${arguments[@]}" || true
     # Both at once, with what they write anew.
     replay 'beside' "$trace" --requests 300 "${arguments[@]}" &
     replay 'beside' "$trace" --requests 300 "${arguments[@]}" || true
     wait
+    # A tier that is too small for the trace is written again and again, by one process.
+    read -ra arguments <<<"$(tiers --disk-blocks 0 --object "file://$rewritten")"
+    DYN_KVBM_OBJECT_NUM_BLOCKS=$capacity DYN_KVBM_OBJECT_SEGMENT_BYTES=512KiB replay 'rewritten' "$trace" --requests 400 "${arguments[@]}" &
+    while [[ -n $(jobs -rp) ]]; do
+        now=$(segment_bytes "$rewritten") && worst=$((now > worst ? now : worst))
+        sleep 0.2
+    done
+    wait
+    printf '{"name": "space", "status": 0, "result": {"largest": %d, "left": %d, "capacity": %d}}\n' \
+        "$worst" "$(segment_bytes "$rewritten")" $((capacity * 16384)) >>"$runs"
+    local status=0
+    "$kvbm" fsck "file://$bucket" "file://$rewritten" --json >"$scratch/fsck" 2>>"$scratch/log" || status=$?
+    printf '{"name": "fsck", "status": %d, "result": %s}\n' "$status" "$(cat "$scratch/fsck")" >>"$runs"
 }
 
 part_disk_dies() {
@@ -215,6 +234,14 @@ def figure(name, part, of, wanted):
         short.append(name)
 
 
+def at_most(name, part, of, wanted):
+    told[name] = round(part / of, 5) if of else None
+    if not of or not part:
+        wrong.append(f"nothing to tell {name} by")
+    elif part > wanted * of:
+        short.append(name)
+
+
 def must_be_zero(name, count):
     told[name] = count
     if count:
@@ -257,6 +284,18 @@ if "bitflip" in parts:
 if "share" in parts:
     flushed = 512 * total(results("first"), "slots", "object", "resident")
     figure("served_of_what_another_flushed", total(results("second"), "hit_tokens", "object"), flushed, 0.95)
+    # One object for each block would take a request to store it, and one to read it.
+    blocks = flushed // 512 + total(results("second"), "hit_tokens", "object") // 512
+    requests = total(results("first", "second"), "object_requests")
+    told["requests_for_blocks"] = [requests, blocks]
+    at_most("requests_of_one_object_per_block", requests, blocks, 1 / 50)
+    space, [checked] = results("space")[0], results("fsck")
+    # Garbage is deleted a second after it has become that.
+    at_most("space_left_of_capacity", space["left"], space["capacity"], 1.3)
+    told["largest_space_of_capacity"] = round(space["largest"] / space["capacity"], 2)
+    told["fsck_blocks"] = sum(found["blocks"] for bucket in checked["buckets"] for found in bucket["namespaces"])
+    if not told["fsck_blocks"] or not checked["is_sound"]:
+        wrong.append("fsck")
 
 if "disk-dies" in parts:
     disk = lambda name, key: total(results(name), "acknowledged", "disk", key)

@@ -23,6 +23,7 @@ fn settings(bucket: &Path) -> Settings {
     settings.object.url = Some(format!("file://{}", bucket.display()));
     settings.object.keep = true;
     settings.object.renewal_ms = RENEWAL_MS;
+    settings.object.discover_ms = RENEWAL_MS;
     settings.object.segment_bytes = 64 << 10;
     settings.flush.interval_ms = 1;
     settings
@@ -246,4 +247,139 @@ fn what_another_stored_is_not_stored_again() {
     fill(&second, 0..CHAINS);
     assert_eq!(files(home.path(), ".kvseg"), stored);
     assert_eq!(serve(&second), ALL);
+}
+
+/// Until a manager knows so many blocks of the bucket.
+fn hears(manager: &Manager, blocks: usize) {
+    eventually("what another stored is not found", || known(manager) == blocks);
+}
+
+#[test]
+fn what_another_stores_is_found_while_both_live() {
+    let home = tempfile::tempdir().unwrap();
+    let (first, second) = (worker(home.path()), worker(home.path()));
+    let other = open(settings(home.path()), Some(fingerprint("two", 0)));
+    assert_eq!(known(&second), 0);
+    fill(&first, 0..CHAINS / 2);
+    hears(&second, ALL / 2);
+    assert_eq!(serve(&second), ALL / 2, "from the bucket");
+    // The other way round, and behind what was found.
+    assert!(second.drain(LIMIT).is_complete());
+    hears(&first, ALL);
+    assert_eq!((serve(&first), serve(&second)), (ALL, ALL));
+    assert_eq!(known(&other), 0, "another model's blocks are no use to it");
+    assert_eq!((first.audit(), second.audit()), (vec![], vec![]));
+}
+
+#[test]
+fn a_chain_that_another_continues_is_found_to_its_end() {
+    let home = tempfile::tempdir().unwrap();
+    let (first, second) = (worker(home.path()), worker(home.path()));
+    let whole = chain(0);
+    let (root, most) = (&whole[..3], &whole[..9]);
+    engine::serve(&first, root);
+    assert!(first.drain(LIMIT).is_complete());
+    eventually("the root is not found", || second.matches(root).blocks(Tier::Object) == 3);
+    engine::serve(&second, most);
+    assert!(second.drain(LIMIT).is_complete());
+    eventually("the rest is not found", || first.matches(most).blocks(Tier::Object) == 9);
+    let served = engine::serve(&first, &whole);
+    assert_eq!((served.hit, served.wrong), (9, 0));
+    assert_eq!((first.audit(), second.audit()), (vec![], vec![]));
+}
+
+#[test]
+fn what_is_found_is_of_the_present_epoch_and_there_is_room_for() {
+    let home = tempfile::tempdir().unwrap();
+    let first = worker(home.path());
+    let mut small = settings(home.path());
+    small.object.capacity = Some(kvbm_settings::Capacity::Blocks(u64::from(BLOCKS) * 3));
+    let small = open(small, Some(fingerprint("one", 0)));
+    let past = worker(home.path());
+    past.reset(3).unwrap();
+    fill(&first, 0..CHAINS);
+    eventually("a small tier is not filled", || known(&small) == (BLOCKS * 3) as usize);
+    std::thread::sleep(Duration::from_millis(RENEWAL_MS * 4));
+    assert_eq!((known(&small), known(&past)), ((BLOCKS * 3) as usize, 0));
+    assert!(serve(&small) >= (BLOCKS * 3) as usize);
+    assert_eq!((small.audit(), past.audit()), (vec![], vec![]));
+    // What goes makes room, and everything works.
+    fill(&small, 0..CHAINS);
+    assert_eq!(small.audit(), []);
+}
+
+/// A worker with budgets whose own upkeep asks for next to nothing, and its metrics.
+fn thrifty(bucket: &Path, change: impl FnOnce(&mut kvbm_settings::ObjectSettings)) -> (Manager, Registry) {
+    let mut settings = settings(bucket);
+    (settings.object.renewal_ms, settings.object.discover_ms) = (60_000, 60_000);
+    settings.object.budget_period_ms = 4_000;
+    change(&mut settings.object);
+    let registry = Registry::new();
+    let options = Options {
+        fingerprint: Some(fingerprint("one", 0)),
+        registry: registry.clone(),
+        ..Options::default()
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    (runtime.block_on(Manager::open(settings, options)).unwrap(), registry)
+}
+
+/// How often a budget refused something, and what is left of it.
+fn budget(registry: &Registry, name: &str) -> (u64, Option<f64>) {
+    let families = registry.gather();
+    let metric = |family: &str| {
+        let family = families.iter().find(|found| found.name() == family)?;
+        family.get_metric().iter().find(|metric| metric.get_label()[0].value() == name).cloned()
+    };
+    let refused =
+        metric("kvbm_object_budget_refusals_total").map_or(0.0, |found| found.get_counter().get_value());
+    let left = metric("kvbm_object_budget_left").map(|found| found.get_gauge().get_value());
+    (refused as u64, left)
+}
+
+#[test]
+fn what_there_is_no_budget_for_is_stored_when_there_is() {
+    let home = tempfile::tempdir().unwrap();
+    let (manager, registry) = thrifty(home.path(), |object| object.put_budget = 12);
+    assert!(budget(&registry, "puts").1.is_some_and(|left| left > 0.0));
+    let began = Instant::now();
+    for number in 0..CHAINS {
+        engine::serve(&manager, &chain(number));
+    }
+    assert!(began.elapsed() < Duration::from_secs(10), "nobody waits for a budget");
+    // What could not be flushed in time was dropped, or is flushed by and by.
+    assert!(manager.drain(LIMIT).is_complete());
+    fill(&manager, 0..CHAINS);
+    let (refused, left) = budget(&registry, "puts");
+    assert!(refused > 0 && left.is_some(), "{refused} {left:?}");
+    assert_eq!(budget(&registry, "gets"), (0, None), "there is no limit");
+    assert!(files(home.path(), ".kvseg").len() >= CHAINS as usize / 2);
+    assert_eq!((known(&manager), manager.audit()), (ALL, vec![]));
+    assert_eq!(serve(&manager), ALL, "what is read has another budget");
+}
+
+#[test]
+fn what_there_is_no_budget_for_is_a_miss_and_is_served_when_there_is() {
+    let home = tempfile::tempdir().unwrap();
+    fill(&worker(home.path()), 0..CHAINS);
+    let gets: fn(&mut kvbm_settings::ObjectSettings) = |object| object.get_budget = 3 * CHAINS;
+    let bytes: fn(&mut kvbm_settings::ObjectSettings) =
+        |object| object.byte_budget = Some(kvbm_settings::Capacity::Bytes(2_000_000));
+    for change in [gets, bytes] {
+        let (manager, registry) = thrifty(home.path(), change);
+        let refused = || budget(&registry, "gets").0 + budget(&registry, "bytes").0;
+        assert!(known(&manager) * 100 >= ALL * 95);
+        let began = Instant::now();
+        let mut hits = ALL;
+        while refused() == 0 && began.elapsed() < LIMIT {
+            hits = serve(&manager);
+        }
+        assert!(hits < ALL && refused() > 0, "{hits} of {ALL}");
+        // It fills up while nobody asks, also the time that the tier is left alone is over then.
+        eventually("what is there is not served again", || {
+            std::thread::sleep(Duration::from_secs(5));
+            serve(&manager) == ALL
+        });
+        assert_eq!((known(&manager), manager.audit()), (ALL, vec![]));
+    }
 }

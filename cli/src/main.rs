@@ -71,7 +71,7 @@ enum Command {
     Config,
     /// Check what this machine offers and what the settings would use
     Doctor(doctor::DoctorArgs),
-    /// Check what a process left on disk or in memory, while nobody works with it
+    /// Check what processes left on disk, in memory or in a bucket
     Fsck(fsck::FsckArgs),
     /// Measure
     #[command(subcommand)]

@@ -425,6 +425,35 @@ pub(crate) static KEYS: &[Key] = &[
         in_use: true,
     },
     Key {
+        path: "object.put_budget",
+        field: Field::Count(|s| &mut s.object.put_budget, 0..=u32::MAX),
+        variables: &[own("DYN_KVBM_OBJECT_PUT_BUDGET", Form::Plain)],
+        doc: "Requests that write objects or list them in each `object.budget_period_ms`, as stores charge for them; 0: \
+              any number. Spent, nothing is flushed to objects until some is there again, a little with every second.",
+        in_use: true,
+    },
+    Key {
+        path: "object.get_budget",
+        field: Field::Count(|s| &mut s.object.get_budget, 0..=u32::MAX),
+        variables: &[own("DYN_KVBM_OBJECT_GET_BUDGET", Form::Plain)],
+        doc: "The same for requests that read objects. Spent, blocks that only the object tier has are misses.",
+        in_use: true,
+    },
+    Key {
+        path: "object.byte_budget",
+        field: Field::Limit(|s| &mut s.object.byte_budget),
+        variables: &[own("DYN_KVBM_OBJECT_BYTE_BUDGET", Form::Plain)],
+        doc: "Bytes of objects sent and received in each `object.budget_period_ms`. Spent, both stop.",
+        in_use: true,
+    },
+    Key {
+        path: "object.budget_period_ms",
+        field: Field::Millis(|s| &mut s.object.budget_period_ms, 1_000..=31 * DAY_MS),
+        variables: &[own("DYN_KVBM_OBJECT_BUDGET_PERIOD_MS", Form::Plain)],
+        doc: "In which the budgets of the object tier are to be spent.",
+        in_use: true,
+    },
+    Key {
         path: "object.keep",
         field: Field::Flag(|s| &mut s.object.keep),
         variables: &[own("DYN_KVBM_OBJECT_KEEP", Form::Plain)],
@@ -438,6 +467,14 @@ pub(crate) static KEYS: &[Key] = &[
         variables: &[own("DYN_KVBM_OBJECT_RENEWAL_MS", Form::Plain)],
         doc: "How often a worker writes down, in the store, on which objects it relies. One that has not for ten times as \
               long is taken for gone.",
+        in_use: true,
+    },
+    Key {
+        path: "object.discover_ms",
+        field: Field::Millis(|s| &mut s.object.discover_ms, 50..=3_600_000),
+        variables: &[own("DYN_KVBM_OBJECT_DISCOVER_MS", Form::Plain)],
+        doc: "How often a worker looks what others with the same fingerprint have stored since: a listing of what is new, \
+              and a request for each of at most 256 objects.",
         in_use: true,
     },
     Key {

@@ -212,10 +212,20 @@ pub struct ObjectSettings {
     pub segment_bytes: u64,
     /// Requests in flight.
     pub concurrency: u32,
+    /// Requests that write or list, in a period; 0: any number.
+    pub put_budget: u32,
+    /// Requests that read, in a period; 0: any number.
+    pub get_budget: u32,
+    /// Bytes of objects sent and received in a period; `None`: any number.
+    pub byte_budget: Option<Capacity>,
+    /// The period, in milliseconds.
+    pub budget_period_ms: u64,
     /// Leave the objects in place at shutdown.
     pub keep: bool,
     /// How often a worker says on which objects it relies, in milliseconds.
     pub renewal_ms: u64,
+    /// How often a worker looks what others have stored since, in milliseconds.
+    pub discover_ms: u64,
     /// Age at which objects on which no worker relies are deleted, in milliseconds.
     pub collect_after_ms: u64,
     /// Size of all objects above which these are deleted sooner; `None`: any.
@@ -234,8 +244,13 @@ impl Default for ObjectSettings {
             backend: ObjectBackend::Native,
             segment_bytes: 32 << 20,
             concurrency: 8,
+            put_budget: 0,
+            get_budget: 0,
+            byte_budget: None,
+            budget_period_ms: 3_600_000,
             keep: false,
             renewal_ms: 60_000,
+            discover_ms: 30_000,
             collect_after_ms: 7 * 24 * 3_600_000,
             collect_above: None,
         }
@@ -266,8 +281,13 @@ impl fmt::Debug for ObjectSettings {
             .field("backend", &self.backend)
             .field("segment_bytes", &self.segment_bytes)
             .field("concurrency", &self.concurrency)
+            .field("put_budget", &self.put_budget)
+            .field("get_budget", &self.get_budget)
+            .field("byte_budget", &self.byte_budget)
+            .field("budget_period_ms", &self.budget_period_ms)
             .field("keep", &self.keep)
             .field("renewal_ms", &self.renewal_ms)
+            .field("discover_ms", &self.discover_ms)
             .field("collect_after_ms", &self.collect_after_ms)
             .field("collect_above", &self.collect_above)
             .finish()

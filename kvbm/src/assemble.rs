@@ -128,6 +128,7 @@ pub(crate) async fn open(
         let (table, durable) = durable::resume(table, (kept, objects), on_durable.as_ref(), &metrics)?;
         let core = Core::new(Parts { table, executor, staging, clock, metrics, tuning });
         on_loss.set(&core);
+        store.keep_looking(&core);
         Ok(Assembled { core, device, host, routes, durable, store })
     };
     tokio::task::spawn_blocking(build)

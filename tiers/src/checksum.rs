@@ -170,6 +170,23 @@ const STEP_BYTES: usize = 4 << 10;
 /// Copies the pieces of a block one after the other, and sums them on the way.
 pub(crate) struct SummedCopy(Digest);
 
+/// The checksum of a block whose bytes come in pieces.
+pub(crate) struct RunningChecksum(Digest);
+
+impl RunningChecksum {
+    pub(crate) fn new() -> Self {
+        Self(Digest::new(CrcAlgorithm::Crc32Iscsi))
+    }
+
+    pub(crate) fn add(&mut self, piece: &[u8]) {
+        self.0.update(piece);
+    }
+
+    pub(crate) fn value(&self) -> u32 {
+        self.0.finalize() as u32
+    }
+}
+
 impl SummedCopy {
     pub(crate) fn new() -> Self {
         Self(Digest::new(CrcAlgorithm::Crc32Iscsi))

@@ -131,6 +131,8 @@ pub enum CopyErrorKind {
     TimedOut,
     /// The backend is shutting down or does not serve this route.
     Refused,
+    /// What the tier may cost is spent. Leave it alone in this direction for a while.
+    OverBudget,
 }
 
 /// A copy that did not happen. The destination's content is undefined.

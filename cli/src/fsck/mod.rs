@@ -1,32 +1,42 @@
-//! `kvbm fsck`: what a process left, checked while nobody works with it.
+//! `kvbm fsck`: what a process left in directories, checked while nobody works with it, and what many left in a bucket.
 //!
 //! | module | holds |
 //! |---|---|
 //! | `files` | which files of a directory belong together |
 //! | `check` | what is wrong with them, and putting it right |
+//! | `bucket` | buckets |
 
+mod bucket;
 mod check;
 mod files;
 
 use std::path::PathBuf;
 
 use clap::Args;
+use kvbm_settings::ObjectSettings;
 use serde::Serialize;
 
+use self::bucket::Bucket;
 use self::check::Finding;
 use crate::failure::Failure;
 use crate::global::Global;
 use crate::output;
 
-/// Checks kept disk tiers and host tiers: every block's bytes against the checksum in its index, and whether its chain
-/// is there from its root. What is wrong no start serves; here it is told, and with --repair dropped. Exit status: 0 all
-/// is sound, 1 something was not, 2 it could not be checked, such as while somebody has it open.
+/// Checks what outlives a process: every block's bytes against the checksum that was stored with them.
+///
+/// Directories of kept disk tiers and host tiers: besides, whether each block's chain is there from its root. A URL,
+/// `file:///directory` or `s3://bucket/prefix`, names a bucket of an object tier, which workers may go on using: besides,
+/// whether what they rely on is there, and what nobody needs any more. It is reached as the settings of the object tier
+/// say. What is wrong no start serves; here it is told, and with --repair dropped.
+///
+/// Exit status: 0 all is sound, 1 something was not, 2 it could not be checked, such as a directory that somebody has
+/// open.
 #[derive(Debug, Args)]
 pub(crate) struct FsckArgs {
-    /// Directories with slot files and their indices: all of a tier's together, else chains cannot be checked
-    #[arg(required = true, value_name = "DIR")]
-    dirs: Vec<PathBuf>,
-    /// Drop from the indices what is wrong, so that the next start is clean; what is sound stays as it is
+    /// Directories with slot files and their indices, all of a tier's together, else chains cannot be checked; or buckets
+    #[arg(required = true, value_name = "DIR|URL")]
+    places: Vec<String>,
+    /// Drop what is wrong from indices, and from a bucket also garbage, but nothing that a worker relies on
     #[arg(long)]
     repair: bool,
 }
@@ -39,25 +49,42 @@ struct Report<'a> {
     files: &'a [Finding],
     /// Files of ours that no index tells of: no start finds anything in them.
     without_index: &'a [PathBuf],
+    buckets: &'a [Bucket],
 }
 
 pub(crate) fn run(args: &FsckArgs, global: &Global) -> Result<(), Failure> {
-    let found = files::find(&args.dirs)?;
+    let (urls, dirs): (Vec<_>, Vec<_>) = args.places.iter().partition(|place| bucket::is_url(place));
+    let dirs: Vec<PathBuf> = dirs.into_iter().map(PathBuf::from).collect();
+    let found = files::find(&dirs)?;
     let findings = check::check(&found.pairs, args.repair)?;
-    let is_sound = findings.iter().all(Finding::is_sound);
-    let repaired = args.repair && !is_sound;
+    let object =
+        if urls.is_empty() { ObjectSettings::default() } else { global.load(|all| all)?.settings.object };
+    let buckets = urls.iter().map(|url| bucket::check(url, &object, args.repair));
+    let buckets = buckets.collect::<Result<Vec<_>, _>>()?;
+    let is_sound =
+        findings.iter().all(Finding::is_sound) && buckets.iter().all(|bucket| bucket.report.is_sound());
+    let repaired = args.repair
+        && (!findings.iter().all(Finding::is_sound)
+            || buckets.iter().any(|bucket| bucket.report.removed() > 0));
     if global.json {
-        let report = Report { is_sound, repaired, files: &findings, without_index: &found.without_index };
+        let without_index = &found.without_index;
+        let report = Report { is_sound, repaired, files: &findings, without_index, buckets: &buckets };
         output::print_json(&report)?;
     } else {
-        output::print(&text(&findings))?;
+        if !dirs.is_empty() {
+            output::print(&text(&findings))?;
+        }
         for path in &found.without_index {
             output::print(&format!("no index tells of {}: no start finds anything in it", path.display()))?;
         }
+        buckets.iter().try_for_each(Bucket::print)?;
     }
     match (is_sound, repaired) {
+        (true, _) if !buckets.iter().all(|bucket| bucket.report.is_complete()) => {
+            Err(Failure::unusable("not all could be read: what was read is sound; try again"))
+        }
         (true, _) => Ok(()),
-        (false, true) => Err(Failure::unexpected("what was wrong is dropped; the next start is clean")),
+        (false, true) => Err(Failure::unexpected("what was wrong is dropped, as far as nobody relies on it")),
         (false, false) => Err(Failure::unexpected("not all is sound; --repair drops what is not")),
     }
 }

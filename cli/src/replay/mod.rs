@@ -105,7 +105,7 @@ pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
     let engine = Engine::open(settings, options, runtime, stop.clone())?;
     let acknowledged = acks.map(|(log, earlier)| earlier.check(&engine, &log)).transpose()?;
     if let Some(endpoint) = endpoint {
-        endpoint.serve(&handle, registry);
+        endpoint.serve(&handle, registry.clone());
     }
     let requests = limited(reader, requests);
     let requests: Box<dyn Iterator<Item = _> + Send> = match speed {
@@ -113,7 +113,7 @@ pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
         None => Box::new(requests),
     };
     let report = replay(&engine, &trace, (requests, expected), concurrency.into(), trouble.as_ref())?;
-    let report = report.with_acknowledged(acknowledged);
+    let report = report.with_acknowledged(acknowledged).with_object_requests(&registry);
     if global.json {
         output::print_json(&report)?;
     } else {

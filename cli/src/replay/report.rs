@@ -6,6 +6,8 @@ use std::path::Path;
 
 use kvbm::table::SlotCounts;
 use kvbm::{RecoveryReport, Tier};
+use prometheus::Registry;
+use prometheus::proto::MetricFamily;
 use serde::Serialize;
 
 use super::acknowledged::Found;
@@ -33,6 +35,9 @@ pub(super) struct Report {
     unsaved_blocks: u64,
     /// By route, such as `host_disk`.
     bytes: BTreeMap<String, u64>,
+    /// Of all kinds, where there is an object tier that counts them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    object_requests: Option<u64>,
     slots: BTreeMap<&'static str, SlotCounts>,
     /// What the device tier is made of.
     device: &'static str,
@@ -69,6 +74,7 @@ impl Report {
             full_waits: tally.full_waits,
             unsaved_blocks: tally.unsaved_blocks,
             bytes: bytes.map(|(from, to, bytes)| (format!("{from}_{to}"), bytes)).collect(),
+            object_requests: None,
             slots: engine.slots().into_iter().map(|(tier, counts)| (tier.name(), counts)).collect(),
             device: engine.manager().device().unwrap_or("none"),
             drained: settled.drained,
@@ -83,6 +89,16 @@ impl Report {
     /// The same, of a replay with faults.
     pub(super) fn with(self, chaos: Option<ChaosReport>) -> Self {
         Self { chaos, ..self }
+    }
+
+    /// The same, with what the object store was asked.
+    pub(super) fn with_object_requests(self, registry: &Registry) -> Self {
+        let families = registry.gather();
+        let family = families.iter().find(|family| family.name() == "kvbm_object_requests_total");
+        let count = |family: &MetricFamily| {
+            family.get_metric().iter().map(|metric| metric.get_counter().get_value() as u64).sum()
+        };
+        Self { object_requests: family.map(count), ..self }
     }
 
     /// The same, of a replay with a log of what is durable.

@@ -4,6 +4,7 @@ mod bad_input;
 mod chaos;
 mod commands;
 mod fsck;
+mod fsck_bucket;
 mod interrupt;
 mod metrics;
 mod plan;

@@ -5,14 +5,17 @@ use std::time::Duration;
 
 use kvbm_settings::{Capacity, ObjectSettings};
 use kvbm_tiers::object::segment::Provenance;
-use kvbm_tiers::object::{Discovered, OPERATION_LIMIT, ObjectBackend, ObjectOptions, Sharing};
-use kvbm_tiers::{Tier, clock};
+use kvbm_tiers::object::{
+    Budgets, Discovered, FoundBlock, Intake, OPERATION_LIMIT, ObjectBackend, ObjectOptions, Sharing, TakeIn,
+};
+use kvbm_tiers::{SlotId, Tier, clock};
 use prometheus::Registry;
 
 use super::Namespace;
 use crate::durable::RecoveryReport;
 use crate::error::{Error, ErrorKind, Result};
 use crate::metrics::ObjectTraffic;
+use crate::scheduler::Core;
 use crate::table::Table;
 
 /// An object tier, and what was in it before.
@@ -37,6 +40,7 @@ pub(super) fn options(
     let sharing = namespace.identity.map(|identity| Sharing {
         provenance: Provenance { fingerprint: identity.digest, epoch: identity.epoch, forgotten: 0 },
         renewal: Duration::from_millis(object.renewal_ms),
+        look: Duration::from_millis(object.discover_ms),
         collect_after: Duration::from_millis(object.collect_after_ms),
         collect_above: object.collect_above.map(bytes),
     });
@@ -46,8 +50,19 @@ pub(super) fn options(
         segment_bytes: (segment_blocks * block_bytes) as u64,
         concurrency: object.concurrency,
         operation_limit: OPERATION_LIMIT,
+        budgets: budgets(object, bytes),
         keep: object.keep,
         sharing,
+    }
+}
+
+fn budgets(object: &ObjectSettings, bytes: impl Fn(Capacity) -> u64) -> Budgets {
+    let limit = |requests: u32| (requests > 0).then_some(u64::from(requests));
+    Budgets {
+        puts: limit(object.put_budget),
+        gets: limit(object.get_budget),
+        bytes: object.byte_budget.map(bytes),
+        period: Duration::from_millis(object.budget_period_ms),
     }
 }
 
@@ -101,7 +116,30 @@ impl Objects {
     }
 }
 
+/// Takes in what other workers store while this one lives.
+struct TakeInto(Weak<Core>);
+
+impl TakeIn for TakeInto {
+    fn take_in(
+        &self,
+        provenance: Provenance,
+        found: &[FoundBlock],
+        stand_for: &mut dyn FnMut(usize, SlotId),
+    ) -> Vec<Intake> {
+        let epoch = (provenance.epoch, provenance.forgotten);
+        let core = self.0.upgrade().filter(|core| !core.is_closed());
+        core.map_or_else(|| vec![Intake::Waits; found.len()], |core| core.take_in(epoch, found, stand_for))
+    }
+}
+
 impl SharedStore {
+    /// From here on `core` takes in what others store.
+    pub(super) fn keep_looking(&self, core: &Arc<Core>) {
+        if let Some(backend) = self.0.upgrade() {
+            backend.keep_looking(Arc::new(TakeInto(Arc::downgrade(core))));
+        }
+    }
+
     /// Tells whoever starts later that an epoch has begun.
     ///
     /// # Errors

@@ -236,6 +236,7 @@ impl Metrics {
             CopyErrorKind::NoSpace => "no_space",
             CopyErrorKind::Unavailable => "unavailable",
             CopyErrorKind::TimedOut => "timed_out",
+            CopyErrorKind::OverBudget => "over_budget",
             // `CopyErrorKind` may grow; the set of labels is closed.
             _ => "refused",
         };

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use kvbm_tiers::object::{RequestKind, RequestOutcome, Traffic};
+use kvbm_tiers::object::{Expense, RequestKind, RequestOutcome, Traffic};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
-use prometheus::{IntCounter, IntCounterVec, Opts};
+use prometheus::{GaugeVec, IntCounter, IntCounterVec, Opts};
 
 use crate::sync::Mutex;
 
@@ -14,6 +14,8 @@ pub(crate) struct ObjectTraffic {
     traffic: Arc<Traffic>,
     requests: IntCounterVec,
     bytes: IntCounterVec,
+    refusals: IntCounterVec,
+    left: GaugeVec,
     // Held while the counters catch up: two scrapes at once would add the same requests twice.
     turn: Mutex<()>,
 }
@@ -25,8 +27,15 @@ impl ObjectTraffic {
             "kvbm_object_bytes_total",
             "Bytes of objects sent to the object store and asked of it.",
         );
+        let refusals = Opts::new(
+            "kvbm_object_budget_refusals_total",
+            "Segments not stored and runs of blocks not read because a budget of the object tier was spent.",
+        );
+        let left = Opts::new("kvbm_object_budget_left", "Share of a budget of the object tier that is left.");
         Ok(Self {
             traffic,
+            refusals: IntCounterVec::new(refusals, &["budget"])?,
+            left: GaugeVec::new(left, &["budget"])?,
             requests: IntCounterVec::new(requests, &["request", "outcome"])?,
             bytes: IntCounterVec::new(bytes, &["direction"])?,
             turn: Mutex::new(()),
@@ -40,7 +49,8 @@ fn catch_up(counter: &IntCounter, now: u64) {
 
 impl Collector for ObjectTraffic {
     fn desc(&self) -> Vec<&Desc> {
-        self.requests.desc().into_iter().chain(self.bytes.desc()).collect()
+        let counters = self.requests.desc().into_iter().chain(self.bytes.desc());
+        counters.chain(self.refusals.desc()).chain(self.left.desc()).collect()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
@@ -55,6 +65,17 @@ impl Collector for ObjectTraffic {
         }
         catch_up(&self.bytes.with_label_values(&["sent"]), self.traffic.bytes_sent());
         catch_up(&self.bytes.with_label_values(&["received"]), self.traffic.bytes_received());
-        self.requests.collect().into_iter().chain(self.bytes.collect()).collect()
+        for expense in Expense::ALL {
+            let refused = self.traffic.refused(expense);
+            if refused > 0 {
+                catch_up(&self.refusals.with_label_values(&[expense.name()]), refused);
+            }
+            // Where there is no limit there is nothing to watch.
+            if let Some(left) = self.traffic.budget_left(expense) {
+                self.left.with_label_values(&[expense.name()]).set(left);
+            }
+        }
+        let counters = self.requests.collect().into_iter().chain(self.bytes.collect());
+        counters.chain(self.refusals.collect()).chain(self.left.collect()).collect()
     }
 }

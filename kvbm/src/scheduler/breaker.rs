@@ -50,7 +50,7 @@ enum State {
 enum Cause {
     /// The medium does not answer, in whichever direction.
     Away,
-    /// It answers that it cannot do this: it is full, or fails.
+    /// It answers that it cannot do this: it is full, or fails, or its budget is spent.
     Refuses,
 }
 
@@ -117,7 +117,9 @@ impl Breakers {
                 // What does not answer does so in both directions; what is full can still be read.
                 self.opposite(route).open(Cause::Away, false, now, pause);
             }
-            CopyErrorKind::NoSpace => own.open(Cause::Refuses, is_probe, now, pause),
+            CopyErrorKind::NoSpace | CopyErrorKind::OverBudget => {
+                own.open(Cause::Refuses, is_probe, now, pause);
+            }
             CopyErrorKind::Io => own.count_error(is_probe, now, pause),
             // That a block's bytes are wrong says nothing of the next one's.
             CopyErrorKind::Corrupt => self.succeeded(route, is_probe, now),

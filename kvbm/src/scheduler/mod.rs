@@ -51,7 +51,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use kvbm_policies::{Leg, split};
-use kvbm_tiers::{Frame, Route, Tier};
+use kvbm_tiers::object::{FoundBlock, Intake};
+use kvbm_tiers::{Frame, Route, SlotId, Tier};
 use tokio::sync::oneshot;
 
 use self::background::{AuditPass, Flushing};
@@ -473,6 +474,27 @@ impl Core {
         let mut plan = self.table().plan_filling(to, chain, info);
         self.take_slots(&mut plan, None);
         self.table().reserved(&mut plan)
+    }
+
+    /// Makes blocks of an epoch resident that others have stored in the object tier: see [`Table::take_in`].
+    pub fn take_in(
+        self: &Arc<Self>,
+        epoch: (u64, u64),
+        found: &[FoundBlock],
+        stand_for: &mut dyn FnMut(usize, SlotId),
+    ) -> Vec<Intake> {
+        // Whoever plans counts on what is missing.
+        let turn = self.planning.lock();
+        let mut table = self.table();
+        if table.naming().epoch != epoch {
+            return vec![Intake::Declined; found.len()];
+        }
+        let intakes = table.take_in(Tier::Object, found, stand_for);
+        let effects = table.take_effects();
+        drop(table);
+        drop(turn);
+        self.apply(effects);
+        intakes
     }
 
     /// Makes the first `filled` blocks resident for which slots were reserved, as the last part of their chain. The

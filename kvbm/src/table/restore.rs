@@ -1,4 +1,4 @@
-//! What is resident again after a restart.
+//! What is resident again after a restart, and what others have stored since.
 //!
 //! A list of what lay in the slots may have lost entries, or have some too many: what it says is taken as far as it
 //! makes sense. Blocks come root-first, whatever their order in the list, and one whose parent is not there is left out:
@@ -6,7 +6,8 @@
 
 use std::collections::{HashMap, HashSet};
 
-use kvbm_tiers::{BlockKey, Frame, IndexEntry, Tier};
+use kvbm_tiers::object::{FoundBlock, Intake};
+use kvbm_tiers::{BlockKey, Frame, IndexEntry, SlotId, Tier};
 
 use super::index::RecordId;
 use super::{RequestContext, RequestInfo, Table};
@@ -56,6 +57,53 @@ impl Table {
         let pool = &mut self.tier_mut(tier).pool;
         pending.into_iter().filter_map(|left| left.frame).for_each(|frame| pool.give_back(frame));
         Restored { blocks, dropped: entries.len() - blocks }
+    }
+
+    /// Makes what others have stored in `tier` resident, as far as there are free slots: nothing leaves for it. Before a
+    /// block is found, `stand_for` has its slot hold it. A block whose parent is not there waits, so parents go first.
+    pub fn take_in(
+        &mut self,
+        tier: Tier,
+        found: &[FoundBlock],
+        stand_for: &mut dyn FnMut(usize, SlotId),
+    ) -> Vec<Intake> {
+        let mut run = None;
+        let mut intakes = Vec::with_capacity(found.len());
+        for (at, found) in found.iter().enumerate() {
+            let record = self.take_in_block(tier, found, &mut |slot| stand_for(at, slot));
+            run = record.map_or(run, |record| Some(self.continue_run(tier, run, record)));
+            intakes.push(record.map_or_else(|declined| declined, |_| Intake::Taken));
+        }
+        run.into_iter().for_each(|run| self.tell_of_run(tier, run));
+        intakes
+    }
+
+    fn take_in_block(
+        &mut self,
+        tier: Tier,
+        &FoundBlock { block, parent }: &FoundBlock,
+        stand_for: &mut dyn FnMut(SlotId),
+    ) -> Result<RecordId, Intake> {
+        let above = parent.map(|hash| BlockKey { hash, group: block.group });
+        let parent = above.and_then(|above| self.resident(tier, above));
+        let is_bad =
+            |parent: RecordId| self.tier(tier).at(self.records.at(parent).slot(tier)).is_quarantined();
+        if above.is_some() && parent.is_none_or(is_bad) {
+            return Err(Intake::Waits);
+        }
+        let known = self.find(block).map(|record| self.records.at(record));
+        if known.is_some_and(|known| known.has_or_awaits(tier) || known.parent() != parent) {
+            return Err(Intake::Declined);
+        }
+        let frame = self.tier_mut(tier).pool.take().ok_or(Intake::Waits)?;
+        let Some(record) = self.intern(block, parent) else {
+            self.tier_mut(tier).pool.give_back(frame);
+            return Err(Intake::Waits);
+        };
+        stand_for(frame.slot());
+        self.records.at_mut(record).begin(tier, frame.slot());
+        self.publish(record, frame, (RequestInfo::default(), StoreReason::Restored));
+        Ok(record)
     }
 
     fn restore_pending(&mut self, tier: Tier, pending: &mut [Pending<'_>]) -> usize {

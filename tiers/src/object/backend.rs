@@ -12,8 +12,10 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use super::block::Pending;
+use super::budget::Budgets;
 use super::discover::{DISCOVERY_LIMIT, Discovered, discover};
 use super::executor::{Executor, Work};
+use super::look::{TakeIn, keep_looking};
 use super::names::SegmentNames;
 use super::open::Store;
 use super::segment::Provenance;
@@ -53,6 +55,8 @@ pub struct ObjectOptions {
     /// An operation ends so long after it was submitted at the latest: waiting for others, retries and all.
     /// Only a file system that hangs can take longer, because nobody else can stop what it does to a slot.
     pub operation_limit: Duration,
+    /// What requests may come to.
+    pub budgets: Budgets,
     /// Leave the segments in place at the end.
     pub keep: bool,
     /// With whom; `None`: what is written here is read by nobody else.
@@ -107,7 +111,7 @@ impl ObjectBackend {
         checksums: Option<Arc<Checksums>>,
         options: &ObjectOptions,
     ) -> Result<Self, SetupError> {
-        let traffic = Arc::<Traffic>::default();
+        let traffic = Arc::new(Traffic::new(&options.budgets));
         let store = store.map_client(|client| Arc::new(Counted::new(client, Arc::clone(&traffic))));
         let concurrency = options.concurrency as usize;
         if !(1..=Semaphore::MAX_PERMITS).contains(&concurrency) {
@@ -172,12 +176,10 @@ impl ObjectBackend {
         found
     }
 
-    /// From here on the slots' old content is gone.
-    fn forget(&self, slots: impl IntoIterator<Item = SlotId>) {
-        let mut locations = self.shared.locations.lock();
-        let dead: Vec<_> = slots.into_iter().filter_map(|slot| locations.vacate(slot)).collect();
-        drop(locations);
-        dead.into_iter().for_each(|name| self.shared.discard(name, Duration::ZERO));
+    /// From here on `into` takes in what others store: it is looked for at the interval that [`Sharing::look`] says.
+    /// Without [`Sharing`] there is nothing to be looked for.
+    pub fn keep_looking(&self, into: Arc<dyn TakeIn>) {
+        keep_looking(&self.shared, into);
     }
 
     /// Writes blocks by the names of another epoch from here on, forgets all that the slots hold, and tells later workers,
@@ -191,7 +193,7 @@ impl ObjectBackend {
         let present = self.shared.provenance();
         *self.shared.provenance.lock() = Provenance { epoch, forgotten, ..present };
         let past = self.shared.locations.lock().slots();
-        self.forget(past);
+        self.shared.forget_slots(past);
         share.known.lock().forget_blocks(|_| true);
         if *share.announced.lock() >= epoch {
             return Ok(());
@@ -264,7 +266,7 @@ impl ObjectBackend {
 
     fn write(&self, blocks: Vec<Pending>, deadline: Instant) {
         // Whether or not the new content arrives.
-        self.forget(blocks.iter().map(|block| block.object));
+        self.shared.forget_slots(blocks.iter().map(|block| block.object));
         let mut blocks = blocks.into_iter().peekable();
         while blocks.peek().is_some() {
             let segment = blocks.by_ref().take(self.shared.blocks_per_segment).collect();

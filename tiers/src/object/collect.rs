@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 
 use object_store::ObjectMeta;
 
+use super::budget::Expense;
 use super::discover::segment_name;
 use super::error::StoreError;
 use super::files::remove_staged;
@@ -25,6 +26,7 @@ struct Listed {
 impl Shared {
     /// Deletes what was nobody's in the last collection and still is. A store that fails ends it; the next one goes on.
     pub(super) async fn collect(&self, share: &Share) -> Result<(), StoreError> {
+        self.afford(&Expense::ALL).map_err(|error| StoreError::new(&error.to_string()))?;
         // The segments first: whoever says meanwhile that it relies on one of them is heard.
         let segments = self.list(&self.directory).await?;
         let segments: Vec<_> = segments.into_iter().filter_map(Listed::new).collect();

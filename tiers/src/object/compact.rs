@@ -16,6 +16,7 @@ use futures::future::join_all;
 use object_store::{ObjectStoreExt, PutPayload};
 use tokio::time::{Instant, timeout_at};
 
+use super::budget::Expense;
 use super::locations::{Location, Victim};
 use super::put::create;
 use super::segment::{Entry, Footer, Provenance, decode_footer, encode_footer, footer_bytes};
@@ -38,6 +39,10 @@ struct Moved {
 /// Makes room for so many blocks, as far as that can be done with bounded work before the deadline.
 pub(super) async fn make_room(shared: &Arc<Shared>, blocks: usize, deadline: Instant) {
     for _ in 0..MAX_COMPACTIONS {
+        // What is asked for goes before what is tidy.
+        if shared.afford(&Expense::ALL).is_err() {
+            return;
+        }
         // What is moved lies in memory of its own, so few may do it at a time.
         let Ok(Ok(_turn)) = timeout_at(deadline, shared.compactions.acquire()).await else { return };
         let victims = shared.locations.lock().victims(blocks, shared.blocks_per_segment);

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures::{StreamExt, TryStreamExt};
+use futures::StreamExt;
 use object_store::path::Path;
 use object_store::{ObjectMeta, ObjectStoreExt, PutMode};
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::error::StoreError;
 use super::names::SegmentName;
+use super::open::Store;
 use super::segment::{Entry, Footer, FormatError, Provenance, decode_footer, footer_bytes};
 use super::share::Share;
 use super::shared::Shared;
@@ -27,7 +28,7 @@ const MAX_FOOTER: u64 = 16 << 20;
 /// Blocks that are looked at: newest segments first, some 200 bytes of memory each while it lasts.
 const MAX_BLOCKS: usize = 1 << 21;
 /// Bytes that are fetched of a segment's end at least.
-const TAIL: u64 = 16 << 10;
+pub(super) const TAIL: u64 = 16 << 10;
 
 /// What a bucket holds already.
 #[derive(Clone, Debug, Default)]
@@ -49,6 +50,16 @@ pub(super) struct Read {
     pub(super) footer: Footer,
 }
 
+/// Footers that were asked for.
+#[derive(Debug, Default)]
+pub(super) struct Footers {
+    pub(super) read: Vec<Read>,
+    /// How many could not be had or understood.
+    unread: u64,
+    /// Those that could not be had now.
+    pub(super) away: Vec<SegmentName>,
+}
+
 /// Finds what there is, and has the first slots stand for it.
 pub(super) async fn discover(shared: Arc<Shared>, slots: u32) -> Discovered {
     let Some(share) = &shared.share else { return Discovered::default() };
@@ -65,8 +76,14 @@ pub(super) async fn discover(shared: Arc<Shared>, slots: u32) -> Discovered {
         Ok(Err(error)) => return shared.found_nothing(&error.to_string(), own_epoch),
         Err(_) => return shared.found_nothing("it did not answer in time", own_epoch),
     };
-    share.known.lock().see(listed.iter().filter_map(segment_name));
-    let (read, unread) = shared.read_footers(listed, deadline).await;
+    let names: Vec<_> = listed.iter().filter_map(segment_name).collect();
+    let Footers { read, unread, away } = shared.read_footers(listed, deadline).await;
+    {
+        // What somebody who started had no time for is looked at later.
+        let mut known = share.known.lock();
+        known.looked_until(None, &away);
+        known.see(names.into_iter().filter(|name| !away.contains(name)));
+    }
     shared.adopt(read, epoch, slots, unread)
 }
 
@@ -74,29 +91,6 @@ impl Shared {
     fn found_nothing(&self, why: &str, epoch: u64) -> Discovered {
         tracing::warn!(store = %self.store, why, "the object tier starts cold: the store's content could not be listed");
         Discovered { epoch, ..Discovered::default() }
-    }
-
-    /// Takes note of what others have stored since: what this worker is to store after that need not be stored again.
-    pub(super) async fn refresh(&self, share: &Share) -> Result<(), StoreError> {
-        let horizon = share.known.lock().horizon();
-        let listing = match horizon {
-            Some(name) => self.store.client.list_with_offset(Some(&self.directory), &self.path(name)),
-            None => self.store.client.list(Some(&self.directory)),
-        };
-        let listed = timeout(self.limit, listing.try_collect::<Vec<_>>()).await?;
-        let mut listed = listed.map_err(|error| self.store.secrets.scrub(&error))?;
-        listed.retain(|meta| {
-            let is_new = |name| !self.names.gave(name) && !share.known.lock().has_seen(name);
-            segment_name(meta).is_some_and(is_new)
-        });
-        let names: Vec<_> = listed.iter().filter_map(segment_name).collect();
-        let (mut read, _) = self.read_footers(listed, Instant::now() + self.limit).await;
-        let provenance = self.provenance();
-        read.retain(|read| read.footer.provenance == provenance);
-        let mut known = share.known.lock();
-        known.see(names);
-        known.learn(&read);
-        Ok(())
     }
 
     /// The latest epoch that a worker has begun; `None`: none since the first.
@@ -116,39 +110,34 @@ impl Shared {
         Ok(())
     }
 
-    /// Newest first, as they are given. How many segments could not be read comes with them.
-    async fn read_footers(&self, listed: Vec<ObjectMeta>, deadline: Instant) -> (Vec<Read>, u64) {
+    /// In the order in which they are given.
+    pub(super) async fn read_footers(&self, listed: Vec<ObjectMeta>, deadline: Instant) -> Footers {
         let segments = listed.into_iter().filter_map(|meta| Some((segment_name(&meta)?, meta)));
-        let footers = futures::stream::iter(segments)
+        let answers = futures::stream::iter(segments)
             .map(|(name, meta)| async move { (name, self.read_footer(&meta, deadline).await) });
-        let mut footers = footers.buffered(CONCURRENCY);
-        let (mut read, mut unread, mut blocks) = (Vec::new(), 0, 0);
+        let mut answers = answers.buffered(CONCURRENCY);
+        let (mut footers, mut blocks) = (Footers::default(), 0);
         while blocks < MAX_BLOCKS
-            && let Some((name, footer)) = footers.next().await
+            && let Some((name, footer)) = answers.next().await
         {
             match footer {
                 Ok(footer) => {
                     blocks += footer.entries.len();
-                    read.push(Read { name, footer });
+                    footers.read.push(Read { name, footer });
                 }
                 Err(error) => {
                     tracing::debug!(segment = %self.path(name), %error, "a segment is not used");
-                    unread += 1;
+                    footers.unread += 1;
+                    footers.away.extend(matches!(error, FooterError::Store(_)).then_some(name));
                 }
             }
         }
-        (read, unread)
+        footers
     }
 
-    async fn read_footer(&self, meta: &ObjectMeta, deadline: Instant) -> Result<Footer, StoreError> {
+    async fn read_footer(&self, meta: &ObjectMeta, deadline: Instant) -> Result<Footer, FooterError> {
         let usual = TAIL.max(footer_bytes(self.blocks_per_segment) as u64);
-        let footer = match decode_footer(&self.tail(meta, usual, deadline).await?, meta.size) {
-            Err(FormatError::Incomplete { needed }) if needed <= MAX_FOOTER => {
-                decode_footer(&self.tail(meta, needed, deadline).await?, meta.size)
-            }
-            footer => footer,
-        };
-        let footer = footer.map_err(|error| StoreError::new(&error.to_string()))?;
+        let footer = fetch_footer(&self.store, meta, usual, deadline).await?;
         // Blocks are found by their position.
         let lies_well = |(at, entry): (u64, &Entry)| {
             entry.length == self.block_bytes as u64 && entry.offset == at * self.block_bytes as u64
@@ -156,15 +145,7 @@ impl Shared {
         if (0..).zip(&footer.entries).all(lies_well) {
             Ok(footer)
         } else {
-            Err(StoreError::new("its blocks are of another size"))
-        }
-    }
-
-    async fn tail(&self, meta: &ObjectMeta, bytes: u64, deadline: Instant) -> Result<Bytes, StoreError> {
-        let range = meta.size.saturating_sub(bytes)..meta.size;
-        match timeout_at(deadline, self.store.client.get_range(&meta.location, range)).await? {
-            Ok(tail) => Ok(tail),
-            Err(error) => Err(self.store.secrets.scrub(&error)),
+            Err(FooterError::Format(FormatError::Corrupt))
         }
     }
 
@@ -192,6 +173,59 @@ impl Shared {
     }
 }
 
+/// Why there is no footer.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum FooterError {
+    /// The segment was deleted.
+    #[error("the segment is gone")]
+    Gone,
+    /// It cannot be had.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// It is none.
+    #[error(transparent)]
+    Format(#[from] FormatError),
+}
+
+impl FooterError {
+    pub(super) fn of(store: &Store, error: &object_store::Error) -> Self {
+        match error {
+            object_store::Error::NotFound { .. } => Self::Gone,
+            error => Self::Store(store.secrets.scrub(error)),
+        }
+    }
+}
+
+/// What a segment says of itself. So many bytes of its end are fetched, and more if it takes more.
+pub(super) async fn fetch_footer(
+    store: &Store,
+    meta: &ObjectMeta,
+    usual: u64,
+    deadline: Instant,
+) -> Result<Footer, FooterError> {
+    match decode_footer(&fetch_tail(store, meta, usual, deadline).await?, meta.size) {
+        Err(FormatError::Incomplete { needed }) if needed <= MAX_FOOTER => {
+            Ok(decode_footer(&fetch_tail(store, meta, needed, deadline).await?, meta.size)?)
+        }
+        footer => Ok(footer?),
+    }
+}
+
+async fn fetch_tail(
+    store: &Store,
+    meta: &ObjectMeta,
+    bytes: u64,
+    deadline: Instant,
+) -> Result<Bytes, FooterError> {
+    let range = meta.size.saturating_sub(bytes)..meta.size;
+    // An empty range is none that a store knows.
+    if range.is_empty() {
+        return Ok(Bytes::new());
+    }
+    let tail = timeout_at(deadline, store.client.get_range(&meta.location, range)).await;
+    tail.map_err(StoreError::from)?.map_err(|error| FooterError::of(store, &error))
+}
+
 /// `None`: it is something else.
 pub(super) fn segment_name(meta: &ObjectMeta) -> Option<SegmentName> {
     SegmentName::parse(meta.location.filename()?)
@@ -199,7 +233,7 @@ pub(super) fn segment_name(meta: &ObjectMeta) -> Option<SegmentName> {
 
 const EPOCH: &str = ".kvepoch";
 
-fn parse_epoch(path: &Path) -> Option<u64> {
+pub(super) fn parse_epoch(path: &Path) -> Option<u64> {
     let digits = path.filename()?.strip_suffix(EPOCH)?;
     u64::from_str_radix(digits, 16).ok()
 }

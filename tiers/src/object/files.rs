@@ -1,7 +1,7 @@
 //! A store in files that nobody but their owner may read: prompts can be guessed from KV blocks.
 
 use std::fmt;
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{DirBuilder, DirEntry, File, OpenOptions};
 use std::io::{self, Write};
 use std::ops::Range;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -24,7 +24,7 @@ use crate::clock;
 const MAX_ATTEMPTS: u32 = 16;
 
 /// Ends names that [`LocalFileSystem`] takes for no object.
-const STAGED: &str = "#1";
+pub(super) const STAGED: &str = "#1";
 
 /// Makes a directory and those above it, unless they are there, for the owner alone.
 pub(super) fn make_directory(path: &FilePath) -> io::Result<()> {
@@ -151,15 +151,20 @@ fn write_whole(path: &FilePath, payload: &PutPayload, replaces: bool, wanted: &W
 /// Removes what writers that were killed have left in a directory: files under temporary names that nobody has written
 /// to for so long.
 pub(super) fn remove_staged(directory: &FilePath, grace: Duration) {
-    let Ok(entries) = std::fs::read_dir(directory) else { return };
-    for entry in entries.flatten() {
-        let is_staged = entry.file_name().as_encoded_bytes().ends_with(STAGED.as_bytes());
-        let written = entry.metadata().map_or(0, |metadata| metadata.mtime());
+    for (path, written) in staged(directory) {
         let age = clock::since_1970().as_secs().saturating_sub(u64::try_from(written).unwrap_or(0));
-        if is_staged && age > grace.as_secs() {
-            let _ = std::fs::remove_file(entry.path());
+        if age > grace.as_secs() {
+            let _ = std::fs::remove_file(path);
         }
     }
+}
+
+/// The files under temporary names in a directory, and when each was last written to, in seconds since 1970.
+pub(super) fn staged(directory: &FilePath) -> Vec<(PathBuf, i64)> {
+    let Ok(entries) = std::fs::read_dir(directory) else { return Vec::new() };
+    let is_staged = |entry: &DirEntry| entry.file_name().as_encoded_bytes().ends_with(STAGED.as_bytes());
+    let staged = entries.flatten().filter(is_staged);
+    staged.map(|entry| (entry.path(), entry.metadata().map_or(0, |metadata| metadata.mtime()))).collect()
 }
 
 /// A new file beside `path`, under a name that [`LocalFileSystem`] takes for no object.

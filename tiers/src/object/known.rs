@@ -1,9 +1,10 @@
 //! What other workers have stored since this one looked: it is not stored again.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::discover::Read;
 use super::names::SegmentName;
+use super::segment::Entry;
 use crate::copy::BlockKey;
 
 /// Blocks that are remembered: 100 bytes each.
@@ -17,12 +18,20 @@ pub(super) struct Known {
     newest: Option<SegmentName>,
     /// Segments that were looked at, as far as they would be listed again.
     seen: HashSet<SegmentName>,
+    /// Where a look goes on that did not get to the end; `None`: at the horizon.
+    next: Option<SegmentName>,
+    /// The oldest of those that could not be looked at.
+    missed: Option<SegmentName>,
     blocks: HashMap<BlockKey, Spot>,
+    /// Those that nobody was asked to take in yet, or nobody could take in, parents first.
+    waiting: VecDeque<BlockKey>,
 }
 
 /// Where another worker's block lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Spot {
+    /// Hash of the block before it in its chain.
+    pub(super) parent: Option<u128>,
     pub(super) segment: SegmentName,
     pub(super) position: u32,
     /// Blocks of the segment.
@@ -33,7 +42,20 @@ pub(super) struct Spot {
 impl Known {
     /// Segments with names behind this one may be new; `None`: all may.
     pub(super) fn horizon(&self) -> Option<SegmentName> {
-        Some(SegmentName(self.newest?.0.saturating_sub(OVERLAP_MS << 80)))
+        let recent = self.newest?.0.saturating_sub(OVERLAP_MS << 80);
+        Some(SegmentName(self.missed.map_or(recent, |missed| recent.min(missed.0.saturating_sub(1)))))
+    }
+
+    /// A look at what is new begins behind this one; `None`: it looks at all.
+    pub(super) fn look_from(&self) -> Option<SegmentName> {
+        self.next.or_else(|| self.horizon())
+    }
+
+    /// A look got as far as this, or to the end (`None`), and could not look at some of what there is.
+    pub(super) fn looked_until(&mut self, last: Option<SegmentName>, away: &[SegmentName]) {
+        let before = self.missed.filter(|_| self.next.is_some());
+        self.missed = away.iter().copied().chain(before).min();
+        self.next = last;
     }
 
     pub(super) fn has_seen(&self, name: SegmentName) -> bool {
@@ -54,8 +76,11 @@ impl Known {
             let blocks = read.footer.entries.len() as u32;
             for (position, entry) in (0..).zip(&read.footer.entries) {
                 if self.blocks.len() < MAX_BLOCKS {
-                    let spot = Spot { segment: read.name, position, blocks, crc32c: entry.crc32c };
-                    self.blocks.insert(entry.block, spot);
+                    let Entry { block, parent, crc32c, .. } = *entry;
+                    let spot = Spot { parent, segment: read.name, position, blocks, crc32c };
+                    if self.blocks.insert(block, spot).is_none() {
+                        self.waiting.push_back(block);
+                    }
                 }
             }
         }
@@ -64,6 +89,22 @@ impl Known {
     /// Where a block lies. Only once: if it cannot be had from there, it is stored again.
     pub(super) fn take(&mut self, block: BlockKey) -> Option<Spot> {
         self.blocks.remove(&block)
+    }
+
+    /// How many wait to be taken in.
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// The next ones to be taken in, at most so many.
+    pub(super) fn next_waiting(&mut self, most: usize) -> Vec<(BlockKey, Spot)> {
+        let next: Vec<_> = self.waiting.drain(..most.min(self.waiting.len())).collect();
+        next.into_iter().filter_map(|block| Some((block, *self.blocks.get(&block)?))).collect()
+    }
+
+    /// A block could not be taken in yet.
+    pub(super) fn wait(&mut self, block: BlockKey) {
+        self.waiting.push_back(block);
     }
 
     /// Blocks have other names from here on, or what was known lies nowhere any more.
@@ -99,7 +140,10 @@ mod tests {
         let footer = Footer { provenance: Provenance::default(), entries: vec![entry] };
         let (mut known, name) = (Known::default(), SegmentName(5));
         known.learn(&[Read { name, footer }]);
-        assert_eq!(known.take(block), Some(Spot { segment: name, position: 0, blocks: 1, crc32c: 9 }));
-        assert_eq!(known.take(block), None);
+        let spot = Spot { parent: None, segment: name, position: 0, blocks: 1, crc32c: 9 };
+        assert_eq!(known.next_waiting(8), [(block, spot)]);
+        known.wait(block);
+        assert_eq!(known.take(block), Some(spot));
+        assert_eq!((known.take(block), known.next_waiting(8)), (None, vec![]));
     }
 }

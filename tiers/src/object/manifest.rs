@@ -65,6 +65,11 @@ impl Manifest {
         self.renewal * LAPSES
     }
 
+    /// The segments that it names.
+    pub(super) fn names(&self) -> impl Iterator<Item = SegmentName> {
+        self.names.iter().copied()
+    }
+
     pub(super) fn holds(&self, name: SegmentName) -> bool {
         self.names.contains(&name)
     }

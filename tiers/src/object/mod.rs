@@ -19,23 +19,28 @@
 //! | modules | hold |
 //! |---|---|
 //! | `address`, `open`, `s3`, `files`, `error`, `traffic` | the store: how it is reached, what its errors mean, what it is asked |
+//! | `budget` | what that may come to |
 //! | `backend`, `block`, `read`, `write`, `put`, `executor`, `shared` | the way of a block |
 //! | `segment`, `manifest`, `names` | formats, and names of objects |
 //! | `locations`, `compact` | where each slot's block lies, and that space stays bounded |
-//! | `discover`, `known` | what a bucket holds already, and what others store in it meanwhile |
+//! | `discover`, `look`, `known` | what a bucket holds already, and what others store in it meanwhile |
 //! | `share`, `collect` | what workers rely on, and the garbage of those that are gone |
+//! | [`fsck`] | checking a bucket from outside |
 
 mod address;
 mod backend;
 mod block;
+mod budget;
 mod collect;
 mod compact;
 mod discover;
 mod error;
 mod executor;
 mod files;
+pub mod fsck;
 mod known;
 mod locations;
+mod look;
 pub mod manifest;
 mod names;
 mod open;
@@ -53,7 +58,9 @@ mod tests;
 
 pub use address::StoreOptions;
 pub use backend::{ObjectBackend, ObjectOptions, ObjectStats};
+pub use budget::{Budgets, Expense};
 pub use discover::Discovered;
+pub use look::{FoundBlock, Intake, TakeIn};
 pub use open::Store;
 pub use share::Sharing;
 pub use traffic::{RequestKind, RequestOutcome, Traffic};

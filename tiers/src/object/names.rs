@@ -21,6 +21,11 @@ impl SegmentName {
         // One spelling only: with another, what is deleted would be another object.
         (name.to_string() == text).then_some(name)
     }
+
+    /// The number that its writer drew.
+    pub(super) const fn writer(self) -> u64 {
+        (self.0 >> 32) as u64 & 0xffff_ffff_ffff
+    }
 }
 
 impl fmt::Display for SegmentName {
@@ -45,7 +50,7 @@ impl SegmentNames {
 
     /// Whether this writer gave the name.
     pub(super) const fn gave(&self, name: SegmentName) -> bool {
-        (name.0 >> 32) as u64 & 0xffff_ffff_ffff == self.writer
+        name.writer() == self.writer
     }
 
     pub(super) fn next(&self) -> SegmentName {

@@ -10,11 +10,11 @@ use futures::{StreamExt, TryStreamExt};
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 use url::Url;
 
 use super::address::{ENDPOINT, FORMS, StoreOptions, URL, invalid, parse, path_of, secrets};
-use super::error::{Secrets, is_an_answer, local_kind, remote_kind};
+use super::error::{Secrets, StoreError, is_an_answer, local_kind, remote_kind};
 use super::executor::Executor;
 use super::files::{PrivateFiles, make_directory};
 use super::names::SegmentNames;
@@ -59,20 +59,35 @@ impl Store {
     /// `Invalid`: the URL or an option is malformed. `NotWritable`: the directory cannot be created or written.
     /// `Unavailable`: the store does not answer or refuses us. The message names the setting to change.
     pub fn open(url: &str, options: &StoreOptions) -> Result<Self, SetupError> {
-        let parsed = parse(url, URL)?;
+        let store = Self::reach(&parse(url, URL)?, url, options, true)?;
+        store.probe()?;
+        Ok(store)
+    }
+
+    /// The store at `url` as it is: nothing is created or written.
+    ///
+    /// # Errors
+    /// `Invalid`: the URL or an option is malformed. `NotWritable`: there is no such directory.
+    pub(super) fn attach(url: &str, options: &StoreOptions) -> Result<Self, SetupError> {
+        let parsed = parse(url, "the URL")?;
+        if parsed.scheme() == "memory" {
+            return Err(invalid(format!("'{url}' ends with the process that writes there: {FORMS}")));
+        }
+        Self::reach(&parsed, url, options, false)
+    }
+
+    fn reach(parsed: &Url, url: &str, options: &StoreOptions, make: bool) -> Result<Self, SetupError> {
         let executor = Executor::start()?;
         let (client, root, place): (Arc<dyn ObjectStore>, _, _) = match (parsed.scheme(), parsed.host()) {
             ("file", None) => {
-                let (files, place) = open_directory(&parsed)?;
+                let (files, place) = open_directory(parsed, make)?;
                 (Arc::new(files), Path::default(), place)
             }
-            ("memory", None) => (Arc::new(InMemory::new()), path_of(&parsed)?, Where::Memory),
-            ("s3", Some(_)) => (Arc::new(open_s3(&parsed, options)?), path_of(&parsed)?, Where::Service),
+            ("memory", None) => (Arc::new(InMemory::new()), path_of(parsed)?, Where::Memory),
+            ("s3", Some(_)) => (Arc::new(open_s3(parsed, options)?), path_of(parsed)?, Where::Service),
             _ => return Err(invalid(format!("{URL} is '{url}', which names no object store: {FORMS}"))),
         };
-        let store = Self { client, root, executor, secrets: secrets(options), place, url: url.to_owned() };
-        store.probe()?;
-        Ok(store)
+        Ok(Self { client, root, executor, secrets: secrets(options), place, url: url.to_owned() })
     }
 
     /// A store of somebody else's making, for tests.
@@ -117,6 +132,29 @@ impl Store {
         }
     }
 
+    /// An object's name below the URL.
+    pub(super) fn relative(&self, path: &Path) -> String {
+        let below: Path = path.parts().skip(self.root.parts().count()).collect();
+        below.to_string()
+    }
+
+    /// The store's own time, in milliseconds since 1970: that of an object which is written for it, and deleted.
+    pub(super) async fn time_ms(&self, limit: Duration) -> Result<i64, StoreError> {
+        let path = self.probe_path();
+        let ask = async {
+            self.client.put_opts(&path, "kvbm".into(), PutMode::Create.into()).await?;
+            let written = self.client.head(&path).await;
+            self.client.delete(&path).await?;
+            written.map(|meta| meta.last_modified.timestamp_millis())
+        };
+        timeout(limit, ask).await?.map_err(|error| self.secrets.scrub(&error))
+    }
+
+    /// A name of its own: many workers start on one store at a time, and a probe creates conditionally.
+    fn probe_path(&self) -> Path {
+        self.root.clone().join(format!(".probe-{}", SegmentNames::new().next()))
+    }
+
     /// Removes the directory that [`open`](Self::open) made, if nothing is left in it.
     pub(super) fn remove_directory(&self) {
         if let Where::Directory { path, created: true } = &self.place {
@@ -147,8 +185,7 @@ impl Store {
     }
 
     fn probe(&self) -> Result<(), SetupError> {
-        // A name of its own: many workers start on one store at a time, and a probe creates conditionally.
-        let path = self.root.clone().join(format!(".probe-{}", SegmentNames::new().next()));
+        let path = self.probe_path();
         let client = Arc::clone(&self.client);
         let write_and_delete = async move {
             client.put_opts(&path, "kvbm".into(), PutMode::Create.into()).await?;
@@ -222,16 +259,19 @@ impl fmt::Debug for Store {
     }
 }
 
-fn open_directory(url: &Url) -> Result<(PrivateFiles, Where), SetupError> {
+fn open_directory(url: &Url, make: bool) -> Result<(PrivateFiles, Where), SetupError> {
     let path = url
         .to_file_path()
         .map_err(|()| invalid(format!("{URL} is '{url}', which is not an absolute path: {FORMS}")))?;
     let created = !path.exists();
     let fail = |e: Box<dyn std::error::Error + Send + Sync>| {
-        let message = format!("cannot create the directory {}: check {URL}", path.display());
+        let verb = if make { "create" } else { "open" };
+        let message = format!("cannot {verb} the directory {}: check {URL}", path.display());
         SetupError::caused(SetupErrorKind::NotWritable, message, std::io::Error::other(e))
     };
-    make_directory(&path).map_err(|e| fail(e.into()))?;
+    if make {
+        make_directory(&path).map_err(|e| fail(e.into()))?;
+    }
     let files = PrivateFiles::open(&path).map_err(|e| fail(e.into()))?;
     Ok((files, Where::Directory { path, created }))
 }

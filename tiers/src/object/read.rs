@@ -16,6 +16,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
 use super::block::{Pending, finish_all};
+use super::budget::Expense;
 use super::error::file_kind;
 use super::locations::Place;
 use super::names::SegmentName;
@@ -113,7 +114,11 @@ pub(super) async fn fetch(shared: Arc<Shared>, run: Run, deadline: Instant) {
     let (range, path) = (run.range(), shared.path(run.segment));
     let context = format!("cannot read {path} from {}", shared.store);
     let blocks = run.blocks.into();
-    let (rest, result) = match shared.request(deadline).await {
+    let request = match shared.afford(&[Expense::Gets, Expense::Bytes]) {
+        Ok(()) => shared.request(deadline).await,
+        Err(error) => Err(error),
+    };
+    let (rest, result) = match request {
         Ok(request) => Fetch { shared: &shared, path, range, deadline, context }.copy(blocks, request).await,
         Err(error) => (blocks, Err(error)),
     };

@@ -18,6 +18,7 @@ use super::error::StoreError;
 use super::known::Known;
 use super::manifest::{LAPSES, MAX_BYTES, Manifest};
 use super::names::SegmentName;
+use super::open::Store;
 use super::segment::Provenance;
 use super::shared::Shared;
 
@@ -28,6 +29,8 @@ pub struct Sharing {
     pub provenance: Provenance,
     /// How often a worker says what it relies on. One that has not for ten times as long is taken for gone.
     pub renewal: Duration,
+    /// How often a worker looks what others have stored since.
+    pub look: Duration,
     /// How old a segment becomes that no worker relies on; at least ten renewals.
     pub collect_after: Duration,
     /// Bytes of all segments of the namespace above which those that no worker relies on go sooner, oldest first, but
@@ -63,10 +66,10 @@ pub(super) struct Others {
 
 /// Another worker's manifest.
 #[derive(Debug)]
-struct Other {
-    meta: ObjectMeta,
+pub(super) struct Other {
+    pub(super) meta: ObjectMeta,
     /// `None`: it cannot be understood, so its worker may rely on anything.
-    manifest: Option<Manifest>,
+    pub(super) manifest: Option<Manifest>,
 }
 
 impl Share {
@@ -119,8 +122,16 @@ impl Other {
 
 const MANIFEST: &str = ".kvman";
 
+/// The number that the worker drew whose manifest this is; `None`: it is something else.
+pub(super) fn worker_of(path: &Path) -> Option<u64> {
+    let digits = path.filename()?.strip_suffix(MANIFEST)?;
+    let is_name =
+        digits.len() == 32 && digits.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
+    is_name.then(|| u128::from_str_radix(digits, 16).ok().map(SegmentName))?.map(SegmentName::writer)
+}
+
 /// A manifest that cannot be understood holds everything back for so long.
-const UNREADABLE: Duration = Duration::from_hours(24);
+pub(super) const UNREADABLE: Duration = Duration::from_hours(24);
 
 impl Shared {
     /// Says what this worker relies on.
@@ -192,35 +203,40 @@ impl Shared {
             let path = meta.location.clone();
             match others.manifests.remove(&path).filter(|known| known.is_same(&meta)) {
                 Some(known) => _ = manifests.insert(path, known),
-                None => manifests.extend(self.read_manifest(meta).await?.map(|known| (path, known))),
+                None => manifests
+                    .extend(read_manifest(&self.store, meta, self.limit).await?.map(|known| (path, known))),
             }
         }
         (others.manifests, others.as_of) = (manifests, Some(began));
         Ok(())
     }
 
-    /// `None`: it is gone by now.
-    async fn read_manifest(&self, meta: ObjectMeta) -> Result<Option<Other>, StoreError> {
-        if meta.size > MAX_BYTES {
-            return Ok(Some(Other { meta, manifest: None }));
-        }
-        let get = self.store.client.get_range(&meta.location, 0..meta.size.max(1));
-        match timeout(self.limit, get).await? {
-            Ok(bytes) => {
-                let manifest = Manifest::decode(&bytes).inspect_err(|error| {
-                    tracing::warn!(path = %meta.location, %error, "a worker may rely on any segment of the object store");
-                });
-                Ok(Some(Other { meta, manifest: manifest.ok() }))
-            }
-            Err(object_store::Error::NotFound { .. }) => Ok(None),
-            Err(error) => Err(self.store.secrets.scrub(&error)),
-        }
-    }
-
     /// All objects in a directory.
     pub(super) async fn list(&self, directory: &Path) -> Result<Vec<ObjectMeta>, StoreError> {
         let listing = self.store.client.list(Some(directory)).try_collect();
         timeout(self.limit, listing).await?.map_err(|error| self.store.secrets.scrub(&error))
+    }
+}
+
+/// What a worker says; `None`: it is gone by now.
+pub(super) async fn read_manifest(
+    store: &Store,
+    meta: ObjectMeta,
+    limit: Duration,
+) -> Result<Option<Other>, StoreError> {
+    if meta.size > MAX_BYTES {
+        return Ok(Some(Other { meta, manifest: None }));
+    }
+    let get = store.client.get_range(&meta.location, 0..meta.size.max(1));
+    match timeout(limit, get).await? {
+        Ok(bytes) => {
+            let manifest = Manifest::decode(&bytes).inspect_err(|error| {
+                tracing::warn!(path = %meta.location, %error, "a worker may rely on any segment of the object store");
+            });
+            Ok(Some(Other { meta, manifest: manifest.ok() }))
+        }
+        Err(object_store::Error::NotFound { .. }) => Ok(None),
+        Err(error) => Err(store.secrets.scrub(&error)),
     }
 }
 
@@ -245,9 +261,6 @@ impl Shared {
         let epoch = self.provenance().epoch;
         if result.is_ok() && *share.announced.lock() < epoch {
             result = self.announce_epoch(share, epoch).await;
-        }
-        if result.is_ok() && round > 1 {
-            result = self.refresh(share).await;
         }
         if result.is_ok() && round.is_multiple_of(LAPSES.into()) {
             result = self.collect(share).await;

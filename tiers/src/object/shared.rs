@@ -11,8 +11,10 @@ use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::budget::Expense;
 use super::error::StoreError;
 use super::executor::Work;
+use super::known::Spot;
 use super::locations::Locations;
 use super::names::{SegmentName, SegmentNames};
 use super::open::Store;
@@ -20,7 +22,7 @@ use super::segment::Provenance;
 use super::share::Share;
 use super::traffic::Traffic;
 use crate::checksum::Checksums;
-use crate::copy::{CopyError, CopyErrorKind};
+use crate::copy::{CopyError, CopyErrorKind, SlotId};
 
 /// Segments that are emptied within this time are deleted together: whether others rely on them is asked once.
 const ASKING_PAUSE: Duration = Duration::from_secs(1);
@@ -85,9 +87,33 @@ impl Shared {
         }
     }
 
+    /// Whether blocks may cost so much now.
+    pub(super) fn afford(&self, expenses: &[Expense]) -> Result<(), CopyError> {
+        self.traffic.purse.affords(expenses).map_err(|lacking| {
+            let message = format!("the budget of {} for {} is spent", self.store, lacking.name());
+            CopyError::new(CopyErrorKind::OverBudget, message)
+        })
+    }
+
     pub(super) fn too_late(&self, context: &str) -> CopyError {
         let message = format!("{context}: it took more than {:?}", self.limit);
         CopyError::new(CopyErrorKind::Unavailable, message)
+    }
+
+    /// From here on the slots' old content is gone.
+    pub(super) fn forget_slots(self: &Arc<Self>, slots: impl IntoIterator<Item = SlotId>) {
+        let mut locations = self.locations.lock();
+        let dead: Vec<_> = slots.into_iter().filter_map(|slot| locations.vacate(slot)).collect();
+        drop(locations);
+        dead.into_iter().for_each(|name| self.discard(name, Duration::ZERO));
+    }
+
+    /// From here on another worker's block is the content of a slot, which is vacant.
+    pub(super) fn stand_for(&self, slot: SlotId, block: Spot) {
+        // The same tokens computed elsewhere may differ in their lowest bits: what is read is to match what is there.
+        self.checksums.iter().for_each(|checksums| checksums.record(slot, block.crc32c));
+        self.locations.lock().link(slot, (block.segment, block.position), block.blocks);
+        self.linked_blocks.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Deletes a segment that nobody here needs, as soon as `delay` is over and the store lets us. One that another

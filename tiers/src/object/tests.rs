@@ -2,6 +2,7 @@
 
 mod compaction;
 mod faults;
+mod fsck;
 mod server;
 mod sharing;
 
@@ -27,7 +28,7 @@ use parking_lot::Mutex;
 use url::Url;
 
 use super::segment::decode_footer;
-use super::{OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions};
+use super::{Budgets, OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions};
 use crate::backend::Backend;
 use crate::checksum::{Checksums, checksum};
 use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
@@ -161,6 +162,7 @@ fn options(blocks_per_segment: usize) -> ObjectOptions {
         segment_bytes,
         concurrency: 3,
         operation_limit: OPERATION_LIMIT,
+        budgets: Budgets::default(),
         keep: false,
         sharing: None,
     }

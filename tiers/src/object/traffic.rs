@@ -14,6 +14,8 @@ use object_store::{
     PutMultipartOptions, PutOptions, PutPayload, PutResult, RenameOptions, Result,
 };
 
+use super::budget::{Budgets, Expense, Purse};
+
 /// Kinds of requests, as stores charge for them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RequestKind {
@@ -78,12 +80,13 @@ impl RequestOutcome {
     }
 }
 
-/// Counts of requests and bytes. What the client tries again by itself counts once.
-#[derive(Debug, Default)]
+/// Counts of requests and bytes, and what they may come to. What the client tries again by itself counts once.
+#[derive(Debug)]
 pub struct Traffic {
     requests: [[AtomicU64; 4]; 4],
     sent: AtomicU64,
     received: AtomicU64,
+    pub(super) purse: Purse,
 }
 
 impl Traffic {
@@ -107,7 +110,33 @@ impl Traffic {
         self.received.load(Ordering::Relaxed)
     }
 
+    /// The share of a budget that is left, 0 to 1; `None`: there is no limit.
+    pub fn budget_left(&self, expense: Expense) -> Option<f64> {
+        self.purse.left(expense)
+    }
+
+    /// How often something was not asked because a budget was spent.
+    pub fn refused(&self, expense: Expense) -> u64 {
+        self.purse.refused(expense)
+    }
+
+    pub(super) fn new(budgets: &Budgets) -> Self {
+        let purse = Purse::new(budgets);
+        Self { requests: Default::default(), sent: AtomicU64::new(0), received: AtomicU64::new(0), purse }
+    }
+
+    fn count_sent(&self, bytes: u64) {
+        self.sent.fetch_add(bytes, Ordering::Relaxed);
+        self.purse.pay(Expense::Bytes, bytes);
+    }
+
+    fn count_received(&self, bytes: u64) {
+        self.received.fetch_add(bytes, Ordering::Relaxed);
+        self.purse.pay(Expense::Bytes, bytes);
+    }
+
     fn count<T>(&self, kind: RequestKind, result: &Result<T>) {
+        self.purse.pay_request(kind);
         let outcome = result.as_ref().err().map_or(RequestOutcome::Done, RequestOutcome::of);
         self.requests[kind as usize][outcome as usize].fetch_add(1, Ordering::Relaxed);
     }
@@ -159,7 +188,7 @@ impl ObjectStore for Counted {
         let result = self.inner.put_opts(location, payload, opts).await;
         self.traffic.count(RequestKind::Put, &result);
         if result.is_ok() {
-            self.traffic.sent.fetch_add(bytes, Ordering::Relaxed);
+            self.traffic.count_sent(bytes);
         }
         result
     }
@@ -177,7 +206,7 @@ impl ObjectStore for Counted {
         let result = self.inner.get_opts(location, options).await;
         self.traffic.count(RequestKind::Get, &result);
         let bytes = result.as_ref().map_or(0, |got| got.range.end - got.range.start);
-        self.traffic.received.fetch_add(if is_head { 0 } else { bytes }, Ordering::Relaxed);
+        self.traffic.count_received(if is_head { 0 } else { bytes });
         result
     }
 
@@ -185,7 +214,7 @@ impl ObjectStore for Counted {
         let result = self.inner.get_ranges(location, ranges).await;
         self.traffic.count(RequestKind::Get, &result);
         let bytes = result.iter().flatten().map(|part| part.len() as u64).sum();
-        self.traffic.received.fetch_add(bytes, Ordering::Relaxed);
+        self.traffic.count_received(bytes);
         result
     }
 

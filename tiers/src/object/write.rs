@@ -1,6 +1,5 @@
 //! Memory → store: blocks that are written together become one segment.
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
@@ -9,6 +8,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use super::block::{Pending, finish_all};
+use super::budget::Expense;
 use super::compact::make_room;
 use super::put::create;
 use super::segment::{Entry, Provenance, encode_footer};
@@ -21,6 +21,9 @@ pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>, deadline: 
     let blocks = link_known(&shared, blocks);
     if blocks.is_empty() {
         return;
+    }
+    if let Err(error) = shared.afford(&[Expense::Puts, Expense::Bytes]) {
+        return finish_all(blocks, &Err(error));
     }
     // Before the request is taken: compactions take requests of their own, and with one at a time would wait for this one.
     make_room(&shared, blocks.len(), deadline).await;
@@ -51,10 +54,7 @@ fn link_known(shared: &Shared, blocks: Vec<Pending>) -> Vec<Pending> {
             left.push(pending);
             continue;
         };
-        // The same tokens computed elsewhere may differ in their lowest bits: what is read is to match what is there.
-        shared.checksums.iter().for_each(|checksums| checksums.record(pending.object, spot.crc32c));
-        shared.locations.lock().link(pending.object, (spot.segment, spot.position), spot.blocks);
-        shared.linked_blocks.fetch_add(1, Ordering::Relaxed);
+        shared.stand_for(pending.object, spot);
         pending.finish(Ok(()));
     }
     left

@@ -235,7 +235,7 @@ impl Batch {
 const fn severity(kind: CopyErrorKind) -> u8 {
     match kind {
         CopyErrorKind::Refused => 0,
-        CopyErrorKind::NoSpace => 1,
+        CopyErrorKind::NoSpace | CopyErrorKind::OverBudget => 1,
         CopyErrorKind::Unavailable => 2,
         CopyErrorKind::TimedOut => 3,
         CopyErrorKind::Io => 4,

@@ -3,30 +3,36 @@
 use super::server::Server;
 use super::*;
 use crate::object::segment::Provenance;
-use crate::object::{Discovered, RequestKind, RequestOutcome, Sharing};
+use crate::object::{Discovered, FoundBlock, Intake, RequestKind, RequestOutcome, Sharing, TakeIn};
 
 const PROVENANCE: Provenance = Provenance { fingerprint: 77, epoch: 3, forgotten: 0 };
 /// A worker is gone after half a second.
-const RENEWAL: Duration = Duration::from_millis(50);
+pub(super) const RENEWAL: Duration = Duration::from_millis(50);
 
 fn sharing() -> Sharing {
-    Sharing { provenance: PROVENANCE, renewal: RENEWAL, collect_after: Duration::ZERO, collect_above: None }
+    Sharing {
+        provenance: PROVENANCE,
+        renewal: RENEWAL,
+        look: RENEWAL,
+        collect_after: Duration::ZERO,
+        collect_above: None,
+    }
 }
 
-fn shared(blocks_per_segment: usize) -> ObjectOptions {
+pub(super) fn shared(blocks_per_segment: usize) -> ObjectOptions {
     ObjectOptions { keep: true, sharing: Some(sharing()), ..options(blocks_per_segment) }
 }
 
 /// A worker that shares a bucket, and what it has found there.
-struct Worker {
+pub(super) struct Worker {
     heap: Arc<Heap>,
-    object: Arc<ObjectBackend>,
+    pub(super) object: Arc<ObjectBackend>,
     verified: Verified<Arc<ObjectBackend>>,
     found: Discovered,
 }
 
 impl Worker {
-    fn start(store: Store, options: &ObjectOptions) -> Self {
+    pub(super) fn start(store: Store, options: &ObjectOptions) -> Self {
         let heap = Heap::new();
         let (memory, checksums) = (Arc::clone(&heap) as Arc<dyn Memory>, Arc::new(Checksums::new()));
         let known = Some(Arc::clone(&checksums));
@@ -37,7 +43,7 @@ impl Worker {
     }
 
     /// Writes a chain, block by block behind another, into slots from `first` on.
-    fn write(&self, first: u32, seeds: &[u32]) -> Results {
+    pub(super) fn write(&self, first: u32, seeds: &[u32]) -> Results {
         let parents = std::iter::once(None).chain(seeds.iter().map(|&seed| Some(key(seed).hash)));
         let ops = seeds.iter().zip(parents).zip(0..).map(|((&seed, parent), at)| {
             self.heap.fill(at, seed);
@@ -47,7 +53,7 @@ impl Worker {
     }
 
     /// Reads every block that was found, and checks that it is what it is said to be. Returns how many came.
-    fn read_found(&self) -> usize {
+    pub(super) fn read_found(&self) -> usize {
         let seeds = self.found.blocks.iter().map(|found| (found.block.hash >> 64) as u32);
         let blocks: Vec<_> = self.found.blocks.iter().map(|found| found.slot.0).zip(seeds).collect();
         let read = blocks.chunks(SLOTS as usize).map(|blocks| read(&self.verified, &self.heap, blocks));
@@ -59,7 +65,7 @@ impl Worker {
     }
 }
 
-fn seeds(range: std::ops::Range<u32>) -> Vec<u32> {
+pub(super) fn seeds(range: std::ops::Range<u32>) -> Vec<u32> {
     range.collect()
 }
 
@@ -391,4 +397,59 @@ fn segments_take_few_requests() {
     assert_eq!(traffic.requests(RequestKind::Put, RequestOutcome::Failed), 0);
     assert!(traffic.bytes_sent() >= u64::from(BLOCKS) * BLOCK as u64);
     assert!(traffic.bytes_received() >= u64::from(BLOCKS) * BLOCK as u64);
+}
+
+/// Takes in whatever comes.
+#[derive(Default)]
+struct TakeAll(Mutex<Vec<BlockKey>>);
+
+impl TakeIn for TakeAll {
+    fn take_in(
+        &self,
+        _: Provenance,
+        found: &[FoundBlock],
+        stand_for: &mut dyn FnMut(usize, SlotId),
+    ) -> Vec<Intake> {
+        let mut taken = self.0.lock();
+        for (at, found) in found.iter().enumerate() {
+            stand_for(at, SlotId(taken.len() as u32));
+            taken.push(found.block);
+        }
+        vec![Intake::Taken; found.len()]
+    }
+}
+
+#[test]
+fn looking_asks_for_each_segment_once_and_reads_what_it_says() {
+    let server = Server::start();
+    let first = Worker::start(server.open(), &shared(4));
+    let second = Worker::start(server.open(), &shared(4));
+    let all = Arc::new(TakeAll::default());
+    second.object.keep_looking(Arc::clone(&all) as Arc<dyn TakeIn>);
+    assert!(all_ok(&first.write(0, &seeds(1..21))));
+    eventually("not all was found", || all.0.lock().len() == 20);
+    let blocks: Vec<_> = (0..).zip(all.0.lock().iter().map(|block| (block.hash >> 64) as u32)).collect();
+    assert!(all_ok(&read(&second.verified, &second.heap, &blocks)));
+    let gets = || second.object.traffic().requests(RequestKind::Get, RequestOutcome::Done);
+    let before = gets();
+    std::thread::sleep(RENEWAL * 6);
+    // A look is a listing; a manifest of another worker is read again only if it has changed, and here it is read by
+    // nobody: nothing is collected yet.
+    assert!(gets() - before <= 2, "{} requests", gets() - before);
+    assert_eq!(all.0.lock().len(), 20, "once");
+}
+
+#[test]
+fn what_could_not_be_fetched_is_found_when_the_store_is_well_again() {
+    let server = Server::start();
+    let first = Worker::start(server.open(), &shared(4));
+    let second = Worker::start(server.open(), &shared(4));
+    let all = Arc::new(TakeAll::default());
+    second.object.keep_looking(Arc::clone(&all) as Arc<dyn TakeIn>);
+    server.feel(super::server::Mood::CutsOff);
+    first.write(0, &seeds(1..9));
+    std::thread::sleep(RENEWAL * 6);
+    server.feel(super::server::Mood::Well);
+    assert!(all_ok(&first.write(20, &seeds(9..13))));
+    eventually("what is new is not found", || all.0.lock().contains(&key(12)));
 }

@@ -1,0 +1,100 @@
+//! Buckets: what workers stored, checked beside them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use kvbm_settings::ObjectSettings;
+use kvbm_tiers::object::StoreOptions;
+use kvbm_tiers::object::fsck::{BucketReport, FsckOptions, NamespaceReport, fsck};
+use serde::Serialize;
+
+use crate::failure::{Failure, with_causes};
+use crate::output;
+
+/// What was found in one bucket.
+#[derive(Debug, Serialize)]
+pub(super) struct Bucket {
+    url: String,
+    is_sound: bool,
+    #[serde(flatten)]
+    pub(super) report: BucketReport,
+}
+
+/// Whether an argument names a store rather than a directory.
+pub(super) fn is_url(text: &str) -> bool {
+    text.contains("://")
+}
+
+/// Checks the bucket at `url`, reached as the settings say.
+pub(super) fn check(url: &str, object: &ObjectSettings, repair: bool) -> Result<Bucket, Failure> {
+    let store = StoreOptions {
+        endpoint: object.endpoint.clone(),
+        region: object.region.clone(),
+        access_key: object.access_key.clone(),
+        secret_key: object.secret_key.clone(),
+    };
+    let options = FsckOptions {
+        concurrency: object.concurrency,
+        repair,
+        renewal: Duration::from_millis(object.renewal_ms),
+        collect_after: Duration::from_millis(object.collect_after_ms),
+    };
+    let bar = bar();
+    let shown = bar.clone();
+    let on_progress = move |read, of| {
+        shown.set_length(of);
+        shown.set_position(read);
+    };
+    let report = fsck(url, &store, &options, Arc::new(on_progress));
+    bar.finish_and_clear();
+    let report = report.map_err(|error| Failure::unusable(with_causes(&error)))?;
+    Ok(Bucket { url: url.to_owned(), is_sound: report.is_sound(), report })
+}
+
+fn bar() -> ProgressBar {
+    let style =
+        ProgressStyle::with_template("{bar:30} {bytes}/{total_bytes} read, {bytes_per_sec} ({eta} left)");
+    ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(10))
+        .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+impl Bucket {
+    pub(super) fn print(&self) -> Result<(), Failure> {
+        output::print(&self.table())?;
+        for finding in &self.report.findings {
+            let end = match (finding.removed, finding.in_use) {
+                (true, _) => "; removed",
+                (false, true) => "; a worker relies on it",
+                (false, false) => "",
+            };
+            output::print(&format!("{}: {}: {}{end}", finding.problem, finding.object, finding.detail))?;
+        }
+        match self.report.more_findings {
+            0 => Ok(()),
+            more => output::print(&format!("and {} more", output::count(more))),
+        }
+    }
+
+    fn table(&self) -> String {
+        let titles =
+            ["namespace", "segments", "bytes", "blocks", "wrong", "damaged", "missing", "workers", "garbage"];
+        let mut table = output::table(&titles, 1);
+        for found in &self.report.namespaces {
+            let NamespaceReport { name, segments, bytes, blocks, wrong_blocks, .. } = found;
+            let [segments, blocks, wrong, damaged, missing, workers, garbage] = [
+                *segments,
+                *blocks,
+                *wrong_blocks,
+                found.damaged + found.unreadable_manifests,
+                found.missing,
+                found.workers,
+                found.garbage,
+            ]
+            .map(output::count);
+            let bytes = output::bytes(*bytes);
+            table.add_row([name, &segments, &bytes, &blocks, &wrong, &damaged, &missing, &workers, &garbage]);
+        }
+        format!("{}\n{}", self.url, table.trim_fmt())
+    }
+}

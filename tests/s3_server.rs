@@ -1,0 +1,132 @@
+//! The object tier against a server of the S3 protocol that others wrote: moto's, where it is installed
+//! (`pip install 'moto[server]'`). The double in `tiers/src/object/tests/server.rs` says what we think of the protocol.
+
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use kvbm::{BlockHash, Fingerprint, Manager, Options, Tier};
+use kvbm_settings::Settings;
+use kvbm_tests::engine;
+use kvbm_tests::rig::hash;
+use kvbm_tiers::object::StoreOptions;
+use kvbm_tiers::object::fsck::{FsckOptions, fsck};
+use kvbm_tiers::testing::skip;
+
+const LIMIT: Duration = Duration::from_mins(1);
+const CHAINS: u32 = 6;
+const BLOCKS: u32 = 12;
+const ALL: usize = (CHAINS * BLOCKS) as usize;
+
+/// A server that ends with the test.
+struct Moto {
+    child: Child,
+    endpoint: String,
+}
+
+impl Drop for Moto {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Moto {
+    /// `None`: it is not installed. Where `KVBM_REQUIRE` names `s3` that is a failure.
+    fn start() -> Option<Self> {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let mut command = Command::new("moto_server");
+        command
+            .args(["-H", "127.0.0.1", "-p", &port.to_string()])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        let Ok(child) = command.spawn() else {
+            skip("s3", &"no server of its protocol: pip install 'moto[server]'");
+            return None;
+        };
+        let server = Self { child, endpoint: format!("http://127.0.0.1:{port}") };
+        let began = Instant::now();
+        while TcpStream::connect(("127.0.0.1", port)).is_err() {
+            assert!(began.elapsed() < LIMIT, "moto_server does not listen");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        server.make_bucket(port);
+        Some(server)
+    }
+
+    /// The one request that the tier never sends.
+    fn make_bucket(&self, port: u16) {
+        use std::io::{Read, Write};
+        let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let head = format!(
+            "PUT /kvbm-test HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        );
+        stream.write_all(head.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        assert!(self.endpoint.ends_with(&port.to_string()));
+    }
+
+    fn worker(&self) -> Manager {
+        let mut settings: Settings = engine::settings(4096, 16, 16);
+        settings.object.url = Some("s3://kvbm-test/prefix".to_owned());
+        settings.object.endpoint = Some(self.endpoint.clone());
+        (settings.object.access_key, settings.object.secret_key) =
+            (Some("key".into()), Some("secret".into()));
+        settings.object.keep = true;
+        (settings.object.renewal_ms, settings.object.discover_ms) = (500, 500);
+        settings.object.segment_bytes = 64 << 10;
+        settings.flush.interval_ms = 1;
+        let (model, weights) = ("one".to_owned(), "1".to_owned());
+        let fingerprint = Some(Fingerprint { model, weights, block_tokens: 16, ..Fingerprint::default() });
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(Manager::open(settings, Options { fingerprint, ..Options::default() })).unwrap()
+    }
+}
+
+fn chain(number: u32) -> Vec<BlockHash> {
+    (0..BLOCKS).map(|block| hash(1_000 * number + block)).collect()
+}
+
+fn serve(manager: &Manager) -> usize {
+    let served = (0..CHAINS).map(|number| engine::serve(manager, &chain(number)));
+    served.inspect(|served| assert_eq!(served.wrong, 0, "{served:?}")).map(|served| served.hit).sum()
+}
+
+fn known(manager: &Manager) -> usize {
+    (0..CHAINS).map(|number| manager.matches(&chain(number)).blocks(Tier::Object)).sum()
+}
+
+#[test]
+fn workers_share_a_bucket_of_a_real_server() {
+    let Some(server) = Moto::start() else { return };
+    let (first, second) = (server.worker(), server.worker());
+    for number in 0..CHAINS {
+        engine::serve(&first, &chain(number));
+        assert!(first.drain(LIMIT).is_complete());
+    }
+    let began = Instant::now();
+    while known(&second) < ALL {
+        assert!(began.elapsed() < LIMIT, "{} of {ALL} found by the one that lived", known(&second));
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(serve(&second), ALL);
+    assert_eq!(serve(&server.worker()), ALL, "and by one that starts");
+    let store = StoreOptions {
+        endpoint: Some(server.endpoint.clone()),
+        region: None,
+        access_key: Some("key".into()),
+        secret_key: Some("secret".into()),
+    };
+    let (renewal, collect_after) = (Duration::from_millis(500), Duration::from_hours(1));
+    let options = FsckOptions { concurrency: 4, repair: true, renewal, collect_after };
+    let report = fsck("s3://kvbm-test/prefix", &store, &options, std::sync::Arc::new(|_, _| {})).unwrap();
+    assert!(report.is_sound() && report.is_complete() && report.removed() == 0, "{report:?}");
+    assert_eq!(report.namespaces[0].blocks as usize, ALL);
+    assert_eq!((first.audit(), second.audit()), (vec![], vec![]));
+    // Epochs are conditional puts: the second announcement finds the first.
+    first.reset(5).unwrap();
+    second.reset(5).unwrap();
+    assert_eq!((known(&first), server.worker().epoch()), (0, 5));
+}

@@ -1,0 +1,93 @@
+//! Removing what is damaged, and garbage, as far as nobody can be relying on it.
+
+use std::time::{Duration, Instant};
+
+use futures::TryStreamExt;
+use object_store::path::Path;
+use object_store::{ObjectMeta, ObjectStoreExt};
+use tokio::time::timeout;
+
+use super::super::error::StoreError;
+use super::super::files::STAGED;
+use super::super::names::SegmentName;
+use super::super::share::worker_of;
+use super::{Check, Checked, DISCOVERY_LIMIT, OPERATION_LIMIT, Problem, Workers, is_older, written_ms};
+
+/// A worker that starts has said what it relies on so long after it listed the segments.
+const START_LIMIT: Duration = DISCOVERY_LIMIT.saturating_mul(2);
+
+impl Check {
+    /// Removes what may go of a namespace whose objects were `listed` then.
+    pub(super) async fn repair(
+        &self,
+        namespace: &Path,
+        checked: &mut Checked,
+        listed: Instant,
+    ) -> Result<(), StoreError> {
+        if !checked.findings.iter().any(|(_, finding)| finding.problem.may_go()) {
+            return Ok(());
+        }
+        let settled = START_LIMIT.min(self.options.grace());
+        tokio::time::sleep(settled.saturating_sub(listed.elapsed())).await;
+        let now_ms = self.now_ms().await?;
+        let workers = self.workers_now(namespace, now_ms).await?;
+        for (path, finding) in checked.findings.iter_mut().filter(|(_, finding)| finding.problem.may_go()) {
+            finding.removed =
+                self.may_remove(finding.problem, path, &workers, now_ms).await? && self.remove(path).await?;
+            checked.report.removed += u64::from(finding.removed);
+        }
+        Ok(())
+    }
+
+    async fn workers_now(&self, namespace: &Path, now_ms: i64) -> Result<Workers, StoreError> {
+        let directory = namespace.clone().join("manifests");
+        let listed = self.store.client.list(Some(&directory)).try_collect::<Vec<ObjectMeta>>();
+        let mut listed =
+            timeout(OPERATION_LIMIT, listed).await?.map_err(|error| self.store.secrets.scrub(&error))?;
+        listed.retain(|meta| worker_of(&meta.location).is_some());
+        self.workers(&listed, now_ms).await
+    }
+
+    async fn may_remove(
+        &self,
+        problem: Problem,
+        path: &Path,
+        workers: &Workers,
+        now_ms: i64,
+    ) -> Result<bool, StoreError> {
+        Ok(match problem {
+            Problem::GoneWorker => workers.gone.contains(path),
+            Problem::UnreadableManifest => workers.unreadable.contains(&(path.clone(), false)),
+            Problem::Leftover => true,
+            _ => {
+                let name = path.filename().and_then(SegmentName::parse);
+                let is_nobodys =
+                    name.is_some_and(|name| !workers.rely_on(name)) && !workers.hold_everything();
+                is_nobodys && self.is_settled(path, now_ms).await?
+            }
+        })
+    }
+
+    /// Whether nobody who is about to say that he relies on it can still do so.
+    async fn is_settled(&self, path: &Path, now_ms: i64) -> Result<bool, StoreError> {
+        match timeout(OPERATION_LIMIT, self.store.client.head(path)).await? {
+            Ok(meta) => Ok(is_older(written_ms(&meta), now_ms, self.options.grace())),
+            Err(object_store::Error::NotFound { .. }) => Ok(false),
+            Err(error) => Err(self.store.secrets.scrub(&error)),
+        }
+    }
+
+    async fn remove(&self, path: &Path) -> Result<bool, StoreError> {
+        let directory =
+            path.parts().count().checked_sub(1).map(|parts| path.parts().take(parts).collect::<Path>());
+        let file = directory.and_then(|directory| self.store.files_below(&directory)).zip(path.filename());
+        // What is half-written has a name that the client takes for none.
+        if let Some((directory, file)) = file.filter(|(_, file)| file.ends_with(STAGED)) {
+            return Ok(std::fs::remove_file(directory.join(file)).is_ok());
+        }
+        match timeout(OPERATION_LIMIT, self.store.client.delete(path)).await? {
+            Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(true),
+            Err(error) => Err(self.store.secrets.scrub(&error)),
+        }
+    }
+}

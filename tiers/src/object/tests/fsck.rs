@@ -1,0 +1,179 @@
+//! Checking a bucket beside those that use it.
+
+use super::server::Server;
+use super::sharing::{RENEWAL, Worker, seeds, shared};
+use super::*;
+use crate::object::fsck::Problem::{Damaged, Foreign, GoneWorker, Leftover, Torn};
+use crate::object::fsck::{BucketReport, FsckOptions, Problem, check_store};
+use crate::object::manifest::Manifest;
+use crate::object::names::SegmentNames;
+
+fn options_of(repair: bool, collect_after: Duration) -> FsckOptions {
+    FsckOptions { concurrency: 3, repair, renewal: RENEWAL, collect_after }
+}
+
+/// Only looks, and takes nothing for garbage.
+fn look(store: Store) -> BucketReport {
+    check_store(store, &options_of(false, Duration::from_hours(1)), Arc::new(|_, _| {})).unwrap()
+}
+
+fn repair(store: Store, collect_after: Duration) -> BucketReport {
+    check_store(store, &options_of(true, collect_after), Arc::new(|_, _| {})).unwrap()
+}
+
+fn problems(report: &BucketReport) -> Vec<Problem> {
+    report.findings.iter().map(|finding| finding.problem).collect()
+}
+
+fn change(path: &FilePath, change: impl FnOnce(&mut Vec<u8>)) {
+    let mut bytes = std::fs::read(path).unwrap();
+    change(&mut bytes);
+    std::fs::write(path, bytes).unwrap();
+}
+
+/// Until what is there is nobody's any more who has just begun.
+fn outlast_grace() {
+    std::thread::sleep(RENEWAL * 12);
+}
+
+fn is_sound(open: impl Fn() -> Store, check: impl Fn(Store) -> BucketReport) {
+    let first = Worker::start(open(), &shared(7));
+    assert!(all_ok(&first.write(0, &seeds(1..41))));
+    let _second = Worker::start(open(), &shared(7));
+    std::thread::sleep(RENEWAL * 2);
+    let report = check(open());
+    let [found] = &report.namespaces[..] else { panic!("{report:?}") };
+    assert!(report.is_sound() && report.is_complete() && report.findings.is_empty(), "{report:?}");
+    assert_eq!((found.segments, found.blocks, found.unclaimed, found.workers), (6, 40, 0, 2));
+    assert_eq!((found.name.as_str(), report.strangers), ("model/tp0", 0));
+}
+
+#[test]
+fn a_bucket_in_use_is_sound_in_files() {
+    let dir = tempfile::tempdir().unwrap();
+    is_sound(|| open_directory(dir.path()), look);
+}
+
+#[test]
+fn a_bucket_in_use_is_sound_in_a_service() {
+    let server = Server::start();
+    // Its clock is not ours: only who writes is told its time.
+    is_sound(|| server.open(), |store| repair(store, Duration::from_hours(1)));
+    assert!(server.objects() > 6);
+}
+
+#[test]
+fn progress_ends_at_all_bytes_and_nothing_is_written_by_looking() {
+    let server = Server::start();
+    let worker = Worker::start(server.open(), &shared(7));
+    assert!(all_ok(&worker.write(0, &seeds(1..41))));
+    drop(worker);
+    let store = server.open();
+    let puts = server.requests("PUT");
+    let seen = Arc::new(Mutex::new((0, 0)));
+    let noted = Arc::clone(&seen);
+    let on_progress = Arc::new(move |read, of| *noted.lock() = (read, of));
+    let report = check_store(store, &options_of(false, Duration::ZERO), on_progress).unwrap();
+    let bytes = report.namespaces[0].bytes;
+    assert_eq!((*seen.lock(), server.requests("PUT")), ((bytes, bytes), puts));
+}
+
+#[test]
+fn what_is_wrong_is_named_and_goes_unless_somebody_relies_on_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let killed = Worker::start(open_directory(dir.path()), &shared(4));
+    for part in 0..6 {
+        assert!(all_ok(&killed.write(part * 4, &seeds(part * 4 + 1..part * 4 + 5))));
+    }
+    drop(killed);
+    let mut segments = segment_files(dir.path());
+    segments.sort();
+    change(&segments[0], |bytes| bytes.truncate(bytes.len() - 1));
+    change(&segments[1], |bytes| *bytes.iter_mut().rev().nth(15).unwrap() = 9);
+    change(&segments[2], |bytes| bytes[2 * BLOCK + 7] ^= 4);
+    change(&segments[3], |bytes| *bytes.iter_mut().rev().nth(70).unwrap() ^= 1);
+    let directory = segments[0].parent().unwrap().to_owned();
+    std::fs::write(directory.join("notes.txt"), "mine").unwrap();
+    std::fs::write(directory.join("0f.kvseg#1"), "half").unwrap();
+    outlast_grace();
+    let report = look(open_directory(dir.path()));
+    let mut found = problems(&report);
+    found.sort_by_key(ToString::to_string);
+    assert_eq!(found, [Damaged, Damaged, Foreign, Foreign, Leftover, Torn, GoneWorker], "{report:?}");
+    assert!(!report.is_sound() && report.removed() == 0);
+    assert_eq!(report.namespaces[0].wrong_blocks, 1);
+
+    // Nobody relies on what is damaged: it goes. What is not ours, or another version's, stays.
+    let report = repair(open_directory(dir.path()), Duration::from_hours(1));
+    assert_eq!(report.removed(), 5, "{report:?}");
+    let again = look(open_directory(dir.path()));
+    assert!(again.is_sound(), "{again:?}");
+    assert_eq!(problems(&again), [Foreign, Foreign]);
+    let next = Worker::start(open_directory(dir.path()), &shared(4));
+    assert!(all_ok(&next.write(40, &seeds(41..45))) && next.read_found() == 8, "what is sound is of use");
+}
+
+#[test]
+fn what_a_living_worker_names_stays_and_what_it_misses_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = Worker::start(open_directory(dir.path()), &shared(4));
+    assert!(all_ok(&first.write(0, &seeds(1..13))));
+    let second = Worker::start(open_directory(dir.path()), &shared(4));
+    drop(first);
+    outlast_grace();
+    let mut segments = segment_files(dir.path());
+    segments.sort();
+    change(&segments[2], |bytes| bytes[7] ^= 4);
+    std::fs::remove_file(&segments[1]).unwrap();
+    let report = repair(open_directory(dir.path()), Duration::ZERO);
+    // The manifest of the one that is gone the other one may have removed before.
+    let mut found = problems(&report);
+    found.retain(|&problem| problem != GoneWorker);
+    found.sort_by_key(ToString::to_string);
+    assert_eq!(found, [Damaged, Problem::Missing], "{report:?}");
+    let goes = |problem| problem == GoneWorker;
+    assert!(report.findings.iter().all(|finding| finding.removed == goes(finding.problem)), "{report:?}");
+    assert!(segments[0].exists() && segments[2].exists() && !report.is_sound());
+    // It heals by itself: what is missed is stored anew, and what nobody needs any more goes.
+    assert_eq!(second.read_found(), 7);
+    assert!(all_ok(&second.write(20, &seeds(1..13))));
+    drop(second);
+    outlast_grace();
+    repair(open_directory(dir.path()), Duration::from_hours(1));
+    let last = look(open_directory(dir.path()));
+    assert!(last.is_sound() && last.namespaces[0].damaged == 0, "{last:?}");
+    assert_eq!(Worker::start(open_directory(dir.path()), &shared(4)).read_found(), 12);
+}
+
+#[test]
+fn garbage_goes_by_the_age_that_workers_collect_by() {
+    let dir = tempfile::tempdir().unwrap();
+    drop(Worker::start(open_directory(dir.path()), &shared(4)));
+    let worker = Worker::start(open_directory(dir.path()), &shared(4));
+    assert!(all_ok(&worker.write(0, &seeds(1..13))));
+    drop(worker);
+    outlast_grace();
+    let kept = repair(open_directory(dir.path()), Duration::from_hours(1));
+    assert_eq!((kept.namespaces[0].unclaimed, segment_files(dir.path()).len()), (3, 3));
+    // Somebody of another version may rely on anything.
+    let manifest =
+        dir.path().join("model/tp0/manifests").join(format!("{:032x}.kvman", SegmentNames::new().next().0));
+    std::fs::create_dir_all(manifest.parent().unwrap()).unwrap();
+    std::fs::write(&manifest, "from the future").unwrap();
+    let held = repair(open_directory(dir.path()), Duration::ZERO);
+    assert_eq!((held.removed(), problems(&held)), (0, vec![Problem::UnreadableManifest]), "{held:?}");
+    std::fs::write(&manifest, Manifest::new(RENEWAL * 100, []).encode()).unwrap();
+    let gone = repair(open_directory(dir.path()), Duration::ZERO);
+    assert_eq!((gone.removed(), segment_files(dir.path()).len(), gone.is_sound()), (3, 0, true), "{gone:?}");
+}
+
+#[test]
+fn a_store_that_cannot_be_read_is_no_damage() {
+    let server = Server::start();
+    drop(Worker::start(server.open(), &shared(4)));
+    let store = server.open();
+    server.feel(server::Mood::Refuses(403));
+    let error = check_store(store, &options_of(false, Duration::ZERO), Arc::new(|_, _| {})).unwrap_err();
+    let text = format!("{error} {:?}", std::error::Error::source(&error).map(ToString::to_string));
+    assert!(text.contains("cannot check the object store") && !text.contains("secret"), "{text}");
+}
