@@ -426,7 +426,7 @@ pub(crate) static KEYS: &[Key] = &[
     },
     Key {
         path: "object.put_budget",
-        field: Field::Count(|s| &mut s.object.put_budget, 0..=u32::MAX),
+        field: Field::Count(|s| &mut s.object.put_budget, 0..=1_000_000_000),
         variables: &[own("DYN_KVBM_OBJECT_PUT_BUDGET", Form::Plain)],
         doc: "Requests that write objects or list them in each `object.budget_period_ms`, as stores charge for them; 0: \
               any number. Spent, nothing is flushed to objects until some is there again, a little with every second.",
@@ -434,7 +434,7 @@ pub(crate) static KEYS: &[Key] = &[
     },
     Key {
         path: "object.get_budget",
-        field: Field::Count(|s| &mut s.object.get_budget, 0..=u32::MAX),
+        field: Field::Count(|s| &mut s.object.get_budget, 0..=1_000_000_000),
         variables: &[own("DYN_KVBM_OBJECT_GET_BUDGET", Form::Plain)],
         doc: "The same for requests that read objects. Spent, blocks that only the object tier has are misses.",
         in_use: true,
