@@ -81,8 +81,9 @@ fn described() -> BTreeMap<String, Row> {
 /// A registry shows a metric with labels from its first event on: everything has to happen once.
 fn exported() -> BTreeMap<String, Row> {
     let everyday = everyday();
-    let families =
-        [everyday, mishaps(), unwritable(), ranks()].into_iter().flat_map(|registry| registry.gather());
+    let families = [everyday, mishaps(), spent(), unwritable(), ranks()]
+        .into_iter()
+        .flat_map(|registry| registry.gather());
     families.map(|family| (family.name().to_owned(), row(&family))).collect()
 }
 
@@ -182,6 +183,21 @@ fn mishaps() -> Registry {
     compute(2);
     compute(3);
     rig.registry.clone()
+}
+
+/// An object tier whose budget is spent.
+fn spent() -> Registry {
+    let registry = Registry::new();
+    let mut settings = engine::settings(4096, 8, 8);
+    settings.object.url = Some("memory:///".to_owned());
+    settings.object.put_budget = 1;
+    let manager = engine::open(settings, &registry).unwrap();
+    for n in 1..4 {
+        engine::serve(&manager, &chain(n));
+        let _ = manager.drain(Duration::from_millis(100));
+    }
+    registry.gather();
+    registry
 }
 
 /// An index that cannot be written.
