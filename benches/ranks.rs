@@ -138,7 +138,8 @@ fn be_a_rank(role: &str, place: &Path) {
         fingerprint: String::new(),
         routes: Vec::new(),
     };
-    let options = JoinOptions { dir: place.to_owned(), member, limit: Duration::from_mins(1) };
+    let options =
+        JoinOptions { dir: place.to_owned(), member, kept: Vec::new(), limit: Duration::from_mins(1) };
     let member = Member::join(options, HashMap::from([(SAVE, backend)])).expect("a leader");
     process::exit(i32::from(member.serve().is_err()));
 }

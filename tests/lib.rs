@@ -1,7 +1,8 @@
 //! Tests of behaviour across crates: each file beside this one is a test target, but for [`rig`], [`parked`],
-//! [`engine`], [`follower`] and [`process`], which the targets share.
+//! [`engine`], [`fleet`], [`follower`] and [`process`], which the targets share.
 
 pub mod engine;
+pub mod fleet;
 pub mod follower;
 pub mod parked;
 pub mod process;

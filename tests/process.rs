@@ -57,8 +57,16 @@ impl Process {
     /// # Panics
     /// If it is gone.
     pub fn ask(&mut self, command: &str) -> String {
-        writeln!(self.commands, "{command}").expect("it listens");
+        self.tell(command);
         self.hear()
+    }
+
+    /// Gives it a command, and does not wait.
+    ///
+    /// # Panics
+    /// If it is gone.
+    pub fn tell(&mut self, command: &str) {
+        writeln!(self.commands, "{command}").expect("it listens");
     }
 
     /// Its number in the system.

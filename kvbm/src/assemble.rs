@@ -107,13 +107,14 @@ pub(crate) async fn open(
     let build = move || -> Result<Assembled> {
         let on_loss = LossHook::default();
         let known = fingerprint.as_ref();
+        durable::warn_of_cold_start(&settings, known);
+        let named = namespace(&settings, known, &suffix);
         let tiers = match group {
             Some(_) if chaos.is_some() => return Err(ranks::chaos_is_elsewhere()),
-            Some(group) => Tiers::lead(&settings, known, group, on_loss.clone(), engine.as_ref())?,
+            Some(group) => Tiers::lead(&settings, known, named, group, on_loss.clone(), engine.as_ref())?,
             None => {
-                durable::warn_of_cold_start(&settings, known);
                 let engine = engine.as_ref().map(EngineMemory::region).transpose()?;
-                Tiers::open(&settings, namespace(&settings, known, &suffix), chaos, engine)?
+                Tiers::open(&settings, named, chaos, engine)?
             }
         };
         let tuning = tuning(&settings, block_tokens);
@@ -597,7 +598,7 @@ fn namespace(settings: &Settings, fingerprint: Option<&Fingerprint>, suffix: &st
         Some(fingerprint) => format!("v1-{form}{block_bytes}-{fingerprint}{suffix}"),
         None => format!("v1-{form}{block_bytes}{suffix}"),
     };
-    Namespace { name, identity: fingerprint.map(Identity::of) }
+    Namespace { name, identity: fingerprint.map(Identity::of), shares_objects: true }
 }
 
 fn store_options(object: &ObjectSettings) -> StoreOptions {

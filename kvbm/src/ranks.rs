@@ -30,10 +30,14 @@ use parking_lot::Condvar;
 
 use crate::assemble::{OpenedRank, open_rank};
 use crate::device::Device;
+use crate::durable::Durable;
 use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fingerprint::Fingerprint;
 use crate::sync::{JoinHandle, Mutex, spawn};
+
+/// Local files are written in milliseconds.
+const MAX_CLOSE: Duration = Duration::from_secs(5);
 
 /// The processes that share blocks. Leader and ranks are given the same.
 #[derive(Clone, Debug)]
@@ -72,6 +76,10 @@ pub struct Rank {
     stopper: Stopper,
     service: Arc<Service>,
     thread: Option<JoinHandle>,
+    /// What its slots hold, written down for the next process.
+    durable: Durable,
+    /// The one that joined.
+    process: u32,
     /// The same rank of other cache groups.
     groups: Vec<Self>,
 }
@@ -127,7 +135,7 @@ impl Rank {
         suffix: &str,
     ) -> Result<Self> {
         let number = options.rank;
-        let OpenedRank { member, device } = open_rank(settings, options, memory, suffix)?;
+        let OpenedRank { member, device, durable } = open_rank(settings, options, memory, suffix)?;
         // Asked for now: from here on the thread has the member, until the service ends.
         let (stopper, leader) = (member.stopper(), member.leader());
         let service = Arc::new(Service::default());
@@ -135,7 +143,8 @@ impl Rank {
         let thread = spawn("kvbm-rank", move || outcome.run(|| member.serve().map_err(leader_gone)))
             .map_err(|error| Error::caused(ErrorKind::Unavailable, "cannot start a thread", error))?;
         let device = device.map(|(device, pool)| DeviceSlots::new(device, pool));
-        Ok(Self { number, leader, device, stopper, service, thread: Some(thread), groups: Vec::new() })
+        let (thread, process) = (Some(thread), std::process::id());
+        Ok(Self { number, leader, device, stopper, service, thread, durable, process, groups: Vec::new() })
     }
 
     pub(crate) fn with_groups(mut self, groups: Vec<Self>) -> Self {
@@ -181,11 +190,19 @@ impl Rank {
 }
 
 impl Drop for Rank {
+    /// In a forked child the service is the parent's still, and the threads are not there.
     fn drop(&mut self) {
+        let thread = self.thread.take();
+        if self.process != std::process::id() {
+            self.durable.abandon();
+            return std::mem::forget(thread);
+        }
         // Before the join, which would wait until the leader closes otherwise.
         self.stopper.stop();
         // It has caught its panics, and said so.
-        let _ = self.thread.take().map(JoinHandle::join);
+        let _ = thread.map(JoinHandle::join);
+        // No copy ends any more, so there is nothing more to write down.
+        self.durable.close(MAX_CLOSE);
     }
 }
 

@@ -159,6 +159,13 @@ impl FramePool {
         }
     }
 
+    /// Counts lives from a number drawn at random. Where others remember lives for longer than this process, one that it
+    /// counts is then none of an earlier one's, but for one in a billion.
+    #[must_use]
+    pub fn in_random_lives(self) -> Self {
+        Self { lives: fastrand::u32(..) & PAYLOAD, ..self }
+    }
+
     /// Takes a free slot, in a new life; `None`: none is free.
     pub fn take(&mut self) -> Option<Frame> {
         let slot = self.pop_free().or_else(|| self.first_use())?;

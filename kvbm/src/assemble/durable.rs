@@ -2,15 +2,17 @@
 
 use std::cmp::Reverse;
 use std::fs::DirBuilder;
+use std::mem;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm_settings::{HostSettings, Settings};
+use kvbm_tiers::ranks::{KeptSlots, Leader, SlotJournal};
 use kvbm_tiers::{
-    Checksums, DiskOptions, DramRegion, IndexOptions, Memory, Mount, MountKind, Recovered, Tier, TierIndex,
-    clock,
+    Checksums, CopyOp, DiskOptions, DramRegion, IndexEntry, IndexOptions, Memory, Mount, MountKind,
+    Recovered, Tier, TierIndex, clock,
 };
 
 use super::{Objects, Tiers, setup};
@@ -18,7 +20,7 @@ use crate::durable::{Durable, OnDurable, RecoveryReport, Service};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fingerprint::Fingerprint;
 use crate::metrics::Metrics;
-use crate::table::{Journal, Notes, Table};
+use crate::table::{Journal, Naming, Notes, Table};
 
 /// A process that was killed may not quite be gone.
 const PATIENCE: Duration = Duration::from_secs(15);
@@ -29,6 +31,8 @@ pub(super) struct Namespace {
     pub(super) name: String,
     /// What its blocks are told from others by: `None`, and nothing that is left is found again.
     pub(super) identity: Option<Identity>,
+    /// Whether others find its objects: they are whole blocks.
+    pub(super) shares_objects: bool,
 }
 
 /// What the names of blocks begin with.
@@ -48,9 +52,17 @@ impl Identity {
 pub(super) struct KeptTier {
     tier: Tier,
     indices: Vec<(TierIndex, Recovered)>,
-    checksums: Arc<Checksums>,
+    bytes: Bytes,
     /// To open the indices.
     took: Duration,
+}
+
+/// Who has the bytes of a kept tier.
+pub(super) enum Bytes {
+    /// This process; these are their checksums.
+    Here(Arc<Checksums>),
+    /// Its ranks, each with checksums of its own.
+    InRanks(Arc<Leader>),
 }
 
 impl Tiers {
@@ -77,7 +89,7 @@ impl Tiers {
             patience: PATIENCE,
         };
         let indices: Vec<IndexOptions> = (0..files).map(index).collect();
-        self.keep(Tier::Disk, &indices, Arc::clone(checksums))?;
+        self.keep(Tier::Disk, &indices, Bytes::Here(Arc::clone(checksums)))?;
         self.kept.last_mut().map_or(Ok(()), |kept| kept.forget_parts(new))
     }
 
@@ -104,21 +116,48 @@ impl Tiers {
             epoch: identity.epoch,
             patience: PATIENCE,
         };
-        self.keep(Tier::Host, &[index], Arc::clone(checksums))?;
+        self.keep(Tier::Host, &[index], Bytes::Here(Arc::clone(checksums)))?;
         self.kept.last_mut().map_or(Ok(()), |kept| kept.forget_parts(&[!was_there]))
     }
 
-    /// Opens the indices of a tier. Number `i` tells of the slots `i`, `i + n` and so on, if they are `n`.
-    pub(super) fn keep(
+    /// A leader's indices of what its ranks keep: which block lies in which slot. They lie where its own slots would.
+    pub(super) fn keep_in_ranks(
         &mut self,
-        tier: Tier,
-        indices: &[IndexOptions],
-        checksums: Arc<Checksums>,
+        leader: &Arc<Leader>,
+        slots: [u32; Tier::COUNT],
+        settings: &Settings,
     ) -> Result<()> {
+        let Some(identity) = self.namespace.identity else { return Ok(()) };
+        let mut place = |tier: Tier, dir: &Path| {
+            make_dir(dir)?;
+            let index = IndexOptions {
+                // Not called as those are that have slots beside them.
+                path: dir.join(format!("kvbm-{}-{tier}.leader", self.namespace.name)),
+                tier,
+                namespace: self.namespace.name.clone(),
+                identity: identity.digest,
+                slots: slots[tier.index()],
+                block_bytes: settings.block_bytes.unwrap_or_default(),
+                part: (0, 1),
+                epoch: identity.epoch,
+                patience: PATIENCE,
+            };
+            self.keep(tier, &[index], Bytes::InRanks(Arc::clone(leader)))
+        };
+        let HostSettings { persist, persist_index, .. } = &settings.host;
+        if let Some(dir) = persist.as_ref().filter(|_| slots[Tier::Host.index()] > 0) {
+            place(Tier::Host, persist_index.as_ref().unwrap_or(dir))?;
+        }
+        let kept = settings.disk.dirs.first().filter(|_| settings.disk.keep && slots[Tier::Disk.index()] > 0);
+        kept.map_or(Ok(()), |dir| place(Tier::Disk, dir))
+    }
+
+    /// Opens the indices of a tier. Number `i` tells of the slots `i`, `i + n` and so on, if they are `n`.
+    pub(super) fn keep(&mut self, tier: Tier, indices: &[IndexOptions], bytes: Bytes) -> Result<()> {
         let started = clock::now();
         let open = |options| TierIndex::open(options).map_err(setup);
         let indices = indices.iter().map(open).collect::<Result<_>>()?;
-        self.kept.push(KeptTier { tier, indices, checksums, took: started.elapsed() });
+        self.kept.push(KeptTier { tier, indices, bytes, took: started.elapsed() });
         Ok(())
     }
 }
@@ -132,10 +171,14 @@ fn host_index_dir<'a>(memory: &'a Path, settings: &'a HostSettings) -> Result<&'
         }
         return Ok(beside);
     };
-    let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
-    made.map(|()| dir.as_path()).map_err(|error| {
+    make_dir(dir)?;
+    Ok(dir)
+}
+
+fn make_dir(dir: &Path) -> Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(|error| {
         let message = format!(
-            "{}: {error}; choose another host.persist_index (DYN_KVBM_CPU_CACHE_PERSIST_INDEX)",
+            "{}: {error}; choose another directory for the index (disk.dirs, host.persist or host.persist_index)",
             dir.display()
         );
         Error::caused(ErrorKind::Unavailable, message, error)
@@ -181,19 +224,93 @@ pub(super) fn resume(
         reports.push(kept.restore(&mut table, epoch)?);
     }
     let durable = Durable::reporting(reports);
-    for KeptTier { tier, indices, checksums, .. } in kept {
-        let notes: Vec<Arc<Notes>> = indices.iter().map(|_| Arc::default()).collect();
-        table.keep_journal(tier, Journal::new(checksums, notes.iter().cloned()));
-        for ((index, _), notes) in indices.into_iter().zip(notes) {
-            let (naming, metrics) = (table.naming(), metrics.clone());
-            durable.write(
-                index,
-                notes,
-                Service { tier, naming, on_durable: on_durable.cloned(), metrics },
-            )?;
-        }
+    for KeptTier { tier, indices, bytes, .. } in kept {
+        let naming = table.naming();
+        let service =
+            || Service { tier, naming, on_durable: on_durable.cloned(), metrics: Some(metrics.clone()) };
+        let notes = durable.write_all(indices, service)?;
+        table.keep_journal(tier, bytes.journal(notes));
     }
     Ok((table, durable))
+}
+
+/// What a rank's tiers hold of an earlier process, and has noted from here on what comes to them. Which of it is a block is
+/// for the leader to say.
+pub(super) fn resume_rank(kept: Vec<KeptTier>) -> Result<(Vec<KeptSlots>, Durable)> {
+    let durable = Durable::default();
+    let resume = |mut kept: KeptTier| {
+        let left: Vec<_> =
+            kept.indices.iter_mut().flat_map(|(_, found)| mem::take(&mut found.entries)).collect();
+        kept.bytes.inherit(kept.tier, &left);
+        let KeptTier { tier, indices, bytes, .. } = kept;
+        let slots = indices.first().map_or(0, |(index, _)| index.slots());
+        // Names are the leader's affair, as is who is told.
+        let service = || Service { tier, naming: Naming::default(), on_durable: None, metrics: None };
+        let journal = bytes.journal(durable.write_all(indices, service)?);
+        tracing::info!(%tier, slots = left.len(), "a rank has something in slots of an earlier process");
+        Ok(KeptSlots { tier, left, journal: Arc::new(RankJournal { journal, slots }) })
+    };
+    let kept = kept.into_iter().map(resume).collect::<Result<_>>()?;
+    Ok((kept, durable))
+}
+
+/// Notes what copies bring to a rank's slots.
+#[derive(Debug)]
+struct RankJournal {
+    journal: Journal,
+    /// Those behind them bounce blocks, and keep none.
+    slots: u32,
+}
+
+impl SlotJournal for RankJournal {
+    fn begun(&self, op: &CopyOp) {
+        if op.to.slot.0 < self.slots {
+            self.journal.removed(op.to.slot, op.block, op.parent);
+        }
+    }
+
+    fn arrived(&self, op: &CopyOp) {
+        if op.to.slot.0 < self.slots {
+            self.journal.stored(op.to, op.block, op.parent);
+        }
+    }
+}
+
+impl Bytes {
+    fn journal(&self, notes: Vec<Arc<Notes>>) -> Journal {
+        match self {
+            Self::Here(checksums) => Journal::new(Arc::clone(checksums), notes),
+            Self::InRanks(_) => Journal::of_ranks(notes),
+        }
+    }
+
+    /// Takes the checksums that blocks were stored with.
+    fn inherit(&self, tier: Tier, entries: &[IndexEntry]) {
+        if let Self::Here(checksums) = self {
+            // What is read from memory is not verified each time, as what is read from a drive is.
+            let note = if tier == Tier::Host { Checksums::inherit } else { Checksums::record };
+            entries.iter().for_each(|entry| note(checksums, entry.slot, entry.checksum));
+        }
+    }
+
+    /// What of it is there for all who have a part of it.
+    fn agree(&self, tier: Tier, entries: Vec<IndexEntry>) -> Vec<IndexEntry> {
+        match self {
+            Self::Here(_) => entries,
+            Self::InRanks(leader) => leader.agree(tier, entries).unwrap_or_else(|error| {
+                tracing::warn!(%tier, %error, "nothing of an earlier process is found: not all ranks say what they have");
+                Vec::new()
+            }),
+        }
+    }
+
+    /// Tells all who have a part of it what was made resident.
+    fn adopt(&self, tier: Tier, entries: &[IndexEntry], table: &Table) {
+        if let Self::InRanks(leader) = self {
+            let lives = entries.iter().filter_map(|entry| Some((entry.slot, table.life(tier, entry.slot)?)));
+            leader.adopt(tier, &lives.collect::<Vec<_>>());
+        }
+    }
 }
 
 /// Which of the slot files are not there yet. Whoever makes one meanwhile costs a cold start.
@@ -206,7 +323,7 @@ impl KeptTier {
     /// What these indices tell of is gone: somebody removed the files, or the memory.
     fn forget_parts(&mut self, gone: &[bool]) -> Result<()> {
         for ((index, found), _) in self.indices.iter_mut().zip(gone).filter(|&(_, &is_gone)| is_gone) {
-            if !std::mem::take(&mut found.entries).is_empty() {
+            if !mem::take(&mut found.entries).is_empty() {
                 tracing::warn!(path = %index.path().display(), "what an index tells of was not there any more");
                 let (epoch, forgotten) = index.epoch();
                 index.set_epoch(epoch, forgotten).map_err(|error| not_begun(index, error))?;
@@ -228,18 +345,21 @@ impl KeptTier {
             if found.epoch == epoch {
                 entries.append(&mut found.entries);
             } else {
-                past += std::mem::take(&mut found.entries).len();
+                past += mem::take(&mut found.entries).len();
                 index.set_epoch(epoch.0, epoch.1).map_err(|error| not_begun(index, error))?;
             }
         }
-        // What is read from memory is not verified each time, as what is read from a drive is.
-        let note = if self.tier == Tier::Host { Checksums::inherit } else { Checksums::record };
-        entries.iter().for_each(|entry| note(&self.checksums, entry.slot, entry.checksum));
+        self.bytes.inherit(self.tier, &entries);
+        let found = entries.len();
+        let entries = self.bytes.agree(self.tier, entries);
+        let disagreed = found - entries.len();
         let restored = table.restore(self.tier, &entries);
+        self.bytes.adopt(self.tier, &entries, table);
         let took_us = (self.took + started.elapsed()).as_micros() as u64;
         let (tier, blocks, dropped) = (self.tier, restored.blocks, restored.dropped);
-        tracing::info!(%tier, blocks, dropped, past, damaged, torn_bytes, took_us, "found blocks of an earlier process");
-        Ok(RecoveryReport { tier, blocks, dropped, past, damaged, torn_bytes, took_us })
+        let report = RecoveryReport { tier, blocks, dropped, past, disagreed, damaged, torn_bytes, took_us };
+        tracing::info!(?report, "found blocks of an earlier process");
+        Ok(report)
     }
 }
 

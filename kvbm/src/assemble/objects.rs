@@ -37,7 +37,7 @@ pub(super) fn options(
     (segment_blocks, block_bytes): (usize, usize),
 ) -> ObjectOptions {
     let bytes = |capacity: Capacity| capacity.blocks(block_bytes as u64).saturating_mul(block_bytes as u64);
-    let sharing = namespace.identity.map(|identity| Sharing {
+    let sharing = namespace.identity.filter(|_| namespace.shares_objects).map(|identity| Sharing {
         provenance: Provenance { fingerprint: identity.digest, epoch: identity.epoch, forgotten: 0 },
         renewal: Duration::from_millis(object.renewal_ms),
         look: Duration::from_millis(object.discover_ms),
@@ -100,6 +100,7 @@ impl Objects {
             blocks: 0,
             dropped: 0,
             past: 0,
+            disagreed: 0,
             damaged: found.unread,
             torn_bytes: 0,
             took_us: self.took.as_micros() as u64,

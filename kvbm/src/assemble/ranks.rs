@@ -1,6 +1,7 @@
 //! The two halves of a manager with ranks: a leader has slots without bytes, a rank has bytes without a table.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use kvbm_settings::Settings;
@@ -8,10 +9,12 @@ use kvbm_tiers::ranks::{JoinOptions, Leader, LeaderOptions, Member, Membership, 
 use kvbm_tiers::{Backend, Frame, FramePool, Loan, Route, Tier};
 use prometheus::Registry;
 
+use super::durable::{Identity, resume_rank};
 use super::{
     HostSlots, Namespace, Tiers, host_slots, namespace, object_slots, own_slots, policies, setup, slots,
 };
 use crate::device::Device;
+use crate::durable::Durable;
 use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fingerprint::{Fingerprint, Ranks};
@@ -19,18 +22,30 @@ use crate::metrics::RankGauges;
 use crate::ranks::{RankGroup, RankOptions};
 use crate::scheduler::Core;
 
-/// What is done when a rank is lost: all residency ends, since a part of every block is gone. It is set when there is
-/// a core; before that nothing is resident.
+/// What is done when a rank is lost: all residency ends, since a part of every block is gone.
 #[derive(Clone, Default)]
-pub(super) struct LossHook(Arc<OnceLock<Weak<Core>>>);
+pub(super) struct LossHook(Arc<Losses>);
+
+#[derive(Default)]
+struct Losses {
+    core: OnceLock<Weak<Core>>,
+    /// A rank was lost, perhaps before there was a core.
+    any: AtomicBool,
+}
 
 impl LossHook {
+    /// There is a core. What was restored before may be a lost rank's by now.
     pub(super) fn set(&self, core: &Arc<Core>) {
-        self.0.get_or_init(|| Arc::downgrade(core));
+        self.0.core.get_or_init(|| Arc::downgrade(core));
+        if self.0.any.load(Ordering::SeqCst) {
+            core.forget_all();
+        }
     }
 
     fn lost(&self) {
-        if let Some(core) = self.0.get().and_then(Weak::upgrade) {
+        // Before the look at the core: one of the two sides sees the other.
+        self.0.any.store(true, Ordering::SeqCst);
+        if let Some(core) = self.0.core.get().and_then(Weak::upgrade) {
             core.forget_all();
         }
     }
@@ -41,24 +56,31 @@ impl Tiers {
     pub(super) fn lead(
         settings: &Settings,
         fingerprint: Option<&Fingerprint>,
+        namespace: Namespace,
         group: RankGroup,
         on_loss: LossHook,
         engine: Option<&EngineMemory>,
     ) -> Result<Self> {
         policies::warn_of_no_budget(settings);
         engine.map_or(Ok(()), |engine| engine.check_in_ranks(settings))?;
+        let HostSlots { tier: host, staging } = host_slots(settings)?;
+        let slots = slots_by_tier(settings, engine)?;
+        let name = format!("{}-ranks{}", namespace.name, group.world);
         let options = LeaderOptions {
             dir: group.dir,
             world: group.world,
-            slots: slots_by_tier(settings, engine)?,
+            slots,
             block_bytes: settings.block_bytes.unwrap_or_default(),
             fingerprint: shared_name(fingerprint),
             limit: group.limit,
         };
-        let mut tiers = Self::default();
-        tiers.count_slots(options.slots, host_slots(settings)?.staging, settings);
-        let leader = Leader::open(options, move |_| on_loss.lost()).map_err(setup)?;
+        let mut tiers = Self { namespace: Namespace { name, ..namespace }, ..Self::default() };
+        tiers.count_slots(slots, staging, settings);
+        let leader = Arc::new(Leader::open(options, move |_| on_loss.lost()).map_err(setup)?);
         tiers.roll_call = Some(leader.roll_call());
+        let mut own_slots = slots;
+        own_slots[Tier::Host.index()] = host;
+        tiers.keep_in_ranks(&leader, own_slots, settings)?;
         tiers.connect(leader)?;
         tiers.link_flushes(settings);
         Ok(tiers)
@@ -66,7 +88,7 @@ impl Tiers {
 
     fn count_slots(&mut self, slots: [u32; Tier::COUNT], staging: u32, settings: &Settings) {
         for tier in Tier::ALL {
-            let mut pool = FramePool::new(tier, slots[tier.index()]);
+            let mut pool = FramePool::new(tier, slots[tier.index()]).in_random_lives();
             if tier == Tier::Host {
                 self.staging.extend(pool.set_aside(staging));
             }
@@ -113,6 +135,8 @@ fn slots_by_tier(settings: &Settings, engine: Option<&EngineMemory>) -> Result<[
 pub(crate) struct OpenedRank {
     pub(crate) member: Member,
     pub(crate) device: Option<(Arc<dyn Device>, FramePool)>,
+    /// What outlives the process.
+    pub(crate) durable: Durable,
 }
 
 /// Opens a rank's tiers, those of the cache group `suffix` apart from others', and joins. Takes memory, makes files, probes stores, and waits for the leader.
@@ -128,11 +152,15 @@ pub(crate) fn open_rank(
     // Ranks are told of no block's tokens, so there is nothing to compare these with.
     fingerprint.map_or(Ok(()), |fingerprint| fingerprint.validate(fingerprint.block_tokens))?;
     // Ranks may share directories and stores: each has files and objects of its own there.
-    let name = format!("{}-rank{rank}of{world}", namespace(settings, fingerprint, suffix).name);
-    // Which of its slots have blocks the leader knows, and nobody else.
-    let namespace = Namespace { name, identity: None };
+    let namespace = namespace(settings, fingerprint, suffix);
+    let name = format!("{}-rank{rank}of{world}", namespace.name);
+    // Epochs are in the names of blocks, which are the leader's.
+    let identity = namespace.identity.map(|identity| Identity { epoch: 0, ..identity });
+    // Slices of blocks: nobody else finds anything in them.
+    let namespace = Namespace { name, identity, shares_objects: false };
     let region = engine.map(EngineMemory::region).transpose()?;
-    let Tiers { device, specs, executor, .. } = Tiers::open(settings, namespace, chaos, region)?;
+    let Tiers { device, specs, executor, kept, .. } = Tiers::open(settings, namespace, chaos, region)?;
+    let (kept, durable) = resume_rank(kept)?;
     let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
     let backend = |route: Route| Some((route, Arc::clone(executor.backend(route)?)));
     let backends: HashMap<Route, Arc<dyn Backend>> = routes.filter_map(backend).collect();
@@ -144,9 +172,9 @@ pub(crate) fn open_rank(
         fingerprint: shared_name(fingerprint),
         routes: Vec::new(),
     };
-    let member = Member::join(JoinOptions { dir, member, limit }, backends).map_err(setup)?;
+    let member = Member::join(JoinOptions { dir, member, kept, limit }, backends).map_err(setup)?;
     let pool = specs.into_iter().map(|spec| spec.pool).find(|pool| pool.tier() == Tier::Device);
-    Ok(OpenedRank { member, device: device.zip(pool) })
+    Ok(OpenedRank { member, device: device.zip(pool), durable })
 }
 
 /// The device of a leader: its bytes are the ranks'.

@@ -47,6 +47,8 @@ pub struct RecoveryReport {
     pub dropped: usize,
     /// Blocks of a past epoch, which are not to be found.
     pub past: usize,
+    /// Blocks that some [rank](crate::Rank) does not have where the leader has them, which are not to be found either.
+    pub disagreed: usize,
     /// Entries that had changed, and were skipped.
     pub damaged: u64,
     /// Bytes at the end of indices that were no whole entries.
@@ -60,7 +62,8 @@ pub(crate) struct Service {
     pub(crate) tier: Tier,
     pub(crate) naming: Naming,
     pub(crate) on_durable: Option<OnDurable>,
-    pub(crate) metrics: Metrics,
+    /// A rank has none.
+    pub(crate) metrics: Option<Metrics>,
 }
 
 impl Durable {
@@ -68,8 +71,21 @@ impl Durable {
         Self { writers: Mutex::default(), reports }
     }
 
-    /// Has what is noted written to an index from here on.
-    pub(crate) fn write(&self, index: TierIndex, notes: Arc<Notes>, service: Service) -> Result<()> {
+    /// Has what is noted written to these indices from here on. Returns where to note it, for each of them.
+    pub(crate) fn write_all<T>(
+        &self,
+        indices: Vec<(TierIndex, T)>,
+        service: impl Fn() -> Service,
+    ) -> Result<Vec<Arc<Notes>>> {
+        let start = |(index, _)| {
+            let notes = Arc::<Notes>::default();
+            self.write(index, Arc::clone(&notes), service())?;
+            Ok(notes)
+        };
+        indices.into_iter().map(start).collect()
+    }
+
+    fn write(&self, index: TierIndex, notes: Arc<Notes>, service: Service) -> Result<()> {
         let writer = Writer::start(index, notes, service)
             .map_err(|error| Error::caused(ErrorKind::Unavailable, "cannot start a thread", error))?;
         self.writers.lock().push(writer);

@@ -158,7 +158,7 @@ impl Work {
     }
 
     fn note_failure(&mut self, error: &io::Error) {
-        self.service.metrics.index_failed(self.service.tier);
+        self.service.metrics.iter().for_each(|metrics| metrics.index_failed(self.service.tier));
         if self.retry_at.is_none() {
             let path = self.index.path().display();
             tracing::error!(%path, %error, "an index cannot be written: what comes now will not be found after a restart");

@@ -3,9 +3,10 @@
 //! Noted under the table's lock, so that the order is that of what happened; written by others, with it unlocked: a
 //! medium may be slow. What is noted waits in chunks, so that no note costs more than another.
 
+use std::mem;
 use std::sync::Arc;
 
-use kvbm_tiers::{BlockKey, Checksums, IndexEntry, SlotId, Tier};
+use kvbm_tiers::{BlockKey, Checksums, IndexEntry, SlotId, SlotRef, Tier};
 
 use super::Table;
 use super::index::RecordId;
@@ -59,14 +60,34 @@ impl Notes {
 /// Where a tier's notes go: slot `i` is the affair of the index number `i` modulo their count.
 #[derive(Clone, Debug)]
 pub struct Journal {
-    checksums: Arc<Checksums>,
+    /// `None`: others have the bytes, and their checksums.
+    checksums: Option<Arc<Checksums>>,
     notes: Arc<[Arc<Notes>]>,
 }
 
 impl Journal {
     /// For a tier whose blocks have these checksums, and as many indices as there are `notes`, at least one.
     pub fn new(checksums: Arc<Checksums>, notes: impl IntoIterator<Item = Arc<Notes>>) -> Self {
-        Self { checksums, notes: notes.into_iter().collect() }
+        Self { checksums: Some(checksums), notes: notes.into_iter().collect() }
+    }
+
+    /// For a tier whose bytes, with their checksums, are in ranks.
+    pub fn of_ranks(notes: impl IntoIterator<Item = Arc<Notes>>) -> Self {
+        Self { checksums: None, notes: notes.into_iter().collect() }
+    }
+
+    /// A block has come to a slot. Without a checksum nobody could tell its bytes from others later: then it is not noted.
+    pub fn stored(&self, at: SlotRef, block: BlockKey, parent: Option<u128>) {
+        let known = self.checksums.as_ref().map_or(Some(0), |checksums| checksums.get(at.slot));
+        if let Some(checksum) = known {
+            let entry = IndexEntry { slot: at.slot, generation: at.generation, block, parent, checksum };
+            self.of(at.slot).add(Note::Stored(entry));
+        }
+    }
+
+    /// A block has left a slot.
+    pub fn removed(&self, slot: SlotId, block: BlockKey, parent: Option<u128>) {
+        self.of(slot).add(Note::Removed { slot, block, parent });
     }
 
     fn of(&self, slot: SlotId) -> &Notes {
@@ -80,36 +101,45 @@ impl Table {
         self.tier_mut(tier).journal = Some(journal);
     }
 
-    /// A block became resident. Without a checksum nobody could tell its bytes from others later: then it is not noted.
-    pub(super) fn note_stored(&self, tier: Tier, record: RecordId) {
+    /// A block became resident.
+    pub(super) fn note_stored(&mut self, tier: Tier, record: RecordId) {
+        if self.tier(tier).journal.is_none() {
+            return;
+        }
+        if mem::take(&mut self.owes_reset) {
+            self.note_reset();
+        }
+        let (block, parent) = self.names(record);
         let held = self.tier(tier);
-        let Some(journal) = &held.journal else { return };
-        let (slot, block, parent) = self.names(tier, record);
-        let generation = held.pool.resident_ref(slot).map_or(0, |slot| slot.generation);
-        if let Some(checksum) = journal.checksums.get(slot) {
-            journal.of(slot).add(Note::Stored(IndexEntry { slot, generation, block, parent, checksum }));
+        let at = held.pool.resident_ref(self.records.at(record).slot(tier));
+        if let (Some(journal), Some(at)) = (&held.journal, at) {
+            journal.stored(at, block, parent);
         }
     }
 
     /// The block in `slot` left it.
     pub(super) fn note_removed(&self, tier: Tier, slot: SlotId, record: RecordId) {
         if let Some(journal) = &self.tier(tier).journal {
-            let known = self.records.at(record);
-            let parent = known.parent().map(|parent| self.records.at(parent).key().hash);
-            journal.of(slot).add(Note::Removed { slot, block: known.key(), parent });
+            let (block, parent) = self.names(record);
+            journal.removed(slot, block, parent);
         }
     }
 
     /// What was there is forgotten.
-    pub(super) fn note_reset(&self) {
+    pub(super) fn note_reset(&mut self) {
+        self.owes_reset = false;
         let naming = self.naming();
         let journals = self.tiers.iter().flatten().filter_map(|held| held.journal.as_ref());
         journals.flat_map(|journal| journal.notes.iter()).for_each(|notes| notes.add(Note::Reset(naming)));
     }
 
-    fn names(&self, tier: Tier, record: RecordId) -> (SlotId, BlockKey, Option<u128>) {
+    /// What was there is forgotten, but may be found by the next process: it is noted with the next block that comes.
+    pub(super) const fn note_reset_later(&mut self) {
+        self.owes_reset = true;
+    }
+
+    fn names(&self, record: RecordId) -> (BlockKey, Option<u128>) {
         let known = self.records.at(record);
-        let parent = known.parent().map(|parent| self.records.at(parent).key().hash);
-        (known.slot(tier), known.key(), parent)
+        (known.key(), known.parent().map(|parent| self.records.at(parent).key().hash))
     }
 }

@@ -123,6 +123,8 @@ pub struct Table {
     quarantines: Quarantines,
     miss_history: MissHistory,
     listeners: Listeners,
+    /// Journals are told with the next block that what they know of is forgotten.
+    owes_reset: bool,
     /// The name given last to a request that had none.
     nameless: u64,
     now_ms: u64,
@@ -150,6 +152,7 @@ impl Table {
             quarantines: Quarantines::default(),
             miss_history: MissHistory::with_room_for(largest as usize),
             listeners: Listeners::default(),
+            owes_reset: false,
             // Where engines that count their requests do not come by.
             nameless: FIRST_NAMELESS,
             now_ms: 0,

@@ -28,7 +28,7 @@ pub(super) struct Namespace {
 }
 
 /// What the names of blocks depend on, for whoever remembers them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Naming {
     /// The epoch, and how often everything was forgotten in it.
     pub epoch: (u64, u64),
@@ -125,17 +125,20 @@ impl Table {
             return Err(Error::new(ErrorKind::Invalid, message));
         }
         self.namespace.change(epoch, 0);
+        self.note_reset();
         Ok(self.forget_blocks())
     }
 
-    /// [`reset`](Self::reset) within the epoch: no block that is here now is found again.
+    /// [`reset`](Self::reset) within the epoch: no block that is here now is found again by this process. The next one may
+    /// find what outlives this, unless another block comes before: blocks are as good as they were, but for some part of
+    /// them nobody knows here where it is.
     pub fn forget_all(&mut self) -> Effects {
         self.namespace.change(self.namespace.epoch, self.namespace.forgotten + 1);
+        self.note_reset_later();
         self.forget_blocks()
     }
 
     fn forget_blocks(&mut self) -> Effects {
-        self.note_reset();
         self.tell_cleared();
         let unflushed = self.tiers.iter_mut().flatten().map(TierTable::forget_all).collect();
         Effects { unflushed, ..self.take_effects() }

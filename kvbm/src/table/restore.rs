@@ -106,6 +106,11 @@ impl Table {
         Ok(record)
     }
 
+    /// In which life a slot of `tier` has a block; `None`: it has none.
+    pub fn life(&self, tier: Tier, slot: SlotId) -> Option<u32> {
+        self.tier(tier).pool.resident_ref(slot).map(|at| at.generation)
+    }
+
     fn restore_pending(&mut self, tier: Tier, pending: &mut [Pending<'_>]) -> usize {
         let mut waiting: HashMap<BlockKey, Vec<usize>> = HashMap::new();
         let (mut blocks, mut run) = (0, None);

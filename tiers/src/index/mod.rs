@@ -228,6 +228,11 @@ impl TierIndex {
         &self.options.path
     }
 
+    /// Slots of the tier, with or without a block.
+    pub const fn slots(&self) -> u32 {
+        self.options.slots
+    }
+
     /// Slots with a block.
     pub const fn blocks(&self) -> u32 {
         self.residents.live

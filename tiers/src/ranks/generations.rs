@@ -22,7 +22,12 @@ impl Generations {
 
     /// A copy arrived.
     pub(super) fn arrived(&self, op: &CopyOp) {
-        self.set(op.to, op.to.generation);
+        self.adopt(op.to);
+    }
+
+    /// The slot holds what the leader means by this life of it.
+    pub(super) fn adopt(&self, slot: SlotRef) {
+        self.set(slot, slot.generation);
     }
 
     fn check(&self, from: SlotRef) -> Result<(), CopyError> {

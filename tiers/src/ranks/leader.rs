@@ -16,9 +16,10 @@ use rustix::event::{PollFd, PollFlags};
 use super::connection::{Connection, End, Inbox, Ready, Seldom, Sent, Waker, wait};
 use super::pending::{MAX_RANKS, Pending, RankSet, Report, Unexpected};
 use super::protocol::{
-    Ended, Hello, MAX_FINGERPRINT, MAX_GREETING, MAX_MESSAGE, MAX_OPS, Malformed, Membership, PackedOps,
-    Refusal, ToLeader, ToRank, decode, frame,
+    Ended, Hello, Inventory, MAX_FINGERPRINT, MAX_GREETING, MAX_MESSAGE, MAX_OPS, Malformed, Membership,
+    PackedOps, Refusal, ToLeader, ToRank, decode, frame,
 };
+use super::recovery::Answers;
 use super::socket::Meeting;
 use crate::backend::Backend;
 use crate::clock;
@@ -55,7 +56,7 @@ pub struct LeaderOptions {
 /// A backend whose copies are done by ranks, each of its slice. Dropping it ends their service.
 #[derive(Debug)]
 pub struct Leader {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     routes: Vec<Route>,
     thread: Option<JoinHandle<()>>,
     maker: Maker,
@@ -95,6 +96,7 @@ impl Leader {
             listener: OnceLock::new(),
             is_closing: AtomicBool::new(false),
             on_lost: Box::new(on_lost),
+            answers: Answers::default(),
         });
         let seldom =
             Seldom::new(&shared.waker, meeting.listener.as_fd()).map_err(|error| no_thread(&error))?;
@@ -189,8 +191,8 @@ impl Drop for Leader {
 }
 
 /// What those who submit share with the thread that listens.
-struct Shared {
-    options: LeaderOptions,
+pub(super) struct Shared {
+    pub(super) options: LeaderOptions,
     state: Mutex<State>,
     /// A rank came.
     joined: Condvar,
@@ -199,6 +201,8 @@ struct Shared {
     listener: OnceLock<ThreadId>,
     is_closing: AtomicBool,
     on_lost: Box<dyn Fn(u16) + Send + Sync>,
+    /// What ranks say that they hold goes here.
+    pub(super) answers: Answers,
 }
 
 impl fmt::Debug for Shared {
@@ -243,6 +247,20 @@ impl State {
 }
 
 impl Shared {
+    /// All ranks' connections; an error names one that is not there.
+    pub(super) fn connections(&self) -> Result<Vec<Arc<Connection>>, u16> {
+        self.state.lock().all()
+    }
+
+    /// Sends what the stream of a connection does not take at once when it can.
+    pub(super) fn send_to(&self, connection: &Connection, message: &ToRank) -> Sent {
+        let sent = connection.send(&frame(message));
+        if sent == Sent::Partly {
+            self.waker.wake();
+        }
+        sent
+    }
+
     fn wait_for_all(&self, deadline: Instant) -> Result<Vec<Route>, SetupError> {
         let mut state = self.state.lock();
         loop {
@@ -341,6 +359,7 @@ impl Shared {
         state.seats[usize::from(rank)] = None;
         let reports = state.pending.lost(rank, &error);
         drop(state);
+        self.answers.lost(rank);
         // First, so that nothing lands any more that the rank had confirmed.
         (self.on_lost)(rank);
         reports.into_iter().for_each(Report::send);
@@ -412,6 +431,8 @@ enum Loss {
     Unexpected(#[from] Unexpected),
     #[error("it said hello twice")]
     HelloTwice,
+    #[error("it told what it holds, and was not asked")]
+    Unasked,
 }
 
 impl From<Malformed> for Loss {
@@ -660,6 +681,7 @@ impl Joined {
         while let Some(message) = self.inbox.next()? {
             match decode(message)? {
                 ToLeader::Ended(ended) => news.push(ended),
+                ToLeader::Inventory(inventory) => self.take_inventory(inventory, shared)?,
                 ToLeader::Hello(_) => return Err(Loss::HelloTwice),
             }
         }
@@ -667,6 +689,11 @@ impl Joined {
             shared.ended(self.rank, news)?;
         }
         Ok(())
+    }
+
+    fn take_inventory(&self, inventory: Inventory, shared: &Shared) -> Result<(), Loss> {
+        let is_wanted = shared.answers.told(self.rank, inventory);
+        if is_wanted { Ok(()) } else { Err(Loss::Unasked) }
     }
 
     /// It cannot be understood, but it may still be copying.

@@ -14,6 +14,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::connection::{Connection, End, Inbox, Ready, Sent, Waker, wait};
 use super::generations::Generations;
+use super::kept::{Journals, KeptSlots, Left, part};
 use super::leader::check_fingerprint;
 use super::protocol::{
     Ended, Hello, MAX_GREETING, MAX_MESSAGE, Membership, Refusal, ToLeader, ToRank, decode, frame,
@@ -33,12 +34,14 @@ const ENDING_LIMIT: Duration = Duration::from_secs(10);
 const MAX_FAILED: usize = 1_024;
 
 /// How a rank joins.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct JoinOptions {
     /// Where the leader listens.
     pub dir: PathBuf,
     /// Who joins, and what it has; its routes are those of the backends.
     pub member: Membership,
+    /// Its tiers whose slots outlive the process.
+    pub kept: Vec<KeptSlots>,
     /// How long to wait for the leader and its answer.
     pub limit: Duration,
 }
@@ -65,6 +68,7 @@ pub struct Member {
     is_stopping: Arc<AtomicBool>,
     /// When parts of batches were reported last.
     reported: Instant,
+    left: Left,
 }
 
 /// Ends a rank's service from another thread.
@@ -106,15 +110,17 @@ impl Member {
             .map_err(|why| why.explain(&options, connection.peer().pid))?;
         inbox.set_limit(MAX_MESSAGE);
         let waker = Arc::new(waker);
+        let (journals, left) = part(options.kept);
         let work = Work {
             connection,
             waker: Arc::clone(&waker),
             batches: Mutex::default(),
             ended: Condvar::new(),
             generations: Generations::default(),
+            journals,
         };
         let (work, is_stopping, reported) = (Arc::new(work), Arc::default(), clock::now());
-        Ok(Self { rank, slots, backends, work, inbox, waker, is_stopping, reported })
+        Ok(Self { rank, slots, backends, work, inbox, waker, is_stopping, reported, left })
     }
 
     /// What ends [`serve`](Self::serve).
@@ -183,7 +189,15 @@ impl Member {
             match decode(message)? {
                 ToRank::Copy { batch, ops } => {
                     let ops = ops.unpack()?;
+                    self.left.close();
                     self.copy(batch, &ops);
+                }
+                ToRank::TakeInventory { tier, from } => {
+                    self.work.tell(&ToLeader::Inventory(self.left.page(tier, from)));
+                }
+                ToRank::Adopt { tier, lives } => {
+                    let ours = lives.unpack()?.filter_map(|life| self.left.in_life(tier, life));
+                    ours.for_each(|slot| self.work.generations.adopt(slot));
                 }
                 ToRank::Goodbye => return Ok(Turn::Last),
                 // A leader that says so again is harmless.
@@ -200,7 +214,10 @@ impl Member {
         let (mut started, mut refused) = (Vec::with_capacity(ops.len()), Vec::new());
         for (place, op) in (0..).zip(ops) {
             match self.check(op, route).and_then(|()| self.work.generations.begin(op)) {
-                Ok(()) => started.push((place, *op)),
+                Ok(()) => {
+                    self.work.journals.begun(op);
+                    started.push((place, *op));
+                }
                 Err(error) => refused.push((place, Err(error))),
             }
         }
@@ -213,7 +230,10 @@ impl Member {
                 batch,
                 completions.into_iter().map(|(index, result)| {
                     let (place, op) = &started[index];
-                    result.is_ok().then(|| work.generations.arrived(op));
+                    if result.is_ok() {
+                        work.generations.arrived(op);
+                        work.journals.arrived(op);
+                    }
                     (*place, result)
                 }),
             );
@@ -262,6 +282,7 @@ struct Work {
     /// A batch ended.
     ended: Condvar,
     generations: Generations,
+    journals: Journals,
 }
 
 #[derive(Debug)]
@@ -311,7 +332,11 @@ impl Work {
     }
 
     fn send(&self, report: Ended) {
-        match self.connection.send(&frame(&ToLeader::Ended(report))) {
+        self.tell(&ToLeader::Ended(report));
+    }
+
+    fn tell(&self, message: &ToLeader) {
+        match self.connection.send(&frame(message)) {
             Sent::Entirely => {}
             Sent::Partly => self.waker.wake(),
             Sent::Refused => tracing::error!("a leader that reads nothing misses a report"),
@@ -352,7 +377,10 @@ fn hear_answer(connection: &Connection, inbox: &mut Inbox, deadline: Instant) ->
             match decode(message)? {
                 ToRank::Welcome => return Ok(()),
                 ToRank::Refused(refusal) => return Err(NoAnswer::Refused(refusal)),
-                ToRank::Copy { .. } | ToRank::Goodbye => return Err(NoAnswer::Gone(End::Closed)),
+                ToRank::Copy { .. }
+                | ToRank::TakeInventory { .. }
+                | ToRank::Adopt { .. }
+                | ToRank::Goodbye => return Err(NoAnswer::Gone(End::Closed)),
             }
         }
         let left = deadline.saturating_duration_since(clock::now());

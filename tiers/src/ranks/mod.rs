@@ -22,6 +22,8 @@
 //! | `leader` | the backend of the leader, and the thread that listens |
 //! | `member` | a rank: it does what the leader says and reports |
 //! | `generations` | what a rank's slots hold, as far as it knows itself |
+//! | `kept` | what an earlier process left in a rank's slots, and who writes down what comes to them |
+//! | `recovery` | which blocks leader and ranks agree on, at the start of the leader |
 //!
 //! A copy has arrived when every rank says so; otherwise the worst that any rank said of it is what became of it.
 //!
@@ -35,20 +37,29 @@
 //! it might go on writing to slots that others have by then.
 //!
 //! **A leader that is gone** ends its ranks' service: each waits for the copies that it has begun, then says so.
+//!
+//! **What outlives the processes** is written down on both sides: by the leader which block lies where, by each rank which
+//! block it stored in a slot, and in which of the slot's lives. A leader that starts asks its ranks, and takes a block for
+//! resident that all of them have in the same slot and life. A slot that a rank was not told to adopt holds nothing, so
+//! what is old, or another's, is never given out; bytes are compared with the rank's checksum when they are read.
 
 mod connection;
 mod generations;
+mod kept;
 mod leader;
 mod member;
 mod pending;
 mod protocol;
+mod recovery;
 mod socket;
 #[cfg(test)]
 mod tests;
 
+pub use kept::{KeptSlots, SlotJournal};
 pub use leader::{Leader, LeaderOptions, RollCall};
 pub use member::{JoinOptions, LeaderGone, Member, Stopper};
 pub use pending::MAX_RANKS;
 #[cfg(any(test, feature = "testing"))]
 pub use protocol::read_in_every_way;
 pub use protocol::{Membership, VERSION};
+pub use recovery::Disagreement;

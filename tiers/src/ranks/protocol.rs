@@ -13,9 +13,10 @@
 use serde::{Deserialize, Serialize};
 
 use crate::copy::{BlockKey, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
+use crate::index::IndexEntry;
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// `kvbm`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbm");
 
@@ -27,6 +28,8 @@ pub(super) const MAX_GREETING: usize = 16 << 10;
 pub(super) const MAX_FINGERPRINT: usize = 4 << 10;
 /// Copies in one message. Batches of more go in several.
 pub(super) const MAX_OPS: usize = 8_192;
+/// Slots in one message that tells of them: some 800 KiB.
+pub(super) const MAX_SLOTS_TOLD: usize = 32 << 10;
 /// What is kept of an error's text.
 const MAX_TEXT: usize = 256;
 const LENGTH_BYTES: usize = 4;
@@ -42,6 +45,8 @@ pub(super) enum Malformed {
     Rest(usize),
     #[error("a copy order that names no tier, or half a parent")]
     NoSuchCopy,
+    #[error("a list of slots that ends within one")]
+    HalfASlot,
 }
 
 /// What a rank says first.
@@ -82,6 +87,16 @@ pub(super) struct Refusal {
 pub(super) enum ToLeader {
     Hello(Hello),
     Ended(Ended),
+    Inventory(Inventory),
+}
+
+/// What an earlier process left in a rank's slots of a tier: a page of it, by ascending slots.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Inventory {
+    pub(super) tier: Tier,
+    pub(super) held: PackedHoldings,
+    /// The slot that the next page is to begin with; `None`: this is the last one.
+    pub(super) next: Option<u32>,
 }
 
 /// Some copies of a batch have ended: nothing of the rank touches their slots any more.
@@ -118,6 +133,85 @@ pub(super) enum ToRank {
     },
     /// The leader ends, and wants nothing more.
     Goodbye,
+    /// What did an earlier process leave in the slots of a tier, from this one on? To be asked before the first copy.
+    TakeInventory {
+        tier: Tier,
+        from: u32,
+    },
+    /// What an earlier process left in these slots counts as stored in lives of these numbers.
+    Adopt {
+        tier: Tier,
+        lives: PackedLives,
+    },
+}
+
+/// What lies in slots, each in [`HELD_BYTES`]: slot, the life that it was stored in, group and hash of the block; numbers
+/// least byte first.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct PackedHoldings(#[serde(with = "serde_bytes")] Vec<u8>);
+
+/// A block in a slot, as a rank tells of it: the hash commits to all blocks before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Holding {
+    pub(super) slot: SlotId,
+    pub(super) generation: u32,
+    pub(super) block: BlockKey,
+}
+
+/// Slots and lives of them, each in [`LIFE_BYTES`]: two numbers, least byte first.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct PackedLives(#[serde(with = "serde_bytes")] Vec<u8>);
+
+const HELD_BYTES: usize = 4 + 4 + 1 + 16;
+const LIFE_BYTES: usize = 4 + 4;
+
+impl Holding {
+    pub(super) const fn of(entry: &IndexEntry) -> Self {
+        Self { slot: entry.slot, generation: entry.generation, block: entry.block }
+    }
+}
+
+impl PackedHoldings {
+    pub(super) fn of(holdings: impl Iterator<Item = Holding>) -> Self {
+        let mut bytes = Vec::new();
+        for Holding { slot, generation, block } in holdings {
+            bytes.extend_from_slice(&slot.0.to_le_bytes());
+            bytes.extend_from_slice(&generation.to_le_bytes());
+            bytes.push(block.group);
+            bytes.extend_from_slice(&block.hash.to_le_bytes());
+        }
+        Self(bytes)
+    }
+
+    pub(super) fn unpack(&self) -> Result<impl Iterator<Item = Holding>, Malformed> {
+        let (holdings, rest) = self.0.as_chunks::<HELD_BYTES>();
+        let unpack = |bytes: &[u8; HELD_BYTES]| {
+            let [slot, generation] = [0, 4].map(|at| u32_at(bytes, at));
+            let mut hash = [0; 16];
+            hash.copy_from_slice(&bytes[9..]);
+            let block = BlockKey { hash: u128::from_le_bytes(hash), group: bytes[8] };
+            Holding { slot: SlotId(slot), generation, block }
+        };
+        if rest.is_empty() { Ok(holdings.iter().map(unpack)) } else { Err(Malformed::HalfASlot) }
+    }
+}
+
+impl PackedLives {
+    pub(super) fn of(lives: &[(SlotId, u32)]) -> Self {
+        Self(lives.iter().flat_map(|(slot, life)| [slot.0, *life]).flat_map(u32::to_le_bytes).collect())
+    }
+
+    pub(super) fn unpack(&self) -> Result<impl Iterator<Item = (SlotId, u32)>, Malformed> {
+        let (lives, rest) = self.0.as_chunks::<LIFE_BYTES>();
+        let unpack = |bytes: &[u8; LIFE_BYTES]| (SlotId(u32_at(bytes, 0)), u32_at(bytes, 4));
+        if rest.is_empty() { Ok(lives.iter().map(unpack)) } else { Err(Malformed::HalfASlot) }
+    }
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    let mut number = [0; 4];
+    number.copy_from_slice(&bytes[at..at + 4]);
+    u32::from_le_bytes(number)
 }
 
 /// Copy orders, each in [`OP_BYTES`]: hash, group, whether there is a parent and its hash, then tier, slot and generation of the source and of the destination;
@@ -201,7 +295,9 @@ impl Hello {
         }
         match decode(message) {
             Ok(ToLeader::Hello(hello)) => Ok(hello.member),
-            Ok(ToLeader::Ended(_)) => Err("it reports copies before it says who it is".to_owned()),
+            Ok(ToLeader::Ended(_) | ToLeader::Inventory(_)) => {
+                Err("it reports before it says who it is".to_owned())
+            }
             Err(error) => Err(error.to_string()),
         }
     }
@@ -278,6 +374,11 @@ pub fn read_in_every_way(bytes: &[u8]) {
         assert_eq!(Hello::parse(&said_again[LENGTH_BYTES..]), Ok(member));
     }
     if let Ok(message) = decode::<ToLeader>(bytes) {
+        if let ToLeader::Inventory(Inventory { held, .. }) = &message
+            && let Ok(holdings) = held.unpack()
+        {
+            assert_eq!(&PackedHoldings::of(holdings), held);
+        }
         assert_eq!(decode(&frame(&message)[LENGTH_BYTES..]), Ok(message));
     }
     if let Ok(message) = decode::<ToRank>(bytes) {
@@ -285,6 +386,11 @@ pub fn read_in_every_way(bytes: &[u8]) {
             && let Ok(ops) = packed.unpack()
         {
             assert_eq!(&PackedOps::of(&ops), packed);
+        }
+        if let ToRank::Adopt { lives: packed, .. } = &message
+            && let Ok(lives) = packed.unpack()
+        {
+            assert_eq!(&PackedLives::of(&lives.collect::<Vec<_>>()), packed);
         }
         assert_eq!(decode(&frame(&message)[LENGTH_BYTES..]), Ok(message));
     }
@@ -376,6 +482,28 @@ mod tests {
         }
 
         #[test]
+        fn inventories_and_lives_arrive_as_they_were_sent(
+            told in prop::collection::vec((any::<u32>(), any::<u32>(), any::<u8>(), any::<u128>()), 0..80),
+            tier in tier(),
+            next: Option<u32>,
+            cut: prop::sample::Index,
+        ) {
+            let held: Vec<_> = told.iter().map(|&(slot, generation, group, hash)| {
+                Holding { slot: SlotId(slot), generation, block: BlockKey { hash, group } }
+            }).collect();
+            let lives: Vec<_> = held.iter().map(|held| (held.slot, held.generation)).collect();
+            let packed = PackedHoldings::of(held.iter().copied());
+            let bytes = body(&ToLeader::Inventory(Inventory { tier, held: packed, next }));
+            let ToLeader::Inventory(same) = decode(&bytes).unwrap() else { panic!("{bytes:?}") };
+            prop_assert_eq!((same.tier, same.next), (tier, next));
+            prop_assert_eq!(same.held.unpack().unwrap().collect::<Vec<_>>(), held);
+            prop_assert!(decode::<ToLeader>(&bytes[..cut.index(bytes.len())]).is_err());
+            let bytes = body(&ToRank::Adopt { tier, lives: PackedLives::of(&lives) });
+            let ToRank::Adopt { lives: same, .. } = decode(&bytes).unwrap() else { panic!("{bytes:?}") };
+            prop_assert_eq!(same.unpack().unwrap().collect::<Vec<_>>(), lives);
+        }
+
+        #[test]
         fn arrivals_in_a_row_are_one_run(count in 1..1_000u32) {
             let mut ended = Ended::new(0);
             (0..count).for_each(|op| ended.arrived(op));
@@ -401,6 +529,12 @@ mod tests {
         let op = CopyOp { block, parent: Some(u128::MAX), from: slot, to: slot };
         let copy = ToRank::Copy { batch: u64::MAX, ops: PackedOps::of(&vec![op; MAX_OPS]) };
         assert!(body(&copy).len() <= MAX_MESSAGE);
+        let holding = Holding { slot: slot.slot, generation: u32::MAX, block };
+        let held = PackedHoldings::of(std::iter::repeat_n(holding, MAX_SLOTS_TOLD));
+        let inventory = ToLeader::Inventory(Inventory { tier: Tier::Object, held, next: Some(u32::MAX) });
+        let lives = PackedLives::of(&vec![(slot.slot, u32::MAX); MAX_SLOTS_TOLD]);
+        let adopt = ToRank::Adopt { tier: Tier::Object, lives };
+        assert!(body(&inventory).len() <= MAX_MESSAGE && body(&adopt).len() <= MAX_MESSAGE);
     }
 
     #[test]
@@ -408,7 +542,7 @@ mod tests {
         assert_eq!(Hello::parse(&body(&ToLeader::Hello(Hello::new(member())))).unwrap(), member());
         let other = (0_u8, MAGIC, VERSION + 1, "something that this version does not know");
         let why = Hello::parse(&body(&other)).unwrap_err();
-        assert!(why.contains("speaks version 3") && why.contains("this leader version 2"), "{why}");
+        assert!(why.contains("speaks version 4") && why.contains("this leader version 3"), "{why}");
         let stranger = Hello::parse(b"GET / HTTP/1.1\r\n").unwrap_err();
         assert!(stranger.contains("no rank"), "{stranger}");
     }

@@ -47,7 +47,7 @@ fn membership(rank: u16, world: u16) -> Membership {
 }
 
 fn join_options(dir: &Path, member: Membership) -> JoinOptions {
-    JoinOptions { dir: dir.to_owned(), member, limit: LIMIT }
+    JoinOptions { dir: dir.to_owned(), member, kept: Vec::new(), limit: LIMIT }
 }
 
 /// A rank on a thread, with memory of its own that a test looks into.
@@ -356,7 +356,7 @@ fn another_version_is_refused_and_named() {
     let hello = frame(&(0_u8, u32::from_le_bytes(*b"kvbm"), VERSION + 1, 0_u64));
     let answer = talk(fleet.dir.path(), &hello).unwrap();
     let ToRank::Refused(refusal) = decode(&answer).unwrap() else { panic!("{answer:?}") };
-    assert!(refusal.why.contains("version 2"), "{}", refusal.why);
+    assert!(refusal.why.contains("version 3"), "{}", refusal.why);
     fleet.assert_works();
 }
 

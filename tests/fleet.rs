@@ -1,0 +1,303 @@
+//! A leader over ranks in processes of their own, and the engine that uses them: what it loads it checks in each rank.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use std::{fs, thread};
+
+use kvbm::table::SlotCounts;
+use kvbm::{
+    Allocation, BlockHash, Chain, Fingerprint, Lease, Manager, Options, Rank, RankGroup, RankOptions, SlotId,
+    Tier, Transfer, Transferred,
+};
+use kvbm_settings::{Capacity, Settings};
+use kvbm_tiers::testing::{Child as Forked, fill_pattern, has_pattern};
+use prometheus::Registry;
+
+use crate::engine;
+use crate::process::{Process, say};
+use crate::rig::{hash, metric, number};
+
+/// Ranks of a fleet.
+pub const WORLD: u16 = 4;
+/// Bytes of a block: large enough that a copy takes a while.
+pub const BLOCK: u64 = 128 << 10;
+/// Nothing may take longer.
+pub const LIMIT: Duration = Duration::from_secs(30);
+/// How long a forked child keeps what it got of its parent.
+pub const LINGERS: Duration = Duration::from_secs(5);
+
+/// What leader and ranks are opened with, with their files in `dir`.
+pub fn settings(dir: &Path) -> Settings {
+    let mut settings = engine::settings(BLOCK, 32, 32);
+    settings.disk.capacity = Some(Capacity::Blocks(64));
+    settings.disk.dirs = vec![dir.join("slots")];
+    settings.disk.keep = true;
+    settings.host.staging_blocks = 8;
+    settings.transfer.timeout_ms = 500;
+    settings.flush.interval_ms = 1;
+    settings
+}
+
+/// Where they meet.
+pub fn group(dir: &Path) -> RankGroup {
+    RankGroup { dir: dir.join("meet"), world: WORLD, limit: LIMIT }
+}
+
+/// Opens a leader.
+///
+/// # Errors
+/// Those of [`Manager::open`].
+///
+/// # Panics
+/// If there is no runtime to be had.
+pub fn lead(
+    settings: Settings,
+    group: RankGroup,
+    fingerprint: Option<Fingerprint>,
+    registry: &Registry,
+) -> kvbm::Result<Manager> {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    let ranks = Some(group);
+    let options = Options { registry: registry.clone(), ranks, fingerprint, ..Options::default() };
+    runtime.block_on(Manager::open(settings, options))
+}
+
+/// What block `number` of a test is in rank `rank`.
+pub fn pattern(rank: u16, number: usize) -> usize {
+    (usize::from(rank) << 24) + number
+}
+
+/// Plays the engine of a rank: it writes and checks the slots that its commands name.
+///
+/// # Panics
+/// If it is told nonsense.
+pub fn be_a_rank(settings: &Settings, options: RankOptions) {
+    let joined = match Rank::join(settings, options) {
+        Ok(rank) => rank,
+        Err(error) => return say(&format!("{:?}: {error}", error.kind())),
+    };
+    say("joined");
+    for line in std::io::stdin().lines() {
+        let line = line.expect("a line");
+        let words: Vec<_> = line.split(' ').collect();
+        let number = |at: usize| words[at].parse::<usize>().expect("a number");
+        let answer = match words[0] {
+            "fill" => joined.fill_device(SlotId(number(1) as u32), |block| fill_pattern(number(2), block)),
+            // An engine's worker forks, and the child outlives it for a while.
+            "fork" => {
+                let _child = Forked::fork(|| {
+                    thread::sleep(LINGERS);
+                    true
+                });
+                true
+            }
+            "check" => joined
+                .read_device(SlotId(number(1) as u32), |block| has_pattern(number(2), block))
+                .expect("there is such a slot"),
+            _ => return say(&format!("{:?}", joined.wait().map_err(|error| error.to_string()))),
+        };
+        say(&answer.to_string());
+    }
+}
+
+/// A manager and its ranks.
+#[derive(Debug)]
+pub struct Fleet {
+    /// The leader.
+    pub manager: Manager,
+    /// Its metrics.
+    pub registry: Registry,
+    /// `None` while it is dead.
+    pub ranks: Vec<Option<Process>>,
+    dir: PathBuf,
+}
+
+/// What became of a request.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Served {
+    /// Blocks that were loaded or were there.
+    pub hit: usize,
+    /// Slices whose bytes were not theirs.
+    pub wrong: usize,
+    /// Blocks that were computed.
+    pub computed: usize,
+    /// Blocks that are in the host tier at the end.
+    pub saved: usize,
+}
+
+impl Fleet {
+    /// Starts ranks, which are this test's `process` by their numbers, and leads them.
+    ///
+    /// # Panics
+    /// If they do not come together.
+    pub fn open(dir: &Path, settings: Settings, group: RankGroup, fingerprint: Option<Fingerprint>) -> Self {
+        fs::create_dir_all(dir.join("slots")).expect("a directory");
+        let mut ranks: Vec<_> = (0..group.world).map(|rank| Process::start(&rank.to_string(), dir)).collect();
+        let registry = Registry::new();
+        let manager = lead(settings, group, fingerprint, &registry).expect("all ranks");
+        ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "joined"));
+        Self::over(manager, registry, ranks, dir)
+    }
+
+    /// Of parts that a test opened.
+    pub fn over(manager: Manager, registry: Registry, ranks: Vec<Process>, dir: &Path) -> Self {
+        Self { manager, registry, ranks: ranks.into_iter().map(Some).collect(), dir: dir.to_owned() }
+    }
+
+    /// Ends all in good order, the leader first.
+    ///
+    /// # Panics
+    /// If some do not end so.
+    pub fn end(self) {
+        drop(self.manager);
+        for mut rank in self.ranks.into_iter().flatten() {
+            assert_eq!(rank.ask("wait"), "Ok(())");
+            assert!(rank.ends_well());
+        }
+    }
+
+    /// All ranks that are there.
+    fn ask(&mut self, command: impl Fn(u16) -> String, expected: &str) -> usize {
+        let ranks = (0..).zip(&mut self.ranks);
+        let asked = ranks.filter_map(|(number, rank)| Some(rank.as_mut()?.ask(&command(number))));
+        asked.filter(|answer| answer != expected).count()
+    }
+
+    /// Serves one request as an engine in all ranks does: load, check, compute the rest, save.
+    ///
+    /// # Panics
+    /// If anything hangs, or the manager closes.
+    pub fn serve(&mut self, chain: &[BlockHash]) -> Served {
+        let loaded = answer(self.manager.load(self.manager.lease(chain)));
+        let mut served = Served { hit: loaded.blocks, ..Served::default() };
+        served.wrong = self.wrong_slices(&loaded.lease, chain, loaded.blocks);
+        let mut allocation = self.manager.allocate(chain, loaded.lease).expect("it goes on");
+        served.computed = self.compute(&mut allocation, chain);
+        let published = answer(allocation.publish().expect("it goes on"));
+        served.saved = answer(self.manager.save(published.lease)).blocks;
+        served
+    }
+
+    fn wrong_slices(&mut self, lease: &Lease, chain: &[BlockHash], blocks: usize) -> usize {
+        let check = |fleet: &mut Self, position| {
+            let slot = fleet.manager.device_slot(lease, chain, position).expect("it goes on").0;
+            let block = number(Chain::from(chain).key(position));
+            fleet.ask(|rank| format!("check {slot} {}", pattern(rank, block)), "true")
+        };
+        (0..blocks).map(|position| check(self, position)).sum()
+    }
+
+    fn compute(&mut self, allocation: &mut Allocation, chain: &[BlockHash]) -> usize {
+        let blocks = allocation.blocks();
+        for position in blocks.clone() {
+            let slot = allocation.slot(position).expect("it goes on").0;
+            let block = number(Chain::from(chain).key(position));
+            assert_eq!(self.ask(|rank| format!("fill {slot} {}", pattern(rank, block)), "true"), 0);
+            assert!(allocation.mark_filled(position));
+        }
+        blocks.len()
+    }
+
+    /// Kills a rank.
+    ///
+    /// # Panics
+    /// If it is dead.
+    pub fn kill(&mut self, rank: usize) {
+        self.ranks[rank].take().expect("it lives").kill();
+    }
+
+    /// Waits until nothing of a chain is found.
+    ///
+    /// # Panics
+    /// If that takes too long.
+    pub fn assert_forgets(&self, chain: &[BlockHash], limit: Duration) {
+        let deadline = Instant::now() + limit;
+        while self.manager.matches(chain).longest() > 0 {
+            assert!(Instant::now() < deadline, "what a dead rank held is still believed to be there");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Which ranks are away, by the metric.
+    pub fn away(&self) -> Vec<u16> {
+        let is_away =
+            |rank: &u16| metric(&self.registry, "kvbm_rank_up", &[("rank", &rank.to_string())]) == 0;
+        (0..self.ranks.len() as u16).filter(is_away).collect()
+    }
+
+    /// Starts a rank anew.
+    ///
+    /// # Panics
+    /// If it is not let in.
+    pub fn restart(&mut self, rank: u16) {
+        let mut process = Process::start(&rank.to_string(), &self.dir);
+        assert_eq!(process.hear(), "joined");
+        self.ranks[usize::from(rank)] = Some(process);
+    }
+
+    /// Everything goes on as if nothing had been, once the media's breakers have found that out.
+    ///
+    /// # Panics
+    /// If it does not.
+    pub fn assert_heals(&mut self, chain: &[BlockHash]) {
+        let all = chain.len();
+        self.serve_until(chain, &[Tier::Device], |served| served.saved == all);
+        self.serve_until(chain, &[Tier::Device], |served| served.hit == all);
+        self.serve_until(chain, &[Tier::Device, Tier::Host], |served| served.hit == all);
+        self.assert_sound();
+    }
+
+    /// Serves a request again and again, until it goes well. The blocks are in none of the tiers `without` at first.
+    fn serve_until(&mut self, chain: &[BlockHash], without: &[Tier], is_well: impl Fn(&Served) -> bool) {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let drained = self.manager.drain(LIMIT / 4);
+            without.iter().for_each(|&tier| self.empty(tier));
+            let served = self.serve(chain);
+            assert_eq!(served.wrong, 0);
+            if is_well(&served) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "it does not heal: {served:?} after {drained:?}");
+            thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Nothing leaks.
+    ///
+    /// # Panics
+    /// If something does.
+    pub fn assert_sound(&self) {
+        let _ = self.manager.drain(LIMIT);
+        assert_eq!(self.manager.audit(), []);
+        assert_eq!(self.manager.overdue(), 0);
+        for tier in [Tier::Disk, Tier::Host, Tier::Device] {
+            let SlotCounts { total, free, filling, resident, lost, .. } = self.manager.counts(tier);
+            assert_eq!((filling, lost, free + resident), (0, 0, total), "{tier}");
+        }
+        let staging = self.manager.staging();
+        assert_eq!((staging.lost, staging.idle), (0, staging.total), "staging");
+    }
+
+    /// Lets all go that may leave a tier.
+    pub fn empty(&self, tier: Tier) {
+        self.manager.evict(tier, 64);
+    }
+}
+
+/// Nothing may hang.
+///
+/// # Panics
+/// If it does.
+pub fn answer(transfer: Transfer<Transferred>) -> Transferred {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("it goes on");
+    runtime
+        .block_on(async { tokio::time::timeout(LIMIT, transfer).await })
+        .expect("an answer")
+        .expect("it goes on")
+}
+
+/// Six blocks that no other `n` has.
+pub fn chain(n: u32) -> Vec<BlockHash> {
+    (0..6).map(|i| hash(100 * n + i + 1)).collect()
+}

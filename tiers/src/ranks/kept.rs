@@ -1,0 +1,84 @@
+//! A rank's tiers whose slots outlive the process: what an earlier one left in them, and who is told what comes to them.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::protocol::{Holding, Inventory, MAX_SLOTS_TOLD, PackedHoldings};
+use crate::copy::{CopyOp, SlotId, SlotRef, Tier};
+use crate::index::IndexEntry;
+
+/// A tier of a rank whose slots outlive the process.
+#[derive(Debug)]
+pub struct KeptSlots {
+    /// Which.
+    pub tier: Tier,
+    /// What an earlier process left in them, each slot once.
+    pub left: Vec<IndexEntry>,
+    /// Who writes down what comes to them.
+    pub journal: Arc<dyn SlotJournal>,
+}
+
+/// Is told what becomes of slots, so that the next process knows. It must not block.
+pub trait SlotJournal: fmt::Debug + Send + Sync {
+    /// A copy into a slot begins: what lay there is gone.
+    fn begun(&self, op: &CopyOp);
+    /// It has arrived, and nobody has been told yet.
+    fn arrived(&self, op: &CopyOp);
+}
+
+/// The journals of a rank's kept tiers.
+#[derive(Debug, Default)]
+pub(super) struct Journals([Option<Arc<dyn SlotJournal>>; Tier::COUNT]);
+
+/// What an earlier process left in a rank's slots, as long as a leader may ask for it: until the first copy, which may be
+/// into one of them.
+#[derive(Debug, Default)]
+pub(super) struct Left([Vec<IndexEntry>; Tier::COUNT]);
+
+/// Parts what outlives the process into what is written down and what was.
+pub(super) fn part(kept: Vec<KeptSlots>) -> (Journals, Left) {
+    let (mut journals, mut left) = (Journals::default(), Left::default());
+    for KeptSlots { tier, left: mut entries, journal } in kept {
+        entries.sort_unstable_by_key(|entry| entry.slot);
+        left.0[tier.index()] = entries;
+        journals.0[tier.index()] = Some(journal);
+    }
+    (journals, left)
+}
+
+impl Journals {
+    pub(super) fn begun(&self, op: &CopyOp) {
+        self.of(op.to.tier).inspect(|journal| journal.begun(op));
+    }
+
+    pub(super) fn arrived(&self, op: &CopyOp) {
+        self.of(op.to.tier).inspect(|journal| journal.arrived(op));
+    }
+
+    fn of(&self, tier: Tier) -> Option<&dyn SlotJournal> {
+        self.0[tier.index()].as_deref()
+    }
+}
+
+impl Left {
+    /// A page of what lies in a tier, from slot `from` on.
+    pub(super) fn page(&self, tier: Tier, from: u32) -> Inventory {
+        let entries = &self.0[tier.index()];
+        let rest = &entries[entries.partition_point(|entry| entry.slot.0 < from)..];
+        let (page, rest) = rest.split_at(rest.len().min(MAX_SLOTS_TOLD));
+        let held = PackedHoldings::of(page.iter().map(Holding::of));
+        Inventory { tier, held, next: rest.first().map(|entry| entry.slot.0) }
+    }
+
+    /// The slot in a life of this number, if anything was left there.
+    pub(super) fn in_life(&self, tier: Tier, (slot, generation): (SlotId, u32)) -> Option<SlotRef> {
+        let entries = &self.0[tier.index()];
+        let is_left = entries.binary_search_by_key(&slot, |entry| entry.slot).is_ok();
+        is_left.then_some(SlotRef { tier, slot, generation })
+    }
+
+    /// Nothing is told of it any more.
+    pub(super) fn close(&mut self) {
+        *self = Self::default();
+    }
+}
