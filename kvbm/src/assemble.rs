@@ -111,7 +111,7 @@ pub(crate) async fn open(
         let named = namespace(&settings, known, &suffix);
         let tiers = match group {
             Some(_) if chaos.is_some() => return Err(ranks::chaos_is_elsewhere()),
-            Some(group) => Tiers::lead(&settings, known, named, group, on_loss.clone(), engine.as_ref())?,
+            Some(group) => Tiers::lead(&settings, known, named, group, &on_loss, engine.as_ref())?,
             None => {
                 let engine = engine.as_ref().map(EngineMemory::region).transpose()?;
                 Tiers::open(&settings, named, chaos, engine)?

@@ -59,7 +59,7 @@ pub struct RankOptions {
     /// Its number, from 0.
     pub rank: u16,
     /// What the bytes of its blocks depend on: the same as the leader's [`Options::fingerprint`], but for the tensor
-    /// rank and the epoch.
+    /// rank and the epoch. Without one nothing that outlives the process is found again.
     ///
     /// [`Options::fingerprint`]: crate::Options::fingerprint
     pub fingerprint: Option<Fingerprint>,
@@ -160,8 +160,8 @@ impl Rank {
     /// Waits until the service ends: `Ok` when the leader closed its manager. Then [`join`](Self::join) again.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`]: the leader is gone, which the message names, or the service itself panicked. What the
-    /// rank held is worth nothing then.
+    /// [`ErrorKind::Unavailable`]: the leader is gone, which the message names, or the service itself panicked. Of what the
+    /// rank held only what outlives the process is worth something then: drop the rank, and join the next leader.
     pub fn wait(&self) -> Result<()> {
         self.service.wait()?;
         self.groups.iter().try_for_each(Self::wait)

@@ -35,6 +35,13 @@ pub(super) struct Namespace {
     pub(super) shares_objects: bool,
 }
 
+impl Namespace {
+    /// That of a part of what it names.
+    pub(super) fn part(self, part: &str) -> Self {
+        Self { name: format!("{}-{part}", self.name), ..self }
+    }
+}
+
 /// What the names of blocks begin with.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Identity {

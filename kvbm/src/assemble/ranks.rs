@@ -29,11 +29,16 @@ pub(super) struct LossHook(Arc<Losses>);
 #[derive(Default)]
 struct Losses {
     core: OnceLock<Weak<Core>>,
-    /// A rank was lost, perhaps before there was a core.
+    /// A rank was lost since blocks were made resident again, perhaps before there was a core.
     any: AtomicBool,
 }
 
 impl LossHook {
+    /// Nothing is resident yet: who was lost until now took nothing along.
+    fn begin(&self) {
+        self.0.any.store(false, Ordering::SeqCst);
+    }
+
     /// There is a core. What was restored before may be a lost rank's by now.
     pub(super) fn set(&self, core: &Arc<Core>) {
         self.0.core.get_or_init(|| Arc::downgrade(core));
@@ -58,14 +63,14 @@ impl Tiers {
         fingerprint: Option<&Fingerprint>,
         namespace: Namespace,
         group: RankGroup,
-        on_loss: LossHook,
+        on_loss: &LossHook,
         engine: Option<&EngineMemory>,
     ) -> Result<Self> {
         policies::warn_of_no_budget(settings);
         engine.map_or(Ok(()), |engine| engine.check_in_ranks(settings))?;
         let HostSlots { tier: host, staging } = host_slots(settings)?;
         let slots = slots_by_tier(settings, engine)?;
-        let name = format!("{}-ranks{}", namespace.name, group.world);
+        let namespace = namespace.part(&format!("ranks{}", group.world));
         let options = LeaderOptions {
             dir: group.dir,
             world: group.world,
@@ -74,9 +79,11 @@ impl Tiers {
             fingerprint: shared_name(fingerprint),
             limit: group.limit,
         };
-        let mut tiers = Self { namespace: Namespace { name, ..namespace }, ..Self::default() };
+        let mut tiers = Self { namespace, ..Self::default() };
         tiers.count_slots(slots, staging, settings);
-        let leader = Arc::new(Leader::open(options, move |_| on_loss.lost()).map_err(setup)?);
+        let hook = on_loss.clone();
+        let leader = Arc::new(Leader::open(options, move |_| hook.lost()).map_err(setup)?);
+        on_loss.begin();
         tiers.roll_call = Some(leader.roll_call());
         let mut own_slots = slots;
         own_slots[Tier::Host.index()] = host;
@@ -152,12 +159,11 @@ pub(crate) fn open_rank(
     // Ranks are told of no block's tokens, so there is nothing to compare these with.
     fingerprint.map_or(Ok(()), |fingerprint| fingerprint.validate(fingerprint.block_tokens))?;
     // Ranks may share directories and stores: each has files and objects of its own there.
-    let namespace = namespace(settings, fingerprint, suffix);
-    let name = format!("{}-rank{rank}of{world}", namespace.name);
+    let namespace = namespace(settings, fingerprint, suffix).part(&format!("rank{rank}of{world}"));
     // Epochs are in the names of blocks, which are the leader's.
     let identity = namespace.identity.map(|identity| Identity { epoch: 0, ..identity });
-    // Slices of blocks: nobody else finds anything in them.
-    let namespace = Namespace { name, identity, shares_objects: false };
+    // Slices of blocks: nobody else finds anything in objects of them.
+    let namespace = Namespace { identity, shares_objects: false, ..namespace };
     let region = engine.map(EngineMemory::region).transpose()?;
     let Tiers { device, specs, executor, kept, .. } = Tiers::open(settings, namespace, chaos, region)?;
     let (kept, durable) = resume_rank(kept)?;

@@ -12,13 +12,17 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tempfile::TempDir;
 
-use super::protocol::{Hello, ToLeader, ToRank, decode, first_message, frame};
-use super::{JoinOptions, Leader, LeaderGone, LeaderOptions, Member, Membership, Stopper, VERSION};
+use super::protocol::{Hello, MAX_SLOTS_TOLD, ToLeader, ToRank, decode, first_message, frame};
+use super::{
+    Disagreement, JoinOptions, KeptSlots, Leader, LeaderGone, LeaderOptions, Member, Membership, SlotJournal,
+    Stopper, VERSION,
+};
 use crate::backend::Backend;
-use crate::copy::{CopyError, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
+use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
 use crate::dram::DramRegion;
 use crate::error::{Failure, SetupError, SetupErrorKind};
 use crate::frame::Frame;
+use crate::index::IndexEntry;
 use crate::memcpy::MemcpyBackend;
 use crate::memory::Memory;
 use crate::testing::{
@@ -62,6 +66,10 @@ struct Rank {
 
 impl Rank {
     fn join(dir: &Path, member: Membership) -> Result<Self, SetupError> {
+        Self::join_keeping(dir, member, Vec::new())
+    }
+
+    fn join_keeping(dir: &Path, member: Membership, kept: Vec<KeptSlots>) -> Result<Self, SetupError> {
         let device = Arc::new(DramRegion::emulated_device(options(SLOTS, BYTES))?);
         let host = Arc::new(DramRegion::host(options(SLOTS, BYTES))?);
         let regions = || vec![Arc::clone(&device) as Arc<dyn Memory>, Arc::clone(&host) as _];
@@ -69,7 +77,7 @@ impl Rank {
         let faults = Arc::new(faults);
         let backends: HashMap<Route, Arc<dyn Backend>> =
             faults.routes().iter().map(|&route| (route, Arc::clone(&faults) as _)).collect();
-        let member = Member::join(join_options(dir, member), backends)?;
+        let member = Member::join(JoinOptions { kept, ..join_options(dir, member) }, backends)?;
         let mut titles = [&device, &host].map(|region| region.frames().unwrap());
         let titles = titles.iter_mut().flat_map(|pool| (0..SLOTS).filter_map(|_| pool.take())).collect();
         let stopper = member.stopper();
@@ -379,4 +387,101 @@ fn nonsense_costs_the_one_who_says_it_his_connection_and_nobody_else_anything() 
     fleet.rejoin(1);
     fleet.assert_works();
     assert_eq!(*fleet.lost.lock(), [1, 1]);
+}
+
+/// What a rank was told to write down: slots, and whether something came to them.
+#[derive(Debug, Default)]
+struct Told(Mutex<Vec<(u32, bool)>>);
+
+impl SlotJournal for Told {
+    fn begun(&self, op: &CopyOp) {
+        self.0.lock().push((op.to.slot.0, false));
+    }
+
+    fn arrived(&self, op: &CopyOp) {
+        self.0.lock().push((op.to.slot.0, true));
+    }
+}
+
+/// Something in a host slot, as an earlier process stored it.
+fn entry(slot: u32, generation: u32) -> IndexEntry {
+    let block = BlockKey { hash: u128::from(slot), group: 0 };
+    IndexEntry { slot: SlotId(slot), generation, block, parent: None, checksum: 1 }
+}
+
+/// A leader of two ranks that were left something in their host tiers.
+fn left_with(left: [Vec<IndexEntry>; 2]) -> (Fleet, [Arc<Told>; 2]) {
+    let dir = tempfile::tempdir().unwrap();
+    let told = [(); 2].map(|()| Arc::<Told>::default());
+    let join = |(rank, (left, told)): (u16, (Vec<IndexEntry>, &Arc<Told>))| {
+        let kept = vec![KeptSlots { tier: Tier::Host, left, journal: Arc::clone(told) as _ }];
+        let at = dir.path().to_owned();
+        thread::spawn(move || Rank::join_keeping(&at, membership(rank, 2), kept).unwrap())
+    };
+    let joining: Vec<_> = (0..).zip(left.into_iter().zip(&told)).map(join).collect();
+    let leader = Leader::open(leader_options(dir.path(), 2), |_| ()).unwrap();
+    let ranks = joining.into_iter().map(|rank| Some(rank.join().unwrap())).collect();
+    (Fleet { dir, leader, ranks, lost: Arc::default() }, told)
+}
+
+#[test]
+fn ranks_give_out_what_all_agreed_on_and_they_were_told_to_adopt() {
+    const LOAD: Route = (Tier::Host, Tier::Device);
+    let left = [vec![entry(3, 7), entry(1, 5), entry(0, 4)], vec![entry(0, 4), entry(1, 6), entry(3, 7)]];
+    let (mut fleet, told) = left_with(left);
+    let ours = vec![entry(1, 5), entry(3, 7), entry(0, 4), entry(2, 9)];
+    assert_eq!(fleet.leader.agree(Tier::Host, ours.clone()).unwrap(), [entry(3, 7), entry(0, 4)]);
+    assert_eq!(
+        fleet.leader.agree(Tier::Disk, ours.clone()).unwrap(),
+        [],
+        "of another tier they know nothing"
+    );
+    // Slot 2 nobody has: to adopt it means nothing.
+    fleet.leader.adopt(Tier::Host, &[(SlotId(3), 4), (SlotId(2), 3)]);
+    let results = run(&fleet.leader, (0..4).map(|slot| op(LOAD, slot)).collect());
+    let gone = Some(CopyErrorKind::Io);
+    assert_eq!(kinds(&results), [gone, gone, gone, None]);
+    // From the first copy on, what an earlier process left is no matter any more.
+    assert_eq!(fleet.leader.agree(Tier::Host, ours).unwrap(), []);
+    assert!(fleet.save(1)[0].is_ok());
+    assert_eq!(told.map(|told| told.0.lock().clone()), [[(0, false), (0, true)], [(0, false), (0, true)]]);
+    fleet.assert_works();
+}
+
+#[test]
+fn ranks_tell_page_by_page_what_does_not_go_into_a_message() {
+    let many: Vec<_> = (0..2 * MAX_SLOTS_TOLD as u32 + 5).map(|slot| entry(slot, slot)).collect();
+    let (mut fleet, _) = left_with([many.clone(), many.clone()]);
+    assert!(fleet.leader.agree(Tier::Host, many.clone()).unwrap() == many);
+    fleet.assert_works();
+}
+
+#[test]
+fn a_rank_that_does_not_say_what_it_has_is_named_in_time_and_nothing_is_agreed_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().to_owned();
+    let join = thread::spawn(move || {
+        let routes = vec![SAVE];
+        let hello = ToLeader::Hello(Hello::new(Membership { routes, ..membership(0, 1) }));
+        let mut stream = loop {
+            match UnixStream::connect(at.join("ranks.sock")) {
+                Ok(stream) => break stream,
+                Err(_) => thread::yield_now(),
+            }
+        };
+        stream.write_all(&frame(&hello)).unwrap();
+        stream
+    });
+    let options = LeaderOptions { limit: Duration::from_millis(300), ..leader_options(dir.path(), 1) };
+    let leader = Leader::open(options, |_| ()).unwrap();
+    let stream = join.join().unwrap();
+    let late = leader.agree(Tier::Host, vec![entry(0, 1)]).unwrap_err();
+    assert!(matches!(late, Disagreement::Late(0)), "{late}");
+    let closing = thread::spawn(move || {
+        thread::sleep(Duration::from_millis(50));
+        drop(stream);
+    });
+    let lost = leader.agree(Tier::Host, vec![entry(0, 1)]).unwrap_err();
+    assert!(matches!(lost, Disagreement::Lost(0)), "{lost}");
+    closing.join().unwrap();
 }
