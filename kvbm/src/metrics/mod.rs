@@ -4,6 +4,7 @@
 //! kinds of error. docs/metrics.md describes each metric; a test compares.
 
 mod gauges;
+mod leases;
 mod objects;
 mod ranks;
 mod upstream;
@@ -21,6 +22,7 @@ use prometheus::{Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterV
 use crate::error::{Error, ErrorKind, Result};
 use crate::table::{Match, Miss};
 
+use self::leases::{LeaseCollector, LeaseMetrics};
 use self::upstream::Upstream;
 
 pub(crate) use self::gauges::Gauges;
@@ -45,12 +47,7 @@ pub struct Metrics {
     background_panics: IntCounter,
     fallbacks: IntCounterVec,
     index_failures: IntCounterVec,
-    requests: IntCounter,
-    requested_tokens: IntCounter,
-    hit_tokens: IntCounterVec,
-    misses: IntCounterVec,
-    missed_tokens: IntCounterVec,
-    miss_age: HistogramVec,
+    leases: Arc<LeaseMetrics>,
     recompute_tokens: IntCounter,
     orphans: IntCounter,
     duplicates: IntCounter,
@@ -78,21 +75,29 @@ const TRANSFER_BOUNDS: [f64; 18] = [
     0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0,
 ];
 
-/// Bounds of the histogram of ages, in seconds: 1 s to 9 h.
-const AGE_BOUNDS: [f64; 16] = [
-    1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1_024.0, 2_048.0, 4_096.0, 8_192.0, 16_384.0,
-    32_768.0,
-];
+fn refused(error: prometheus::Error) -> Error {
+    Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error)
+}
+
+/// A counter shows what was counted elsewhere.
+fn catch_up(counter: &IntCounter, now: u64) {
+    counter.inc_by(now.saturating_sub(counter.get()));
+}
 
 struct Builder<'a>(&'a Registry);
 
 impl Builder<'_> {
     fn register<C: Collector + Clone + 'static>(&self, made: prometheus::Result<C>) -> Result<C> {
-        let fail = |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);
-        let collector = made.map_err(fail)?;
+        let collector = made.map_err(refused)?;
         // A clone shares its values, so the registry shows what we count.
-        self.0.register(Box::new(collector.clone())).map_err(fail)?;
+        self.0.register(Box::new(collector.clone())).map_err(refused)?;
         Ok(collector)
+    }
+
+    fn leases(&self, block_tokens: u64) -> Result<Arc<LeaseMetrics>> {
+        let leases = Arc::new(LeaseMetrics::new(block_tokens).map_err(refused)?);
+        self.0.register(Box::new(LeaseCollector(Arc::clone(&leases)))).map_err(refused)?;
+        Ok(leases)
     }
 
     fn counter(&self, name: &str, help: &str) -> Result<IntCounter> {
@@ -158,31 +163,7 @@ impl Metrics {
                 "Times that the index of a tier could not be written. It is tried again.",
                 &["tier"],
             )?,
-            requests: b.counter("kvbm_requests_total", "Chains leased.")?,
-            requested_tokens: b.counter("kvbm_requested_tokens_total", "Tokens of leased chains.")?,
-            hit_tokens: b.counters(
-                "kvbm_hit_tokens_total",
-                "Tokens found, by the fastest tier that had them.",
-                &["tier"],
-            )?,
-            misses: b.counters(
-                "kvbm_misses_total",
-                "Chains held in part or not at all, by why the first block behind is not there.",
-                &["reason", "tier"],
-            )?,
-            missed_tokens: b.counters(
-                "kvbm_missed_tokens_total",
-                "Tokens not found, by why the first block of them is not there.",
-                &["reason"],
-            )?,
-            miss_age: b.register(HistogramVec::new(
-                HistogramOpts::new(
-                    "kvbm_miss_age_seconds",
-                    "How long a block had been gone when it was missed.",
-                )
-                .buckets(AGE_BOUNDS.to_vec()),
-                &["tier"],
-            ))?,
+            leases: b.leases(block_tokens)?,
             recompute_tokens: b.counter(
                 "kvbm_recompute_tokens_total",
                 "Tokens held but left to the engine, which computes them sooner than they are loaded.",
@@ -285,27 +266,12 @@ impl Metrics {
 
     /// A chain of `blocks` blocks was leased.
     pub(crate) fn requested(&self, blocks: usize, held: &Match) {
-        self.requests.inc();
-        self.requested_tokens.inc_by(blocks as u64 * self.block_tokens);
-        for (tier, range) in held.plan() {
-            let tokens = range.len() as u64 * self.block_tokens;
-            self.hit_tokens.with_label_values(&[tier.name()]).inc_by(tokens);
-            self.upstream.hit(tier, tokens);
-            if tier > Tier::Device {
-                self.upstream.matched_tokens.inc_by(tokens);
-            }
-        }
-        self.upstream.rates(self.requested_tokens.get());
+        self.leases.requested(blocks, held);
     }
 
     /// The last `blocks` blocks of a chain were not found, the first of them because of `miss`.
     pub(crate) fn missed(&self, blocks: usize, miss: Miss) {
-        let (reason, tier) = (miss.reason.name(), miss.tier.map_or("none", Tier::name));
-        self.misses.with_label_values(&[reason, tier]).inc();
-        self.missed_tokens.with_label_values(&[reason]).inc_by(blocks as u64 * self.block_tokens);
-        if let Some(age_s) = miss.age_s {
-            self.miss_age.with_label_values(&[tier]).observe(age_s as f64);
-        }
+        self.leases.missed(blocks, miss);
     }
 
     /// So many blocks are sooner computed than loaded.

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use kvbm_tiers::object::{Expense, RequestKind, RequestOutcome, Traffic};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
-use prometheus::{GaugeVec, IntCounter, IntCounterVec, Opts};
+use prometheus::{GaugeVec, IntCounterVec, Opts};
 
+use super::catch_up;
 use crate::sync::Mutex;
 
 /// Counters of one store's requests and bytes.
@@ -41,10 +42,6 @@ impl ObjectTraffic {
             turn: Mutex::new(()),
         })
     }
-}
-
-fn catch_up(counter: &IntCounter, now: u64) {
-    counter.inc_by(now.saturating_sub(counter.get()));
 }
 
 impl Collector for ObjectTraffic {

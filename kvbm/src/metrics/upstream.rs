@@ -1,12 +1,10 @@
 //! Names that dashboards of NVIDIA's KVBM use, kept so that they go on working.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use kvbm_tiers::{Route, Tier};
+use prometheus::core::Collector;
 use prometheus::{GaugeVec, IntCounter, Opts};
 
-use super::Builder;
+use super::{Builder, catch_up};
 use crate::error::Result;
 
 /// Their handles.
@@ -14,18 +12,8 @@ use crate::error::Result;
 pub(super) struct Upstream {
     offload_blocks: [(Route, IntCounter); 4],
     onboard_blocks: [(Route, IntCounter); 3],
-    pub(super) matched_tokens: IntCounter,
     object_read_failures: IntCounter,
     object_write_failures: IntCounter,
-    hit_rates: [HitRate; 3],
-}
-
-#[derive(Clone)]
-struct HitRate {
-    tier: Tier,
-    /// Not in the registry, which has it under another name where there was a hit.
-    hit_tokens: Arc<AtomicU64>,
-    rate: GaugeVec,
 }
 
 impl Upstream {
@@ -33,12 +21,6 @@ impl Upstream {
         use Tier::{Device, Disk, Host, Object};
         let blocks =
             |route, name: &str| Ok((route, b.counter(name, "Blocks copied (name used by NVIDIA's KVBM).")?));
-        // A vector without labels appears with its first value. A plain gauge would say 0 before anybody asked.
-        let rate = |tier, name: &str| {
-            let help = "Share of requested blocks that the tier held (name used by NVIDIA's KVBM).";
-            let rate = b.register(GaugeVec::new(Opts::new(name, help), &[]))?;
-            Ok(HitRate { tier, hit_tokens: Arc::default(), rate })
-        };
         Ok(Self {
             offload_blocks: [
                 blocks((Device, Host), "kvbm_offload_blocks_d2h")?,
@@ -52,16 +34,10 @@ impl Upstream {
                 blocks((Disk, Device), "kvbm_onboard_blocks_d2d")?,
                 blocks((Object, Device), "kvbm_onboard_blocks_o2d")?,
             ],
-            matched_tokens: b.counter("kvbm_matched_tokens", "Tokens found below the device.")?,
             object_read_failures: b
                 .counter("kvbm_object_read_failures", "Blocks that an object store failed to give.")?,
             object_write_failures: b
                 .counter("kvbm_object_write_failures", "Blocks that an object store failed to take.")?,
-            hit_rates: [
-                rate(Host, "kvbm_host_cache_hit_rate")?,
-                rate(Disk, "kvbm_disk_cache_hit_rate")?,
-                rate(Object, "kvbm_object_cache_hit_rate")?,
-            ],
         })
     }
 
@@ -78,19 +54,42 @@ impl Upstream {
             self.object_write_failures.inc();
         }
     }
+}
 
-    pub(super) fn hit(&self, tier: Tier, tokens: u64) {
-        let of_tier = self.hit_rates.iter().filter(|of| of.tier == tier);
-        of_tier.for_each(|of| {
-            of.hit_tokens.fetch_add(tokens, Ordering::Relaxed);
-        });
+/// Those of leases. Brought up to date when they are read.
+pub(super) struct UpstreamHits {
+    matched_tokens: IntCounter,
+    rates: [(Tier, GaugeVec); 3],
+}
+
+impl UpstreamHits {
+    pub(super) fn new() -> prometheus::Result<Self> {
+        // A vector without labels appears with its first value. A plain gauge would say 0 before anybody asked.
+        let rate = |tier, name: &str| {
+            let help = "Share of requested blocks that the tier held (name used by NVIDIA's KVBM).";
+            GaugeVec::new(Opts::new(name, help), &[]).map(|rate| (tier, rate))
+        };
+        Ok(Self {
+            matched_tokens: IntCounter::new("kvbm_matched_tokens", "Tokens found below the device.")?,
+            rates: [
+                rate(Tier::Host, "kvbm_host_cache_hit_rate")?,
+                rate(Tier::Disk, "kvbm_disk_cache_hit_rate")?,
+                rate(Tier::Object, "kvbm_object_cache_hit_rate")?,
+            ],
+        })
     }
 
-    pub(super) fn rates(&self, requested: u64) {
-        for HitRate { hit_tokens, rate, .. } in &self.hit_rates {
-            // Since the start: no window as NVIDIA has it.
-            let share = hit_tokens.load(Ordering::Relaxed) as f64 / requested.max(1) as f64;
+    /// So many tokens were hit in each tier, of those requested, since the start: no window as NVIDIA has it.
+    pub(super) fn catch_up(&self, hit: [u64; Tier::COUNT], requested: u64) {
+        catch_up(&self.matched_tokens, self.rates.iter().map(|(tier, _)| hit[tier.index()]).sum());
+        for (tier, rate) in &self.rates {
+            let share = hit[tier.index()] as f64 / requested.max(1) as f64;
             rate.with_label_values(&[] as &[&str]).set(share);
         }
+    }
+
+    pub(super) fn collectors(&self) -> impl Iterator<Item = &dyn Collector> {
+        let rates = self.rates.iter().map(|(_, rate)| rate as &dyn Collector);
+        rates.chain([&self.matched_tokens as &dyn Collector])
     }
 }

@@ -90,7 +90,7 @@ impl std::fmt::Debug for Bucket {
 }
 
 /// A key's place in the array and, independent of it, what tells it from its neighbours.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct KeyHash {
     place: u32,
     tag: u64,
@@ -103,6 +103,11 @@ impl KeyHash {
         // Place and tag come from different halves: entries that crowd one place still differ in their tags.
         let mixed = (mixed >> 64) as u64 ^ mixed as u64;
         Self { place: (mixed >> 32) as u32, tag: mixed & ((1 << TAG_BITS) - 1) }
+    }
+
+    /// 32 bits that are as good as random, and others.
+    pub(super) const fn halves(self) -> (u32, u32) {
+        (self.place, self.tag as u32)
     }
 }
 

@@ -11,6 +11,7 @@
 //! | `record` | a block: key, parent, slots, where it is resident or filling |
 //! | `tier` | a tier's slots: children, pins, flags; its policy and its queue of dirty blocks |
 //! | `prefix` | the match: leading blocks per tier, found by galloping |
+//! | `boundary_hints` | where that begins |
 //! | `pins` | leases: the deepest block of a chain in each tier, pinned |
 //! | `transfers` | blocks on their way into a tier, from the plan to the landing, published in chain order |
 //! | `evict` | eviction |
@@ -30,6 +31,7 @@
 //! | `audit` | the invariants, checked one by one |
 
 mod audit;
+mod boundary_hints;
 mod demotion;
 mod events;
 mod evict;
@@ -79,6 +81,7 @@ pub use self::tier_set::TierSet;
 pub(crate) use self::transfers::LeftBlock;
 pub use self::transfers::{Dropped, Effects, Filled, Reply, Reserved, Steps, TransferEnd, TransferPlan};
 
+use self::boundary_hints::BoundaryHints;
 use self::index::{Index, KeyHash};
 use self::miss_history::MissHistory;
 use self::namespace::Namespace;
@@ -122,6 +125,7 @@ pub struct Table {
     steps: Steps,
     quarantines: Quarantines,
     miss_history: MissHistory,
+    boundary_hints: BoundaryHints,
     listeners: Listeners,
     /// Journals are told with the next block that what they know of is forgotten.
     owes_reset: bool,
@@ -151,6 +155,7 @@ impl Table {
             steps: Steps::default(),
             quarantines: Quarantines::default(),
             miss_history: MissHistory::with_room_for(largest as usize),
+            boundary_hints: BoundaryHints::with_room_for(largest as usize),
             listeners: Listeners::default(),
             owes_reset: false,
             // Where engines that count their requests do not come by.

@@ -2,12 +2,14 @@
 //!
 //! Tiers are prefix-closed, so in each of them residency along a chain is true up to a boundary and false
 //! behind it. One search finds the boundaries of all tiers at once: every probe reads one index bucket and
-//! answers for four tiers. It works in rounds of independent probes whose cache misses overlap: the first
-//! round gallops (positions 0, 1, 3, 7 …), the others cut each remaining interval into equal parts.
+//! answers for four tiers. It works in rounds of independent probes whose cache misses overlap: the first one looks where
+//! the boundaries were last, if that is known; one gallops from there (1, 3, 7 … positions on) or from the root; the
+//! others cut each remaining interval into equal parts.
 
 use kvbm_tiers::{BlockKey, Tier};
 
 use super::Table;
+use super::boundary_hints::Boundaries;
 use super::index::{Bucket, EMPTY, KeyHash, RecordId};
 use super::tier_set::TierSet;
 use crate::hash::Chain;
@@ -92,14 +94,29 @@ impl Round {
         self.len += 1;
     }
 
-    fn gallop(blocks: u32) -> Self {
+    /// Positions further and further from `from`, and the last one.
+    fn gallop(from: u32, blocks: u32) -> Self {
         let mut round = Self::empty();
-        let mut position = 0;
-        while position < blocks - 1 {
-            round.push(position);
-            position = position * 2 + 1;
+        let mut step = 0;
+        while from + step < blocks - 1 {
+            round.push(from + step);
+            step = step * 2 + 1;
         }
         round.push(blocks - 1);
+        round
+    }
+
+    /// The last position before each boundary, and the first one behind.
+    fn around(boundaries: Boundaries, blocks: u32) -> Self {
+        let mut round = Self::empty();
+        for boundary in boundaries {
+            for position in [boundary.wrapping_sub(1), boundary] {
+                // Before the root there is nothing, nor behind the end.
+                if position < blocks && !round.positions().contains(&position) {
+                    round.push(position);
+                }
+            }
+        }
         round
     }
 
@@ -109,6 +126,12 @@ impl Round {
 }
 
 impl Search {
+    /// The first position where some tier's boundary can still be.
+    fn first_open(&self) -> Option<u32> {
+        let open = self.low.iter().zip(&self.high).filter(|(low, high)| low < high);
+        open.map(|(&low, _)| low).min()
+    }
+
     fn next_round(&self) -> Round {
         let mut round = Round::empty();
         for tier in 0..Tier::COUNT {
@@ -163,10 +186,11 @@ impl Table {
     /// at, and if one of them is not what it seemed, the search is repeated on records.
     pub(super) fn locate(&self, chain: Chain<'_>) -> Found {
         let chain = self.enter(chain);
-        let by_index = self.search(chain, |_, hash, first| self.index.residence(hash, first));
+        let hint = self.boundary_hints.find(chain);
+        let by_index = self.search(chain, hint, |_, hash, first| self.index.residence(hash, first));
         let mut found = self.confirm(chain, by_index).unwrap_or_else(|| {
             // Records are sure, at one more cache miss for each probe; once in millions of matches.
-            let by_record = self.search(chain, |key, hash, first| {
+            let by_record = self.search(chain, None, |key, hash, first| {
                 let found = self.index.find(hash, first, |r| self.records.at(r).is(key));
                 found.map_or(TierSet::default(), |r| self.records.at(r).resident())
             });
@@ -178,7 +202,7 @@ impl Table {
     }
 
     /// The records at the boundaries; `None` if one of them is not resident there.
-    fn confirm(&self, chain: Chain<'_>, boundaries: [u32; Tier::COUNT]) -> Option<Found> {
+    fn confirm(&self, chain: Chain<'_>, boundaries: Boundaries) -> Option<Found> {
         let mut deepest = [None; Tier::COUNT];
         for tier in Tier::ALL {
             let Some(last) = (boundaries[tier.index()] as usize).checked_sub(1) else { continue };
@@ -191,14 +215,17 @@ impl Table {
     fn search(
         &self,
         chain: Chain<'_>,
+        hint: Option<Boundaries>,
         probe: impl Fn(BlockKey, KeyHash, Bucket) -> TierSet,
-    ) -> [u32; Tier::COUNT] {
+    ) -> Boundaries {
         let blocks = chain.len().min(MAX_BLOCKS) as u32;
-        if blocks == 0 {
-            return [0; Tier::COUNT];
+        let high = Tier::ALL.map(|tier| if self.has(tier) { blocks } else { 0 });
+        let mut search = Search { low: [0; Tier::COUNT], high };
+        if let Some(boundaries) = hint {
+            self.probe(chain, &Round::around(boundaries, blocks), &mut search, &probe);
         }
-        let mut search = Search { low: [0; Tier::COUNT], high: [blocks; Tier::COUNT] };
-        let mut round = Round::gallop(blocks);
+        let Some(from) = search.first_open() else { return search.low };
+        let mut round = Round::gallop(from, blocks);
         while round.len > 0 {
             self.probe(chain, &round, &mut search, &probe);
             round = search.next_round();
@@ -214,7 +241,7 @@ impl Table {
         search: &mut Search,
         probe: &impl Fn(BlockKey, KeyHash, Bucket) -> TierSet,
     ) {
-        let mut firsts = [(KeyHash::of(chain.key(0)), EMPTY); ROUND];
+        let mut firsts = [(KeyHash::default(), EMPTY); ROUND];
         for (first, &position) in firsts.iter_mut().zip(round.positions()) {
             let hash = KeyHash::of(chain.key(position as usize));
             *first = (hash, self.index.first(hash));
@@ -227,7 +254,15 @@ impl Table {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
+    use kvbm_policies::EvictionKind;
+    use kvbm_tiers::FramePool;
+    use proptest::prelude::*;
+
+    use super::super::TierSpec;
     use super::*;
+    use crate::hash::BlockHash;
 
     #[test]
     fn the_plan_reads_each_block_once_from_the_fastest_tier() {
@@ -236,5 +271,43 @@ mod tests {
         assert_eq!(plan, [(Tier::Device, 0..2), (Tier::Host, 2..5), (Tier::Object, 5..9)]);
         assert_eq!(held.longest(), 9);
         assert_eq!(Match::default().plan().count(), 0);
+    }
+
+    /// What a search finds that begins with a hint, of a chain of which tiers hold so many blocks, and its probes.
+    fn search(blocks: u32, held: Boundaries, hint: Option<Boundaries>) -> (Boundaries, usize) {
+        let spec = |tier| TierSpec {
+            pool: FramePool::new(tier, 4),
+            policy: EvictionKind::Lru.build(4),
+            flush_to: None,
+            admission: None,
+        };
+        let table = Table::new(Tier::ALL.map(spec));
+        let hashes: Vec<_> = (0..blocks.into()).map(BlockHash::from_u128).collect();
+        let probes = Cell::new(0);
+        let probe = |key: BlockKey, _, _| {
+            probes.set(probes.get() + 1);
+            let holds = |tier: &Tier| u128::from(held[tier.index()]) > key.hash;
+            Tier::ALL.into_iter().filter(holds).fold(TierSet::default(), TierSet::with)
+        };
+        (table.search(Chain::from(&hashes), hint, probe), probes.get())
+    }
+
+    fn boundaries() -> impl Strategy<Value = Boundaries> {
+        // Some alike, as they are where tiers keep copies.
+        prop::array::uniform4(prop_oneof![Just(0_u32), Just(64_u32), 0_u32..3_000])
+    }
+
+    proptest! {
+        #[test]
+        fn the_boundaries_are_found_wherever_the_search_begins(
+            blocks in 0_u32..3_000,
+            held in boundaries(),
+            hint in prop::option::of(boundaries()),
+        ) {
+            let held = held.map(|held| held.min(blocks));
+            prop_assert_eq!(search(blocks, held, hint).0, held);
+            let (found, probes) = search(blocks, held, Some(held));
+            prop_assert!(found == held && probes <= 2 * Tier::COUNT, "{probes} probes");
+        }
     }
 }

@@ -57,22 +57,22 @@ impl ReuseCounts {
     }
 
     /// The blocks from `from` to before `to` by class of reuse: how many in a row, and the count of the first.
-    pub(super) fn classes(&self, from: u32, to: u32) -> Vec<(u32, u8)> {
+    pub(super) fn classes(&self, from: u32, to: u32) -> impl Iterator<Item = (u32, u8)> {
         let first = self.0.partition_point(|run| run.end <= from);
-        let mut classes: Vec<(u32, u8)> = Vec::new();
+        let mut runs = self.0[first..].iter().peekable();
         let mut start = from;
-        for run in self.0[first..].iter().take_while(|_| from < to) {
-            let blocks = run.end.min(to) - start;
-            match classes.last_mut() {
-                Some(last) if factors::reuse(last.1) == factors::reuse(run.count) => last.0 += blocks,
-                _ => classes.push((blocks, run.count)),
+        std::iter::from_fn(move || {
+            let first = runs.next().filter(|_| start < to)?;
+            let is_akin = |run: &&Run| factors::reuse(run.count) == factors::reuse(first.count);
+            let mut end = first.end;
+            while end < to
+                && let Some(run) = runs.next_if(is_akin)
+            {
+                end = run.end;
             }
-            start += blocks;
-            if start == to {
-                break;
-            }
-        }
-        classes
+            let begin = std::mem::replace(&mut start, end.min(to));
+            Some((start - begin, first.count))
+        })
     }
 
     /// Makes a run begin at `block`, if any lies there. Returns its index, or how many there are.
@@ -119,7 +119,7 @@ mod tests {
                 let (from, to) = (one.min(other).min(counts.blocks()), one.max(other).min(counts.blocks()));
                 let expected = model[from as usize..to as usize].chunk_by(|&a, &b| factors::reuse(a) == factors::reuse(b));
                 let expected: Vec<_> = expected.map(|run| (run.len() as u32, run[0])).collect();
-                prop_assert_eq!(counts.classes(from, to), expected);
+                prop_assert_eq!(counts.classes(from, to).collect::<Vec<_>>(), expected);
             }
         }
     }

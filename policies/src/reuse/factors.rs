@@ -48,6 +48,10 @@ impl Profile {
         self.0[..6] == other.0[..6] && self.0[7] == other.0[7]
     }
 
+    pub(super) const fn bits(self) -> u64 {
+        u64::from_le_bytes(self.0)
+    }
+
     pub(super) fn knows_the_output(self) -> bool {
         self.0[0] != UNKNOWN_OUTPUT
     }

@@ -69,6 +69,8 @@ pub(super) struct KnownBlocks {
     returning: Option<Returning>,
     /// Kept for its memory.
     inserted: Vec<BlockId>,
+    /// The same.
+    gone: Vec<Segment>,
 }
 
 impl KnownBlocks {
@@ -300,15 +302,14 @@ impl KnownBlocks {
         }
         let path = &mut self.paths[id.0 as usize];
         let mut end = from;
-        let segments =
-            path.counts.classes(from - path.start, to - path.start).into_iter().map(|(blocks, count)| {
-                end += blocks;
-                self.uses.hold(used);
-                Segment::new(end, blocks, used, count)
-            });
+        let segments = path.counts.classes(from - path.start, to - path.start).map(|(blocks, count)| {
+            end += blocks;
+            self.uses.hold(used);
+            Segment::new(end, blocks, used, count)
+        });
         // The new ones hold the use before the old ones leave theirs: a use without segments is given up.
-        let gone: Vec<_> = path.segments.splice(first..last, segments).collect();
-        gone.into_iter().for_each(|segment| self.uses.leave(segment.used));
+        self.gone.extend(path.segments.splice(first..last, segments));
+        self.gone.drain(..).for_each(|segment| self.uses.leave(segment.used));
         if let Some(joined) = self.path_mut(id).join(first) {
             self.uses.leave(joined);
         }

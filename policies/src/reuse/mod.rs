@@ -37,6 +37,7 @@ pub(crate) use self::ids::PathId;
 use self::known::{KnownBlocks, State};
 pub use self::last_use::LastUse;
 use self::learning::Learning;
+use self::rank::FreshRanks;
 use self::records::Records;
 use crate::seam::{Access, BlockId, Ended, Forest, Upkeep};
 
@@ -59,6 +60,8 @@ pub struct ReuseModel {
     is_idle: bool,
     known: KnownBlocks,
     model: Arc<Model>,
+    /// By this model.
+    fresh_ranks: FreshRanks,
     records: Records,
     learning: Learning,
     /// Paths whose tail may rank otherwise since the latest event.
@@ -84,6 +87,7 @@ impl ReuseModel {
         // Before the use, so that all that it changes is ranked by one model.
         if let Some(model) = self.learning.take_result() {
             self.model = model;
+            self.fresh_ranks.clear();
         }
         let Some(touched) = self.known.touch(access, forest) else { return };
         self.known.take_closed().for_each(|record| self.records.push(record));
@@ -141,7 +145,11 @@ impl ReuseModel {
     /// negative.
     pub(crate) fn tail_rank(&self, path: PathId) -> Option<f32> {
         let State { profile, age_ms, will_not_return } = self.known.tail(path)?;
-        Some(if will_not_return { 0.0 } else { rank::gittins(&self.model, profile, age_ms) })
+        Some(match age_ms {
+            _ if will_not_return => 0.0,
+            0 => self.fresh_ranks.rank(&self.model, profile),
+            _ => rank::gittins(&self.model, profile, age_ms),
+        })
     }
 
     /// The probability that `block`, the last one of a path of `depth` blocks, is used within the next

@@ -1,0 +1,181 @@
+//! What leases found and what they missed.
+//!
+//! A lease is short: to find a counter by its labels takes longer than to pin a block, and in a large table each cache
+//! line that it reads is one more that it waits for. So leases count in two lines of memory, and the registry's counters
+//! catch up when they are read.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use kvbm_tiers::Tier;
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
+use prometheus::{Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, Opts};
+
+use super::catch_up;
+use super::upstream::UpstreamHits;
+use crate::sync::Mutex;
+use crate::table::{Match, Miss, MissReason};
+
+/// Bounds of the histogram of ages, in seconds: 1 s to 9 h.
+const AGE_BOUNDS: [f64; 16] = [
+    1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1_024.0, 2_048.0, 4_096.0, 8_192.0, 16_384.0,
+    32_768.0,
+];
+
+/// What is counted with each lease, in blocks.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct Counts {
+    requests: AtomicU64,
+    requested: AtomicU64,
+    hit: [AtomicU64; Tier::COUNT],
+    /// By reason and tier; those without a tier come last.
+    missed: [[Missed; Tier::COUNT + 1]; MissReason::ALL.len()],
+}
+
+#[derive(Debug, Default)]
+struct Missed {
+    chains: AtomicU64,
+    blocks: AtomicU64,
+}
+
+fn count(counter: &AtomicU64, blocks: usize) {
+    counter.fetch_add(blocks as u64, Ordering::Relaxed);
+}
+
+/// Counts leases, and has the counters of a registry.
+pub(super) struct LeaseMetrics {
+    counts: Counts,
+    /// By tier, from the first time on that somebody asks for what left it.
+    ages: [OnceLock<Histogram>; Tier::COUNT],
+    block_tokens: u64,
+    requests: IntCounter,
+    requested_tokens: IntCounter,
+    hit_tokens: IntCounterVec,
+    misses: IntCounterVec,
+    missed_tokens: IntCounterVec,
+    miss_age: HistogramVec,
+    upstream: UpstreamHits,
+    // Held while the counters catch up: two scrapes at once would add the same leases twice.
+    turn: Mutex<()>,
+}
+
+impl LeaseMetrics {
+    pub(super) fn new(block_tokens: u64) -> prometheus::Result<Self> {
+        let counters =
+            |name: &str, help: &str, labels: &[&str]| IntCounterVec::new(Opts::new(name, help), labels);
+        let ages =
+            HistogramOpts::new("kvbm_miss_age_seconds", "How long a block had been gone when it was missed.");
+        Ok(Self {
+            counts: Counts::default(),
+            ages: Default::default(),
+            block_tokens,
+            requests: IntCounter::new("kvbm_requests_total", "Chains leased.")?,
+            requested_tokens: IntCounter::new("kvbm_requested_tokens_total", "Tokens of leased chains.")?,
+            hit_tokens: counters(
+                "kvbm_hit_tokens_total",
+                "Tokens found, by the fastest tier that had them.",
+                &["tier"],
+            )?,
+            misses: counters(
+                "kvbm_misses_total",
+                "Chains held in part or not at all, by why the first block behind is not there.",
+                &["reason", "tier"],
+            )?,
+            missed_tokens: counters(
+                "kvbm_missed_tokens_total",
+                "Tokens not found, by why the first block of them is not there.",
+                &["reason"],
+            )?,
+            miss_age: HistogramVec::new(ages.buckets(AGE_BOUNDS.to_vec()), &["tier"])?,
+            upstream: UpstreamHits::new()?,
+            turn: Mutex::new(()),
+        })
+    }
+
+    /// A chain of `blocks` blocks was leased.
+    pub(super) fn requested(&self, blocks: usize, held: &Match) {
+        count(&self.counts.requests, 1);
+        count(&self.counts.requested, blocks);
+        for (tier, range) in held.plan() {
+            count(&self.counts.hit[tier.index()], range.len());
+        }
+    }
+
+    /// The last `blocks` blocks of a chain were not found, the first of them because of `miss`.
+    pub(super) fn missed(&self, blocks: usize, miss: Miss) {
+        let missed = &self.counts.missed[miss.reason as usize][miss.tier.map_or(Tier::COUNT, Tier::index)];
+        count(&missed.chains, 1);
+        count(&missed.blocks, blocks);
+        if let (Some(tier), Some(age_s)) = (miss.tier, miss.age_s) {
+            let ages =
+                self.ages[tier.index()].get_or_init(|| self.miss_age.with_label_values(&[tier.name()]));
+            ages.observe(age_s as f64);
+        }
+    }
+
+    fn tokens(&self, blocks: &AtomicU64) -> u64 {
+        blocks.load(Ordering::Relaxed) * self.block_tokens
+    }
+
+    fn catch_up(&self) {
+        let _turn = self.turn.lock();
+        // What was hit before what was asked for: no rate is above 1 because of leases that come in between.
+        let hit = self.counts.hit.each_ref().map(|blocks| self.tokens(blocks));
+        let requested = self.tokens(&self.counts.requested);
+        catch_up(&self.requests, self.counts.requests.load(Ordering::Relaxed));
+        catch_up(&self.requested_tokens, requested);
+        for tier in Tier::ALL {
+            // To ask for a counter by its labels makes it appear.
+            if hit[tier.index()] > 0 {
+                catch_up(&self.hit_tokens.with_label_values(&[tier.name()]), hit[tier.index()]);
+            }
+        }
+        MissReason::ALL.into_iter().for_each(|reason| self.catch_up_with_misses(reason));
+        if self.requests.get() > 0 {
+            self.upstream.catch_up(hit, requested);
+        }
+    }
+
+    fn catch_up_with_misses(&self, reason: MissReason) {
+        let missed = &self.counts.missed[reason as usize];
+        let tiers = Tier::ALL.map(Tier::name).into_iter().chain(["none"]);
+        for (missed, tier) in missed.iter().zip(tiers) {
+            let chains = missed.chains.load(Ordering::Relaxed);
+            if chains > 0 {
+                catch_up(&self.misses.with_label_values(&[reason.name(), tier]), chains);
+            }
+        }
+        let tokens: u64 = missed.iter().map(|missed| self.tokens(&missed.blocks)).sum();
+        if tokens > 0 {
+            catch_up(&self.missed_tokens.with_label_values(&[reason.name()]), tokens);
+        }
+    }
+
+    fn collectors(&self) -> impl Iterator<Item = &dyn Collector> {
+        let own: [&dyn Collector; 6] = [
+            &self.requests,
+            &self.requested_tokens,
+            &self.hit_tokens,
+            &self.misses,
+            &self.missed_tokens,
+            &self.miss_age,
+        ];
+        own.into_iter().chain(self.upstream.collectors())
+    }
+}
+
+/// What a registry has of them.
+pub(super) struct LeaseCollector(pub(super) Arc<LeaseMetrics>);
+
+impl Collector for LeaseCollector {
+    fn desc(&self) -> Vec<&Desc> {
+        self.0.collectors().flat_map(Collector::desc).collect()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        self.0.catch_up();
+        self.0.collectors().flat_map(Collector::collect).collect()
+    }
+}

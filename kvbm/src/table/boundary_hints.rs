@@ -1,0 +1,90 @@
+//! Where the boundaries of chains were when somebody leased them last, as a place for the next search to begin.
+//!
+//! Most prompts go on from one that was there before, and most of what that found is there still. Then a search is over
+//! after one round, instead of four or five rounds of cache misses. A hint may be wrong or another chain's: whatever it
+//! says is looked up, so all that depends on it is time.
+
+use kvbm_tiers::Tier;
+
+use super::index::KeyHash;
+use crate::hash::Chain;
+
+/// One hint for so many blocks of the largest tier: shorter chains need none.
+const BLOCKS_A_HINT: usize = 256;
+/// As few hints as this, and as many: 1.3 MB.
+const RANGE: (usize, usize) = (64, 1 << 16);
+/// Of a chain of fewer blocks a search has one or two rounds anyway. Tests have short ones, and hints for them.
+const LEAST_BLOCKS: usize = if cfg!(test) { 4 } else { 32 };
+
+/// By tier: how many leading blocks it had.
+pub(super) type Boundaries = [u32; Tier::COUNT];
+
+/// A table with one place for each hash: what comes later displaces what was there.
+#[derive(Debug)]
+pub(super) struct BoundaryHints(Box<[Hint]>);
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Hint {
+    tag: u32,
+    boundaries: Boundaries,
+}
+
+impl BoundaryHints {
+    /// For tiers of so many blocks.
+    pub(super) fn with_room_for(blocks: usize) -> Self {
+        let hints = (blocks / BLOCKS_A_HINT).next_power_of_two().clamp(RANGE.0, RANGE.1);
+        Self(vec![Hint::default(); hints].into_boxed_slice())
+    }
+
+    /// Where the boundaries of a chain like this were.
+    pub(super) fn find(&self, chain: Chain<'_>) -> Option<Boundaries> {
+        let (place, tag) = anchor(chain)?.halves();
+        let hint = self.0[self.place(place)];
+        (hint.tag == tag).then_some(hint.boundaries)
+    }
+
+    pub(super) fn note(&mut self, chain: Chain<'_>, boundaries: Boundaries) {
+        if let Some((place, tag)) = anchor(chain).map(KeyHash::halves) {
+            let place = self.place(place);
+            self.0[place] = Hint { tag, boundaries };
+        }
+    }
+
+    fn place(&self, hash: u32) -> usize {
+        hash as usize & (self.0.len() - 1)
+    }
+}
+
+/// The block by which a chain is known again when it has grown: between a quarter and half of the way, and the same one
+/// until the chain is twice as long. The root would not do, since many prompts share it.
+fn anchor(chain: Chain<'_>) -> Option<KeyHash> {
+    let is_long = chain.len() >= LEAST_BLOCKS;
+    is_long.then(|| KeyHash::of(chain.key((1 << chain.len().ilog2()) / 2)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hash::BlockHash;
+
+    fn chain(of: u128, blocks: u128) -> Vec<BlockHash> {
+        (0..blocks).map(|at| BlockHash::from_u128(of << 64 | at << 8)).collect()
+    }
+
+    #[test]
+    fn a_chain_that_has_grown_is_known_again_and_another_is_not() {
+        let mut hints = BoundaryHints::with_room_for(1_000_000);
+        let (before, after, other) = (chain(1, 300), chain(1, 500), chain(2, 300));
+        hints.note(Chain::from(&before), [7, 250, 0, 0]);
+        assert_eq!(hints.find(Chain::from(&after)), Some([7, 250, 0, 0]));
+        assert_eq!(hints.find(Chain::from(&other)), None);
+    }
+
+    #[test]
+    fn short_chains_have_none() {
+        let mut hints = BoundaryHints::with_room_for(0);
+        let short = chain(1, LEAST_BLOCKS as u128 - 1);
+        hints.note(Chain::from(&short), [1, 1, 1, 1]);
+        assert_eq!(hints.find(Chain::from(&short)), None);
+    }
+}
