@@ -16,7 +16,6 @@ pub(crate) mod classes {
 }
 
 /// By what a caller can do about it.
-#[allow(dead_code)] // for the modules that open a manager
 pub(crate) fn of_manager(error: &kvbm::Error) -> PyErr {
     let message = error.to_string();
     match error.kind() {

@@ -2,9 +2,15 @@
 //!
 //! | module | holds |
 //! |---|---|
+//! | `chain` | block hashes of a request |
 //! | `errors` | our errors as Python's: the classes are in `kvbm_rs/errors.py` |
+//! | `fingerprint` | what the bytes of blocks depend on, from dictionaries |
+//! | `manager` | the manager, and leases |
+//! | `memory` | an engine's KV tensors, adopted |
 //! | `policy` | our eviction for engines that keep a cache of their own |
+//! | `rank` | processes of tensor parallelism |
 //! | `settings` | [`kvbm_settings::Settings`], from texts, dictionaries and variables |
+//! | `transfer` | loads and saves under way, and how they ended |
 //!
 //! What a class or function is for, its docstring says; their types are in `kvbm_rs/_native.pyi`, and a test compares
 //! the two.
@@ -13,9 +19,15 @@
 // Python's objects come by value, and docstrings are in Python's style.
 #![allow(clippy::needless_pass_by_value, clippy::doc_markdown)]
 
+mod chain;
 mod errors;
+mod fingerprint;
+mod manager;
+mod memory;
 mod policy;
+mod rank;
 mod settings;
+mod transfer;
 
 use pyo3::prelude::*;
 
@@ -24,6 +36,15 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(version, module)?)?;
     policy::add(module)?;
     settings::add(module)?;
+    module.add_class::<chain::Chain>()?;
+    module.add_class::<manager::Manager>()?;
+    module.add_class::<manager::Lease>()?;
+    module.add_class::<memory::EngineMemory>()?;
+    module.add_class::<rank::Rank>()?;
+    module.add_class::<transfer::Load>()?;
+    module.add_class::<transfer::LoadEnd>()?;
+    module.add_class::<transfer::Save>()?;
+    module.add_class::<transfer::SaveEnd>()?;
     Ok(())
 }
 

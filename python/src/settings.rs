@@ -112,6 +112,11 @@ impl Settings {
 }
 
 impl Settings {
+    /// What a manager is opened with.
+    pub(crate) fn plain(&self) -> kvbm_settings::Settings {
+        self.0.settings.clone()
+    }
+
     fn load(loader: Loader, values: Option<&Bound<'_, PyMapping>>) -> PyResult<Self> {
         let mut arguments = Vec::new();
         if let Some(values) = values {

@@ -5,8 +5,33 @@ Settings are those of docs/configuration.md: `Settings.from_environment()`, `Set
 """
 
 from kvbm_rs import errors
-from kvbm_rs._native import Settings, version
+from kvbm_rs._native import (
+    Chain,
+    EngineMemory,
+    Lease,
+    Load,
+    LoadEnd,
+    Manager,
+    Rank,
+    Save,
+    SaveEnd,
+    Settings,
+    version,
+)
 
 __version__ = version()
 
-__all__ = ["Settings", "errors", "version"]
+__all__ = [
+    "Chain",
+    "EngineMemory",
+    "Lease",
+    "Load",
+    "LoadEnd",
+    "Manager",
+    "Rank",
+    "Save",
+    "SaveEnd",
+    "Settings",
+    "errors",
+    "version",
+]

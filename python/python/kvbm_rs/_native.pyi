@@ -1,6 +1,6 @@
 """Types of the native module. Its docstrings say the rest."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import final
 
@@ -42,3 +42,92 @@ class ChunkPolicy:
     def finish(self, request: str, positions: dict[bytes, int], reused: list[bytes]) -> None: ...
     def clear(self) -> None: ...
     def __len__(self) -> int: ...
+class Chain:
+    def __new__(cls, hashes: Iterable[bytes] | None = None) -> Chain: ...
+    def extend(self, hashes: Iterable[bytes]) -> None: ...
+    def __len__(self) -> int: ...
+@final
+class EngineMemory:
+    def __new__(
+        cls,
+        slots: int,
+        layers: int,
+        parts: Sequence[tuple[int, int, int]],
+        *,
+        owner: object,
+        device: int | None = None,
+    ) -> EngineMemory: ...
+    @staticmethod
+    def in_ranks(slots: int, layers: int) -> EngineMemory: ...
+@final
+class Lease:
+    blocks: int
+    by_tier: dict[str, int]
+@final
+class Load:
+    def poll(self) -> LoadEnd | None: ...
+    def wait(self, seconds: float) -> LoadEnd | None: ...
+    def wait_layers(self, layers: int, seconds: float) -> bool: ...
+    def cancel(self) -> None: ...
+@final
+class LoadEnd:
+    arrived: int
+    failed: int
+    def slots_are_free(self) -> bool: ...
+@final
+class Manager:
+    def __new__(
+        cls,
+        settings: Settings,
+        memory: EngineMemory,
+        *,
+        block_tokens: int,
+        fingerprint: Mapping[str, object] | None = None,
+        ranks: tuple[str | PathLike[str], int, float] | None = None,
+    ) -> Manager: ...
+    def lease(
+        self, chain: Chain, *, request: int | None = None, tenant: int | None = None, priority: int | None = None
+    ) -> Lease: ...
+    def load_into(self, lease: Lease, first: int, slots: Sequence[int]) -> Load: ...
+    def save_from(
+        self,
+        chain: Chain,
+        first: int,
+        slots: Sequence[int],
+        *,
+        request: int | None = None,
+        tenant: int | None = None,
+        priority: int | None = None,
+    ) -> Save: ...
+    def finished(self, request: int, output_tokens: int) -> None: ...
+    def reset(self) -> int: ...
+    def drain(self, seconds: float) -> bool: ...
+    def recovered(self) -> dict[str, int]: ...
+    def occupancy(self) -> dict[str, tuple[int, int]]: ...
+    def metrics(self) -> str: ...
+    def close(self, seconds: float) -> bool: ...
+@final
+class Rank:
+    def __new__(
+        cls,
+        settings: Settings,
+        memory: EngineMemory,
+        *,
+        group: tuple[str | PathLike[str], int, float],
+        rank: int,
+        fingerprint: Mapping[str, object] | None = None,
+    ) -> Rank: ...
+@final
+class Save:
+    def poll(self) -> SaveEnd | None: ...
+    def wait(self, seconds: float) -> SaveEnd | None: ...
+    def cancel(self) -> None: ...
+@final
+class SaveEnd:
+    blocks: int
+    copied: int
+    duplicates: int
+    orphans: int
+    declined: int
+    refused: int
+    failed: int

@@ -2,5 +2,6 @@
 
 | class | in vLLM's configuration |
 |---|---|
+| `kvbm_rs.vllm.connector.KvbmConnector` | `"kv_connector": "KvbmConnector", "kv_connector_module_path": "kvbm_rs.vllm.connector"` |
 | `kvbm_rs.vllm.policy.HazardPolicy` | `"eviction_policy": "HazardPolicy", "cache_policy_module_path": "kvbm_rs.vllm.policy"` |
 """

@@ -1,0 +1,122 @@
+"""`KvbmConnector`: vLLM's KV blocks in our tiers. docs/vllm.md shows how to configure it.
+
+The scheduler's role has the manager, which decides what lies where; the worker's role adopts the KV tensors, between
+which and the tiers blocks go straight. With one worker both are in one process, and the manager copies itself; with
+several each worker is a rank that copies its slice.
+
+| module | holds |
+|---|---|
+| `config` | what `kv_connector_extra_config` may say, and what the bytes of blocks depend on |
+| `tensors` | where the pieces of a block lie in the KV tensors |
+| `scheduler` | the scheduler's role: look-ups, loads, saves, and which blocks are held for them |
+| `worker` | the worker's role: adopts tensors, passes on what has ended |
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+
+from kvbm_rs.vllm.connector.config import Config
+from kvbm_rs.vllm.connector.scheduler import Scheduler
+from kvbm_rs.vllm.connector.worker import Worker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ["KvbmConnector"]
+
+
+class KvbmConnector(KVConnectorBase_V1):
+    """Plugs the block manager into an unmodified vLLM.
+
+    Set `kv_connector="KvbmConnector"`, `kv_connector_module_path="kvbm_rs.vllm.connector"` and `kv_role="kv_both"`.
+    """
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = Config(vllm_config, kv_cache_config)
+        # One of them, by role: vLLM calls the methods of a role on that role's connector only.
+        self._scheduler = Scheduler(config) if role == KVConnectorRole.SCHEDULER else None
+        self._worker = Worker(config) if role == KVConnectorRole.WORKER else None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        # A cache: what it does not keep is computed again.
+        return False
+
+    # The scheduler's role.
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.bind(kv_cache_manager)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return self._scheduler.look_up(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self._scheduler.load(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        return self._scheduler.sources(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        return self._scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.stepped(connector_output.kv_connector_worker_meta)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        self._scheduler.finish(request, block_ids)
+        # Blocks that are still to be saved are held one by one.
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.is_saving()
+
+    def reset_cache(self) -> bool:
+        return self._scheduler.reset()
+
+    # The worker's role.
+
+    def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
+        self._worker.adopt(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        pass
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker.begin(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._worker.results()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.bad_blocks()
+
+    def build_connector_worker_meta(self) -> Any:
+        return self._worker.stepped()
+
+    # Both.
+
+    def shutdown(self) -> None:
+        for role in (self._scheduler, self._worker):
+            if role is not None:
+                role.shutdown()

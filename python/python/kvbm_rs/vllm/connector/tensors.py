@@ -1,0 +1,54 @@
+"""Where the pieces of a block lie in an engine's KV tensors."""
+
+import itertools
+from typing import TYPE_CHECKING
+
+from kvbm_rs import EngineMemory
+from kvbm_rs.errors import InvalidError
+
+if TYPE_CHECKING:
+    import torch
+
+Part = tuple[int, int, int]
+
+
+def adopt(tensors: list["torch.Tensor"], slots: int, block_bytes: int) -> EngineMemory:
+    """The memory of `tensors`, one for each layer, with one piece or several of each of `slots` blocks.
+
+    The bytes are opaque: whatever a backend of vLLM keeps in them comes back as it was.
+    """
+    parts = [part for tensor in tensors for part in parts_of(tensor, slots)]
+    found = sum(part[2] for part in parts)
+    if found != block_bytes:
+        raise InvalidError(
+            f"a block has {found} bytes in the KV tensors, and {block_bytes} by vLLM's page size: "
+            "this layout is not known"
+        )
+    device = tensors[0].device
+    ordinal = device.index if device.type == "cuda" else None
+    return EngineMemory(slots, len(tensors), parts, owner=tensors, device=ordinal)
+
+
+def parts_of(tensor: "torch.Tensor", slots: int) -> list[Part]:
+    """The pieces of a layer's block: address, bytes from slot to slot, and bytes of a piece.
+
+    Dimensions before the one that counts blocks (keys and values apart) make pieces; those after it lie together.
+    """
+    dimension = block_dimension(tensor, slots)
+    size = tensor.element_size()
+    stride = tensor.stride(dimension) * size
+    piece = tensor[(0,) * (dimension + 1)].numel() * size
+    outer = itertools.product(*(range(extent) for extent in tensor.shape[:dimension]))
+    offsets = (sum(i * step for i, step in zip(at, tensor.stride())) * size for at in outer)
+    return [(tensor.data_ptr() + offset, stride, piece) for offset in offsets]
+
+
+def block_dimension(tensor: "torch.Tensor", slots: int) -> int:
+    """Which dimension of a layer's KV tensor counts blocks."""
+    for dimension, extent in enumerate(tensor.shape):
+        if extent == slots and tensor[(0,) * (dimension + 1)].is_contiguous():
+            return dimension
+    raise InvalidError(
+        f"a KV tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has no {slots} blocks whose bytes "
+        "lie together"
+    )

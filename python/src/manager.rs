@@ -1,0 +1,167 @@
+//! The manager.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use kvbm::{Hints, Options, RankGroup, RequestId, RequestInfo, SlotId, Tier};
+use prometheus::{Registry, TextEncoder};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::chain::Chain;
+use crate::errors::{classes, of_manager};
+use crate::fingerprint::fingerprint;
+use crate::memory::EngineMemory;
+use crate::settings::Settings;
+use crate::transfer::{Load, READY, Save, duration};
+
+/// Keeps an engine's KV blocks in tiers of DRAM, disk and objects, and gives them back.
+///
+/// Args:
+///     settings: its tiers. `block_bytes` is that of the engine's memory, or of one rank's slice of it.
+///     memory: the engine's KV tensors.
+///     block_tokens: tokens in a block.
+///     fingerprint: what the bytes depend on besides tokens, such as `{"model": …, "weights": …}`. Without one nothing is
+///         found again after a restart.
+///     ranks: `(directory, world, seconds)` for the leader of so many ranks: where they meet, and how long it waits for
+///         them.
+///
+/// Opening takes memory and files, and blocks meanwhile.
+#[pyclass(module = "kvbm_rs", frozen)]
+#[derive(Debug)]
+pub(crate) struct Manager {
+    manager: Arc<kvbm::Manager>,
+    registry: Registry,
+}
+
+#[pymethods]
+impl Manager {
+    #[new]
+    #[pyo3(signature = (settings, memory, *, block_tokens, fingerprint=None, ranks=None))]
+    fn new(
+        py: Python<'_>,
+        settings: &Settings,
+        memory: &EngineMemory,
+        block_tokens: u64,
+        fingerprint: Option<&Bound<'_, PyDict>>,
+        ranks: Option<(PathBuf, u16, f64)>,
+    ) -> PyResult<Self> {
+        let registry = Registry::new();
+        let options = Options {
+            registry: registry.clone(),
+            block_tokens,
+            fingerprint: fingerprint.map(self::fingerprint).transpose()?,
+            ranks: ranks.map(|(dir, world, seconds)| RankGroup { dir, world, limit: duration(seconds) }),
+            ..Options::default()
+        };
+        let (settings, memory) = (settings.plain(), memory.0.clone());
+        let runtime = tokio::runtime::Builder::new_current_thread().build()?;
+        let opened = py.detach(|| runtime.block_on(kvbm::Manager::open_with(settings, options, memory)));
+        let manager = Arc::new(opened.map_err(|error| of_manager(&error))?);
+        Ok(Self { manager, registry })
+    }
+
+    /// Pins the leading blocks of `chain` wherever they are, and counts as their use by `request`.
+    #[pyo3(signature = (chain, *, request=None, tenant=None, priority=None))]
+    fn lease(
+        &self,
+        py: Python<'_>,
+        chain: &Chain,
+        request: Option<u64>,
+        tenant: Option<u32>,
+        priority: Option<u8>,
+    ) -> Lease {
+        let hints = Hints { tenant, priority, ..Hints::default() };
+        let info = RequestInfo { request: request.map(RequestId), hints };
+        let lease = py.detach(|| self.manager.lease_for(info, &chain.0));
+        let held = lease.held();
+        let by_tier = held.plan().map(|(tier, blocks)| (tier.name(), blocks.len())).collect();
+        Lease { blocks: held.worth_loading(), by_tier, lease: Some(lease) }
+    }
+
+    /// Copies the blocks from position `first` on that `lease` holds into `slots`, which nobody else may use until it has
+    /// ended. The lease is used up.
+    fn load_into(&self, py: Python<'_>, lease: &mut Lease, first: usize, slots: Vec<u32>) -> PyResult<Load> {
+        let taken = lease.lease.take();
+        let taken = taken.ok_or_else(|| classes::InvalidError::new_err("the lease was used before"))?;
+        let slots: Vec<_> = slots.into_iter().map(SlotId).collect();
+        let blocks = first..first.saturating_add(slots.len());
+        Ok(Load(py.detach(|| self.manager.load_into(taken, blocks, &slots, READY))))
+    }
+
+    /// Copies successive blocks of `chain`, from position `first` on, out of `slots`, which must not change until it has
+    /// ended. Those that are there already are not copied again; what has no block before it there is not kept.
+    #[pyo3(signature = (chain, first, slots, *, request=None, tenant=None, priority=None))]
+    #[allow(clippy::too_many_arguments)] // by name, from Python
+    fn save_from(
+        &self,
+        py: Python<'_>,
+        chain: &Chain,
+        first: usize,
+        slots: Vec<u32>,
+        request: Option<u64>,
+        tenant: Option<u32>,
+        priority: Option<u8>,
+    ) -> Save {
+        let hints = Hints { tenant, priority, ..Hints::default() };
+        let info = RequestInfo { request: request.map(RequestId), hints };
+        let slots: Vec<_> = slots.into_iter().map(SlotId).collect();
+        let end = first.saturating_add(slots.len()).min(chain.0.len());
+        Save(py.detach(|| self.manager.save_from(info, &chain.0[..end], first, &slots, READY)))
+    }
+
+    /// Says that a request has ended, and how many tokens it generated: policies learn from it.
+    fn finished(&self, py: Python<'_>, request: u64, output_tokens: u32) {
+        py.detach(|| self.manager.finished(RequestId(request), output_tokens));
+    }
+
+    /// Begins the next epoch: no block that was there before is found again. Returns its number.
+    fn reset(&self, py: Python<'_>) -> PyResult<u64> {
+        let epoch = self.manager.epoch() + 1;
+        py.detach(|| self.manager.reset(epoch)).map_err(|error| of_manager(&error))?;
+        Ok(epoch)
+    }
+
+    /// Writes what is to be written to the lower tiers, and waits for it, `seconds` at most. Whether nothing is left.
+    fn drain(&self, py: Python<'_>, seconds: f64) -> bool {
+        let limit = duration(seconds);
+        py.detach(|| self.manager.drain(limit)).is_complete()
+    }
+
+    /// Blocks of each tier that were found at the start, left there by an earlier process.
+    fn recovered(&self) -> BTreeMap<&'static str, usize> {
+        self.manager.recovered().iter().map(|report| (report.tier.name(), report.blocks)).collect()
+    }
+
+    /// Slots of each tier: in all, and with a block that can be read.
+    fn occupancy(&self) -> BTreeMap<&'static str, (u32, u32)> {
+        let tiers = Tier::ALL.into_iter().map(|tier| (tier.name(), self.manager.counts(tier)));
+        tiers.filter(|(_, counts)| counts.total > 0).map(|(tier, counts)| (tier, (counts.total, counts.resident))).collect()
+    }
+
+    /// Its metrics as Prometheus reads them: docs/metrics.md.
+    fn metrics(&self, py: Python<'_>) -> PyResult<String> {
+        let text = py.detach(|| TextEncoder::new().encode_to_string(&self.registry.gather()));
+        text.map_err(|error| classes::KvbmError::new_err(error.to_string()))
+    }
+
+    /// Ends everything, and waits `seconds` at most for what the media work on. `True`: nobody touches the memory any more.
+    fn close(&self, py: Python<'_>, seconds: f64) -> bool {
+        let limit = duration(seconds);
+        py.detach(|| self.manager.close(limit)).is_complete()
+    }
+}
+
+/// The right to read a chain's leading blocks, until it is used up or dropped.
+#[pyclass(module = "kvbm_rs")]
+#[derive(Debug)]
+pub(crate) struct Lease {
+    /// Leading blocks that are worth loading.
+    #[pyo3(get)]
+    blocks: usize,
+    /// How many of the leading blocks come from which tier.
+    #[pyo3(get)]
+    by_tier: BTreeMap<&'static str, usize>,
+    lease: Option<kvbm::Lease>,
+}

@@ -1,0 +1,53 @@
+//! Ranks: processes of tensor parallelism.
+
+use std::path::PathBuf;
+
+use kvbm::{RankGroup, RankOptions};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::errors::of_manager;
+use crate::fingerprint::fingerprint;
+use crate::memory::EngineMemory;
+use crate::settings::Settings;
+use crate::transfer::duration;
+
+/// A tensor-parallel rank: it moves its slice of blocks as its leader, a `Manager` in another process, says, on a thread of
+/// its own.
+///
+/// Args:
+///     settings: the leader's; capacities and `block_bytes` are of one rank's slice.
+///     memory: its KV tensors.
+///     group: `(directory, world, seconds)`: where leader and ranks meet, how many ranks there are, how long it waits.
+///     rank: its number, from 0.
+///     fingerprint: the leader's.
+///
+/// Blocks until the leader is there. Dropping it ends its service.
+#[pyclass(module = "kvbm_rs", frozen)]
+#[derive(Debug)]
+pub(crate) struct Rank {
+    #[allow(dead_code)] // kept for its drop
+    rank: kvbm::Rank,
+}
+
+#[pymethods]
+impl Rank {
+    #[new]
+    #[pyo3(signature = (settings, memory, *, group, rank, fingerprint=None))]
+    fn new(
+        py: Python<'_>,
+        settings: &Settings,
+        memory: &EngineMemory,
+        group: (PathBuf, u16, f64),
+        rank: u16,
+        fingerprint: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Self> {
+        let (dir, world, seconds) = group;
+        let group = RankGroup { dir, world, limit: duration(seconds) };
+        let fingerprint = fingerprint.map(self::fingerprint).transpose()?;
+        let options = RankOptions { group, rank, fingerprint, chaos: None };
+        let (settings, memory) = (settings.plain(), memory.0.clone());
+        let joined = py.detach(|| kvbm::Rank::join_with(&settings, options, &memory));
+        joined.map(|rank| Self { rank }).map_err(|error| of_manager(&error))
+    }
+}

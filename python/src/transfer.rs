@@ -1,0 +1,128 @@
+//! Transfers under way, and how they ended.
+
+use std::time::Duration;
+
+use kvbm::{Fence, Loaded, Saved, Transfer, Writers};
+use pyo3::prelude::*;
+
+use crate::errors::of_manager;
+
+/// A load into an engine's slots. Dropping it loses the answer, not the work.
+#[pyclass(module = "kvbm_rs")]
+#[derive(Debug)]
+pub(crate) struct Load(pub(crate) Transfer<Loaded>);
+
+#[pymethods]
+impl Load {
+    /// How it ended, or `None` while it is under way. The answer is given once.
+    fn poll(&mut self) -> PyResult<Option<LoadEnd>> {
+        ended(self.0.try_take(), LoadEnd::new)
+    }
+
+    /// How it ended, for which it waits `seconds` at most; `None`: it has not.
+    fn wait(&mut self, py: Python<'_>, seconds: f64) -> PyResult<Option<LoadEnd>> {
+        let limit = duration(seconds);
+        ended(py.detach(|| self.0.wait_for(limit)), LoadEnd::new)
+    }
+
+    /// Waits, `seconds` at most, until the first `layers` layers of every block are there. `False`: they are not.
+    fn wait_layers(&self, py: Python<'_>, layers: u16, seconds: f64) -> bool {
+        let limit = duration(seconds);
+        py.detach(|| self.0.wait_layers(layers, limit))
+    }
+
+    /// Ends it early: what waits in a queue is not copied.
+    fn cancel(&mut self) {
+        self.0.cancel();
+    }
+}
+
+/// How a load ended. Counts are in blocks.
+#[pyclass(module = "kvbm_rs", frozen)]
+#[derive(Debug)]
+pub(crate) struct LoadEnd {
+    /// Leading wanted blocks that are in their slots now.
+    #[pyo3(get)]
+    arrived: usize,
+    /// Those behind them, whose slots hold nothing that can be used.
+    #[pyo3(get)]
+    failed: usize,
+    writers: Writers,
+}
+
+impl LoadEnd {
+    fn new(loaded: Loaded) -> Self {
+        Self { arrived: loaded.arrived, failed: loaded.failed, writers: loaded.writers }
+    }
+}
+
+#[pymethods]
+impl LoadEnd {
+    /// Whether no medium may still write the slots of those that failed: until then they must not be used.
+    fn slots_are_free(&self) -> bool {
+        self.writers.are_gone()
+    }
+}
+
+/// A save from an engine's slots. Dropping it loses the answer, not the work.
+#[pyclass(module = "kvbm_rs")]
+#[derive(Debug)]
+pub(crate) struct Save(pub(crate) Transfer<Saved>);
+
+#[pymethods]
+impl Save {
+    /// How it ended, or `None` while it is under way. The answer is given once.
+    fn poll(&mut self) -> PyResult<Option<SaveEnd>> {
+        ended(self.0.try_take(), |saved| SaveEnd::new(&saved))
+    }
+
+    /// How it ended, for which it waits `seconds` at most; `None`: it has not.
+    fn wait(&mut self, py: Python<'_>, seconds: f64) -> PyResult<Option<SaveEnd>> {
+        let limit = duration(seconds);
+        ended(py.detach(|| self.0.wait_for(limit)), |saved| SaveEnd::new(&saved))
+    }
+
+    /// Ends it early: what waits in a queue is not copied.
+    fn cancel(&mut self) {
+        self.0.cancel();
+    }
+}
+
+/// How a save ended. Counts are in blocks.
+#[pyclass(module = "kvbm_rs", frozen, get_all)]
+#[derive(Debug)]
+pub(crate) struct SaveEnd {
+    /// Leading blocks of the chain that the uppermost tier has now.
+    blocks: usize,
+    /// Copied by this save.
+    copied: usize,
+    /// There before, or on their way.
+    duplicates: usize,
+    /// Not kept, because those before them are not there.
+    orphans: usize,
+    /// Not worth the room that they would take.
+    declined: usize,
+    /// Found no room, or the medium is left alone for now.
+    refused: usize,
+    /// Failed, with those behind them.
+    failed: usize,
+}
+
+impl SaveEnd {
+    fn new(saved: &Saved) -> Self {
+        let &Saved { blocks, copied, duplicates, orphans, declined, refused, failed, .. } = saved;
+        Self { blocks, copied, duplicates, orphans, declined, refused, failed }
+    }
+}
+
+/// What the engine's work on the slots must come before: work on the CPU has ended when the engine says so.
+pub(crate) const READY: Fence = Fence::Done;
+
+fn ended<T, E>(answer: Option<kvbm::Result<T>>, end: impl FnOnce(T) -> E) -> PyResult<Option<E>> {
+    answer.transpose().map(|answer| answer.map(end)).map_err(|error| of_manager(&error))
+}
+
+/// Of what Python counts in seconds; what is no time is none.
+pub(crate) fn duration(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds).unwrap_or(if seconds > 0.0 { Duration::MAX } else { Duration::ZERO })
+}
