@@ -1,6 +1,8 @@
 """What tests of real engines share."""
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,3 +16,11 @@ def model(tmp_path_factory) -> Path:
     kept = os.environ.get("KVBM_MODELS")
     place = Path(kept) if kept else tmp_path_factory.mktemp("models")
     return models.make(place / "tiny", "tiny")
+
+
+@pytest.fixture
+def shared_memory():
+    """A directory on tmpfs, as persistent memory needs it."""
+    directory = tempfile.mkdtemp(dir="/dev/shm", prefix="kvbm-test-")
+    yield Path(directory)
+    shutil.rmtree(directory)

@@ -1,0 +1,217 @@
+"""`KvbmConnector` in real engines: what they say with it is what they say without it, and less is computed."""
+
+import pytest
+
+import connector_probe
+from engine import BLOCK, TINY_BLOCK_BYTES, Engine, EngineError, prompt
+
+LENGTH = 10 * BLOCK + 5
+# What a prompt costs that is served as far as it can be: the tokens behind its last full block, and those generated.
+SERVED = 5 + 7
+
+
+def connector(settings: dict, **extra) -> dict:
+    """Arguments of an engine with tiers of these settings."""
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "KvbmConnector",
+            "kv_connector_module_path": "kvbm_rs.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"settings": settings, **extra},
+        },
+        # Without statistics vLLM does not ask where hits come from.
+        "disable_log_stats": False,
+    }
+
+
+def host(blocks: int, **more) -> dict:
+    return {"host.capacity": blocks * TINY_BLOCK_BYTES, **more}
+
+
+def probe(engine: Engine, function: str, **arguments):
+    """Calls a function of `connector_probe` in the engine's process."""
+    assert hasattr(connector_probe, function)
+    return engine.call(f"connector_probe:{function}", **arguments)
+
+
+def is_at_rest(engine: Engine) -> bool:
+    """Whether nothing of a finished request is left: no state, no block of the engine's held, no slot lost."""
+    engine.settle()
+    return probe(engine, "left") == {"requests": 0, "loading": 0, "saving": 0, "ending": 0, "used_blocks": 1}
+
+
+@pytest.fixture(scope="module")
+def said(model) -> list[list[int]]:
+    """What an engine without connector says to the prompts 0 to 9."""
+    with Engine(model) as engine:
+        return [engine.generate(prompt(number, LENGTH)).said[0] for number in range(10)]
+
+
+def test_what_the_engine_forgot_comes_from_below(model, said):
+    with Engine(model, **connector(host(64))) as engine:
+        cold = engine.generate(prompt(0, LENGTH))
+        assert (cold.said, cold.scheduled) == ([said[0]], LENGTH + 7)
+        hit = engine.generate(prompt(0, LENGTH))
+        assert (hit.said, hit.scheduled) == ([said[0]], SERVED), "from the engine's own cache"
+
+        assert engine.reset()
+        probe(engine, "watch")
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said, warm.scheduled) == ([said[0]], SERVED), "from the host tier"
+        assert probe(engine, "watched")["sources"] == {"host": 10 * BLOCK}
+
+        # A prompt that is all full blocks: its last token is computed all the same.
+        assert engine.generate(prompt(0, 10 * BLOCK)).scheduled <= BLOCK + 7
+        assert is_at_rest(engine)
+
+        # New weights: what was kept is not served any more, and what comes then is.
+        assert engine.reset(connector=True)
+        assert engine.generate(prompt(0, LENGTH)).scheduled == LENGTH + 7
+        assert engine.reset()
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
+        assert is_at_rest(engine)
+
+
+def test_generated_tokens_are_kept_unless_told_not_to(model):
+    for keeps, served in ((True, 3 * BLOCK), (False, BLOCK)):
+        with Engine(model, **connector(host(64), save_generated=keeps)) as engine:
+            first = prompt(1, BLOCK + 4)
+            answer = engine.generate(first, tokens=2 * BLOCK)
+            assert engine.reset()
+            turn = first + answer.said[0] + prompt(2, 9)
+            assert engine.generate(turn).scheduled == len(turn) - served + 7
+
+
+def test_a_process_that_was_killed_leaves_its_blocks_to_the_next(model, said, tmp_path):
+    memory = tmp_path / "memory"
+    tiers = host(64, **{"host.persist": str(memory), "host.persist_index": str(memory)})
+    disk = {"disk.capacity": 256 * TINY_BLOCK_BYTES, "disk.dirs": str(tmp_path), "disk.keep": True}
+    with Engine(model, **connector(disk | {"flush.interval_ms": 10})) as engine:
+        engine.generate(prompt(0, LENGTH))
+        assert probe(engine, "drain")
+        engine.kill()
+    with Engine(model, **connector(disk)) as engine:
+        probe(engine, "watch")
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
+        assert probe(engine, "watched")["sources"] == {"disk": 10 * BLOCK}
+    # /dev/shm is where memory survives a process; another file system is refused, and says so.
+    with pytest.raises(EngineError, match="tmpfs|hugetlbfs"):
+        Engine(model, **connector(tiers))
+
+
+def test_persistent_memory_serves_the_next_process(model, said, shared_memory):
+    tiers = host(64, **{"host.persist": str(shared_memory)})
+    with Engine(model, **connector(tiers)) as engine:
+        engine.generate(prompt(0, LENGTH))
+        engine.settle()
+        engine.kill()
+    with Engine(model, **connector(tiers)) as engine:
+        probe(engine, "watch")
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
+        assert probe(engine, "watched")["sources"] == {"host": 10 * BLOCK}
+    # Other weights find nothing, and do not disturb what is there.
+    with Engine(model, **connector(tiers, weights="others")) as engine:
+        assert engine.generate(prompt(0, LENGTH)).scheduled == LENGTH + 7
+
+
+def test_bytes_that_changed_are_computed_again(model, said, tmp_path):
+    disk = {"disk.capacity": 64 * TINY_BLOCK_BYTES, "disk.dirs": str(tmp_path), "disk.keep": True}
+    with Engine(model, **connector(disk | {"flush.interval_ms": 10})) as engine:
+        engine.generate(prompt(0, LENGTH))
+        assert probe(engine, "drain")
+    spoil(tmp_path)
+    with Engine(model, **connector(disk)) as engine:
+        answer = engine.generate(prompt(0, LENGTH))
+        assert answer.said == [said[0]]
+        assert answer.scheduled >= LENGTH + 7, "computed again, after a load that failed"
+        # And then it heals.
+        assert probe(engine, "drain")
+        assert engine.reset()
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
+        assert is_at_rest(engine)
+
+
+def test_a_wrong_byte_would_show(model, said):
+    """The control of all others: with bytes that changed in the host tier behind everybody's back, tokens differ."""
+    with Engine(model, **connector(host(64))) as engine:
+        engine.generate(prompt(0, LENGTH))
+        assert engine.reset()
+        probe(engine, "spoil_next_load")
+        spoiled = engine.generate(prompt(0, LENGTH))
+        assert spoiled.scheduled == SERVED
+        assert spoiled.said != [said[0]]
+
+
+def test_preempted_requests_say_the_same(model, said):
+    few = {"num_gpu_blocks_override": 24, "max_num_seqs": 6}
+    with Engine(model, **connector(host(256)), **few) as engine:
+        probe(engine, "watch")
+        for _ in range(2):
+            answer = engine.generate(*(prompt(number, LENGTH) for number in range(10)), tokens=8)
+            assert answer.said == said
+        long = engine.generate(*(prompt(number, 4 * BLOCK) for number in range(6)), tokens=3 * BLOCK)
+        assert probe(engine, "watched")["preempted"] > 0
+        again = engine.generate(*(prompt(number, 4 * BLOCK) for number in range(6)), tokens=3 * BLOCK)
+        assert again.said == long.said
+        assert is_at_rest(engine)
+
+
+def test_a_hot_prefix_that_never_leaves_the_engine_stays_below(model):
+    hot = prompt(0, 4 * BLOCK)
+    # Room below for the hot prefix and a few strangers only.
+    with Engine(model, **connector(host(16))) as engine:
+        for number in range(1, 12):
+            engine.generate(hot + prompt(number, 5), tokens=1)
+            engine.generate(prompt(100 + number, 5 * BLOCK), tokens=1)
+        assert engine.reset()
+        again = engine.generate(hot + prompt(50, 5), tokens=1)
+        assert again.scheduled == 5
+
+
+def test_requests_that_are_aborted_leave_nothing(model, said):
+    with Engine(model, **connector(host(64))) as engine:
+        engine.generate(prompt(0, LENGTH))
+        assert engine.reset()
+        # While it waits, while it loads, while it computes, while it generates.
+        for steps in range(6):
+            probe(engine, "abort_after", prompt=prompt(0, LENGTH), steps=steps)
+            assert is_at_rest(engine)
+            assert engine.reset()
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
+
+
+def test_what_is_wrong_with_the_configuration_is_said(model):
+    with pytest.raises(EngineError, match=r"no 'setings'; valid: settings, weights, save_generated"):
+        Engine(model, **connector(host(64), setings={}))
+    with pytest.raises(EngineError, match="host.capacity"):
+        Engine(model, **connector({"host.capasity": "1GiB"}))
+
+
+def test_two_ranks_serve_together(model, said):
+    two = {"tensor_parallel_size": 2}
+    with Engine(model, environment={"OMP_NUM_THREADS": "1"}, **connector({"host.capacity": "16MiB"}), **two) as engine:
+        cold = engine.generate(prompt(0, LENGTH))
+        assert engine.reset()
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said, warm.scheduled) == (cold.said, SERVED)
+        assert is_at_rest(engine)
+
+
+def spoil(directory) -> None:
+    """Changes a byte in the middle of each block of the slot files in `directory`."""
+    files = [file for file in directory.rglob("*") if file.is_file() and file.stat().st_size >= TINY_BLOCK_BYTES]
+    assert files
+    for file in files:
+        with file.open("r+b") as slots:
+            for start in range(0, file.stat().st_size, TINY_BLOCK_BYTES):
+                slots.seek(start + TINY_BLOCK_BYTES // 2)
+                byte = slots.read(1)
+                if byte:
+                    slots.seek(start + TINY_BLOCK_BYTES // 2)
+                    slots.write(bytes([byte[0] ^ 0x40]))
