@@ -77,13 +77,13 @@ impl Manager {
         let lease = py.detach(|| self.manager.lease_for(info, &chain.0));
         let held = lease.held();
         let by_tier = held.plan().map(|(tier, blocks)| (tier.name(), blocks.len())).collect();
-        Lease { blocks: held.worth_loading(), by_tier, lease: Some(lease) }
+        Lease { blocks: held.worth_loading(), by_tier, held: Some(lease) }
     }
 
     /// Copies the blocks from position `first` on that `lease` holds into `slots`, which nobody else may use until it has
     /// ended. The lease is used up.
     fn load_into(&self, py: Python<'_>, lease: &mut Lease, first: usize, slots: Vec<u32>) -> PyResult<Load> {
-        let taken = lease.lease.take();
+        let taken = lease.held.take();
         let taken = taken.ok_or_else(|| classes::InvalidError::new_err("the lease was used before"))?;
         let slots: Vec<_> = slots.into_iter().map(SlotId).collect();
         let blocks = first..first.saturating_add(slots.len());
@@ -163,5 +163,5 @@ pub(crate) struct Lease {
     /// How many of the leading blocks come from which tier.
     #[pyo3(get)]
     by_tier: BTreeMap<&'static str, usize>,
-    lease: Option<kvbm::Lease>,
+    held: Option<kvbm::Lease>,
 }
