@@ -72,13 +72,11 @@ impl Table {
         self.boundary_hints.note(self.enter(chain), Tier::ALL.map(|tier| held.blocks(tier) as u32));
         let context = RequestContext { info: self.named(info), path: chain.len() as u32 };
         let mut pins = Pins { held, ..Pins::of_nothing(context, self.namespace()) };
-        // All are pinned before any is touched: their cache misses overlap.
         for tier in Tier::ALL {
             if let Some(record) = deepest[tier.index()] {
-                self.pin_deepest(&mut pins, tier, record);
+                self.pin_deepest(&mut pins, tier, record, held.blocks(tier) as u32);
             }
         }
-        Tier::ALL.into_iter().for_each(|tier| self.touch_deepest(&pins, tier));
         pins
     }
 
@@ -91,24 +89,19 @@ impl Table {
         RequestInfo { request: Some(request), ..info }
     }
 
-    fn pin_deepest(&mut self, pins: &mut Pins, tier: Tier, record: RecordId) {
+    fn pin_deepest(&mut self, pins: &mut Pins, tier: Tier, record: RecordId, depth: u32) {
         let slot = self.records.at(record).slot(tier);
-        if self.tier_mut(tier).at_mut(slot).pin() {
-            pins.deepest[tier.index()] = Some(slot);
-        } else {
+        let access = pins.context.access(self.now_ms, slot, depth, 0);
+        let (held, records) = self.tier_and_records(tier);
+        if !held.at_mut(slot).pin() {
             pins.held.set(tier, 0);
+            return;
         }
-    }
-
-    /// The deepest block alone: its age flows up to its parent when it leaves, so a use costs the same however long the
-    /// chain.
-    fn touch_deepest(&mut self, pins: &Pins, tier: Tier) {
-        if let Some(slot) = pins.deepest(tier) {
-            let access = pins.context.access(self.now_ms, slot, pins.held.blocks(tier) as u32, 0);
-            let (held, records) = self.tier_and_records(tier);
-            held.touch(&access, records);
-            self.want_flush_again(tier, slot, pins.context.info);
-        }
+        pins.deepest[tier.index()] = Some(slot);
+        // The deepest block alone: its age flows up to its parent when it leaves, so a use costs the same however long
+        // the chain.
+        held.touch(&access, records);
+        self.want_flush_again(tier, slot, pins.context.info);
     }
 
     /// Ends a lease.
