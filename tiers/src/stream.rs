@@ -20,13 +20,16 @@ const AHEAD_BYTES: usize = 2 << 10;
 /// If the sizes differ.
 pub(crate) fn copy(from: &[u8], to: &mut [u8]) {
     assert_eq!(from.len(), to.len(), "blocks of one size");
-    let lines = if is_aligned(to) { from.len() / LINE * LINE } else { 0 };
-    copy_lines(&from[..lines], &mut to[..lines]);
-    to[lines..].copy_from_slice(&from[lines..]);
-}
-
-fn is_aligned(to: &[u8]) -> bool {
-    to.as_ptr().addr().is_multiple_of(LINE)
+    // An engine's tensors start anywhere, and an ordinary copy of all of it would take as long again.
+    let head = to.as_ptr().align_offset(LINE).min(to.len());
+    let (from_head, from) = from.split_at(head);
+    let (to_head, to) = to.split_at_mut(head);
+    let lines = from.len() / LINE * LINE;
+    let (from_lines, from_tail) = from.split_at(lines);
+    let (to_lines, to_tail) = to.split_at_mut(lines);
+    to_head.copy_from_slice(from_head);
+    copy_lines(from_lines, to_lines);
+    to_tail.copy_from_slice(from_tail);
 }
 
 /// Both are whole lines of one number, and `to` starts at a line.
