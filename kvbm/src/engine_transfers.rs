@@ -1,6 +1,5 @@
 //! What an engine with memory of its own asks of a manager.
 
-use std::collections::HashSet;
 use std::ops::Range;
 
 use kvbm_tiers::{Fence, SlotId, Tier};
@@ -96,11 +95,13 @@ fn too_short(first: usize, (wanted, there): (usize, usize)) -> Error {
 }
 
 pub(crate) fn check_distinct(slots: &[SlotId]) -> Result<()> {
-    let mut seen = HashSet::with_capacity(slots.len());
-    match slots.iter().find(|&&slot| !seen.insert(slot)) {
+    // Sorted, not hashed: an engine waits, and most bring them in order.
+    let mut sorted: Vec<_> = slots.iter().map(|slot| slot.0).collect();
+    sorted.sort_unstable();
+    match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
         None => Ok(()),
-        Some(slot) => {
-            Err(Error::new(ErrorKind::Invalid, format!("slot {} is to get two blocks at once", slot.0)))
+        Some(pair) => {
+            Err(Error::new(ErrorKind::Invalid, format!("slot {} is to get two blocks at once", pair[0])))
         }
     }
 }

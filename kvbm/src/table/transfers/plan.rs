@@ -42,6 +42,9 @@ impl Default for Steps {
 /// far as there is room: it is the last that would be asked for again.
 const WEIGHED: usize = 1_024;
 
+/// Blocks of the first step of a load into an engine's own memory.
+const FIRST_INTO_ENGINE: usize = 32;
+
 /// A transfer in the making.
 #[derive(Debug)]
 pub struct TransferPlan {
@@ -58,6 +61,8 @@ pub struct TransferPlan {
     /// The blocks that the destination lacks, root first, and, unless an engine fills them, where each is read.
     keys: Vec<BlockKey>,
     from: Vec<SlotRef>,
+    /// Of blocks that go into slots of the engine's own: their records, which nothing else leads to without a look-up.
+    records: Vec<RecordId>,
     /// Pins what is read.
     sources: Option<Pins>,
     /// Tiers from which nothing leads to the destination but through the host tier.
@@ -160,6 +165,7 @@ impl TransferPlan {
             behind: None,
             keys: Vec::new(),
             from: Vec::new(),
+            records: Vec::new(),
             sources: None,
             through_host: TierSet::default(),
             is_probe: false,
@@ -284,6 +290,7 @@ impl TransferPlan {
         if self.keys.is_empty() {
             self.keys.reserve_exact(blocks);
             self.from.reserve_exact(blocks);
+            self.records.reserve_exact(if self.is_into_engine() { blocks } else { 0 });
         }
     }
 
@@ -379,6 +386,7 @@ impl Table {
         if is_complete {
             plan.keys.reverse();
             plan.from.reverse();
+            plan.records.reverse();
             let read = plan.from.iter().fold(TierSet::default(), |tiers, from| tiers.with(from.tier));
             plan.sources = (!plan.from.is_empty()).then(|| self.pin_again(&pins, read));
         }
@@ -393,6 +401,7 @@ impl Table {
             self.drop_quarantined(pins);
             plan.keys.clear();
             plan.from.clear();
+            plan.records.clear();
         }
         // Up from the deepest block, since only a parent is one step away; the lease's pins keep all of them in place.
         let held = |tier: Tier| if tier == to { 0 } else { pins.held().blocks(tier) };
@@ -408,8 +417,9 @@ impl Table {
         };
         for _ in 0..self.steps.looked_at {
             // A chain may begin in the middle of a longer one: what comes before its first block is not its own.
-            let record = trace.at.filter(|_| trace.before > plan.wanted.start).map(|id| self.records.at(id));
-            let Some(record) = record.filter(|record| !record.resident().has(to)) else {
+            let record = trace.at.filter(|_| trace.before > plan.wanted.start);
+            let record = record.map(|id| (id, self.records.at(id)));
+            let Some((id, record)) = record.filter(|(_, record)| !record.resident().has(to)) else {
                 plan.before = trace.before;
                 // In the engine's own memory blocks hang on nothing.
                 let behind = trace.at.filter(|_| !plan.is_into_engine());
@@ -424,6 +434,9 @@ impl Table {
                     Tier::ALL.into_iter().find(|&tier| held(tier) > before).unwrap_or(trace.longest);
                 plan.keys.push(record.key());
                 plan.from.push(self.slot_ref(fastest, record.slot(fastest)));
+                if plan.is_into_engine() {
+                    plan.records.push(id);
+                }
             }
             trace.at = record.parent();
         }
@@ -449,7 +462,11 @@ impl Table {
             plan.admitted = plan.known() + plan.placed;
             return true;
         }
-        let step = plan.next(self.steps.placed);
+        // An engine waits for its first layer: those who copy a few blocks wake up while the others are planned.
+        let is_first_of_engine = plan.is_into_engine() && plan.placed == 0;
+        let most = if is_first_of_engine { FIRST_INTO_ENGINE } else { usize::MAX };
+        let step = plan.next(self.steps.placed.min(most));
+        self.transfers.effects.tasks.reserve(if plan.from.is_empty() { 0 } else { step.len() });
         let placed = step.clone().take_while(|&at| self.place_next(plan, id, at)).count();
         if placed < step.len() {
             // No room, or a chain that names a block twice or under another parent than before: none at all.
@@ -566,7 +583,12 @@ impl Table {
     /// Where block `at` of a plan goes. `None`: there is no room, or what was to be read is gone.
     fn place_in(&mut self, plan: &TransferPlan, at: usize) -> Option<Placed> {
         if plan.is_into_engine() {
-            let record = self.find(plan.keys[at])?;
+            let record = *plan.records.get(at)?;
+            // Bad blocks may have been dropped since they were traced, and their records be others' by now.
+            let known = self.records.at(record);
+            if !known.is(plan.keys[at]) || known.is_nowhere() {
+                return None;
+            }
             let to = *plan.engine_slots.get(at)?;
             return Some(Placed { record, to, is_recorded: false, frame: None });
         }
