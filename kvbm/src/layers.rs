@@ -13,29 +13,22 @@ pub(crate) struct LayerCount {
 
 #[derive(Debug)]
 struct State {
-    /// Of each layer: blocks that are still to come. None before the load is planned.
-    missing: Option<Vec<usize>>,
-    layers: u16,
+    /// Of each layer: blocks that are still to come.
+    missing: Vec<usize>,
     has_ended: bool,
 }
 
 impl LayerCount {
-    pub(crate) const fn new(layers: u16) -> Self {
-        let state = State { missing: None, layers, has_ended: false };
+    /// Of a load of so many blocks.
+    pub(crate) fn new(layers: u16, blocks: usize) -> Self {
+        let state = State { missing: vec![blocks; layers.into()], has_ended: false };
         Self { state: Mutex::new(state), changed: Condvar::new() }
-    }
-
-    /// The load is of so many blocks.
-    pub(crate) fn expect(&self, blocks: usize) {
-        let mut state = self.state.lock();
-        state.missing = Some(vec![blocks; state.layers.into()]);
     }
 
     /// A layer of so many more blocks is there.
     pub(crate) fn add(&self, layer: u16, blocks: usize) {
         let mut state = self.state.lock();
-        let missing = state.missing.as_mut().and_then(|missing| missing.get_mut(usize::from(layer)));
-        let Some(missing) = missing else { return };
+        let Some(missing) = state.missing.get_mut(usize::from(layer)) else { return };
         *missing = missing.saturating_sub(blocks);
         // Engines wait for whole layers: for a part of one nobody need wake.
         if *missing == 0 {
@@ -48,7 +41,7 @@ impl LayerCount {
         let mut state = self.state.lock();
         state.has_ended = true;
         if is_whole {
-            state.missing = Some(vec![0; state.layers.into()]);
+            state.missing.fill(0);
         }
         self.changed.notify_all();
     }
@@ -68,8 +61,7 @@ impl LayerCount {
 
 impl State {
     fn arrived(&self) -> u16 {
-        let missing = self.missing.as_deref().unwrap_or_default();
-        missing.iter().take_while(|&&missing| missing == 0).count() as u16
+        self.missing.iter().take_while(|&&missing| missing == 0).count() as u16
     }
 }
 
@@ -79,9 +71,8 @@ mod tests {
 
     #[test]
     fn a_layer_is_there_when_all_blocks_have_it_and_those_before_it() {
-        let count = LayerCount::new(3);
+        let count = LayerCount::new(3, 4);
         assert_eq!(count.arrived(), 0);
-        count.expect(4);
         count.add(1, 4);
         count.add(0, 3);
         assert_eq!(count.arrived(), 0);

@@ -1,6 +1,7 @@
 //! Threads that work off batches of copies together.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::io;
 use std::mem;
 use std::num::NonZeroU16;
@@ -10,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 
-use crossbeam_channel::{Receiver, Sender};
+use crossbeam_channel::Sender;
 use parking_lot::Mutex;
 
 use crate::clock;
@@ -19,11 +20,13 @@ use crate::fence::Layers;
 use crate::fork::Maker;
 
 /// A pool of threads in which every thread takes the next few operations of the oldest batch until none is
-/// left: a large batch occupies all threads, and a slow operation holds up nobody.
+/// left: a large batch occupies all threads, and a slow operation holds up nobody. Batches of one load in layers go
+/// together.
 #[derive(Debug)]
 pub(crate) struct CopyThreads {
     /// `None` once the pool is shutting down.
     queue: Option<Sender<Arc<Batch>>>,
+    layered: Arc<LayeredBatches>,
     threads: Vec<JoinHandle<()>>,
     grain: usize,
     maker: Maker,
@@ -63,6 +66,17 @@ struct Batch {
     layered: Option<Layered>,
 }
 
+impl fmt::Debug for Batch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Batch").field("blocks", &self.ops.len()).finish_non_exhaustive()
+    }
+}
+
+/// The batches that go layer by layer and have units left, oldest first. An engine waits for the first layer of all
+/// blocks of a load, and so much of it may have come when the load's next batch does.
+#[derive(Debug, Default)]
+struct LayeredBatches(Mutex<Vec<Arc<Batch>>>);
+
 /// The state of a batch that goes layer by layer. What a thread takes at a time, a unit, is a layer of `grain` blocks;
 /// units are numbered layer by layer.
 struct Layered {
@@ -83,11 +97,13 @@ impl CopyThreads {
         execute: &Arc<Execute>,
     ) -> io::Result<Self> {
         let (queue, batches) = crossbeam_channel::unbounded();
-        let grain = grain.max(1);
-        let mut pool = Self { queue: Some(queue), threads: Vec::new(), grain, maker: Maker::this_process() };
+        let (grain, layered) = (grain.max(1), Arc::<LayeredBatches>::default());
+        let mut pool =
+            Self { queue: Some(queue), layered, threads: Vec::new(), grain, maker: Maker::this_process() };
         for number in 0..threads.max(1) {
             let (batches, execute) = (batches.clone(), Arc::clone(execute));
-            let work = move || work(&batches, &*execute);
+            let layered = Arc::clone(&pool.layered);
+            let work = move || batches.iter().for_each(|batch| layered.work(&batch, &*execute));
             pool.threads.push(clock::spawn(format!("{name}-{number}"), work)?);
         }
         Ok(pool)
@@ -96,13 +112,15 @@ impl CopyThreads {
     /// Copies whole blocks, one after the other, or `layers` of them.
     pub(crate) fn submit(&self, ops: Vec<CopyOp>, layers: Option<Layers>, done: Done) {
         let batch = Arc::new(Batch::new(ops, layers, self.grain, done));
+        self.layered.add(&batch);
         for _ in 0..batch.units().min(self.threads.len()) {
             // One message per helper and not per operation: each takes a grain of what is left when it comes, so
             // that a slow one holds up nobody.
             let sent = self.queue.as_ref().is_some_and(|queue| queue.send(Arc::clone(&batch)).is_ok());
             if !sent {
                 // Panics end no thread, but if all were gone nobody else would complete the rest.
-                batch.work(&|_, _| Err(CopyError::new(CopyErrorKind::Refused, "copy threads died")));
+                let dead = |_: &CopyOp, _| Err(CopyError::new(CopyErrorKind::Refused, "copy threads died"));
+                self.layered.work(&batch, &dead);
             }
         }
     }
@@ -125,9 +143,38 @@ impl Drop for CopyThreads {
     }
 }
 
-fn work(batches: &Receiver<Arc<Batch>>, execute: &Execute) {
-    for batch in batches {
-        batch.work(execute);
+impl LayeredBatches {
+    fn add(&self, batch: &Arc<Batch>) {
+        if batch.layered.is_some() && batch.units() > 0 {
+            self.0.lock().push(Arc::clone(batch));
+        }
+    }
+
+    /// Works on a batch, and on others of its load, until none has anything left to take.
+    fn work(&self, batch: &Batch, execute: &Execute) {
+        match &batch.layered {
+            Some(layered) => {
+                while let Some((batch, unit)) = self.next_unit(&layered.layers) {
+                    batch.copy(unit, execute);
+                }
+            }
+            None => {
+                while let Some(unit) = batch.next_unit() {
+                    batch.copy(unit, execute);
+                }
+            }
+        }
+    }
+
+    /// Of a load: of the batch that is farthest behind.
+    fn next_unit(&self, load: &Layers) -> Option<(Arc<Batch>, usize)> {
+        let mut batches = self.0.lock();
+        let of_load = batches.iter().enumerate().filter(|(_, batch)| batch.is_of_load(load));
+        let (place, _) = of_load.min_by_key(|(_, batch)| batch.next_layer())?;
+        let unit = batches[place].next_unit()?;
+        let is_last = unit + 1 == batches[place].units();
+        let batch = if is_last { batches.remove(place) } else { Arc::clone(&batches[place]) };
+        Some((batch, unit))
     }
 }
 
@@ -150,16 +197,25 @@ impl Batch {
         self.grains() * layers
     }
 
-    fn work(&self, execute: &Execute) {
-        loop {
-            let unit = self.next.fetch_add(1, Ordering::Relaxed);
-            if unit >= self.units() {
-                return;
-            }
-            match &self.layered {
-                Some(layered) => self.copy_layer(layered, unit, execute),
-                None => self.copy_blocks(unit, execute),
-            }
+    /// The next one that nobody has taken.
+    fn next_unit(&self) -> Option<usize> {
+        let unit = self.next.fetch_add(1, Ordering::Relaxed);
+        (unit < self.units()).then_some(unit)
+    }
+
+    /// The layer that is taken next; it must have blocks.
+    fn next_layer(&self) -> usize {
+        self.next.load(Ordering::Relaxed) / self.grains()
+    }
+
+    fn is_of_load(&self, load: &Layers) -> bool {
+        self.layered.as_ref().is_some_and(|layered| layered.layers.are_of_load(load))
+    }
+
+    fn copy(&self, unit: usize, execute: &Execute) {
+        match &self.layered {
+            Some(layered) => self.copy_layer(layered, unit, execute),
+            None => self.copy_blocks(unit, execute),
         }
     }
 
@@ -181,7 +237,7 @@ impl Batch {
                 layered.failed.lock().entry(index).or_insert(error);
             }
         }
-        layered.layer_copied(layer);
+        layered.layer_copied(layer, self.ops.len());
         if layered.of_grain[grain].fetch_sub(1, Ordering::AcqRel) == 1 {
             let outcome = |index| layered.failed.lock().get(&index).cloned().map_or(Ok(()), Err);
             self.done.complete_all(self.ops_of(grain).map(|(index, _)| (index, outcome(index))).collect());
@@ -198,10 +254,10 @@ impl Layered {
     }
 
     /// A unit of a layer is done. Once a block has failed no layer is whole any more.
-    fn layer_copied(&self, layer: usize) {
+    fn layer_copied(&self, layer: usize, blocks: usize) {
         let is_last = self.of_layer[layer].fetch_sub(1, Ordering::AcqRel) == 1;
         if is_last && self.failed.lock().is_empty() {
-            self.layers.arrived(layer as u16);
+            self.layers.arrived(layer as u16, blocks);
         }
     }
 }
@@ -284,7 +340,7 @@ mod tests {
         let pool = CopyThreads::start("test", 1, 1, &execute).unwrap();
         let arrived = Arc::new(Mutex::new(Vec::new()));
         let (layers, so_far) = (Arc::clone(&arrived), Arc::clone(&copied));
-        let layers = Layers::new(NonZeroU16::new(4).unwrap(), move |layer| {
+        let layers = Layers::new(NonZeroU16::new(4).unwrap(), move |layer, _| {
             layers.lock().push((layer, so_far.lock().len()));
         });
         let (report, reports) = mpsc::channel();
@@ -293,6 +349,43 @@ mod tests {
         let expected: Vec<_> = (0..4).flat_map(|layer| (0..64).map(move |slot| (layer, slot))).collect();
         assert_eq!(*copied.lock(), expected);
         assert_eq!(*arrived.lock(), [(0, 64), (1, 128), (2, 192), (3, 256)]);
+    }
+
+    #[test]
+    fn the_first_layer_of_a_loads_next_batch_comes_before_what_is_left_of_the_one_before() {
+        let copied = Arc::new(Mutex::new(Vec::new()));
+        let (begun, begins) = mpsc::channel();
+        let (go_on, waits) = mpsc::channel::<()>();
+        let (log, waits) = (Arc::clone(&copied), Mutex::new(waits));
+        let execute: Arc<Execute> = Arc::new(move |op: &CopyOp, share: Share| {
+            let mut log = log.lock();
+            if log.len() == 1 {
+                begun.send(()).unwrap();
+                waits.lock().recv().unwrap();
+            }
+            log.push((share.number, op.from.slot.0));
+            Ok(())
+        });
+        let pool = CopyThreads::start("test", 1, 1, &execute).unwrap();
+        let arrived = Arc::new(Mutex::new(Vec::new()));
+        let layers = Arc::clone(&arrived);
+        let count = NonZeroU16::new(3).unwrap();
+        let layers = Layers::new(count, move |layer, blocks| layers.lock().push((layer, blocks)));
+        let (report, reports) = mpsc::channel();
+        let done = Done::new(move |op, result| report.send((op, result)).unwrap());
+        let mut first = ops();
+        let others = first.split_off(1);
+        pool.submit(first, Some(layers.clone()), done.clone());
+        begins.recv().unwrap();
+        // Another load waits for its turn.
+        let other = Layers::new(count, |_, _| {});
+        pool.submit(others[2..3].to_vec(), Some(other), done.clone());
+        pool.submit(others[..2].to_vec(), Some(layers), done);
+        go_on.send(()).unwrap();
+        assert_eq!(reports.into_iter().filter(|(_, result)| result.is_ok()).count(), 4);
+        let ours = [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)];
+        assert_eq!(*copied.lock(), [&ours[..], &[(0, 3), (1, 3), (2, 3)]].concat());
+        assert_eq!(*arrived.lock(), [(0, 1), (1, 1), (0, 2), (1, 2), (2, 1), (2, 2)]);
     }
 
     #[test]
@@ -305,7 +398,7 @@ mod tests {
         for _ in 0..3 {
             let arrived = Arc::new(Mutex::new(Vec::new()));
             let layers = Arc::clone(&arrived);
-            let layers = Layers::new(NonZeroU16::new(4).unwrap(), move |layer| layers.lock().push(layer));
+            let layers = Layers::new(NonZeroU16::new(4).unwrap(), move |layer, _| layers.lock().push(layer));
             let (report, reports) = mpsc::channel();
             pool.submit(ops(), Some(layers), Done::new(move |op, result| report.send((op, result)).unwrap()));
             let failed: Vec<_> = reports.into_iter().filter(|(_, result)| result.is_err()).collect();

@@ -149,18 +149,20 @@ impl Mark {
     }
 }
 
-/// In which order a batch brings its blocks to an engine that computes layer by layer: the first layer of all blocks,
-/// then the second. A layer is an equal share of a block's bytes.
+/// In which order a load brings its blocks to an engine that computes layer by layer: the first layer of all blocks,
+/// then the second. A layer is an equal share of a block's bytes. A load may come in several batches, of which each has a
+/// clone of this.
 #[derive(Clone)]
 pub struct Layers {
     count: NonZeroU16,
-    arrived: Arc<dyn Fn(u16) + Send + Sync>,
+    arrived: Arc<dyn Fn(u16, usize) + Send + Sync>,
 }
 
 impl Layers {
-    /// `arrived(n)` hears that layer `n` of every block of the batch is there, from any thread, not always in the order
-    /// of the layers, and not at all from a backend that copies block by block. It must not block.
-    pub fn new(count: NonZeroU16, arrived: impl Fn(u16) + Send + Sync + 'static) -> Self {
+    /// `arrived(n, blocks)` hears that layer `n` of every block of a batch is there, and how many these are, from any
+    /// thread, not always in the order of the layers, and not at all from a backend that copies block by block. It must
+    /// not block.
+    pub fn new(count: NonZeroU16, arrived: impl Fn(u16, usize) + Send + Sync + 'static) -> Self {
         Self { count, arrived: Arc::new(arrived) }
     }
 
@@ -173,8 +175,13 @@ impl Layers {
         self.count
     }
 
-    pub(crate) fn arrived(&self, layer: u16) {
-        (self.arrived)(layer);
+    pub(crate) fn arrived(&self, layer: u16, blocks: usize) {
+        (self.arrived)(layer, blocks);
+    }
+
+    /// Whether these are the layers of one load.
+    pub(crate) fn are_of_load(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.arrived, &other.arrived)
     }
 }
 

@@ -131,7 +131,7 @@ mod tests {
             let mut from = frames.take().unwrap();
             fill_pattern(slot as usize, memory.write(&mut from).unwrap());
             let (report, reports) = std::sync::mpsc::channel();
-            let layers = Layers::new(7.try_into().unwrap(), |_| {});
+            let layers = Layers::new(7.try_into().unwrap(), |_, _| {});
             let fences = Fences { layers: Some(layers), ..Fences::default() };
             let done = Done::new(move |_, result| report.send(result).unwrap());
             backend.submit_fenced(vec![order(0, from.slot_ref(), there(slot))], fences, done);

@@ -82,7 +82,7 @@ impl Manager {
 
 /// The engine has all of it.
 fn nothing_to_load(lease: Lease, layers: u16) -> Transfer<Loaded> {
-    let layers = Arc::new(LayerCount::new(layers));
+    let layers = Arc::new(LayerCount::new(layers, 0));
     layers.end(true);
     let writers = Writers::new(&Arc::new(()));
     Transfer::ended(Loaded { lease, arrived: 0, failed: 0, writers }).in_layers(layers)

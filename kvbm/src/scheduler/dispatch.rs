@@ -8,7 +8,6 @@ use kvbm_tiers::{Completion, Done, Fences};
 
 use super::Core;
 use super::batch::Batch;
-use super::engine_order::LetThrough;
 use super::queue::{Next, Turn};
 use super::routed::{RoutedTask, Stop};
 use crate::sync::AtomicUsize;
@@ -20,14 +19,14 @@ impl Core {
         if tasks.is_empty() {
             return;
         }
-        let LetThrough { tasks, in_vain } = self.orders.lock().let_through(tasks);
-        self.drop_held(in_vain);
         let mut queues = self.queues.lock();
-        for (task, order) in tasks {
+        // Straight into the queues: a task is moved often enough on its way to a backend.
+        let in_vain = self.orders.lock().let_through(tasks, |task, order| {
             let is_direct = self.executor.connects((task.from.tier, task.to.tier));
-            queues.push(RoutedTask::new(task, is_direct).in_order(order));
-        }
+            queues.push(RoutedTask::new(task, is_direct, order));
+        });
         drop(queues);
+        self.drop_held(in_vain);
         self.pump();
         if self.is_closed() {
             // It was closed while this was planned.
@@ -62,7 +61,7 @@ impl Core {
         }
         let ops: Vec<_> = tasks.iter().map(RoutedTask::op).collect();
         let order = tasks.first().and_then(RoutedTask::order);
-        let fences = order.map_or_else(Fences::default, |order| order.fences(ops.len()));
+        let fences = order.map_or_else(Fences::default, |order| order.fences());
         let batch = self.batches.start(route, class, tasks, self.clock.uptime());
         let report = Report {
             core: Arc::clone(self),

@@ -87,8 +87,9 @@ impl Core {
             return Transfer::failed(Error::closed());
         }
         let LoadInto { lease, blocks, slots, after, layers } = load;
-        let count = Arc::new(LayerCount::new(layers.get()));
         let (with_media, wanted) = (Arc::new(()), blocks.len());
+        // Of what is not held no layer comes: an engine that goes on with a layer must have it of all that it asked for.
+        let count = Arc::new(LayerCount::new(layers.get(), wanted));
         let writers = Writers::new(&with_media);
         let turn = self.planning.lock();
         let started = self.clock.uptime();
@@ -97,8 +98,6 @@ impl Core {
         while !self.table().trace(&mut plan) {}
         let order = EngineOrder::after(&after).in_layers(layers, &count);
         self.send(Class::Load, Tier::Device, &mut plan, Some(order));
-        // Of what is not held no layer comes: an engine that goes on with a layer must have it of all that it asked for.
-        count.expect(wanted);
         let id = plan.transfer();
         let ends = EndsLayers(Arc::clone(&count));
         let (reply, transfer) = self.reply_with(move |ended: &TransferEnd, lease| {
@@ -110,12 +109,9 @@ impl Core {
         self.cancellable(transfer, id).in_layers(count)
     }
 
-    /// The plan of a transfer is complete: its copies go once the engine is `ready`.
+    /// The copies of a transfer go once the engine is `ready`.
     fn go_after(self: &Arc<Self>, id: Option<TransferId>, ready: Fence) {
-        let Some(id) = id else { return };
-        let tasks = self.orders.lock().planned(id);
-        self.queue(tasks);
-        if let Fence::Host(fence) = ready {
+        if let (Some(id), Fence::Host(fence)) = (id, ready) {
             let waiting = Waiting { core: Arc::downgrade(self), id, is_raised: false };
             fence.park(move || waiting.raised());
         }
@@ -133,7 +129,7 @@ impl Core {
 
     /// Tasks that were held back are not sent.
     pub(super) fn drop_held(self: &Arc<Self>, held: Vec<CopyTask>) {
-        self.drop_tasks(held.into_iter().map(|task| RoutedTask::new(task, true)).collect());
+        self.drop_tasks(held.into_iter().map(|task| RoutedTask::new(task, true, None)).collect());
     }
 
     /// Adds the transfers of an engine's slots that have ended since the last call, of those since the first call.

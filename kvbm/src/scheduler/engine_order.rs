@@ -1,12 +1,12 @@
 //! The order between copies and an engine's own work, where copies touch the engine's memory.
 //!
-//! A transfer of an engine's slots is held back until it is planned to its end and the engine has raised its fence: a
-//! layer is that of all blocks, and no medium is to blame for a fence that never comes. What a GPU signals goes
-//! along with the batches, since no thread here can see it.
+//! A transfer of an engine's slots is held back until the engine has raised its fence: no medium is to blame for one that
+//! never comes. What a GPU signals goes along with the batches, since no thread here can see it.
 
 use std::collections::HashMap;
 use std::num::NonZeroU16;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvbm_tiers::{Fence, Fences, Layers, Tier};
@@ -18,30 +18,37 @@ use crate::task::{CopyTask, TransferId};
 #[derive(Debug)]
 pub(super) struct EngineOrder {
     after: Fence,
-    /// How far its layers have come, where they come one by one.
-    layers: Option<(NonZeroU16, Arc<LayerCount>)>,
+    /// Tells how far its layers have come, where they come one by one.
+    layers: Option<Layers>,
+    /// A backend has a batch of it, or had.
+    is_begun: AtomicBool,
 }
 
 impl EngineOrder {
     pub(super) fn after(fence: &Fence) -> Self {
-        Self { after: fence.clone(), layers: None }
+        Self { after: fence.clone(), layers: None, is_begun: AtomicBool::new(false) }
     }
 
     pub(super) fn in_layers(self, layers: NonZeroU16, arrived: &Arc<LayerCount>) -> Self {
-        Self { layers: Some((layers, Arc::clone(arrived))), ..self }
+        let arrived = Arc::clone(arrived);
+        Self { layers: Some(Layers::new(layers, move |layer, blocks| arrived.add(layer, blocks))), ..self }
     }
 
     pub(super) const fn has_layers(&self) -> bool {
         self.layers.is_some()
     }
 
-    /// For a batch of `blocks`.
-    pub(super) fn fences(&self, blocks: usize) -> Fences {
-        let layers = self.layers.as_ref().map(|(count, arrived)| {
-            let arrived = Arc::clone(arrived);
-            Layers::new(*count, move |layer| arrived.add(layer, blocks))
-        });
-        Fences { after: self.after.clone(), layers, ..Fences::default() }
+    /// Whether what comes now comes with layers that others of the load are at already. It does not wait until those are
+    /// through with the last: an engine waits for the first layer of all blocks.
+    pub(super) fn has_layers_under_way(&self) -> bool {
+        // Relaxed: who plans the load sends it as well. Whoever else sees it late sends a batch later.
+        self.has_layers() && self.is_begun.load(Ordering::Relaxed)
+    }
+
+    /// For a batch that is sent.
+    pub(super) fn fences(&self) -> Fences {
+        self.is_begun.store(true, Ordering::Relaxed);
+        Fences { after: self.after.clone(), layers: self.layers.clone(), ..Fences::default() }
     }
 }
 
@@ -49,23 +56,12 @@ impl EngineOrder {
 #[derive(Debug)]
 struct Ordered {
     order: Arc<EngineOrder>,
-    /// What is yet to come before anything is copied: the rest of the plan, and the engine's fence.
-    lacks_plan: bool,
+    /// The engine's fence is yet to come before anything is copied.
     lacks_fence: bool,
     /// Its time is not the tiers' alone.
     waits: bool,
     since: Duration,
     held: Vec<CopyTask>,
-}
-
-/// Copy tasks that came to be queued.
-#[derive(Debug, Default)]
-pub(super) struct LetThrough {
-    /// Those that are not held back, with the order that they keep.
-    pub(super) tasks: Vec<(CopyTask, Option<Arc<EngineOrder>>)>,
-    /// Of transfers that ended while these were on their way here: the engine may use their slots again, and no fence
-    /// says when.
-    pub(super) in_vain: Vec<CopyTask>,
 }
 
 /// What is left of a transfer of an engine's slots that has ended.
@@ -99,51 +95,47 @@ impl EngineOrders {
             other => (false, other),
         };
         let order = Arc::new(EngineOrder { after, ..order });
-        let ordered = Ordered { order, lacks_plan: true, lacks_fence, waits, since: now, held: Vec::new() };
+        let ordered = Ordered { order, lacks_fence, waits, since: now, held: Vec::new() };
         self.transfers.insert(id, ordered);
     }
 
-    /// Holds back what has to wait of `tasks`.
-    pub(super) fn let_through(&mut self, tasks: Vec<CopyTask>) -> LetThrough {
+    /// Holds back what has to wait of `tasks`; `queue` gets the others, each with the order that it keeps. Returns those of
+    /// transfers that ended while these were on their way here: the engine may use their slots again, and no fence says
+    /// when.
+    pub(super) fn let_through(
+        &mut self,
+        tasks: Vec<CopyTask>,
+        mut queue: impl FnMut(CopyTask, Option<Arc<EngineOrder>>),
+    ) -> Vec<CopyTask> {
+        let mut in_vain = Vec::new();
         // Most managers have no engine's memory.
         if !self.is_device_of_engine {
-            let tasks = tasks.into_iter().map(|task| (task, None)).collect();
-            return LetThrough { tasks, ..LetThrough::default() };
+            tasks.into_iter().for_each(|task| queue(task, None));
+            return in_vain;
         }
-        let mut through = LetThrough::default();
         // Hundreds of one transfer come together.
         for tasks in tasks.chunk_by(|task, next| task.id.transfer == next.id.transfer) {
             match self.transfers.get_mut(&tasks[0].id.transfer) {
-                Some(ordered) if ordered.lacks_plan || ordered.lacks_fence => {
-                    ordered.held.extend_from_slice(tasks);
-                }
+                Some(ordered) if ordered.lacks_fence => ordered.held.extend_from_slice(tasks),
                 Some(ordered) => {
-                    through.tasks.extend(tasks.iter().map(|task| (*task, Some(Arc::clone(&ordered.order)))));
+                    tasks.iter().for_each(|task| queue(*task, Some(Arc::clone(&ordered.order))));
                 }
                 None => {
-                    let (in_vain, others) = tasks.iter().copied().partition::<Vec<_>, _>(touches_device);
-                    through.in_vain.extend(in_vain);
-                    through.tasks.extend(others.into_iter().map(|task| (task, None)));
+                    let (touching, others): (Vec<_>, Vec<_>) =
+                        tasks.iter().copied().partition(touches_device);
+                    in_vain.extend(touching);
+                    others.into_iter().for_each(|task| queue(task, None));
                 }
             }
         }
-        through
-    }
-
-    /// The plan is complete. Returns what may go now.
-    pub(super) fn planned(&mut self, id: TransferId) -> Vec<CopyTask> {
-        self.advance(id, |ordered| ordered.lacks_plan = false)
+        in_vain
     }
 
     /// The engine has raised the fence. Returns what may go now.
     pub(super) fn raised(&mut self, id: TransferId) -> Vec<CopyTask> {
-        self.advance(id, |ordered| ordered.lacks_fence = false)
-    }
-
-    fn advance(&mut self, id: TransferId, step: impl FnOnce(&mut Ordered)) -> Vec<CopyTask> {
         let Some(ordered) = self.transfers.get_mut(&id) else { return Vec::new() };
-        step(ordered);
-        if ordered.lacks_plan || ordered.lacks_fence { Vec::new() } else { std::mem::take(&mut ordered.held) }
+        ordered.lacks_fence = false;
+        std::mem::take(&mut ordered.held)
     }
 
     /// Takes out what is held back of a transfer for its blocks from `block` on.
@@ -204,12 +196,13 @@ mod tests {
     fn what_comes_after_the_end_of_its_transfer_is_in_vain() {
         let mut orders = EngineOrders::new(true);
         orders.open(ID, EngineOrder::after(&Fence::Host(HostFence::new())), Duration::ZERO);
-        let through = orders.let_through(vec![task(Tier::Device)]);
-        assert!(through.tasks.is_empty() && through.in_vain.is_empty(), "it waits for its fence");
+        let mut queued = 0;
+        let in_vain = orders.let_through(vec![task(Tier::Device)], |_, _| queued += 1);
+        assert!(queued == 0 && in_vain.is_empty(), "it waits for its fence");
         let ended = orders.end(ID).expect("it is an engine's");
         assert!(ended.waited && ended.held.len() == 1);
-        let through = orders.let_through(vec![task(Tier::Device), task(Tier::Host)]);
-        assert_eq!(through.in_vain.len(), 1, "nothing orders it with the engine any more");
-        assert_eq!(through.tasks.len(), 1, "a flush touches no memory of the engine's");
+        let in_vain = orders.let_through(vec![task(Tier::Device), task(Tier::Host)], |_, _| queued += 1);
+        assert_eq!(in_vain.len(), 1, "nothing orders it with the engine any more");
+        assert_eq!(queued, 1, "a flush touches no memory of the engine's");
     }
 }

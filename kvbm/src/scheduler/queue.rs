@@ -56,6 +56,12 @@ impl RouteQueue {
         !self.by_class[load].is_empty() || self.batches[load] > 0
     }
 
+    /// Whether what comes next belongs to a load whose layers are under way.
+    fn goes_on(&self, class: Class) -> bool {
+        let next = self.by_class[class as usize].front().filter(|task| !task.halfway);
+        next.and_then(RoutedTask::order).is_some_and(|order| order.has_layers_under_way())
+    }
+
     fn most_urgent(&self) -> Option<Class> {
         Class::ALL.into_iter().find(|&class| !self.by_class[class as usize].is_empty())
     }
@@ -133,7 +139,8 @@ impl RouteQueues {
             let limit = self.batch_limit(route);
             let most = self.limits.batches;
             let queue = self.queue(route);
-            let Some(class) = queue.most_urgent().filter(|_| queue.batches() < most) else { continue };
+            let may_start = |&class: &Class| queue.batches() < most || queue.goes_on(class);
+            let Some(class) = queue.most_urgent().filter(may_start) else { continue };
             // One batch of flushes still goes while a tier is loaded from: else a busy disk would never be flushed to.
             let yields = class > Class::Save && (loading[route.0.index()] || loading[route.1.index()]);
             if yields && queue.batches() > 0 {
@@ -192,4 +199,57 @@ impl RouteQueues {
 /// All routes. What an engine waits for comes first: towards the device, then out of it.
 fn routes() -> impl Iterator<Item = Route> {
     Tier::ALL.into_iter().flat_map(|to| Tier::ALL.into_iter().map(move |from| (from, to)))
+}
+
+#[cfg(test)]
+mod tests {
+    use kvbm_tiers::{Fence, SlotId, SlotRef};
+
+    use super::super::engine_order::EngineOrder;
+    use super::*;
+    use crate::layers::LayerCount;
+    use crate::task::{CopyTask, TaskId};
+
+    fn order() -> Arc<EngineOrder> {
+        let count = Arc::new(LayerCount::new(2, 1));
+        Arc::new(EngineOrder::after(&Fence::Done).in_layers(2.try_into().unwrap(), &count))
+    }
+
+    fn task(order: &Arc<EngineOrder>) -> RoutedTask {
+        let slot = |tier| SlotRef { tier, slot: SlotId(0), generation: 0 };
+        let task = CopyTask {
+            id: TaskId { transfer: TransferId { place: 0, life: 0 }, block: 0 },
+            class: Class::Load,
+            block: BlockKey { hash: 1, group: 0 },
+            parent: None,
+            from: slot(Tier::Host),
+            to: slot(Tier::Device),
+            via: None,
+            is_probe: false,
+        };
+        RoutedTask::new(task, true, Some(Arc::clone(order)))
+    }
+
+    #[test]
+    fn the_rest_of_a_load_in_layers_does_not_wait_for_its_beginning_and_another_load_does() {
+        let mut queues = RouteQueues::new(Limits { batches: 1, batch_blocks: 8, segment_blocks: 8 });
+        let (first, other) = (order(), order());
+        let mut next = |queues: &mut RouteQueues| {
+            queues.next_batch(|_| Turn::Send).map(|next| {
+                let order = next.tasks[0].order().expect("it has one");
+                let _ = order.fences();
+                Arc::ptr_eq(order, &first)
+            })
+        };
+        queues.push(task(&first));
+        assert_eq!(next(&mut queues), Some(true));
+        queues.push(task(&first));
+        assert_eq!(next(&mut queues), Some(true), "its layers are under way");
+        queues.push(task(&other));
+        assert_eq!(next(&mut queues), None);
+        for _ in 0..2 {
+            queues.ended((Tier::Host, Tier::Device), Class::Load);
+        }
+        assert_eq!(next(&mut queues), Some(false));
+    }
 }

@@ -31,13 +31,9 @@ pub(super) struct RoutedTask {
 }
 
 impl RoutedTask {
-    pub(super) fn new(task: CopyTask, is_direct: bool) -> Self {
+    pub(super) fn new(task: CopyTask, is_direct: bool, order: Option<Arc<EngineOrder>>) -> Self {
         let through_dram = || task.via.map_or(Stop::Wanted, Stop::Kept);
-        Self { task, stop: (!is_direct).then(through_dram), halfway: false, order: None }
-    }
-
-    pub(super) fn in_order(self, order: Option<Arc<EngineOrder>>) -> Self {
-        Self { order, ..self }
+        Self { task, stop: (!is_direct).then(through_dram), halfway: false, order }
     }
 
     /// The order that the next copy keeps. One that does not touch the engine's memory need not wait for it.

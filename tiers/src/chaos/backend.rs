@@ -371,7 +371,7 @@ mod tests {
         chaos.start();
         let told = Arc::new(parking_lot::Mutex::new(Vec::new()));
         let layers = Arc::clone(&told);
-        let layers = Layers::new(NonZeroU16::new(2).unwrap(), move |layer| layers.lock().push(layer));
+        let layers = Layers::new(NonZeroU16::new(2).unwrap(), move |layer, _| layers.lock().push(layer));
         let (report, reports) = mpsc::channel();
         let fences = Fences { layers: Some(layers), ..Fences::default() };
         backend.submit_fenced(ops, fences, Done::new(move |_, result| report.send(result).unwrap()));
