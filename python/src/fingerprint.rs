@@ -10,7 +10,8 @@ use crate::errors::classes;
 /// structures behind a dot. What is not given is the default; a name that does not exist is an error.
 pub(crate) fn fingerprint(values: &Bound<'_, PyDict>) -> PyResult<Fingerprint> {
     let mut made = Fingerprint { ranks: Ranks::default(), ..Fingerprint::default() };
-    let (Hashing { algorithm, seed }, Rope { theta, dimensions, scaling }) = (&mut made.hashing, &mut made.rope);
+    let (Hashing { algorithm, seed }, Rope { theta, dimensions, scaling }) =
+        (&mut made.hashing, &mut made.rope);
     for (name, value) in values {
         match name.extract::<&str>()? {
             "model" => made.model = value.extract()?,

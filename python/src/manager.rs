@@ -137,7 +137,10 @@ impl Manager {
     /// Slots of each tier: in all, and with a block that can be read.
     fn occupancy(&self) -> BTreeMap<&'static str, (u32, u32)> {
         let tiers = Tier::ALL.into_iter().map(|tier| (tier.name(), self.manager.counts(tier)));
-        tiers.filter(|(_, counts)| counts.total > 0).map(|(tier, counts)| (tier, (counts.total, counts.resident))).collect()
+        tiers
+            .filter(|(_, counts)| counts.total > 0)
+            .map(|(tier, counts)| (tier, (counts.total, counts.resident)))
+            .collect()
     }
 
     /// Its metrics as Prometheus reads them: docs/metrics.md.

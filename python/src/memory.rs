@@ -31,7 +31,8 @@ impl EngineMemory {
         owner: Py<PyAny>,
         device: Option<u32>,
     ) -> PyResult<Self> {
-        let parts: Vec<_> = parts.into_iter().map(|(base, stride, bytes)| Part { base, stride, bytes }).collect();
+        let parts: Vec<_> =
+            parts.into_iter().map(|(base, stride, bytes)| Part { base, stride, bytes }).collect();
         let map = SegmentMap::new(slots, &parts);
         let map = map.map_err(|error| classes::InvalidError::new_err(error.to_string()))?;
         let space = device.map_or(Space::Host, Space::Cuda);

@@ -234,7 +234,7 @@ mod tests {
     fn the_rest_of_a_load_in_layers_does_not_wait_for_its_beginning_and_another_load_does() {
         let mut queues = RouteQueues::new(Limits { batches: 1, batch_blocks: 8, segment_blocks: 8 });
         let (first, other) = (order(), order());
-        let mut next = |queues: &mut RouteQueues| {
+        let next = |queues: &mut RouteQueues| {
             queues.next_batch(|_| Turn::Send).map(|next| {
                 let order = next.tasks[0].order().expect("it has one");
                 let _ = order.fences();
