@@ -239,6 +239,7 @@ impl Bed {
         let op = |number: u32| CopyOp {
             block: BlockKey { hash: u128::from(number), group: 0 },
             parent: None,
+            owner: None,
             from: slot(from, number),
             to: slot(to, number),
         };

@@ -201,7 +201,7 @@ impl Turns {
 fn op(slot: u32) -> CopyOp {
     let at = |tier| SlotRef { tier, slot: SlotId(slot), generation: 1 << 20 };
     let hash = u128::from(slot).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
-    CopyOp { block: BlockKey { hash, group: 0 }, parent: None, from: at(SAVE.0), to: at(SAVE.1) }
+    CopyOp { block: BlockKey { hash, group: 0 }, parent: None, owner: None, from: at(SAVE.0), to: at(SAVE.1) }
 }
 
 fn cpu_time() -> Duration {

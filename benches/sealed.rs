@@ -6,7 +6,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use kvbm_tiers::sealed::{Cipher, KeyRing, Scratch, ScratchOptions};
+use kvbm_tiers::sealed::{Cipher, KeyRing, Scratch, ScratchOptions, TenantKeys};
 use kvbm_tiers::{
     Backend, BlockKey, CopyOp, DiskOptions, DiskRegion, Done, DramOptions, DramRegion, Geometry, Memory,
     Route, Sealed, SlotId, SlotRef, Tier, UringBackend, Verified,
@@ -87,6 +87,7 @@ fn sealed(block_bytes: usize) -> Arc<dyn Backend> {
     let options = ScratchOptions { block_bytes, blocks: IN_FLIGHT, huge_pages: true };
     let scratch = Scratch::open(options).expect("memory for sealed blocks");
     let keys = KeyRing::parse(&format!("1:{}", "0123456789abcdef".repeat(4))).expect("a key");
+    let keys = TenantKeys::in_memory(Arc::new(keys), "bench");
     let cipher = Cipher::new(Arc::new(keys), Tier::Disk, "bench", block_bytes);
     // As where it is assembled: what arrives is opened, which tells more than its checksum.
     let inner = on_disk(&scratch.memory(), slots(block_bytes)).of_departures();
@@ -151,7 +152,7 @@ fn ended_one(end: &mpsc::Receiver<Result<(), kvbm_tiers::CopyError>>) -> u32 {
 fn op(slot: u32, route: Route) -> CopyOp {
     let at = |tier| SlotRef { tier, slot: SlotId(slot), generation: 1 << 20 };
     let block = BlockKey { hash: u128::from(slot), group: 0 };
-    CopyOp { block, parent: None, from: at(route.0), to: at(route.1) }
+    CopyOp { block, parent: None, owner: None, from: at(route.0), to: at(route.1) }
 }
 
 /// GB/s of so many threads together, blocks of 1 MiB that lie in memory.

@@ -69,6 +69,7 @@ fn move_all(backend: &dyn Backend, (from, to): Route, size: usize) {
     let order = |slot| CopyOp {
         block: BlockKey { hash: u128::from(slot), group: 0 },
         parent: None,
+        owner: None,
         from: at(from, slot),
         to: at(to, slot),
     };

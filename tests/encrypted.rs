@@ -11,7 +11,7 @@ use kvbm::{BlockHash, Chain, ErrorKind, Fingerprint, Manager, Options, Tier};
 use kvbm_settings::{Capacity, DiskBackend, Settings};
 use kvbm_tests::engine::{Served, open, push_down, serve, settings};
 use kvbm_tests::rig::{hash, number};
-use kvbm_tiers::sealed::{Cipher, KeyRing, SEAL_BYTES, Scratch, ScratchOptions};
+use kvbm_tiers::sealed::{Cipher, KeyFiles, KeyRing, SEAL_BYTES, Scratch, ScratchOptions, TenantKeys};
 use kvbm_tiers::testing::{fill_pattern, has_pattern, host, order, run};
 use kvbm_tiers::{
     CopyError, CopyErrorKind, DiskOptions, DiskRegion, DramRegion, Frame, FramePool, Geometry, Sealed,
@@ -188,6 +188,7 @@ fn keys_that_are_none_are_refused_without_being_shown() {
 
 /// What is on disk outlives the process that wrote it, and may be met with other keys.
 struct Drive {
+    dir: PathBuf,
     memory: Arc<DramRegion>,
     disk: Arc<DiskRegion>,
     here: Vec<Frame>,
@@ -204,14 +205,18 @@ impl Drive {
         let (mut frames, mut others) = (memory.frames().unwrap(), FramePool::new(Tier::Disk, 3));
         let here = std::iter::from_fn(|| frames.take()).collect();
         let there = std::iter::from_fn(|| others.take()).collect();
-        Self { memory, disk, here, there }
+        Self { dir: dir.to_owned(), memory, disk, here, there }
     }
 
     fn with_keys(&self, keys: &str) -> Sealed<ThreadsBackend> {
         let options = ScratchOptions { block_bytes: BLOCK, blocks: 2, huge_pages: false };
         let scratch = Scratch::open(options).unwrap();
         let threads = ThreadsBackend::new(scratch.memory(), Arc::clone(&self.disk), 1).unwrap();
-        let cipher = Cipher::new(Arc::new(KeyRing::parse(keys).unwrap()), Tier::Disk, "model", BLOCK);
+        let files =
+            KeyFiles::open(std::slice::from_ref(&self.dir), "model", Duration::from_secs(10)).unwrap();
+        let ring = Arc::new(KeyRing::parse(keys).unwrap());
+        let keys = Arc::new(TenantKeys::open(ring, "model", Box::new(files)).unwrap());
+        let cipher = Cipher::new(keys, Tier::Disk, "model", BLOCK);
         Sealed::new(threads, Arc::clone(&self.memory) as _, (scratch, cipher), 1).unwrap()
     }
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvbm::{BlockHash, Chain, Error, ErrorKind, Lease, Manager, Options, Tier};
+use kvbm::{BlockHash, Chain, Error, ErrorKind, Lease, Manager, Options, RequestInfo, Tier};
 use kvbm_settings::{Capacity, EvictionPolicy, Settings};
 use kvbm_tiers::testing::{fill_pattern, has_pattern};
 use prometheus::Registry;
@@ -56,7 +56,15 @@ pub struct Served {
 /// # Panics
 /// If the manager closes, or fails in a way that it must not.
 pub fn serve(manager: &Manager, chain: &[BlockHash]) -> Served {
-    let transferred = manager.load(manager.lease(chain)).wait().expect("the manager is open");
+    serve_for(manager, RequestInfo::default(), chain)
+}
+
+/// [`serve`], of a request that says something about itself.
+///
+/// # Panics
+/// As [`serve`].
+pub fn serve_for(manager: &Manager, info: RequestInfo, chain: &[BlockHash]) -> Served {
+    let transferred = manager.load(manager.lease_for(info, chain)).wait().expect("the manager is open");
     let mut served = Served { hit: transferred.blocks, failed: transferred.failed, ..Served::default() };
     served.wrong = wrong_blocks(manager, &transferred.lease, chain, transferred.blocks);
     if served.failed > 0 {

@@ -2,7 +2,7 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `replay`, `demo`, `plan`, `config`, `doctor`, `fsck`, `bench` | the subcommands |
+//! | `replay`, `demo`, `plan`, `config`, `doctor`, `fsck`, `forget`, `bench` | the subcommands |
 //! | [`kvbm_cli::measuring`] | what `bench` times, and how |
 //! | `global` | the options that every command takes |
 //! | `engine` | serves requests through a manager; what replay and demo share |
@@ -24,6 +24,7 @@ mod demo;
 mod doctor;
 mod engine;
 mod failure;
+mod forget;
 mod fsck;
 mod global;
 mod metrics;
@@ -73,6 +74,8 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// Check what processes left on disk, in memory or in a bucket
     Fsck(fsck::FsckArgs),
+    /// Destroy the keys of a tenant, while no engine works
+    Forget(forget::ForgetArgs),
     /// Measure
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -87,6 +90,7 @@ impl Command {
             Self::Config => config::run(global),
             Self::Doctor(args) => doctor::run(&args, global),
             Self::Fsck(args) => fsck::run(&args, global),
+            Self::Forget(args) => forget::run(&args, global),
             Self::Bench(bench) => bench.run(global),
         }
     }

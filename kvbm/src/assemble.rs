@@ -22,7 +22,7 @@ use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::geometry::{ALIGNMENT, MAX_SLOTS};
 use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, Store, StoreOptions};
 use kvbm_tiers::ranks::RollCall;
-use kvbm_tiers::sealed::KeyRing;
+use kvbm_tiers::sealed::{KeyRing, TenantKeys};
 use kvbm_tiers::{
     Backend, Checksums, DeviceRegion, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool,
     Geometry, MemcpyBackend, Memory, PersistOptions, SetupError, SetupErrorKind, ThreadsBackend, Tier,
@@ -43,6 +43,7 @@ use crate::table::{Table, TierSpec};
 pub(crate) use objects::SharedStore;
 pub(crate) use ranks::{OpenedRank, open_rank};
 pub use report::{GpuReport, NixlReport, PluginReport};
+pub(crate) use sealed::Tenants;
 
 use durable::{Identity, KeptTier, Namespace};
 use gpu::GpuTier;
@@ -83,6 +84,7 @@ pub(crate) struct Assembled {
     /// What outlives the process.
     pub(crate) durable: Durable,
     pub(crate) store: SharedStore,
+    pub(crate) tenants: Tenants,
 }
 
 /// Opens all tiers, those of the cache group `suffix` apart from others'. Takes memory, makes files and probes stores, so
@@ -104,6 +106,7 @@ pub(crate) async fn open(
     let (group, on_durable) = (options.ranks.clone(), options.on_durable.clone());
     let registry = options.registry.clone();
     let suffix = suffix.to_owned();
+    let has_ranks = group.is_some();
     let build = move || -> Result<Assembled> {
         let on_loss = LossHook::default();
         let known = fingerprint.as_ref();
@@ -119,6 +122,7 @@ pub(crate) async fn open(
         };
         let tuning = tuning(&settings, block_tokens);
         let routes = tiers.routes();
+        let tenants = tiers.tenants(has_ranks);
         let Tiers { device, host, specs, staging, executor, roll_call, fallbacks, kept, objects, .. } = tiers;
         fallbacks.into_iter().for_each(|wanted| metrics.fell_back(wanted));
         let table = Table::new(specs);
@@ -130,7 +134,7 @@ pub(crate) async fn open(
         let core = Core::new(Parts { table, executor, staging, clock, metrics, tuning });
         on_loss.set(&core);
         store.keep_looking(&core);
-        Ok(Assembled { core, device, host, routes, durable, store })
+        Ok(Assembled { core, device, host, routes, durable, store, tenants })
     };
     tokio::task::spawn_blocking(build)
         .await
@@ -193,6 +197,8 @@ struct Tiers {
     namespace: Namespace,
     /// What disk and object tiers are encrypted with.
     keys: Option<Arc<KeyRing>>,
+    /// Of each of these tiers.
+    tenant_keys: Vec<Arc<TenantKeys>>,
     /// Those whose slots outlive the process.
     kept: Vec<KeptTier>,
     objects: Option<Objects>,
@@ -294,7 +300,9 @@ impl Tiers {
 
     fn open_disk(&mut self, settings: &Settings, nixl: &Nixl) -> Result<()> {
         let Some(capacity) = settings.disk.capacity else { return Ok(()) };
-        let end = self.memory_end(Tier::Disk, 1, settings)?;
+        let kept = settings.disk.keep && self.namespace.identity.is_some();
+        let keys = sealed::Kept::in_files(&settings.disk.dirs, kept);
+        let end = self.memory_end((Tier::Disk, 1), keys, settings)?;
         let block_bytes = end.memory.block_bytes();
         let geometry = Geometry::new(slots(capacity, settings)?, block_bytes).map_err(setup)?;
         let options = DiskOptions {
@@ -418,7 +426,7 @@ impl Tiers {
                 self.connect_objects(store, settings)?;
             }
             ObjectChoice::Nixl => {
-                let end = self.memory_end(Tier::Object, 1, settings)?;
+                let end = self.memory_end((Tier::Object, 1), sealed::Kept::Nowhere, settings)?;
                 let place = (self.namespace.name.clone(), object.concurrency);
                 let backend = nixl.objects(Arc::clone(&end.memory), store, slots, place)?;
                 let backend = self.with_chaos(backend, Arc::clone(&end.memory))?;
@@ -431,7 +439,9 @@ impl Tiers {
 
     fn connect_objects(&mut self, store: Store, settings: &Settings) -> Result<()> {
         let segment_blocks = segment_blocks(settings);
-        let end = self.memory_end(Tier::Object, segment_blocks, settings)?;
+        let is_shared = self.namespace.identity.is_some();
+        let keys = if is_shared { sealed::Kept::In(&store) } else { sealed::Kept::Nowhere };
+        let end = self.memory_end((Tier::Object, segment_blocks), keys, settings)?;
         let sizes = (segment_blocks, end.memory.block_bytes());
         let options = objects::options(&settings.object, &self.namespace, sizes);
         let checksums = Arc::new(Checksums::new());
@@ -593,10 +603,10 @@ fn slots(capacity: Capacity, settings: &Settings) -> Result<u32> {
 fn namespace(settings: &Settings, fingerprint: Option<&Fingerprint>, suffix: &str) -> Namespace {
     let block_bytes = settings.block_bytes.unwrap_or_default();
     // What is encrypted lies beside what is not, and neither is taken for the other.
-    let form = if settings.encryption.is_on() { "sealed" } else { "block" };
+    let form = if settings.encryption.is_on() { "v2-sealed" } else { "v1-block" };
     let name = match fingerprint {
-        Some(fingerprint) => format!("v1-{form}{block_bytes}-{fingerprint}{suffix}"),
-        None => format!("v1-{form}{block_bytes}{suffix}"),
+        Some(fingerprint) => format!("{form}{block_bytes}-{fingerprint}{suffix}"),
+        None => format!("{form}{block_bytes}{suffix}"),
     };
     Namespace { name, identity: fingerprint.map(Identity::of), shares_objects: true }
 }

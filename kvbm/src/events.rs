@@ -93,6 +93,8 @@ pub enum RemoveReason {
     Corrupt,
     /// It, or a block before it, could not be read any more.
     Unreadable,
+    /// It was a tenant's that was forgotten, or a block before it was.
+    Forgotten,
 }
 
 /// The events of a manager from [`Manager::events`](crate::Manager::events) on, oldest first.

@@ -11,7 +11,7 @@ use kvbm_policies::{Ended, RequestId};
 use kvbm_settings::Settings;
 use kvbm_tiers::{DramRegion, Frame, SlotId, Tier, clock};
 
-use crate::assemble::{self, SharedStore};
+use crate::assemble::{self, SharedStore, Tenants};
 use crate::checkpoints::Checkpoints;
 use crate::device::{Device, Lent};
 use crate::durable::{Durable, RecoveryReport};
@@ -49,6 +49,7 @@ pub struct Manager {
     routes: Vec<RouteReport>,
     durable: Durable,
     store: SharedStore,
+    tenants: Tenants,
     background: Mutex<Option<Background>>,
     pinned: Arc<PinnedChains>,
     engine: Option<EngineMemory>,
@@ -103,6 +104,7 @@ impl Manager {
             routes: assembled.routes,
             durable: assembled.durable,
             store: assembled.store,
+            tenants: assembled.tenants,
             background: Mutex::new(Some(background)),
             pinned,
             engine,
@@ -302,6 +304,33 @@ impl Manager {
     fn tell_epoch(&self, epoch: u64) -> Result<()> {
         let told = self.store.begin_epoch(epoch, 0);
         self.durable.settle(MAX_RESET).and(told)
+    }
+
+    /// Forgets what a tenant stored, in every tier and for good: what requests brought that named him (see
+    /// [`Hints::tenant`](crate::Hints)). From here on it is a miss. What of it is under way lands nowhere, the keys that
+    /// his blocks are encrypted with are destroyed, and after a restart nothing of it is there. Who reads a block of his now may
+    /// end that. He may come back, with new blocks and a new key. Other tenants' blocks stay, unless they hang on one of his:
+    /// a prefix that tenants share is the one's who brought it first, and goes with him; where each has a salt of his own in the hashes
+    /// ([`ChainHasher::for_tenant`](crate::ChainHasher::for_tenant)) there are none. docs/security.md says what copies others may
+    /// have.
+    ///
+    /// Takes time in proportion to what the tiers hold, in steps between which others use them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`]: something outlives the process and does not say whose it is, since it is not encrypted; or
+    /// the ranks of the model have the keys. Nothing has changed then. [`ErrorKind::Unavailable`]: nothing of him is found
+    /// here any more, but a key of his may be left on a medium: try again.
+    pub fn forget(&self, tenant: u32) -> Result<()> {
+        let managers = || std::iter::once(self).chain(self.checkpoints.managers());
+        managers().try_for_each(|manager| manager.tenants.check())?;
+        // All, also where one cannot be told.
+        managers().map(|manager| manager.forget_in_group(tenant)).fold(Ok(()), Result::and)
+    }
+
+    fn forget_in_group(&self, tenant: u32) -> Result<()> {
+        let life = self.core.forget(tenant);
+        let destroyed = self.tenants.destroy_keys(tenant, life);
+        destroyed.and(self.durable.settle(MAX_RESET))
     }
 
     /// The present epoch: that of the [fingerprint](Options::fingerprint), or 0, until the first [`reset`](Self::reset).

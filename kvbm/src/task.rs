@@ -1,7 +1,7 @@
 //! Copy tasks: what the table asks of the scheduler, and what it is told about them. Plain data, which could as well
 //! travel to another process: the slot handles that a task needs stay with the table.
 
-use kvbm_tiers::{BlockKey, SlotRef};
+use kvbm_tiers::{BlockKey, Owner, SlotRef};
 use serde::{Deserialize, Serialize};
 
 /// What kind of work a copy is; also its precedence, most urgent first.
@@ -61,6 +61,8 @@ pub struct CopyTask {
     pub block: BlockKey,
     /// Hash of the block before it in its chain; `None`: it is the first.
     pub parent: Option<u128>,
+    /// Whose it is, if a tenant's.
+    pub owner: Option<Owner>,
     /// Its source, pinned by the transfer.
     pub from: SlotRef,
     /// Its destination.
@@ -100,6 +102,8 @@ pub enum Defect {
     Corrupt,
     /// They cannot be read any more.
     Unreadable,
+    /// Whose they are was forgotten.
+    Forgotten,
 }
 
 /// The news of a copy task.

@@ -92,6 +92,15 @@ impl BlockKey {
     }
 }
 
+/// Whose block it is: who brought it first. A tenant that was forgotten and comes back has another life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Owner {
+    /// The tenant, as requests name him.
+    pub tenant: u32,
+    /// How often this process forgot him before the block came.
+    pub life: u32,
+}
+
 /// From which tier to which.
 pub type Route = (Tier, Tier);
 
@@ -102,6 +111,8 @@ pub struct CopyOp {
     pub block: BlockKey,
     /// Hash of the block before it in its chain, for stores that describe themselves; `None`: it is the first.
     pub parent: Option<u128>,
+    /// Whose key seals it, where blocks are encrypted; `None`: nobody's in particular.
+    pub owner: Option<Owner>,
     /// Source slot.
     pub from: SlotRef,
     /// Destination slot.

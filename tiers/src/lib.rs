@@ -72,7 +72,9 @@ pub mod verify;
 
 pub use backend::Backend;
 pub use checksum::Checksums;
-pub use copy::{BlockKey, Completion, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
+pub use copy::{
+    BlockKey, Completion, CopyError, CopyErrorKind, CopyOp, Done, Owner, Route, SlotId, SlotRef, Tier,
+};
 pub use device::{DeviceRegion, Space};
 pub use disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
 pub use dram::{DramOptions, DramRegion, Mount, MountKind, PersistOptions};

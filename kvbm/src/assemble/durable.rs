@@ -23,7 +23,7 @@ use crate::metrics::Metrics;
 use crate::table::{Journal, Naming, Notes, Table};
 
 /// A process that was killed may not quite be gone.
-const PATIENCE: Duration = Duration::from_secs(15);
+pub(super) const PATIENCE: Duration = Duration::from_secs(15);
 
 /// Names the files and objects of a manager.
 #[derive(Debug, Default)]

@@ -138,7 +138,7 @@ impl Canary<'_> {
         // After the limit nobody listens any more, which is fine.
         let done = Done::new(move |_, result| drop(report.send(result)));
         let block = BlockKey { hash: 0, group: 0 };
-        self.backend.submit(vec![CopyOp { block, parent: None, from, to }], done);
+        self.backend.submit(vec![CopyOp { block, parent: None, owner: None, from, to }], done);
         match reported.recv_timeout(self.limit) {
             Ok(copied) => copied.map_err(|error| {
                 Error::caused(ErrorKind::Unavailable, format!("{NOT_COPIED}: {error}"), error)

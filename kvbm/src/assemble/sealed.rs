@@ -1,12 +1,16 @@
 //! Encryption of the disk and object tiers: keys by the settings, and what is put around a backend.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use kvbm_settings::Settings;
-use kvbm_tiers::sealed::{Cipher, KeyRing, Scratch, ScratchOptions};
+use kvbm_tiers::object::Store;
+use kvbm_tiers::sealed::{
+    Cipher, KeyFiles, KeyRing, KeyStore, KeysInMemory, Scratch, ScratchOptions, TenantKeys,
+};
 use kvbm_tiers::{Backend, Memory, Route, Sealed, Tier, Verified};
 
+use super::durable::PATIENCE;
 use super::{Tiers, setup};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -44,9 +48,18 @@ impl MemoryEnd {
 
 impl Tiers {
     /// For a lower tier whose backend gets up to `run_blocks` blocks together.
-    pub(super) fn memory_end(&self, tier: Tier, run_blocks: usize, settings: &Settings) -> Result<MemoryEnd> {
+    pub(super) fn memory_end(
+        &mut self,
+        (tier, run_blocks): (Tier, usize),
+        kept: Kept<'_>,
+        settings: &Settings,
+    ) -> Result<MemoryEnd> {
         let memory = self.memory()?;
-        let Some(keys) = self.keys.clone() else { return Ok(MemoryEnd { memory, seal: None }) };
+        let Some(ring) = self.keys.clone() else { return Ok(MemoryEnd { memory, seal: None }) };
+        let namespace = &self.namespace.name;
+        let keys = TenantKeys::open(ring, namespace, kept.open(namespace)?).map_err(setup)?;
+        let keys = Arc::new(keys);
+        self.tenant_keys.push(Arc::clone(&keys));
         let block_bytes = memory.block_bytes();
         let blocks = scratch_blocks(run_blocks, block_bytes, settings);
         let huge_pages = settings.host.huge_pages;
@@ -91,6 +104,87 @@ impl Tiers {
                 format!("{backend}, encrypted with key {}", keys.current())
             }
             _ => backend.to_owned(),
+        }
+    }
+}
+
+/// Where the keys of tenants are kept: with what they seal.
+pub(super) enum Kept<'a> {
+    /// What they seal nobody finds who has not the keys in memory.
+    Nowhere,
+    Beside(&'a [PathBuf]),
+    In(&'a Store),
+}
+
+impl<'a> Kept<'a> {
+    pub(super) const fn in_files(dirs: &'a [PathBuf], is_kept: bool) -> Self {
+        if is_kept { Self::Beside(dirs) } else { Self::Nowhere }
+    }
+
+    fn open(self, namespace: &str) -> Result<Box<dyn KeyStore>> {
+        Ok(match self {
+            Self::Nowhere => Box::new(KeysInMemory),
+            Self::Beside(dirs) => Box::new(KeyFiles::open(dirs, namespace, PATIENCE).map_err(setup)?),
+            Self::In(store) => Box::new(store.keys(namespace)),
+        })
+    }
+}
+
+/// What it takes to forget a tenant.
+#[derive(Debug)]
+pub(crate) enum Tenants {
+    /// Of each encrypted tier, the keys.
+    Known(Vec<Arc<TenantKeys>>),
+    /// Something that outlives the process does not say whose it is.
+    Untold,
+    /// The ranks have the keys.
+    Elsewhere,
+}
+
+impl Tenants {
+    /// Whether everything of a tenant can be found.
+    ///
+    /// # Errors
+    /// `Invalid`: it cannot.
+    pub(crate) fn check(&self) -> Result<()> {
+        let why = match self {
+            Self::Known(_) => return Ok(()),
+            Self::Untold => {
+                "what a tier keeps for the next process is not encrypted, and does not say whose it is: set \
+                 encryption.key_file (DYN_KVBM_ENCRYPTION_KEY_FILE), or forget everything (Manager::reset)"
+            }
+            Self::Elsewhere => {
+                "the ranks have the keys of tenants: stop the engine and run kvbm forget with each rank's settings"
+            }
+        };
+        Err(Error::new(ErrorKind::Invalid, format!("a tenant cannot be forgotten: {why}")))
+    }
+
+    /// Destroys the keys of what he stored in earlier lives than this.
+    ///
+    /// # Errors
+    /// `Unavailable`: some may be left.
+    pub(crate) fn destroy_keys(&self, tenant: u32, life: u32) -> Result<()> {
+        let Self::Known(keys) = self else { return self.check() };
+        // All, also where one cannot be.
+        keys.iter().map(|keys| keys.forget(tenant, life)).fold(Ok(()), std::io::Result::and).map_err(
+            |error| {
+                let message =
+                    format!("not every key of tenant {tenant} could be destroyed: {error}; try again");
+                Error::caused(ErrorKind::Unavailable, message, error)
+            },
+        )
+    }
+}
+
+impl Tiers {
+    pub(super) fn tenants(&self, has_ranks: bool) -> Tenants {
+        let keeps_in_the_clear = self.keys.is_none() && self.namespace.identity.is_some();
+        let keeps = !self.kept.is_empty() || self.objects.is_some();
+        match has_ranks {
+            true => Tenants::Elsewhere,
+            false if keeps_in_the_clear && keeps => Tenants::Untold,
+            false => Tenants::Known(self.tenant_keys.clone()),
         }
     }
 }

@@ -185,6 +185,7 @@ mod tests {
             class: Class::Load,
             block: BlockKey { hash: 1, group: 0 },
             parent: None,
+            owner: None,
             from: slot(Tier::Disk),
             to: slot(to),
             via: None,

@@ -193,6 +193,9 @@ impl Core {
         }
         news.iter().for_each(|listener| listener.wake());
         for Dropped { tier, blocks, defect } in dropped {
+            if defect == Defect::Forgotten {
+                continue;
+            }
             tracing::error!(%tier, blocks, ?defect, "a block and its descendants are dropped");
         }
         for rest in cancelled {

@@ -17,6 +17,7 @@
 //! | `breaker` | media that are away, full or hanging are left alone for a while |
 //! | `staging` | DRAM slots through which blocks travel |
 //! | `reset` | closing a namespace: what is under way lands nowhere |
+//! | `forget` | what a tenant stored leaves, and lands nowhere |
 //! | `pace` | how long a block takes from each tier |
 //! | `executor` | which backend serves which route |
 //! | `engine` | transfers between the tiers and an engine's own memory |
@@ -35,6 +36,7 @@ mod dispatch;
 mod engine;
 mod engine_order;
 mod executor;
+mod forget;
 mod landing;
 mod learner;
 mod pace;

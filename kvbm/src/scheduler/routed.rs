@@ -49,11 +49,11 @@ impl RoutedTask {
             Some(Stop::Kept(slot)) => Some(*slot),
             _ => None,
         };
-        let CopyTask { block, parent, from, to, .. } = self.task;
+        let CopyTask { block, parent, owner, from, to, .. } = self.task;
         match stop {
-            None => CopyOp { block, parent, from, to },
-            Some(stop) if self.halfway => CopyOp { block, parent, from: stop, to },
-            Some(stop) => CopyOp { block, parent, from, to: stop },
+            None => CopyOp { block, parent, owner, from, to },
+            Some(stop) if self.halfway => CopyOp { block, parent, owner, from: stop, to },
+            Some(stop) => CopyOp { block, parent, owner, from, to: stop },
         }
     }
 

@@ -20,13 +20,15 @@ pub enum MissReason {
     Corrupt,
     /// It, or a block before it, could not be read any more.
     Unreadable,
+    /// It was a tenant's that was forgotten, or a block before it was.
+    Forgotten,
     /// It is on its way.
     InFlight,
 }
 
 impl MissReason {
     /// Every reason.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::NeverSeen,
         Self::Evicted,
         Self::Capacity,
@@ -34,6 +36,7 @@ impl MissReason {
         Self::IoError,
         Self::Corrupt,
         Self::Unreadable,
+        Self::Forgotten,
         Self::InFlight,
     ];
 
@@ -47,6 +50,7 @@ impl MissReason {
             Self::IoError => "io_error",
             Self::Corrupt => "corrupt",
             Self::Unreadable => "unreadable",
+            Self::Forgotten => "forgotten",
             Self::InFlight => "in_flight",
         }
     }
@@ -73,7 +77,7 @@ const MAX: usize = 1 << 18;
 /// A table with one place for each hash: what comes later displaces what was there.
 #[derive(Debug)]
 pub(super) struct MissHistory {
-    /// From the top: 32 bits of the hash, 3 of the reason, 2 of the tier, 27 of the time in seconds.
+    /// From the top: 32 bits of the hash, 3 of the reason (the last one of all is never noted), 2 of the tier, 27 of the time in seconds.
     notes: Box<[u64]>,
 }
 

@@ -17,6 +17,7 @@
 //! | `evict` | eviction |
 //! | `namespace` | under which names blocks are known, and how a reset changes them |
 //! | `forgotten` | what a reset leaves behind in its slots |
+//! | `owners` | whose blocks are, and how a tenant is forgotten |
 //! | `quarantine` | bad blocks, and who still reads them |
 //! | `flush` | which dirty blocks to copy down next, root-first |
 //! | `request` | whose use something is: the request, and what the engine says about it |
@@ -43,6 +44,7 @@ mod journal;
 mod lock_times;
 mod miss_history;
 mod namespace;
+mod owners;
 mod pins;
 mod policy;
 mod prefix;
@@ -85,6 +87,7 @@ use self::boundary_hints::BoundaryHints;
 use self::index::{Index, KeyHash};
 use self::miss_history::MissHistory;
 use self::namespace::Namespace;
+use self::owners::{OwnerId, Owners};
 use self::quarantine::Quarantines;
 use self::record::Records;
 use self::tier::TierTable;
@@ -120,6 +123,7 @@ pub struct Table {
     namespace: Namespace,
     index: Index,
     records: Records,
+    owners: Owners,
     tiers: [Option<TierTable>; Tier::COUNT],
     transfers: Transfers,
     steps: Steps,
@@ -150,6 +154,7 @@ impl Table {
             namespace: Namespace::default(),
             index: Index::with_room_for(largest as usize),
             records: Records::with_room_for(largest as usize),
+            owners: Owners::default(),
             tiers,
             transfers: Transfers::default(),
             steps: Steps::default(),
@@ -216,10 +221,16 @@ impl Table {
     }
 
     /// The record of a block, made if no tier knows it. `None` if the index cannot take another.
-    fn intern(&mut self, key: BlockKey, parent: Option<RecordId>) -> Option<RecordId> {
+    fn intern(
+        &mut self,
+        key: BlockKey,
+        parent: Option<RecordId>,
+        owner: Option<OwnerId>,
+    ) -> Option<RecordId> {
         self.find(key).or_else(|| {
             // The index holds numbers of records, so the record is made first, and given up if the index is full.
             let record = self.records.add(key, parent);
+            self.owners.set(record, owner);
             let hash_of = |record| KeyHash::of(self.records.at(record).key());
             if !self.index.insert(KeyHash::of(key), record, hash_of) {
                 self.records.remove(record);

@@ -45,6 +45,7 @@ impl Defect {
         match self {
             Self::Corrupt => RemoveReason::Corrupt,
             Self::Unreadable => RemoveReason::Unreadable,
+            Self::Forgotten => RemoveReason::Forgotten,
         }
     }
 
@@ -52,6 +53,7 @@ impl Defect {
         match self {
             Self::Corrupt => MissReason::Corrupt,
             Self::Unreadable => MissReason::Unreadable,
+            Self::Forgotten => MissReason::Forgotten,
         }
     }
 }
@@ -223,6 +225,8 @@ impl Table {
         match defect {
             Defect::Corrupt => stats.quarantined += doomed.len() as u64,
             Defect::Unreadable => stats.unreadable += doomed.len() as u64,
+            // Nothing is wrong with them.
+            Defect::Forgotten => {}
         }
         self.quarantines.so_far += 1;
         let slots_of_doomed: HashSet<_> = doomed.iter().map(|&(slot, _)| slot).collect();

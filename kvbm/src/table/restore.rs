@@ -146,7 +146,7 @@ impl Table {
             return Fate::Dropped;
         }
         let Some(frame) = pending.frame.take() else { return Fate::Dropped };
-        let Some(record) = self.intern(block, parent) else {
+        let Some(record) = self.intern(block, parent, None) else {
             self.tier_mut(tier).pool.give_back(frame);
             return Fate::Dropped;
         };

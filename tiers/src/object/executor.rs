@@ -49,15 +49,33 @@ impl Executor {
     }
 
     /// Runs `task` and waits for it on the calling thread; `None`: it did not end within `limit`.
-    ///
-    /// Not `block_on`, which panics on a thread that belongs to a runtime.
+    pub(super) fn wait<T: Send + 'static>(
+        &self,
+        limit: Duration,
+        task: impl Future<Output = T> + Send + 'static,
+    ) -> Option<T> {
+        self.caller().wait(limit, task)
+    }
+
+    /// For somebody who may outlive this, and gets no answers then.
+    pub(super) fn caller(&self) -> Caller {
+        Caller(self.handle.clone())
+    }
+}
+
+/// Has tasks run by an executor, and waits for them.
+#[derive(Clone, Debug)]
+pub(super) struct Caller(Handle);
+
+impl Caller {
+    /// As [`Executor::wait`]. Not `block_on`, which panics on a thread that belongs to a runtime.
     pub(super) fn wait<T: Send + 'static>(
         &self,
         limit: Duration,
         task: impl Future<Output = T> + Send + 'static,
     ) -> Option<T> {
         let (send, receive) = bounded(1);
-        self.spawn(async move {
+        self.0.spawn(async move {
             if let Ok(output) = tokio::time::timeout(limit, task).await {
                 let _ = send.send(output);
             }

@@ -22,6 +22,7 @@
 //! | `budget` | what that may come to |
 //! | `backend`, `block`, `read`, `write`, `put`, `executor`, `shared` | the way of a block |
 //! | `segment`, `manifest`, `names` | formats, and names of objects |
+//! | `keys` | what tenants' blocks are sealed with |
 //! | `locations`, `compact` | where each slot's block lies, and that space stays bounded |
 //! | `discover`, `look`, `known` | what a bucket holds already, and what others store in it meanwhile |
 //! | `share`, `collect` | what workers rely on, and the garbage of those that are gone |
@@ -38,6 +39,7 @@ mod error;
 mod executor;
 mod files;
 pub mod fsck;
+mod keys;
 mod known;
 mod locations;
 mod look;
@@ -61,6 +63,7 @@ pub use backend::{ObjectBackend, ObjectOptions, ObjectStats};
 pub use budget::{Budgets, Expense};
 pub use discover::Discovered;
 pub use look::{FoundBlock, Intake, TakeIn};
+pub use keys::ObjectKeys;
 pub use open::Store;
 pub use share::Sharing;
 pub use traffic::{RequestKind, RequestOutcome, Traffic};

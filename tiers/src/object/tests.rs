@@ -113,7 +113,7 @@ fn key(seed: u32) -> BlockKey {
 
 fn op(from: (Tier, u32), to: (Tier, u32), seed: u32) -> CopyOp {
     let slot = |(tier, slot)| SlotRef { tier, slot: SlotId(slot), generation: 1 };
-    CopyOp { block: key(seed), parent: None, from: slot(from), to: slot(to) }
+    CopyOp { block: key(seed), parent: None, owner: None, from: slot(from), to: slot(to) }
 }
 
 type Results = Vec<Result<(), CopyError>>;

@@ -12,7 +12,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::copy::{BlockKey, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
+use crate::copy::{BlockKey, CopyErrorKind, CopyOp, Owner, Route, SlotId, SlotRef, Tier};
 use crate::index::IndexEntry;
 
 /// What both sides must agree on. Raise it with every change of a message.
@@ -214,12 +214,14 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(number)
 }
 
-/// Copy orders, each in [`OP_BYTES`]: hash, group, whether there is a parent and its hash, then tier, slot and generation of the source and of the destination;
+/// Copy orders, each in [`OP_BYTES`]: hash, group, whether there is a parent and its hash, whether
+/// there is an owner, tenant and life, then tier, slot and generation of the source and of the destination;
 /// numbers least byte first. One by one they would take most of a leader's time for a batch.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct PackedOps(#[serde(with = "serde_bytes")] Vec<u8>);
 
-const OP_BYTES: usize = 16 + 1 + 1 + 16 + 2 * SLOT_BYTES;
+const OP_BYTES: usize = 16 + 1 + 1 + 16 + OWNER_BYTES + 2 * SLOT_BYTES;
+const OWNER_BYTES: usize = 1 + 4 + 4;
 const SLOT_BYTES: usize = 1 + 4 + 4;
 
 impl PackedOps {
@@ -230,6 +232,10 @@ impl PackedOps {
             bytes.push(op.block.group);
             bytes.push(op.parent.is_some().into());
             bytes.extend_from_slice(&op.parent.unwrap_or_default().to_le_bytes());
+            bytes.push(op.owner.is_some().into());
+            let Owner { tenant, life } = op.owner.unwrap_or(Owner { tenant: 0, life: 0 });
+            bytes.extend_from_slice(&tenant.to_le_bytes());
+            bytes.extend_from_slice(&life.to_le_bytes());
             for at in [op.from, op.to] {
                 bytes.push(at.tier.index() as u8);
                 bytes.extend_from_slice(&at.slot.0.to_le_bytes());
@@ -258,9 +264,23 @@ fn unpack(op: &[u8; OP_BYTES]) -> Option<CopyOp> {
         (1, parent) => Some(parent),
         _ => return None,
     };
+    let (owner, rest) = unpack_owner(rest)?;
     let (from, rest) = unpack_slot(rest)?;
     let (to, _) = unpack_slot(rest)?;
-    Some(CopyOp { block: BlockKey { hash: u128::from_le_bytes(*hash), group }, parent, from, to })
+    Some(CopyOp { block: BlockKey { hash: u128::from_le_bytes(*hash), group }, parent, owner, from, to })
+}
+
+/// `None`: half an owner.
+fn unpack_owner(bytes: &[u8]) -> Option<(Option<Owner>, &[u8])> {
+    let (&has_owner, rest) = bytes.split_first()?;
+    let (tenant, rest) = rest.split_first_chunk()?;
+    let (life, rest) = rest.split_first_chunk()?;
+    let owner = Owner { tenant: u32::from_le_bytes(*tenant), life: u32::from_le_bytes(*life) };
+    match (has_owner, owner) {
+        (0, Owner { tenant: 0, life: 0 }) => Some((None, rest)),
+        (1, owner) => Some((Some(owner), rest)),
+        _ => None,
+    }
 }
 
 /// `None`: there is no such tier.
@@ -431,8 +451,12 @@ mod tests {
     }
 
     fn op() -> impl Strategy<Value = CopyOp> {
-        (any::<u128>(), any::<u8>(), any::<Option<u128>>(), slot(), slot()).prop_map(
-            |(hash, group, parent, from, to)| CopyOp { block: BlockKey { hash, group }, parent, from, to },
+        let owner = prop::option::of((any::<u32>(), any::<u32>()));
+        (any::<u128>(), any::<u8>(), any::<Option<u128>>(), owner, slot(), slot()).prop_map(
+            |(hash, group, parent, owner, from, to)| {
+                let owner = owner.map(|(tenant, life)| Owner { tenant, life });
+                CopyOp { block: BlockKey { hash, group }, parent, owner, from, to }
+            },
         )
     }
 
@@ -526,7 +550,7 @@ mod tests {
     fn the_largest_message_of_either_side_is_within_the_limit() {
         let slot = SlotRef { tier: Tier::Object, slot: SlotId(u32::MAX), generation: u32::MAX };
         let block = BlockKey { hash: u128::MAX, group: u8::MAX };
-        let op = CopyOp { block, parent: Some(u128::MAX), from: slot, to: slot };
+        let op = CopyOp { block, parent: Some(u128::MAX), owner: None, from: slot, to: slot };
         let copy = ToRank::Copy { batch: u64::MAX, ops: PackedOps::of(&vec![op; MAX_OPS]) };
         assert!(body(&copy).len() <= MAX_MESSAGE);
         let holding = Holding { slot: slot.slot, generation: u32::MAX, block };

@@ -210,7 +210,7 @@ impl<B: Backend + 'static> Shared<B> {
         let room = self.scratch.room(frame)?;
         room[..block.len()].copy_from_slice(block);
         let crc = known.unwrap_or_else(|| checksum(&room[..block.len()]));
-        self.cipher.seal(op.block, crc, room)?;
+        self.cipher.seal((op.block, op.owner), crc, room)?;
         // While it lies in the caches: the backend inside would have to read it again.
         self.scratch.remember_checksum(frame);
         Ok(())

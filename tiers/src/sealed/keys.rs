@@ -26,15 +26,16 @@ const KEY_BYTES: usize = 32;
 /// Some thousand keys. Nothing larger is read.
 const MAX_FILE_BYTES: u64 = 64 << 10;
 /// Keys of this program are used for nothing else, whatever else a careless operator uses them for.
-const PURPOSE: &[u8] = b"kvbm sealed block v1";
+const PURPOSE: &[u8] = b"kvbm main key v2";
 
-/// The main keys, by number. Blocks are sealed with the first that was given; the others open what they once sealed.
+/// The main keys, by number. Keys of tenants are wrapped by the first that was given; the others open what was sealed under
+/// them.
 ///
 /// So a key is replaced by writing a new one before it, and is dropped when nothing that it sealed matters any more:
 /// blocks whose key is gone are misses. Keys are wiped from memory when this goes, and never shown.
 pub struct KeyRing {
     current: u32,
-    keys: BTreeMap<u32, MainKey>,
+    keys: BTreeMap<u32, Secret>,
 }
 
 impl KeyRing {
@@ -77,7 +78,7 @@ impl KeyRing {
     }
 
     pub(super) fn get(&self, number: u32) -> Option<&Prk> {
-        self.keys.get(&number).map(|key| &**key.0)
+        self.keys.get(&number).map(Secret::get)
     }
 
     fn read(text: &str, place: &str) -> Result<Self, SetupError> {
@@ -101,7 +102,7 @@ impl KeyRing {
     }
 }
 
-fn parse_key(written: &str) -> Result<(u32, MainKey), &'static str> {
+fn parse_key(written: &str) -> Result<(u32, Secret), &'static str> {
     let (number, key) = written.split_once(':').ok_or("it has no number")?;
     let number = number.trim().parse().ok().filter(|&number| number > 0).ok_or("its number is none")?;
     let key = key.trim();
@@ -114,7 +115,7 @@ fn parse_key(written: &str) -> Result<(u32, MainKey), &'static str> {
     if bytes.iter().all(|byte| *byte == bytes[0]) {
         return Err("it is not random");
     }
-    Ok((number, MainKey::derive(&bytes)))
+    Ok((number, Secret::of(Salt::new(HKDF_SHA256, PURPOSE).extract(&bytes))))
 }
 
 /// Who can read the file can read all that was ever sealed.
@@ -151,16 +152,26 @@ impl fmt::Debug for KeyRing {
     }
 }
 
-/// What blocks' keys are derived from. In one place of memory from the start, and wiped at the end.
-struct MainKey(ManuallyDrop<Box<Prk>>);
+/// What other keys are derived from. In one place of memory from the start, and wiped at the end.
+pub(super) struct Secret(ManuallyDrop<Box<Prk>>);
 
-impl MainKey {
-    fn derive(key: &[u8]) -> Self {
-        Self(ManuallyDrop::new(Box::new(Salt::new(HKDF_SHA256, PURPOSE).extract(key))))
+impl Secret {
+    pub(super) fn of(key: Prk) -> Self {
+        Self(ManuallyDrop::new(Box::new(key)))
+    }
+
+    pub(super) fn get(&self) -> &Prk {
+        &self.0
     }
 }
 
-impl Drop for MainKey {
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret")
+    }
+}
+
+impl Drop for Secret {
     fn drop(&mut self) {
         // SAFETY: it is taken here only, and not used after.
         let key = Box::into_raw(unsafe { ManuallyDrop::take(&mut self.0) });

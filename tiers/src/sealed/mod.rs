@@ -11,6 +11,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `keys` | main keys by number, from a file or a variable |
+//! | `tenants`, `key_files` | random keys of tenants, wrapped by these; where they are kept, and how they are destroyed |
 //! | `format` | what a sealed block looks like, and how it is made |
 //! | `scratch` | slots for sealed blocks on their way, and who waits for one |
 //! | `backend` | the way of a block |
@@ -22,12 +23,16 @@
 
 mod backend;
 mod format;
+mod key_files;
 mod keys;
 mod scratch;
+mod tenants;
 #[cfg(test)]
 mod tests;
 
 pub use backend::Sealed;
 pub use format::{Cipher, SEAL_BYTES};
+pub use key_files::KeyFiles;
 pub use keys::KeyRing;
 pub use scratch::{Scratch, ScratchOptions};
+pub use tenants::{KeyId, KeyStore, KeysInMemory, RECORD_BYTES, TenantKeys, WrappedKey};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Cipher, KeyRing, SEAL_BYTES, Scratch, ScratchOptions, Sealed};
+use super::{Cipher, KeyRing, SEAL_BYTES, Scratch, ScratchOptions, Sealed, TenantKeys};
 use crate::backend::Backend;
 use crate::checksum::{Checksums, checksum};
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Route, Tier};
@@ -23,9 +23,9 @@ const OUT: Route = (Tier::Host, Tier::Disk);
 const BACK: Route = (Tier::Disk, Tier::Host);
 const BLOCK: usize = 5000;
 
-fn keys(number: u32) -> Arc<KeyRing> {
+fn keys(number: u32) -> Arc<TenantKeys> {
     let text = format!("{number}:{}", "0123456789abcdef".repeat(4));
-    Arc::new(KeyRing::parse(&text).unwrap())
+    Arc::new(TenantKeys::in_memory(Arc::new(KeyRing::parse(&text).unwrap()), "test"))
 }
 
 fn scratch(block_bytes: usize, blocks: u32) -> Scratch {
@@ -155,7 +155,9 @@ fn the_medium_sees_nothing_of_a_block_and_its_checksum_is_of_what_it_sees() {
 #[test]
 fn every_flipped_bit_is_caught_and_then_it_heals() {
     let mut fixture = Fixture::new();
-    for byte in [0, 4096, BLOCK - 1, BLOCK, BLOCK + 5, BLOCK + 21, BLOCK + 24, BLOCK + 30, BLOCK + 55] {
+    for byte in
+        [0, 4096, BLOCK - 1, BLOCK, BLOCK + 5, BLOCK + 21, BLOCK + 24, BLOCK + 30, BLOCK + SEAL_BYTES - 1]
+    {
         fixture.run(fixture.out()).unwrap();
         fixture.store.flip_bit(fixture.there[0].slot(), byte);
         assert_fails(fixture.run(fixture.back()), CopyErrorKind::Corrupt);

@@ -40,7 +40,7 @@ pub(crate) fn options(slots: u32, block_bytes: usize) -> DramOptions {
 
 /// A copy order for the `number`-th block of a test.
 pub fn order(number: usize, from: SlotRef, to: SlotRef) -> CopyOp {
-    CopyOp { block: BlockKey { hash: number as u128, group: 0 }, parent: None, from, to }
+    CopyOp { block: BlockKey { hash: number as u128, group: 0 }, parent: None, owner: None, from, to }
 }
 
 /// Fills a block with bytes that no other `number` has.

@@ -338,6 +338,22 @@ impl Transfers {
         Some(TransferId { place, life: *life })
     }
 
+    /// The first at place `from` or behind it that has a block on its way whose record is what is looked for, and which
+    /// of its blocks.
+    pub(super) fn next_with(
+        &self,
+        from: u32,
+        is_it: impl Fn(RecordId) -> bool,
+    ) -> Option<(TransferId, usize)> {
+        let first = |transfer: &Transfer| {
+            let coming = transfer.blocks.iter().enumerate().take(transfer.alive).skip(transfer.published);
+            coming.filter_map(|(at, block)| Some((at, block.record?))).find(|&(_, record)| is_it(record))
+        };
+        let id = self.next(from, |transfer| first(transfer).is_some())?;
+        let transfer = self.places.get(id.place as usize)?.1.as_ref()?;
+        first(transfer).map(|(at, _)| (id, at))
+    }
+
     /// Whether none is on the books.
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {

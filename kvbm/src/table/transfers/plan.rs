@@ -15,6 +15,7 @@ use crate::events::StoreReason;
 use crate::hash::Chain;
 use crate::table::index::RecordId;
 use crate::table::namespace::NamespaceId;
+use crate::table::owners::OwnerId;
 use crate::table::pins::Pins;
 use crate::table::request::{RequestContext, RequestInfo};
 use crate::table::tier_set::TierSet;
@@ -91,6 +92,8 @@ pub struct TransferPlan {
     wanted: Range<usize>,
     /// Slots of the engine's own for these blocks; empty: they go into slots of the destination tier.
     engine_slots: Vec<SlotRef>,
+    /// Whose the blocks are that come new.
+    owner: Option<OwnerId>,
     /// Goes when no medium has a slot of the transfer any more.
     with_media: Option<Arc<()>>,
 }
@@ -185,6 +188,7 @@ impl TransferPlan {
             frames: Vec::new(),
             wanted: 0..usize::MAX,
             engine_slots: Vec::new(),
+            owner: None,
             with_media: None,
         }
     }
@@ -338,6 +342,7 @@ impl Table {
         let chain = self.enter(chain);
         let context = RequestContext { info: self.named(info), path: chain.len() as u32 };
         let mut plan = TransferPlan::new(Class::Save, to, context, self.namespace());
+        plan.owner = self.owners.number(info.hints.tenant);
         plan.before = self.matches(chain).blocks(to);
         plan.behind = match plan.before.checked_sub(1) {
             Some(last) => Some(chain.key(last)),
@@ -364,6 +369,7 @@ impl Table {
             return Err(pins);
         }
         let mut plan = TransferPlan::copying(Class::Save, to, pins);
+        plan.owner = self.owners.number(plan.context.info.hints.tenant);
         plan.wanted = first..first + slots.len();
         plan.before = before;
         plan.behind = behind.or_else(|| self.parent_of_first(chain));
@@ -447,7 +453,9 @@ impl Table {
     /// Takes slots for the next blocks of a plan; the tasks to copy them are among the
     /// [effects](Table::take_effects). True when there are no more.
     pub fn extend(&mut self, plan: &mut TransferPlan) -> bool {
-        let is_past = plan.namespace != self.namespace();
+        // What a tenant was about to store when he was forgotten does not come after all.
+        let is_owner_past = plan.owner.is_some_and(|owner| self.owners.is_past(owner));
+        let is_past = plan.namespace != self.namespace() || is_owner_past;
         if is_past && plan.transfer.is_none() {
             plan.fail();
         }
@@ -569,8 +577,8 @@ impl Table {
         if let Some(from) = from {
             let is_probe = plan.is_probe && at + 1 == plan.keys.len();
             let id = TaskId { transfer: id, block };
-            let (class, parent) = (plan.class, self.parent_hash(record));
-            let task = CopyTask { id, class, block: key, parent, from, to, via: None, is_probe };
+            let (class, parent, owner) = (plan.class, self.parent_hash(record), self.owners.of(record));
+            let task = CopyTask { id, class, block: key, parent, owner, from, to, via: None, is_probe };
             if from.tier > Tier::Host && plan.through_host.has(from.tier) {
                 self.pass_host(plan, record, task);
             } else {
@@ -592,7 +600,7 @@ impl Table {
             let to = *plan.engine_slots.get(at)?;
             return Some(Placed { record, to, is_recorded: false, frame: None });
         }
-        let (record, frame) = self.place(plan.to, plan.keys[at], plan.above)?;
+        let (record, frame) = self.place(plan.to, plan.keys[at], plan.above, plan.owner)?;
         Some(Placed { record, to: frame.slot_ref(), is_recorded: true, frame: Some(frame) })
     }
 
@@ -632,7 +640,7 @@ impl Table {
             plan.keeping = Keeping::No;
         }
         if let Keeping::Into(kept) = plan.keeping {
-            match self.place(Tier::Host, task.block, known.parent()) {
+            match self.place(Tier::Host, task.block, known.parent(), plan.owner) {
                 Some((record, frame)) => {
                     task.via = Some(frame.slot_ref());
                     let slot = frame.slot();
@@ -682,7 +690,7 @@ impl Table {
         let mut placed = Vec::with_capacity(records.len());
         for &record in records {
             let known = *self.records.at(record);
-            let Some((_, frame)) = self.place(to, known.key(), known.parent()) else { break };
+            let Some((_, frame)) = self.place(to, known.key(), known.parent(), None) else { break };
             placed.push((record, frame));
         }
         let blocks = placed.len();
@@ -703,6 +711,7 @@ impl Table {
                 class: Class::Flush,
                 block: known.key(),
                 parent: self.parent_hash(record),
+                owner: self.owners.of(record),
                 from: self.slot_ref(source, known.slot(source)),
                 to: frame.slot_ref(),
                 via: None,
@@ -722,10 +731,11 @@ impl Table {
         tier: Tier,
         key: BlockKey,
         above: Option<RecordId>,
+        owner: Option<OwnerId>,
     ) -> Option<(RecordId, Frame)> {
         // The slot first: a block that finds no room needs no record.
         let frame = self.claim(tier)?;
-        let record = self.intern(key, above).filter(|&record| {
+        let record = self.intern(key, above, owner).filter(|&record| {
             // A chain that names a block twice, or under another parent than before, is no chain.
             let known = self.records.at(record);
             known.parent() == above && !known.resident().has(tier) && !known.filling().has(tier)

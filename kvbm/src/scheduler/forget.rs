@@ -1,0 +1,42 @@
+//! Forgetting a tenant: what he stored leaves every tier, and what of it is under way lands nowhere.
+
+use std::sync::Arc;
+
+use super::Core;
+
+impl Core {
+    /// Forgets what a tenant stored, and returns how often that was done by now. Takes time in proportion to the table,
+    /// in steps between which others use it. Who reads a block of his now may end that.
+    pub(crate) fn forget(self: &Arc<Self>, tenant: u32) -> u32 {
+        let life = self.table().begin_forgetting(tenant);
+        // A flush may have begun behind the first look: what it brings is found by the next one. Nothing else is his.
+        while self.forget_found(tenant) > 0 {}
+        life
+    }
+
+    fn forget_found(self: &Arc<Self>, tenant: u32) -> usize {
+        let (mut found, mut next) = (0, Some(0));
+        while let Some(place) = next {
+            next = self.step(|table| table.end_forgotten(tenant, place));
+            found += usize::from(next.is_some());
+        }
+        next = Some(0);
+        while let Some(record) = next {
+            let (blocks, then) = self.step(|table| table.drop_forgotten(tenant, record));
+            found += blocks;
+            next = then;
+            // At once: a match looks at each block of which more is to be dropped.
+            while self.step(crate::table::Table::drop_more) {}
+        }
+        found
+    }
+
+    fn step<T>(self: &Arc<Self>, step: impl FnOnce(&mut crate::table::Table) -> T) -> T {
+        let mut table = self.table();
+        let done = step(&mut table);
+        let effects = table.take_effects();
+        drop(table);
+        self.apply(effects);
+        done
+    }
+}

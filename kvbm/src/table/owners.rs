@@ -1,0 +1,114 @@
+//! Whose blocks are: of whom brought each first, so that what a tenant stored can be found and forgotten.
+//!
+//! Nothing is kept while no request names a tenant, then four bytes for each record. A tenant that was forgotten and comes
+//! back is another owner: what he stored before is found by its number, and not taken for what comes now.
+
+use std::collections::HashMap;
+
+use kvbm_tiers::{Owner, Tier};
+
+use super::Table;
+use super::index::RecordId;
+use super::tier_set::TierSet;
+use crate::task::Defect;
+
+/// Records looked at in one step.
+const LOOKED_AT: usize = 2_048;
+
+/// Who owns which record.
+#[derive(Debug, Default)]
+pub(super) struct Owners {
+    /// For each record the number of its owner and one, 0: nobody.
+    of: Vec<u32>,
+    all: Vec<Owner>,
+    /// Of each tenant the number that his blocks get now.
+    current: HashMap<u32, u32>,
+    /// How often each was forgotten.
+    lives: HashMap<u32, u32>,
+}
+
+/// An owner's number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct OwnerId(u32);
+
+impl Owners {
+    /// The number of a tenant that is named now.
+    pub(super) fn number(&mut self, tenant: Option<u32>) -> Option<OwnerId> {
+        let tenant = tenant?;
+        let number = *self.current.entry(tenant).or_insert_with(|| {
+            let life = self.lives.get(&tenant).copied().unwrap_or(0);
+            self.all.push(Owner { tenant, life });
+            self.all.len() as u32 - 1
+        });
+        Some(OwnerId(number))
+    }
+
+    /// A new record is this owner's.
+    pub(super) fn set(&mut self, record: RecordId, owner: Option<OwnerId>) {
+        let at = record.0 as usize;
+        if at >= self.of.len() {
+            // What nobody owns needs no place.
+            if owner.is_none() {
+                return;
+            }
+            self.of.resize(at + 1, 0);
+        }
+        self.of[at] = owner.map_or(0, |OwnerId(number)| number + 1);
+    }
+
+    pub(super) fn of(&self, record: RecordId) -> Option<Owner> {
+        let number = self.of.get(record.0 as usize)?.checked_sub(1)?;
+        self.all.get(number as usize).copied()
+    }
+
+    /// Whether what this number named is forgotten.
+    pub(super) fn is_past(&self, OwnerId(number): OwnerId) -> bool {
+        self.all.get(number as usize).is_none_or(|owner| self.current.get(&owner.tenant) != Some(&number))
+    }
+
+    /// Whether a record is of a tenant, from before he was forgotten last.
+    fn is_forgotten(&self, record: RecordId, tenant: u32) -> bool {
+        let life = self.lives.get(&tenant).copied().unwrap_or(0);
+        self.of(record).is_some_and(|owner| owner.tenant == tenant && owner.life < life)
+    }
+}
+
+impl Table {
+    /// From here on what the tenant stored is another's. Returns how often he was forgotten by now.
+    pub fn begin_forgetting(&mut self, tenant: u32) -> u32 {
+        let life = self.owners.lives.entry(tenant).or_default();
+        *life += 1;
+        self.owners.current.remove(&tenant);
+        *life
+    }
+
+    /// Ends a transfer of what is forgotten, the one at place `from` or behind it, from its first such block on. Returns
+    /// where the next step goes on. `None`: there are no more.
+    pub fn end_forgotten(&mut self, tenant: u32, from: u32) -> Option<u32> {
+        let (transfers, owners) = (&self.transfers, &self.owners);
+        let (id, block) = transfers.next_with(from, |record| owners.is_forgotten(record, tenant))?;
+        self.abort(id, block);
+        Some(id.place + 1)
+    }
+
+    /// Drops the topmost blocks of what is forgotten among the records from number `from` on, and what hangs on them, as
+    /// far as a step goes; [`drop_more`](Self::drop_more) ends what is too much for one. Returns how many, and where the
+    /// next step goes on.
+    pub fn drop_forgotten(&mut self, tenant: u32, from: u32) -> (usize, Option<u32>) {
+        let is_forgotten = |record: RecordId| self.owners.is_forgotten(record, tenant);
+        let is_topmost = |&(record, _): &(RecordId, &super::record::Record)| {
+            self.records.at(record).resident() != TierSet::default()
+                && is_forgotten(record)
+                && !self.records.at(record).parent().is_some_and(is_forgotten)
+        };
+        let among = self.records.live_among(from, LOOKED_AT).filter(is_topmost);
+        let topmost: Vec<_> = among.map(|(_, record)| record.key()).collect();
+        for &key in &topmost {
+            for tier in Tier::ALL.into_iter().filter(|&tier| self.has(tier)).collect::<Vec<_>>() {
+                self.quarantine_resident(tier, key, Defect::Forgotten);
+            }
+        }
+        let next = from + LOOKED_AT as u32;
+        (topmost.len(), self.records.has_beyond(next).then_some(next))
+    }
+}

@@ -1,0 +1,188 @@
+//! A tenant who is forgotten is so in every tier, now and after a restart, and nobody else is.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use kvbm::{BlockHash, ErrorKind, Fingerprint, Hints, Manager, Options, RequestInfo, Tier};
+use kvbm_settings::{Capacity, Settings};
+use kvbm_tests::engine::{Served, push_down, serve_for, settings};
+use kvbm_tests::rig::hash;
+
+const BLOCK: usize = 8192;
+const BLOCKS: u32 = 300;
+const ONE: u32 = 7;
+const OTHER: u32 = 8;
+
+fn chain(tenant: u32) -> Vec<BlockHash> {
+    (1..=BLOCKS).map(|block| hash(tenant * 1_000 + block)).collect()
+}
+
+fn serve(manager: &Manager, tenant: u32) -> Served {
+    let hints = Hints { tenant: Some(tenant), ..Hints::default() };
+    serve_for(manager, RequestInfo { hints, ..RequestInfo::default() }, &chain(tenant))
+}
+
+/// Where the last tier lies.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Lowest {
+    Disk,
+    Object,
+}
+
+fn lower(dir: &Path, lowest: Lowest) -> Settings {
+    let mut settings = settings(BLOCK as u64, 2 * u64::from(BLOCKS) + 16, 2 * u64::from(BLOCKS) + 16);
+    settings.flush.interval_ms = 1;
+    settings.encryption.key = Some(format!("1:{}", "0123456789abcdef".repeat(4)));
+    if lowest == Lowest::Disk {
+        settings.disk.capacity = Some(Capacity::Blocks(1024));
+        settings.disk.dirs = vec![dir.join("one"), dir.join("two")];
+        settings.disk.keep = true;
+    } else {
+        settings.object.url = Some(format!("file://{}/objects", dir.display()));
+        settings.object.segment_bytes = 8 * BLOCK as u64;
+        settings.object.keep = true;
+    }
+    settings
+}
+
+fn open(settings: Settings) -> Manager {
+    let fingerprint =
+        Fingerprint { model: "m".into(), weights: "one".into(), block_tokens: 16, ..Fingerprint::default() };
+    let options = Options { fingerprint: Some(fingerprint), ..Options::default() };
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(Manager::open(settings, options)).unwrap()
+}
+
+fn settle(manager: &Manager) {
+    assert!(manager.drain(Duration::from_secs(30)).is_complete());
+}
+
+fn stop(manager: Manager) {
+    settle(&manager);
+    assert!(manager.close(Duration::from_secs(20)).is_complete());
+    drop(manager);
+}
+
+#[track_caller]
+fn assert_served(manager: &Manager, tenant: u32, hit: u32) {
+    let served = serve(manager, tenant);
+    assert_eq!((served.hit, served.wrong), (hit as usize, 0), "tenant {tenant}: {served:?}");
+}
+
+fn files(dir: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+}
+
+/// What somebody keeps of all files but those of keys.
+fn backup(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    let is_key = |path: &PathBuf| path.extension().is_some_and(|end| end == "keys" || end == "kvkey");
+    let kept = files(dir).into_iter().filter(|path| !is_key(path));
+    kept.map(|path| (path.clone(), fs::read(path).unwrap())).collect()
+}
+
+#[test]
+fn who_is_forgotten_is_found_in_no_tier_now_and_later_and_others_are() {
+    for lowest in [Lowest::Disk, Lowest::Object] {
+        let dir = tempfile::tempdir().unwrap();
+        let manager = open(lower(dir.path(), lowest));
+        for tenant in [ONE, OTHER] {
+            assert_served(&manager, tenant, 0);
+        }
+        settle(&manager);
+        let before = backup(dir.path());
+        manager.forget(ONE).unwrap();
+        let held = manager.matches(&chain(ONE));
+        assert!(Tier::ALL.iter().all(|&tier| held.blocks(tier) == 0), "{held:?}");
+        assert!(manager.audit().is_empty(), "{:?}", manager.audit());
+        assert_served(&manager, OTHER, BLOCKS);
+        push_down(&manager, &chain(OTHER));
+        assert_served(&manager, OTHER, BLOCKS);
+        stop(manager);
+        // Also where everything but the keys is put back as it was.
+        for restored in [false, true] {
+            if restored {
+                before.iter().for_each(|(path, bytes)| fs::write(path, bytes).unwrap());
+            }
+            let again = open(lower(dir.path(), lowest));
+            assert_served(&again, ONE, 0);
+            settle(&again);
+            assert_served(&again, OTHER, BLOCKS);
+            // He comes back, and is found.
+            push_down(&again, &chain(ONE));
+            assert_served(&again, ONE, BLOCKS);
+            assert!(again.audit().is_empty());
+            again.forget(ONE).unwrap();
+            stop(again);
+        }
+        let again = open(lower(dir.path(), lowest));
+        assert_served(&again, ONE, 0);
+        assert_served(&again, OTHER, BLOCKS);
+        stop(again);
+    }
+}
+
+#[test]
+fn what_is_on_its_way_lands_nowhere() {
+    let dir = tempfile::tempdir().unwrap();
+    let manager = open(lower(dir.path(), Lowest::Disk));
+    for round in 0..20 {
+        // Flushes of some of it are under way, and of some have not begun.
+        assert_served(&manager, ONE, 0);
+        std::thread::sleep(Duration::from_micros(300 * round));
+        manager.forget(ONE).unwrap();
+        let held = manager.matches(&chain(ONE));
+        assert!(Tier::ALL.iter().all(|&tier| held.blocks(tier) == 0), "{held:?}");
+    }
+    settle(&manager);
+    let held = manager.matches(&chain(ONE));
+    assert!(Tier::ALL.iter().all(|&tier| held.blocks(tier) == 0), "{held:?}");
+    assert!(manager.audit().is_empty(), "{:?}", manager.audit());
+    assert_eq!(manager.counts(Tier::Disk).resident, 0);
+    assert_served(&manager, ONE, 0);
+    settle(&manager);
+    push_down(&manager, &chain(ONE));
+    assert_served(&manager, ONE, BLOCKS);
+}
+
+#[test]
+fn a_lease_from_before_may_end_its_reading() {
+    let dir = tempfile::tempdir().unwrap();
+    let manager = open(lower(dir.path(), Lowest::Disk));
+    assert_served(&manager, ONE, 0);
+    settle(&manager);
+    let lease = manager.lease(&chain(ONE));
+    let read = |position| {
+        manager.read_device(&lease, &chain(ONE), position, <[u8]>::to_vec)
+    };
+    assert!(read(0).is_some());
+    manager.forget(ONE).unwrap();
+    assert!(read(0).is_none(), "nothing new is begun with it");
+    assert!(manager.counts(Tier::Device).quarantined > 0);
+    drop(lease);
+    assert_eq!(manager.counts(Tier::Device).quarantined, 0);
+    assert!(manager.audit().is_empty());
+    assert_served(&manager, ONE, 0);
+}
+
+#[test]
+fn where_nobody_knows_whose_blocks_are_it_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = lower(dir.path(), Lowest::Disk);
+    settings.encryption.key = None;
+    let manager = open(settings.clone());
+    assert_served(&manager, ONE, 0);
+    let error = manager.forget(ONE).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    assert!(error.to_string().contains("DYN_KVBM_ENCRYPTION_KEY_FILE"), "{error}");
+    assert_served(&manager, ONE, BLOCKS);
+    stop(manager);
+    // What ends with the process says whose it is.
+    settings.disk.keep = false;
+    let manager = open(settings);
+    assert_served(&manager, ONE, 0);
+    settle(&manager);
+    manager.forget(ONE).unwrap();
+    assert_served(&manager, ONE, 0);
+}
