@@ -101,6 +101,7 @@ fn check_objects(url: fn(&std::path::Path) -> String) {
             operation_limit: OPERATION_LIMIT,
             budgets: Budgets::default(),
             keep: false,
+            keys: None,
             sharing: None,
         };
         let checksums = Arc::new(Checksums::new());

@@ -399,13 +399,14 @@ fn recovery_of_100_000_blocks() {
         part: (0, 1),
         epoch: 0,
         patience: Duration::ZERO,
+        keys: None,
         path,
     };
     let name = |block: u32| u128::from(block + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835);
     let stored = |block: u32| {
         let (slot, key) = (SlotId(block), BlockKey { hash: name(block), group: 0 });
         let parent = (!block.is_multiple_of(500)).then(|| name(block - 1));
-        IndexChange::Stored(IndexEntry { slot, generation: 1, block: key, parent, checksum: 1 })
+        IndexChange::Stored(IndexEntry { slot, generation: 1, block: key, parent, checksum: 1, tenant: None })
     };
     let (mut index, _) = TierIndex::open(&options).unwrap();
     index.append(&(0..100_000).map(stored).collect::<Vec<_>>()).unwrap();

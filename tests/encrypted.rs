@@ -260,13 +260,17 @@ fn keys_are_rotated_and_blocks_without_their_key_are_misses() {
 }
 
 fn restarted(dir: &Path, keys: &str) -> Manager {
+    try_restart(dir, keys).unwrap()
+}
+
+fn try_restart(dir: &Path, keys: &str) -> kvbm::Result<Manager> {
     let mut settings = lower_tiers(dir, true);
     settings.encryption.key = Some(keys.to_owned());
     let fingerprint =
         Fingerprint { model: "m".into(), weights: "one".into(), block_tokens: 16, ..Fingerprint::default() };
     let options = Options { fingerprint: Some(fingerprint), ..Options::default() };
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    runtime.block_on(Manager::open(settings, options)).unwrap()
+    runtime.block_on(Manager::open(settings, options))
 }
 
 fn stopped(manager: Manager) {
@@ -276,7 +280,7 @@ fn stopped(manager: Manager) {
 }
 
 #[test]
-fn a_restart_finds_with_its_key_what_was_encrypted_and_misses_without() {
+fn a_restart_finds_with_its_key_what_was_encrypted_and_nothing_without() {
     let dir = tempfile::tempdir().unwrap();
     let blocks = BLOCKS as usize;
     let first = restarted(dir.path(), &first_key());
@@ -288,13 +292,17 @@ fn a_restart_finds_with_its_key_what_was_encrypted_and_misses_without() {
         assert_eq!((served.hit, served.wrong), (blocks, 0), "{served:?}");
         stopped(again);
     }
-    let other = restarted(dir.path(), &second_key());
-    assert_eq!(other.matches(&chain()).blocks(Tier::Disk), blocks, "the index is in the clear");
-    let served = serve(&other, &chain());
-    assert_eq!((served.hit, served.failed, served.wrong), (0, blocks, 0), "{served:?}");
-    settle(&other);
-    let served = down_and_up(&other);
+    // The index is authenticated, and a start without its key leaves it alone.
+    for keys in [key(9, "fedcba9876543210"), key(8, "0123456789abcdef")] {
+        let error = try_restart(dir.path(), &keys).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+        assert!(error.to_string().contains("emove"), "{error}");
+    }
+    // The last start wrote it under its first key, and so the older one need not be given to read it.
+    let later = restarted(dir.path(), &second_key());
+    assert_eq!(later.matches(&chain()).blocks(Tier::Disk), 0, "nobody can read the blocks, and they are not found");
+    let served = down_and_up(&later);
     assert_eq!((served.hit, served.wrong), (blocks, 0), "{served:?}");
-    stopped(other);
+    stopped(later);
     assert_eq!(words_found(dir.path()), 0);
 }

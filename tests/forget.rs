@@ -8,6 +8,8 @@ use kvbm::{BlockHash, ErrorKind, Fingerprint, Hints, Manager, Options, RequestIn
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine::{Served, push_down, serve_for, settings};
 use kvbm_tests::rig::hash;
+use kvbm_tiers::object::{Store, StoreOptions};
+use kvbm_tiers::sealed::{KeyFiles, KeyStore};
 
 const BLOCK: usize = 8192;
 const BLOCKS: u32 = 300;
@@ -35,7 +37,7 @@ fn lower(dir: &Path, lowest: Lowest) -> Settings {
     settings.flush.interval_ms = 1;
     settings.encryption.key = Some(format!("1:{}", "0123456789abcdef".repeat(4)));
     if lowest == Lowest::Disk {
-        settings.disk.capacity = Some(Capacity::Blocks(1024));
+        settings.disk.capacity = Some(Capacity::Blocks(4096));
         settings.disk.dirs = vec![dir.join("one"), dir.join("two")];
         settings.disk.keep = true;
     } else {
@@ -123,6 +125,36 @@ fn who_is_forgotten_is_found_in_no_tier_now_and_later_and_others_are() {
     }
 }
 
+/// As `kvbm forget` does it.
+fn forget_while_nobody_works(settings: &Settings, tenant: u32) -> usize {
+    let Some(url) = &settings.object.url else {
+        let files = KeyFiles::open_all(&settings.disk.dirs, Duration::from_secs(10)).unwrap();
+        return files.iter().map(|files| files.destroy(tenant).unwrap()).sum();
+    };
+    let store = Store::open(url, &StoreOptions::default()).unwrap();
+    store.all_keys().unwrap().iter().map(|keys| keys.destroy(tenant).unwrap()).sum()
+}
+
+#[test]
+fn who_is_forgotten_while_nobody_works_is_not_found_by_the_next_start() {
+    for lowest in [Lowest::Disk, Lowest::Object] {
+        let dir = tempfile::tempdir().unwrap();
+        let settings = lower(dir.path(), lowest);
+        let manager = open(settings.clone());
+        for tenant in [ONE, OTHER] {
+            assert_served(&manager, tenant, 0);
+        }
+        stop(manager);
+        assert_eq!(forget_while_nobody_works(&settings, ONE), 1);
+        let again = open(settings);
+        let held = again.matches(&chain(ONE));
+        assert!(Tier::ALL.iter().all(|&tier| held.blocks(tier) == 0), "{lowest:?}: {held:?}");
+        assert_served(&again, ONE, 0);
+        assert_served(&again, OTHER, BLOCKS);
+        stop(again);
+    }
+}
+
 #[test]
 fn what_is_on_its_way_lands_nowhere() {
     let dir = tempfile::tempdir().unwrap();
@@ -153,9 +185,7 @@ fn a_lease_from_before_may_end_its_reading() {
     assert_served(&manager, ONE, 0);
     settle(&manager);
     let lease = manager.lease(&chain(ONE));
-    let read = |position| {
-        manager.read_device(&lease, &chain(ONE), position, <[u8]>::to_vec)
-    };
+    let read = |position| manager.read_device(&lease, &chain(ONE), position, <[u8]>::to_vec);
     assert!(read(0).is_some());
     manager.forget(ONE).unwrap();
     assert!(read(0).is_none(), "nothing new is begun with it");

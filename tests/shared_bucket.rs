@@ -382,4 +382,67 @@ fn what_there_is_no_budget_for_is_a_miss_and_is_served_when_there_is() {
         });
         assert_eq!((known(&manager), manager.audit()), (ALL, vec![]));
     }
+/// A worker whose blocks are encrypted with these keys: `A` and `B` stand for two.
+fn sealed_worker(bucket: &Path, keys: &str) -> Manager {
+    let keys = keys.replace('A', &"0123456789abcdef".repeat(4)).replace('B', &"fedcba9876543210".repeat(4));
+    let mut settings = settings(bucket);
+    settings.encryption.key = Some(keys);
+    open(settings, Some(fingerprint("one", 0)))
+}
+
+/// What was found at the start: blocks, and segments that were not used.
+fn found(manager: &Manager) -> (usize, u64) {
+    let report = manager.recovered().iter().find(|report| report.tier == Tier::Object).unwrap();
+    (report.blocks, report.damaged)
+}
+
+fn serves_all(manager: &Manager) -> bool {
+    (0..CHAINS).all(|number| {
+        let served = engine::serve(manager, &chain(number));
+        assert_eq!(served.wrong, 0);
+        served.hit == BLOCKS as usize
+    })
+}
+
+#[test]
+fn workers_with_one_key_share_an_encrypted_bucket() {
+    let bucket = tempfile::tempdir().unwrap();
+    let first = sealed_worker(bucket.path(), "1:A");
+    fill(&first, 0..CHAINS);
+    let second = sealed_worker(bucket.path(), "1:A");
+    assert_eq!((known(&second), found(&second)), (ALL, (ALL, 0)));
+    assert!(serves_all(&second));
+    // One that joins while the main key is being exchanged reads all, and what it stores the others of both keys do.
+    let third = sealed_worker(bucket.path(), "2:B,1:A");
+    assert_eq!(known(&third), ALL);
+    assert!(serves_all(&third));
+    let more = chain(CHAINS);
+    engine::serve(&third, &more);
+    assert!(third.drain(LIMIT).is_complete());
+    let fourth = sealed_worker(bucket.path(), "1:A,2:B");
+    assert_eq!((known(&fourth), fourth.matches(&more).blocks(Tier::Object)), (ALL, more.len()));
+    assert!(serves_all(&fourth));
+}
+
+#[test]
+fn another_key_sees_nothing_says_so_and_works() {
+    let bucket = tempfile::tempdir().unwrap();
+    let first = sealed_worker(bucket.path(), "1:A");
+    fill(&first, 0..CHAINS);
+    for keys in ["2:B", "1:B"] {
+        let stranger = sealed_worker(bucket.path(), keys);
+        let (blocks, unread) = found(&stranger);
+        assert_eq!((known(&stranger), blocks), (0, 0), "{keys}");
+        assert!(unread > 0, "{keys}: it says so");
+        assert!(!serves_all(&stranger));
+        assert!(stranger.drain(LIMIT).is_complete());
+        assert_eq!(known(&stranger), ALL, "{keys}: what it stores it finds");
+        assert!(serves_all(&stranger));
+        assert!(stranger.close(LIMIT).is_complete());
+    }
+    // And nobody took anything from the first.
+    assert!(serves_all(&first));
+    let again = sealed_worker(bucket.path(), "1:A");
+    assert_eq!(known(&again), ALL);
+    assert!(serves_all(&again));
 }

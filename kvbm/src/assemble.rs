@@ -198,7 +198,7 @@ struct Tiers {
     /// What disk and object tiers are encrypted with.
     keys: Option<Arc<KeyRing>>,
     /// Of each of these tiers.
-    tenant_keys: Vec<Arc<TenantKeys>>,
+    tenant_keys: Vec<(Tier, Arc<TenantKeys>)>,
     /// Those whose slots outlive the process.
     kept: Vec<KeptTier>,
     objects: Option<Objects>,
@@ -443,13 +443,14 @@ impl Tiers {
         let keys = if is_shared { sealed::Kept::In(&store) } else { sealed::Kept::Nowhere };
         let end = self.memory_end((Tier::Object, segment_blocks), keys, settings)?;
         let sizes = (segment_blocks, end.memory.block_bytes());
-        let options = objects::options(&settings.object, &self.namespace, sizes);
+        let options = objects::options(&settings.object, (&self.namespace, self.keys.as_ref()), sizes);
         let checksums = Arc::new(Checksums::new());
         // `Verified` sums each block already; a segment's footer takes the sums from there.
         let known = Some(Arc::clone(&checksums));
         let backend = ObjectBackend::new(store, Arc::clone(&end.memory), known, &options).map_err(setup)?;
         let backend = Arc::new(backend);
-        let found = Objects::find(Arc::clone(&backend), object_slots(settings)?, options.sharing.is_some());
+        let (slots, is_shared) = (object_slots(settings)?, options.sharing.is_some());
+        let found = Objects::find(Arc::clone(&backend), (slots, is_shared), self.keys_of(Tier::Object));
         self.objects = Some(found);
         self.connect_verified(backend, end, checksums)
     }

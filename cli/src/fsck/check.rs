@@ -2,8 +2,10 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use kvbm_tiers::sealed::KeyRing;
 use kvbm_tiers::{BlockKey, IndexEntry, KeptIndex, SetupError, SlotId};
 use serde::Serialize;
 
@@ -43,9 +45,14 @@ struct Checked {
 }
 
 /// Checks indices and their slots, and drops what is wrong if that is wanted. All are locked before any is changed.
-pub(super) fn check(pairs: &[(PathBuf, PathBuf)], repair: bool) -> Result<Vec<Finding>, Failure> {
-    let open =
-        |(index, slots): &(PathBuf, PathBuf)| KeptIndex::open(index, slots).map_err(|error| unusable(&error));
+pub(super) fn check(
+    pairs: &[(PathBuf, PathBuf)],
+    keys: Option<&Arc<KeyRing>>,
+    repair: bool,
+) -> Result<Vec<Finding>, Failure> {
+    let open = |(index, slots): &(PathBuf, PathBuf)| {
+        KeptIndex::open(index, slots, keys).map_err(|error| unusable(&error))
+    };
     let kept = pairs.iter().map(open).collect::<Result<Vec<_>, _>>()?;
     let bar = bar(kept.iter().map(|kept| kept.found().entries.len() as u64).sum());
     let mut all: Vec<_> = kept.into_iter().map(|kept| read(kept, &bar)).collect();

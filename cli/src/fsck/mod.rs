@@ -10,10 +10,12 @@ mod bucket;
 mod check;
 mod files;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use clap::Args;
 use kvbm_settings::ObjectSettings;
+use kvbm_tiers::sealed::KeyRing;
 use serde::Serialize;
 
 use self::bucket::Bucket;
@@ -56,7 +58,7 @@ pub(crate) fn run(args: &FsckArgs, global: &Global) -> Result<(), Failure> {
     let (urls, dirs): (Vec<_>, Vec<_>) = args.places.iter().partition(|place| bucket::is_url(place));
     let dirs: Vec<PathBuf> = dirs.into_iter().map(PathBuf::from).collect();
     let found = files::find(&dirs)?;
-    let findings = check::check(&found.pairs, args.repair)?;
+    let findings = check::check(&found.pairs, keys(global)?.as_ref(), args.repair)?;
     let object =
         if urls.is_empty() { ObjectSettings::default() } else { global.load(|all| all)?.settings.object };
     let buckets = urls.iter().map(|url| bucket::check(url, &object, args.repair));
@@ -87,6 +89,17 @@ pub(crate) fn run(args: &FsckArgs, global: &Global) -> Result<(), Failure> {
         (false, true) => Err(Failure::unexpected("what was wrong is dropped, as far as nobody relies on it")),
         (false, false) => Err(Failure::unexpected("not all is sound; --repair drops what is not")),
     }
+}
+
+/// The main keys that the settings name: an index of encrypted blocks is authenticated with one.
+fn keys(global: &Global) -> Result<Option<Arc<KeyRing>>, Failure> {
+    let encryption = global.load(|loader| loader)?.settings.encryption;
+    let keys = match (&encryption.key_file, &encryption.key) {
+        (Some(file), _) => KeyRing::from_file(Path::new(file)),
+        (None, Some(keys)) => KeyRing::parse(keys),
+        (None, None) => return Ok(None),
+    };
+    keys.map(|keys| Some(Arc::new(keys))).map_err(|error| Failure::unusable(error.to_string()))
 }
 
 fn text(findings: &[Finding]) -> String {

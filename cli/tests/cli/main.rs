@@ -3,6 +3,7 @@
 mod bad_input;
 mod chaos;
 mod commands;
+mod forget;
 mod fsck;
 mod fsck_bucket;
 mod interrupt;

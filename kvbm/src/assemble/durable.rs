@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use kvbm_settings::{HostSettings, Settings};
 use kvbm_tiers::ranks::{KeptSlots, Leader, SlotJournal};
+use kvbm_tiers::sealed::TenantKeys;
 use kvbm_tiers::{
     Checksums, CopyOp, DiskOptions, DramRegion, IndexEntry, IndexOptions, Memory, Mount, MountKind,
     Recovered, Tier, TierIndex, clock,
@@ -60,6 +61,8 @@ pub(super) struct KeptTier {
     tier: Tier,
     indices: Vec<(TierIndex, Recovered)>,
     bytes: Bytes,
+    /// What its blocks are encrypted with, if they are.
+    tenants: Option<Arc<TenantKeys>>,
     /// To open the indices.
     took: Duration,
 }
@@ -94,6 +97,7 @@ impl Tiers {
             part: (file, files),
             epoch: identity.epoch,
             patience: PATIENCE,
+            keys: self.keys.clone(),
         };
         let indices: Vec<IndexOptions> = (0..files).map(index).collect();
         self.keep(Tier::Disk, &indices, Bytes::Here(Arc::clone(checksums)))?;
@@ -122,6 +126,7 @@ impl Tiers {
             part: (0, 1),
             epoch: identity.epoch,
             patience: PATIENCE,
+            keys: self.keys.clone(),
         };
         self.keep(Tier::Host, &[index], Bytes::Here(Arc::clone(checksums)))?;
         self.kept.last_mut().map_or(Ok(()), |kept| kept.forget_parts(&[!was_there]))
@@ -148,6 +153,7 @@ impl Tiers {
                 part: (0, 1),
                 epoch: identity.epoch,
                 patience: PATIENCE,
+                keys: self.keys.clone(),
             };
             self.keep(tier, &[index], Bytes::InRanks(Arc::clone(leader)))
         };
@@ -164,7 +170,8 @@ impl Tiers {
         let started = clock::now();
         let open = |options| TierIndex::open(options).map_err(setup);
         let indices = indices.iter().map(open).collect::<Result<_>>()?;
-        self.kept.push(KeptTier { tier, indices, bytes, took: started.elapsed() });
+        let tenants = self.keys_of(tier);
+        self.kept.push(KeptTier { tier, indices, bytes, tenants, took: started.elapsed() });
         Ok(())
     }
 }
@@ -278,7 +285,7 @@ impl SlotJournal for RankJournal {
 
     fn arrived(&self, op: &CopyOp) {
         if op.to.slot.0 < self.slots {
-            self.journal.stored(op.to, op.block, op.parent);
+            self.journal.stored(op.to, (op.block, op.parent), op.owner.map(|owner| owner.tenant));
         }
     }
 }
@@ -356,14 +363,18 @@ impl KeptTier {
                 index.set_epoch(epoch.0, epoch.1).map_err(|error| not_begun(index, error))?;
             }
         }
-        self.bytes.inherit(self.tier, &entries);
         let found = entries.len();
+        // Nobody can read what a tenant stored whose key was destroyed.
+        self.tenants.iter().for_each(|keys| keys.retain_readable(&mut entries));
+        let forgotten = found - entries.len();
+        self.bytes.inherit(self.tier, &entries);
+        let readable = entries.len();
         let entries = self.bytes.agree(self.tier, entries);
-        let disagreed = found - entries.len();
+        let disagreed = readable - entries.len();
         let restored = table.restore(self.tier, &entries);
         self.bytes.adopt(self.tier, &entries, table);
         let took_us = (self.took + started.elapsed()).as_micros() as u64;
-        let (tier, blocks, dropped) = (self.tier, restored.blocks, restored.dropped);
+        let (tier, blocks, dropped) = (self.tier, restored.blocks, restored.dropped + forgotten);
         let report = RecoveryReport { tier, blocks, dropped, past, disagreed, damaged, torn_bytes, took_us };
         tracing::info!(?report, "found blocks of an earlier process");
         Ok(report)

@@ -4,10 +4,11 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use kvbm_settings::{Capacity, ObjectSettings};
-use kvbm_tiers::object::segment::Provenance;
+use kvbm_tiers::object::segment::{FooterKeys, Provenance};
 use kvbm_tiers::object::{
     Budgets, Discovered, FoundBlock, Intake, OPERATION_LIMIT, ObjectBackend, ObjectOptions, Sharing, TakeIn,
 };
+use kvbm_tiers::sealed::{KeyRing, TenantKeys};
 use kvbm_tiers::{SlotId, Tier, clock};
 use prometheus::Registry;
 
@@ -23,6 +24,8 @@ pub(super) struct Objects {
     backend: Arc<ObjectBackend>,
     /// `None`: nobody shares it.
     found: Option<Discovered>,
+    /// What its blocks are encrypted with, if they are.
+    tenants: Option<Arc<TenantKeys>>,
     took: Duration,
 }
 
@@ -33,10 +36,11 @@ pub(crate) struct SharedStore(Weak<ObjectBackend>);
 /// `block_bytes` are those of a block as it is stored.
 pub(super) fn options(
     object: &ObjectSettings,
-    namespace: &Namespace,
+    (namespace, ring): (&Namespace, Option<&Arc<KeyRing>>),
     (segment_blocks, block_bytes): (usize, usize),
 ) -> ObjectOptions {
     let bytes = |capacity: Capacity| capacity.blocks(block_bytes as u64).saturating_mul(block_bytes as u64);
+    let keys = ring.map(|ring| FooterKeys::new(Arc::clone(ring), &namespace.name));
     let sharing = namespace.identity.filter(|_| namespace.shares_objects).map(|identity| Sharing {
         provenance: Provenance { fingerprint: identity.digest, epoch: identity.epoch, forgotten: 0 },
         renewal: Duration::from_millis(object.renewal_ms),
@@ -52,6 +56,7 @@ pub(super) fn options(
         operation_limit: OPERATION_LIMIT,
         budgets: budgets(object, bytes),
         keep: object.keep,
+        keys,
         sharing,
     }
 }
@@ -68,10 +73,14 @@ fn budgets(object: &ObjectSettings, bytes: impl Fn(Capacity) -> u64) -> Budgets 
 
 impl Objects {
     /// Looks what is there, for a tier of so many slots.
-    pub(super) fn find(backend: Arc<ObjectBackend>, slots: u32, is_shared: bool) -> Self {
+    pub(super) fn find(
+        backend: Arc<ObjectBackend>,
+        (slots, is_shared): (u32, bool),
+        tenants: Option<Arc<TenantKeys>>,
+    ) -> Self {
         let began = clock::now();
         let found = is_shared.then(|| backend.discover(slots));
-        Self { backend, found, took: began.elapsed() }
+        Self { backend, found, tenants, took: began.elapsed() }
     }
 
     pub(super) fn export(&self, registry: &Registry) -> Result<()> {
@@ -91,10 +100,12 @@ impl Objects {
     }
 
     /// Makes resident what was found, if the epoch is still the present one; `None`: nothing was looked for.
-    pub(super) fn restore(self, table: &mut Table) -> Result<Option<RecoveryReport>> {
-        let Some(found) = &self.found else { return Ok(None) };
+    pub(super) fn restore(mut self, table: &mut Table) -> Result<Option<RecoveryReport>> {
+        let Some(mut found) = self.found.take() else { return Ok(None) };
         let (epoch, forgotten) = table.naming().epoch;
         let all = found.blocks.len();
+        // Nobody can read what a tenant stored whose key was destroyed.
+        self.tenants.iter().for_each(|keys| keys.retain_readable(&mut found.blocks));
         let mut report = RecoveryReport {
             tier: Tier::Object,
             blocks: 0,

@@ -79,7 +79,8 @@ impl Tiers {
             fingerprint: shared_name(fingerprint),
             limit: group.limit,
         };
-        let mut tiers = Self { namespace, ..Self::default() };
+        let keys = sealed::keys(settings)?;
+        let mut tiers = Self { namespace, keys, ..Self::default() };
         tiers.count_slots(slots, staging, settings);
         let hook = on_loss.clone();
         let leader = Arc::new(Leader::open(options, move |_| hook.lost()).map_err(setup)?);

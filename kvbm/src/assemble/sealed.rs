@@ -59,7 +59,7 @@ impl Tiers {
         let namespace = &self.namespace.name;
         let keys = TenantKeys::open(ring, namespace, kept.open(namespace)?).map_err(setup)?;
         let keys = Arc::new(keys);
-        self.tenant_keys.push(Arc::clone(&keys));
+        self.tenant_keys.push((tier, Arc::clone(&keys)));
         let block_bytes = memory.block_bytes();
         let blocks = scratch_blocks(run_blocks, block_bytes, settings);
         let huge_pages = settings.host.huge_pages;
@@ -178,13 +178,17 @@ impl Tenants {
 }
 
 impl Tiers {
+    pub(super) fn keys_of(&self, tier: Tier) -> Option<Arc<TenantKeys>> {
+        self.tenant_keys.iter().find(|(of, _)| *of == tier).map(|(_, keys)| Arc::clone(keys))
+    }
+
     pub(super) fn tenants(&self, has_ranks: bool) -> Tenants {
         let keeps_in_the_clear = self.keys.is_none() && self.namespace.identity.is_some();
         let keeps = !self.kept.is_empty() || self.objects.is_some();
         match has_ranks {
             true => Tenants::Elsewhere,
             false if keeps_in_the_clear && keeps => Tenants::Untold,
-            false => Tenants::Known(self.tenant_keys.clone()),
+            false => Tenants::Known(self.tenant_keys.iter().map(|(_, keys)| Arc::clone(keys)).collect()),
         }
     }
 }

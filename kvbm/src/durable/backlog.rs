@@ -94,7 +94,7 @@ mod tests {
     fn note() -> impl Strategy<Value = Note> {
         (0..8u32, 0..9u128, any::<bool>()).prop_map(|(slot, hash, is_stored)| {
             let (slot, block, parent) = (SlotId(slot), BlockKey { hash, group: 0 }, None);
-            let entry = IndexEntry { slot, generation: 0, block, parent, checksum: 1 };
+            let entry = IndexEntry { slot, generation: 0, block, parent, checksum: 1, tenant: None };
             if is_stored { Note::Stored(entry) } else { Note::Removed { slot, block, parent } }
         })
     }

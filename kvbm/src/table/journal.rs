@@ -76,11 +76,12 @@ impl Journal {
         Self { checksums: None, notes: notes.into_iter().collect() }
     }
 
-    /// A block has come to a slot. Without a checksum nobody could tell its bytes from others later: then it is not noted.
-    pub fn stored(&self, at: SlotRef, block: BlockKey, parent: Option<u128>) {
+    /// A block, a tenant's or nobody's, has come to a slot. Without a checksum nobody could tell its bytes from others later: then it is not noted.
+    pub fn stored(&self, at: SlotRef, (block, parent): (BlockKey, Option<u128>), tenant: Option<u32>) {
         let known = self.checksums.as_ref().map_or(Some(0), |checksums| checksums.get(at.slot));
         if let Some(checksum) = known {
-            let entry = IndexEntry { slot: at.slot, generation: at.generation, block, parent, checksum };
+            let SlotRef { slot, generation, .. } = at;
+            let entry = IndexEntry { slot, generation, block, parent, checksum, tenant };
             self.of(at.slot).add(Note::Stored(entry));
         }
     }
@@ -113,7 +114,8 @@ impl Table {
         let held = self.tier(tier);
         let at = held.pool.resident_ref(self.records.at(record).slot(tier));
         if let (Some(journal), Some(at)) = (&held.journal, at) {
-            journal.stored(at, block, parent);
+            let tenant = self.owners.of(record).map(|owner| owner.tenant);
+            journal.stored(at, (block, parent), tenant);
         }
     }
 

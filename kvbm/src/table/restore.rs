@@ -81,7 +81,7 @@ impl Table {
     fn take_in_block(
         &mut self,
         tier: Tier,
-        &FoundBlock { block, parent }: &FoundBlock,
+        &FoundBlock { block, parent, tenant }: &FoundBlock,
         stand_for: &mut dyn FnMut(SlotId),
     ) -> Result<RecordId, Intake> {
         let above = parent.map(|hash| BlockKey { hash, group: block.group });
@@ -96,7 +96,8 @@ impl Table {
             return Err(Intake::Declined);
         }
         let frame = self.tier_mut(tier).pool.take().ok_or(Intake::Waits)?;
-        let Some(record) = self.intern(block, parent) else {
+        let owner = self.owners.number(tenant);
+        let Some(record) = self.intern(block, parent, owner) else {
             self.tier_mut(tier).pool.give_back(frame);
             return Err(Intake::Waits);
         };
@@ -134,7 +135,7 @@ impl Table {
     }
 
     fn restore_block(&mut self, tier: Tier, pending: &mut Pending<'_>) -> Fate {
-        let &IndexEntry { block, parent, slot, .. } = pending.entry;
+        let &IndexEntry { block, parent, slot, tenant, .. } = pending.entry;
         let above = parent.map(|hash| BlockKey { hash, group: block.group });
         let parent = above.and_then(|above| self.resident(tier, above));
         if let Some(above) = above.filter(|_| parent.is_none()) {
@@ -146,7 +147,8 @@ impl Table {
             return Fate::Dropped;
         }
         let Some(frame) = pending.frame.take() else { return Fate::Dropped };
-        let Some(record) = self.intern(block, parent, None) else {
+        let owner = self.owners.number(tenant);
+        let Some(record) = self.intern(block, parent, owner) else {
             self.tier_mut(tier).pool.give_back(frame);
             return Fate::Dropped;
         };

@@ -511,7 +511,7 @@ fn entries() -> impl Strategy<Value = Vec<IndexEntry>> {
         let key = |depth: usize| Chain::from(&hashes).key(depth);
         let above = if is_own_parent { Some(depth) } else { depth.checked_sub(1) };
         let parent = above.map(|above| key(above).hash);
-        IndexEntry { slot: SlotId(slot), generation: 0, block: key(depth), parent, checksum: 1 }
+        IndexEntry { slot: SlotId(slot), generation: 0, block: key(depth), parent, checksum: 1, tenant: None }
     });
     prop::collection::vec(entry, 0..150)
 }
@@ -525,6 +525,7 @@ fn residents(table: &Table, tier: Tier) -> Vec<IndexEntry> {
         block: record.key(),
         parent: record.parent().map(|parent| table.records.at(parent).key().hash),
         checksum: 1,
+        tenant: None,
     };
     resident.map(entry).collect()
 }
@@ -614,6 +615,7 @@ fn of_two_that_contradict_each_other_the_later_counts() {
         block: key(depth),
         parent: depth.checked_sub(1).map(|above| key(above).hash),
         checksum: 1,
+        tenant: None,
     };
     let mut table = small_table(EvictionKind::default(), None);
     let list = [entry(1, 0), entry(2, 0), entry(3, 2), entry(3, 1), entry(9, 3), entry(99, 2)];

@@ -1,12 +1,15 @@
 //! The bytes of an index: docs/disk-format.md describes them one by one.
 
 use crc_fast::{CrcAlgorithm, Digest};
+use ring::hmac;
 
 use crate::copy::{BlockKey, SlotId, Tier};
+use crate::sealed::{KeyRing, MacKey};
 
 const MAGIC: [u8; 8] = *b"KVBMindx";
-/// Whoever changes the format counts this up.
+/// Whoever changes the format counts these up: the version that anybody can write, and the one that takes a main key.
 pub(super) const VERSION: u32 = 1;
+pub(super) const SEALED_VERSION: u32 = 2;
 /// A header lies in the file twice, in different pages: it has what no entry can replace.
 pub(super) const HEADER_BYTES: usize = 4096;
 pub(super) const ENTRIES_AT: u64 = 2 * HEADER_BYTES as u64;
@@ -17,10 +20,19 @@ pub(super) const MAX_NAMESPACE: usize = 200;
 const NAMESPACE_AT: usize = 80;
 const CRC_AT: usize = 12;
 const ENTRY_CRC_AT: usize = 60;
+/// In the sealed version.
+const KEY_AT: usize = NAMESPACE_AT + MAX_NAMESPACE;
+const MAC_AT: usize = KEY_AT + 8;
+const MAC_BYTES: usize = 32;
+const TENANT_AT: usize = 48;
+const ENTRY_MAC_AT: usize = 52;
+/// What an index's codes are made with, and nothing else.
+const PURPOSE: &[u8] = b"kvbm index v2";
 
 const STORED: u8 = 1;
 const REMOVED: u8 = 2;
 const HAS_PARENT: u8 = 1;
+const HAS_TENANT: u8 = 1;
 
 /// What holds for all entries of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,6 +48,13 @@ pub(super) struct Header {
     pub(super) parts: u32,
     pub(super) tier: Tier,
     pub(super) namespace: String,
+    /// What authenticates the header and the entries; `None`: nothing does.
+    pub(super) key: Option<MacKey>,
+}
+
+/// The key of an index under a main key; `None`: that is not given.
+pub(super) fn mac_key(ring: &KeyRing, number: u32) -> Option<MacKey> {
+    ring.mac_key(number, PURPOSE)
 }
 
 /// Why bytes are no header.
@@ -45,8 +64,10 @@ pub(super) enum NoHeader {
     Foreign,
     /// One of another version.
     Version(u32),
-    /// One that has changed.
+    /// One that has changed, or that somebody wrote who has not the key.
     Damaged,
+    /// One that is authenticated with a main key that is not given.
+    NoKey(u32),
 }
 
 impl Header {
@@ -58,7 +79,8 @@ impl Header {
             at += field.len();
         };
         put(&MAGIC);
-        put(&VERSION.to_le_bytes());
+        let version = if self.key.is_some() { SEALED_VERSION } else { VERSION };
+        put(&version.to_le_bytes());
         // The checksum, which counts as zero in its own sum.
         put(&[0; 4]);
         put(&self.file.to_le_bytes());
@@ -71,17 +93,22 @@ impl Header {
         put(&self.parts.to_le_bytes());
         put(&[self.tier.index() as u8, self.namespace.len() as u8, 0, 0]);
         put(self.namespace.as_bytes());
+        if let Some(key) = &self.key {
+            bytes[KEY_AT..KEY_AT + 4].copy_from_slice(&key.number().to_le_bytes());
+            let mac = key.sign(&[&bytes]);
+            bytes[MAC_AT..MAC_AT + MAC_BYTES].copy_from_slice(mac.as_ref());
+        }
         let crc = crc32c(&[&bytes]);
         bytes[CRC_AT..CRC_AT + 4].copy_from_slice(&crc.to_le_bytes());
         bytes
     }
 
-    pub(super) fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, NoHeader> {
+    pub(super) fn decode(bytes: &[u8; HEADER_BYTES], ring: Option<&KeyRing>) -> Result<Self, NoHeader> {
         if !bytes.starts_with(&MAGIC) {
             return Err(NoHeader::Foreign);
         }
         let version = u32_at(bytes, 8);
-        if version != VERSION {
+        if version != VERSION && version != SEALED_VERSION {
             return Err(NoHeader::Version(version));
         }
         let mut summed = *bytes;
@@ -89,6 +116,7 @@ impl Header {
         if crc32c(&[&summed]) != u32_at(bytes, CRC_AT) {
             return Err(NoHeader::Damaged);
         }
+        let key = if version == SEALED_VERSION { Some(Self::authenticate(&summed, ring)?) } else { None };
         let name = usize::from(bytes[77]).min(MAX_NAMESPACE);
         let namespace = str::from_utf8(&bytes[NAMESPACE_AT..NAMESPACE_AT + name]);
         Ok(Self {
@@ -102,7 +130,18 @@ impl Header {
             parts: u32_at(bytes, 72),
             tier: *Tier::ALL.get(usize::from(bytes[76])).ok_or(NoHeader::Damaged)?,
             namespace: namespace.map_err(|_| NoHeader::Damaged)?.to_owned(),
+            key,
         })
+    }
+
+    /// `bytes` without their checksum.
+    fn authenticate(bytes: &[u8; HEADER_BYTES], ring: Option<&KeyRing>) -> Result<MacKey, NoHeader> {
+        let number = u32_at(bytes, KEY_AT);
+        let key = ring.and_then(|ring| mac_key(ring, number)).ok_or(NoHeader::NoKey(number))?;
+        let mut signed = *bytes;
+        signed[MAC_AT..MAC_AT + MAC_BYTES].fill(0);
+        let is_sound = key.is_of(&bytes[MAC_AT..MAC_AT + MAC_BYTES], &[&signed]);
+        is_sound.then_some(key).ok_or(NoHeader::Damaged)
     }
 }
 
@@ -119,6 +158,8 @@ pub struct IndexEntry {
     pub parent: Option<u128>,
     /// crc32c of its bytes.
     pub checksum: u32,
+    /// Whose it is. Only an index that is authenticated says so.
+    pub tenant: Option<u32>,
 }
 
 /// What happened to a slot.
@@ -153,6 +194,15 @@ impl IndexChange {
             }
             Self::Removed(_) => bytes[0] = REMOVED,
         }
+        if let Some(key) = &header.key {
+            if let Self::Stored(IndexEntry { tenant: Some(tenant), .. }) = self {
+                bytes[3] = HAS_TENANT;
+                bytes[TENANT_AT..ENTRY_MAC_AT].copy_from_slice(&tenant.to_le_bytes());
+            }
+            let mac = entry_mac(key, &bytes, header.file, position);
+            bytes[ENTRY_MAC_AT..].copy_from_slice(&mac.as_ref()[..ENTRY_BYTES - ENTRY_MAC_AT]);
+            return bytes;
+        }
         let crc = entry_crc(&bytes, header.file, position);
         bytes[ENTRY_CRC_AT..].copy_from_slice(&crc.to_le_bytes());
         bytes
@@ -160,9 +210,16 @@ impl IndexChange {
 
     /// `None`: the bytes are not what was written there.
     pub(super) fn decode(bytes: &[u8; ENTRY_BYTES], header: &Header, position: u64) -> Option<Self> {
-        if entry_crc(bytes, header.file, position) != u32_at(bytes, ENTRY_CRC_AT) {
+        let is_sound = match &header.key {
+            Some(key) => {
+                is_code(&bytes[ENTRY_MAC_AT..], entry_mac(key, bytes, header.file, position).as_ref())
+            }
+            None => entry_crc(bytes, header.file, position) == u32_at(bytes, ENTRY_CRC_AT),
+        };
+        if !is_sound {
             return None;
         }
+        let has_tenant = header.key.is_some() && bytes[3] & HAS_TENANT != 0;
         let slot = Some(SlotId(u32_at(bytes, 4))).filter(|slot| slot.0 < header.slots)?;
         match bytes[0] {
             STORED => Some(Self::Stored(IndexEntry {
@@ -171,6 +228,7 @@ impl IndexChange {
                 block: BlockKey { hash: u128_at(bytes, 16), group: bytes[1] },
                 parent: (bytes[2] & HAS_PARENT != 0).then(|| u128_at(bytes, 32)),
                 checksum: u32_at(bytes, 12),
+                tenant: has_tenant.then(|| u32_at(bytes, TENANT_AT)),
             })),
             REMOVED => Some(Self::Removed(slot)),
             _ => None,
@@ -203,13 +261,23 @@ pub fn read_in_every_way(bytes: &[u8]) {
 
 #[cfg(any(test, feature = "testing"))]
 fn read_header_and_entry(page: &[u8; HEADER_BYTES], entry: &[u8; ENTRY_BYTES]) {
-    let Ok(header) = Header::decode(page) else { return };
-    assert_eq!(Header::decode(&header.encode()).as_ref(), Ok(&header));
+    let Ok(header) = Header::decode(page, None) else { return };
+    assert_eq!(Header::decode(&header.encode(), None).as_ref(), Ok(&header));
     if let Some(change) = IndexChange::decode(entry, &header, 0) {
         assert!(change.slot().0 < header.slots);
         assert_eq!(IndexChange::decode(&change.encode(&header, 0), &header, 0), Some(change));
         assert_eq!(IndexChange::decode(entry, &header, 1), None, "an entry of another place");
     }
+}
+
+/// [`entry_crc`], for those who have the key.
+fn entry_mac(key: &MacKey, bytes: &[u8; ENTRY_BYTES], file: u64, position: u64) -> hmac::Tag {
+    key.sign(&[&file.to_le_bytes(), &position.to_le_bytes(), &bytes[..ENTRY_MAC_AT]])
+}
+
+/// Whether a code begins so, in the same time wherever it differs.
+fn is_code(beginning: &[u8], code: &[u8]) -> bool {
+    beginning.iter().zip(code).fold(0, |differs, (one, other)| differs | (one ^ other)) == 0
 }
 
 /// Binds an entry to its file and its place there: what an older file left behind, or what lies elsewhere, does not pass.

@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::checksum::checksum;
@@ -9,6 +10,7 @@ use crate::copy::SlotId;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::{LockedFile, Patience, Site, lock, open_ours};
 use crate::geometry::ALIGNMENT;
+use crate::sealed::KeyRing;
 
 use super::format::Header;
 use super::{IndexChange, IndexEntry, IndexOptions, Recovered, TierIndex, scan};
@@ -26,20 +28,22 @@ pub struct KeptIndex {
 const PATIENCE: Duration = Duration::from_secs(3);
 
 impl KeptIndex {
-    /// Opens an index and its file of slots, of whichever tier and namespace they are, and changes nothing.
+    /// Opens an index and its file of slots, of whichever tier and namespace they are, and changes nothing. One that is
+    /// authenticated takes its main key.
     ///
     /// # Errors
     /// `Invalid`: it is no index, or one of another version, or its header is damaged twice, or a file is missing.
     /// `InUse`: somebody works with it. `NotWritable`: it is not a file of this user's that is closed to all others.
     /// `Io`: the medium.
-    pub fn open(index: &Path, slots: &Path) -> Result<Self, SetupError> {
+    pub fn open(index: &Path, slots: &Path, keys: Option<&Arc<KeyRing>>) -> Result<Self, SetupError> {
         // Which tier's they are is not known before they are read.
         let is_memory = slots.extension().is_some_and(|extension| extension == "memory");
         let settings = if is_memory { &crate::dram::SETTINGS } else { &crate::disk::SETTINGS };
         let (site, slots) = (Site::new(index, settings), locked(&Site::new(slots, settings))?);
         let file = locked(&site)?;
-        let (header, _) = scan::header(&file, &site)?;
-        let (index, found, has_whole_header) = TierIndex::read(&options(index, header), file)?;
+        let (header, _) = scan::header(&file, &site, keys.map(|keys| &**keys))?;
+        let keys = keys.filter(|_| header.key.is_some()).cloned();
+        let (index, found, has_whole_header) = TierIndex::read(&options(index, header, keys), file)?;
         Ok(Self { index, found, has_whole_header, slots })
     }
 
@@ -92,7 +96,7 @@ fn locked(site: &Site) -> Result<LockedFile, SetupError> {
     Ok(LockedFile::of(file))
 }
 
-fn options(path: &Path, header: Header) -> IndexOptions {
+fn options(path: &Path, header: Header, keys: Option<Arc<KeyRing>>) -> IndexOptions {
     IndexOptions {
         path: path.to_owned(),
         tier: header.tier,
@@ -103,5 +107,6 @@ fn options(path: &Path, header: Header) -> IndexOptions {
         part: (header.part, header.parts),
         epoch: header.epoch,
         patience: Duration::ZERO,
+        keys,
     }
 }

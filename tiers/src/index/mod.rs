@@ -26,11 +26,13 @@ mod tests;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::copy::{SlotId, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::{LockedFile, Patience, Site, is_at, lock, open_ours};
+use crate::sealed::KeyRing;
 
 #[cfg(any(test, feature = "testing"))]
 pub use self::format::read_in_every_way;
@@ -38,7 +40,7 @@ pub use self::format::{IndexChange, IndexEntry};
 pub use self::kept::KeptIndex;
 
 use self::file::Draft;
-use self::format::{ENTRIES_AT, ENTRY_BYTES, Header, MAX_NAMESPACE};
+use self::format::{ENTRIES_AT, ENTRY_BYTES, Header, MAX_NAMESPACE, mac_key};
 use self::scan::Scan;
 
 /// Which file, and of what.
@@ -62,6 +64,8 @@ pub struct IndexOptions {
     pub epoch: u64,
     /// How long a start waits for the file where it is in use: a killed process may not quite be gone.
     pub patience: Duration,
+    /// What authenticates it, where blocks are encrypted: nobody without these keys can have it say anything.
+    pub keys: Option<Arc<KeyRing>>,
 }
 
 impl IndexOptions {
@@ -154,7 +158,8 @@ impl TierIndex {
             let end = ENTRIES_AT + index.len * ENTRY_BYTES as u64;
             index.file.set_len(end).map_err(|error| options.site().failed(&error))?;
         }
-        if found.damaged > 0 || !is_whole || index.is_mostly_dead() {
+        let is_under_old_key = index.header.key != header(options, index.epoch()).key;
+        if found.damaged > 0 || !is_whole || is_under_old_key || index.is_mostly_dead() {
             index.compact_or_later();
         }
         Ok((index, found))
@@ -163,7 +168,7 @@ impl TierIndex {
     /// Changes nothing. Tells as well whether both copies of the header are sound.
     fn read(options: &IndexOptions, file: LockedFile) -> Result<(Self, Recovered, bool), SetupError> {
         let failed = |error: &io::Error| options.site().failed(error);
-        let (header, is_whole) = scan::header(&file, &options.site())?;
+        let (header, is_whole) = scan::header(&file, &options.site(), options.keys.as_deref())?;
         check_header(options, &header)?;
         let scan = Scan::of(&file, &header).map_err(|error| failed(&error))?;
         let Scan { len, residents, damaged, torn } = scan;
@@ -320,6 +325,7 @@ fn header(options: &IndexOptions, (epoch, forgotten): (u64, u64)) -> Header {
         parts: options.part.1,
         tier: options.tier,
         namespace: options.namespace.clone(),
+        key: options.keys.as_deref().and_then(|ring| mac_key(ring, ring.current())),
     }
 }
 
@@ -336,9 +342,10 @@ fn check(options: &IndexOptions) -> Result<(), SetupError> {
 fn check_header(options: &IndexOptions, found: &Header) -> Result<(), SetupError> {
     let wanted = header(options, (0, 0));
     let of = |header: &Header| {
-        let Header { namespace, identity, tier, slots, block_bytes, part, parts, .. } = header;
+        let Header { namespace, identity, tier, slots, block_bytes, part, parts, key, .. } = header;
+        let who = if key.is_some() { "authenticated, " } else { "" };
         format!(
-            "the {tier} tier of {slots} slots of {block_bytes} bytes, file {part} of {parts}, \
+            "{who}the {tier} tier of {slots} slots of {block_bytes} bytes, file {part} of {parts}, \
              namespace {namespace} ({identity:032x})"
         )
     };

@@ -7,8 +7,11 @@ use std::path::Path;
 
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::Site;
+use crate::sealed::KeyRing;
 
-use super::format::{ENTRIES_AT, ENTRY_BYTES, HEADER_BYTES, Header, IndexChange, NoHeader, VERSION};
+use super::format::{
+    ENTRIES_AT, ENTRY_BYTES, HEADER_BYTES, Header, IndexChange, NoHeader, SEALED_VERSION, VERSION,
+};
 use super::{Residents, STEP};
 
 /// What a look at all entries found.
@@ -58,8 +61,8 @@ pub(super) fn each_entry(
 }
 
 /// The header, and whether both copies of it are sound.
-pub(super) fn header(file: &File, site: &Site) -> Result<(Header, bool), SetupError> {
-    let copies = [copy(file, 0), copy(file, HEADER_BYTES as u64)];
+pub(super) fn header(file: &File, site: &Site, ring: Option<&KeyRing>) -> Result<(Header, bool), SetupError> {
+    let copies = [copy(file, 0, ring), copy(file, HEADER_BYTES as u64, ring)];
     match copies.map(|copy| copy.map_err(|error| site.failed(&error))) {
         [Err(error), _] | [_, Err(error)] => Err(error),
         [Ok(Ok(one)), Ok(Ok(other))] => Ok((one.clone(), one == other)),
@@ -68,10 +71,10 @@ pub(super) fn header(file: &File, site: &Site) -> Result<(Header, bool), SetupEr
     }
 }
 
-fn copy(file: &File, at: u64) -> io::Result<Result<Header, NoHeader>> {
+fn copy(file: &File, at: u64, ring: Option<&KeyRing>) -> io::Result<Result<Header, NoHeader>> {
     let mut bytes = [0; HEADER_BYTES];
     match file.read_exact_at(&mut bytes, at) {
-        Ok(()) => Ok(Header::decode(&bytes)),
+        Ok(()) => Ok(Header::decode(&bytes, ring)),
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(Err(NoHeader::Foreign)),
         Err(error) => Err(error),
     }
@@ -81,14 +84,19 @@ fn no_header(path: &Path, one: NoHeader, other: NoHeader) -> SetupError {
     let path = path.display();
     let message = match (one, other) {
         (NoHeader::Version(version), NoHeader::Version(same)) if version == same => format!(
-            "{path} is an index of version {version}, and this program reads version {VERSION}: open it with the \
+            "{path} is an index of version {version}, and this program reads versions {VERSION} and \
+             {SEALED_VERSION}: open it with the \
              program that wrote it, or remove it to start cold"
+        ),
+        (NoHeader::NoKey(number), _) | (_, NoHeader::NoKey(number)) => format!(
+            "{path} is authenticated with main key {number}, which is not given: add it behind the others in \
+             encryption.key_file (DYN_KVBM_ENCRYPTION_KEY_FILE), or remove the index to start cold"
         ),
         (NoHeader::Foreign, NoHeader::Foreign) => {
             format!("{path} is not an index of blocks: move it elsewhere, or choose another directory")
         }
         _ => format!(
-            "{path}: both copies of the index's header are damaged. Remove it to start cold; if the weights were \
+            "{path}: both copies of the index's header are damaged, or made without its key. Remove it to start cold; if the weights were \
              exchanged since the fingerprint's epoch (Manager::reset), give the fingerprint a greater epoch as well"
         ),
     };

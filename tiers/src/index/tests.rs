@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use tempfile::TempDir;
 
-use super::format::{HEADER_BYTES, VERSION};
+use super::format::{HEADER_BYTES, Header, VERSION};
 use super::*;
 use crate::copy::BlockKey;
 
@@ -26,6 +26,7 @@ fn options(dir: &Path) -> IndexOptions {
         part: (0, 1),
         epoch: 0,
         patience: Duration::ZERO,
+        keys: None,
     }
 }
 
@@ -36,6 +37,7 @@ fn entry(slot: u32, block: u128) -> IndexEntry {
         block: BlockKey { hash: block << 64 | block, group: block as u8 % 3 },
         parent: (!block.is_multiple_of(4)).then(|| block - 1),
         checksum: (block as u32).wrapping_mul(31) + 1,
+        tenant: None,
     }
 }
 
@@ -269,4 +271,110 @@ fn a_file_has_one_opener_also_after_it_was_written_anew() {
     drop(index(&dir));
     fs::set_permissions(options(dir.path()).path, PermissionsExt::from_mode(0o644)).unwrap();
     assert_eq!(refused(&dir).kind(), SetupErrorKind::NotWritable);
+}
+
+fn keys(text: &str) -> Option<Arc<KeyRing>> {
+    let key = |digits: &str| digits.repeat(4);
+    let text = text.replace('A', &key("0123456789abcdef")).replace('B', &key("fedcba9876543210"));
+    Some(Arc::new(KeyRing::parse(&text).unwrap()))
+}
+
+fn sealed(dir: &Path, ring: &str) -> IndexOptions {
+    IndexOptions { keys: keys(ring), ..options(dir) }
+}
+
+fn of_tenant(slot: u32, block: u128) -> IndexEntry {
+    IndexEntry { tenant: Some(u32::MAX - slot), ..entry(slot, block) }
+}
+
+/// An authenticated index with some entries, as bytes.
+fn sealed_file(dir: &Path, entries: u32) -> Vec<u8> {
+    let (mut index, _) = TierIndex::open(&sealed(dir, "1:A")).unwrap();
+    let changes: Vec<_> = (0..entries).map(|n| IndexChange::Stored(of_tenant(n, n.into()))).collect();
+    index.append(&changes).unwrap();
+    drop(index);
+    fs::read(options(dir).path).unwrap()
+}
+
+fn replaced(dir: &Path, bytes: &[u8]) {
+    let path = options(dir).path;
+    OpenOptions::new().write(true).truncate(true).open(path).unwrap().write_all_at(bytes, 0).unwrap();
+}
+
+#[test]
+fn an_authenticated_index_says_whose_blocks_are_also_under_a_new_key() {
+    let dir = tempfile::tempdir().unwrap();
+    sealed_file(dir.path(), 9);
+    let expected: Vec<_> = (0..9).map(|n| of_tenant(n, n.into())).collect();
+    // The second start writes it anew under the new key, so that the third needs no other.
+    for ring in ["1:A", "2:B,1:A", "2:B"] {
+        let (_, found) = TierIndex::open(&sealed(dir.path(), ring)).unwrap();
+        assert_eq!((found.entries, found.damaged), (expected.clone(), 0), "{ring}");
+    }
+    for (ring, why) in [("1:A", "main key 2"), ("2:A", "without its key")] {
+        let error = TierIndex::open(&sealed(dir.path(), ring)).unwrap_err();
+        assert_eq!(error.kind(), SetupErrorKind::Invalid);
+        assert!(error.to_string().contains(why), "{error}");
+    }
+    let error = TierIndex::open(&options(dir.path())).unwrap_err();
+    assert!(error.to_string().contains("main key 2"), "{error}");
+}
+
+#[test]
+fn whoever_has_no_key_can_change_or_move_no_entry() {
+    let dir = tempfile::tempdir().unwrap();
+    let good = sealed_file(dir.path(), 3);
+    let at = |entry: usize| ENTRIES_AT as usize + entry * ENTRY_BYTES;
+    let found = |bytes: &[u8]| {
+        replaced(dir.path(), bytes);
+        let (_, found) = TierIndex::open(&sealed(dir.path(), "1:A")).unwrap();
+        found.entries.iter().map(|entry| entry.slot.0).collect::<Vec<_>>()
+    };
+    for bit in 0..8 * ENTRY_BYTES {
+        let mut bytes = good.clone();
+        bytes[at(1) + bit / 8] ^= 1 << (bit % 8);
+        assert_eq!(found(&bytes), [0, 2], "bit {bit}");
+    }
+    // An entry in another's place, and one with a checksum that fits.
+    let mut moved = good.clone();
+    moved.copy_within(at(0)..at(1), at(1));
+    assert_eq!(found(&moved), [0, 2]);
+    let header = Header::decode(good[..HEADER_BYTES].try_into().unwrap(), keys("1:A").as_deref()).unwrap();
+    let forged = IndexChange::Stored(entry(9, 9)).encode(&Header { key: None, ..header.clone() }, 1);
+    let mut bytes = good.clone();
+    bytes[at(1)..at(2)].copy_from_slice(&forged);
+    assert_eq!(found(&bytes), [0, 2]);
+    // One of another file of the same key.
+    let other = tempfile::tempdir().unwrap();
+    let mut bytes = good.clone();
+    bytes[at(1)..at(2)].copy_from_slice(&sealed_file(other.path(), 3)[at(1)..at(2)]);
+    assert_eq!(found(&bytes), [0, 2]);
+}
+
+#[test]
+fn whoever_has_no_key_can_change_no_header() {
+    let dir = tempfile::tempdir().unwrap();
+    let good = sealed_file(dir.path(), 3);
+    let refused = |header: &[u8; HEADER_BYTES]| {
+        let bytes = [header.as_slice(), header, &good[2 * HEADER_BYTES..]].concat();
+        replaced(dir.path(), &bytes);
+        let error = TierIndex::open(&sealed(dir.path(), "1:A")).unwrap_err();
+        assert_eq!(fs::read(options(dir.path()).path).unwrap(), bytes, "it is left alone");
+        error.to_string()
+    };
+    let known = keys("1:A");
+    let header = Header::decode(good[..HEADER_BYTES].try_into().unwrap(), known.as_deref()).unwrap();
+    // The checksum fits, the code does not.
+    let later = Header { epoch: 9, ..header.clone() }.encode();
+    let mut forged = later;
+    let mac = 288..320;
+    forged[mac.clone()].copy_from_slice(&good[mac]);
+    forged[12..16].fill(0);
+    let crc = crate::checksum::checksum(&forged);
+    forged[12..16].copy_from_slice(&crc.to_le_bytes());
+    assert!(refused(&forged).contains("made without its key"));
+    // Nor does one that asks for none.
+    assert!(refused(&Header { key: None, ..header }.encode()).contains("authenticated"));
+    replaced(dir.path(), &good);
+    assert_eq!(TierIndex::open(&sealed(dir.path(), "1:A")).unwrap().1.entries.len(), 3, "and then it heals");
 }

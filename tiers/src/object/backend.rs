@@ -18,7 +18,7 @@ use super::executor::{Executor, Work};
 use super::look::{TakeIn, keep_looking};
 use super::names::SegmentNames;
 use super::open::Store;
-use super::segment::Provenance;
+use super::segment::{FooterKeys, Provenance};
 use super::share::{Share, Sharing, keep_up};
 use super::shared::Shared;
 use super::traffic::{Counted, Traffic};
@@ -59,6 +59,8 @@ pub struct ObjectOptions {
     pub budgets: Budgets,
     /// Leave the segments in place at the end.
     pub keep: bool,
+    /// What authenticates footers, where blocks are encrypted.
+    pub keys: Option<FooterKeys>,
     /// With whom; `None`: what is written here is read by nobody else.
     pub sharing: Option<Sharing>,
 }
@@ -135,6 +137,7 @@ impl ObjectBackend {
             checksums,
             directory: namespace.join("segments"),
             names,
+            keys: options.keys.clone(),
             locations: Mutex::default(),
             blocks_per_segment: blocks_per_segment as usize,
             limit: options.operation_limit,

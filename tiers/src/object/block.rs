@@ -24,6 +24,8 @@ pub(super) struct Pending {
     pub(super) block: BlockKey,
     /// Hash of the block before it in its chain.
     pub(super) parent: Option<u128>,
+    /// Whose it is.
+    pub(super) tenant: Option<u32>,
     /// Its slot in memory.
     pub(super) memory: SlotId,
     /// Its slot in the object tier.
@@ -56,6 +58,7 @@ impl Pending {
             done,
             block: op.block,
             parent: op.parent,
+            tenant: op.owner.map(|owner| owner.tenant),
             memory,
             object,
         })

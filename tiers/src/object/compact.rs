@@ -19,7 +19,7 @@ use tokio::time::{Instant, timeout_at};
 use super::budget::Expense;
 use super::locations::{Location, Victim};
 use super::put::create;
-use super::segment::{Entry, Footer, Provenance, decode_footer, encode_footer, footer_bytes};
+use super::segment::{Entry, Footer, Provenance, decode, encode};
 use super::shared::{Pin, Shared};
 use crate::checksum::checksum;
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
@@ -90,7 +90,7 @@ async fn fetch(shared: &Arc<Shared>, victim: &Victim, deadline: Instant) -> Resu
     let _request = shared.request(deadline).await?;
     let offset = |position: u32| u64::from(position) * shared.block_bytes as u64;
     let start = victim.live.first().map_or(0, |(location, _)| offset(location.position));
-    let end = victim.blocks as u64 * shared.block_bytes as u64 + footer_bytes(victim.blocks) as u64;
+    let end = victim.blocks as u64 * shared.block_bytes as u64 + shared.footer_bytes(victim.blocks);
     let path = shared.path(victim.segment);
     let context = format!("cannot compact {path} of {}", shared.store);
     let tail = match timeout_at(deadline, shared.store.client.get_range(&path, start..end)).await {
@@ -98,8 +98,8 @@ async fn fetch(shared: &Arc<Shared>, victim: &Victim, deadline: Instant) -> Resu
         Ok(Err(error)) => return Err(shared.store.read_error(&path, end, context, &error, deadline).await),
         Err(_) => return Err(shared.too_late(&context)),
     };
-    let Footer { provenance, entries } =
-        decode_footer(&tail, end).map_err(|error| CopyError::caused(CopyErrorKind::Io, context, error))?;
+    let Footer { provenance, entries } = decode(&tail, end, shared.footer_key(victim.segment))
+        .map_err(|error| CopyError::caused(CopyErrorKind::Io, context, error))?;
     let moved = victim.live.iter().filter_map(|&(from, slot)| {
         let entry = *entries.get(from.position as usize)?;
         let at = entry.offset.checked_sub(start)? as usize;
@@ -115,10 +115,10 @@ async fn write(shared: &Arc<Shared>, moved: Vec<Moved>, deadline: Instant) -> Re
     let entries = moved.iter().zip(offsets).map(|(block, offset)| Entry { offset, ..block.entry });
     // What is left of an earlier epoch is found by nobody, under whatever label.
     let provenance = moved.iter().map(|block| block.provenance).max().unwrap_or_default();
-    let footer = encode_footer(&provenance, &entries.collect::<Vec<_>>());
+    let name = shared.names.next();
+    let footer = encode(&provenance, &entries.collect::<Vec<_>>(), shared.footer_key(name));
     let copied: Vec<_> = moved.iter().map(|block| (block.from, block.slot)).collect();
     let payload = moved.into_iter().map(|block| block.bytes).chain([footer.clone()]).collect::<PutPayload>();
-    let name = shared.names.next();
     create(shared, name, payload, &footer, deadline).await?;
     shared.moved_blocks.fetch_add(copied.len() as u64, Ordering::Relaxed);
     let unneeded = shared.locations.lock().relocate(name, &copied);

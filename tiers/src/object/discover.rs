@@ -13,7 +13,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::error::StoreError;
 use super::names::SegmentName;
 use super::open::Store;
-use super::segment::{Entry, Footer, FormatError, Provenance, decode_footer, footer_bytes};
+use super::segment::{Entry, Footer, FooterKey, FormatError, Provenance, decode};
 use super::share::Share;
 use super::shared::Shared;
 use crate::copy::{BlockKey, SlotId};
@@ -114,7 +114,7 @@ impl Shared {
     pub(super) async fn read_footers(&self, listed: Vec<ObjectMeta>, deadline: Instant) -> Footers {
         let segments = listed.into_iter().filter_map(|meta| Some((segment_name(&meta)?, meta)));
         let answers = futures::stream::iter(segments)
-            .map(|(name, meta)| async move { (name, self.read_footer(&meta, deadline).await) });
+            .map(|(name, meta)| async move { (name, self.read_footer(name, &meta, deadline).await) });
         let mut answers = answers.buffered(CONCURRENCY);
         let (mut footers, mut blocks) = (Footers::default(), 0);
         while blocks < MAX_BLOCKS
@@ -132,12 +132,25 @@ impl Shared {
                 }
             }
         }
+        if footers.unread > 0 && self.keys.is_some() {
+            tracing::warn!(
+                store = %self.store,
+                unread = footers.unread,
+                "segments are not used: they are damaged, or were written under main keys that are not given here, or by \
+                 somebody who has none"
+            );
+        }
         footers
     }
 
-    async fn read_footer(&self, meta: &ObjectMeta, deadline: Instant) -> Result<Footer, FooterError> {
-        let usual = TAIL.max(footer_bytes(self.blocks_per_segment) as u64);
-        let footer = fetch_footer(&self.store, meta, usual, deadline).await?;
+    async fn read_footer(
+        &self,
+        name: SegmentName,
+        meta: &ObjectMeta,
+        deadline: Instant,
+    ) -> Result<Footer, FooterError> {
+        let (usual, key) = (TAIL.max(self.footer_bytes(self.blocks_per_segment)), self.footer_key(name));
+        let footer = fetch_footer(&self.store, meta, (usual, key), deadline).await?;
         // Blocks are found by their position.
         let lies_well = |(at, entry): (u64, &Entry)| {
             entry.length == self.block_bytes as u64 && entry.offset == at * self.block_bytes as u64
@@ -162,10 +175,10 @@ impl Shared {
         let mut taken: Vec<_> = read.iter().map(|read| vec![None; read.footer.entries.len()]).collect();
         let mut blocks = Vec::with_capacity(chosen.len());
         for (slot, (segment, position)) in (0..).map(SlotId).zip(chosen) {
-            let Entry { block, parent, crc32c, .. } = read[segment].footer.entries[position];
+            let Entry { block, parent, crc32c, tenant, .. } = read[segment].footer.entries[position];
             taken[segment][position] = Some(slot);
             self.checksums.iter().for_each(|checksums| checksums.record(slot, crc32c));
-            blocks.push(IndexEntry { slot, generation: 0, block, parent, checksum: crc32c });
+            blocks.push(IndexEntry { slot, generation: 0, block, parent, checksum: crc32c, tenant });
         }
         let mut locations = self.locations.lock();
         read.iter().zip(&taken).for_each(|(read, slots)| locations.adopt(read.name, slots));
@@ -200,12 +213,12 @@ impl FooterError {
 pub(super) async fn fetch_footer(
     store: &Store,
     meta: &ObjectMeta,
-    usual: u64,
+    (usual, key): (u64, Option<FooterKey<'_>>),
     deadline: Instant,
 ) -> Result<Footer, FooterError> {
-    match decode_footer(&fetch_tail(store, meta, usual, deadline).await?, meta.size) {
+    match decode(&fetch_tail(store, meta, usual, deadline).await?, meta.size, key) {
         Err(FormatError::Incomplete { needed }) if needed <= MAX_FOOTER => {
-            Ok(decode_footer(&fetch_tail(store, meta, needed, deadline).await?, meta.size)?)
+            Ok(decode(&fetch_tail(store, meta, needed, deadline).await?, meta.size, key)?)
         }
         footer => Ok(footer?),
     }

@@ -37,6 +37,8 @@ pub(super) struct Spot {
     /// Blocks of the segment.
     pub(super) blocks: u32,
     pub(super) crc32c: u32,
+    /// Whose it is.
+    pub(super) tenant: Option<u32>,
 }
 
 impl Known {
@@ -76,8 +78,8 @@ impl Known {
             let blocks = read.footer.entries.len() as u32;
             for (position, entry) in (0..).zip(&read.footer.entries) {
                 if self.blocks.len() < MAX_BLOCKS {
-                    let Entry { block, parent, crc32c, .. } = *entry;
-                    let spot = Spot { parent, segment: read.name, position, blocks, crc32c };
+                    let Entry { block, parent, crc32c, tenant, .. } = *entry;
+                    let spot = Spot { parent, segment: read.name, position, blocks, crc32c, tenant };
                     if self.blocks.insert(block, spot).is_none() {
                         self.waiting.push_back(block);
                     }
@@ -136,11 +138,11 @@ mod tests {
     #[test]
     fn a_block_is_had_once() {
         let block = BlockKey { hash: 1, group: 0 };
-        let entry = Entry { block, parent: None, offset: 0, length: 64, crc32c: 9 };
+        let entry = Entry { block, parent: None, offset: 0, length: 64, crc32c: 9, tenant: None };
         let footer = Footer { provenance: Provenance::default(), entries: vec![entry] };
         let (mut known, name) = (Known::default(), SegmentName(5));
         known.learn(&[Read { name, footer }]);
-        let spot = Spot { parent: None, segment: name, position: 0, blocks: 1, crc32c: 9 };
+        let spot = Spot { parent: None, segment: name, position: 0, blocks: 1, crc32c: 9, tenant: None };
         assert_eq!(known.next_waiting(8), [(block, spot)]);
         known.wait(block);
         assert_eq!(known.take(block), Some(spot));

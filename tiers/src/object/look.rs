@@ -12,6 +12,7 @@ use tokio::time::{Instant, timeout};
 use super::budget::Expense;
 use super::discover::{Footers, segment_name};
 use super::error::StoreError;
+use super::known::Spot;
 use super::names::SegmentName;
 use super::segment::Provenance;
 use super::share::Share;
@@ -34,6 +35,14 @@ pub struct FoundBlock {
     pub block: BlockKey,
     /// Hash of the block before it in its chain; `None`: it is the first.
     pub parent: Option<u128>,
+    /// Whose it is, if its footer says so.
+    pub tenant: Option<u32>,
+}
+
+impl Spot {
+    const fn found(self, block: BlockKey) -> FoundBlock {
+        FoundBlock { block, parent: self.parent, tenant: self.tenant }
+    }
 }
 
 /// What became of a block that was found.
@@ -132,7 +141,7 @@ impl Shared {
             let offered = share.known.lock().next_waiting(left.min(OFFERED));
             left = left.saturating_sub(OFFERED);
             let found: Vec<_> =
-                offered.iter().map(|&(block, spot)| FoundBlock { block, parent: spot.parent }).collect();
+                offered.iter().map(|&(block, spot)| spot.found(block)).collect();
             let mut stand_for = |at: usize, slot| {
                 let (block, spot) = offered[at];
                 // What lay there before is nobody's any more.

@@ -20,22 +20,37 @@
 //!
 //! The last 24 bytes are the same in all versions, so that one which is not known can be named.
 //!
+//! Where blocks are encrypted, the footer is of version 3: an entry has 8 bytes more, its tenant, and the trailer 40 more
+//! before these 24, the number of a main key and a code that nobody makes without it.
+//!
 //! Integers are little-endian. crc32c is the Castagnoli polynomial (RFC 3720). The trailer comes last, so
 //! that a reader who knows only an object's name finds everything from its end.
+
+use std::sync::Arc;
 
 use bytes::{BufMut, Bytes, BytesMut};
 
 use crate::checksum::checksum;
 use crate::copy::BlockKey;
+use crate::sealed::{KeyRing, MacKey};
 
 /// The last bytes of every segment.
 pub const MAGIC: [u8; 8] = *b"KVBMSEG1";
-/// The version of the format that is written here, the only one that is read.
+/// The version of the format that is written and read here where blocks are not encrypted.
 pub const VERSION: u32 = 2;
+/// Where they are.
+pub const SEALED_VERSION: u32 = 3;
 /// Bytes of one entry of the footer.
 pub const ENTRY_BYTES: usize = 56;
 /// Bytes of the footer's fixed end.
 pub const TRAILER_BYTES: usize = 56;
+const PROVENANCE_BYTES: usize = 32;
+const MAC_BYTES: usize = 32;
+/// What the sealed version has more: in an entry, and in the trailer behind the provenance.
+const SEALED_ENTRY_BYTES: usize = ENTRY_BYTES + 8;
+const SEALED_TRAILER_BYTES: usize = TRAILER_BYTES + 8 + MAC_BYTES;
+/// What footers' codes are made with, and nothing else.
+const PURPOSE: &[u8] = b"kvbm footer v3";
 /// Of these, bytes that all versions have.
 pub const TAIL_BYTES: usize = 24;
 
@@ -75,6 +90,44 @@ pub struct Entry {
     pub length: u64,
     /// Checksum of the block.
     pub crc32c: u32,
+    /// Whose it is. Only a footer that is authenticated says so.
+    pub tenant: Option<u32>,
+}
+
+/// What authenticates the footers of a namespace.
+#[derive(Clone, Debug)]
+pub struct FooterKeys {
+    ring: Arc<KeyRing>,
+    namespace: String,
+}
+
+impl FooterKeys {
+    /// Under main keys: the current one signs, all verify.
+    pub fn new(ring: Arc<KeyRing>, namespace: &str) -> Self {
+        Self { ring, namespace: namespace.to_owned() }
+    }
+
+    pub(super) fn of(&self, segment: u128) -> FooterKey<'_> {
+        FooterKey { keys: self, segment }
+    }
+}
+
+/// The same for one segment: a footer of another's is none.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FooterKey<'a> {
+    keys: &'a FooterKeys,
+    segment: u128,
+}
+
+impl FooterKey<'_> {
+    fn key(&self, number: u32) -> Option<MacKey> {
+        self.keys.ring.mac_key(number, PURPOSE)
+    }
+
+    /// What a code covers beside the footer: parts of fixed lengths around the namespace.
+    fn name(&self) -> Vec<u8> {
+        [&self.segment.to_le_bytes(), self.keys.namespace.as_bytes()].concat()
+    }
 }
 
 /// Why bytes are not the end of a segment.
@@ -91,24 +144,45 @@ pub enum FormatError {
     #[error("not a segment of KV blocks, or one that was cut short")]
     NotASegment,
     /// Written by another version.
-    #[error("segment format {version}; this version reads {VERSION}")]
+    #[error(
+        "segment format {version}; read here are {VERSION}, and {SEALED_VERSION} where blocks are encrypted"
+    )]
     Version {
         /// Which.
         version: u32,
     },
+    /// Authenticated with a main key that is not given.
+    #[error("the footer is authenticated with main key {number}, which is not given")]
+    NoKey {
+        /// Its number.
+        number: u32,
+    },
+    /// Written, changed or moved by somebody who has not the key.
+    #[error("the footer was not written with its key for this segment")]
+    NotAuthentic,
     /// A checksum or a range does not hold.
     #[error("the footer is corrupt")]
     Corrupt,
 }
 
 /// Bytes of the footer of a segment with so many blocks.
-pub(super) const fn footer_bytes(blocks: usize) -> usize {
-    blocks * ENTRY_BYTES + TRAILER_BYTES
+pub(super) const fn footer_bytes(blocks: usize, is_sealed: bool) -> usize {
+    let (entry, trailer) = sizes(is_sealed);
+    blocks * entry + trailer
+}
+
+const fn sizes(is_sealed: bool) -> (usize, usize) {
+    if is_sealed { (SEALED_ENTRY_BYTES, SEALED_TRAILER_BYTES) } else { (ENTRY_BYTES, TRAILER_BYTES) }
 }
 
 /// The footer of a segment with these blocks.
 pub fn encode_footer(provenance: &Provenance, entries: &[Entry]) -> Bytes {
-    let footer_bytes = footer_bytes(entries.len());
+    encode(provenance, entries, None)
+}
+
+/// The same, authenticated where there is a key for the segment.
+pub(super) fn encode(provenance: &Provenance, entries: &[Entry], key: Option<FooterKey<'_>>) -> Bytes {
+    let footer_bytes = footer_bytes(entries.len(), key.is_some());
     let mut out = BytesMut::with_capacity(footer_bytes);
     for entry in entries {
         out.put_u128_le(entry.block.hash);
@@ -118,13 +192,29 @@ pub fn encode_footer(provenance: &Provenance, entries: &[Entry]) -> Bytes {
         out.put_u32_le(entry.crc32c);
         out.put_u8(entry.block.group);
         out.put_u8(entry.parent.is_some().into());
-        out.put_bytes(0, 2);
+        let tenant = entry.tenant.filter(|_| key.is_some());
+        out.put_u8(tenant.is_some().into());
+        out.put_u8(0);
+        if key.is_some() {
+            out.put_u32_le(tenant.unwrap_or_default());
+            out.put_u32_le(0);
+        }
     }
     out.put_u128_le(provenance.fingerprint);
     out.put_u64_le(provenance.epoch);
     out.put_u64_le(provenance.forgotten);
+    if let Some(key) = key {
+        let number = key.keys.ring.current();
+        out.put_u32_le(number);
+        out.put_u32_le(0);
+        // The current key is always given.
+        match key.key(number) {
+            Some(mac) => out.put_slice(mac.sign(&[&key.name(), &out]).as_ref()),
+            None => out.put_bytes(0, MAC_BYTES),
+        }
+    }
     out.put_u64_le(footer_bytes as u64);
-    out.put_u32_le(VERSION);
+    out.put_u32_le(if key.is_some() { SEALED_VERSION } else { VERSION });
     out.put_u32_le(checksum(&out));
     out.put_slice(&MAGIC);
     out.freeze()
@@ -135,12 +225,22 @@ pub fn encode_footer(provenance: &Provenance, entries: &[Entry]) -> Bytes {
 /// # Errors
 /// See [`FormatError`]. Whatever the bytes, no entry returned reaches outside the payload.
 pub fn decode_footer(tail: &[u8], object_bytes: u64) -> Result<Footer, FormatError> {
+    decode(tail, object_bytes, None)
+}
+
+/// The same; with a key only what was written with it.
+pub(super) fn decode(
+    tail: &[u8],
+    object_bytes: u64,
+    key: Option<FooterKey<'_>>,
+) -> Result<Footer, FormatError> {
     let end = tail.last_chunk::<TAIL_BYTES>().ok_or(FormatError::NotASegment)?;
     let (footer_bytes, version) = (u64_at(end, 0), u32_at(end, 8));
     if end[16..] != MAGIC {
         return Err(FormatError::NotASegment);
     }
-    if version != VERSION {
+    let expected = if key.is_some() { SEALED_VERSION } else { VERSION };
+    if version != expected {
         return Err(FormatError::Version { version });
     }
     let payload_bytes = object_bytes.checked_sub(footer_bytes).ok_or(FormatError::Corrupt)?;
@@ -148,20 +248,34 @@ pub fn decode_footer(tail: &[u8], object_bytes: u64) -> Result<Footer, FormatErr
         return Err(FormatError::Incomplete { needed: footer_bytes });
     }
     let footer = &tail[tail.len() - footer_bytes as usize..];
-    let (entries, trailer) = footer.split_last_chunk::<TRAILER_BYTES>().ok_or(FormatError::Corrupt)?;
+    let (entry_bytes, trailer_bytes) = sizes(key.is_some());
+    let entries_bytes = footer.len().checked_sub(trailer_bytes).ok_or(FormatError::Corrupt)?;
     if checksum(&footer[..footer.len() - UNCHECKED_BYTES]) != u32_at(end, 12) {
         return Err(FormatError::Corrupt);
     }
-    let (entries, rest) = entries.as_chunks::<ENTRY_BYTES>();
-    if !rest.is_empty() {
+    key.map_or(Ok(()), |key| authenticate(footer, key))?;
+    let (entries, trailer) = footer.split_at(entries_bytes);
+    if !entries_bytes.is_multiple_of(entry_bytes) {
         return Err(FormatError::Corrupt);
     }
-    let entries = entries.iter().map(|entry| decode_entry(entry, payload_bytes)).collect::<Result<_, _>>()?;
+    let entries = entries.chunks_exact(entry_bytes);
+    let entries = entries.map(|entry| decode_entry(entry, payload_bytes)).collect::<Result<_, _>>()?;
     let (epoch, forgotten) = (u64_at(trailer, 16), u64_at(trailer, 24));
     Ok(Footer { provenance: Provenance { fingerprint: u128_at(trailer, 0), epoch, forgotten }, entries })
 }
 
-fn decode_entry(bytes: &[u8; ENTRY_BYTES], payload_bytes: u64) -> Result<Entry, FormatError> {
+/// The footer is at least as long as a sealed trailer.
+fn authenticate(footer: &[u8], key: FooterKey<'_>) -> Result<(), FormatError> {
+    let mac_at = footer.len() - TAIL_BYTES - MAC_BYTES;
+    let (signed, code) = footer.split_at(mac_at);
+    let number = u32_at(signed, mac_at - 8);
+    let mac = key.key(number).ok_or(FormatError::NoKey { number })?;
+    let is_sound = mac.is_of(&code[..MAC_BYTES], &[&key.name(), signed]);
+    is_sound.then_some(()).ok_or(FormatError::NotAuthentic)
+}
+
+/// Of the length of its version.
+fn decode_entry(bytes: &[u8], payload_bytes: u64) -> Result<Entry, FormatError> {
     let (hash, offset, length) = (u128_at(bytes, 0), u64_at(bytes, 32), u64_at(bytes, 40));
     let inside = offset.checked_add(length).is_some_and(|end| end <= payload_bytes);
     let parent = match (bytes[53], u128_at(bytes, 16)) {
@@ -169,11 +283,16 @@ fn decode_entry(bytes: &[u8; ENTRY_BYTES], payload_bytes: u64) -> Result<Entry, 
         (1, parent) => Some(parent),
         _ => return Err(FormatError::Corrupt),
     };
-    if !inside || bytes[54..] != [0; 2] {
+    let tenant = match (bytes[54], bytes.get(ENTRY_BYTES..SEALED_ENTRY_BYTES)) {
+        (0, None | Some([0, 0, 0, 0, 0, 0, 0, 0])) => None,
+        (1, Some(more)) if more[4..] == [0; 4] => Some(u32_at(more, 0)),
+        _ => return Err(FormatError::Corrupt),
+    };
+    if !inside || bytes[55] != 0 {
         return Err(FormatError::Corrupt);
     }
     let block = BlockKey { hash, group: bytes[52] };
-    Ok(Entry { block, parent, offset, length, crc32c: u32_at(bytes, 48) })
+    Ok(Entry { block, parent, offset, length, crc32c: u32_at(bytes, 48), tenant })
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
@@ -210,6 +329,7 @@ mod tests {
             offset: i as u64 * length,
             length,
             crc32c,
+            tenant: None,
         };
         blocks.iter().enumerate().map(entry).collect()
     }
@@ -276,5 +396,57 @@ mod tests {
             let refused = Err(FormatError::Version { version: version.into() });
             assert_eq!(decode_footer(&footer, 64 + footer.len() as u64), refused);
         }
+    }
+
+    fn keys(text: &str, namespace: &str) -> FooterKeys {
+        let digits = |digits: &str| digits.repeat(4);
+        let text = text.replace('A', &digits("0123456789abcdef")).replace('B', &digits("fedcba9876543210"));
+        FooterKeys::new(Arc::new(KeyRing::parse(&text).unwrap()), namespace)
+    }
+
+    fn of_tenants(blocks: u32) -> Vec<Entry> {
+        let mut entries = entries(&vec![(1, None, 0, 2); blocks as usize], 64);
+        (0..).zip(&mut entries).for_each(|(n, entry)| entry.tenant = (n > 0).then_some(u32::MAX - n));
+        entries
+    }
+
+    #[test]
+    fn an_authenticated_footer_comes_back_to_those_who_have_the_key() {
+        let entries = of_tenants(3);
+        let ours = keys("1:A", "here");
+        let footer = encode(&PROVENANCE, &entries, Some(ours.of(7)));
+        assert_eq!(footer.len(), footer_bytes(3, true));
+        let object_bytes = 3 * 64 + footer.len() as u64;
+        let read = |keys: &FooterKeys, segment| decode(&footer, object_bytes, Some(keys.of(segment)));
+        let whole = Footer { provenance: PROVENANCE, entries };
+        assert_eq!(read(&ours, 7).as_ref(), Ok(&whole));
+        assert_eq!(read(&keys("2:B,1:A", "here"), 7).as_ref(), Ok(&whole));
+        assert_eq!(read(&keys("2:B", "here"), 7), Err(FormatError::NoKey { number: 1 }));
+        for (keys, segment) in [(keys("1:B", "here"), 7), (keys("1:A", "there"), 7), (ours, 8)] {
+            assert_eq!(read(&keys, segment), Err(FormatError::NotAuthentic));
+        }
+        let version = Err(FormatError::Version { version: SEALED_VERSION });
+        assert_eq!(decode_footer(&footer, object_bytes), version);
+    }
+
+    #[test]
+    fn whoever_has_no_key_can_change_nothing_in_a_footer() {
+        let ours = keys("1:A", "here");
+        let footer = encode(&PROVENANCE, &of_tenants(2), Some(ours.of(7)));
+        let object_bytes = 2 * 64 + footer.len() as u64;
+        let crc_at = footer.len() - UNCHECKED_BYTES;
+        for bit in 0..8 * (footer.len() - TAIL_BYTES) {
+            let mut forged = footer.to_vec();
+            forged[bit / 8] ^= 1 << (bit % 8);
+            let crc = checksum(&forged[..crc_at]);
+            forged[crc_at..crc_at + 4].copy_from_slice(&crc.to_le_bytes());
+            let read = decode(&forged, object_bytes, Some(ours.of(7)));
+            let refused = matches!(read, Err(FormatError::NotAuthentic | FormatError::NoKey { .. }));
+            assert!(refused, "bit {bit}: {read:?}");
+        }
+        // Nor put one there that asks for no key.
+        let plain = encode_footer(&PROVENANCE, &entries(&[(1, None, 0, 2)], 64));
+        let read = decode(&plain, 64 + plain.len() as u64, Some(ours.of(7)));
+        assert_eq!(read, Err(FormatError::Version { version: VERSION }));
     }
 }

@@ -18,7 +18,7 @@ use super::known::Spot;
 use super::locations::Locations;
 use super::names::{SegmentName, SegmentNames};
 use super::open::Store;
-use super::segment::Provenance;
+use super::segment::{FooterKey, FooterKeys, Provenance, footer_bytes};
 use super::share::Share;
 use super::traffic::Traffic;
 use crate::checksum::Checksums;
@@ -34,6 +34,8 @@ pub(super) struct Shared {
     /// Of the blocks that are being written.
     pub(super) checksums: Option<Arc<Checksums>>,
     pub(super) names: SegmentNames,
+    /// What authenticates footers, where blocks are encrypted.
+    pub(super) keys: Option<FooterKeys>,
     pub(super) locations: Mutex<Locations>,
     pub(super) blocks_per_segment: usize,
     /// Of an operation.
@@ -70,6 +72,15 @@ pub(super) struct Pin {
 impl Shared {
     pub(super) fn path(&self, name: SegmentName) -> Path {
         self.directory.clone().join(name.to_string())
+    }
+
+    pub(super) fn footer_key(&self, segment: SegmentName) -> Option<FooterKey<'_>> {
+        self.keys.as_ref().map(|keys| keys.of(segment.0))
+    }
+
+    /// Of a segment with so many blocks.
+    pub(super) fn footer_bytes(&self, blocks: usize) -> u64 {
+        footer_bytes(blocks, self.keys.is_some()) as u64
     }
 
     pub(super) fn provenance(&self) -> Provenance {

@@ -164,6 +164,7 @@ fn options(blocks_per_segment: usize) -> ObjectOptions {
         operation_limit: OPERATION_LIMIT,
         budgets: Budgets::default(),
         keep: false,
+        keys: None,
         sharing: None,
     }
 }

@@ -10,8 +10,9 @@ use tokio::time::Instant;
 use super::block::{Pending, finish_all};
 use super::budget::Expense;
 use super::compact::make_room;
+use super::names::SegmentName;
 use super::put::create;
-use super::segment::{Entry, Provenance, encode_footer};
+use super::segment::{Entry, FooterKey, Provenance, encode};
 use super::shared::Shared;
 use crate::checksum::{Checksums, checksum};
 use crate::copy::{CopyError, CopyErrorKind};
@@ -34,7 +35,7 @@ pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>, deadline: 
     let name = shared.names.next();
     let slots: Vec<_> = blocks.iter().map(|block| block.object).collect();
     let upload = Arc::new(Upload { blocks, result: OnceLock::new(), request: Arc::new(request) });
-    let result = match prepare(&shared, &upload).await {
+    let result = match prepare(&shared, name, &upload).await {
         Ok((payload, footer)) => create(&shared, name, payload, &footer, deadline).await,
         Err(error) => Err(error),
     };
@@ -84,16 +85,21 @@ impl Upload {
         [Bytes::from_owner(copy), footer].into_iter().collect()
     }
 
-    fn footer(&self, provenance: &Provenance, recorded: Option<&Checksums>) -> Bytes {
+    fn footer(
+        &self,
+        provenance: &Provenance,
+        recorded: Option<&Checksums>,
+        key: Option<FooterKey<'_>>,
+    ) -> Bytes {
         let entry = |(index, block): (usize, &Pending)| {
             let bytes = block.source();
             let length = bytes.len() as u64;
             let recorded = recorded.and_then(|checksums| checksums.get(block.object));
             let crc32c = recorded.unwrap_or_else(|| checksum(bytes));
             let offset = index as u64 * length;
-            Entry { block: block.block, parent: block.parent, offset, length, crc32c }
+            Entry { block: block.block, parent: block.parent, offset, length, crc32c, tenant: block.tenant }
         };
-        encode_footer(provenance, &self.blocks.iter().enumerate().map(entry).collect::<Vec<_>>())
+        encode(provenance, &self.blocks.iter().enumerate().map(entry).collect::<Vec<_>>(), key)
     }
 }
 
@@ -131,12 +137,17 @@ impl AsRef<[u8]> for Copied {
 
 /// A segment's bytes, and of those its footer. On a thread of its own, which may read the blocks: that takes
 /// milliseconds.
-async fn prepare(shared: &Shared, upload: &Arc<Upload>) -> Result<(PutPayload, Bytes), CopyError> {
+async fn prepare(
+    shared: &Shared,
+    name: SegmentName,
+    upload: &Arc<Upload>,
+) -> Result<(PutPayload, Bytes), CopyError> {
     let (checksums, upload, is_remote) =
         (shared.checksums.clone(), Arc::clone(upload), shared.store.is_remote());
-    let provenance = shared.provenance();
+    let (provenance, keys) = (shared.provenance(), shared.keys.clone());
     let prepare = move || {
-        let footer = upload.footer(&provenance, checksums.as_deref());
+        let footer =
+            upload.footer(&provenance, checksums.as_deref(), keys.as_ref().map(|keys| keys.of(name.0)));
         let payload = if is_remote { upload.copy(footer.clone()) } else { upload.lend(footer.clone()) };
         (payload, footer)
     };

@@ -176,7 +176,7 @@ mod tests {
 
     fn entry(slot: u32, generation: u32, hash: u128) -> IndexEntry {
         let block = BlockKey { hash, group: 0 };
-        IndexEntry { slot: SlotId(slot), generation, block, parent: None, checksum: 0 }
+        IndexEntry { slot: SlotId(slot), generation, block, parent: None, checksum: 0, tenant: None }
     }
 
     fn page(entries: &[IndexEntry], next: Option<u32>) -> Inventory {

@@ -364,7 +364,7 @@ fn another_version_is_refused_and_named() {
     let hello = frame(&(0_u8, u32::from_le_bytes(*b"kvbm"), VERSION + 1, 0_u64));
     let answer = talk(fleet.dir.path(), &hello).unwrap();
     let ToRank::Refused(refusal) = decode(&answer).unwrap() else { panic!("{answer:?}") };
-    assert!(refusal.why.contains("version 3"), "{}", refusal.why);
+    assert!(refusal.why.contains(&format!("leader version {VERSION}")), "{}", refusal.why);
     fleet.assert_works();
 }
 
@@ -406,7 +406,7 @@ impl SlotJournal for Told {
 /// Something in a host slot, as an earlier process stored it.
 fn entry(slot: u32, generation: u32) -> IndexEntry {
     let block = BlockKey { hash: u128::from(slot), group: 0 };
-    IndexEntry { slot: SlotId(slot), generation, block, parent: None, checksum: 1 }
+    IndexEntry { slot: SlotId(slot), generation, block, parent: None, checksum: 1, tenant: None }
 }
 
 /// A leader of two ranks that were left something in their host tiers.

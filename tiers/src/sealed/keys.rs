@@ -11,6 +11,7 @@ use std::path::Path;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use ring::hkdf::{HKDF_SHA256, Prk, Salt};
+use ring::hmac;
 use zeroize::{Zeroizing, zeroize_flat_type};
 
 use crate::error::{SetupError, SetupErrorKind};
@@ -79,6 +80,13 @@ impl KeyRing {
 
     pub(super) fn get(&self, number: u32) -> Option<&Prk> {
         self.keys.get(&number).map(Secret::get)
+    }
+
+    /// A key that authenticates, under a main key; `None`: that is not given.
+    pub(crate) fn mac_key(&self, number: u32, purpose: &[u8]) -> Option<MacKey> {
+        let info = [purpose];
+        let key = self.get(number)?.expand(&info, hmac::HMAC_SHA256).ok()?;
+        Some(MacKey { number, key: hmac::Key::from(key) })
     }
 
     fn read(text: &str, place: &str) -> Result<Self, SetupError> {
@@ -180,6 +188,46 @@ impl Drop for Secret {
         unsafe { zeroize_flat_type(key) };
         // SAFETY: the box's own memory, of the same layout, given back as bytes that mean nothing.
         drop(unsafe { Box::from_raw(key.cast::<MaybeUninit<Prk>>()) });
+    }
+}
+
+/// HMAC-SHA-256 under a main key.
+#[derive(Clone)]
+pub(crate) struct MacKey {
+    number: u32,
+    key: hmac::Key,
+}
+
+impl MacKey {
+    /// That of the main key.
+    pub(crate) const fn number(&self) -> u32 {
+        self.number
+    }
+
+    pub(crate) fn sign(&self, parts: &[&[u8]]) -> hmac::Tag {
+        let mut context = hmac::Context::with_key(&self.key);
+        parts.iter().for_each(|part| context.update(part));
+        context.sign()
+    }
+
+    /// Whether a code is that of these bytes. Takes the same time wherever it differs.
+    pub(crate) fn is_of(&self, code: &[u8], parts: &[&[u8]]) -> bool {
+        hmac::verify(&self.key, &parts.concat(), code).is_ok()
+    }
+}
+
+/// One main key of a number is all that a process has.
+impl PartialEq for MacKey {
+    fn eq(&self, other: &Self) -> bool {
+        self.number == other.number
+    }
+}
+
+impl Eq for MacKey {}
+
+impl fmt::Debug for MacKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MacKey").field("number", &self.number).finish_non_exhaustive()
     }
 }
 

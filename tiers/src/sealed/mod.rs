@@ -34,5 +34,6 @@ pub use backend::Sealed;
 pub use format::{Cipher, SEAL_BYTES};
 pub use key_files::KeyFiles;
 pub use keys::KeyRing;
+pub(crate) use keys::MacKey;
 pub use scratch::{Scratch, ScratchOptions};
 pub use tenants::{KeyId, KeyStore, KeysInMemory, RECORD_BYTES, TenantKeys, WrappedKey};

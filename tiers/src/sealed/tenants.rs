@@ -14,6 +14,7 @@ use zeroize::Zeroizing;
 use super::keys::{KeyRing, Secret};
 use crate::copy::Owner;
 use crate::error::{SetupError, SetupErrorKind};
+use crate::index::IndexEntry;
 
 /// Bytes of a wrapped key.
 pub const RECORD_BYTES: usize = 128;
@@ -215,9 +216,10 @@ impl TenantKeys {
         &self.ring
     }
 
-    /// Whether anything that this tenant stored before could be read.
-    pub fn has_key_of(&self, tenant: Option<u32>) -> bool {
-        self.known.lock().by_id.values().any(|key| key.tenant == tenant)
+    /// Drops what is said of blocks of tenants who have no key here: nobody can read them.
+    pub fn retain_readable(&self, entries: &mut Vec<IndexEntry>) {
+        let tenants: HashSet<_> = self.known.lock().by_id.values().map(|key| key.tenant).collect();
+        entries.retain(|entry| tenants.contains(&entry.tenant));
     }
 
     /// The key to seal a block of `owner` with, made if there is none.

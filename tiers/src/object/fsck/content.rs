@@ -34,7 +34,7 @@ impl Content {
     /// Reads all of a segment, `PIECE` bytes at a time.
     pub(super) async fn read(store: &Store, meta: &ObjectMeta, on_read: &(dyn Fn(u64) + Sync)) -> Self {
         let deadline = Instant::now() + OPERATION_LIMIT;
-        let entries = match fetch_footer(store, meta, TAIL, deadline).await {
+        let entries = match fetch_footer(store, meta, (TAIL, None), deadline).await {
             Ok(footer) => footer.entries,
             Err(error) => {
                 on_read(meta.size);
