@@ -300,7 +300,11 @@ fn a_restart_finds_with_its_key_what_was_encrypted_and_nothing_without() {
     }
     // The last start wrote it under its first key, and so the older one need not be given to read it.
     let later = restarted(dir.path(), &second_key());
-    assert_eq!(later.matches(&chain()).blocks(Tier::Disk), 0, "nobody can read the blocks, and they are not found");
+    assert_eq!(
+        later.matches(&chain()).blocks(Tier::Disk),
+        0,
+        "nobody can read the blocks, and they are not found"
+    );
     let served = down_and_up(&later);
     assert_eq!((served.hit, served.wrong), (blocks, 0), "{served:?}");
     stopped(later);

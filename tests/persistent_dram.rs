@@ -321,7 +321,7 @@ fn attach_times_and_copy_rates() {
     }
 }
 
-/// The best of nine rounds, in turns: to the region from a device of 256 blocks, and back.
+/// The medians of 33 rounds, in turns that change: to the region from a device of 256 blocks, and back.
 fn copy_rates(regions: [DramRegion; 2]) -> Vec<[f64; 2]> {
     let geometry = Geometry::new(256, 1 << 20).unwrap();
     let device = DramOptions { geometry, huge_pages: true, fault_threads: 2 };
@@ -331,10 +331,13 @@ fn copy_rates(regions: [DramRegion; 2]) -> Vec<[f64; 2]> {
         MemcpyBackend::new(memories, 2).unwrap()
     });
     let slot = |tier, slot| SlotRef { tier, slot: SlotId(slot), generation: 0 };
-    let mut best = vec![[0.0_f64; 2]; 2];
-    for round in 0..9 {
-        for (backend, best) in backends.iter().zip(&mut best) {
-            for (way, best) in best.iter_mut().enumerate() {
+    let mut rates = vec![[const { Vec::new() }; 2]; 2];
+    for round in 0..33 {
+        for turn in 0..2 {
+            // Whoever is first in a round finds the caches full of something else.
+            let region = (turn + round as usize) % 2;
+            let (backend, rates) = (&backends[region], &mut rates[region]);
+            for (way, rates) in rates.iter_mut().enumerate() {
                 let ends = |n| {
                     let (device, host) = (slot(Tier::Device, n), slot(Tier::Host, (n + 256 * round) % 1024));
                     if way == 0 { (device, host) } else { (host, device) }
@@ -342,9 +345,14 @@ fn copy_rates(regions: [DramRegion; 2]) -> Vec<[f64; 2]> {
                 let ops = (0..256).map(|n| order(n as usize, ends(n).0, ends(n).1)).collect();
                 let started = Instant::now();
                 assert!(run(backend, ops).iter().all(Result::is_ok));
-                *best = best.max(256.0 / started.elapsed().as_secs_f64());
+                rates.push(256.0 / started.elapsed().as_secs_f64());
             }
         }
     }
-    best
+    rates.into_iter().map(|ways| ways.map(median)).collect()
+}
+
+fn median(mut rates: Vec<f64>) -> f64 {
+    rates.sort_by(f64::total_cmp);
+    rates[rates.len() / 2]
 }

@@ -1,7 +1,7 @@
 //! `kvbm forget`: destroys what a tenant's blocks are encrypted with, while no engine works.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
@@ -49,7 +49,7 @@ pub(crate) fn run(args: &ForgetArgs, global: &Global) -> Result<(), Failure> {
     let named = if args.disk_dirs.is_empty() { &settings.disk.dirs } else { &args.disk_dirs };
     let dirs: Vec<_> = named.iter().filter(|dir| dir.is_dir()).cloned().collect();
     let keys_destroyed = on_disk(&dirs, args.tenant)? + in_store(args, &settings)?;
-    let in_the_clear = in_the_clear(&dirs);
+    let in_the_clear = in_the_clear(dirs.iter().chain(&settings.host.persist));
     if global.json {
         let report = Report { tenant: args.tenant, keys_destroyed, in_the_clear: &in_the_clear };
         output::print_json(&report)?;
@@ -91,12 +91,16 @@ fn destroy<'k, K: KeyStore + 'k>(stores: impl Iterator<Item = &'k K>, tenant: u3
     keys.map_err(|error| Failure::unusable(format!("not every key could be destroyed: {error}; try again")))
 }
 
-/// Files of slots whose names say that they are not encrypted.
-fn in_the_clear(dirs: &[PathBuf]) -> Vec<PathBuf> {
+/// Files of slots whose names say that they are not encrypted. Memory never is.
+fn in_the_clear<'d>(dirs: impl Iterator<Item = &'d PathBuf>) -> Vec<PathBuf> {
     let is_plain = |path: &PathBuf| {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        name.starts_with("kvbm-v1-block") && Path::new(name).extension().is_some_and(|end| end == "blocks")
+        match path.extension().and_then(|end| end.to_str()) {
+            Some("blocks") => name.starts_with("kvbm-v1-block"),
+            Some("memory") => name.starts_with("kvbm-"),
+            _ => false,
+        }
     };
-    let entries = dirs.iter().filter_map(|dir| fs::read_dir(dir).ok()).flatten().flatten();
+    let entries = dirs.filter_map(|dir| fs::read_dir(dir).ok()).flatten().flatten();
     entries.map(|entry| entry.path()).filter(is_plain).collect()
 }

@@ -44,7 +44,6 @@ pub const SEALED_VERSION: u32 = 3;
 pub const ENTRY_BYTES: usize = 56;
 /// Bytes of the footer's fixed end.
 pub const TRAILER_BYTES: usize = 56;
-const PROVENANCE_BYTES: usize = 32;
 const MAC_BYTES: usize = 32;
 /// What the sealed version has more: in an entry, and in the trailer behind the provenance.
 const SEALED_ENTRY_BYTES: usize = ENTRY_BYTES + 8;

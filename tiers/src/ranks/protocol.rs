@@ -566,7 +566,8 @@ mod tests {
         assert_eq!(Hello::parse(&body(&ToLeader::Hello(Hello::new(member())))).unwrap(), member());
         let other = (0_u8, MAGIC, VERSION + 1, "something that this version does not know");
         let why = Hello::parse(&body(&other)).unwrap_err();
-        let (theirs, ours) = (format!("speaks version {}", VERSION + 1), format!("this leader version {VERSION}"));
+        let (theirs, ours) =
+            (format!("speaks version {}", VERSION + 1), format!("this leader version {VERSION}"));
         assert!(why.contains(&theirs) && why.contains(&ours), "{why}");
         let stranger = Hello::parse(b"GET / HTTP/1.1\r\n").unwrap_err();
         assert!(stranger.contains("no rank"), "{stranger}");

@@ -25,7 +25,7 @@ use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, Tag, UnboundKe
 use ring::rand::{SecureRandom, SystemRandom};
 
 use super::keys::Secret;
-use super::tenants::{ID_BYTES, TenantKeys};
+use super::tenants::{ID_BYTES, NoKey, TenantKeys};
 use crate::copy::{BlockKey, CopyError, CopyErrorKind, Owner, Tier};
 
 /// What a sealed block has beyond the block.
@@ -73,7 +73,10 @@ impl Cipher {
     ) -> Result<(), CopyError> {
         let Parts { hidden, tag, header } = self.parts();
         debug_assert_eq!(room.len(), header.end, "a sealed block's room");
-        let (id, secret) = self.keys.to_seal(owner).map_err(no_key)?;
+        let (id, secret) = self.keys.to_seal(owner).map_err(|why| match why {
+            NoKey::Forgotten => forgotten(),
+            NoKey::Failed(error) => no_key(error),
+        })?;
         let fresh = &mut [0; SALT_BYTES + NONCE_LEN];
         self.random.fill(fresh).map_err(|_| no_random_bytes())?;
         room[header.clone()][..4].copy_from_slice(&MAGIC);
@@ -154,6 +157,11 @@ struct Parts {
 
 fn corrupt(why: String) -> CopyError {
     CopyError::new(CopyErrorKind::Corrupt, why)
+}
+
+/// Not the medium's fault, which is not to be left alone for it.
+fn forgotten() -> CopyError {
+    CopyError::new(CopyErrorKind::Refused, "its tenant was forgotten meanwhile")
 }
 
 /// The block stays: a store of keys that is away may be back.
@@ -269,7 +277,7 @@ mod tests {
         assert_eq!(opens(&rooms[1]).unwrap_err().kind(), CopyErrorKind::Corrupt);
         assert!(opens(&rooms[0]).is_ok() && opens(&rooms[2]).is_ok());
         let late = ours.seal((BLOCK, owner(7)), 99, &mut vec![5; 64 + SEAL_BYTES]);
-        assert_eq!(late.unwrap_err().kind(), CopyErrorKind::Unavailable);
+        assert_eq!(late.unwrap_err().kind(), CopyErrorKind::Refused);
     }
 
     #[test]

@@ -176,6 +176,21 @@ impl fmt::Debug for Known {
     }
 }
 
+/// Why there is no key to seal a block with.
+#[derive(Debug)]
+pub(super) enum NoKey {
+    /// Its tenant was forgotten since it set out. That says nothing of any medium.
+    Forgotten,
+    /// A new one could not be made or kept.
+    Failed(io::Error),
+}
+
+impl From<io::Error> for NoKey {
+    fn from(error: io::Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
 /// Whoever writes garbage into a bucket does not make us remember all of it.
 const MAX_MISSING: usize = 1 << 16;
 
@@ -223,12 +238,12 @@ impl TenantKeys {
     }
 
     /// The key to seal a block of `owner` with, made if there is none.
-    pub(super) fn to_seal(&self, owner: Option<Owner>) -> io::Result<(KeyId, Arc<Secret>)> {
+    pub(super) fn to_seal(&self, owner: Option<Owner>) -> Result<(KeyId, Arc<Secret>), NoKey> {
         let tenant = owner.map(|owner| owner.tenant);
         let mut known = self.known.lock();
         let is_past = |owner: Owner| known.lives.get(&owner.tenant).is_some_and(|&life| owner.life < life);
         if owner.is_some_and(is_past) {
-            return Err(io::Error::other("its tenant was forgotten meanwhile"));
+            return Err(NoKey::Forgotten);
         }
         if let Some(id) = known.current.get(&tenant) {
             return Ok((*id, Arc::clone(&known.by_id[id].secret)));
