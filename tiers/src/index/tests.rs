@@ -378,3 +378,32 @@ fn whoever_has_no_key_can_change_no_header() {
     replaced(dir.path(), &good);
     assert_eq!(TierIndex::open(&sealed(dir.path(), "1:A")).unwrap().1.entries.len(), 3, "and then it heals");
 }
+
+/// `cargo nextest run -p kvbm-tiers --lib reading_100_000_entries --run-ignored only --no-capture`
+#[test]
+#[ignore = "a measurement"]
+fn reading_100_000_entries() {
+    let dir = tempfile::tempdir().unwrap();
+    for ring in [None, Some("1:A")] {
+        let options = IndexOptions {
+            path: dir.path().join(format!("kvbm-test-{}.index", ring.is_some())),
+            slots: 100_000,
+            keys: ring.and_then(keys),
+            ..options(dir.path())
+        };
+        let (mut index, _) = TierIndex::open(&options).unwrap();
+        index.append(&(0..100_000).map(|n| stored(n, n.into())).collect::<Vec<_>>()).unwrap();
+        drop(index);
+        for _ in 0..5 {
+            let started = crate::clock::now();
+            let (index, found) = TierIndex::open(&options).unwrap();
+            eprintln!(
+                "authenticated: {}, {} entries in {:?}",
+                ring.is_some(),
+                found.entries.len(),
+                started.elapsed()
+            );
+            drop(index);
+        }
+    }
+}

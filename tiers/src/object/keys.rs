@@ -16,7 +16,7 @@ use super::open::Store;
 use crate::sealed::{KeyId, KeyStore, RECORD_BYTES, WrappedKey};
 
 /// A start, and whoever forgets a tenant, waits so long at most.
-const LIMIT: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_secs(10);
 /// Requests at a time.
 const CONCURRENCY: usize = 32;
 /// Keys that a start looks at. What is sealed with others is found when it is read.
