@@ -185,10 +185,12 @@ impl Tiers {
     pub(super) fn tenants(&self, has_ranks: bool) -> Tenants {
         let keeps_in_the_clear = self.keys.is_none() && self.namespace.identity.is_some();
         let keeps = !self.kept.is_empty() || self.objects.is_some();
-        match has_ranks {
-            true => Tenants::Elsewhere,
-            false if keeps_in_the_clear && keeps => Tenants::Untold,
-            false => Tenants::Known(self.tenant_keys.iter().map(|(_, keys)| Arc::clone(keys)).collect()),
+        if has_ranks {
+            Tenants::Elsewhere
+        } else if keeps_in_the_clear && keeps {
+            Tenants::Untold
+        } else {
+            Tenants::Known(self.tenant_keys.iter().map(|(_, keys)| Arc::clone(keys)).collect())
         }
     }
 }

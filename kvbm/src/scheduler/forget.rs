@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::Core;
+use crate::table::Table;
 
 impl Core {
     /// Forgets what a tenant stored, and returns how often that was done by now. Takes time in proportion to the table,
@@ -26,12 +27,12 @@ impl Core {
             found += blocks;
             next = then;
             // At once: a match looks at each block of which more is to be dropped.
-            while self.step(crate::table::Table::drop_more) {}
+            while self.step(Table::drop_more) {}
         }
         found
     }
 
-    fn step<T>(self: &Arc<Self>, step: impl FnOnce(&mut crate::table::Table) -> T) -> T {
+    fn step<T>(self: &Arc<Self>, step: impl FnOnce(&mut Table) -> T) -> T {
         let mut table = self.table();
         let done = step(&mut table);
         let effects = table.take_effects();

@@ -130,7 +130,7 @@ impl KeyStore for KeyFiles {
     fn destroy(&self, tenant: u32) -> io::Result<usize> {
         let files = self.0.lock();
         let (mut gone, mut failure) = (HashSet::new(), Ok(()));
-        for file in files.iter() {
+        for file in &*files {
             let destroyed = file.destroy_of(tenant, &mut gone);
             // All, also where one fails.
             failure = failure.and(destroyed.map_err(|error| {
