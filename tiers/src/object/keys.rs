@@ -68,6 +68,11 @@ impl Store {
     }
 }
 
+/// Whether an object is a wrapped key, by its name.
+pub(super) fn is_key(path: &Path) -> bool {
+    path.filename().is_some_and(|name| name.ends_with(EXTENSION))
+}
+
 fn no_answer() -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, "the object store does not answer")
 }

@@ -140,8 +140,7 @@ impl Shared {
         while left > 0 {
             let offered = share.known.lock().next_waiting(left.min(OFFERED));
             left = left.saturating_sub(OFFERED);
-            let found: Vec<_> =
-                offered.iter().map(|&(block, spot)| spot.found(block)).collect();
+            let found: Vec<_> = offered.iter().map(|&(block, spot)| spot.found(block)).collect();
             let mut stand_for = |at: usize, slot| {
                 let (block, spot) = offered[at];
                 // What lay there before is nobody's any more.

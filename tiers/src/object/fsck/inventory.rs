@@ -10,6 +10,7 @@ use tokio::time::timeout;
 use super::super::discover::{parse_epoch, segment_name};
 use super::super::error::StoreError;
 use super::super::files::staged;
+use super::super::keys::is_key;
 use super::super::names::SegmentName;
 use super::super::open::Store;
 use super::super::share::worker_of;
@@ -41,6 +42,7 @@ pub(super) struct Namespace {
 const SEGMENTS: &str = "segments";
 const MANIFESTS: &str = "manifests";
 const EPOCHS: &str = "epochs";
+const KEYS: &str = "keys";
 const NIXL: &str = "nixl";
 
 impl Inventory {
@@ -66,7 +68,7 @@ impl Inventory {
 
     fn sort_in(&mut self, root: &Path, meta: ObjectMeta) {
         let below: Vec<_> = meta.location.parts().skip(root.parts().count()).collect();
-        let is_kind = |name: &str| [SEGMENTS, MANIFESTS, EPOCHS, NIXL].contains(&name);
+        let is_kind = |name: &str| [SEGMENTS, MANIFESTS, EPOCHS, KEYS, NIXL].contains(&name);
         let Some(at) = below.iter().rposition(|part| is_kind(part.as_ref())).filter(|&at| at > 0) else {
             self.strangers += 1;
             return;
@@ -87,6 +89,8 @@ impl Namespace {
             (SEGMENTS, Some(name)) => self.segments.push((name, meta)),
             (MANIFESTS, _) if is_direct && worker_of(&meta.location).is_some() => self.manifests.push(meta),
             (EPOCHS, _) if is_direct && parse_epoch(&meta.location).is_some() => {}
+            // What blocks are encrypted with: whoever removes one makes them unreadable.
+            (KEYS, _) if is_direct && is_key(&meta.location) => {}
             // Slots of a tier on NIXL: nobody but the process that wrote them knows what they mean.
             (NIXL, _) if !is_direct => {}
             _ => self.foreign.push(meta.location),
