@@ -382,6 +382,8 @@ fn what_there_is_no_budget_for_is_a_miss_and_is_served_when_there_is() {
         });
         assert_eq!((known(&manager), manager.audit()), (ALL, vec![]));
     }
+}
+
 /// A worker whose blocks are encrypted with these keys: `A` and `B` stand for two.
 fn sealed_worker(bucket: &Path, keys: &str) -> Manager {
     let keys = keys.replace('A', &"0123456789abcdef".repeat(4)).replace('B', &"fedcba9876543210".repeat(4));
