@@ -147,7 +147,14 @@ mod tests {
 
     fn entry(at: u64, bytes: &[u8]) -> Entry {
         let block = BlockKey { hash: at.into(), group: 0 };
-        Entry { block, parent: None, offset: at, length: bytes.len() as u64, crc32c: checksum(bytes) }
+        Entry {
+            block,
+            parent: None,
+            offset: at,
+            length: bytes.len() as u64,
+            crc32c: checksum(bytes),
+            tenant: None,
+        }
     }
 
     #[test]
