@@ -11,7 +11,8 @@ use prometheus::Registry;
 
 use super::durable::{Identity, resume_rank};
 use super::{
-    HostSlots, Namespace, Tiers, host_slots, namespace, object_slots, own_slots, policies, setup, slots,
+    HostSlots, Namespace, Tiers, host_slots, namespace, object_slots, own_slots, policies, sealed, setup,
+    slots,
 };
 use crate::device::Device;
 use crate::durable::Durable;
