@@ -210,7 +210,7 @@ fn unwritable() -> Registry {
     settings.disk.keep = true;
     let fingerprint =
         Fingerprint { model: "m".into(), weights: "w".into(), block_tokens: 16, ..Fingerprint::default() };
-    let name = format!("kvbm-v1-block4096-{fingerprint}-0of1.index.partial");
+    let name = format!("kvbm-v1-block4096-{fingerprint}.index.partial");
     let options =
         Options { registry: registry.clone(), fingerprint: Some(fingerprint), ..Options::default() };
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");

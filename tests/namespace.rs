@@ -323,7 +323,7 @@ fn files_and_objects_of_another_fingerprint_are_other_files_and_objects() {
     for fingerprint in &given {
         let suffix = fingerprint.as_ref().map_or_else(String::new, |fingerprint| format!("-{fingerprint}"));
         let namespace = format!("v1-block4096{suffix}");
-        let file = format!("kvbm-{namespace}-0of1.blocks");
+        let file = format!("kvbm-{namespace}.blocks");
         assert!(files.contains(&file) && objects.contains(&namespace), "{namespace}: {files:?} {objects:?}");
     }
     assert_eq!(files.iter().filter(|name| name.ends_with(".blocks")).count(), 3, "{files:?}");

@@ -164,6 +164,39 @@ fn a_bit_that_flipped_while_nobody_ran_is_a_miss_and_then_it_heals() {
 }
 
 #[test]
+fn a_bit_that_flips_in_idle_memory_is_found_without_anybody_reading_it() {
+    let Some(home) = shm() else { return };
+    let mut settings = settings(home.path());
+    settings.transfer.scrub_mib_per_second = 1_000;
+    let (runtime, registry) =
+        (tokio::runtime::Builder::new_current_thread().build().unwrap(), Registry::new());
+    let manager = runtime.block_on(Manager::open(settings, options(&registry))).unwrap();
+    assert_eq!(engine::serve(&manager, &chain(1)).saved, 8);
+    let scrubbed =
+        |outcome| metric(&registry, "kvbm_scrubbed_blocks_total", &[("tier", "host"), ("outcome", outcome)]);
+    let wait_until = |is_so: &dyn Fn() -> bool| {
+        let began = Instant::now();
+        while !is_so() {
+            assert!(began.elapsed() < LIMIT);
+            thread::sleep(Duration::from_millis(10));
+        }
+    };
+    wait_until(&|| scrubbed("sound") > 30);
+    assert_eq!(scrubbed("bad"), 0);
+    spoil(home.path(), &chain(1), 3);
+    wait_until(&|| scrubbed("bad") == 1);
+    assert_eq!((held(&manager, 1, Tier::Host), manager.audit()), (3, vec![]));
+    // And then it heals.
+    assert!(manager.close(LIMIT).is_complete());
+    drop(manager);
+    let (again, _) = open(home.path()).unwrap();
+    for _ in 0..2 {
+        assert_eq!(engine::serve(&again, &chain(1)).wrong, 0);
+    }
+    assert_eq!(held(&again, 1, Tier::Host), 8);
+}
+
+#[test]
 fn a_bit_that_flipped_is_found_when_its_block_goes_to_disk_and_then_it_heals() {
     let Some(dir) = shm() else { return };
     leave(dir.path(), [1]);

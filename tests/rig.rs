@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvbm::scheduler::{Core, Executor, Parts, Tuning};
+use kvbm::scheduler::{Core, Executor, Parts, ScrubOptions, Tuning};
 use kvbm::table::{Reserved, Steps, Table, TierSpec};
 use kvbm::{BlockHash, Chain, Clock, ManualClock, Metrics, RequestInfo, Transfer, Transferred};
 use kvbm_policies::AdmissionKind;
@@ -163,7 +163,8 @@ fn make_core(
     // Others come between the steps of even a short plan; but one batch is still sent as one.
     let steps = Steps { placed: (tuning.max_batch - 1).max(1), looked_at: tuning.max_batch };
     let table = Table::new(pools.map(|pool| specify(pool, rule))).in_steps(steps);
-    Core::new(Parts { table, executor, staging, clock, metrics, tuning })
+    let scrub = ScrubOptions::default();
+    Core::new(Parts { table, executor, staging, trials: Vec::new(), scrub, clock, metrics, tuning })
 }
 
 /// Makes a chain resident in a tier, as if it had been brought there.

@@ -276,7 +276,7 @@ pub(crate) static KEYS: &[Key] = &[
         path: "disk.dirs",
         field: Field::Directories(|s| &mut s.disk.dirs),
         variables: &[upstream("DYN_KVBM_DISK_CACHE_DIR", Form::Plain, "May name several directories.")],
-        doc: "Directories of the disk tier; blocks are striped over them.",
+        doc: "Directories of the disk tier, each with its share of the slots; a chain lies in one of them as far as there is room.",
         in_use: true,
     },
     Key {
@@ -549,6 +549,14 @@ pub(crate) static KEYS: &[Key] = &[
         field: Field::Count(|s| &mut s.transfer.copy_threads, 1..=256),
         variables: &[own("DYN_KVBM_TRANSFER_COPY_THREADS", Form::Plain)],
         doc: "Threads that copy between memory tiers.",
+        in_use: true,
+    },
+    Key {
+        path: "transfer.scrub_mib_per_second",
+        field: Field::Count(|s| &mut s.transfer.scrub_mib_per_second, 0..=100_000),
+        variables: &[own("DYN_KVBM_SCRUB_MIB_PER_SECOND", Form::Plain)],
+        doc: "MiB a second, of the disk tier and of a host tier that outlives the process, that are verified though \
+              nobody asks for them, while the disk is not read for others. `0`: none.",
         in_use: true,
     },
     Key {

@@ -120,7 +120,7 @@ impl Default for HostSettings {
 pub struct DiskSettings {
     /// Size over all directories; `None`: no disk tier.
     pub capacity: Option<Capacity>,
-    /// Directories that blocks are striped over.
+    /// Directories, each with its share of the slots.
     pub dirs: Vec<PathBuf>,
     /// Bypass the page cache.
     pub o_direct: bool,
@@ -413,6 +413,8 @@ pub struct TransferSettings {
     pub copy_threads: u32,
     /// Prompt tokens that the engine computes in a second; 0: not known.
     pub prefill_tokens_per_second: u32,
+    /// MiB a second of each tier that outlives the process which are verified though nobody asks for them.
+    pub scrub_mib_per_second: u32,
 }
 
 impl Default for TransferSettings {
@@ -424,6 +426,7 @@ impl Default for TransferSettings {
             queue_blocks: 16_384,
             copy_threads: 2,
             prefill_tokens_per_second: 0,
+            scrub_mib_per_second: 8,
         }
     }
 }

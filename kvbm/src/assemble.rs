@@ -10,6 +10,7 @@ mod ranks;
 mod report;
 mod sealed;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::available_parallelism;
 use std::time::Duration;
@@ -37,7 +38,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fingerprint::Fingerprint;
 use crate::metrics::{Gauges, Metrics};
 use crate::options::{Options, RouteReport};
-use crate::scheduler::{Core, Executor, Parts, Tuning};
+use crate::scheduler::{Core, Executor, Parts, ScrubOptions, Tuning};
 use crate::table::{Table, TierSpec};
 
 pub(crate) use objects::SharedStore;
@@ -123,15 +124,22 @@ pub(crate) async fn open(
         let tuning = tuning(&settings, block_tokens);
         let routes = tiers.routes();
         let tenants = tiers.tenants(has_ranks);
-        let Tiers { device, host, specs, staging, executor, roll_call, fallbacks, kept, objects, .. } = tiers;
+        let Tiers {
+            device, host, specs, staging, trials, executor, roll_call, fallbacks, kept, objects, ..
+        } = tiers;
         fallbacks.into_iter().for_each(|wanted| metrics.fell_back(wanted));
         let table = Table::new(specs);
         let table = fingerprint.into_iter().fold(table, Table::with_fingerprint);
         objects.iter().try_for_each(|objects| objects.export(&registry))?;
         roll_call.into_iter().try_for_each(|roll_call| ranks::export(roll_call, &registry))?;
         let store = objects.as_ref().map(Objects::store).unwrap_or_default();
+        let scrub = ScrubOptions {
+            bytes_per_second: u64::from(settings.transfer.scrub_mib_per_second) << 20,
+            block_bytes,
+            memory: host.clone().filter(|host| host.persists().is_some()),
+        };
         let (table, durable) = durable::resume(table, (kept, objects), on_durable.as_ref(), &metrics)?;
-        let core = Core::new(Parts { table, executor, staging, clock, metrics, tuning });
+        let core = Core::new(Parts { table, executor, staging, trials, scrub, clock, metrics, tuning });
         on_loss.set(&core);
         store.keep_looking(&core);
         Ok(Assembled { core, device, host, routes, durable, store, tenants })
@@ -186,6 +194,8 @@ struct Tiers {
     host: Option<Arc<DramRegion>>,
     specs: Vec<TierSpec>,
     staging: Vec<Frame>,
+    /// One of each directory of the disk tier, where there are several.
+    trials: Vec<Frame>,
     executor: Executor,
     /// Of a leader.
     roll_call: Option<RollCall>,
@@ -202,6 +212,8 @@ struct Tiers {
     /// Those whose slots outlive the process.
     kept: Vec<KeptTier>,
     objects: Option<Objects>,
+    /// Directories of the disk tier that cannot be used now.
+    away: Vec<PathBuf>,
 }
 
 impl Tiers {
@@ -304,7 +316,11 @@ impl Tiers {
         let keys = sealed::Kept::in_files(&settings.disk.dirs, kept);
         let end = self.memory_end((Tier::Disk, 1), keys, settings)?;
         let block_bytes = end.memory.block_bytes();
-        let geometry = Geometry::new(slots(capacity, settings)?, block_bytes).map_err(setup)?;
+        let dirs = settings.disk.dirs.len() as u32;
+        // Of several directories each has a slot more, with which it is tried when it has failed.
+        let trials = if dirs > 1 { dirs } else { 0 };
+        let slots = slots(capacity, settings)?.min(MAX_SLOTS.saturating_sub(trials)) + trials;
+        let geometry = Geometry::new(slots, block_bytes).map_err(setup)?;
         let options = DiskOptions {
             geometry,
             dirs: settings.disk.dirs.clone(),
@@ -315,9 +331,22 @@ impl Tiers {
         let new = durable::missing_files(&options);
         let region = Arc::new(DiskRegion::open(&options).map_err(setup)?);
         let checksums = Arc::new(Checksums::new());
-        self.keep_disk(&options, &new, &checksums)?;
+        let mut away = vec![false; options.dirs.len()];
+        region.absent().for_each(|dir| away[dir] = true);
+        self.keep_disk(&options, (&new, &mut away), &checksums)?;
         self.connect_disk((region, checksums), end, &settings.disk, nixl)?;
-        self.add_tier(FramePool::new(Tier::Disk, geometry.slots()), settings);
+        let mut pool = FramePool::sharded(Tier::Disk, geometry.slots(), dirs);
+        self.trials = pool.set_aside(trials);
+        if let Some(chaos) = &self.chaos {
+            chaos.set_directories(dirs);
+        }
+        let away = (0..away.len()).filter(|&dir| away[dir]);
+        away.clone().for_each(|dir| pool.close_shard(dir, true));
+        self.away.extend(away.map(|dir| options.dirs[dir].clone()));
+        if self.away.len() == options.dirs.len() {
+            return Err(no_directory(&self.away));
+        }
+        self.add_tier(pool, settings);
         Ok(())
     }
 
@@ -539,6 +568,11 @@ struct DiskEnds {
     depth: u32,
     /// Of the tier's blocks, whoever writes them.
     checksums: Arc<Checksums>,
+}
+
+fn no_directory(dirs: &[PathBuf]) -> Error {
+    let message = format!("none of {dirs:?} can be used; choose other disk.dirs (DYN_KVBM_DISK_CACHE_DIR)");
+    Error::new(ErrorKind::Unavailable, message)
 }
 
 fn no_gpu_for_gds() -> Error {

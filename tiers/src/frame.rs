@@ -71,13 +71,24 @@ pub struct FramePool {
     /// Slots from here on are set aside.
     own_slots: u32,
     states: HugeVec<Entry>,
-    free_head: u32,
+    shards: Vec<Shard>,
     /// Counts lives of slots, whichever: a slot's generation is the life's number.
     lives: u32,
     /// Slots lent for reading, each as often as it is. Few at any time.
     loans: Vec<SlotId>,
     out: u32,
     resident: u32,
+}
+
+/// Every so many-th slot: those of one medium, where a tier has several. They come and go together.
+#[derive(Debug)]
+struct Shard {
+    /// The first of its free slots that were used before.
+    free_head: u32,
+    /// Its first slot that was never used.
+    unused: u32,
+    free: u32,
+    is_closed: bool,
 }
 
 /// A slot's state in the upper two bits; below them the next free slot of a free one, else the generation.
@@ -143,7 +154,22 @@ impl FramePool {
     }
 
     pub(crate) fn with_id(id: PoolId, tier: Tier, slots: u32) -> Self {
+        Self::with_shards(id, tier, slots, 1)
+    }
+
+    /// For a tier on several media: slot `i` lies on number `i` modulo `shards`.
+    pub fn sharded(tier: Tier, slots: u32, shards: u32) -> Self {
+        Self::with_shards(PoolId::fresh(), tier, slots, shards.max(1))
+    }
+
+    fn with_shards(id: PoolId, tier: Tier, slots: u32, shards: u32) -> Self {
         let slots = slots.min(MAX_SLOTS);
+        let shard = |first: u32| Shard {
+            free_head: LAST,
+            unused: first,
+            free: slots.saturating_sub(first).div_ceil(shards),
+            is_closed: false,
+        };
         Self {
             id,
             tier,
@@ -151,7 +177,7 @@ impl FramePool {
             own_slots: slots,
             // Addresses only: the kernel provides memory as far as it is used.
             states: HugeVec::with_capacity(slots.min(RESERVED) as usize),
-            free_head: LAST,
+            shards: (0..shards).map(shard).collect(),
             lives: 0,
             loans: Vec::new(),
             out: 0,
@@ -166,9 +192,16 @@ impl FramePool {
         Self { lives: fastrand::u32(..) & PAYLOAD, ..self }
     }
 
-    /// Takes a free slot, in a new life; `None`: none is free.
+    /// Takes a free slot, in a new life, where most are free; `None`: none is free.
     pub fn take(&mut self) -> Option<Frame> {
-        let slot = self.pop_free().or_else(|| self.first_use())?;
+        let shard = self.emptiest_shard();
+        if self.free_in(shard) > 0 { self.take_in(shard) } else { None }
+    }
+
+    /// Takes a free slot of a shard, also of one that is closed; `None`: it has none.
+    pub fn take_in(&mut self, shard: usize) -> Option<Frame> {
+        let slot = self.pop_free(shard).or_else(|| self.first_use(shard))?;
+        self.shards[shard].free -= 1;
         // It wraps after a billion lives. A slot has no new life while a copy holds its old one, so that nobody
         // meets two of one number.
         self.lives = (self.lives + 1) & PAYLOAD;
@@ -181,9 +214,8 @@ impl FramePool {
     /// that were ever used, so it is for the start, when what an earlier process stored is found again.
     pub fn take_these(&mut self, slots: &[SlotId]) -> Vec<Option<Frame>> {
         let ours = slots.iter().filter(|slot| slot.0 < self.own_slots);
-        let used = ours.map(|slot| slot.0 as usize + 1).max().unwrap_or(0).max(self.states.len());
-        self.states.reserve_exact(used - self.states.len());
-        self.states.resize(used, Entry::new(State::Free, LAST));
+        let used = ours.map(|slot| slot.0 as usize + 1).max().unwrap_or(0);
+        self.use_up_to(used);
         let taken = slots.iter().map(|&slot| self.take_this(slot)).collect();
         self.chain_free_slots();
         taken
@@ -194,18 +226,31 @@ impl FramePool {
         self.lives = (self.lives + 1) & PAYLOAD;
         self.states[slot.0 as usize] = Entry::new(State::Out, self.lives);
         self.out += 1;
+        let shard = self.shard_of(slot);
+        self.shards[shard].free -= 1;
         Some(self.frame(slot.0))
     }
 
     /// Lowest first.
     fn chain_free_slots(&mut self) {
-        self.free_head = LAST;
-        for slot in (0..self.states.len()).rev() {
-            if self.states[slot].is(State::Free) {
-                self.states[slot] = Entry::new(State::Free, self.free_head);
-                self.free_head = slot as u32;
+        let (used, shards) = (self.states.len() as u32, self.shards.len() as u32);
+        for (first, shard) in (0..).zip(&mut self.shards) {
+            shard.free_head = LAST;
+            shard.unused = first + used.saturating_sub(first).div_ceil(shards) * shards;
+        }
+        for slot in (0..used).rev() {
+            if self.states[slot as usize].is(State::Free) {
+                self.chain(slot);
             }
         }
+    }
+
+    /// A slot that is free comes first in the chain of its shard.
+    fn chain(&mut self, slot: u32) {
+        let shard = self.shard_of(SlotId(slot));
+        let head = &mut self.shards[shard].free_head;
+        self.states[slot as usize] = Entry::new(State::Free, *head);
+        *head = slot;
     }
 
     /// Takes the last slots for good, `count` of them or as many as have never been used: they are out, and must not be
@@ -214,6 +259,10 @@ impl FramePool {
         let end = self.own_slots;
         self.own_slots = end.saturating_sub(count).max(self.states.len() as u32);
         self.out += end - self.own_slots;
+        for slot in self.own_slots..end {
+            let shard = self.shard_of(SlotId(slot));
+            self.shards[shard].free -= 1;
+        }
         let generation = self.lives;
         let name = |slot| SlotRef { tier: self.tier, slot: SlotId(slot), generation };
         (self.own_slots..end).map(|slot| Frame { pool: self.id, slot: name(slot) }).collect()
@@ -225,8 +274,9 @@ impl FramePool {
     /// If the frame is another pool's.
     pub fn give_back(&mut self, frame: Frame) {
         let slot = self.redeem(frame);
-        self.states[slot.0 as usize] = Entry::new(State::Free, self.free_head);
-        self.free_head = slot.0;
+        self.chain(slot.0);
+        let shard = self.shard_of(slot);
+        self.shards[shard].free += 1;
     }
 
     /// Keeps the slot handle for a table that remembers the slot's number only.
@@ -303,8 +353,45 @@ impl FramePool {
     }
 
     /// Slots that [`take`](Self::take) can still give out.
-    pub const fn free(&self) -> u32 {
-        self.slots - self.out - self.resident
+    pub fn free(&self) -> u32 {
+        self.shards.iter().filter(|shard| !shard.is_closed).map(|shard| shard.free).sum()
+    }
+
+    /// How many shards there are.
+    pub const fn shards(&self) -> usize {
+        self.shards.len()
+    }
+
+    /// The shard that a slot belongs to.
+    pub const fn shard_of(&self, slot: SlotId) -> usize {
+        (slot.0 % self.shards.len() as u32) as usize
+    }
+
+    /// Free slots of a shard; none if it is closed.
+    pub fn free_in(&self, shard: usize) -> u32 {
+        let shard = &self.shards[shard];
+        if shard.is_closed { 0 } else { shard.free }
+    }
+
+    /// The shard that has most free slots.
+    pub fn emptiest_shard(&self) -> usize {
+        // The first of several: `max_by_key` takes the last.
+        (0..self.shards()).rev().max_by_key(|&shard| self.free_in(shard)).unwrap_or(0)
+    }
+
+    /// From here on no free slot of the shard is given out, or they are again.
+    pub fn close_shard(&mut self, shard: usize, is_closed: bool) {
+        self.shards[shard].is_closed = is_closed;
+    }
+
+    /// Whether no slot of the shard is given out.
+    pub fn is_closed(&self, shard: usize) -> bool {
+        self.shards[shard].is_closed
+    }
+
+    /// Free slots of shards that are closed.
+    pub fn closed(&self) -> u32 {
+        self.shards.iter().filter(|shard| shard.is_closed).map(|shard| shard.free).sum()
     }
 
     /// Slots whose frame is in somebody's hands.
@@ -317,27 +404,34 @@ impl FramePool {
         self.resident
     }
 
-    fn pop_free(&mut self) -> Option<u32> {
-        let slot = self.free_head;
+    fn pop_free(&mut self, shard: usize) -> Option<u32> {
+        let slot = self.shards[shard].free_head;
         let entry = self.states.get(slot as usize)?;
         debug_assert!(entry.is(State::Free), "slot {slot} handed out twice");
-        self.free_head = entry.payload();
+        self.shards[shard].free_head = entry.payload();
         Some(slot)
     }
 
     /// Slots are numbered in order of first use, so that the slot allocator grows with what is used.
-    fn first_use(&mut self) -> Option<u32> {
-        let used = self.states.len();
-        if used == self.own_slots as usize {
+    fn first_use(&mut self, shard: usize) -> Option<u32> {
+        let slot = self.shards[shard].unused;
+        if slot >= self.own_slots {
             return None;
         }
-        if used == self.states.capacity() {
+        self.shards[shard].unused += self.shards.len() as u32;
+        self.use_up_to(slot as usize + 1);
+        Some(slot)
+    }
+
+    /// Has a state for each of the first `slots` slots. Those of other shards among them are unused still.
+    fn use_up_to(&mut self, slots: usize) {
+        let used = self.states.len();
+        if slots > self.states.capacity() {
             // Doubling alone would reserve beyond the tier's last slot: memory that is never used.
-            let ahead = used.max(1024).min(self.own_slots as usize - used);
+            let ahead = used.max(1024).max(slots - used).min(self.own_slots as usize - used);
             self.states.reserve_exact(ahead);
         }
-        self.states.push(Entry::new(State::Free, LAST));
-        Some(used as u32)
+        self.states.resize(slots.max(used), Entry::new(State::Free, LAST));
     }
 
     /// Consumes a slot handle; the caller says what becomes of its slot.
@@ -419,6 +513,46 @@ mod tests {
                 prop_assert_eq!(pool.resident() as usize, resident.len());
                 prop_assert_eq!(pool.free() as usize, slots as usize - held.len());
             }
+        }
+    }
+
+    proptest! {
+        /// Each shard gives out its own slots, each once, and as many as it says.
+        #[test]
+        fn shards_have_their_own_slots(
+            slots in 1..60u32, shards in 1..5u32, asked in prop::collection::vec(0..70u32, 0..30),
+            events in prop::collection::vec((0..3u8, any::<usize>()), 0..200), closed in any::<usize>(),
+        ) {
+            let mut pool = FramePool::sharded(Tier::Disk, slots, shards);
+            let asked: Vec<_> = asked.into_iter().map(SlotId).collect();
+            let mut out: Vec<Frame> = pool.take_these(&asked).into_iter().flatten().collect();
+            for (event, pick) in events {
+                let shard = pick % shards as usize;
+                match event {
+                    0 => {
+                        let free = pool.free_in(shard);
+                        let taken = pool.take_in(shard);
+                        prop_assert_eq!(taken.is_some(), free > 0);
+                        prop_assert!(taken.iter().all(|frame| pool.shard_of(frame.slot()) == shard));
+                        out.extend(taken);
+                    }
+                    1 => out.extend(pool.take()),
+                    _ if !out.is_empty() => pool.give_back(out.swap_remove(pick % out.len())),
+                    _ => {}
+                }
+                let held: HashSet<_> = out.iter().map(Frame::slot).collect();
+                prop_assert_eq!(held.len(), out.len());
+                prop_assert_eq!(pool.free(), slots - pool.out());
+            }
+            let closed = closed % shards as usize;
+            let free = pool.free_in(closed);
+            pool.close_shard(closed, true);
+            prop_assert_eq!((pool.free_in(closed), pool.closed()), (0, free));
+            out.extend(std::iter::from_fn(|| pool.take()));
+            prop_assert_eq!(pool.out(), slots - free);
+            pool.close_shard(closed, false);
+            out.extend(std::iter::from_fn(|| pool.take()));
+            prop_assert_eq!(out.len(), slots as usize);
         }
     }
 

@@ -76,7 +76,7 @@ pub use copy::{
     BlockKey, Completion, CopyError, CopyErrorKind, CopyOp, Done, Owner, Route, SlotId, SlotRef, Tier,
 };
 pub use device::{DeviceRegion, Space};
-pub use disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
+pub use disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend, is_of_directory};
 pub use dram::{DramOptions, DramRegion, Mount, MountKind, PersistOptions};
 pub use error::{Failure, SetupError, SetupErrorKind};
 pub use fence::{Fence, Fences, HostFence, Layers, Mark};

@@ -103,7 +103,7 @@ fn find_orphans(all: &mut [Checked]) {
 }
 
 fn is_complete(tier: &[&mut Checked]) -> bool {
-    tier.first().is_some_and(|first| first.kept.options().part.1 as usize == tier.len())
+    tier.first().is_some_and(|first| first.kept.options().parts as usize == tier.len())
 }
 
 /// Blocks whose chains are there from their roots.

@@ -56,8 +56,8 @@ mod tests {
     fn an_index_and_its_slots_find_each_other_across_directories() {
         let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let paths = [
-            a.path().join("kvbm-x-0of1.index"),
-            a.path().join("kvbm-x-0of1.blocks"),
+            a.path().join("kvbm-x.index"),
+            a.path().join("kvbm-x.blocks"),
             a.path().join("kvbm-y.index"),
             b.path().join("kvbm-y.memory"),
             b.path().join("kvbm-z.memory"),

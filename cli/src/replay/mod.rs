@@ -47,7 +47,7 @@ pub(crate) struct ReplayArgs {
     /// Size of the disk tier; 0: none
     #[arg(long, value_name = "N")]
     disk_blocks: Option<u32>,
-    /// Directory of the disk tier; several to stripe over [default: that for temporary files]
+    /// Directory of the disk tier; several, each with its share [default: that for temporary files]
     #[arg(long, value_name = "DIR")]
     disk_dir: Vec<PathBuf>,
     /// Directory on tmpfs, such as /dev/shm/kvbm, that the host tier lies in: with --keep it outlives the process

@@ -123,7 +123,7 @@ fn faults_that_do_not_exist_are_refused_with_what_is_valid() {
     let place = Place::new();
     let trace = place.trace("trace.jsonl", 10, 2);
     for (option, value, remedy) in [
-        ("--fault", "floppy:hang@1s+1s", "memory, disk, object, clock"),
+        ("--fault", "floppy:hang@1s+1s", "memory, disk, disk0, disk1, disk2, object, clock"),
         ("--fault", "disk:hang", "disk:hang@100s+20s"),
         ("--speed", "0", "10 ten times as fast"),
     ] {

@@ -13,7 +13,7 @@ use kvbm_tiers::ranks::{KeptSlots, Leader, SlotJournal};
 use kvbm_tiers::sealed::TenantKeys;
 use kvbm_tiers::{
     Checksums, CopyOp, DiskOptions, DramRegion, IndexEntry, IndexOptions, Memory, Mount, MountKind,
-    Recovered, Tier, TierIndex, clock,
+    Recovered, SlotId, Tier, TierIndex, clock, is_of_directory,
 };
 
 use super::{Objects, Tiers, setup};
@@ -59,7 +59,8 @@ impl Identity {
 /// A tier with what its indices say.
 pub(super) struct KeptTier {
     tier: Tier,
-    indices: Vec<(TierIndex, Recovered)>,
+    /// Number `i` of `n` tells of the slots `i`, `i + n` and so on, in their order. `None`: it cannot be had now.
+    indices: Vec<Option<(TierIndex, Recovered)>>,
     bytes: Bytes,
     /// What its blocks are encrypted with, if they are.
     tenants: Option<Arc<TenantKeys>>,
@@ -77,30 +78,40 @@ pub(super) enum Bytes {
 
 impl Tiers {
     /// The slot files of the disk tier have an index each, beside them; `new` says which of the files were made just now.
+    /// A directory whose index cannot be had joins those that are `away`.
     pub(super) fn keep_disk(
         &mut self,
         options: &DiskOptions,
-        new: &[bool],
+        (new, away): (&[bool], &mut [bool]),
         checksums: &Arc<Checksums>,
     ) -> Result<()> {
-        let files = options.dirs.len() as u32;
         let Some(identity) = self.namespace.identity.filter(|_| options.keep.is_some()) else {
             return Ok(());
         };
-        let index = |file: u32| IndexOptions {
-            path: options.index_path(file as usize).unwrap_or_default(),
-            tier: Tier::Disk,
-            namespace: self.namespace.name.clone(),
-            identity: identity.digest,
-            slots: options.geometry.slots(),
-            block_bytes: options.geometry.block_bytes() as u64,
-            part: (file, files),
-            epoch: identity.epoch,
-            patience: PATIENCE,
-            keys: self.keys.clone(),
-        };
-        let indices: Vec<IndexOptions> = (0..files).map(index).collect();
-        self.keep(Tier::Disk, &indices, Bytes::Here(Arc::clone(checksums)))?;
+        let (started, mut indices) = (clock::now(), Vec::new());
+        for (dir, is_away) in away.iter_mut().enumerate() {
+            let index = IndexOptions {
+                path: options.index_path(dir).unwrap_or_default(),
+                tier: Tier::Disk,
+                namespace: self.namespace.name.clone(),
+                identity: identity.digest,
+                slots: options.slots_per_dir(),
+                block_bytes: options.geometry.block_bytes() as u64,
+                parts: options.dirs.len() as u32,
+                epoch: identity.epoch,
+                patience: PATIENCE,
+                keys: self.keys.clone(),
+            };
+            indices.push(match (!*is_away).then(|| TierIndex::open(&index)).transpose() {
+                Err(error) if is_of_directory(&error) => {
+                    tracing::error!(%error, "the disk tier does without a directory");
+                    *is_away = true;
+                    None
+                }
+                opened => opened.map_err(setup)?,
+            });
+        }
+        self.keep(Tier::Disk, indices, Bytes::Here(Arc::clone(checksums)), started.elapsed());
         self.kept.last_mut().map_or(Ok(()), |kept| kept.forget_parts(new))
     }
 
@@ -123,12 +134,12 @@ impl Tiers {
             identity: identity.digest,
             slots,
             block_bytes: region.block_bytes() as u64,
-            part: (0, 1),
+            parts: 1,
             epoch: identity.epoch,
             patience: PATIENCE,
             keys: self.keys.clone(),
         };
-        self.keep(Tier::Host, &[index], Bytes::Here(Arc::clone(checksums)))?;
+        self.keep_one(&index, Bytes::Here(Arc::clone(checksums)))?;
         self.kept.last_mut().map_or(Ok(()), |kept| kept.forget_parts(&[!was_there]))
     }
 
@@ -150,12 +161,12 @@ impl Tiers {
                 identity: identity.digest,
                 slots: slots[tier.index()],
                 block_bytes: settings.block_bytes.unwrap_or_default(),
-                part: (0, 1),
+                parts: 1,
                 epoch: identity.epoch,
                 patience: PATIENCE,
                 keys: self.keys.clone(),
             };
-            self.keep(tier, &[index], Bytes::InRanks(Arc::clone(leader)))
+            self.keep_one(&index, Bytes::InRanks(Arc::clone(leader)))
         };
         let HostSettings { persist, persist_index, .. } = &settings.host;
         if let Some(dir) = persist.as_ref().filter(|_| slots[Tier::Host.index()] > 0) {
@@ -165,14 +176,23 @@ impl Tiers {
         kept.map_or(Ok(()), |dir| place(Tier::Disk, dir))
     }
 
-    /// Opens the indices of a tier. Number `i` tells of the slots `i`, `i + n` and so on, if they are `n`.
-    pub(super) fn keep(&mut self, tier: Tier, indices: &[IndexOptions], bytes: Bytes) -> Result<()> {
+    /// Opens the only index of a tier.
+    fn keep_one(&mut self, index: &IndexOptions, bytes: Bytes) -> Result<()> {
         let started = clock::now();
-        let open = |options| TierIndex::open(options).map_err(setup);
-        let indices = indices.iter().map(open).collect::<Result<_>>()?;
-        let tenants = self.keys_of(tier);
-        self.kept.push(KeptTier { tier, indices, bytes, tenants, took: started.elapsed() });
+        let opened = TierIndex::open(index).map_err(setup)?;
+        self.keep(index.tier, vec![Some(opened)], bytes, started.elapsed());
         Ok(())
+    }
+
+    fn keep(
+        &mut self,
+        tier: Tier,
+        indices: Vec<Option<(TierIndex, Recovered)>>,
+        bytes: Bytes,
+        took: Duration,
+    ) {
+        let tenants = self.keys_of(tier);
+        self.kept.push(KeptTier { tier, indices, bytes, tenants, took });
     }
 }
 
@@ -239,9 +259,14 @@ pub(super) fn resume(
     }
     let durable = Durable::reporting(reports);
     for KeptTier { tier, indices, bytes, .. } in kept {
-        let naming = table.naming();
-        let service =
-            || Service { tier, naming, on_durable: on_durable.cloned(), metrics: Some(metrics.clone()) };
+        let (naming, parts) = (table.naming(), indices.len() as u32);
+        let service = || Service {
+            tier,
+            parts,
+            naming,
+            on_durable: on_durable.cloned(),
+            metrics: Some(metrics.clone()),
+        };
         let notes = durable.write_all(indices, service)?;
         table.keep_journal(tier, bytes.journal(notes));
     }
@@ -253,13 +278,17 @@ pub(super) fn resume(
 pub(super) fn resume_rank(kept: Vec<KeptTier>) -> Result<(Vec<KeptSlots>, Durable)> {
     let durable = Durable::default();
     let resume = |mut kept: KeptTier| {
-        let left: Vec<_> =
-            kept.indices.iter_mut().flat_map(|(_, found)| mem::take(&mut found.entries)).collect();
+        let parts = kept.indices.len() as u32;
+        let of_tier = |(part, index): (u32, &mut Option<(TierIndex, Recovered)>)| {
+            let found = index.as_mut().map(|(_, found)| mem::take(&mut found.entries));
+            found.into_iter().flatten().map(move |entry| of_tier(entry, part, parts))
+        };
+        let left: Vec<_> = (0..).zip(&mut kept.indices).flat_map(of_tier).collect();
         kept.bytes.inherit(kept.tier, &left);
         let KeptTier { tier, indices, bytes, .. } = kept;
-        let slots = indices.first().map_or(0, |(index, _)| index.slots());
+        let slots = indices.iter().flatten().map(|(index, _)| index.slots()).sum();
         // Names are the leader's affair, as is who is told.
-        let service = || Service { tier, naming: Naming::default(), on_durable: None, metrics: None };
+        let service = || Service { tier, parts, naming: Naming::default(), on_durable: None, metrics: None };
         let journal = bytes.journal(durable.write_all(indices, service)?);
         tracing::info!(%tier, slots = left.len(), "a rank has something in slots of an earlier process");
         Ok(KeptSlots { tier, left, journal: Arc::new(RankJournal { journal, slots }) })
@@ -291,7 +320,7 @@ impl SlotJournal for RankJournal {
 }
 
 impl Bytes {
-    fn journal(&self, notes: Vec<Arc<Notes>>) -> Journal {
+    fn journal(&self, notes: Vec<Option<Arc<Notes>>>) -> Journal {
         match self {
             Self::Here(checksums) => Journal::new(Arc::clone(checksums), notes),
             Self::InRanks(_) => Journal::of_ranks(notes),
@@ -336,7 +365,8 @@ pub(super) fn missing_files(options: &DiskOptions) -> Vec<bool> {
 impl KeptTier {
     /// What these indices tell of is gone: somebody removed the files, or the memory.
     fn forget_parts(&mut self, gone: &[bool]) -> Result<()> {
-        for ((index, found), _) in self.indices.iter_mut().zip(gone).filter(|&(_, &is_gone)| is_gone) {
+        let gone = self.indices.iter_mut().zip(gone).filter(|&(_, &is_gone)| is_gone);
+        for (index, found) in gone.filter_map(|(index, _)| index.as_mut()) {
             if !mem::take(&mut found.entries).is_empty() {
                 tracing::warn!(path = %index.path().display(), "what an index tells of was not there any more");
                 let (epoch, forgotten) = index.epoch();
@@ -347,17 +377,19 @@ impl KeptTier {
     }
 
     fn epochs(&self) -> impl Iterator<Item = (u64, u64)> {
-        self.indices.iter().map(|(_, found)| found.epoch)
+        self.indices.iter().flatten().map(|(_, found)| found.epoch)
     }
 
     fn restore(&mut self, table: &mut Table, epoch: (u64, u64)) -> Result<RecoveryReport> {
         let started = clock::now();
         let (mut entries, mut past, mut damaged, mut torn_bytes) = (Vec::new(), 0, 0, 0);
-        for (index, found) in &mut self.indices {
+        let parts = self.indices.len() as u32;
+        for (part, index) in (0..).zip(&mut self.indices) {
+            let Some((index, found)) = index else { continue };
             damaged += found.damaged;
             torn_bytes += found.torn;
             if found.epoch == epoch {
-                entries.append(&mut found.entries);
+                entries.extend(found.entries.drain(..).map(|entry| of_tier(entry, part, parts)));
             } else {
                 past += mem::take(&mut found.entries).len();
                 index.set_epoch(epoch.0, epoch.1).map_err(|error| not_begun(index, error))?;
@@ -379,6 +411,11 @@ impl KeptTier {
         tracing::info!(?report, "found blocks of an earlier process");
         Ok(report)
     }
+}
+
+/// An entry of the index number `part` of `parts`, with the slot that it has in the tier.
+const fn of_tier(entry: IndexEntry, part: u32, parts: u32) -> IndexEntry {
+    IndexEntry { slot: SlotId(entry.slot.0 * parts + part), ..entry }
 }
 
 fn not_begun(index: &TierIndex, error: std::io::Error) -> Error {

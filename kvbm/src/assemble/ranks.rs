@@ -1,6 +1,7 @@
 //! The two halves of a manager with ranks: a leader has slots without bytes, a rank has bytes without a table.
 
 use std::collections::HashMap;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -167,7 +168,10 @@ pub(crate) fn open_rank(
     // Slices of blocks: nobody else finds anything in objects of them.
     let namespace = Namespace { identity, shares_objects: false, ..namespace };
     let region = engine.map(EngineMemory::region).transpose()?;
-    let Tiers { device, specs, executor, kept, .. } = Tiers::open(settings, namespace, chaos, region)?;
+    let Tiers { device, specs, executor, kept, away, .. } = Tiers::open(settings, namespace, chaos, region)?;
+    if !away.is_empty() {
+        return Err(leader_counts_on(&away));
+    }
     let (kept, durable) = resume_rank(kept)?;
     let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
     let backend = |route: Route| Some((route, Arc::clone(executor.backend(route)?)));
@@ -183,6 +187,15 @@ pub(crate) fn open_rank(
     let member = Member::join(JoinOptions { dir, member, kept, limit }, backends).map_err(setup)?;
     let pool = specs.into_iter().map(|spec| spec.pool).find(|pool| pool.tier() == Tier::Device);
     Ok(OpenedRank { member, device: device.zip(pool), durable })
+}
+
+/// A leader gives out slots of all directories, since nobody tells it which a rank has.
+fn leader_counts_on(away: &[PathBuf]) -> Error {
+    let message = format!(
+        "{away:?} cannot be used, and a rank needs all its disk.dirs (DYN_KVBM_DISK_CACHE_DIR): put them right or choose \
+         others"
+    );
+    Error::new(ErrorKind::Unavailable, message)
 }
 
 /// The device of a leader: its bytes are the ranks'.

@@ -12,8 +12,9 @@ use crate::table::{Naming, Note};
 
 /// What a process that is started after this one was killed will find.
 ///
-/// Of one block in one tier they come in the order in which it happened. They tell of the end of a process: what a
-/// power cut takes is in docs/disk-format.md.
+/// Of one block in one tier they come in the order in which it happened: that it is stored once its index has it, that it
+/// is removed before its slot is another block's, perhaps twice where the index could not be written. They tell of the end
+/// of a process: what a power cut takes is in docs/disk-format.md.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DurableEvent {

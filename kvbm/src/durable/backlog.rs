@@ -67,8 +67,8 @@ impl Backlog {
     }
 
     /// The first `notes` are written.
-    pub(super) fn written(&mut self, notes: usize) -> impl Iterator<Item = Note> + '_ {
-        self.notes.drain(..notes)
+    pub(super) fn written(&mut self, notes: usize) {
+        self.notes.drain(..notes);
     }
 }
 

@@ -60,6 +60,8 @@ pub struct RecoveryReport {
 /// Whom a writer serves.
 pub(crate) struct Service {
     pub(crate) tier: Tier,
+    /// The tier has so many indices, of which each numbers its slots from 0.
+    pub(crate) parts: u32,
     pub(crate) naming: Naming,
     pub(crate) on_durable: Option<OnDurable>,
     /// A rank has none.
@@ -74,15 +76,15 @@ impl Durable {
     /// Has what is noted written to these indices from here on. Returns where to note it, for each of them.
     pub(crate) fn write_all<T>(
         &self,
-        indices: Vec<(TierIndex, T)>,
+        indices: Vec<Option<(TierIndex, T)>>,
         service: impl Fn() -> Service,
-    ) -> Result<Vec<Arc<Notes>>> {
+    ) -> Result<Vec<Option<Arc<Notes>>>> {
         let start = |(index, _)| {
             let notes = Arc::<Notes>::default();
             self.write(index, Arc::clone(&notes), service())?;
             Ok(notes)
         };
-        indices.into_iter().map(start).collect()
+        indices.into_iter().map(|index| index.map(start).transpose()).collect()
     }
 
     fn write(&self, index: TierIndex, notes: Arc<Notes>, service: Service) -> Result<()> {

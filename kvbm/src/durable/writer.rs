@@ -1,5 +1,6 @@
 //! The thread that writes one index.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
@@ -7,7 +8,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
-use kvbm_tiers::{IndexChange, TierIndex, clock};
+use kvbm_tiers::{IndexChange, IndexEntry, SlotId, TierIndex, clock};
 
 use super::Service;
 use super::acknowledgement::DurableEvent;
@@ -25,15 +26,25 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// Changes written together.
 const MOST: usize = 4_096;
 
-/// Whoever asks is told what became of all that was noted before.
-type Answer = SyncSender<io::Result<()>>;
+/// Whoever asks is told what became of all that was noted before; `None`: somebody waits for what is noted, and will see.
+type Ask = Option<SyncSender<io::Result<()>>>;
 
 /// A thread with an index.
 pub(super) struct Writer {
-    asks: SyncSender<Answer>,
+    asks: SyncSender<Ask>,
+    _waker: Waker,
     thread: JoinHandle,
     ended: Receiver<()>,
     path: PathBuf,
+}
+
+/// The notes can wake the writer as long as it is wanted: they would keep its thread.
+struct Waker(Arc<Notes>);
+
+impl Drop for Waker {
+    fn drop(&mut self) {
+        self.0.set_waker(None);
+    }
 }
 
 /// What becomes of all that was noted until now.
@@ -60,19 +71,24 @@ impl Writer {
         let path = index.path().to_owned();
         let (asks, asked) = sync_channel(16);
         let (end, ended) = sync_channel(1);
-        let work = Work { index, notes, service, backlog: Backlog::new(), retry_at: None, is_idle: true };
+        let waker = asks.clone();
+        // A full channel means that it looks soon anyway.
+        notes.set_waker(Some(Box::new(move || drop(waker.try_send(None)))));
+        let waker = Waker(Arc::clone(&notes));
+        let work =
+            Work { index, notes, taken: 0, service, backlog: Backlog::new(), retry_at: None, is_idle: true };
         let thread = spawn("kvbm-index", move || {
             work.run(&asked);
             drop(end);
         })?;
-        Ok(Self { asks, thread, ended, path })
+        Ok(Self { asks, _waker: waker, thread, ended, path })
     }
 
     /// Has all that was noted until now written.
     pub(super) fn settle(&self) -> Settling {
         let (ask, answer) = sync_channel(1);
         // Where the thread is gone or hangs, no answer comes.
-        drop(self.asks.try_send(ask));
+        drop(self.asks.try_send(Some(ask)));
         Settling { answer, path: self.path.clone() }
     }
 
@@ -104,9 +120,18 @@ impl Stopping {
     }
 }
 
+impl Drop for Work {
+    /// Also where a round panicked.
+    fn drop(&mut self) {
+        self.notes.written(None);
+    }
+}
+
 struct Work {
     index: TierIndex,
     notes: Arc<Notes>,
+    /// Notes that came with the last look and those before.
+    taken: u64,
     service: Service,
     backlog: Backlog,
     /// When the medium, which failed, is tried again.
@@ -116,13 +141,13 @@ struct Work {
 }
 
 impl Work {
-    fn run(mut self, asked: &Receiver<Answer>) {
+    fn run(mut self, asked: &Receiver<Ask>) {
         loop {
             let period = if self.is_idle { IDLE_PERIOD } else { PERIOD };
             match asked.recv_timeout(period) {
                 // Who asks has a reason to have it tried now.
-                Ok(answer) => drop(answer.send(self.round())),
-                Err(RecvTimeoutError::Timeout) => {
+                Ok(Some(answer)) => drop(answer.send(self.round())),
+                Ok(None) | Err(RecvTimeoutError::Timeout) => {
                     if self.retry_at.is_none_or(|due| clock::now() >= due) {
                         drop(self.round());
                     } else {
@@ -138,7 +163,9 @@ impl Work {
     }
 
     fn gather(&mut self) {
-        let mut notes = self.notes.take().peekable();
+        let (notes, taken) = self.notes.take();
+        self.taken = taken;
+        let mut notes = notes.peekable();
         self.is_idle = notes.peek().is_none();
         let left_out = self.backlog.extend(notes);
         self.tell(&left_out);
@@ -154,6 +181,8 @@ impl Work {
             Ok(()) => {}
             Err(error) => self.note_failure(error),
         }
+        // An index that cannot be written stops nobody.
+        self.notes.written(written.is_ok().then_some(self.taken));
         written
     }
 
@@ -173,11 +202,35 @@ impl Work {
 
     fn write_backlog(&mut self) -> io::Result<()> {
         while !self.backlog.is_empty() {
+            let (gone, rest) = self.next_told();
+            // Before: a process that is killed in between has told of too little, not of too much.
+            self.tell(&gone);
             let written = self.write_some()?;
-            let notes: Vec<Note> = self.backlog.written(written).collect();
-            self.tell(&notes);
+            self.backlog.written(written);
+            self.tell(&rest);
         }
         Ok(())
+    }
+
+    /// The notes that are written next: removals of blocks that were told of before, and all others.
+    fn next_told(&self) -> (Vec<Note>, Vec<Note>) {
+        let mut stored = HashSet::new();
+        self.next().partition(|note| match note {
+            Note::Stored(entry) => {
+                stored.insert(entry.block);
+                false
+            }
+            Note::Removed { block, .. } => !stored.contains(block),
+            Note::Reset(_) => false,
+        })
+    }
+
+    /// Those that are written together.
+    fn next(&self) -> impl Iterator<Item = Note> {
+        let is_reset = |note: &&Note| matches!(note, Note::Reset(_));
+        let is_alone = self.backlog.iter().next().is_some_and(|note| is_reset(&note));
+        let most = if is_alone { 1 } else { MOST };
+        self.backlog.iter().take(most).take_while(move |note| is_alone || !is_reset(note)).copied()
     }
 
     /// Returns how many notes.
@@ -187,7 +240,7 @@ impl Work {
             self.index.set_epoch(epoch, forgotten)?;
             return Ok(1);
         }
-        let changes: Vec<IndexChange> = self.backlog.iter().take(MOST).map_while(change).collect();
+        let changes: Vec<_> = self.next().filter_map(|note| change(&note, self.service.parts)).collect();
         self.index.append(&changes)?;
         Ok(changes.len())
     }
@@ -204,10 +257,13 @@ impl Work {
 }
 
 /// `None`: it concerns all slots.
-const fn change(note: &Note) -> Option<IndexChange> {
+const fn change(note: &Note, parts: u32) -> Option<IndexChange> {
     match note {
-        Note::Stored(entry) => Some(IndexChange::Stored(*entry)),
-        Note::Removed { slot, .. } => Some(IndexChange::Removed(*slot)),
+        Note::Stored(entry) => {
+            let slot = SlotId(entry.slot.0 / parts);
+            Some(IndexChange::Stored(IndexEntry { slot, ..*entry }))
+        }
+        Note::Removed { slot, .. } => Some(IndexChange::Removed(SlotId(slot.0 / parts))),
         Note::Reset(_) => None,
     }
 }

@@ -16,6 +16,7 @@ pub(crate) struct Gauges {
     epoch: IntGauge,
     accounting_drift: IntGauge,
     slots: IntGaugeVec,
+    directories: IntGaugeVec,
     dirty_blocks: IntGaugeVec,
     // Gauges, though they only grow: the table does the counting, and a counter cannot be set.
     published_blocks: IntGaugeVec,
@@ -51,6 +52,11 @@ impl Gauges {
                 "Invariants of the block table that the audit in the background found broken.",
             )?,
             slots: gauges("kvbm_slots", "Slots by state.", &["tier", "state"])?,
+            directories: gauges(
+                "kvbm_disk_directory_up",
+                "1 for a directory of the disk tier that is used, 0 for one that is not.",
+                &["dir"],
+            )?,
             dirty_blocks: gauges("kvbm_dirty_blocks", "Blocks that wait to be flushed.", &tier)?,
             published_blocks: gauges(
                 "kvbm_published_blocks",
@@ -110,11 +116,12 @@ impl Gauges {
         })
     }
 
-    fn all(&self) -> [&dyn Collector; 18] {
+    fn all(&self) -> [&dyn Collector; 19] {
         [
             &self.epoch,
             &self.accounting_drift,
             &self.slots,
+            &self.directories,
             &self.dirty_blocks,
             &self.published_blocks,
             &self.evicted_blocks,
@@ -139,6 +146,9 @@ impl Gauges {
         self.accounting_drift.set(core.accounting_drift() as i64);
         // Counted in `tiers`, which knows of no manager: those of the whole process.
         self.completion_panics.set(Done::panics() as i64);
+        for (dir, is_up) in core.table().directories(Tier::Disk).enumerate() {
+            self.directories.with_label_values(&[&dir.to_string()]).set(i64::from(is_up));
+        }
         // The table is locked anew for each tier: a scrape must not keep requests waiting for all of them.
         let present: Vec<Tier> = Tier::ALL.into_iter().filter(|&tier| core.table().has(tier)).collect();
         for &tier in &present {

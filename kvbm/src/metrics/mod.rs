@@ -48,6 +48,8 @@ pub struct Metrics {
     fallbacks: IntCounterVec,
     index_failures: IntCounterVec,
     leases: Arc<LeaseMetrics>,
+    directory_failures: IntCounterVec,
+    scrubbed_blocks: IntCounterVec,
     recompute_tokens: IntCounter,
     orphans: IntCounter,
     duplicates: IntCounter,
@@ -164,6 +166,16 @@ impl Metrics {
                 &["tier"],
             )?,
             leases: b.leases(block_tokens)?,
+            directory_failures: b.counters(
+                "kvbm_disk_directory_failures_total",
+                "Times that a directory of the disk tier failed, and was left alone.",
+                &["dir"],
+            )?,
+            scrubbed_blocks: b.counters(
+                "kvbm_scrubbed_blocks_total",
+                "Blocks verified that nobody had asked for.",
+                &["tier", "outcome"],
+            )?,
             recompute_tokens: b.counter(
                 "kvbm_recompute_tokens_total",
                 "Tokens held but left to the engine, which computes them sooner than they are loaded.",
@@ -262,6 +274,17 @@ impl Metrics {
     /// What a tier has could not be written down.
     pub(crate) fn index_failed(&self, tier: Tier) {
         self.index_failures.with_label_values(&[tier.name()]).inc();
+    }
+
+    /// A block was verified that nobody had asked for.
+    pub(crate) fn scrubbed(&self, tier: Tier, is_sound: bool) {
+        let outcome = if is_sound { "sound" } else { "bad" };
+        self.scrubbed_blocks.with_label_values(&[tier.name(), outcome]).inc();
+    }
+
+    /// One of several directories of the disk tier is left alone.
+    pub(crate) fn directory_failed(&self, dir: usize) {
+        self.directory_failures.with_label_values(&[&dir.to_string()]).inc();
     }
 
     /// A chain of `blocks` blocks was leased.

@@ -126,11 +126,16 @@ impl Core {
         self.learn();
         self.demand.take_up();
         while self.drop_more() {}
+        self.try_directories();
+        while self.drop_lost_some() {
+            while self.drop_more() {}
+        }
         self.sweep_some();
         for from in Tier::ALL {
             self.flush(from, false);
         }
         self.audit_some();
+        self.scrub_some();
     }
 
     /// Looks at some records for what should be impossible: a million in a minute and a half. A table that has lost count

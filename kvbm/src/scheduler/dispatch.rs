@@ -69,10 +69,17 @@ impl Core {
             _with_medium: Arc::clone(&self.with_media),
         };
         let done = Done::together(move |completions| report.copies_ended(completions));
+        let executor = Arc::clone(&self.executor);
         // Nobody knows what became of a batch whose backend panicked: its copies will be overdue. The request that
         // happened to pump, and all the others, must not suffer for it.
-        if catch_unwind(AssertUnwindSafe(|| self.executor.submit(route, ops, fences, &done))).is_err() {
-            tracing::error!(from = %route.0, to = %route.1, "a backend panicked when it was given a batch");
+        let submit = move || {
+            if catch_unwind(AssertUnwindSafe(|| executor.submit(route, ops, fences, &done))).is_err() {
+                tracing::error!(from = %route.0, to = %route.1, "a backend panicked when it was given a batch");
+            }
+        };
+        match &self.journals[route.1.index()] {
+            Some(journal) => journal.after_removals(submit),
+            None => submit(),
         }
         if self.is_closed() {
             // It was closed since this was decided: nobody else will give the batch up.
@@ -84,6 +91,9 @@ impl Core {
     /// What becomes of a task whose turn has come. It gets the staging slot that it needs.
     fn turn_of(&self, task: &mut RoutedTask) -> Turn {
         if self.is_closed() || (!task.task.is_probe && self.breakers.is_open(task.route())) {
+            return Turn::Drop;
+        }
+        if task.slot_on_disk().is_some_and(|slot| self.directories.is_left_alone(slot)) {
             return Turn::Drop;
         }
         if !matches!(task.stop, Some(Stop::Wanted)) {

@@ -52,6 +52,7 @@ impl Core {
         self.metrics.copied(batch.route, now.saturating_sub(batch.started), &result);
         match result {
             Ok(()) => {
+                self.directory_answers(&task.op());
                 self.breakers.succeeded(batch.route, batch.is_probe, now);
                 if task.has_second_leg() {
                     self.go_on(task);
@@ -60,7 +61,9 @@ impl Core {
                 Some(self.outcome(task, Outcome::Arrived))
             }
             Err(error) => {
-                self.breakers.failed(batch.route, error.kind(), batch.is_probe, now);
+                if error.kind() != CopyErrorKind::Io || !self.directory_failed(&task.op(), now) {
+                    self.breakers.failed(batch.route, error.kind(), batch.is_probe, now);
+                }
                 Some(self.broke(task, &error))
             }
         }

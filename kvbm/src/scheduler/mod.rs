@@ -15,6 +15,7 @@
 //! | `batch` | what the media work on; which copies are overdue |
 //! | `landing` | what happens when a copy ends |
 //! | `breaker` | media that are away, full or hanging are left alone for a while |
+//! | `directories` | of several directories of the disk tier one that fails is left alone |
 //! | `staging` | DRAM slots through which blocks travel |
 //! | `reset` | closing a namespace: what is under way lands nowhere |
 //! | `forget` | what a tenant stored leaves, and lands nowhere |
@@ -32,6 +33,7 @@
 mod background;
 mod batch;
 mod breaker;
+mod directories;
 mod dispatch;
 mod engine;
 mod engine_order;
@@ -44,6 +46,7 @@ mod queue;
 mod reset;
 mod routed;
 mod routes;
+mod scrub;
 mod staging;
 
 use std::fmt;
@@ -60,10 +63,12 @@ use tokio::sync::oneshot;
 use self::background::{AuditPass, Flushing};
 use self::batch::Batches;
 use self::breaker::Breakers;
+use self::directories::Directories;
 use self::engine_order::{EngineOrder, EngineOrders};
 use self::learner::Learner;
 use self::pace::Paces;
 use self::queue::{Limits, RouteQueues};
+use self::scrub::Scrubbing;
 use self::staging::Staging;
 use crate::clock::Clock;
 use crate::demand::Demand;
@@ -73,7 +78,8 @@ use crate::lease::Lease;
 use crate::metrics::Metrics;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
 use crate::table::{
-    LeftBlock, Match, Reply, RequestInfo, Reserved, SharedTable, Table, TableGuard, TransferEnd, TransferPlan,
+    Journal, LeftBlock, Match, Reply, RequestInfo, Reserved, SharedTable, Table, TableGuard, TransferEnd,
+    TransferPlan,
 };
 use crate::task::{Class, TransferId};
 use crate::transfer::{Transfer, Transferred};
@@ -81,6 +87,7 @@ use crate::transfer::{Transfer, Transferred};
 pub use self::background::Drained;
 pub use self::engine::{LoadInto, SaveFrom};
 pub use self::executor::Executor;
+pub use self::scrub::ScrubOptions;
 pub use self::staging::StagingCounts;
 
 /// Blocks that an engine filled are made resident so many at a time: some 100 µs of the table.
@@ -131,12 +138,16 @@ pub struct Core {
     orders: Mutex<EngineOrders>,
     /// Transfers of an engine's slots that have ended, since it asks for them.
     completions: Mutex<Option<Vec<TransferId>>>,
-    executor: Executor,
+    executor: Arc<Executor>,
+    /// Of tiers that outlive the process.
+    journals: [Option<Journal>; Tier::COUNT],
     batches: Batches,
     staging: Mutex<Staging>,
     flushing: Flushing,
     audit: AuditPass,
     breakers: Breakers,
+    directories: Directories,
+    scrubbing: Scrubbing,
     paces: Paces,
     demand: Demand,
     learner: Learner,
@@ -168,6 +179,10 @@ pub struct Parts {
     pub executor: Executor,
     /// Handles to the DRAM slots through which blocks bounce.
     pub staging: Vec<Frame>,
+    /// For each directory of the disk tier, where there are several: the handle to a slot that holds no block.
+    pub trials: Vec<Frame>,
+    /// What is verified that nobody asks for.
+    pub scrub: ScrubOptions,
     /// Time for policies and flushing.
     pub clock: Arc<dyn Clock>,
     /// Where it counts.
@@ -179,7 +194,8 @@ pub struct Parts {
 impl Core {
     /// Puts the parts together. Nothing moves until somebody asks.
     pub fn new(parts: Parts) -> Arc<Self> {
-        let Parts { table, executor, staging, clock, metrics, tuning } = parts;
+        let Parts { table, executor, staging, trials, scrub, clock, metrics, tuning } = parts;
+        let trials: Vec<_> = trials.into_iter().zip(table.directories(Tier::Disk)).collect();
         let largest = Tier::ALL.iter().map(|&tier| table.counts(tier).total).max().unwrap_or(0);
         let is_device_of_engine = table.counts(Tier::Device).total == 0;
         let limits = Limits {
@@ -187,18 +203,22 @@ impl Core {
             batch_blocks: tuning.max_batch,
             segment_blocks: tuning.segment_blocks,
         };
+        let journals = Tier::ALL.map(|tier| table.journal(tier).cloned());
         Arc::new(Self {
+            journals,
             table: Arc::new(SharedTable::new(table, Arc::clone(&clock))),
             planning: Mutex::new(()),
             queues: Mutex::new(RouteQueues::new(limits)),
             orders: Mutex::new(EngineOrders::new(is_device_of_engine)),
             completions: Mutex::default(),
-            executor,
+            executor: Arc::new(executor),
             batches: Batches::default(),
             staging: Mutex::new(Staging::new(staging)),
             flushing: Flushing::default(),
             audit: AuditPass::default(),
             breakers: Breakers::new(tuning.breaker_pause),
+            directories: Directories::new(trials, tuning.breaker_pause),
+            scrubbing: Scrubbing::new(scrub),
             paces: Paces::default(),
             demand: Demand::of_tiers(largest),
             learner: Learner::default(),

@@ -68,6 +68,15 @@ impl RoutedTask {
         }
     }
 
+    /// The slot on disk that the next copy reads or writes.
+    pub(super) const fn slot_on_disk(&self) -> Option<SlotRef> {
+        match self.route() {
+            (Tier::Disk, _) => Some(self.task.from),
+            (_, Tier::Disk) => Some(self.task.to),
+            _ => None,
+        }
+    }
+
     /// Whether a copy would still be ahead after the present one.
     pub(super) const fn has_second_leg(&self) -> bool {
         !self.halfway && self.stop.is_some()

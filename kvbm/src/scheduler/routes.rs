@@ -36,6 +36,9 @@ impl Core {
     fn open_way(&self, to: Tier, sources: &[SlotRef]) -> (usize, Option<Route>) {
         let mut passages = [None; Tier::COUNT];
         for (at, from) in sources.iter().enumerate() {
+            if self.directories.is_left_alone(*from) {
+                return (at, None);
+            }
             let route = (from.tier, to);
             match *passages[from.tier.index()].get_or_insert_with(|| self.pass(route)) {
                 Passage::Free => {}

@@ -8,6 +8,8 @@ pub(super) struct Staging {
     total: usize,
     /// Slots that overdue copies may still touch.
     lost: usize,
+    /// Slots into which something is read that nobody asked for.
+    lent: usize,
 }
 
 /// Occupancy of the staging slots.
@@ -23,11 +25,11 @@ pub struct StagingCounts {
 
 impl Staging {
     pub(super) const fn new(idle: Vec<Frame>) -> Self {
-        Self { total: idle.len(), idle, lost: 0 }
+        Self { total: idle.len(), idle, lost: 0, lent: 0 }
     }
 
     pub(super) const fn counts(&self) -> StagingCounts {
-        StagingCounts { total: self.total, idle: self.idle.len(), lost: self.lost }
+        StagingCounts { total: self.total, idle: self.idle.len() + self.lent, lost: self.lost }
     }
 
     /// Whether waiting for a slot is in vain: none will come back soon.
@@ -40,6 +42,19 @@ impl Staging {
     }
 
     pub(super) fn give_back(&mut self, frame: Frame) {
+        self.idle.push(frame);
+    }
+
+    /// Takes a slot for something that nobody asked for, which counts as idle. Not the last one.
+    pub(super) fn lend(&mut self) -> Option<Frame> {
+        let frame = if self.idle.len() > 1 { self.idle.pop() } else { None };
+        self.lent += usize::from(frame.is_some());
+        frame
+    }
+
+    /// Ends a loan.
+    pub(super) fn settle(&mut self, frame: Frame) {
+        self.lent -= 1;
         self.idle.push(frame);
     }
 

@@ -13,22 +13,42 @@ use crate::hash::Chain;
 const SWEPT: usize = 64;
 
 impl Table {
-    /// A slot handle to a slot of `tier`, evicting a leaf if none is free. `None`: every leaf is busy.
-    pub(super) fn claim(&mut self, tier: Tier) -> Option<Frame> {
+    /// A slot handle to a slot of `tier` for a block behind `above`, evicting leaves if none is free where its chain
+    /// lies. `None`: every leaf is busy.
+    pub(super) fn claim(&mut self, tier: Tier, above: Option<RecordId>) -> Option<Frame> {
         if self.tier(tier).pool.free() == 0 {
             self.sweep_tier(tier, SWEPT);
         }
-        if self.tier(tier).pool.free() == 0 {
-            let Some(victim) = self.victim(tier) else {
-                let held = self.tier_mut(tier);
-                held.pressed = true;
-                held.stats.full += 1;
-                return None;
-            };
-            self.evict_leaf(tier, victim);
+        let home = self.home(tier, above);
+        // One for one, but for a few that wait for chains of their own directory: nothing leaves in vain.
+        while !self.tier(tier).has_room(home) {
+            match self.victim(tier) {
+                Some(victim) => self.evict_leaf(tier, victim),
+                None if self.tier(tier).pool.free() > 0 => break,
+                None => {
+                    let held = self.tier_mut(tier);
+                    held.pressed = true;
+                    held.stats.full += 1;
+                    return None;
+                }
+            }
         }
-        // One for one: a reservation never frees more than it takes, so nothing leaves in vain.
-        self.tier_mut(tier).pool.take()
+        let pool = &mut self.tier_mut(tier).pool;
+        if pool.free_in(home) > 0 { pool.take_in(home) } else { pool.take() }
+    }
+
+    /// The directory for a block behind `above`: a chain lies in one as far as there is room, so that one that dies takes
+    /// whole chains and not a part of each. Chains begin where most room is, and so do branches where that is much more.
+    fn home(&self, tier: Tier, above: Option<RecordId>) -> usize {
+        let held = self.tier(tier);
+        let (pool, emptiest) = (&held.pool, held.pool.emptiest_shard());
+        let above = above.filter(|_| pool.shards() > 1).map(|above| self.records.at(above));
+        let Some(above) = above.filter(|above| above.has_or_awaits(tier)) else { return emptiest };
+        let (slot, rows) = (above.slot(tier), pool.total() / pool.shards() as u32);
+        let home = pool.shard_of(slot);
+        let is_branch = above.resident().has(tier) && !held.at(slot).is_leaf();
+        let is_fuller = pool.free_in(emptiest) > pool.free_in(home) + rows / 8;
+        if pool.is_closed(home) || (is_branch && is_fuller) { emptiest } else { home }
     }
 
     /// What may leave `tier` now. While the tier below cannot be written, that includes what waits to be flushed,

@@ -3,6 +3,7 @@
 //! Noted under the table's lock, so that the order is that of what happened; written by others, with it unlocked: a
 //! medium may be slow. What is noted waits in chunks, so that no note costs more than another.
 
+use std::fmt;
 use std::mem;
 use std::sync::Arc;
 
@@ -36,11 +37,44 @@ const CHUNK: usize = 256;
 
 /// Notes on their way to an index, oldest first.
 #[derive(Debug, Default)]
-pub struct Notes(Mutex<Vec<Vec<Note>>>);
+pub struct Notes(Mutex<Noted>);
+
+#[derive(Default)]
+struct Noted {
+    chunks: Vec<Vec<Note>>,
+    /// Counted from the start: all that were made, up to the last that took a block out of a slot, and that the index has.
+    made: u64,
+    last_removal: u64,
+    written: u64,
+    /// What is done once the index has so many.
+    waiting: Vec<(u64, Job)>,
+    /// Has the writer look at once.
+    waker: Option<Box<dyn Fn() + Send>>,
+    /// It was asked to, and has not looked yet.
+    is_woken: bool,
+    /// The index cannot be written now, or nobody writes it: nothing waits for it.
+    is_away: bool,
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+impl fmt::Debug for Noted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Noted")
+            .field("made", &self.made)
+            .field("written", &self.written)
+            .finish_non_exhaustive()
+    }
+}
 
 impl Notes {
     fn add(&self, note: Note) {
-        let mut chunks = self.0.lock();
+        let mut noted = self.0.lock();
+        noted.made += 1;
+        if !matches!(note, Note::Stored(_)) {
+            noted.last_removal = noted.made;
+        }
+        let chunks = &mut noted.chunks;
         match chunks.last_mut().filter(|chunk| chunk.len() < CHUNK) {
             Some(chunk) => chunk.push(note),
             None => {
@@ -51,28 +85,61 @@ impl Notes {
         }
     }
 
-    /// All that were made since the last call.
-    pub fn take(&self) -> impl Iterator<Item = Note> + use<> {
-        std::mem::take(&mut *self.0.lock()).into_iter().flatten()
+    /// All that were made since the last call, and how many these are with those before.
+    pub fn take(&self) -> (impl Iterator<Item = Note> + use<>, u64) {
+        let mut noted = self.0.lock();
+        noted.is_woken = false;
+        (std::mem::take(&mut noted.chunks).into_iter().flatten(), noted.made)
+    }
+
+    /// Says who has the writer look at once; `None`: nobody writes any more.
+    pub(crate) fn set_waker(&self, waker: Option<Box<dyn Fn() + Send>>) {
+        self.0.lock().waker = waker;
+    }
+
+    /// The index has the first `written` notes, or cannot be had: does what waited for that.
+    pub(crate) fn written(&self, written: Option<u64>) {
+        let mut noted = self.0.lock();
+        noted.is_away = written.is_none();
+        noted.written = written.unwrap_or(noted.written);
+        let up_to = written.unwrap_or(u64::MAX);
+        let ready: Vec<_> = noted.waiting.extract_if(.., |(wanted, _)| *wanted <= up_to).collect();
+        drop(noted);
+        ready.into_iter().for_each(|(_, job)| job());
+    }
+
+    /// Does `job` once the index has the removals noted so far; gives it back if it has.
+    fn after_removals(&self, job: Job) -> Option<Job> {
+        let mut noted = self.0.lock();
+        if noted.is_away || noted.written >= noted.last_removal || noted.waker.is_none() {
+            return Some(job);
+        }
+        let wanted = noted.last_removal;
+        noted.waiting.push((wanted, job));
+        if !std::mem::replace(&mut noted.is_woken, true) {
+            noted.waker.iter().for_each(|wake| wake());
+        }
+        None
     }
 }
 
-/// Where a tier's notes go: slot `i` is the affair of the index number `i` modulo their count.
+/// Where a tier's notes go: slot `i` is the affair of the index number `i` modulo their count. One may be missing, with
+/// the medium that it lay on.
 #[derive(Clone, Debug)]
 pub struct Journal {
     /// `None`: others have the bytes, and their checksums.
     checksums: Option<Arc<Checksums>>,
-    notes: Arc<[Arc<Notes>]>,
+    notes: Arc<[Option<Arc<Notes>>]>,
 }
 
 impl Journal {
     /// For a tier whose blocks have these checksums, and as many indices as there are `notes`, at least one.
-    pub fn new(checksums: Arc<Checksums>, notes: impl IntoIterator<Item = Arc<Notes>>) -> Self {
+    pub fn new(checksums: Arc<Checksums>, notes: impl IntoIterator<Item = Option<Arc<Notes>>>) -> Self {
         Self { checksums: Some(checksums), notes: notes.into_iter().collect() }
     }
 
     /// For a tier whose bytes, with their checksums, are in ranks.
-    pub fn of_ranks(notes: impl IntoIterator<Item = Arc<Notes>>) -> Self {
+    pub fn of_ranks(notes: impl IntoIterator<Item = Option<Arc<Notes>>>) -> Self {
         Self { checksums: None, notes: notes.into_iter().collect() }
     }
 
@@ -82,21 +149,45 @@ impl Journal {
         if let Some(checksum) = known {
             let SlotRef { slot, generation, .. } = at;
             let entry = IndexEntry { slot, generation, block, parent, checksum, tenant };
-            self.of(at.slot).add(Note::Stored(entry));
+            self.add(slot, Note::Stored(entry));
         }
     }
 
     /// A block has left a slot.
     pub fn removed(&self, slot: SlotId, block: BlockKey, parent: Option<u128>) {
-        self.of(slot).add(Note::Removed { slot, block, parent });
+        self.add(slot, Note::Removed { slot, block, parent });
     }
 
-    fn of(&self, slot: SlotId) -> &Notes {
-        &self.notes[slot.0 as usize % self.notes.len()]
+    /// Does `job` once the indices have all removals noted so far: at once, or on a thread that writes one. A slot that is
+    /// written before its index knows that its old block has left would cost that block in a process killed in between,
+    /// although nobody was told that it had gone.
+    pub fn after_removals(&self, job: impl FnOnce() + Send + 'static) {
+        let notes: Vec<_> = self.notes.iter().flatten().cloned().collect();
+        after_removals(notes.into_iter(), Box::new(job));
+    }
+
+    fn add(&self, slot: SlotId, note: Note) {
+        if let Some(notes) = &self.notes[slot.0 as usize % self.notes.len()] {
+            notes.add(note);
+        }
+    }
+}
+
+/// One index after the other: few tiers have several, and most have nothing to wait for.
+fn after_removals(mut notes: std::vec::IntoIter<Arc<Notes>>, job: Job) {
+    let Some(next) = notes.next() else { return job() };
+    let go_on = Box::new(move || after_removals(notes, job));
+    if let Some(go_on) = next.after_removals(go_on) {
+        go_on();
     }
 }
 
 impl Table {
+    /// Where it is noted what comes to `tier` and leaves it, if it is.
+    pub fn journal(&self, tier: Tier) -> Option<&Journal> {
+        self.tiers[tier.index()].as_ref()?.journal.as_ref()
+    }
+
     /// Has noted from here on what comes to `tier` and leaves it.
     pub fn keep_journal(&mut self, tier: Tier, journal: Journal) {
         self.tier_mut(tier).journal = Some(journal);
@@ -132,7 +223,8 @@ impl Table {
         self.owes_reset = false;
         let naming = self.naming();
         let journals = self.tiers.iter().flatten().filter_map(|held| held.journal.as_ref());
-        journals.flat_map(|journal| journal.notes.iter()).for_each(|notes| notes.add(Note::Reset(naming)));
+        let notes = journals.flat_map(|journal| journal.notes.iter().flatten());
+        notes.for_each(|notes| notes.add(Note::Reset(naming)));
     }
 
     /// What was there is forgotten, but may be found by the next process: it is noted with the next block that comes.

@@ -53,6 +53,7 @@ mod quarantine;
 mod record;
 mod request;
 mod restore;
+mod scrub;
 mod shared;
 #[cfg(test)]
 mod tests;
@@ -77,6 +78,7 @@ pub use self::prefix::Match;
 pub use self::provision::{Provision, Spare};
 pub use self::request::{RequestContext, RequestInfo};
 pub use self::restore::Restored;
+pub use self::scrub::Scrubbed;
 pub use self::shared::SharedTable;
 pub use self::tier::{TierSpec, TierStats};
 pub use self::tier_set::TierSet;
@@ -299,12 +301,18 @@ impl Table {
     /// Occupancy of `tier`; zeroes if there is none.
     pub fn counts(&self, tier: Tier) -> SlotCounts {
         let Some(held) = &self.tiers[tier.index()] else { return SlotCounts::default() };
-        let (total, free, lost) = (held.total, held.pool.free(), held.lost);
+        let (total, free, lost) = (held.total - held.pool.closed(), held.pool.free(), held.lost);
         let (resident, forgotten) = (held.resident, held.forgotten.blocks);
         let quarantined = self.quarantines.slots_of(tier);
         // Whatever is nothing else is being written.
         let filling = total.saturating_sub(free + resident + forgotten + lost + quarantined);
         SlotCounts { total, free, filling, resident, quarantined, forgotten, lost }
+    }
+
+    /// Which directories of `tier` are there, in their order, if it lies in any.
+    pub fn directories(&self, tier: Tier) -> impl Iterator<Item = bool> {
+        let pool = self.tiers[tier.index()].as_ref().map(|held| &held.pool);
+        pool.into_iter().flat_map(|pool| (0..pool.shards()).map(|shard| !pool.is_closed(shard)))
     }
 
     /// Counts of `tier` since the start.

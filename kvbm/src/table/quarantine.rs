@@ -37,6 +37,8 @@ struct Dropping {
 
 /// Blocks dropped in one step: some 200 µs.
 const MAX_DROPPED: usize = 256;
+/// Slots of a lost directory looked at in one step.
+const LOOKED_AT: usize = 2_048;
 /// Blocks passed in one step on the way down to a leaf.
 const MAX_DESCENT: usize = 2_048;
 
@@ -66,6 +68,17 @@ pub(super) struct Quarantines {
     so_far: u64,
     /// Bad blocks with more descendants than one step drops.
     dropping: Vec<Dropping>,
+    /// Directories whose blocks are being dropped.
+    lost: Vec<LostDirectory>,
+}
+
+/// A directory of a tier whose blocks cannot be read any more.
+#[derive(Clone, Copy, Debug)]
+struct LostDirectory {
+    tier: Tier,
+    dir: usize,
+    /// The slot to go on with.
+    next: u32,
 }
 
 impl Quarantines {
@@ -155,6 +168,44 @@ impl Table {
     /// Whether there is something to [drop](Self::drop_more).
     pub const fn is_dropping(&self) -> bool {
         !self.quarantines.dropping.is_empty()
+    }
+
+    /// From here on no slot of a directory of `tier` is given out, or they are again.
+    pub fn close_directory(&mut self, tier: Tier, dir: usize, is_closed: bool) {
+        self.tier_mut(tier).pool.close_shard(dir, is_closed);
+        if !is_closed {
+            // What is still there can be read.
+            self.quarantines.lost.retain(|lost| (lost.tier, lost.dir) != (tier, dir));
+        }
+    }
+
+    /// What lies in a directory of `tier` cannot be read any more: [`drop_lost`](Self::drop_lost) drops it.
+    pub fn lose_directory(&mut self, tier: Tier, dir: usize) {
+        self.quarantines.lost.push(LostDirectory { tier, dir, next: dir as u32 });
+    }
+
+    /// Drops some of what lies in directories that are [lost](Self::lose_directory), with all descendants. Returns whether
+    /// there is more, which is to wait until there is nothing to [drop](Self::drop_more) besides.
+    pub fn drop_lost(&mut self) -> bool {
+        let Some(mut lost) = self.quarantines.lost.pop() else { return false };
+        let (mut dropped, shards) = (0, self.tier(lost.tier).pool.shards() as u32);
+        for _ in 0..LOOKED_AT {
+            if dropped >= MAX_DROPPED || self.is_dropping() {
+                break;
+            }
+            let held = self.tier(lost.tier);
+            if lost.next as usize >= held.slots.len() {
+                return !self.quarantines.lost.is_empty();
+            }
+            let slot = SlotId(lost.next);
+            let record = held.at(slot).record;
+            if let Some(found) = held.pool.resident_ref(slot).filter(|_| record != Slot::EMPTY.record) {
+                dropped += self.quarantine(self.records.at(record).key(), found, Defect::Unreadable);
+            }
+            lost.next += shards;
+        }
+        self.quarantines.lost.push(lost);
+        true
     }
 
     /// The record of a block in this life of a slot.

@@ -572,7 +572,7 @@ proptest! {
         let kept = [Tier::Host, Tier::Disk];
         let notes = kept.map(|tier| {
             let notes = [(); 3].map(|()| Arc::<Notes>::default());
-            table.keep_journal(tier, Journal::new(Arc::clone(&checksums), notes.clone()));
+            table.keep_journal(tier, Journal::new(Arc::clone(&checksums), notes.clone().map(Some)));
             notes
         });
         let mut history = History::new(table);
@@ -581,7 +581,7 @@ proptest! {
             let mut left = residents(&history.table, tier);
             left.sort_by_key(|entry| entry.slot);
             let mut told = BTreeMap::new();
-            for (at, note) in notes.iter().enumerate().flat_map(|(at, notes)| notes.take().map(move |note| (at, note))) {
+            for (at, note) in notes.iter().enumerate().flat_map(|(at, notes)| notes.take().0.map(move |note| (at, note))) {
                 let slot = match note {
                     Note::Stored(entry) => {
                         told.insert(entry.slot, IndexEntry { generation: 0, ..entry });

@@ -158,6 +158,11 @@ const STEP: usize = 1_024;
 /// Addresses are reserved for so many slots at the start, and for more when they are needed.
 const RESERVED_SLOTS: usize = 1 << 24;
 
+/// Of a directory's slots, one in so many may be free while a chain of another one waits for room in its own.
+const SPARE: usize = 32;
+/// No more than so many.
+const MAX_SPARE: usize = 4_096;
+
 /// First pause after a failed flush, and the longest, in milliseconds. The pause doubles while flushes of the tier
 /// go on failing, so that a medium that refuses writes for an hour is not asked a million times.
 const FIRST_PAUSE_MS: u64 = 500;
@@ -218,6 +223,14 @@ impl TierTable {
             stats: TierStats::default(),
             journal: None,
         }
+    }
+
+    /// Whether a block of a chain that lies in the directory `home` has room, there or where more is free than waits for
+    /// others.
+    pub(super) fn has_room(&self, home: usize) -> bool {
+        let spare = (self.pool.total() as usize / self.pool.shards() / SPARE).min(MAX_SPARE);
+        let most = self.pool.free_in(self.pool.emptiest_shard()) as usize;
+        self.pool.free_in(home) > 0 || (self.pool.shards() > 1 && most > spare)
     }
 
     pub(super) fn at(&self, slot: SlotId) -> &Slot {

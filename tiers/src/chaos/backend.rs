@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::late::Late;
-use super::{Chaos, Direction, Hit, Kind, Medium};
+use super::{Chaos, Hit, Kind};
 use crate::backend::Backend;
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotRef};
@@ -142,8 +142,7 @@ impl<F: Faults + ?Sized> Faults for Arc<F> {
 
 impl Faults for Chaos {
     fn next(&self, op: &CopyOp) -> Option<Effect> {
-        let hit = self.hit(Medium::of(op.route()), Direction::of(op.route()))?;
-        Some(hit.effect(op))
+        Some(self.hit_copy(op)?.effect(op))
     }
 
     fn at(&self, when: Instant, job: Box<dyn FnOnce() + Send>) {

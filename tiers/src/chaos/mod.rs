@@ -21,6 +21,7 @@ pub use schedule::{ClockJump, Direction, Episode, EpisodeError, Kind, Medium, Sc
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 
 use parking_lot::Mutex;
@@ -28,6 +29,7 @@ use parking_lot::Mutex;
 pub(crate) use self::late::Late;
 use crate::backend::Backend;
 use crate::clock;
+use crate::copy::{CopyOp, SlotRef, Tier};
 use crate::error::SetupError;
 use crate::memory::{Memories, Memory};
 
@@ -39,6 +41,8 @@ pub struct Chaos(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     run: Mutex<Run>,
+    /// Of the disk tier: slot `i` lies in directory `i` modulo so many.
+    directories: AtomicU32,
     late: Late,
 }
 
@@ -85,7 +89,17 @@ impl Chaos {
             jumps: Vec::new(),
             injected: BTreeMap::new(),
         };
-        Self(Arc::new(Shared { run: Mutex::new(run), late: Late::default() }))
+        Self(Arc::new(Shared { run: Mutex::new(run), directories: AtomicU32::new(1), late: Late::default() }))
+    }
+
+    /// Says how many directories the disk tier has.
+    pub fn set_directories(&self, directories: u32) {
+        self.0.directories.store(directories.max(1), Ordering::Relaxed);
+    }
+
+    /// The directory that a slot lies in, if it is the disk tier's.
+    fn directory_of(&self, slot: SlotRef) -> Option<u32> {
+        (slot.tier == Tier::Disk).then(|| slot.slot.0 % self.0.directories.load(Ordering::Relaxed))
     }
 
     /// The schedule's time begins.
@@ -132,6 +146,14 @@ impl Chaos {
     /// What the next operation on `medium` meets, counted.
     fn hit(&self, medium: Medium, direction: Direction) -> Option<Hit> {
         self.0.run.lock().hit(medium, direction, clock::now())
+    }
+
+    /// What a copy meets, counted.
+    fn hit_copy(&self, op: &CopyOp) -> Option<Hit> {
+        let (medium, direction) = (Medium::of(op.route()), Direction::of(op.route()));
+        let dir = [op.from, op.to].into_iter().find_map(|slot| self.directory_of(slot));
+        let of_directory = dir.and_then(|dir| self.hit(Medium::Directory(dir as u8), direction));
+        of_directory.or_else(|| self.hit(medium, direction))
     }
 
     fn is_healed(&self) -> bool {

@@ -14,6 +14,8 @@ pub enum Medium {
     Memory,
     /// The disk tier.
     Disk,
+    /// One of the disk tier's directories, counted from 0.
+    Directory(u8),
     /// The object tier.
     Object,
     /// The clock of policies and flush ages.
@@ -112,14 +114,25 @@ impl fmt::Display for Kind {
 }
 
 impl Medium {
-    /// All media.
-    pub const ALL: [Self; 4] = [Self::Memory, Self::Disk, Self::Object, Self::Clock];
+    /// All media; of directories the first three.
+    pub const ALL: [Self; 7] = [
+        Self::Memory,
+        Self::Disk,
+        Self::Directory(0),
+        Self::Directory(1),
+        Self::Directory(2),
+        Self::Object,
+        Self::Clock,
+    ];
 
     /// Its name in scripts.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Memory => "memory",
             Self::Disk => "disk",
+            Self::Directory(0) => "disk0",
+            Self::Directory(1) => "disk1",
+            Self::Directory(_) => "disk2",
             Self::Object => "object",
             Self::Clock => "clock",
         }
@@ -130,7 +143,7 @@ impl Medium {
     pub const fn kinds(self) -> &'static [Kind] {
         match self {
             Self::Memory => &[Kind::Io, Kind::Delay, Kind::Short, Kind::Hang, Kind::Never],
-            Self::Disk => &[
+            Self::Disk | Self::Directory(_) => &[
                 Kind::Io,
                 Kind::NoSpace,
                 Kind::TooManyFiles,
@@ -467,7 +480,7 @@ mod tests {
     fn a_script_with_a_mistake_is_told_what_is_valid() {
         for (text, remedy) in [
             ("disk:hang", "disk:hang@100s+20s"),
-            ("floppy:hang@1s+1s", "memory, disk, object, clock"),
+            ("floppy:hang@1s+1s", "memory, disk, disk0, disk1, disk2, object, clock"),
             ("disk.up:hang@1s+1s", "read, write"),
             ("memory:corrupt@1s+1s", "eio, delay, short, hang, never"),
             ("object:never@1s+1s", "500, 503, 403"),

@@ -14,8 +14,8 @@ use rustix::fs::OFlags;
 use crate::disk::SETTINGS;
 use crate::error::SetupError;
 use crate::files::{
-    Kept, LockedFile, Patience, Site, check_size, checked_namespace, create_locked, fill, make_dir,
-    open_kept, partial, remove_abandoned, unlink,
+    Kept, LockedFile, Patience, Site, checked_namespace, create_locked, fill, make_dir, open_kept, partial,
+    remove_abandoned, resize, unlink,
 };
 use crate::fork::Maker;
 use crate::geometry::ALIGNMENT;
@@ -37,17 +37,14 @@ pub(super) struct SlotFileOptions {
     pub(super) keep: bool,
 }
 
-/// The names of `count` files that belong together.
-pub(super) fn names(
-    namespace: Option<&str>,
-    count: usize,
-) -> Result<impl Iterator<Item = String>, SetupError> {
+/// The name of a file in its directory.
+pub(super) fn name(namespace: Option<&str>) -> Result<String, SetupError> {
     static UNKEPT: AtomicU32 = AtomicU32::new(0);
     let namespace = match namespace {
         Some(namespace) => checked_namespace(namespace)?.to_owned(),
         None => format!("{}-{}", std::process::id(), UNKEPT.fetch_add(1, Ordering::Relaxed)),
     };
-    Ok((0..count).map(move |file| format!("kvbm-{namespace}-{file}of{count}.blocks")))
+    Ok(format!("kvbm-{namespace}.blocks"))
 }
 
 impl SlotFile {
@@ -113,7 +110,7 @@ fn open_file(
         return Ok(LockedFile::of(nameless));
     }
     let Kept { file: kept, .. } = open_kept(site, patience, fill)?;
-    check_size(site, kept.file(), options.bytes)?;
+    resize(site, kept.file(), options.bytes, options.zerofill_fallback)?;
     Ok(kept)
 }
 
@@ -164,8 +161,8 @@ mod tests {
     use super::*;
     use crate::error::SetupErrorKind;
 
-    const NAME: &str = "kvbm-test-0of1.blocks";
-    const PARTIAL: &str = "kvbm-test-0of1.blocks.partial";
+    const NAME: &str = "kvbm-test.blocks";
+    const PARTIAL: &str = "kvbm-test.blocks.partial";
     const KEPT: SlotFileOptions =
         SlotFileOptions { bytes: 16 * 4096, o_direct: false, zerofill_fallback: true, keep: true };
     const UNKEPT: SlotFileOptions = SlotFileOptions { keep: false, ..KEPT };
@@ -264,7 +261,7 @@ mod tests {
     #[test]
     fn a_start_that_was_killed_while_it_wrote_zeroes_does_not_forbid_the_next() {
         let home = tempfile::tempdir().unwrap();
-        let others = home.path().join("kvbm-of-another-namespace-0of1.blocks.partial");
+        let others = home.path().join("kvbm-of-another-namespace.blocks.partial");
         leave_half(&home.path().join(PARTIAL));
         leave_half(&others);
         let slots = open(home.path(), KEPT).unwrap();

@@ -60,7 +60,7 @@ fn kept(dir: &Path, slots: u32, block_bytes: usize) -> DiskOptions {
 }
 
 fn kept_file(dir: &Path) -> PathBuf {
-    dir.join("kvbm-test-0of1.blocks")
+    dir.join("kvbm-test.blocks")
 }
 
 fn conforms(o_direct: bool, dirs: usize, depth: u32) {
@@ -160,12 +160,32 @@ fn kept_blocks_are_there_after_reopening() {
 }
 
 #[test]
-fn a_kept_file_of_another_size_is_refused_and_left_alone() {
+fn a_kept_file_of_another_size_is_given_this_one_and_keeps_its_blocks() {
     let home = tempfile::tempdir().unwrap();
-    drop(DiskRegion::open(&kept(home.path(), 8, 4096)).unwrap());
-    let error = DiskRegion::open(&kept(home.path(), 9, 4096)).unwrap_err();
-    assert_eq!(error.kind(), SetupErrorKind::Invalid);
-    assert_eq!(fs::metadata(kept_file(home.path())).unwrap().len(), 8 * 4096);
+    let first = Fixture::new(&kept(home.path(), 8, 4096));
+    first.write(&*first.backend(threads), 5).unwrap();
+    drop(first);
+    for slots in [9, 6] {
+        let again = Fixture::new(&kept(home.path(), slots, 4096));
+        again.read(&*again.backend(threads), 5).unwrap();
+        assert!(has_pattern(1, again.memory.read(&again.here[1]).unwrap()));
+        assert_eq!(fs::metadata(kept_file(home.path())).unwrap().len(), u64::from(slots) * 4096);
+    }
+}
+
+#[test]
+fn a_directory_that_cannot_be_used_is_left_out_and_the_others_serve() {
+    let home = tempfile::tempdir().unwrap();
+    let (here, file) = (home.path().join("here"), home.path().join("file"));
+    File::create(&file).unwrap();
+    let fixture = Fixture::new(&options(&[&file, &here], 8, 4096));
+    assert_eq!(fixture.disk.absent().collect::<Vec<_>>(), [0]);
+    for make in backends() {
+        let backend = fixture.backend(make);
+        fixture.write(&*backend, 3).unwrap();
+        fixture.read(&*backend, 3).unwrap();
+        assert_eq!(fixture.write(&*backend, 2).unwrap_err().kind(), CopyErrorKind::Refused);
+    }
 }
 
 #[test]

@@ -21,4 +21,4 @@ pub(crate) use kept::{Kept, LockedFile, create_locked, make_dir, open_kept, part
 pub(crate) use lock::{Patience, lock};
 pub(crate) use ours::{is_at, open_ours, unlink};
 pub(crate) use site::{SettingNames, Site, checked_namespace};
-pub(crate) use space::{check_size, check_space, fill};
+pub(crate) use space::{check_size, check_space, fill, resize};

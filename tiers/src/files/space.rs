@@ -1,21 +1,36 @@
 //! Room for a file, taken before it is needed.
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, Seek, SeekFrom, Write};
 
 use rustix::fs::FallocateFlags;
 
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::Site;
 
+/// Gives a file that was there another size; what lies below that stays.
+pub(crate) fn resize(site: &Site, file: &File, bytes: u64, zerofill: bool) -> Result<(), SetupError> {
+    let found = file.metadata().map_err(|error| site.failed(&error))?.len();
+    if found == bytes {
+        return Ok(());
+    }
+    tracing::info!(path = %site.path.display(), found, bytes, "a file is given another size");
+    if found > bytes {
+        file.set_len(bytes).map_err(|error| site.failed(&error))
+    } else {
+        fill(site, file, bytes, zerofill)
+    }
+}
+
 /// Gives the file its size, with the space behind it. `zerofill`: by writing, where the file system cannot otherwise.
 pub(crate) fn fill(site: &Site, file: &File, bytes: u64, zerofill: bool) -> Result<(), SetupError> {
-    check_space(site, file, bytes)?;
+    let found = file.metadata().map_err(|error| site.failed(&error))?.len();
+    check_space(site, file, bytes.saturating_sub(found))?;
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
         Ok(()) => Ok(()),
         Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) if zerofill => {
             tracing::info!(path = %site.path.display(), "no fallocate here: writing zeroes");
-            zero_fill(file, bytes).map_err(|error| site.failed(&error))
+            zero_fill(file, bytes.saturating_sub(found)).map_err(|error| site.failed(&error))
         }
         Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {
             let message = format!(
@@ -56,9 +71,10 @@ pub(crate) fn check_size(site: &Site, file: &File, wanted: u64) -> Result<(), Se
     Err(site.error(SetupErrorKind::Invalid, &what))
 }
 
-fn zero_fill(mut file: &File, bytes: u64) -> io::Result<()> {
+fn zero_fill(mut file: &File, more: u64) -> io::Result<()> {
     let zeroes = vec![0; 1 << 20];
-    let mut left = bytes;
+    let mut left = more;
+    file.seek(SeekFrom::End(0))?;
     while left > 0 {
         let some = left.min(zeroes.len() as u64);
         file.write_all(&zeroes[..some as usize])?;

@@ -44,7 +44,6 @@ pub(super) struct Header {
     pub(super) block_bytes: u64,
     pub(super) identity: u128,
     pub(super) slots: u32,
-    pub(super) part: u32,
     pub(super) parts: u32,
     pub(super) tier: Tier,
     pub(super) namespace: String,
@@ -89,7 +88,7 @@ impl Header {
         put(&self.block_bytes.to_le_bytes());
         put(&self.identity.to_le_bytes());
         put(&self.slots.to_le_bytes());
-        put(&self.part.to_le_bytes());
+        put(&[0; 4]);
         put(&self.parts.to_le_bytes());
         put(&[self.tier.index() as u8, self.namespace.len() as u8, 0, 0]);
         put(self.namespace.as_bytes());
@@ -126,7 +125,6 @@ impl Header {
             block_bytes: u64_at(bytes, 40),
             identity: u128_at(bytes, 48),
             slots: u32_at(bytes, 64),
-            part: u32_at(bytes, 68),
             parts: u32_at(bytes, 72),
             tier: *Tier::ALL.get(usize::from(bytes[76])).ok_or(NoHeader::Damaged)?,
             namespace: namespace.map_err(|_| NoHeader::Damaged)?.to_owned(),

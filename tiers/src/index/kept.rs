@@ -68,9 +68,8 @@ impl KeptIndex {
     }
 
     fn read(&self, slot: SlotId) -> Option<Vec<u8>> {
-        let IndexOptions { block_bytes, part: (_, parts), .. } = *self.options();
-        let row = u64::from(slot.0.checked_div(parts)?);
-        let at = row.checked_mul(block_bytes.checked_next_multiple_of(ALIGNMENT as u64)?)?;
+        let block_bytes = self.options().block_bytes;
+        let at = u64::from(slot.0).checked_mul(block_bytes.checked_next_multiple_of(ALIGNMENT as u64)?)?;
         // Before memory is set aside for what an index claims.
         let bytes = self.slots.metadata().ok()?.len();
         let mut block = (at.checked_add(block_bytes)? <= bytes).then(|| vec![0; block_bytes as usize])?;
@@ -104,7 +103,7 @@ fn options(path: &Path, header: Header, keys: Option<Arc<KeyRing>>) -> IndexOpti
         identity: header.identity,
         slots: header.slots,
         block_bytes: header.block_bytes,
-        part: (header.part, header.parts),
+        parts: header.parts,
         epoch: header.epoch,
         patience: Duration::ZERO,
         keys,

@@ -54,12 +54,12 @@ pub struct IndexOptions {
     pub namespace: String,
     /// The same in 128 bits, so that two namespaces of one name by chance are told apart.
     pub identity: u128,
-    /// Slots of the tier, all its files together.
+    /// Slots that it tells of, numbered from 0.
     pub slots: u32,
     /// Bytes of a block.
     pub block_bytes: u64,
-    /// Which of the tier's files it is about, and how many there are: `(0, 1)` where there is one.
-    pub part: (u32, u32),
+    /// How many indices the tier has.
+    pub parts: u32,
     /// The epoch that a new file begins with.
     pub epoch: u64,
     /// How long a start waits for the file where it is in use: a killed process may not quite be gone.
@@ -153,13 +153,16 @@ impl TierIndex {
     }
 
     fn recover(options: &IndexOptions, file: LockedFile) -> Result<(Self, Recovered), SetupError> {
-        let (mut index, found, is_whole) = Self::read(options, file)?;
+        let (mut index, mut found, is_whole) = Self::read(options, file)?;
         if found.torn > 0 {
             let end = ENTRIES_AT + index.len * ENTRY_BYTES as u64;
             index.file.set_len(end).map_err(|error| options.site().failed(&error))?;
         }
         let is_under_old_key = index.header.key != header(options, index.epoch()).key;
-        if found.damaged > 0 || !is_whole || is_under_old_key || index.is_mostly_dead() {
+        if (index.header.slots, index.header.parts) != (options.slots, options.parts) {
+            found.entries.retain(|entry| entry.slot.0 < options.slots);
+            index.resize().map_err(|error| options.site().failed(&error))?;
+        } else if found.damaged > 0 || !is_whole || is_under_old_key || index.is_mostly_dead() {
             index.compact_or_later();
         }
         Ok((index, found))
@@ -257,9 +260,22 @@ impl TierIndex {
 
     fn compact(&mut self) -> io::Result<()> {
         let header = header(&self.options, self.epoch());
+        let slots = header.slots;
         let mut draft = self.draft(header)?;
-        self.each_live(|entry| draft.add(&IndexChange::Stored(entry)))?;
+        self.each_live(|entry| {
+            if entry.slot.0 < slots {
+                draft.add(&IndexChange::Stored(entry));
+            }
+        })?;
         self.replace(draft)
+    }
+
+    /// The file is to tell of as many slots as the options say.
+    fn resize(&mut self) -> io::Result<()> {
+        let Header { slots, parts, .. } = self.header;
+        let (path, options) = (self.options.path.display(), &self.options);
+        tracing::info!(%path, slots, parts, now = options.slots, parts_now = options.parts, "a tier has another size");
+        self.compact()
     }
 
     fn draft(&self, header: Header) -> io::Result<Draft> {
@@ -321,8 +337,7 @@ fn header(options: &IndexOptions, (epoch, forgotten): (u64, u64)) -> Header {
         block_bytes: options.block_bytes,
         identity: options.identity,
         slots: options.slots,
-        part: options.part.0,
-        parts: options.part.1,
+        parts: options.parts,
         tier: options.tier,
         namespace: options.namespace.clone(),
         key: options.keys.as_deref().and_then(|ring| mac_key(ring, ring.current())),
@@ -338,15 +353,16 @@ fn check(options: &IndexOptions) -> Result<(), SetupError> {
     Err(SetupError::new(SetupErrorKind::Invalid, message))
 }
 
-/// Slots that mean something else are not to be reinterpreted, nor is what tells of them to be overwritten.
+/// Slots that mean something else are not to be reinterpreted, nor is what tells of them to be overwritten. A disk tier
+/// may have another size than before: its slots that are there still mean what they did.
 fn check_header(options: &IndexOptions, found: &Header) -> Result<(), SetupError> {
     let wanted = header(options, (0, 0));
     let of = |header: &Header| {
-        let Header { namespace, identity, tier, slots, block_bytes, part, parts, key, .. } = header;
+        let Header { namespace, identity, tier, block_bytes, key, .. } = header;
         let who = if key.is_some() { "authenticated, " } else { "" };
+        let slots = if *tier == Tier::Disk { String::new() } else { format!("{} ", header.slots) };
         format!(
-            "{who}the {tier} tier of {slots} slots of {block_bytes} bytes, file {part} of {parts}, \
-             namespace {namespace} ({identity:032x})"
+            "{who}the {tier} tier of {slots}slots of {block_bytes} bytes, namespace {namespace} ({identity:032x})"
         )
     };
     if of(found) == of(&wanted) {

@@ -17,13 +17,13 @@ const SLOTS: u32 = 64;
 
 fn options(dir: &Path) -> IndexOptions {
     IndexOptions {
-        path: dir.join("kvbm-test-0of1.index"),
+        path: dir.join("kvbm-test.index"),
         tier: Tier::Disk,
         namespace: "test".to_owned(),
         identity: 7,
         slots: SLOTS,
         block_bytes: 4096,
-        part: (0, 1),
+        parts: 1,
         epoch: 0,
         patience: Duration::ZERO,
         keys: None,
@@ -240,13 +240,11 @@ fn what_is_not_this_index_is_refused_and_left_alone() {
 
 #[test]
 fn an_index_of_something_else_is_refused() {
-    let changed: [fn(&mut IndexOptions); 6] = [
+    let changed: [fn(&mut IndexOptions); 4] = [
         |of| of.tier = Tier::Host,
         |of| of.namespace = "other".to_owned(),
         |of| of.identity = 8,
-        |of| of.slots += 1,
         |of| of.block_bytes += 1,
-        |of| of.part = (1, 2),
     ];
     let dir = tempfile::tempdir().unwrap();
     index(&dir).0.append(&[stored(3, 5)]).unwrap();
@@ -258,6 +256,20 @@ fn an_index_of_something_else_is_refused() {
         assert!(error.to_string().contains("remove it"), "{error}");
     }
     assert_eq!(index(&dir).1.entries, [entry(3, 5)]);
+}
+
+#[test]
+fn a_tier_of_another_size_keeps_what_lies_in_slots_that_it_has() {
+    let dir = tempfile::tempdir().unwrap();
+    index(&dir).0.append(&[stored(3, 5), stored(40, 6)]).unwrap();
+    let open = |slots, parts| TierIndex::open(&IndexOptions { slots, parts, ..options(dir.path()) }).unwrap();
+    let (mut larger, found) = open(200, 2);
+    assert_eq!(found.entries, [entry(3, 5), entry(40, 6)]);
+    larger.append(&[stored(199, 7)]).unwrap();
+    drop(larger);
+    assert_eq!(open(200, 2).1.entries, [entry(3, 5), entry(40, 6), entry(199, 7)]);
+    assert_eq!(open(40, 1).1.entries, [entry(3, 5)]);
+    assert_eq!(open(200, 1).1.entries, [entry(3, 5)], "what lay beyond is not there any more");
 }
 
 #[test]

@@ -734,7 +734,7 @@ impl Table {
         owner: Option<OwnerId>,
     ) -> Option<(RecordId, Frame)> {
         // The slot first: a block that finds no room needs no record.
-        let frame = self.claim(tier)?;
+        let frame = self.claim(tier, above)?;
         let record = self.intern(key, above, owner).filter(|&record| {
             // A chain that names a block twice, or under another parent than before, is no chain.
             let known = self.records.at(record);

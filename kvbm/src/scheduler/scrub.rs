@@ -1,0 +1,183 @@
+//! Scrubbing: blocks that nobody asks for are read and verified, at a bounded rate, so that what has rotted is found
+//! while another tier still has a good copy.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvbm_tiers::checksum::checksum;
+use kvbm_tiers::{CopyError, CopyErrorKind, CopyOp, Done, DramRegion, Fences, Frame, Memory, Tier};
+
+use super::Core;
+use crate::sync::Mutex;
+use crate::table::Scrubbed;
+use crate::task::Defect;
+
+/// How much is scrubbed, and what by other means than copies.
+#[derive(Debug, Default)]
+pub struct ScrubOptions {
+    /// Of each tier; 0: nothing is.
+    pub bytes_per_second: u64,
+    /// Of a block.
+    pub block_bytes: u64,
+    /// The host tier's memory, if it outlives the process.
+    pub memory: Option<Arc<DramRegion>>,
+}
+
+#[derive(Debug)]
+pub(super) struct Scrubbing {
+    options: ScrubOptions,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// When the allowance was last added to.
+    since: Duration,
+    /// Bytes that may be read now.
+    allowance: u64,
+    /// By tier: the slot to go on with.
+    next: [u32; Tier::COUNT],
+    /// A medium has one.
+    is_reading: bool,
+}
+
+/// The allowance of so long a time is the most that is read at once.
+const MAX_BURST: Duration = Duration::from_millis(100);
+
+impl Scrubbing {
+    pub(super) fn new(options: ScrubOptions) -> Self {
+        Self { options, state: Mutex::default() }
+    }
+
+    /// Whether a block may be read now; it is counted then.
+    fn may_read(&self, now: Duration) -> bool {
+        let ScrubOptions { bytes_per_second, block_bytes, .. } = self.options;
+        let mut state = self.state.lock();
+        let added = now.saturating_sub(state.since).as_micros() as u64 * bytes_per_second / 1_000_000;
+        if added > 0 {
+            let most = bytes_per_second * MAX_BURST.as_millis() as u64 / 1_000;
+            state.since = now;
+            state.allowance = (state.allowance + added).min(most.max(block_bytes));
+        }
+        let may = !state.is_reading && state.allowance >= block_bytes && block_bytes > 0;
+        if may {
+            state.allowance -= block_bytes;
+        }
+        may
+    }
+}
+
+impl Core {
+    /// Verifies blocks that nobody asks for, as many as may be now.
+    pub(super) fn scrub_some(self: &Arc<Self>) {
+        if self.scrubbing.options.bytes_per_second == 0 {
+            return;
+        }
+        while self.scrubbing.may_read(self.clock.uptime()) {
+            let has_memory = self.scrubbing.options.memory.is_some() && self.scrub_memory();
+            if !self.scrub_disk() && !has_memory {
+                return;
+            }
+        }
+    }
+
+    fn next_to_scrub(&self, tier: Tier) -> Option<Scrubbed> {
+        let mut table = self.table();
+        if !table.has(tier) {
+            return None;
+        }
+        let mut state = self.scrubbing.state.lock();
+        let from = &mut state.next[tier.index()];
+        let (found, next) = table.scrub_next(tier, *from);
+        *from = next.unwrap_or(0);
+        found
+    }
+
+    /// Returns whether there was a block.
+    fn scrub_memory(self: &Arc<Self>) -> bool {
+        let Some(memory) = &self.scrubbing.options.memory else { return false };
+        let Some(scrubbed) = self.next_to_scrub(Tier::Host) else { return false };
+        let expected = memory.checksums().and_then(|checksums| checksums.get(scrubbed.slot.slot));
+        let actual = memory.read_loan(&scrubbed.loan).map(checksum);
+        // Without a checksum nobody can tell.
+        let is_sound = expected.is_none() || expected == actual;
+        self.scrubbed(scrubbed, (!is_sound).then_some(Defect::Corrupt));
+        true
+    }
+
+    /// Returns whether there was a block. Nothing is read while the disk is read for others, or is left alone.
+    fn scrub_disk(self: &Arc<Self>) -> bool {
+        let route = (Tier::Disk, Tier::Host);
+        let is_busy =
+            [Tier::Device, Tier::Host].into_iter().any(|to| self.traffic((Tier::Disk, to)) != (0, 0));
+        if is_busy || self.is_closed() || !self.executor.connects(route) || self.breakers.is_open(route) {
+            return false;
+        }
+        let Some(staging) = self.staging.lock().lend() else { return false };
+        let Some(scrubbed) = self.next_to_scrub(Tier::Disk) else {
+            self.staging.lock().settle(staging);
+            return false;
+        };
+        if self.directories.is_left_alone(scrubbed.slot) {
+            self.staging.lock().settle(staging);
+            self.scrubbed(scrubbed, None);
+            return true;
+        }
+        self.scrubbing.state.lock().is_reading = true;
+        let op = CopyOp {
+            block: scrubbed.block,
+            parent: scrubbed.parent,
+            from: scrubbed.slot,
+            to: staging.slot_ref(),
+        };
+        let (core, with_medium) = (Arc::clone(self), Arc::clone(&self.with_media));
+        let read = Mutex::new(Some((scrubbed, staging, with_medium)));
+        let done = Done::new(move |_, result| {
+            let Some((scrubbed, staging, _with_medium)) = read.lock().take() else { return };
+            core.scrub_read(&op, scrubbed, staging, result.as_ref().err());
+        });
+        self.executor.submit(route, vec![op], Fences::default(), &done);
+        true
+    }
+
+    fn scrub_read(
+        self: &Arc<Self>,
+        op: &CopyOp,
+        scrubbed: Scrubbed,
+        staging: Frame,
+        error: Option<&CopyError>,
+    ) {
+        let now = self.clock.uptime();
+        self.staging.lock().settle(staging);
+        let defect = match error.map(CopyError::kind) {
+            Some(CopyErrorKind::Corrupt) => Some(Defect::Corrupt),
+            Some(CopyErrorKind::Io) => {
+                self.directory_failed(op, now);
+                Some(Defect::Unreadable)
+            }
+            // A medium that is away says nothing of a block.
+            _ => None,
+        };
+        if let Some(error) = error {
+            tracing::warn!(?op, %error, "a block that nobody asked for could not be verified");
+        }
+        self.scrubbed(scrubbed, defect);
+        self.scrubbing.state.lock().is_reading = false;
+        // Who waits for a staging slot may have this one; and there may be an allowance for another block.
+        self.pump();
+        self.scrub_some();
+    }
+
+    fn scrubbed(self: &Arc<Self>, scrubbed: Scrubbed, defect: Option<Defect>) {
+        let tier = scrubbed.slot.tier;
+        self.metrics.scrubbed(tier, defect.is_none());
+        if defect == Some(Defect::Corrupt) {
+            self.metrics.found_corrupt(tier);
+        }
+        let mut table = self.table();
+        table.scrubbed(scrubbed, defect);
+        let effects = table.take_effects();
+        drop(table);
+        self.apply(effects);
+    }
+}
