@@ -10,7 +10,8 @@ use kvbm::{
 };
 use kvbm_settings::Capacity;
 use kvbm_tests::engine;
-use kvbm_tests::rig::{Rig, Sizes, TIGHT, hash};
+use kvbm_tests::rig::{Rig, Sizes, TIGHT, hash, metric};
+use kvbm_tiers::chaos::{Chaos, Schedule};
 use kvbm_tiers::testing::{Fault, FaultBackend};
 use kvbm_tiers::{Backend, CopyErrorKind, MemcpyBackend};
 use prometheus::Registry;
@@ -81,7 +82,7 @@ fn described() -> BTreeMap<String, Row> {
 /// A registry shows a metric with labels from its first event on: everything has to happen once.
 fn exported() -> BTreeMap<String, Row> {
     let everyday = everyday();
-    let families = [everyday, mishaps(), spent(), unwritable(), ranks()]
+    let families = [everyday, mishaps(), spent(), unwritable(), ranks(), half_a_disk()]
         .into_iter()
         .flat_map(|registry| registry.gather());
     families.map(|family| (family.name().to_owned(), row(&family))).collect()
@@ -116,6 +117,36 @@ fn everyday() -> Registry {
     }
     drop(manager.lease(&chain(1)));
     // Gauges are asked for while the manager is there.
+    registry.gather();
+    registry
+}
+
+/// Of two directories one fails once blocks have been scrubbed.
+fn half_a_disk() -> Registry {
+    let registry = Registry::new();
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = engine::settings(4096, 8, 8);
+    settings.disk.capacity = Some(Capacity::Blocks(16));
+    settings.disk.dirs = ["a", "b"].map(|name| dir.path().join(name)).to_vec();
+    settings.transfer.scrub_mib_per_second = 100;
+    let chaos = Chaos::new(Schedule::scripted(["disk1:eio@0s+1h".parse().unwrap()]));
+    let options = Options { registry: registry.clone(), chaos: Some(chaos.clone()), ..Options::default() };
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let manager = runtime.block_on(Manager::open(settings, options)).unwrap();
+    let until = |name| {
+        for n in 1.. {
+            engine::serve(&manager, &chain(n));
+            let _ = manager.drain(Duration::from_millis(100));
+            if metric(&registry, name, &[]) > 0 {
+                return;
+            }
+            assert!(n < 1_000, "{name} did not happen");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    };
+    until("kvbm_scrubbed_blocks_total");
+    chaos.start();
+    until("kvbm_disk_directory_failures_total");
     registry.gather();
     registry
 }
