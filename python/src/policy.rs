@@ -250,11 +250,13 @@ impl Running {
         Self { id, began_ms, told: 0, prompt_end: 0, end: 0, chunk: u64::MAX }
     }
 
-    /// What it generated, as near as can be told: its chunks are counted, and within the last one its time counts.
+    /// What it generated, as near as can be told: to the chunk by its chunks, and within that by its time.
     fn output_tokens(&self, now_ms: u64) -> u32 {
         let by_time = now_ms.saturating_sub(self.began_ms) / TOKEN_MS;
-        let least = self.end - self.prompt_end;
-        by_time.clamp(least, least.saturating_add(self.chunk)).try_into().unwrap_or(u32::MAX)
+        // The prompt ended somewhere in the chunk behind those that it filled, and so did the output.
+        let chunks = self.end - self.prompt_end;
+        let (least, most) = (chunks.saturating_sub(self.chunk), chunks.saturating_add(self.chunk));
+        by_time.clamp(least, most).try_into().unwrap_or(u32::MAX)
     }
 }
 

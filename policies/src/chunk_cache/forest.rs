@@ -107,6 +107,19 @@ impl ChunkForest {
         self.chunk_mut(block).link = Link::Orphan(self.last_orphan);
     }
 
+    /// Adds a chunk that is not there, for policies to see, behind `parent` or as a root.
+    pub(super) fn show(&mut self, key: ChunkKey, parent: Option<BlockId>) -> BlockId {
+        let block = self.take_slot(key);
+        self.link(block, parent);
+        block
+    }
+
+    /// Ends that of a leaf. Returns what [`unlink`](Self::unlink) does.
+    pub(super) fn hide_shown(&mut self, leaf: BlockId) -> (u64, Option<BlockId>) {
+        self.free.push(leaf);
+        self.unlink(leaf)
+    }
+
     /// Takes the orphan `key` into the forest, behind `parent` or as a root. `None`: it is not one.
     pub(super) fn adopt(&mut self, key: ChunkKey, parent: Option<BlockId>) -> Option<BlockId> {
         let block = self.id(key)?;
@@ -188,13 +201,18 @@ impl ChunkForest {
     }
 
     fn allocate(&mut self, key: ChunkKey) -> BlockId {
+        let block = self.take_slot(key);
+        self.ids.insert(key, block);
+        block
+    }
+
+    fn take_slot(&mut self, key: ChunkKey) -> BlockId {
         let chunk = Chunk { key, link: Link::Loose, is_busy: true, is_kept: false, is_hidden: false };
         let block = self.free.pop().unwrap_or_else(|| {
             self.chunks.push(chunk);
             BlockId(self.chunks.len() as u32 - 1)
         });
         *self.chunk_mut(block) = chunk;
-        self.ids.insert(key, block);
         block
     }
 

@@ -150,6 +150,7 @@ impl ChunkCache {
     pub fn finish(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) {
         // Who found all of its prompt in the cache has offered nothing.
         self.use_chains(request, now_ms);
+        self.tell_unreached(request);
         self.requests.end(request);
         let at_ms = self.now_ms;
         self.policies.finished(&Ended { request, output_tokens, will_not_return: false, at_ms });
@@ -200,6 +201,36 @@ impl ChunkCache {
             let first = Place { request, chain, index: 0 };
             let (index, deepest) = self.requests.deepest_linked(first, &self.forest);
             self.tell_use(Place { index, ..first }, deepest, 0);
+        }
+    }
+
+    /// Tells of what a request computed and no look-up reaches, as if it had come and gone: whether it returns is worth
+    /// knowing. A tail that left before what comes behind it had come would else never be heard of again, and all long
+    /// prompts would look as if they did not return.
+    fn tell_unreached(&mut self, request: RequestId) {
+        for chain in 0..self.requests.chains(request) {
+            let first = Place { request, chain, index: 0 };
+            let (index, deepest) = self.requests.deepest_linked(first, &self.forest);
+            let unreached = self.requests.offered_from(Place { index, ..first });
+            let mut last = deepest;
+            let shown: Vec<_> = unreached
+                .iter()
+                .map(|&key| {
+                    let block = self.forest.show(key, last);
+                    last = Some(block);
+                    block
+                })
+                .collect();
+            let (Some(last), path) = (last.filter(|_| !shown.is_empty()), self.requests.rest(first).len())
+            else {
+                continue;
+            };
+            self.touch(Some(request), last, shown.len() as u32, path);
+            for block in shown.into_iter().rev() {
+                let (key, parent) = self.forest.hide_shown(block);
+                let exposed = parent.filter(|&parent| self.forest.is_leaf(parent));
+                self.policies.removed(block, key, exposed);
+            }
         }
     }
 
