@@ -2,6 +2,8 @@
 //!
 //! | module | holds |
 //! |---|---|
+//! | `blocks` | get and put, for engines that copy for themselves |
+//! | `buffer` | bytes that Python shows us |
 //! | `chain` | block hashes of a request |
 //! | `errors` | our errors as Python's: the classes are in `kvbm_rs/errors.py` |
 //! | `fingerprint` | what the bytes of blocks depend on, from dictionaries |
@@ -10,6 +12,7 @@
 //! | `policy` | our eviction for engines that keep a cache of their own |
 //! | `rank` | processes of tensor parallelism |
 //! | `settings` | [`kvbm_settings::Settings`], from texts, dictionaries and variables |
+//! | `stats` | a manager's counts |
 //! | `transfer` | loads and saves under way, and how they ended |
 //!
 //! What a class or function is for, its docstring says; their types are in `kvbm_rs/_native.pyi`, and a test compares
@@ -19,6 +22,8 @@
 // Python's objects come by value, and docstrings are in Python's style.
 #![allow(clippy::needless_pass_by_value, clippy::doc_markdown)]
 
+mod blocks;
+mod buffer;
 mod chain;
 mod errors;
 mod fingerprint;
@@ -27,6 +32,7 @@ mod memory;
 mod policy;
 mod rank;
 mod settings;
+mod stats;
 mod transfer;
 
 use pyo3::prelude::*;
@@ -36,6 +42,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(version, module)?)?;
     policy::add(module)?;
     settings::add(module)?;
+    blocks::add(module)?;
     module.add_class::<chain::Chain>()?;
     module.add_class::<manager::Manager>()?;
     module.add_class::<manager::Lease>()?;

@@ -1,11 +1,12 @@
 """A KV block manager for LLM inference: device, host, disk and object tiers.
 
 Settings are those of docs/configuration.md: `Settings.from_environment()`, `Settings.from_dict({...})`,
-`Settings.from_toml(text)`.
+`Settings.from_toml(text)`. An engine that copies for itself keeps its blocks in `Blocks`.
 """
 
 from kvbm_rs import errors
 from kvbm_rs._native import (
+    Blocks,
     Chain,
     EngineMemory,
     Lease,
@@ -22,6 +23,7 @@ from kvbm_rs._native import (
 __version__ = version()
 
 __all__ = [
+    "Blocks",
     "Chain",
     "EngineMemory",
     "Lease",
