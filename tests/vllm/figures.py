@@ -64,7 +64,8 @@ def put_and_get(below: Offloading, number: int, chunks: int) -> tuple[float, flo
     requests = [below.begin(keys) for keys in chains]
     # Where they are is asked before: that is the other figure.
     asked, pending = list(zip(requests, chains)), below.manager._pending_load_submissions
-    while not all(below.look_up_once(*one)[0] == chunks for one in asked):
+    # All ask in one step: then all are answered in one, and loaded together.
+    while [below.look_up_once(*one)[0] for one in asked] != [chunks] * REQUESTS:
         assert not any(one.keys for tier in pending.values() for one in tier.values()), "only a part is there"
         below.step()
         time.sleep(0.002)
