@@ -24,3 +24,7 @@ def shared_memory():
     directory = tempfile.mkdtemp(dir="/dev/shm", prefix="kvbm-test-")
     yield Path(directory)
     shutil.rmtree(directory)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: left out by tests/vllm.sh --quick")
