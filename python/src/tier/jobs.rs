@@ -52,7 +52,7 @@ pub(super) struct Finished {
 
 enum Work {
     Transfer(Transfer),
-    Touch(EndedRequest),
+    End(EndedRequest),
 }
 
 /// The thread, and what it has done.
@@ -122,10 +122,16 @@ impl Jobs {
         }
     }
 
-    /// Counts what is here of a request's chain as used by it. Nobody waits for that.
-    pub(super) fn touch(&self, ended: EndedRequest) {
-        // Without the thread there is nothing left to be touched.
-        let _ = self.work.send(Work::Touch(ended));
+    /// Counts what is here of a request's chain as used by it, and says that it has ended.
+    pub(super) fn end_request(&self, manager: &Manager, ended: EndedRequest) {
+        let is_idle = *self.shared.under_way.lock() == 0;
+        if is_idle {
+            // Sooner done than told to a thread that sleeps.
+            ended.tell(manager);
+        } else {
+            // After the request's own stores. Without the thread there is nothing left to be told.
+            let _ = self.work.send(Work::End(ended));
+        }
     }
 
     pub(super) fn take_finished(&self) -> Vec<Finished> {
@@ -230,14 +236,22 @@ async fn serve(manager: Arc<Manager>, shared: &Arc<Shared>, mut work: UnboundedR
                 let job = Job { shared: Arc::clone(shared), ended: Some(Finished::nothing(&transfer)) };
                 jobs.spawn(job.run(Arc::clone(&manager), transfer));
             }
-            Work::Touch(ended) => {
-                let info = RequestInfo { request: Some(ended.id), ..RequestInfo::default() };
-                drop(manager.lease_for(info, &*ended.chain));
-                manager.finished(ended.id, ended.output);
+            Work::End(ended) => {
+                let manager = Arc::clone(&manager);
+                // Tasks begin in the order in which they came.
+                jobs.spawn(async move { ended.tell(&manager) });
             }
         }
     }
     while jobs.join_next().await.is_some() {}
+}
+
+impl EndedRequest {
+    fn tell(&self, manager: &Manager) {
+        let info = RequestInfo { request: Some(self.id), ..RequestInfo::default() };
+        drop(manager.lease_for(info, &*self.chain));
+        manager.finished(self.id, self.output);
+    }
 }
 
 struct Job {

@@ -16,6 +16,7 @@ use std::time::Duration;
 use kvbm::{Manager, Tier as Level};
 use parking_lot::Mutex;
 use pyo3::buffer::PyBuffer;
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -40,12 +41,24 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
 ///     margin: chunks of the primary tier that no promise to a request counts on.
 ///     settings: of the manager, whose blocks are chunks.
 ///     identity: what the bytes depend on besides tokens; texts and numbers, see `opening.rs`.
+///     answers: what `lookup` returns for a hit and for a miss.
 #[pyclass(module = "kvbm_rs._native", frozen)]
 pub(crate) struct Tier {
     requests: Mutex<Requests>,
     /// None: closed.
     running: Mutex<Option<Running>>,
     chunk_bytes: u64,
+    hit: Py<PyAny>,
+    miss: Py<PyAny>,
+    /// Who looked up last in this step: vLLM asks key by key, and request by request.
+    asked: Mutex<Option<Asked>>,
+}
+
+/// What a request was told in this step.
+struct Asked {
+    request: Py<PyAny>,
+    positions: Py<PyDict>,
+    reach: u64,
 }
 
 struct Running {
@@ -66,6 +79,7 @@ impl Tier {
         margin: usize,
         settings: &Settings,
         identity: Identity,
+        answers: (Py<PyAny>, Py<PyAny>),
     ) -> PyResult<Self> {
         let memory = opening::Memory::of(view)?;
         let (slots, chunk_bytes) = (memory.slots, memory.chunk_bytes as u64);
@@ -75,21 +89,31 @@ impl Tier {
         let manager = Arc::new(manager);
         let jobs = Jobs::start(&manager, chunk_bytes)?;
         let running = Mutex::new(Some(Running { manager, jobs }));
-        Ok(Self { requests: Mutex::new(Requests::new(chunks)), running, chunk_bytes })
+        let (requests, asked) = (Mutex::new(Requests::new(chunks)), Mutex::default());
+        let (hit, miss) = answers;
+        Ok(Self { requests, running, chunk_bytes, hit, miss, asked })
     }
 
-    /// How many tokens of a request can be loaded from its beginning on, of a model with one cache group. What they lie in
-    /// is kept until the request is scheduled or ends.
+    /// Whether a key of a request can be loaded, of a model with one cache group. The first time in a step all of the
+    /// request's keys are looked up; what can be loaded is kept until the request is scheduled or ends.
     ///
     /// Args:
-    ///     request: its name.
-    ///     positions: where each of its keys ends, in tokens.
-    fn reach(&self, request: &str, positions: &Bound<'_, PyDict>) -> PyResult<u64> {
-        let running = self.running.lock();
-        let Some(Running { manager, .. }) = &*running else { return Ok(0) };
-        let mut requests = self.requests.lock();
-        requests.learn(request, positions)?;
-        Ok(requests.reach(request, manager))
+    ///     key: vLLM's `OffloadKey`.
+    ///     request: vLLM's `ReqContext`.
+    fn lookup(
+        &self,
+        py: Python<'_>,
+        key: &Bound<'_, PyAny>,
+        request: &Bound<'_, PyAny>,
+    ) -> PyResult<Py<PyAny>> {
+        let mut asked = self.asked.lock();
+        let asked = match &mut *asked {
+            Some(asked) if asked.request.is(request) => asked,
+            other => other.insert(self.ask(request)?),
+        };
+        let end = asked.positions.bind(py).get_item(key)?;
+        let end = end.map_or(Ok(u64::MAX), |end| end.extract::<u64>())?;
+        Ok(if end <= asked.reach { self.hit.clone_ref(py) } else { self.miss.clone_ref(py) })
     }
 
     /// Which of a request's keys can be loaded, of a model with several cache groups.
@@ -101,6 +125,7 @@ impl Tier {
 
     /// A step of the scheduler ends: these requests need nothing more of the primary tier.
     fn end_step(&self, scheduled: Vec<String>) {
+        *self.asked.lock() = None;
         self.requests.lock().end_step(scheduled);
     }
 
@@ -136,6 +161,8 @@ impl Tier {
         if finished.is_empty() {
             return Vec::new();
         }
+        // A load that failed changes what can be promised.
+        *self.asked.lock() = None;
         let mut requests = self.requests.lock();
         finished.into_iter().map(|finished| told(finished, &mut requests)).collect()
     }
@@ -147,8 +174,8 @@ impl Tier {
         requests.learn(request, positions)?;
         let ended = requests.end(request);
         drop(requests);
-        if let (Some(Running { jobs, .. }), Some(ended)) = (&*running, ended) {
-            jobs.touch(ended);
+        if let (Some(Running { manager, jobs }), Some(ended)) = (&*running, ended) {
+            jobs.end_request(manager, ended);
         }
         Ok(())
     }
@@ -161,6 +188,7 @@ impl Tier {
     /// Waits until every job has ended; with `forget`, nothing that is here now is found again. Returns what is to be
     /// known about that: the new epoch could not be noted on a medium.
     fn drain(&self, py: Python<'_>, forget: bool) -> Option<String> {
+        *self.asked.lock() = None;
         py.detach(|| {
             let running = self.running.lock();
             let Running { manager, jobs } = running.as_ref()?;
@@ -179,6 +207,7 @@ impl Tier {
     fn close(&self, py: Python<'_>, seconds: f64) -> PyResult<(u64, u64)> {
         let limit = Duration::try_from_secs_f64(seconds)
             .map_err(|error| classes::InvalidError::new_err(format!("seconds to close: {error}")))?;
+        *self.asked.lock() = None;
         py.detach(|| {
             let Some(Running { manager, jobs }) = self.running.lock().take() else { return Ok((0, 0)) };
             self.requests.lock().clear();
@@ -209,6 +238,22 @@ impl Tier {
 }
 
 impl Tier {
+    fn ask(&self, request: &Bound<'_, PyAny>) -> PyResult<Asked> {
+        let py = request.py();
+        let name: String = request.getattr(intern!(py, "req_id"))?.extract()?;
+        let positions = request.getattr(intern!(py, "_offload_key_positions"))?.cast_into::<PyDict>()?;
+        let running = self.running.lock();
+        let reach = match &*running {
+            Some(Running { manager, .. }) => {
+                let mut requests = self.requests.lock();
+                requests.learn(&name, &positions)?;
+                requests.reach(&name, manager)
+            }
+            None => 0,
+        };
+        Ok(Asked { request: request.clone().unbind(), positions: positions.unbind(), reach })
+    }
+
     fn begin(
         &self,
         way: Way,

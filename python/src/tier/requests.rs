@@ -127,10 +127,15 @@ impl Requests {
         if positions.len() == request.known || chunks.chained.is_none() {
             return Ok(());
         }
-        let mut new = Vec::new();
         // vLLM adds keys in the order of the prompt, and a dictionary keeps that.
-        for (key, end) in positions.iter().skip(request.known) {
-            if chunks.place(end.extract()?) == Some(request.chain.len() + new.len()) {
+        let fresh: Vec<_> = positions.iter().skip(request.known).collect();
+        let last =
+            fresh.last().map(|(_, end)| end.extract::<u64>()).transpose()?.and_then(|end| chunks.place(end));
+        // Then none is of a partial chunk, and their ends need not be looked at.
+        let all_follow = last == Some(request.chain.len() + fresh.len() - 1);
+        let mut new = Vec::with_capacity(fresh.len());
+        for (key, end) in fresh {
+            if all_follow || chunks.place(end.extract()?) == Some(request.chain.len() + new.len()) {
                 new.push(hash(&key)?);
             }
         }

@@ -35,15 +35,13 @@ MARGIN = 8
 
 
 class _LookedUp:
-    """What a request was told in a step; vLLM keeps it with the request."""
+    """What a request was told in a step, of a model with several cache groups; vLLM keeps it with the request."""
 
-    __slots__ = ("keys", "reach", "step")
+    __slots__ = ("keys", "step")
 
     def __init__(self) -> None:
         self.step = -1
-        # Keys that end up to here, in tokens, are hits: of a model with one cache group.
-        self.reach = 0
-        # Those that are hits, of a model with several.
+        # Those that are hits.
         self.keys: Collection[bytes] = ()
 
 
@@ -89,33 +87,25 @@ class KvbmTier(SecondaryTierManager):
             max(1, chunks // MARGIN),
             _settings(settings, self.block_size_bytes),
             identity.of_offloading(config, weights),
+            (HIT, MISS),
         )
-        self._is_chained = len(tokens) == 1
+        if len(tokens) == 1:
+            # Called for every key of every request that waits: a function of Python's would cost as much as all the rest.
+            self.lookup = self._tier.lookup  # type: ignore[method-assign]
         self._step = 0
         # Keys of loads under way: what arrived is told by place.
         self._loads: dict[int, list[OffloadKey]] = {}
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         known = req_context.get_state(_LookedUp)
-        if known is None or known.step != self._step:
-            known = self._look_up(req_context, known)
-        if self._is_chained:
-            end = req_context.get_offload_key_position(key)
-            return HIT if end is not None and end <= known.reach else MISS
-        return HIT if key in known.keys else MISS
-
-    def _look_up(self, req_context: ReqContext, known: _LookedUp | None) -> _LookedUp:
-        """Asks for all keys of a request at once, the first time in each step."""
         if known is None:
             known = _LookedUp()
             req_context.set_state(known)
-        known.step = self._step
-        positions = req_context._offload_key_positions
-        if self._is_chained:
-            known.reach = self._tier.reach(req_context.req_id, positions)
-        else:
-            known.keys = frozenset(self._tier.held(req_context.req_id, positions))
-        return known
+        if known.step != self._step:
+            # All keys of the request at once, the first time in each step.
+            known.keys = frozenset(self._tier.held(req_context.req_id, req_context._offload_key_positions))
+            known.step = self._step
+        return HIT if key in known.keys else MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         job, request = job_metadata, job_metadata.req_context
