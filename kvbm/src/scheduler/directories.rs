@@ -195,7 +195,7 @@ impl Core {
             }
         });
         let block = BlockKey { hash: 0, group: 0 };
-        let op = CopyOp { block, parent: None, from, to };
+        let op = CopyOp { block, parent: None, owner: None, from, to };
         self.executor.submit(route, vec![op], Fences::default(), &done);
     }
 

@@ -222,6 +222,7 @@ mod tests {
             class: Class::Load,
             block: BlockKey { hash: 1, group: 0 },
             parent: None,
+            owner: None,
             from: slot(Tier::Host),
             to: slot(Tier::Device),
             via: None,

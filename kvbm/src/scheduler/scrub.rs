@@ -127,6 +127,8 @@ impl Core {
         let op = CopyOp {
             block: scrubbed.block,
             parent: scrubbed.parent,
+            // It is read, and says itself whose key opens it.
+            owner: None,
             from: scrubbed.slot,
             to: staging.slot_ref(),
         };
