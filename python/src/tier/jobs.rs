@@ -302,9 +302,9 @@ async fn store(manager: &Manager, transfer: &Transfer, counts: &Counts) -> Outco
     let begin = |run: &Run| {
         manager.save_from(transfer.info, &run.chain[..run.end()], run.first, &run.slots, Fence::Done)
     };
-    let saves: Vec<_> = transfer.runs.iter().map(begin).collect();
+    let pending: Vec<_> = transfer.runs.iter().map(begin).collect();
     let (mut copied, mut failed, mut orphans) = (0, 0, 0);
-    for (run, save) in transfer.runs.iter().zip(saves) {
+    for (run, save) in transfer.runs.iter().zip(pending) {
         let Ok(saved) = save.await else {
             failed += run.slots.len();
             continue;
