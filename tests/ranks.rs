@@ -55,7 +55,7 @@ fn each_rank_has_its_own_bytes_in_every_tier() {
     let files = fs::read_dir(home.path().join("slots")).unwrap();
     let names: Vec<_> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
     for rank in 0..WORLD {
-        let own = format!("-rank{rank}of{WORLD}-");
+        let own = format!("-rank{rank}of{WORLD}.blocks");
         assert_eq!(names.iter().filter(|name| name.contains(&own)).count(), 1, "{names:?}");
     }
     fleet.end();

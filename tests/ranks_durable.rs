@@ -31,6 +31,7 @@ fn settings(home: &Path) -> Settings {
     settings
 }
 
+#[expect(clippy::unnecessary_wraps, reason = "as options have it")]
 fn fingerprint(home: &Path) -> Option<Fingerprint> {
     let weights = fs::read_to_string(home.join("weights")).unwrap_or("one".to_owned());
     Some(Fingerprint { model: "m".into(), weights, block_tokens: 16, ..Fingerprint::default() })

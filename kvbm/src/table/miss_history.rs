@@ -77,11 +77,11 @@ const MAX: usize = 1 << 18;
 /// A table with one place for each hash: what comes later displaces what was there.
 #[derive(Debug)]
 pub(super) struct MissHistory {
-    /// From the top: 32 bits of the hash, 3 of the reason (the last one of all is never noted), 2 of the tier, 27 of the time in seconds.
+    /// From the top: 32 bits of the hash, 4 of the reason, 2 of the tier, 26 of the time in seconds.
     notes: Box<[u64]>,
 }
 
-const TIME_BITS: u32 = 27;
+const TIME_BITS: u32 = 26;
 const TIME: u64 = (1 << TIME_BITS) - 1;
 
 impl MissHistory {
@@ -102,7 +102,7 @@ impl MissHistory {
         let hash = name(key);
         let note = self.notes[self.place(hash)];
         // No note has the first reason, so one that was never written is not taken for any.
-        let reason = MissReason::ALL[(note >> (TIME_BITS + 2) & 7) as usize % MissReason::ALL.len()];
+        let reason = MissReason::ALL[(note >> (TIME_BITS + 2) & 15) as usize % MissReason::ALL.len()];
         if note >> 32 != hash >> 32 || reason == MissReason::NeverSeen {
             return Miss::NEVER_SEEN;
         }

@@ -276,7 +276,7 @@ mod tests {
         keys.forget(7, 1).unwrap();
         assert_eq!(opens(&rooms[1]).unwrap_err().kind(), CopyErrorKind::Corrupt);
         assert!(opens(&rooms[0]).is_ok() && opens(&rooms[2]).is_ok());
-        let late = ours.seal((BLOCK, owner(7)), 99, &mut vec![5; 64 + SEAL_BYTES]);
+        let late = ours.seal((BLOCK, owner(7)), 99, &mut [5; 64 + SEAL_BYTES]);
         assert_eq!(late.unwrap_err().kind(), CopyErrorKind::Refused);
     }
 

@@ -220,6 +220,7 @@ mod tests {
         TenantKeys::open(ring, "ns", Box::new(files)).unwrap()
     }
 
+    #[expect(clippy::unnecessary_wraps, reason = "as a copy has it")]
     fn owner(tenant: u32) -> Option<Owner> {
         Some(Owner { tenant, life: 0 })
     }

@@ -399,6 +399,7 @@ mod tests {
     const ONE: &str = "0123456789abcdef";
     const OTHER: &str = "fedcba9876543210";
 
+    #[expect(clippy::unnecessary_wraps, reason = "as a copy has it")]
     fn owner(tenant: u32, life: u32) -> Option<Owner> {
         Some(Owner { tenant, life })
     }

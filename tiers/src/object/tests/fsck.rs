@@ -131,8 +131,11 @@ fn what_a_living_worker_names_stays_and_what_it_misses_is_told() {
     found.retain(|&problem| problem != GoneWorker);
     found.sort_by_key(ToString::to_string);
     assert_eq!(found, [Damaged, Problem::Missing], "{report:?}");
-    let goes = |problem| problem == GoneWorker;
-    assert!(report.findings.iter().all(|finding| finding.removed == goes(finding.problem)), "{report:?}");
+    // Unless the other one removes it just now.
+    assert!(
+        report.findings.iter().all(|finding| !finding.removed || finding.problem == GoneWorker),
+        "{report:?}"
+    );
     assert!(segments[0].exists() && segments[2].exists() && !report.is_sound());
     // It heals by itself: what is missed is stored anew, and what nobody needs any more goes.
     assert_eq!(second.read_found(), 7);
