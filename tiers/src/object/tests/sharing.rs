@@ -340,8 +340,10 @@ fn what_another_has_stored_meanwhile_is_not_stored_again() {
     let dir = tempfile::tempdir().unwrap();
     let start = || Worker::start(open_directory(dir.path()), &shared(4));
     let (first, second) = (start(), start());
+    // It learns what there is, and has room for none of it.
+    second.object.keep_looking(Arc::new(TakeNone));
     assert!(all_ok(&first.write(0, &seeds(1..9))));
-    // It takes a renewal until this is known.
+    // It takes a look until this is known.
     let mut slot = 0;
     eventually("it was stored again and again", || {
         second.object.stats().linked_blocks == 8 || {
@@ -402,6 +404,20 @@ fn segments_take_few_requests() {
 /// Takes in whatever comes.
 #[derive(Default)]
 struct TakeAll(Mutex<Vec<BlockKey>>);
+
+/// Has no slot for anything.
+struct TakeNone;
+
+impl TakeIn for TakeNone {
+    fn take_in(
+        &self,
+        _provenance: Provenance,
+        found: &[FoundBlock],
+        _stand_for: &mut dyn FnMut(usize, SlotId),
+    ) -> Vec<Intake> {
+        vec![Intake::Waits; found.len()]
+    }
+}
 
 impl TakeIn for TakeAll {
     fn take_in(
