@@ -57,6 +57,10 @@ expect 'the tests pass' "$python" -m pytest tests/vllm -q "${marked[@]}" --junit
 say 'figures'
 if $quick; then rounds=3; else rounds=7; fi
 "$python" tests/vllm/figures.py --rounds "$rounds" >"$scratch/figures.json" || (($? == 3)) || failed+=('the figures are taken')
+if ! $quick; then
+    "$python" tests/vllm/connector_figures.py >"$scratch/connector.json" || (($? == 3)) ||
+        failed+=('the figures of the connector are taken')
+fi
 
 "$python" - "$scratch" "${failed[@]}" <<'PYTHON'
 import json, pathlib, sys
@@ -73,6 +77,14 @@ try:
     figures = json.loads((place / "figures.json").read_text())
 except (OSError, ValueError):
     figures, wrong = {}, [*wrong, "no figures"]
+if (place / "connector.json").exists():
+    try:
+        connector = json.loads((place / "connector.json").read_text())
+    except ValueError:
+        connector, wrong = {}, [*wrong, "no figures of the connector"]
+    figures["short"] = figures.get("short", []) + connector.pop("short", [])
+    connector.pop("holds", None)
+    figures["connector"] = connector
 short = figures.pop("short", [])
 figures.pop("holds", None)
 print(json.dumps({"holds": not wrong and not short, "failed": [*wrong, *short], **counts, **figures}))

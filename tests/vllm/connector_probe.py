@@ -78,3 +78,69 @@ def abort_after(engine, prompt: list[int], steps: int) -> None:
     asked.abort_request([name or "aborted"], internal=name is not None)
     while asked.has_unfinished_requests():
         asked.step()
+
+
+def load_times(engine, prompt: list[int], rounds: int) -> dict:
+    """Seconds that the blocks of a prompt take from the host tier to slots that nobody uses, and as many bytes by memcpy, with as
+    many threads. The engine has computed the prompt, and forgotten it."""
+    import ctypes
+    import time
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+
+    from kvbm_rs import Chain
+
+    scheduler = _connector(engine)._scheduler
+    block = engine.core.scheduler.cache_config.block_size
+    blocks = len(prompt) // block
+    hashes = _hashes(engine, prompt)
+    tensors = _worker()._tensors
+    slots = list(range(1, blocks + 1))
+    # The blocks of a layer lie one after the other: a run each, as few calls as there can be.
+    run = blocks * tensors[0][1].numel() * tensors[0].element_size()
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    source = torch.zeros(len(tensors) * run, dtype=torch.uint8)
+    runs = [(tensor[1].data_ptr(), source.data_ptr() + at * run) for at, tensor in enumerate(tensors)]
+    halves = runs[: len(runs) // 2], runs[len(runs) // 2 :]
+
+    memmove = ctypes.CDLL(None).memmove
+    memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+    def copy(part):
+        for target, start in part:
+            # It lets go of the interpreter.
+            memmove(target, start, run)
+
+    load, plain = [], []
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(rounds):
+            lease = scheduler.manager.lease(Chain(hashes))
+            assert lease.by_tier == {"host": blocks}, lease.by_tier
+            began = time.perf_counter()
+            end = scheduler.manager.load_into(lease, 0, slots).wait(10.0)
+            load.append(time.perf_counter() - began)
+            assert end.arrived == blocks
+            began = time.perf_counter()
+            list(threads.map(copy, halves))
+            plain.append(time.perf_counter() - began)
+    return {"load": load, "memcpy": plain, "ratios": [one / other for one, other in zip(load, plain)]}
+
+
+def _hashes(engine, prompt) -> list[bytes]:
+    """Hashes of the full blocks of a prompt, as the engine makes them."""
+    found = []
+    connector = _connector(engine)
+    look_up = connector.get_num_new_matched_tokens
+
+    def noted(request, computed):
+        found.append(list(request.block_hashes))
+        return look_up(request, computed)
+
+    connector.get_num_new_matched_tokens = noted
+    try:
+        engine.generate([prompt], 1, None)
+    finally:
+        del connector.get_num_new_matched_tokens
+    assert engine.settle() and engine.llm.reset_prefix_cache()
+    return found[0]

@@ -76,6 +76,7 @@ def test_what_the_engine_forgot_comes_from_below(model, said):
         assert is_at_rest(engine)
 
 
+@pytest.mark.slow
 def test_generated_tokens_are_kept_unless_told_not_to(model):
     for keeps, served in ((True, 3 * BLOCK), (False, BLOCK)):
         with Engine(model, **connector(host(64), save_generated=keeps)) as engine:
@@ -138,6 +139,7 @@ def test_bytes_that_changed_are_computed_again(model, said, tmp_path):
         assert is_at_rest(engine)
 
 
+@pytest.mark.slow
 def test_a_wrong_byte_would_show(model, said):
     """The control of all others: with bytes that changed in the host tier behind everybody's back, tokens differ."""
     with Engine(model, **connector(host(64))) as engine:
@@ -149,6 +151,7 @@ def test_a_wrong_byte_would_show(model, said):
         assert spoiled.said != [said[0]]
 
 
+@pytest.mark.slow
 def test_preempted_requests_say_the_same(model, said):
     few = {"num_gpu_blocks_override": 24, "max_num_seqs": 6, "max_model_len": 16 * BLOCK}
     with Engine(model, **connector(host(256)), **few) as engine:
@@ -163,6 +166,7 @@ def test_preempted_requests_say_the_same(model, said):
         assert is_at_rest(engine)
 
 
+@pytest.mark.slow
 def test_a_hot_prefix_that_never_leaves_the_engine_stays_below(model):
     hot = prompt(0, 4 * BLOCK)
     # Room below for the hot prefix and a few strangers only.
@@ -175,6 +179,7 @@ def test_a_hot_prefix_that_never_leaves_the_engine_stays_below(model):
         assert again.scheduled == 5
 
 
+@pytest.mark.slow
 def test_requests_that_are_aborted_leave_nothing(model, said):
     with Engine(model, **connector(host(64))) as engine:
         engine.generate(prompt(0, LENGTH))
@@ -188,6 +193,7 @@ def test_requests_that_are_aborted_leave_nothing(model, said):
         assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_the_configuration_is_said(model):
     with pytest.raises(EngineError, match=r"no 'setings'; valid: settings, weights, save_generated"):
         Engine(model, **connector(host(64), setings={}))
@@ -195,6 +201,7 @@ def test_what_is_wrong_with_the_configuration_is_said(model):
         Engine(model, **connector({"host.capasity": "1GiB"}))
 
 
+@pytest.mark.slow
 def test_two_ranks_serve_together(model, said):
     two = {"tensor_parallel_size": 2}
     with Engine(model, environment={"OMP_NUM_THREADS": "1"}, **connector({"host.capacity": "16MiB"}), **two) as engine:
