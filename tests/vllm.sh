@@ -52,7 +52,7 @@ say 'the wheel'
 
 say 'tests with the real engine'
 if $quick; then marked=(-m 'not slow'); else marked=(); fi
-expect 'the tests pass' "$python" -m pytest tests/vllm -q "${marked[@]}" --junit-xml "$scratch/tests.xml" >&2
+expect 'the tests pass' "$python" -m pytest tests/vllm python/tests -q "${marked[@]}" --junit-xml "$scratch/tests.xml" >&2
 
 say 'figures'
 if $quick; then rounds=3; else rounds=7; fi
