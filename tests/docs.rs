@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use kvbm::scheduler::Tuning;
 use kvbm::{
-    BlockHash, Chain, Class, Fingerprint, Manager, Options, Rank, RankGroup, RankOptions, RequestInfo, Tier,
+    BlockHash, Chain, Class, Elements, Fingerprint, Manager, Options, Rank, RankGroup, RankOptions,
+    RequestInfo, Tier,
 };
 use kvbm_settings::Capacity;
 use kvbm_tests::engine;
@@ -216,17 +217,23 @@ fn mishaps() -> Registry {
     rig.registry.clone()
 }
 
-/// An object tier whose budget is spent.
+/// An object tier whose budget is spent, and an engine that computes again what it is given.
 fn spent() -> Registry {
     let registry = Registry::new();
     let mut settings = engine::settings(4096, 8, 8);
     settings.object.url = Some("memory:///".to_owned());
     settings.object.put_budget = 1;
+    settings.transfer.shadow_share = 1.0;
     let manager = engine::open(settings, &registry).unwrap();
     for n in 1..4 {
         engine::serve(&manager, &chain(n));
         let _ = manager.drain(Duration::from_millis(100));
     }
+    // A hit that is computed again.
+    manager.evict(Tier::Device, 8);
+    let lease = manager.lease(&chain(3));
+    let sample = manager.shadow_sample(&lease).swap_remove(0);
+    manager.shadow_compare(&chain(3), &sample, Elements::F32, (&[0; 4], &[0; 4])).unwrap();
     registry.gather();
     registry
 }

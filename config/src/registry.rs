@@ -568,6 +568,14 @@ pub(crate) static KEYS: &[Key] = &[
         in_use: true,
     },
     Key {
+        path: "transfer.shadow_share",
+        field: Field::Share(|s| &mut s.transfer.shadow_share),
+        variables: &[own("DYN_KVBM_SHADOW_SHARE", Form::Plain)],
+        doc: "Share of the hits below the device that an engine which can is asked to compute again, so that it is known \
+              how many of them are wrong (docs/reliability.md).",
+        in_use: true,
+    },
+    Key {
         path: "flush.interval_ms",
         field: Field::Millis(|s| &mut s.flush.interval_ms, 1..=DAY_MS),
         variables: &[own("DYN_KVBM_FLUSH_INTERVAL_MS", Form::Plain)],

@@ -415,6 +415,8 @@ pub struct TransferSettings {
     pub prefill_tokens_per_second: u32,
     /// MiB a second of each tier that outlives the process which are verified though nobody asks for them.
     pub scrub_mib_per_second: u32,
+    /// Share of hits (0–1) that the engine is asked to compute again.
+    pub shadow_share: f64,
 }
 
 impl Default for TransferSettings {
@@ -427,6 +429,7 @@ impl Default for TransferSettings {
             copy_threads: 2,
             prefill_tokens_per_second: 0,
             scrub_mib_per_second: 8,
+            shadow_share: 0.0,
         }
     }
 }

@@ -16,6 +16,7 @@
 //! | `engine_memory`, `layers` | an engine's own memory at one end of a transfer |
 //! | `engine_transfers`, `engine_results` | what such an engine asks of a manager, and what it is answered |
 //! | `checkpoints` | hybrid models: checkpoints of windows and states on the chain |
+//! | `shadow` | hits that the engine computes again, and what that says of the tiers |
 //! | `device` | the device tier's bytes, for who looks at them on the CPU |
 //! | `durable` | what outlives the process: the indices of tiers whose slots do |
 //! | `ranks` | a manager whose bytes lie in other processes, one for each tensor-parallel rank |
@@ -49,6 +50,7 @@ mod options;
 mod pinned;
 mod ranks;
 pub mod scheduler;
+mod shadow;
 mod sync;
 pub mod table;
 mod task;
@@ -74,6 +76,7 @@ pub use metrics::Metrics;
 pub use options::{Options, RouteReport};
 pub use ranks::{Rank, RankGroup, RankOptions};
 pub use scheduler::Drained;
+pub use shadow::{Elements, ShadowCounts, ShadowSample, ShadowVerdict};
 pub use table::RequestInfo;
 #[cfg(feature = "lock-times")]
 pub use table::{TableGuard, longest_hold};

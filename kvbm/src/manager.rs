@@ -23,6 +23,7 @@ use crate::lease::Lease;
 use crate::options::{Options, RouteReport};
 use crate::pinned::PinnedChains;
 use crate::scheduler::{Core, Drained, StagingCounts};
+use crate::shadow::{self, Elements, Shadow, ShadowCounts, ShadowSample, ShadowVerdict};
 use crate::sync::{JoinHandle, Mutex, spawn};
 use crate::table::{Match, RequestInfo, Reserved, SlotCounts, TierStats, Violation};
 use crate::task::Class;
@@ -53,6 +54,7 @@ pub struct Manager {
     background: Mutex<Option<Background>>,
     pinned: Arc<PinnedChains>,
     engine: Option<EngineMemory>,
+    shadow: Shadow,
     /// The groups of layers beside those that keep every block.
     checkpoints: Checkpoints,
     /// The one that opened it.
@@ -93,6 +95,7 @@ impl Manager {
         engine: Option<EngineMemory>,
         suffix: &str,
     ) -> Result<Self> {
+        let shadow = Shadow::new(settings.transfer.shadow_share);
         let assembled = assemble::open(settings, options, engine.clone(), suffix).await?;
         assemble::export(&options.registry, &assembled.core)?;
         let pinned = Arc::new(PinnedChains::default());
@@ -108,6 +111,7 @@ impl Manager {
             background: Mutex::new(Some(background)),
             pinned,
             engine,
+            shadow,
             checkpoints: Checkpoints::default(),
             process: std::process::id(),
         })
@@ -294,6 +298,7 @@ impl Manager {
     /// ends before it can, blocks of past epochs are found again. It is tried again in the background.
     pub fn reset(&self, epoch: u64) -> Result<()> {
         self.checkpoints.reset_with(&self.core, epoch)?;
+        self.shadow.reset();
         self.pinned.end_past(self.core.namespace());
         let settled = self.tell_epoch(epoch);
         // All, also where one cannot be told: that is tried again.
@@ -391,6 +396,56 @@ impl Manager {
     /// Counts of a tier since the start.
     pub fn stats(&self, tier: Tier) -> TierStats {
         self.core.table().stats(tier)
+    }
+
+    /// Which hits of a lease the engine is asked to compute again, for [`shadow_compare`](Self::shadow_compare): the share
+    /// `transfer.shadow_share` of all blocks that a tier below the device has for it, none unless that is set.
+    pub fn shadow_sample(&self, lease: &Lease) -> Vec<ShadowSample> {
+        let held = lease.held();
+        let below = held.plan().filter(|(tier, _)| *tier > Tier::Device);
+        let hits = below.flat_map(|(tier, range)| range.map(move |position| ShadowSample { position, tier }));
+        hits.filter(|_| self.shadow.chooses()).collect()
+    }
+
+    /// Compares a block that was served with what the engine computed for the same tokens, both as they lie in its
+    /// memory. One that is further off than two computations are ([`Elements::tolerance`]) leaves every tier with what
+    /// followed it. A tier of which more than one block in a thousand is wrong, with a confidence of 95 %, gives nothing
+    /// any more until the next [`reset`](Self::reset).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`]: these are no two computations of one block.
+    pub fn shadow_compare<'a>(
+        &self,
+        chain: impl Into<Chain<'a>>,
+        sample: &ShadowSample,
+        elements: Elements,
+        (served, recomputed): (&[u8], &[u8]),
+    ) -> Result<ShadowVerdict> {
+        let (chain, tier) = (chain.into(), sample.tier);
+        if sample.position >= chain.len() {
+            return Err(Error::new(ErrorKind::Invalid, "the sample is of a longer chain: give that one"));
+        }
+        let verdict = shadow::compare(elements, served, recomputed)?;
+        let wrong = match verdict {
+            ShadowVerdict::Same => None,
+            ShadowVerdict::Wrong { distance } => Some(distance),
+        };
+        let (counts, is_guilty) = self.shadow.note(tier, wrong.is_some());
+        self.core.metrics().shadowed(tier, wrong.is_some(), counts.upper_bound());
+        if let Some(distance) = wrong {
+            tracing::error!(%tier, distance, "a block is not what its name says: it is dropped");
+            Tier::ALL.into_iter().for_each(|tier| self.core.drop_wrong(tier, chain, sample.position));
+        }
+        if is_guilty {
+            tracing::error!(%tier, ?counts, "too many blocks of a tier are wrong: it gives nothing any more");
+            self.core.withdraw(tier);
+        }
+        Ok(verdict)
+    }
+
+    /// What was compared of a tier's blocks since the last [`reset`](Self::reset).
+    pub fn shadow_counts(&self, tier: Tier) -> ShadowCounts {
+        self.shadow.counts(tier)
     }
 
     /// What share of the blocks requested lately a tier of `capacity` blocks would have held, 0 to 1, had it

@@ -17,7 +17,9 @@ use std::time::Duration;
 use kvbm_tiers::{CopyError, CopyErrorKind, Route, Tier};
 use prometheus::core::Collector;
 use prometheus::proto::{Metric, MetricFamily};
-use prometheus::{Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, Opts, Registry};
+use prometheus::{
+    GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, Opts, Registry,
+};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::table::{Match, Miss};
@@ -50,6 +52,8 @@ pub struct Metrics {
     leases: Arc<LeaseMetrics>,
     directory_failures: IntCounterVec,
     scrubbed_blocks: IntCounterVec,
+    shadow_blocks: IntCounterVec,
+    shadow_bound: GaugeVec,
     recompute_tokens: IntCounter,
     orphans: IntCounter,
     duplicates: IntCounter,
@@ -176,6 +180,18 @@ impl Metrics {
                 "Blocks verified that nobody had asked for.",
                 &["tier", "outcome"],
             )?,
+            shadow_blocks: b.counters(
+                "kvbm_shadow_blocks_total",
+                "Hits that the engine computed again, by what became of the comparison.",
+                &["tier", "verdict"],
+            )?,
+            shadow_bound: b.register(GaugeVec::new(
+                Opts::new(
+                    "kvbm_shadow_wrong_rate_bound",
+                    "The share of wrong blocks is not larger than this, with a confidence of 95 %.",
+                ),
+                &["tier"],
+            ))?,
             recompute_tokens: b.counter(
                 "kvbm_recompute_tokens_total",
                 "Tokens held but left to the engine, which computes them sooner than they are loaded.",
@@ -285,6 +301,13 @@ impl Metrics {
     /// One of several directories of the disk tier is left alone.
     pub(crate) fn directory_failed(&self, dir: usize) {
         self.directory_failures.with_label_values(&[&dir.to_string()]).inc();
+    }
+
+    /// A hit was computed again, after which this bounds the share of wrong ones.
+    pub(crate) fn shadowed(&self, tier: Tier, is_wrong: bool, bound: f64) {
+        let verdict = if is_wrong { "wrong" } else { "same" };
+        self.shadow_blocks.with_label_values(&[tier.name(), verdict]).inc();
+        self.shadow_bound.with_label_values(&[tier.name()]).set(bound);
     }
 
     /// A chain of `blocks` blocks was leased.

@@ -43,6 +43,8 @@ enum State {
         is_probing: bool,
         cause: Cause,
     },
+    /// What it gives is wrong: nothing is asked of it until all is forgotten.
+    Withdrawn,
 }
 
 /// What opened a breaker.
@@ -77,9 +79,28 @@ impl Breakers {
         self.of(route).pass(now, verdict)
     }
 
+    /// Nothing is read from a tier from here on: what it gives is wrong.
+    pub(super) fn withdraw(&self, tier: Tier) {
+        *self.reads[tier.index()].0.lock() = State::Withdrawn;
+    }
+
+    /// What was wrong is forgotten.
+    pub(super) fn reinstate(&self) {
+        for read in &self.reads {
+            let mut state = read.0.lock();
+            if matches!(*state, State::Withdrawn) {
+                *state = State::default();
+            }
+        }
+    }
+
     /// Whether not even a probe may go on `route` now.
     pub(super) fn is_blocked(&self, route: Route, now: Duration) -> bool {
-        matches!(*self.of(route).0.lock(), State::Open { until, .. } if now < until)
+        match *self.of(route).0.lock() {
+            State::Open { until, .. } => now < until,
+            State::Withdrawn => true,
+            State::Closed { .. } => false,
+        }
     }
 
     /// Who was told [`Passage::Probe`] has nothing to try it with: the next one may.
@@ -98,7 +119,7 @@ impl Breakers {
     /// was sent before it opened may still arrive from a medium that hangs for every tenth copy.
     pub(super) fn succeeded(&self, route: Route, is_probe: bool, now: Duration) {
         let own = self.of(route);
-        if is_probe || !own.is_open() {
+        if !own.is_withdrawn() && (is_probe || !own.is_open()) {
             *own.0.lock() = State::default();
         } else {
             own.answers(now, self.first_pause);
@@ -145,13 +166,18 @@ impl Breakers {
 }
 
 impl Breaker {
+    fn is_withdrawn(&self) -> bool {
+        matches!(*self.0.lock(), State::Withdrawn)
+    }
+
     fn is_open(&self) -> bool {
-        matches!(*self.0.lock(), State::Open { .. })
+        !matches!(*self.0.lock(), State::Closed { .. })
     }
 
     fn pass(&self, now: Duration, verdict: Duration) -> Passage {
         match &mut *self.0.lock() {
             State::Closed { .. } => Passage::Free,
+            State::Withdrawn => Passage::Blocked,
             State::Open { until, .. } if now < *until => Passage::Blocked,
             State::Open { until, is_probing, .. } => {
                 (*until, *is_probing) = (now + verdict, true);
@@ -177,6 +203,7 @@ impl Breaker {
             State::Closed { .. } => first_pause,
             // One of those that were on their way when it opened: nothing new.
             State::Open { .. } if !is_probe => return,
+            State::Withdrawn => return,
             State::Open { pause, .. } => (pause * 2).min(first_pause * MAX_PAUSES),
         };
         *state = State::Open { until: now + pause, pause, is_probing: false, cause };

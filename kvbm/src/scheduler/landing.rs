@@ -164,6 +164,11 @@ impl Core {
     /// A block of a chain that was lent for reading is not what it was: it leaves `tier` with its descendants.
     pub(crate) fn lent_is_corrupt(self: &Arc<Self>, tier: Tier, chain: Chain<'_>, position: usize) {
         self.metrics.found_corrupt(tier);
+        self.drop_wrong(tier, chain, position);
+    }
+
+    /// A block of a chain is not what its name says: it leaves `tier` with its descendants, if it is there.
+    pub(crate) fn drop_wrong(self: &Arc<Self>, tier: Tier, chain: Chain<'_>, position: usize) {
         let mut table = self.table.lock();
         let chain = table.enter(chain);
         table.quarantine_resident(tier, chain.key(position), Defect::Corrupt);

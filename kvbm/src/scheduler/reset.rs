@@ -22,6 +22,7 @@ impl Core {
     pub fn reset(self: &Arc<Self>, epoch: u64) -> Result<()> {
         let effects = self.table().reset(epoch)?;
         self.forgotten(effects);
+        self.breakers.reinstate();
         Ok(())
     }
 
@@ -30,6 +31,11 @@ impl Core {
     pub fn forget_all(self: &Arc<Self>) {
         let effects = self.table().forget_all();
         self.forgotten(effects);
+    }
+
+    /// Nothing is read from a tier any more until the next [`reset`](Self::reset): what it gives is wrong.
+    pub(crate) fn withdraw(&self, tier: Tier) {
+        self.breakers.withdraw(tier);
     }
 
     /// The present namespace.
