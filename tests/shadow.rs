@@ -55,7 +55,10 @@ fn verify(manager: &Manager, number: u32, noise: f32) -> (usize, Vec<usize>) {
     let held = loaded.blocks(Tier::Device);
     for sample in samples.iter().filter(|sample| sample.position < held) {
         assert_eq!(sample.tier, Tier::Host);
-        let served = manager.read_device(&loaded, &chain, sample.position, <[u8]>::to_vec).unwrap();
+        // Behind a block that was wrong there is nothing any more.
+        let Some(served) = manager.read_device(&loaded, &chain, sample.position, <[u8]>::to_vec) else {
+            break;
+        };
         let again = computed(100 * number + sample.position as u32, noise);
         match manager.shadow_compare(&chain, sample, Elements::F32, (&served, &again)).unwrap() {
             ShadowVerdict::Same => {}
