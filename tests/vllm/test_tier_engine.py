@@ -101,6 +101,7 @@ def test_corruption_is_caught_and_a_reset_forgets(model, place):
         assert again.said == cold.said
 
 
+@pytest.mark.slow
 def test_prompts_larger_than_the_primary_tier_are_served_in_part(model, place):
     wanted = prompt(1, 24 * BLOCK + TAIL)
     with Engine(model, below(place)) as engine:
@@ -116,6 +117,7 @@ def test_prompts_larger_than_the_primary_tier_are_served_in_part(model, place):
         assert engine.generate(*crowd).said == said
 
 
+@pytest.mark.slow
 def test_a_typo_is_an_error_at_start(model, place):
     with pytest.raises(EngineError, match="disk.capacity"):
         Engine(model, below(place, **{"disk.capacitty": "1GB"}))
