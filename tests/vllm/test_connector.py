@@ -20,8 +20,6 @@ def connector(settings: dict, **extra) -> dict:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"settings": settings, **extra},
         },
-        # As it was trained: `auto` halves it.
-        "dtype": "float32",
         # Without statistics vLLM does not ask where hits come from.
         "disable_log_stats": False,
     }
@@ -46,7 +44,7 @@ def is_at_rest(engine: Engine) -> bool:
 @pytest.fixture(scope="module")
 def said(model) -> list[list[int]]:
     """What an engine without connector says to the prompts 0 to 9."""
-    with Engine(model, dtype="float32") as engine:
+    with Engine(model) as engine:
         return [engine.generate(prompt(number, LENGTH)).said[0] for number in range(10)]
 
 
