@@ -52,9 +52,9 @@ impl<'r> Bed<'r> {
         if self.manager.counts(Tier::Device).resident == 0 {
             self.move_all(Manager::load)?;
         }
-        self.manager.evict(Tier::Host, self.blocks);
+        self.empty(Tier::Host);
         if self.bottom > Tier::Host {
-            self.manager.evict(self.bottom, self.blocks);
+            self.empty(self.bottom);
             self.move_all(Manager::save)?;
         }
         self.expect_none_in(self.bottom)
@@ -63,7 +63,7 @@ impl<'r> Bed<'r> {
     /// Whatever is to be read lies in the bottom tier alone.
     pub(crate) fn prepare_read(&self) -> Result<(), Failure> {
         Tier::ALL.into_iter().filter(|&tier| tier < self.bottom).for_each(|tier| {
-            self.manager.evict(tier, self.blocks);
+            self.empty(tier);
         });
         self.expect_none_in(Tier::Device)?;
         self.expect_all_in(self.bottom)
@@ -118,6 +118,16 @@ impl<'r> Bed<'r> {
         let tickets: Vec<_> = self.chains.iter().map(start).collect();
         tickets.into_iter().try_for_each(|ticket| self.runtime.block_on(ticket).map(drop))?;
         Ok(())
+    }
+
+    /// Who reads a block holds it where it is, with those before it: the scrubber does for as long as the drive takes.
+    fn empty(&self, tier: Tier) {
+        let started = clock::now();
+        while self.manager.counts(tier).resident > 0 && started.elapsed() < LIMIT {
+            if self.manager.evict(tier, self.blocks) == 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
     }
 
     fn expect_all_in(&self, tier: Tier) -> Result<(), Failure> {
