@@ -141,8 +141,6 @@ def opening(model: Path, extra: dict | None, name: str) -> dict:
     """The arguments of `vllm.LLM` that all tests share."""
     arguments = {
         "model": str(model),
-        # As it was made: `auto` halves it.
-        "dtype": "float32",
         "enforce_eager": True,
         "enable_prefix_caching": True,
         "block_size": BLOCK,
