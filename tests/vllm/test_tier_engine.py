@@ -108,7 +108,7 @@ def test_prompts_larger_than_the_primary_tier_are_served_in_part(model, place):
     wanted = prompt(1, 24 * BLOCK + TAIL)
     with Engine(model, below(place), dtype="float32") as engine:
         cold = engine.generate(wanted)
-    with Engine(model, below(place, chunks=16)) as engine:
+    with Engine(model, below(place, chunks=16), dtype="float32") as engine:
         warm = engine.generate(wanted)
         assert warm.said == cold.said
         assert warm.scheduled == 10 * BLOCK + REST
