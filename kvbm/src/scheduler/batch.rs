@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use kvbm_tiers::{Frame, Route, Tier};
 
+use super::errand::Errand;
 use super::routed::RoutedTask;
 use crate::sync::{AtomicUsize, Mutex};
 use crate::task::{Class, CopyTask};
@@ -24,6 +25,8 @@ pub(super) struct Batch {
     progress: Timestamp,
     tasks: Vec<Mutex<TaskState>>,
     left: AtomicUsize,
+    /// Instead of tasks: a copy that no request asked for.
+    pub(super) errand: Option<Errand>,
 }
 
 /// A point in time that is written often and read seldom.
@@ -97,9 +100,10 @@ impl Batch {
         self.tasks.iter().filter_map(give_up).collect()
     }
 
-    /// Whether the medium works on a task that somebody waits for.
+    /// Whether the medium works on a copy that is not overdue.
     pub(super) fn is_working(&self) -> bool {
-        self.tasks.iter().any(|state| matches!(*state.lock(), TaskState::Working(_)))
+        self.errand.as_ref().is_some_and(Errand::is_working)
+            || self.tasks.iter().any(|state| matches!(*state.lock(), TaskState::Working(_)))
     }
 
     /// So many tasks ended. True with the last one.
@@ -142,16 +146,41 @@ impl Batches {
         tasks: Vec<RoutedTask>,
         now: Duration,
     ) -> Arc<Batch> {
-        let left = AtomicUsize::new(tasks.len());
         let is_probe = tasks.iter().any(|task| task.task.is_probe);
-        let tasks = tasks.into_iter().map(|task| Mutex::new(TaskState::Working(task))).collect();
+        self.register(|id| Batch {
+            id,
+            route,
+            class,
+            is_probe,
+            started: now,
+            progress: Timestamp::default(),
+            left: AtomicUsize::new(tasks.len()),
+            tasks: tasks.into_iter().map(|task| Mutex::new(TaskState::Working(task))).collect(),
+            errand: None,
+        })
+    }
+
+    /// A copy that no request asked for, judged by the clock of all others.
+    pub(super) fn start_errand(&self, errand: Errand, now: Duration) -> Arc<Batch> {
+        self.register(|id| Batch {
+            id,
+            route: errand.op().route(),
+            class: Class::Flush,
+            is_probe: false,
+            started: now,
+            progress: Timestamp::default(),
+            left: AtomicUsize::new(0),
+            tasks: Vec::new(),
+            errand: Some(errand),
+        })
+    }
+
+    fn register(&self, batch: impl FnOnce(u64) -> Batch) -> Arc<Batch> {
         // Numbered under the lock: the oldest batch of a medium is the one with the least number.
         let mut register = self.in_flight.lock();
         let id = register.next;
         register.next += 1;
-        let batch =
-            Batch { id, route, class, is_probe, started: now, progress: Timestamp::default(), tasks, left };
-        let batch = Arc::new(batch);
+        let batch = Arc::new(batch(id));
         register.batches.insert(id, Arc::clone(&batch));
         batch
     }
@@ -195,8 +224,9 @@ impl Batches {
         self.in_flight.lock().batches.values().cloned().collect()
     }
 
-    pub(super) fn is_empty(&self) -> bool {
-        self.in_flight.lock().batches.is_empty()
+    /// Whether none is in flight that somebody asked for.
+    pub(super) fn are_errands(&self) -> bool {
+        self.in_flight.lock().batches.values().all(|batch| batch.errand.is_some())
     }
 }
 

@@ -9,9 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use kvbm_tiers::{BlockKey, CopyError, CopyOp, Done, Fences, Frame, Route, SlotRef, Tier};
+use kvbm_tiers::{BlockKey, CopyError, CopyOp, Frame, SlotRef, Tier};
 
 use super::Core;
+use super::errand::Purpose;
 use crate::sync::{AtomicUsize, Mutex};
 
 /// All of them; none, where there are not several.
@@ -180,26 +181,28 @@ impl Core {
 
     /// Writes to the directory, and reads what was written, which is verified on the way.
     fn try_copy(self: &Arc<Self>, dir: usize, (from, to): (SlotRef, SlotRef), staging: Frame) {
-        let (core, with_medium) = (Arc::clone(self), Arc::clone(&self.with_media));
-        // It is reported once, and then the slot is free for the next step.
-        let staging = Mutex::new(Some((staging, with_medium)));
-        let route: Route = (from.tier, to.tier);
-        let done = Done::new(move |_, result: Result<(), CopyError>| {
-            let Some((staging, _with_medium)) = staging.lock().take() else { return };
-            match result {
-                Ok(()) if route.1 == Tier::Disk => core.try_copy(dir, (to, from), staging),
-                result => {
-                    core.staging.lock().settle(staging);
-                    core.directory_tried(dir, result.err().as_ref());
-                }
-            }
-        });
         let block = BlockKey { hash: 0, group: 0 };
         let op = CopyOp { block, parent: None, owner: None, from, to };
-        self.executor.submit(route, vec![op], Fences::default(), &done);
+        self.run_errand(op, staging, Purpose::Trial(dir));
     }
 
-    fn directory_tried(self: &Arc<Self>, dir: usize, error: Option<&CopyError>) {
+    /// A copy of a trial has ended.
+    pub(super) fn trial_ended(
+        self: &Arc<Self>,
+        dir: usize,
+        op: &CopyOp,
+        staging: Frame,
+        error: Option<&CopyError>,
+    ) {
+        if error.is_none() && op.to.tier == Tier::Disk {
+            return self.try_copy(dir, (op.to, op.from), staging);
+        }
+        self.staging.lock().settle(staging);
+        self.directory_tried(dir, error);
+    }
+
+    /// A trial has ended, or is overdue.
+    pub(super) fn directory_tried(self: &Arc<Self>, dir: usize, error: Option<&CopyError>) {
         let verdict = self.directories.tried(dir, error.is_none(), self.clock.uptime());
         match (verdict, error) {
             (Verdict::Well, _) => {

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kvbm_tiers::{Completion, Done, Fences};
+use kvbm_tiers::{Completion, CopyError, Done, Fences};
 
 use super::Core;
 use super::batch::Batch;
@@ -63,11 +63,7 @@ impl Core {
         let order = tasks.first().and_then(RoutedTask::order);
         let fences = order.map_or_else(Fences::default, |order| order.fences());
         let batch = self.batches.start(route, class, tasks, self.clock.uptime());
-        let report = Report {
-            core: Arc::clone(self),
-            batch: Arc::clone(&batch),
-            _with_medium: Arc::clone(&self.with_media),
-        };
+        let report = self.report(&batch);
         let done = Done::together(move |completions| report.copies_ended(completions));
         let executor = Arc::clone(&self.executor);
         // Nobody knows what became of a batch whose backend panicked: its copies will be overdue. The request that
@@ -86,6 +82,15 @@ impl Core {
             self.give_up(&batch);
         }
         true
+    }
+
+    /// What a backend is to keep of a batch.
+    pub(super) fn report(self: &Arc<Self>, batch: &Arc<Batch>) -> Report {
+        Report {
+            core: Arc::clone(self),
+            batch: Arc::clone(batch),
+            _with_medium: Arc::clone(&self.with_media),
+        }
     }
 
     /// What becomes of a task whose turn has come. It gets the staging slot that it needs.
@@ -111,7 +116,7 @@ impl Core {
 }
 
 /// What a backend keeps of a batch until it is done with it.
-struct Report {
+pub(super) struct Report {
     core: Arc<Core>,
     batch: Arc<Batch>,
     /// After the core, so that who counts these knows that a medium's thread is not the last to hold that.
@@ -121,6 +126,10 @@ struct Report {
 impl Report {
     fn copies_ended(&self, completions: Vec<Completion>) {
         self.core.copies_ended(&self.batch, completions);
+    }
+
+    pub(super) fn errand_ended(&self, error: Option<&CopyError>) {
+        self.core.errand_ended(&self.batch, error);
     }
 }
 

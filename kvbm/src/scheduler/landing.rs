@@ -120,6 +120,9 @@ impl Core {
 
     /// Nobody waits for the batch's copies any more. What the medium may still touch stays theirs.
     pub(super) fn give_up(self: &Arc<Self>, batch: &Batch) {
+        if let Some(errand) = &batch.errand {
+            return self.give_up_errand(batch, errand);
+        }
         let now = self.clock.uptime();
         let told = batch.give_up(|task| {
             if task.has_staging() {

@@ -16,6 +16,8 @@
 //! | `landing` | what happens when a copy ends |
 //! | `breaker` | media that are away, full or hanging are left alone for a while |
 //! | `directories` | of several directories of the disk tier one that fails is left alone |
+//! | `errand` | copies that no request asked for, overdue like all others |
+//! | `scrub` | which blocks are looked at in turn, and how fast |
 //! | `staging` | DRAM slots through which blocks travel |
 //! | `reset` | closing a namespace: what is under way lands nowhere |
 //! | `forget` | what a tenant stored leaves, and lands nowhere |
@@ -37,6 +39,7 @@ mod directories;
 mod dispatch;
 mod engine;
 mod engine_order;
+mod errand;
 mod executor;
 mod forget;
 mod landing;

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm_tiers::checksum::checksum;
-use kvbm_tiers::{CopyError, CopyErrorKind, CopyOp, Done, DramRegion, Fences, Frame, Memory, Tier};
+use kvbm_tiers::{CopyError, CopyErrorKind, CopyOp, DramRegion, Frame, Memory, Tier};
 
 use super::Core;
+use super::errand::Purpose;
 use crate::sync::Mutex;
 use crate::table::Scrubbed;
 use crate::task::Defect;
@@ -132,17 +133,12 @@ impl Core {
             from: scrubbed.slot,
             to: staging.slot_ref(),
         };
-        let (core, with_medium) = (Arc::clone(self), Arc::clone(&self.with_media));
-        let read = Mutex::new(Some((scrubbed, staging, with_medium)));
-        let done = Done::new(move |_, result| {
-            let Some((scrubbed, staging, _with_medium)) = read.lock().take() else { return };
-            core.scrub_read(&op, scrubbed, staging, result.as_ref().err());
-        });
-        self.executor.submit(route, vec![op], Fences::default(), &done);
+        self.run_errand(op, staging, Purpose::Scrub(scrubbed));
         true
     }
 
-    fn scrub_read(
+    /// The medium has read the block.
+    pub(super) fn scrub_read(
         self: &Arc<Self>,
         op: &CopyOp,
         scrubbed: Scrubbed,
@@ -170,12 +166,26 @@ impl Core {
         self.scrub_some();
     }
 
+    /// A read is overdue: the next one may go once the medium moves again.
+    pub(super) fn scrub_gave_up(&self) {
+        self.scrubbing.state.lock().is_reading = false;
+    }
+
+    /// A read that was given up has ended, which says nothing of the block by now.
+    pub(super) fn scrub_came_back(self: &Arc<Self>, scrubbed: Scrubbed) {
+        self.end_scrub(scrubbed, None);
+    }
+
     fn scrubbed(self: &Arc<Self>, scrubbed: Scrubbed, defect: Option<Defect>) {
         let tier = scrubbed.slot.tier;
         self.metrics.scrubbed(tier, defect.is_none());
         if defect == Some(Defect::Corrupt) {
             self.metrics.found_corrupt(tier);
         }
+        self.end_scrub(scrubbed, defect);
+    }
+
+    fn end_scrub(self: &Arc<Self>, scrubbed: Scrubbed, defect: Option<Defect>) {
         let mut table = self.table();
         table.scrubbed(scrubbed, defect);
         let effects = table.take_effects();

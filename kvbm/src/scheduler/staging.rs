@@ -45,9 +45,11 @@ impl Staging {
         self.idle.push(frame);
     }
 
-    /// Takes a slot for something that nobody asked for, which counts as idle. Not the last one.
+    /// Takes a slot for something that nobody asked for, which counts as idle. Not the last one, and none where half of
+    /// them are lost: what nobody asked for must not cost the rest.
     pub(super) fn lend(&mut self) -> Option<Frame> {
-        let frame = if self.idle.len() > 1 { self.idle.pop() } else { None };
+        let may = self.idle.len() > 1 && self.lost * 2 < self.total;
+        let frame = if may { self.idle.pop() } else { None };
         self.lent += usize::from(frame.is_some());
         frame
     }
@@ -60,6 +62,12 @@ impl Staging {
 
     /// The copy through a slot that was taken is overdue.
     pub(super) const fn lose(&mut self) {
+        self.lost += 1;
+    }
+
+    /// The copy through a slot that was lent is overdue.
+    pub(super) const fn lose_lent(&mut self) {
+        self.lent -= 1;
         self.lost += 1;
     }
 

@@ -1,0 +1,115 @@
+//! Errands: copies that no request asked for, each of one block through a staging slot. The scrubber reads by them, and a
+//! directory that is left alone is tried by them. They go overdue by the clock of all other copies; what one that never
+//! ends may still touch stays its own, and nothing else waits for it.
+
+use std::sync::Arc;
+
+use kvbm_tiers::{CopyError, CopyErrorKind, CopyOp, Done, Fences, Frame};
+
+use super::Core;
+use super::batch::Batch;
+use crate::sync::Mutex;
+use crate::table::Scrubbed;
+
+/// A copy that no request asked for.
+#[derive(Debug)]
+pub(super) struct Errand {
+    op: CopyOp,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+enum State {
+    Working(Purpose, Frame),
+    /// The staging slot, and what the purpose holds, are the medium's until it ends.
+    Overdue(Purpose, Frame),
+    Ended,
+}
+
+/// What the copy is for.
+#[derive(Debug)]
+pub(super) enum Purpose {
+    /// To verify a block.
+    Scrub(Scrubbed),
+    /// To see whether this directory is well.
+    Trial(usize),
+}
+
+impl Errand {
+    pub(super) const fn op(&self) -> &CopyOp {
+        &self.op
+    }
+
+    pub(super) fn is_working(&self) -> bool {
+        matches!(*self.state.lock(), State::Working(..))
+    }
+
+    fn take(&self) -> State {
+        std::mem::replace(&mut *self.state.lock(), State::Ended)
+    }
+}
+
+impl Core {
+    /// Has the medium make the copy. `staging` is lent for it.
+    pub(super) fn run_errand(self: &Arc<Self>, op: CopyOp, staging: Frame, purpose: Purpose) {
+        let errand = Errand { op, state: Mutex::new(State::Working(purpose, staging)) };
+        let batch = self.batches.start_errand(errand, self.clock.uptime());
+        let report = self.report(&batch);
+        let done = Done::new(move |_, result| report.errand_ended(result.as_ref().err()));
+        self.executor.submit(op.route(), vec![op], Fences::default(), &done);
+        if self.is_closed() {
+            // It was closed since this was decided: nobody else will give it up.
+            self.give_up(&batch);
+        }
+    }
+
+    /// A backend reports the end of an errand.
+    pub(super) fn errand_ended(self: &Arc<Self>, batch: &Batch, error: Option<&CopyError>) {
+        let Some(errand) = &batch.errand else { return };
+        self.batches.progressed(batch, self.clock.uptime());
+        self.batches.end(batch);
+        match errand.take() {
+            State::Working(Purpose::Scrub(scrubbed), staging) => {
+                self.scrub_read(&errand.op, scrubbed, staging, error);
+            }
+            State::Working(Purpose::Trial(dir), staging) => self.trial_ended(dir, &errand.op, staging, error),
+            State::Overdue(purpose, staging) => self.errand_came_back(batch, purpose, staging),
+            State::Ended => tracing::error!(route = ?batch.route, "a backend reported a copy twice"),
+        }
+    }
+
+    /// Nobody waits for the errand any more: who sent it goes on without it.
+    pub(super) fn give_up_errand(self: &Arc<Self>, batch: &Batch, errand: &Errand) {
+        let mut state = errand.state.lock();
+        let (purpose, staging) = match std::mem::replace(&mut *state, State::Ended) {
+            State::Working(purpose, staging) => (purpose, staging),
+            // Its end was faster.
+            other => return *state = other,
+        };
+        self.staging.lock().lose_lent();
+        self.metrics.went_overdue(batch.route);
+        let dir = if let Purpose::Trial(dir) = purpose { Some(dir) } else { None };
+        *state = State::Overdue(purpose, staging);
+        drop(state);
+        match dir {
+            Some(dir) => self.directory_tried(dir, Some(&overdue())),
+            None => self.scrub_gave_up(),
+        }
+    }
+
+    fn errand_came_back(self: &Arc<Self>, batch: &Batch, purpose: Purpose, staging: Frame) {
+        if let Purpose::Scrub(scrubbed) = purpose {
+            // Too late to say anything of the block: it is pinned no longer, and looked at again in its turn.
+            self.scrub_came_back(scrubbed);
+        }
+        self.staging.lock().regain(staging);
+        self.metrics.came_back(batch.route);
+        self.breakers.revived(batch.route, self.clock.uptime());
+        self.flushing.wake();
+        self.pump();
+    }
+}
+
+fn overdue() -> CopyError {
+    CopyError::new(CopyErrorKind::TimedOut, "the medium did not answer in time".to_owned())
+}
