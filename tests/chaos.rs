@@ -4,10 +4,11 @@
 use std::time::Duration;
 
 use kvbm::{BlockHash, Manager, Options, Tier};
-use kvbm_settings::{Capacity, DiskBackend};
+use kvbm_settings::{Capacity, DiskBackend, Settings};
 use kvbm_tests::engine::{self, serve};
-use kvbm_tests::rig::hash;
+use kvbm_tests::rig::{hash, metric};
 use kvbm_tiers::chaos::{Chaos, Kind, Medium, Schedule};
+use prometheus::Registry;
 
 const LIMIT: Duration = Duration::from_secs(40);
 
@@ -15,11 +16,16 @@ const LIMIT: Duration = Duration::from_secs(40);
 struct Troubled {
     manager: Manager,
     chaos: Chaos,
+    registry: Registry,
     _dir: tempfile::TempDir,
 }
 
 impl Troubled {
     fn new(fault: &str, backend: DiskBackend) -> Self {
+        Self::with(fault, backend, |_| ())
+    }
+
+    fn with(fault: &str, backend: DiskBackend, change: impl FnOnce(&mut Settings)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let mut settings = engine::settings(4096, 16, 16);
         settings.transfer.timeout_ms = 200;
@@ -27,11 +33,14 @@ impl Troubled {
         settings.disk.dirs = vec![dir.path().to_owned()];
         settings.disk.backend = backend;
         settings.object.url = Some("memory:///".to_owned());
+        change(&mut settings);
         let chaos = Chaos::new(Schedule::scripted([fault.parse().unwrap()]));
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        let options = Options { chaos: Some(chaos.clone()), ..Options::default() };
+        let registry = Registry::new();
+        let options =
+            Options { chaos: Some(chaos.clone()), registry: registry.clone(), ..Options::default() };
         let manager = runtime.block_on(Manager::open(settings, options)).unwrap();
-        Self { manager, chaos, _dir: dir }
+        Self { manager, chaos, registry, _dir: dir }
     }
 
     /// Serves chains that go down to `tier` as far as they get, and again from there. No byte may be wrong.
@@ -144,7 +153,8 @@ fn an_object_store_fails_in_every_way_and_works_again() {
 
 #[test]
 fn a_disk_that_hangs_shorter_than_the_time_out_is_waited_for() {
-    let troubled = Troubled::new("disk:hang@0s+40ms", DiskBackend::Auto);
+    let patient = |settings: &mut Settings| settings.transfer.timeout_ms = 5_000;
+    let troubled = Troubled::with("disk:hang@0s+500ms", DiskBackend::Auto, patient);
     troubled.chaos.start();
     troubled.serve_some(Tier::Disk);
     let _ = troubled.manager.drain(LIMIT);
@@ -158,4 +168,42 @@ fn a_copy_that_never_completes_is_overdue_and_nothing_else_is() {
     troubled.serve_some(Tier::Disk);
     let _ = troubled.manager.drain(LIMIT);
     troubled.assert_heals(Kind::Never);
+}
+
+/// What the scrubber reads is overdue like any copy, nothing is kept waiting for it, and scrubbing goes on.
+fn scrubs_on_after(fault: &str, kind: Kind) {
+    let troubled =
+        Troubled::with(fault, DiskBackend::Auto, |settings| settings.transfer.scrub_mib_per_second = 100);
+    let wait_until = |what: &str, is_so: &dyn Fn() -> bool| {
+        let deadline = std::time::Instant::now() + LIMIT;
+        while !is_so() {
+            assert!(std::time::Instant::now() < deadline, "{what}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    let scrubbed =
+        || metric(&troubled.registry, "kvbm_scrubbed_blocks_total", &[("tier", "disk"), ("outcome", "sound")]);
+    serve(&troubled.manager, &chain(1));
+    serve(&troubled.manager, &chain(2));
+    assert!(troubled.manager.drain(LIMIT).is_complete());
+    wait_until("blocks are looked at", &|| scrubbed() > 10);
+    troubled.chaos.start();
+    wait_until("nobody counts a read that does not end", &|| {
+        metric(&troubled.registry, "kvbm_overdue_copies_total", &[]) == 1
+    });
+    troubled.assert_heals(kind);
+    let before = scrubbed();
+    wait_until("nothing is looked at any more", &|| scrubbed() > before + 30);
+    let overdue = troubled.manager.overdue();
+    assert_eq!(troubled.manager.close(Duration::from_secs(1)).copies_left, overdue);
+}
+
+#[test]
+fn a_read_of_the_scrubber_that_never_ends_is_overdue_and_scrubbing_goes_on() {
+    scrubs_on_after("disk.read:never@0s+1h x1", Kind::Never);
+}
+
+#[test]
+fn a_read_of_the_scrubber_that_hangs_comes_back_and_scrubbing_goes_on() {
+    scrubs_on_after("disk.read:hang@0s+900ms x1", Kind::Hang);
 }

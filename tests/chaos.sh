@@ -35,8 +35,6 @@ runs=$scratch/runs.jsonl
 log=$scratch/log
 # Every failed copy is a line: they are what is asked for here.
 export RUST_LOG=${RUST_LOG:-off}
-# A read of the scrubber that never completes is nobody's copy, so it does not count as overdue: it would not be accounted for.
-export DYN_KVBM_SCRUB_MIB_PER_SECOND=0
 
 cargo build --quiet --profile "$profile" --package kvbm-cli
 
