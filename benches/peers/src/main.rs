@@ -8,6 +8,7 @@ mod logical;
 
 use cap::Cap;
 use clap::Parser;
+use kvbm::BlockHash;
 use kvbm_cli::measuring::chains::{Prompt, Prompts, Random, SHORT, saves};
 use kvbm_cli::measuring::rounds::{Arrival, CacheSweep, FullTier, Picks, Spread, round_of_chains};
 use kvbm_cli::measuring::subject::{OurManager, Subject, device_of, table_of_four_tiers};
@@ -53,9 +54,21 @@ struct Report {
     bytes_per_block: Bytes,
 }
 
-/// `theirs_same` finds just the blocks that ours finds; `theirs_whole` the whole prompt, all resident.
+/// In runs one manager matches every prompt once, and then `RUN` of them on the clock, before it is the other's turn: each
+/// finds of its own tables in the caches what they hold of them, as a worker's does that matches request after request. One
+/// by one each finds the other's there.
 #[derive(Serialize)]
 struct Match {
+    in_runs: Matches,
+    one_by_one: Matches,
+}
+
+/// Matches of one manager that are timed before it is the other's turn.
+const RUN: usize = 100;
+
+/// `theirs_same` finds just the blocks that ours finds; `theirs_whole` the whole prompt, all resident.
+#[derive(Serialize)]
+struct Matches {
     ours: Spread,
     theirs_same: Spread,
     theirs_whole: Spread,
@@ -84,7 +97,9 @@ fn main() {
     let prompts = Prompts::new(args.blocks);
     let ours = OurManager::holding(&prompts, args.eviction);
     let theirs = logical_holding(&prompts, args.blocks);
-    let mut duel = Duel { ours, theirs, cold: CacheSweep::new(args.sweep), samples: args.samples };
+    let (our_arrival, their_arrival) = (Arrival::new(), Arrival::new());
+    let cold = CacheSweep::new(args.sweep);
+    let mut duel = Duel { ours, theirs, our_arrival, their_arrival, cold, samples: args.samples };
     let match_65536_us = duel.matches(&prompts.longest);
     let match_8192_us = duel.matches(&prompts.long);
     let match_288_us = duel.matches(&prompts.medium);
@@ -120,36 +135,58 @@ fn logical_holding(prompts: &Prompts, blocks: usize) -> Logical {
 struct Duel {
     ours: OurManager,
     theirs: Logical,
+    our_arrival: Arrival<BlockHash>,
+    their_arrival: Arrival<Name>,
     cold: CacheSweep,
     samples: usize,
 }
 
+/// As the peer names a block.
+type Name = <Logical as Subject>::Name;
+
 impl Duel {
     fn matches(&mut self, prompts: &[Prompt]) -> Match {
-        let (mut picks, mut our_arrival, mut their_arrival) =
-            (Picks::new(prompts.len()), Arrival::new(), Arrival::new());
+        let names: Vec<_> = prompts.iter().map(|prompt| Logical::names(&prompt.hashes)).collect();
+        Match {
+            in_runs: self.matches_in_runs_of(RUN, prompts, &names),
+            one_by_one: self.matches_in_runs_of(1, prompts, &names),
+        }
+    }
+
+    fn matches_in_runs_of(&mut self, run: usize, prompts: &[Prompt], names: &[Vec<Name>]) -> Matches {
+        let mut picks = Picks::new(prompts.len());
         let mut samples = [const { Vec::new() }; 3];
-        for _ in 0..self.samples {
-            let prompt = &prompts[picks.pick()];
-            let names = Logical::names(&prompt.hashes);
-            let (ours, found) = our_arrival.time_match(&self.ours, &prompt.hashes, &mut self.cold);
-            assert_eq!(found, prompt.saved, "ours must find what it holds");
-            samples[0].push(ours.as_secs_f64() * 1e6);
-            for (sample, depth) in [(1, prompt.saved), (2, names.len())] {
-                let (theirs, found) = their_arrival.time_match(&self.theirs, &names[..depth], &mut self.cold);
-                assert_eq!(found, depth, "theirs must find what it holds");
-                samples[sample].push(theirs.as_secs_f64() * 1e6);
-            }
+        for _ in 0..self.samples.div_ceil(run) {
+            let picked: Vec<_> = (0..run).map(|_| picks.pick()).collect();
+            let in_order = (0..if run > 1 { prompts.len() } else { 0 }).chain(picked);
+            let saved = |pick: usize| &names[pick][..prompts[pick].saved];
+            let timed = |all: Vec<f64>| all.into_iter().rev().take(run);
+            samples[0].extend(timed(in_order.clone().map(|pick| self.time_ours(&prompts[pick])).collect()));
+            samples[1].extend(timed(in_order.clone().map(|pick| self.time_theirs(saved(pick))).collect()));
+            samples[2].extend(timed(in_order.map(|pick| self.time_theirs(&names[pick])).collect()));
         }
         let [ours, theirs_same, theirs_whole] = samples.map(Spread::of);
         let speedup = |theirs: Spread| theirs.median / ours.median;
-        Match {
+        Matches {
             ours,
             theirs_same,
             theirs_whole,
             speedup_same: speedup(theirs_same),
             speedup_whole: speedup(theirs_whole),
         }
+    }
+
+    /// Microseconds.
+    fn time_ours(&mut self, prompt: &Prompt) -> f64 {
+        let (took, found) = self.our_arrival.time_match(&self.ours, &prompt.hashes, &mut self.cold);
+        assert_eq!(found, prompt.saved, "ours must find what it holds");
+        took.as_secs_f64() * 1e6
+    }
+
+    fn time_theirs(&mut self, names: &[Name]) -> f64 {
+        let (took, found) = self.their_arrival.time_match(&self.theirs, names, &mut self.cold);
+        assert_eq!(found, names.len(), "theirs must find what it holds");
+        took.as_secs_f64() * 1e6
     }
 }
 
