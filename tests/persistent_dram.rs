@@ -389,3 +389,34 @@ fn median(mut rates: Vec<f64>) -> f64 {
     rates.sort_by(f64::total_cmp);
     rates[rates.len() / 2]
 }
+
+/// `cargo nextest run -p kvbm-tests --test persistent_dram --run-ignored only --no-capture`
+#[test]
+#[ignore = "a measurement"]
+fn recovery_of_100_000_blocks() {
+    let Some(memory) = shm() else { return };
+    for block_bytes in [4 << 10, 64 << 10] {
+        let home = tempfile::tempdir_in(memory.path()).unwrap();
+        let mut settings = engine::settings(block_bytes, 16, 100_000);
+        settings.device.capacity = None;
+        settings.host.persist = Some(home.path().join("memory"));
+        let open = || Blocks::open(settings.clone(), options(&Registry::new())).unwrap();
+        let blocks = open();
+        let prompt = |n: u32| (0..500).map(|i| hash(1_000 * n + i)).collect::<Vec<_>>();
+        for n in 0..200 {
+            let put = blocks.put(&prompt(n), |_, slot| {
+                slot[..8].fill(n as u8);
+                Ok::<_, Error>(())
+            });
+            assert_eq!(put.unwrap(), 500);
+        }
+        assert!(blocks.manager().close(LIMIT).is_complete());
+        drop(blocks);
+        for _ in 0..3 {
+            let started = Instant::now();
+            let blocks = open();
+            println!("{block_bytes}: {:?} in all, {:?}", started.elapsed(), blocks.manager().recovered());
+            assert_eq!(blocks.get(&prompt(7), |_, slot| Ok::<_, Error>(assert_eq!(slot[0], 7))).unwrap(), 500);
+        }
+    }
+}
