@@ -86,6 +86,19 @@ def test_a_prefix_that_the_primary_tier_has_already_is_not_loaded_again(below):
     assert below.tier.stats()["loaded_blocks"] == 20
 
 
+def test_keys_are_asked_for_in_any_order_and_by_copies(below):
+    keys = chain(1, 8)
+    below.save(keys[:5])
+    request = below.begin(keys)
+    right = {key: LookupResult.HIT if key in keys[:5] else LookupResult.MISS for key in keys + chain(2, 2)}
+    shuffled = list(right)
+    random.Random(7).shuffle(shuffled)
+    copies = [bytes(bytearray(key)) for key in keys]
+    for asked in (keys, keys[::-1], shuffled, keys[3:], keys[:3] + keys[1:6] + keys, copies, chain(2, 2) + keys):
+        assert [below.tier.lookup(key, request) for key in asked] == [right[key] for key in asked]
+    below.end(request)
+
+
 def test_holes_in_the_primary_tier_are_filled(below):
     keys = chain(1, 20)
     below.save(keys)

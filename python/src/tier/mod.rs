@@ -18,11 +18,11 @@ use parking_lot::Mutex;
 use pyo3::buffer::PyBuffer;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::{PyBytes, PyDict, PyList};
 
 use self::jobs::{Finished, Jobs, Transfer, Way};
 use self::opening::Identity;
-use self::requests::{Chunks, Requests};
+use self::requests::{Chunks, Held, Requests};
 use crate::errors::classes;
 use crate::settings::Settings;
 
@@ -57,8 +57,12 @@ pub(crate) struct Tier {
 /// What a request was told in this step.
 struct Asked {
     request: Py<PyAny>,
-    positions: Py<PyDict>,
-    reach: u64,
+    /// Of its keys.
+    ends: Py<PyDict>,
+    keys: Py<PyList>,
+    /// The key that is asked for next, if vLLM goes on in order.
+    next: usize,
+    held: Held,
 }
 
 struct Running {
@@ -111,9 +115,7 @@ impl Tier {
             Some(asked) if asked.request.is(request) => asked,
             other => other.insert(self.ask(request)?),
         };
-        let end = asked.positions.bind(py).get_item(key)?;
-        let end = end.map_or(Ok(u64::MAX), |end| end.extract::<u64>())?;
-        Ok(if end <= asked.reach { self.hit.clone_ref(py) } else { self.miss.clone_ref(py) })
+        Ok(if asked.has(key)? { self.hit.clone_ref(py) } else { self.miss.clone_ref(py) })
     }
 
     /// Which of a request's keys can be loaded, of a model with several cache groups.
@@ -171,7 +173,7 @@ impl Tier {
     fn end_request(&self, request: &str, positions: &Bound<'_, PyDict>) -> PyResult<()> {
         let running = self.running.lock();
         let mut requests = self.requests.lock();
-        requests.learn(request, positions)?;
+        requests.learn(request, positions, &positions.keys())?;
         let ended = requests.end(request);
         drop(requests);
         if let (Some(Running { manager, jobs }), Some(ended)) = (&*running, ended) {
@@ -242,16 +244,18 @@ impl Tier {
         let py = request.py();
         let name: String = request.getattr(intern!(py, "req_id"))?.extract()?;
         let positions = request.getattr(intern!(py, "_offload_key_positions"))?.cast_into::<PyDict>()?;
+        let keys = positions.keys();
         let running = self.running.lock();
-        let reach = match &*running {
+        let held = match &*running {
             Some(Running { manager, .. }) => {
                 let mut requests = self.requests.lock();
-                requests.learn(&name, &positions)?;
+                requests.learn(&name, &positions, &keys)?;
                 requests.reach(&name, manager)
             }
-            None => 0,
+            None => Held::default(),
         };
-        Ok(Asked { request: request.clone().unbind(), positions: positions.unbind(), reach })
+        let (request, ends, keys) = (request.clone().unbind(), positions.unbind(), keys.unbind());
+        Ok(Asked { request, ends, keys, next: 0, held })
     }
 
     fn begin(
@@ -269,7 +273,7 @@ impl Tier {
         let mut requests = self.requests.lock();
         // vLLM loads what a request was promised also when the request was aborted in the same step.
         let has_ended = way == Way::Load && !requests.has(request);
-        requests.learn(request, positions)?;
+        requests.learn(request, positions, &positions.keys())?;
         let (info, runs) = requests.runs(request, positions, keys, chunks)?;
         let pinned = if way == Way::Load { requests.take_pins(request) } else { None };
         if has_ended {
@@ -278,6 +282,23 @@ impl Tier {
         drop(requests);
         jobs.begin(Transfer { way, job, request: request.to_owned(), info, runs, pinned });
         Ok(())
+    }
+}
+
+impl Asked {
+    /// Whether `key` can be loaded.
+    fn has(&mut self, key: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let py = key.py();
+        // vLLM asks in the order of the prompt and by the objects that it named: then the place says all.
+        let keys = self.keys.bind(py);
+        if self.next < self.held.ordered && keys.get_item(self.next)?.is(key) {
+            self.next += 1;
+            return Ok(self.next <= self.held.blocks);
+        }
+        let Some(end) = self.ends.bind(py).get_item(key)? else { return Ok(false) };
+        let end: u64 = end.extract()?;
+        self.next = (end / self.held.tokens) as usize;
+        Ok(end <= self.held.blocks as u64 * self.held.tokens)
     }
 }
 

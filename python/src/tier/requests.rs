@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvbm::{BlockHash, Lease, Manager, RequestId, RequestInfo, SlotId};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::errors::{classes, of_manager};
 
@@ -65,6 +65,23 @@ impl Run {
     }
 }
 
+/// What a request can load of its chain.
+pub(super) struct Held {
+    /// Leading chunks.
+    pub(super) blocks: usize,
+    /// In a chunk.
+    pub(super) tokens: u64,
+    /// So many of its keys, in the order in which vLLM named them, are those of its chain.
+    pub(super) ordered: usize,
+}
+
+impl Default for Held {
+    /// Nothing.
+    fn default() -> Self {
+        Self { blocks: 0, tokens: 1, ordered: 0 }
+    }
+}
+
 /// A request that has ended.
 pub(super) struct EndedRequest {
     pub(super) id: RequestId,
@@ -119,53 +136,63 @@ impl Requests {
         }
     }
 
-    /// Takes the keys that came to a request's `positions`.
-    pub(super) fn learn(&mut self, request: &str, positions: &Bound<'_, PyDict>) -> PyResult<()> {
+    /// Takes the keys that came to a request's `positions`, whose `keys` these are.
+    pub(super) fn learn(
+        &mut self,
+        request: &str,
+        positions: &Bound<'_, PyDict>,
+        keys: &Bound<'_, PyList>,
+    ) -> PyResult<()> {
         let chunks = self.chunks;
         let request = self.entry(request);
-        let is_new = request.known == 0;
-        if positions.len() == request.known || chunks.chained.is_none() {
+        let (known, count) = (request.known, keys.len());
+        if count == known || chunks.chained.is_none() {
             return Ok(());
         }
-        // vLLM adds keys in the order of the prompt, and a dictionary keeps that.
-        let fresh: Vec<_> = positions.iter().skip(request.known).collect();
-        let last =
-            fresh.last().map(|(_, end)| end.extract::<u64>()).transpose()?.and_then(|end| chunks.place(end));
-        // Then none is of a partial chunk, and their ends need not be looked at.
-        let all_follow = last == Some(request.chain.len() + fresh.len() - 1);
-        let mut new = Vec::with_capacity(fresh.len());
-        for (key, end) in fresh {
-            if all_follow || chunks.place(end.extract()?) == Some(request.chain.len() + new.len()) {
-                new.push(hash(&key)?);
+        let place = |key| -> PyResult<_> {
+            let end = positions.get_item(key)?.map(|end| end.extract::<u64>()).transpose()?;
+            Ok(end.and_then(|end| chunks.place(end)))
+        };
+        // vLLM adds keys in the order of the prompt, and a dictionary keeps that. So where the last one has its place, none
+        // is of a partial chunk, and their ends need not be looked at.
+        let mut next = request.chain.len();
+        let all_follow = place(keys.get_item(count - 1)?)? == Some(next + count - known - 1);
+        let chain = Arc::make_mut(&mut request.chain);
+        chain.reserve(count - known);
+        for key in keys.iter().skip(known) {
+            if all_follow {
+                chain.push(hash(&key)?);
+            } else if place(key.clone())? == Some(next) {
+                chain.push(hash(&key)?);
+                next += 1;
             }
         }
-        request.known = positions.len();
-        if !new.is_empty() {
-            Arc::make_mut(&mut request.chain).extend(new);
-        }
-        if is_new {
+        request.known = count;
+        if known == 0 {
             request.prompt = request.chain.len();
         }
         Ok(())
     }
 
-    /// Leading tokens of a request that can be loaded and fit the primary tier beside what others were promised. All of the
+    /// Leading chunks of a request that can be loaded and fit the primary tier beside what others were promised. All of the
     /// request's chunks count, from its first on: which of them the engine has itself vLLM does not say, and those that the
     /// primary tier has may have to leave it for those that are loaded.
-    pub(super) fn reach(&mut self, name: &str, manager: &Manager) -> u64 {
+    pub(super) fn reach(&mut self, name: &str, manager: &Manager) -> Held {
         let room = self.room(name);
-        let Some(tokens) = self.chunks.chained else { return 0 };
+        let Some(tokens) = self.chunks.chained else { return Held::default() };
         let request = self.entry(name);
-        let info = RequestInfo { request: Some(request.id), ..RequestInfo::default() };
         let chain = &request.chain[..];
-        let pinned = request.pinned.as_ref().map_or(0, |lease| lease.held().longest());
-        if manager.matches(chain).longest() > pinned {
+        let pinned = request.pinned.as_ref().map(|lease| lease.held().longest());
+        // Who asks again and again uses it once.
+        if pinned.is_none_or(|pinned| manager.matches(chain).longest() > pinned) {
+            let info = RequestInfo { request: Some(request.id), ..RequestInfo::default() };
             request.pinned = Some(manager.lease_for(info, chain));
         }
         let held = request.pinned.as_ref().map_or(0, |lease| lease.held().worth_loading());
         let blocks = held.min(request.sound).min(room);
+        let ordered = if request.known == chain.len() { chain.len() } else { 0 };
         self.promise(name, blocks);
-        blocks as u64 * tokens
+        Held { blocks, tokens, ordered }
     }
 
     /// Which of a request's keys can be loaded, where they do not hang on each other. Those that end first come first:
