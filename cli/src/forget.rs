@@ -17,7 +17,7 @@ use crate::output;
 /// A process that was killed may not quite be gone.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Forgets a tenant while the engine is stopped: destroys the keys that his blocks on disk and in the object store are
+/// Forgets a tenant while the engine is stopped: destroys the keys that his blocks on disk, in the object store and in persistent memory are
 /// encrypted with, in all namespaces of the directories and the bucket that the settings name. What stays of his blocks nobody
 /// can read, and the next start does not find it. Other workers that share the bucket and still run have his key in memory until they end: stop
 /// them first. Exit status: 0 done, 1 something there is not encrypted and does not say whose it is, 2 it could not be
@@ -47,9 +47,12 @@ struct Report<'a> {
 pub(crate) fn run(args: &ForgetArgs, global: &Global) -> Result<(), Failure> {
     let settings = global.load(|loader| loader)?.settings;
     let named = if args.disk_dirs.is_empty() { &settings.disk.dirs } else { &args.disk_dirs };
-    let dirs: Vec<_> = named.iter().filter(|dir| dir.is_dir()).cloned().collect();
+    let memory = settings.host.persist.iter().chain(&settings.host.persist_index);
+    let mut dirs: Vec<_> = named.iter().chain(memory).filter(|dir| dir.is_dir()).cloned().collect();
+    dirs.sort();
+    dirs.dedup();
     let keys_destroyed = on_disk(&dirs, args.tenant)? + in_store(args, &settings)?;
-    let in_the_clear = in_the_clear(dirs.iter().chain(&settings.host.persist));
+    let in_the_clear = in_the_clear(&dirs);
     if global.json {
         let report = Report { tenant: args.tenant, keys_destroyed, in_the_clear: &in_the_clear };
         output::print_json(&report)?;
@@ -91,16 +94,13 @@ fn destroy<'k, K: KeyStore + 'k>(stores: impl Iterator<Item = &'k K>, tenant: u3
     keys.map_err(|error| Failure::unusable(format!("not every key could be destroyed: {error}; try again")))
 }
 
-/// Files of slots whose names say that they are not encrypted. Memory never is.
-fn in_the_clear<'d>(dirs: impl Iterator<Item = &'d PathBuf>) -> Vec<PathBuf> {
+/// Files of slots, on drives or in memory, whose names say that they are not encrypted.
+fn in_the_clear(dirs: &[PathBuf]) -> Vec<PathBuf> {
     let is_plain = |path: &PathBuf| {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        match path.extension().and_then(|end| end.to_str()) {
-            Some("blocks") => name.starts_with("kvbm-v1-block"),
-            Some("memory") => name.starts_with("kvbm-"),
-            _ => false,
-        }
+        let has_slots = path.extension().is_some_and(|end| end == "blocks" || end == "memory");
+        has_slots && name.starts_with("kvbm-v1-block")
     };
-    let entries = dirs.filter_map(|dir| fs::read_dir(dir).ok()).flatten().flatten();
+    let entries = dirs.iter().filter_map(|dir| fs::read_dir(dir).ok()).flatten().flatten();
     entries.map(|entry| entry.path()).filter(is_plain).collect()
 }

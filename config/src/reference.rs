@@ -33,8 +33,9 @@ const SECTIONS: &[(&str, &str, &str)] = &[
     (
         "encryption",
         "`[encryption]`",
-        "Keys turn it on, for the disk and the object tier: AES-256-GCM, see [security](security.md). In a tier that is \
-         encrypted each block takes 56 bytes more, on disk up to a page.",
+        "Keys turn it on, for all that outlives the process, on disk, in objects and in persistent DRAM: AES-256-GCM, see \
+         [security](security.md). In a tier that is encrypted each block takes 68 bytes more, on disk and in DRAM up to a \
+         page.",
     ),
     ("transfer", "`[transfer]`", "How blocks move between tiers."),
     ("flush", "`[flush]`", "When blocks are copied to the tier below."),

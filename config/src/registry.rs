@@ -251,7 +251,8 @@ pub(crate) static KEYS: &[Key] = &[
         variables: &[own("DYN_KVBM_CPU_CACHE_PERSIST", Form::Plain)],
         doc: "A directory on tmpfs or hugetlbfs, such as `/dev/shm/kvbm`, that the host tier lies in: it survives the \
               end of the process, however that comes, and the next one serves from it (docs/persistent-dram.md). \
-              Blocks are found again by a manager with a fingerprint. `none`: memory of the process's own.",
+              Blocks are found again by a manager with a fingerprint, and lie there encrypted where `encryption` has keys. \
+              `none`: memory of the process's own.",
         in_use: true,
     },
     Key {

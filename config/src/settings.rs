@@ -33,7 +33,7 @@ pub struct Settings {
     pub disk: DiskSettings,
     /// G4.
     pub object: ObjectSettings,
-    /// What disk and object tiers are encrypted with.
+    /// What is encrypted with that outlives the process.
     pub encryption: EncryptionSettings,
     /// How blocks move.
     pub transfer: TransferSettings,
@@ -306,7 +306,7 @@ pub struct EncryptionSettings {
 }
 
 impl EncryptionSettings {
-    /// Whether what lies below memory is encrypted.
+    /// Whether what outlives the process is encrypted.
     pub const fn is_on(&self) -> bool {
         self.key.is_some() || self.key_file.is_some()
     }

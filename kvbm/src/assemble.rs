@@ -23,7 +23,7 @@ use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::geometry::{ALIGNMENT, MAX_SLOTS};
 use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, Store, StoreOptions};
 use kvbm_tiers::ranks::RollCall;
-use kvbm_tiers::sealed::{KeyRing, TenantKeys};
+use kvbm_tiers::sealed::{KeyRing, SEAL_BYTES, TenantKeys};
 use kvbm_tiers::{
     Backend, Checksums, DeviceRegion, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool,
     Geometry, MemcpyBackend, Memory, PersistOptions, SetupError, SetupErrorKind, ThreadsBackend, Tier,
@@ -81,6 +81,8 @@ pub(crate) struct Assembled {
     pub(crate) device: Option<Arc<dyn Device>>,
     /// The host tier's memory, or that of the staging slots alone.
     pub(crate) host: Option<Arc<DramRegion>>,
+    /// Blocks lie there encrypted.
+    pub(crate) is_host_sealed: bool,
     pub(crate) routes: Vec<RouteReport>,
     /// What outlives the process.
     pub(crate) durable: Durable,
@@ -123,6 +125,7 @@ pub(crate) async fn open(
         };
         let tuning = tuning(&settings, block_tokens);
         let routes = tiers.routes();
+        let is_host_sealed = tiers.keys_of(Tier::Host).is_some();
         let tenants = tiers.tenants(has_ranks);
         let Tiers {
             device, host, specs, staging, trials, executor, roll_call, fallbacks, kept, objects, ..
@@ -142,7 +145,7 @@ pub(crate) async fn open(
         let core = Core::new(Parts { table, executor, staging, trials, scrub, clock, metrics, tuning });
         on_loss.set(&core);
         store.keep_looking(&core);
-        Ok(Assembled { core, device, host, routes, durable, store, tenants })
+        Ok(Assembled { core, device, host, is_host_sealed, routes, durable, store, tenants })
     };
     tokio::task::spawn_blocking(build)
         .await
@@ -205,7 +208,7 @@ struct Tiers {
     chaos: Option<Chaos>,
     /// Names the files and objects that are kept.
     namespace: Namespace,
-    /// What disk and object tiers are encrypted with.
+    /// What outlives the process is encrypted with.
     keys: Option<Arc<KeyRing>>,
     /// Of each of these tiers.
     tenant_keys: Vec<(Tier, Arc<TenantKeys>)>,
@@ -248,7 +251,7 @@ impl Tiers {
             self.gpu = Some(gpu);
             return Ok(());
         }
-        let region = Arc::new(DramRegion::emulated_device(dram(slots, settings)?).map_err(setup)?);
+        let region = Arc::new(DramRegion::emulated_device(dram(slots, settings, 0)?).map_err(setup)?);
         self.add_tier(frames(&region)?, settings);
         self.device = Some(Arc::new(Arc::clone(&region)));
         self.emulated = Some(region);
@@ -261,8 +264,12 @@ impl Tiers {
         if tier + staging == 0 {
             return Ok(());
         }
-        let options = dram(tier + staging, settings)?;
         let kept = settings.host.persist.clone().filter(|_| tier > 0);
+        if kept.is_some() {
+            self.seal_host(&settings.host)?;
+        }
+        let seal_bytes = self.keys_of(Tier::Host).map_or(0, |_| SEAL_BYTES);
+        let options = dram(tier + staging, settings, seal_bytes)?;
         let kept =
             kept.map(|dir| PersistOptions { dir, namespace: self.namespace.name.clone(), slots: tier });
         let open = || match &kept {
@@ -283,16 +290,21 @@ impl Tiers {
     }
 
     fn connect_memory(&mut self, settings: &Settings) -> Result<()> {
-        let Some(host) = self.host.clone() else { return Ok(()) };
-        if let Some(gpu) = &self.gpu {
-            let backend = self.with_chaos(gpu.connect_memory(host.clone())?, host)?;
-            self.connect(backend)?;
-        } else if let Some(device) = self.emulated.clone() {
-            let threads = settings.transfer.copy_threads as usize;
-            let backend = MemcpyBackend::new(vec![device, Arc::clone(&host) as _], threads).map_err(setup)?;
-            self.connect(self.with_chaos(backend, host)?)?;
+        let has_device = self.gpu.is_some() || self.emulated.is_some();
+        if self.host.is_none() || !has_device {
+            return Ok(());
         }
-        Ok(())
+        let end = self.host_end(sealed::device_run(settings), settings)?;
+        let memory = || Arc::clone(&end.memory);
+        let backend = if let Some(gpu) = &self.gpu {
+            self.with_chaos(gpu.connect_memory(memory())?, memory())?
+        } else {
+            let device = self.emulated.iter().map(|device| Arc::clone(device) as _);
+            let threads = settings.transfer.copy_threads as usize;
+            let both = device.chain([memory()]).collect();
+            self.with_chaos(MemcpyBackend::new(both, threads).map_err(setup)?, memory())?
+        };
+        self.connect_host(backend, end)
     }
 
     /// The engine's memory takes the place of the device tier, and is tried at once.
@@ -301,13 +313,20 @@ impl Tiers {
         engine::check(engine.segments().block_bytes() as u64, settings)?;
         let host = self.host.clone().ok_or_else(engine::no_memory)?;
         let threads = settings.transfer.copy_threads as usize;
-        let backend = engine::connect(&engine, Arc::clone(&host) as _, threads)?;
-        let backend = self.with_chaos(backend, Arc::clone(&host) as _)?;
-        let pool =
-            self.specs.iter_mut().find(|spec| spec.pool.tier() == Tier::Host).map(|spec| &mut spec.pool);
-        let limit = Duration::from_millis(settings.transfer.timeout_ms);
-        engine::try_out(&engine, (&backend, limit), &host, pool, &mut self.staging)?;
-        self.connect(backend)
+        let end = self.host_end(sealed::device_run(settings), settings)?;
+        let backend = engine::connect(&engine, Arc::clone(&end.memory), threads)?;
+        let backend = self.with_chaos(backend, Arc::clone(&end.memory))?;
+        let tried = (&backend, Duration::from_millis(settings.transfer.timeout_ms));
+        if let Some((region, frame)) = end.borrow_slot() {
+            let mut slots = vec![frame];
+            engine::try_out(&engine, tried, &region, None, &mut slots)?;
+            slots.into_iter().for_each(|frame| end.return_slot(frame));
+        } else {
+            let pool = self.specs.iter_mut().find(|spec| spec.pool.tier() == Tier::Host);
+            let pool = pool.map(|spec| &mut spec.pool);
+            engine::try_out(&engine, tried, &host, pool, &mut self.staging)?;
+        }
+        self.connect_host(backend, end)
     }
 
     fn open_disk(&mut self, settings: &Settings, nixl: &Nixl) -> Result<()> {
@@ -590,13 +609,12 @@ fn frames(region: &DramRegion) -> Result<FramePool> {
     region.frames().ok_or_else(|| Error::new(ErrorKind::Invalid, "a region has one slot allocator only"))
 }
 
-fn dram(slots: u32, settings: &Settings) -> Result<DramOptions> {
+/// Of slots that have room for a block and so many bytes that seal it.
+fn dram(slots: u32, settings: &Settings, seal_bytes: usize) -> Result<DramOptions> {
     let fault_threads = available_parallelism().map_or(1, usize::from);
-    Ok(DramOptions {
-        geometry: geometry(slots, settings)?,
-        huge_pages: settings.host.huge_pages,
-        fault_threads,
-    })
+    let plain = geometry(slots, settings)?;
+    let geometry = Geometry::new(slots, plain.block_bytes() + seal_bytes).map_err(setup)?;
+    Ok(DramOptions { geometry, huge_pages: settings.host.huge_pages, fault_threads })
 }
 
 fn geometry(slots: u32, settings: &Settings) -> Result<Geometry> {

@@ -91,13 +91,19 @@ impl Blocks {
     /// The blocks of a manager that is open already.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] if it has no host tier.
+    /// [`ErrorKind::Invalid`] if it has no host tier, or one that outlives the process and is encrypted.
     pub fn of(manager: Arc<Manager>) -> Result<Self, Error> {
         let Some((core, memory)) = manager.host_tier() else {
             let message = "engines that copy for themselves need a host tier in their process: set host.capacity \
                  (DYN_KVBM_CPU_CACHE_GB)";
             return Err(Error::new(ErrorKind::Invalid, message));
         };
+        if manager.is_host_sealed() {
+            let message = "engines that copy for themselves are shown blocks in the host tier, where these lie encrypted: \
+                 leave host.persist (DYN_KVBM_CPU_CACHE_PERSIST) or encryption.key_file and encryption.key \
+                 (DYN_KVBM_ENCRYPTION_KEY_FILE, DYN_KVBM_ENCRYPTION_KEY) unset";
+            return Err(Error::new(ErrorKind::Invalid, message));
+        }
         let (core, memory) = (Arc::clone(core), Arc::clone(memory));
         Ok(Self { manager, core, memory })
     }

@@ -47,6 +47,8 @@ pub struct Manager {
     core: Arc<Core>,
     device: Option<Arc<dyn Device>>,
     host: Option<Arc<DramRegion>>,
+    /// Blocks lie there encrypted.
+    is_host_sealed: bool,
     routes: Vec<RouteReport>,
     durable: Durable,
     store: SharedStore,
@@ -104,6 +106,7 @@ impl Manager {
             core: assembled.core,
             device: assembled.device,
             host: assembled.host,
+            is_host_sealed: assembled.is_host_sealed,
             routes: assembled.routes,
             durable: assembled.durable,
             store: assembled.store,
@@ -478,6 +481,11 @@ impl Manager {
         // Without the tier the memory may be there all the same, for blocks that bounce through it.
         let memory = self.host.as_ref().filter(|_| self.core.table().has(Tier::Host))?;
         Some((&self.core, memory))
+    }
+
+    /// Whether blocks lie encrypted in the host tier, so that nobody can be shown them there.
+    pub(crate) const fn is_host_sealed(&self) -> bool {
+        self.is_host_sealed
     }
 
     /// The routing table: which backend moves blocks from where to where.

@@ -200,6 +200,15 @@ impl DramRegion {
         Some(unsafe { std::slice::from_raw_parts_mut(slot.as_ptr(), self.block_bytes()) })
     }
 
+    /// All bytes of the frame's slot, to be written: the block, and what room there is behind it; `None` as for
+    /// [`read`](Self::read).
+    pub(crate) fn write_slot<'a>(&'a self, frame: &'a mut Frame) -> Option<&'a mut [u8]> {
+        let slot = self.own_slot(frame.pool(), frame.slot())?;
+        forget_checksum(self, frame.slot());
+        // SAFETY: as for `write`; a slot has `stride` bytes.
+        Some(unsafe { std::slice::from_raw_parts_mut(slot.as_ptr(), self.stride()) })
+    }
+
     /// The block in the frame's slot was written by way of [`write`](Self::write), all of it: where this region
     /// remembers checksums it is summed, while it lies in the caches, and need not be when it leaves.
     pub fn remember_checksum(&self, frame: &Frame) {

@@ -9,7 +9,7 @@ pub const ALIGNMENT: usize = 4096;
 /// The most slots a region can have: a slot's number fits into 30 bits.
 pub const MAX_SLOTS: u32 = (1 << 30) - 8;
 
-/// Equal slots, `stride` bytes apart: `block_bytes` rounded up to [`ALIGNMENT`]. The bytes between belong to
+/// Equal slots, `stride` bytes apart: `block_bytes` rounded up to [`ALIGNMENT`], or more. The bytes between belong to
 /// the slot before them and mean nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
@@ -36,6 +36,16 @@ impl Geometry {
             return invalid(format!("{slots} blocks of {block_bytes} bytes exceed the address space"));
         };
         Ok(Self { slots, block_bytes, stride })
+    }
+
+    /// The same slots, each with room for so many bytes behind its block, as for a seal.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_room(self, bytes: usize) -> Result<Self, SetupError> {
+        let Self { slots, block_bytes, .. } = self;
+        let roomy = Self::new(slots, block_bytes.saturating_add(bytes))?;
+        Ok(Self { block_bytes, ..roomy })
     }
 
     /// Number of slots.
@@ -78,6 +88,12 @@ mod tests {
         assert_eq!((geometry.stride(), geometry.bytes()), (8192, 3 * 8192));
         assert_eq!(geometry.offset(SlotId(2)), Some(2 * 8192));
         assert_eq!(geometry.offset(SlotId(3)), None);
+    }
+
+    #[test]
+    fn room_behind_a_block_is_no_part_of_it() {
+        let geometry = Geometry::new(3, 8192).unwrap().with_room(1).unwrap();
+        assert_eq!((geometry.block_bytes(), geometry.stride()), (8192, 3 * 4096));
     }
 
     #[test]

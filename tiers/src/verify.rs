@@ -146,7 +146,8 @@ pub(crate) fn only_other_end<B: Backend>(backend: &B, ours: Tier) -> Result<Tier
     }
 }
 
-fn other_end((from, to): Route, ours: Tier) -> Option<Tier> {
+/// Where such a route leads; `None`: it has both ends there, or none.
+pub(crate) fn other_end((from, to): Route, ours: Tier) -> Option<Tier> {
     match (from == ours, to == ours) {
         (true, false) => Some(to),
         (false, true) => Some(from),

@@ -4,6 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use kvbm_settings::Settings;
+use kvbm_tiers::geometry::ALIGNMENT;
+use kvbm_tiers::sealed::SEAL_BYTES;
 use kvbm_tiers::{Mount, MountKind};
 
 use super::Check;
@@ -62,7 +64,10 @@ fn lacks(settings: &Settings, dir: &Path, mount: &Mount) -> Option<String> {
         ));
     }
     let block_bytes = settings.block_bytes.unwrap_or_default();
-    let wanted = settings.host.capacity?.blocks(block_bytes).saturating_mul(block_bytes);
+    // What seals a block takes a page where the block fills its slot.
+    let seal_bytes = if settings.encryption.is_on() { SEAL_BYTES as u64 } else { 0 };
+    let slot_bytes = block_bytes.saturating_add(seal_bytes).next_multiple_of(ALIGNMENT as u64);
+    let wanted = settings.host.capacity?.blocks(block_bytes).saturating_mul(slot_bytes);
     let limit = mount.limit?;
     if wanted <= mount.free.saturating_add(kept(dir)) {
         return None;
@@ -85,7 +90,7 @@ fn kept(dir: &Path) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use kvbm_settings::Capacity;
+    use kvbm_settings::{Capacity, EncryptionSettings};
 
     use super::*;
 
@@ -110,6 +115,10 @@ mod tests {
         let file = fs::File::create(dir.path().join("kvbm-x.memory")).unwrap();
         file.set_len(1 << 20).unwrap();
         assert_eq!(lacks(&wanting(65), dir.path(), &mount(CONTAINER, false)), None, "it has some already");
+        let sealed = EncryptionSettings { key: Some("1:x".to_owned()), key_file: None };
+        let lacking =
+            lacks(&Settings { encryption: sealed, ..wanting(65) }, dir.path(), &mount(CONTAINER, false));
+        assert!(lacking.unwrap().contains("65.3 MiB wanted"), "a page for each seal");
     }
 
     #[test]

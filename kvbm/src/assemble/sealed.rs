@@ -1,14 +1,14 @@
-//! Encryption of the disk and object tiers: keys by the settings, and what is put around a backend.
+//! Encryption of what outlives the process: keys by the settings, and what is put around a backend.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use kvbm_settings::Settings;
+use kvbm_settings::{HostSettings, Settings};
 use kvbm_tiers::object::Store;
 use kvbm_tiers::sealed::{
-    Cipher, KeyFiles, KeyRing, KeyStore, KeysInMemory, Scratch, ScratchOptions, TenantKeys,
+    Cipher, KeyFiles, KeyRing, KeyStore, KeysInMemory, SEAL_BYTES, Scratch, ScratchOptions, TenantKeys,
 };
-use kvbm_tiers::{Backend, Memory, Route, Sealed, Tier, Verified};
+use kvbm_tiers::{Backend, DramRegion, Frame, Memory, Route, Sealed, Tier, Verified};
 
 use super::durable::PATIENCE;
 use super::{Tiers, setup};
@@ -33,6 +33,14 @@ pub(super) fn keys(settings: &Settings) -> Result<Option<Arc<KeyRing>>> {
 pub(super) struct MemoryEnd {
     pub(super) memory: Arc<dyn Memory>,
     seal: Option<Seal>,
+    host: HostEnd,
+}
+
+/// The memory that a backend finds in the place of the host's, and what stands between the two where blocks lie sealed in
+/// the latter.
+pub(super) struct HostEnd {
+    pub(super) memory: Arc<dyn Memory>,
+    seal: Option<Seal>,
 }
 
 struct Seal {
@@ -46,6 +54,20 @@ impl MemoryEnd {
     }
 }
 
+impl HostEnd {
+    /// A region in which blocks of this end lie in the clear, and a slot of it, while nothing has been copied yet;
+    /// `None`: the host's is one.
+    pub(super) fn borrow_slot(&self) -> Option<(Arc<DramRegion>, Frame)> {
+        self.seal.as_ref()?.parts.0.borrow_slot()
+    }
+
+    pub(super) fn return_slot(&self, frame: Frame) {
+        if let Some(seal) = &self.seal {
+            seal.parts.0.return_slot(frame);
+        }
+    }
+}
+
 impl Tiers {
     /// For a lower tier whose backend gets up to `run_blocks` blocks together.
     pub(super) fn memory_end(
@@ -54,19 +76,56 @@ impl Tiers {
         kept: Kept<'_>,
         settings: &Settings,
     ) -> Result<MemoryEnd> {
-        let memory = self.memory()?;
-        let Some(ring) = self.keys.clone() else { return Ok(MemoryEnd { memory, seal: None }) };
+        let host = self.host_end(run_blocks, settings)?;
+        let Some(ring) = self.keys.clone() else {
+            return Ok(MemoryEnd { memory: Arc::clone(&host.memory), seal: None, host });
+        };
         let namespace = &self.namespace.name;
         let keys = TenantKeys::open(ring, namespace, kept.open(namespace)?).map_err(setup)?;
         let keys = Arc::new(keys);
         self.tenant_keys.push((tier, Arc::clone(&keys)));
-        let block_bytes = memory.block_bytes();
+        let block_bytes = host.memory.block_bytes();
         let blocks = scratch_blocks(run_blocks, block_bytes, settings);
         let huge_pages = settings.host.huge_pages;
         let scratch = Scratch::open(ScratchOptions { block_bytes, blocks, huge_pages }).map_err(setup)?;
         let cipher = Cipher::new(keys, tier, &self.namespace.name, block_bytes);
         let memory = scratch.memory();
-        Ok(MemoryEnd { memory, seal: Some(Seal { parts: (scratch, cipher), run_blocks }) })
+        Ok(MemoryEnd { memory, seal: Some(Seal { parts: (scratch, cipher), run_blocks }), host })
+    }
+
+    /// For a backend that gets up to `run_blocks` blocks together.
+    pub(super) fn host_end(&self, run_blocks: usize, settings: &Settings) -> Result<HostEnd> {
+        let memory = self.memory()?;
+        let Some(keys) = self.keys_of(Tier::Host) else { return Ok(HostEnd { memory, seal: None }) };
+        let block_bytes = memory.block_bytes() - SEAL_BYTES;
+        let blocks = scratch_blocks(run_blocks, block_bytes, settings);
+        let options = ScratchOptions { block_bytes, blocks, huge_pages: settings.host.huge_pages };
+        let scratch = Scratch::in_the_clear(options).map_err(setup)?;
+        let cipher = Cipher::new(keys, Tier::Host, &self.namespace.name, block_bytes);
+        let memory = scratch.memory();
+        Ok(HostEnd { memory, seal: Some(Seal { parts: (scratch, cipher), run_blocks }) })
+    }
+
+    /// Blocks that outlive the process in memory do so sealed, where there are keys. These lie beside the index.
+    pub(super) fn seal_host(&mut self, settings: &HostSettings) -> Result<()> {
+        let (Some(ring), Some(dir)) = (self.keys.clone(), &settings.persist) else { return Ok(()) };
+        let namespace = format!("{}-host", self.namespace.name);
+        let dirs = std::slice::from_ref(settings.persist_index.as_ref().unwrap_or(dir));
+        let kept = Kept::in_files(dirs, self.namespace.identity.is_some());
+        let keys = TenantKeys::open(ring, &namespace, kept.open(&namespace)?).map_err(setup)?;
+        self.tenant_keys.push((Tier::Host, Arc::new(keys)));
+        Ok(())
+    }
+
+    /// Joins tiers by a backend of `end`, which is sealed where the host tier is.
+    pub(super) fn connect_host(&mut self, backend: impl Backend + 'static, end: HostEnd) -> Result<()> {
+        match end.seal {
+            Some(Seal { parts, run_blocks }) => {
+                let sealed = Sealed::of_memory(backend, self.memory()?, parts, run_blocks).map_err(setup)?;
+                self.connect(sealed)
+            }
+            None => self.connect(backend),
+        }
     }
 
     /// Joins the tiers by a backend of `end`, which is sealed where the tier is.
@@ -79,10 +138,11 @@ impl Tiers {
             Some(Seal { parts, run_blocks }) => {
                 // What arrives has a tag, which is stronger than its checksum: to read it twice would tell nothing more.
                 let inner = verified.of_departures();
-                let sealed = Sealed::new(inner, self.memory()?, parts, run_blocks).map_err(setup)?;
-                self.connect(sealed)
+                let memory = Arc::clone(&end.host.memory);
+                let sealed = Sealed::new(inner, memory, parts, run_blocks).map_err(setup)?;
+                self.connect_host(sealed, end.host)
             }
-            None => self.connect(verified),
+            None => self.connect_host(verified, end.host),
         }
     }
 
@@ -99,8 +159,9 @@ impl Tiers {
 
     /// How a backend is called in reports.
     pub(super) fn told_sealed(&self, (from, to): Route, backend: &str) -> String {
+        let is_sealed_memory = [from, to].contains(&Tier::Host) && self.keys_of(Tier::Host).is_some();
         match &self.keys {
-            Some(keys) if from.max(to) >= Tier::Disk => {
+            Some(keys) if from.max(to) >= Tier::Disk || is_sealed_memory => {
                 format!("{backend}, encrypted with key {}", keys.current())
             }
             _ => backend.to_owned(),
@@ -193,6 +254,12 @@ impl Tiers {
             Tenants::Known(self.tenant_keys.iter().map(|(_, keys)| Arc::clone(keys)).collect())
         }
     }
+}
+
+/// What a backend between the device and sealed memory gets together: a scheduler's batch, if that leaves room for others.
+pub(super) fn device_run(settings: &Settings) -> usize {
+    let block_bytes = settings.block_bytes.unwrap_or_default().max(1);
+    (SCRATCH_BYTES / 4 / block_bytes as usize).clamp(1, settings.transfer.max_batch as usize)
 }
 
 /// Two runs at least, so that one is sealed while another is written; and no more than are ever sent at a time.

@@ -1,4 +1,5 @@
-//! The way of a block: sealed, then sent; or fetched, then opened.
+//! The way of a block: sealed, then sent; or fetched, then opened. From memory that is sealed itself: opened, then sent; or
+//! fetched, then sealed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -6,16 +7,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
-use super::format::Cipher;
+use super::format::{Cipher, SEAL_BYTES};
 use super::scratch::{Lane, Run, Scratch};
 use crate::backend::Backend;
 use crate::checksum::{SummedCopy, checksum};
-use crate::copy::{CopyError, CopyOp, Done, Route, SlotRef, Tier};
+use crate::copy::{CopyError, CopyOp, Done, Route, SlotRef};
 use crate::error::{SetupError, SetupErrorKind};
+use crate::fence::Fences;
 use crate::frame::Frame;
 use crate::memory::{Memory, forget_checksum, no_such_slot};
-use crate::verifiers::Verifiers;
-use crate::verify::{corrupt, only_other_end};
+use crate::verifiers::{Job, Verifiers};
+use crate::verify::{corrupt, only_other_end, other_end};
 
 /// A backend whose blocks are encrypted and authenticated when they leave memory, and opened when they return. One that
 /// comes back changed, or in another's place, or whose key is gone, ends in [`CopyErrorKind::Corrupt`](crate::CopyErrorKind).
@@ -24,6 +26,9 @@ use crate::verify::{corrupt, only_other_end};
 /// the cores, in parallel with the medium. What has arrived goes first. Blocks in memory are only read, or written when all is well:
 /// what is encrypted lies in the [`Scratch`], whose slots bound how much is under way; the rest waits in the order in
 /// which it came.
+///
+/// Memory that outlives its process may be [sealed itself](Self::of_memory): then it is the other way round, and what is on
+/// its way is in the clear.
 #[derive(Debug)]
 pub struct Sealed<B>(Arc<Shared<B>>);
 
@@ -31,13 +36,21 @@ pub struct Sealed<B>(Arc<Shared<B>>);
 struct Shared<B> {
     inner: B,
     memory: Arc<dyn Memory>,
+    sealed: End,
     scratch: Scratch,
     cipher: Cipher,
     threads: Verifiers,
     /// Blocks that the backend inside gets together, at most or, if it asked for several, always.
     run_blocks: usize,
     whole_runs: bool,
-    other: Tier,
+    routes: Vec<Route>,
+}
+
+/// Where blocks lie sealed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum End {
+    Medium,
+    Memory,
 }
 
 /// One core encrypts less than a fast drive takes. On a machine of two cores both do, as far as the engine leaves them.
@@ -59,14 +72,43 @@ impl<B: Backend + 'static> Sealed<B> {
         (scratch, cipher): (Scratch, Cipher),
         run_blocks: usize,
     ) -> Result<Self, SetupError> {
+        only_other_end(&inner, memory.tier())?;
+        Self::start(inner, (memory, End::Medium), (scratch, cipher), run_blocks)
+    }
+
+    /// The other way round: blocks lie sealed in `memory`, which outlives its process, and `inner` moves them in the clear
+    /// between the memory of `scratch` and other tiers. What comes is sealed before it is written there, and nothing is
+    /// ever opened in place. A batch keeps its order with an engine's work; but the engine gets no fence behind it, since
+    /// several batches may come of it.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of_memory(
+        inner: B,
+        memory: Arc<dyn Memory>,
+        parts: (Scratch, Cipher),
+        run_blocks: usize,
+    ) -> Result<Self, SetupError> {
+        Self::start(inner, (memory, End::Memory), parts, run_blocks)
+    }
+
+    fn start(
+        inner: B,
+        (memory, sealed): (Arc<dyn Memory>, End),
+        (scratch, cipher): (Scratch, Cipher),
+        run_blocks: usize,
+    ) -> Result<Self, SetupError> {
         let ours = memory.tier();
-        let other = only_other_end(&inner, ours)?;
-        let sizes = [memory.block_bytes(), scratch.block_bytes(), cipher.block_bytes()];
+        let seal_bytes = if sealed == End::Memory { SEAL_BYTES } else { 0 };
+        let sizes =
+            [memory.block_bytes().saturating_sub(seal_bytes), scratch.block_bytes(), cipher.block_bytes()];
         if scratch.memory().tier() != ours || sizes.iter().any(|&bytes| bytes != sizes[0]) {
             let message =
                 format!("{}: sealed blocks of {sizes:?} bytes do not fit the {ours} tier", inner.name());
             return Err(SetupError::new(SetupErrorKind::Invalid, message));
         }
+        let routes =
+            inner.routes().iter().copied().filter(|&route| other_end(route, ours).is_some()).collect();
         let threads = Verifiers::named("kvbm-seal", FEWEST_THREADS).map_err(|error| {
             let message = "cannot start threads for encryption: raise the limit on processes";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
@@ -74,7 +116,8 @@ impl<B: Backend + 'static> Sealed<B> {
         let grain = (GRAIN_BYTES / sizes[0]).max(1);
         let whole_runs = run_blocks > 1;
         let run_blocks = run_blocks.max(grain).min(scratch.out.slots());
-        let shared = Shared { inner, memory, scratch, cipher, threads, run_blocks, whole_runs, other };
+        let shared =
+            Shared { inner, memory, sealed, scratch, cipher, threads, run_blocks, whole_runs, routes };
         Ok(Self(Arc::new(shared)))
     }
 }
@@ -88,10 +131,16 @@ unsafe impl<B: Backend + 'static> Backend for Sealed<B> {
     }
 
     fn routes(&self) -> &[Route] {
-        self.0.inner.routes()
+        &self.0.routes
     }
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
+        self.submit_fenced(batch, Fences::default(), done);
+    }
+
+    fn submit_fenced(&self, batch: Vec<CopyOp>, fences: Fences, done: Done) {
+        // One mark would stand for the first of several batches: the reports say more.
+        let fences = Fences { mark: None, ..fences };
         let (mut out, mut back) = (Vec::new(), Vec::new());
         for (index, op) in batch.into_iter().enumerate() {
             match self.0.way_of(&op) {
@@ -101,7 +150,8 @@ unsafe impl<B: Backend + 'static> Backend for Sealed<B> {
             }
         }
         for (way, ops) in [(Way::Back, back), (Way::Out, out)] {
-            let runs = ops.chunks(self.0.run_blocks).map(|ops| Run { ops: ops.to_vec(), done: done.clone() });
+            let run = |ops: &[_]| Run { ops: ops.to_vec(), fences: fences.clone(), done: done.clone() };
+            let runs = ops.chunks(self.0.run_blocks).map(run);
             self.0.lane(way).enqueue(runs);
             self.0.start_runs(way);
         }
@@ -117,12 +167,11 @@ enum Way {
 
 impl<B: Backend + 'static> Shared<B> {
     fn way_of(&self, op: &CopyOp) -> Result<Way, CopyError> {
-        let ours = self.memory.tier();
-        let (way, here) = match op.route() {
-            (from, to) if (from, to) == (ours, self.other) => (Way::Out, op.from),
-            (from, to) if (from, to) == (self.other, ours) => (Way::Back, op.to),
-            _ => return Err(no_such_slot(op.from)),
-        };
+        if !self.routes.contains(&op.route()) {
+            return Err(no_such_slot(op.from));
+        }
+        let is_out = op.from.tier == self.memory.tier();
+        let (way, here) = if is_out { (Way::Out, op.from) } else { (Way::Back, op.to) };
         self.memory.slot(here.slot).map(|_| way).ok_or_else(|| no_such_slot(here))
     }
 
@@ -135,34 +184,42 @@ impl<B: Backend + 'static> Shared<B> {
 
     fn start_runs(self: &Arc<Self>, way: Way) {
         self.lane(way).start_runs(self.whole_runs, |run, frames| match way {
-            Way::Out => self.seal_run(run, frames),
+            Way::Out => self.prepare_run(run, frames),
             Way::Back => self.fetch_run(run, frames),
         });
     }
 
-    /// Hands the run on when its last block is sealed.
-    fn seal_run(self: &Arc<Self>, run: Run, mut frames: Vec<Frame>) {
+    /// Hands the run on when its last block is ready.
+    fn prepare_run(self: &Arc<Self>, run: Run, mut frames: Vec<Frame>) {
         let grain = (GRAIN_BYTES / self.memory.block_bytes()).max(1);
         let left = AtomicUsize::new(run.ops.len().div_ceil(grain));
-        let Run { ops, done } = run;
-        let sealed = Mutex::new(ops.iter().map(|_| None).collect());
-        let departure = Arc::new(Departure { shared: Arc::clone(self), done, sealed, left });
+        let Run { ops, fences, done } = run;
+        let ready = Mutex::new(ops.iter().map(|_| None).collect());
+        let departure = Arc::new(Departure { shared: Arc::clone(self), fences, done, ready, left });
         for (number, ops) in ops.chunks(grain).enumerate() {
             let blocks: Vec<_> = ops.iter().copied().zip(frames.drain(..ops.len())).collect();
             let departure = Arc::clone(&departure);
-            let job = Box::new(move || departure.seal(number * grain, blocks));
-            self.threads.sum(job).into_iter().for_each(|undone| undone());
+            self.work(Way::Out, Box::new(move || departure.prepare(number * grain, blocks)));
         }
     }
 
-    fn fetch_run(self: &Arc<Self>, Run { ops, done }: Run, frames: Vec<Frame>) {
+    /// An engine waits for what is opened, and nobody for what is sealed.
+    fn work(&self, way: Way, job: Job) {
+        let undone = match (self.sealed, way) {
+            (End::Medium, Way::Out) | (End::Memory, Way::Back) => self.threads.sum(job),
+            (End::Medium, Way::Back) | (End::Memory, Way::Out) => self.threads.verify(job),
+        };
+        undone.into_iter().for_each(|undone| undone());
+    }
+
+    fn fetch_run(self: &Arc<Self>, Run { ops, fences, done }: Run, frames: Vec<Frame>) {
         let blocks = ops.into_iter().zip(frames);
         let blocks = blocks.map(|((index, op), frame)| OnItsWay { index, op, frame });
-        self.hand_on(Way::Back, blocks.collect(), done);
+        self.hand_on(Way::Back, blocks.collect(), fences, done);
     }
 
     /// The backend inside moves these blocks between their slots in the scratch and its medium.
-    fn hand_on(self: &Arc<Self>, way: Way, blocks: Vec<OnItsWay>, done: Done) {
+    fn hand_on(self: &Arc<Self>, way: Way, blocks: Vec<OnItsWay>, fences: Fences, done: Done) {
         if blocks.is_empty() {
             return;
         }
@@ -172,27 +229,27 @@ impl<B: Backend + 'static> Shared<B> {
         let report = Done::new(move |index, result| {
             let Some(block) = under_way.lock()[index].take() else { return };
             match (way, result) {
-                (Way::Back, Ok(())) => shared.open_aside(block, done.clone()),
+                (Way::Back, Ok(())) => shared.finish_aside(block, done.clone()),
                 (_, result) => shared.end(way, block, &done, result),
             }
         });
         // Nobody knows what became of a batch whose backend panicked. Its blocks are never reported and keep their slots,
         // as they would without encryption; the thread has other blocks to look after.
-        if catch_unwind(AssertUnwindSafe(|| self.inner.submit(ops, report))).is_err() {
+        if catch_unwind(AssertUnwindSafe(|| self.inner.submit_fenced(ops, fences, report))).is_err() {
             tracing::error!(
                 backend = self.inner.name(),
-                "a backend panicked when it was given sealed blocks"
+                "a backend panicked when it was given blocks of a sealed tier"
             );
         }
     }
 
-    fn open_aside(self: &Arc<Self>, mut block: OnItsWay, done: Done) {
+    fn finish_aside(self: &Arc<Self>, mut block: OnItsWay, done: Done) {
         let shared = Arc::clone(self);
-        let job = Box::new(move || {
-            let opened = shared.open(&mut block);
-            shared.end(Way::Back, block, &done, opened);
-        });
-        self.threads.verify(job).into_iter().for_each(|undone| undone());
+        let job = move || {
+            let finished = shared.finish(&mut block);
+            shared.end(Way::Back, block, &done, finished);
+        };
+        self.work(Way::Back, Box::new(job));
     }
 
     /// The slot in the scratch is free again before anybody is told, and goes to who waits after.
@@ -200,6 +257,22 @@ impl<B: Backend + 'static> Shared<B> {
         self.lane(way).give_back(block.frame);
         done.complete(block.index, result);
         self.start_runs(way);
+    }
+
+    /// Brings a block from memory into the scratch, as the backend inside wants it.
+    fn prepare(&self, op: &CopyOp, frame: &mut Frame) -> Result<(), CopyError> {
+        match self.sealed {
+            End::Medium => self.seal(op, frame),
+            End::Memory => self.open_from_memory(op, frame),
+        }
+    }
+
+    /// Brings a block from the scratch into memory, as it is to lie there.
+    fn finish(&self, block: &mut OnItsWay) -> Result<(), CopyError> {
+        match self.sealed {
+            End::Medium => self.open(block),
+            End::Memory => self.seal_into_memory(block),
+        }
     }
 
     fn seal(&self, op: &CopyOp, frame: &mut Frame) -> Result<(), CopyError> {
@@ -235,13 +308,43 @@ impl<B: Backend + 'static> Shared<B> {
         self.memory.checksums().inspect(|checksums| checksums.record(op.to.slot, actual));
         Ok(())
     }
+
+    fn open_from_memory(&self, op: &CopyOp, frame: &mut Frame) -> Result<(), CopyError> {
+        let slot = self.memory.slot(op.from.slot).ok_or_else(|| no_such_slot(op.from))?;
+        // SAFETY: the slot is of an operation that is submitted and not completed: nobody writes it now.
+        let sealed = &unsafe { slot.as_ref() }[..self.memory.block_bytes()];
+        let room = self.scratch.room(frame)?;
+        room.copy_from_slice(sealed);
+        let crc = self.cipher.open(op.block, room).map_err(|error| of_slot(op.from, &error))?;
+        // It has the tag's word for it: whoever takes the block further compares it there.
+        self.scratch.checksums().inspect(|checksums| checksums.record(frame.slot(), crc));
+        Ok(())
+    }
+
+    fn seal_into_memory(&self, block: &mut OnItsWay) -> Result<(), CopyError> {
+        let OnItsWay { op, frame, .. } = block;
+        forget_checksum(&*self.memory, op.to.slot);
+        let slot = self.memory.slot(op.to.slot).ok_or_else(|| no_such_slot(op.to))?;
+        let known = self.scratch.checksums().and_then(|checksums| checksums.get(frame.slot()));
+        let room = self.scratch.room(frame)?;
+        let crc = known.unwrap_or_else(|| checksum(&room[..self.scratch.block_bytes()]));
+        self.cipher.seal((op.block, op.owner), crc, room)?;
+        // SAFETY: the destination of an operation that is submitted and not completed: nobody else touches it, and it does
+        // not lie in the scratch.
+        let destination = unsafe { &mut *slot.as_ptr() };
+        let mut copy = SummedCopy::new();
+        copy.piece(room, &mut destination[..room.len()]);
+        // Of the sealed bytes: what an index says of them tells nothing of the block.
+        self.memory.checksums().inspect(|checksums| checksums.record(op.to.slot, copy.finish()));
+        Ok(())
+    }
 }
 
 fn of_slot(slot: SlotRef, error: &CopyError) -> CopyError {
     CopyError::new(error.kind(), format!("{slot}: {error}"))
 }
 
-/// A block whose sealed form has a slot of the scratch.
+/// A block that has a slot of the scratch.
 struct OnItsWay {
     /// Its number in the batch.
     index: usize,
@@ -258,30 +361,35 @@ impl OnItsWay {
     }
 }
 
-/// A run that is being sealed, by several threads.
+/// A run that is being brought into the scratch, by several threads.
 struct Departure<B> {
     shared: Arc<Shared<B>>,
+    fences: Fences,
     done: Done,
-    /// Those that are, in the order of the run.
-    sealed: Mutex<Vec<Option<OnItsWay>>>,
+    /// Those that are there, in the order of the run.
+    ready: Mutex<Vec<Option<OnItsWay>>>,
     /// Threads that are not done.
     left: AtomicUsize,
 }
 
 impl<B: Backend + 'static> Departure<B> {
-    fn seal(&self, first: usize, blocks: Vec<((usize, CopyOp), Frame)>) {
+    fn prepare(&self, first: usize, blocks: Vec<((usize, CopyOp), Frame)>) {
         for (position, ((index, op), mut frame)) in (first..).zip(blocks) {
-            let result = self.shared.seal(&op, &mut frame);
+            let result = self.shared.prepare(&op, &mut frame);
             let block = OnItsWay { index, op, frame };
             match result {
-                Ok(()) => self.sealed.lock()[position] = Some(block),
+                Ok(()) => self.ready.lock()[position] = Some(block),
                 Err(error) => self.shared.end(Way::Out, block, &self.done, Err(error)),
             }
         }
-        // The last one sees what all others sealed.
+        // The last one sees what all others brought.
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            let blocks = self.sealed.lock().drain(..).flatten().collect();
-            self.shared.hand_on(Way::Out, blocks, self.done.clone());
+            let all = std::mem::take(&mut *self.ready.lock());
+            let is_whole = all.iter().all(Option::is_some);
+            // Where a block is missing no layer is there of all.
+            let layers = self.fences.layers.clone().filter(|_| is_whole);
+            let fences = Fences { layers, ..self.fences.clone() };
+            self.shared.hand_on(Way::Out, all.into_iter().flatten().collect(), fences, self.done.clone());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Slots for sealed blocks on their way, and who waits for one.
+//! Slots for blocks on their way, and who waits for one.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -7,14 +7,16 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::format::SEAL_BYTES;
+use crate::checksum::Checksums;
 use crate::copy::{CopyError, CopyOp, Done};
 use crate::dram::{DramOptions, DramRegion};
 use crate::error::SetupError;
+use crate::fence::Fences;
 use crate::frame::{Frame, FramePool};
 use crate::geometry::Geometry;
 use crate::memory::{Memory, no_such_slot};
 
-/// How much memory there is for sealed blocks.
+/// How much memory there is for blocks on their way.
 #[derive(Clone, Copy, Debug)]
 pub struct ScratchOptions {
     /// Bytes of one block, before it is sealed.
@@ -25,9 +27,9 @@ pub struct ScratchOptions {
     pub huge_pages: bool,
 }
 
-/// Memory for sealed blocks, which plays the host tier to the backend inside. What leaves and what arrives have slots of
-/// their own, so that a medium that takes nothing any more does not keep others from reading; and what leaves never lies
-/// where something readable lay before.
+/// Memory for blocks on their way, which plays the host tier to the backend inside. What leaves and what
+/// arrives have slots of their own, so that a medium that takes nothing any more does not keep others from reading; and
+/// what leaves sealed never lies where something readable lay before.
 #[derive(Debug)]
 pub struct Scratch {
     region: Arc<DramRegion>,
@@ -36,17 +38,35 @@ pub struct Scratch {
     pub(super) back: Lane,
 }
 
+impl ScratchOptions {
+    const fn slots(&self) -> u32 {
+        self.blocks.saturating_mul(2)
+    }
+}
+
 impl Scratch {
-    /// Takes the memory.
+    /// Takes the memory, for a backend inside that moves sealed blocks.
     ///
     /// # Errors
     /// `NoSpace`: the system has not that much. `Invalid`: no blocks, or of no bytes.
     pub fn open(options: ScratchOptions) -> Result<Self, SetupError> {
-        let ScratchOptions { block_bytes, blocks, huge_pages } = options;
-        let slots = blocks.saturating_mul(2);
         // An empty block is for the geometry to refuse.
-        let sealed = if block_bytes == 0 { 0 } else { block_bytes.saturating_add(SEAL_BYTES) };
-        let geometry = Geometry::new(slots, sealed)?;
+        let bytes = options.block_bytes;
+        let sealed = if bytes == 0 { 0 } else { bytes.saturating_add(SEAL_BYTES) };
+        Self::with_geometry(options, Geometry::new(options.slots(), sealed)?)
+    }
+
+    /// Takes the memory, for a backend inside that moves blocks in the clear: in their slots there is room for the seal.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn in_the_clear(options: ScratchOptions) -> Result<Self, SetupError> {
+        let geometry = Geometry::new(options.slots(), options.block_bytes)?.with_room(SEAL_BYTES)?;
+        Self::with_geometry(options, geometry)
+    }
+
+    fn with_geometry(options: ScratchOptions, geometry: Geometry) -> Result<Self, SetupError> {
+        let ScratchOptions { block_bytes, blocks, huge_pages } = options;
         let region = Arc::new(DramRegion::host(DramOptions { geometry, huge_pages, fault_threads: 1 })?);
         let Some(mut pool) = region.frames() else { unreachable!("the first call") };
         let (out, back) = (Lane::new(&mut pool, blocks), Lane::new(&mut pool, blocks));
@@ -58,26 +78,43 @@ impl Scratch {
         Arc::clone(&self.region) as _
     }
 
+    /// A slot that leaves the scratch for a while, with the region that it is in; nothing is on its way yet.
+    pub fn borrow_slot(&self) -> Option<(Arc<DramRegion>, Frame)> {
+        Some((Arc::clone(&self.region), self.out.take()?))
+    }
+
+    /// The end of [`borrow_slot`](Self::borrow_slot).
+    pub fn return_slot(&self, frame: Frame) {
+        self.out.give_back(frame);
+    }
+
     /// Bytes of one block, before it is sealed.
     pub const fn block_bytes(&self) -> usize {
         self.block_bytes
     }
 
-    /// The sealed block in a slot.
+    /// The bytes of a slot that a sealed block takes.
     pub(super) fn room<'a>(&'a self, frame: &'a mut Frame) -> Result<&'a mut [u8], CopyError> {
-        let slot = frame.slot_ref();
-        self.region.write(frame).ok_or_else(|| no_such_slot(slot))
+        let (slot, bytes) = (frame.slot_ref(), self.block_bytes + SEAL_BYTES);
+        let room = self.region.write_slot(frame).and_then(|slot| slot.get_mut(..bytes));
+        room.ok_or_else(|| no_such_slot(slot))
     }
 
-    /// The sealed block in the slot is whole: whoever takes it from here need not sum it.
+    /// The block in the slot is whole: whoever takes it from here need not sum it.
     pub(super) fn remember_checksum(&self, frame: &Frame) {
         self.region.remember_checksum(frame);
+    }
+
+    /// Checksums of what the backend inside brought, as far as it sums it, and of what it is to take.
+    pub(super) fn checksums(&self) -> Option<&Checksums> {
+        self.region.checksums()
     }
 }
 
 /// Operations of one batch that are handed on together, each with its number in the batch.
 pub(super) struct Run {
     pub(super) ops: Vec<(usize, CopyOp)>,
+    pub(super) fences: Fences,
     pub(super) done: Done,
 }
 
@@ -109,6 +146,10 @@ impl Lane {
 
     pub(super) fn enqueue(&self, runs: impl IntoIterator<Item = Run>) {
         self.state.lock().waiting.extend(runs);
+    }
+
+    fn take(&self) -> Option<Frame> {
+        self.state.lock().free.pop()
     }
 
     pub(super) fn give_back(&self, frame: Frame) {
@@ -143,7 +184,8 @@ impl State {
         if blocks == 0 || (whole && blocks < run.ops.len()) {
             return None;
         }
-        let taken = Run { ops: run.ops.drain(..blocks).collect(), done: run.done.clone() };
+        let (fences, done) = (run.fences.clone(), run.done.clone());
+        let taken = Run { ops: run.ops.drain(..blocks).collect(), fences, done };
         self.waiting.pop_front_if(|run| run.ops.is_empty());
         Some((taken, self.free.split_off(room - blocks)))
     }

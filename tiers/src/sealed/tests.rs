@@ -3,19 +3,24 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
+
 use super::{Cipher, KeyRing, SEAL_BYTES, Scratch, ScratchOptions, Sealed, TenantKeys};
 use crate::backend::Backend;
 use crate::checksum::{Checksums, checksum};
-use crate::copy::{CopyError, CopyErrorKind, CopyOp, Route, Tier};
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
 use crate::disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
 use crate::dram::DramRegion;
 use crate::error::SetupErrorKind;
+use crate::fence::{Fences, Layers};
 use crate::frame::Frame;
 use crate::geometry::Geometry;
+use crate::memcpy::MemcpyBackend;
 use crate::memory::Memory;
 use crate::testing::conformance::{self, Pair};
 use crate::testing::{
-    Fault, FaultBackend, MemoryStore, ParkedBackend, fill_pattern, has_pattern, host, order, run, skip, start,
+    Fault, FaultBackend, MemoryStore, ParkedBackend, fill_pattern, has_pattern, host, options, order, run,
+    skip, start,
 };
 use crate::verify::Verified;
 
@@ -78,6 +83,76 @@ fn conforms_on_disk() {
         let verified = verified(ring, &scratch);
         Pair { backend: Arc::new(seal(verified, &memory, scratch, 1)), memory, other: Tier::Disk }
     });
+}
+
+/// Between a device and memory that is sealed itself: the device plays memory here.
+#[test]
+fn conforms_around_memory() {
+    for (room, run) in [(1, 1), (40, 32)] {
+        conformance::check(|slots, block_bytes| {
+            let device = Arc::new(DramRegion::emulated_device(options(slots, block_bytes)).unwrap());
+            let memory = Arc::new(host(slots, block_bytes + SEAL_BYTES));
+            let backend = around_memory(&device, &memory, (room, run));
+            Pair { backend: Arc::new(backend), memory: device, other: Tier::Host }
+        });
+    }
+}
+
+fn around_memory(
+    device: &Arc<DramRegion>,
+    memory: &Arc<DramRegion>,
+    (blocks, run): (u32, usize),
+) -> Sealed<MemcpyBackend> {
+    let block_bytes = device.block_bytes();
+    let options = ScratchOptions { block_bytes, blocks, huge_pages: false };
+    let scratch = Scratch::in_the_clear(options).unwrap();
+    let copies = MemcpyBackend::new(vec![Arc::clone(device) as _, scratch.memory()], 2).unwrap();
+    let cipher = Cipher::new(keys(1), Tier::Host, "test", block_bytes);
+    Sealed::of_memory(copies, Arc::clone(memory) as _, (scratch, cipher), run).unwrap()
+}
+
+#[test]
+fn memory_holds_nothing_to_read_and_a_bad_block_costs_no_other() {
+    let device = Arc::new(DramRegion::emulated_device(options(8, BLOCK)).unwrap());
+    let memory = Arc::new(host(4, BLOCK + SEAL_BYTES));
+    let sealed = around_memory(&device, &memory, (4, 4));
+    let (mut frames, mut others) = (device.frames().unwrap(), memory.frames().unwrap());
+    let mut here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
+    let mut there: Vec<_> = std::iter::from_fn(|| others.take()).collect();
+    (0..4).for_each(|slot| fill_pattern(slot, device.write(&mut here[slot]).unwrap()));
+    let out: Vec<_> = (0..4).map(|n| order(n, here[n].slot_ref(), there[n].slot_ref())).collect();
+    assert!(run(&sealed, out.clone()).iter().all(Result::is_ok));
+    for (slot, frame) in there.iter().enumerate() {
+        let [plain, stored] = [device.read(&here[slot]), memory.read(frame)].map(Option::unwrap);
+        assert!(plain.chunks_exact(8).all(|word| stored.windows(8).all(|bytes| bytes != word)));
+        assert_eq!(memory.checksums().unwrap().get(frame.slot()), Some(checksum(stored)));
+    }
+    memory.write(&mut there[2]).unwrap()[BLOCK + 3] ^= 1;
+    let back: Vec<_> = (0..4).map(|n| order(n, there[n].slot_ref(), here[4 + n].slot_ref())).collect();
+    // Layers are of all blocks or of none.
+    let (layers, heard) = (Arc::new(Mutex::new(0)), 8.try_into().unwrap());
+    let told = Arc::clone(&layers);
+    let fences = || {
+        let told = Arc::clone(&told);
+        let layers = Layers::new(heard, move |_, blocks| *told.lock() += blocks);
+        Fences { layers: Some(layers), ..Fences::default() }
+    };
+    let load = || {
+        let (report, reports) = std::sync::mpsc::channel();
+        let done = Done::new(move |op, result| report.send((op, result)).unwrap());
+        sealed.submit_fenced(back.clone(), fences(), done);
+        let mut results: Vec<_> = reports.iter().take(4).collect();
+        results.sort_by_key(|(op, _)| *op);
+        results.into_iter().map(|(_, result)| result).collect::<Vec<_>>()
+    };
+    let results = load();
+    assert_eq!(results[2].as_ref().unwrap_err().kind(), CopyErrorKind::Corrupt);
+    assert!([0, 1, 3].into_iter().all(|n| results[n].is_ok()));
+    assert_eq!(*layers.lock(), 0);
+    // And then it heals.
+    assert!(run(&sealed, out).iter().all(Result::is_ok) && load().iter().all(Result::is_ok));
+    assert_eq!(*layers.lock(), 8 * 4);
+    (0..4).for_each(|n| assert!(has_pattern(n, device.read(&here[4 + n]).unwrap())));
 }
 
 /// Sealed around verified around faults around a store; the first block of memory has a pattern.
