@@ -6,8 +6,8 @@ use std::{fs, thread};
 
 use kvbm::table::SlotCounts;
 use kvbm::{
-    Allocation, BlockHash, Chain, Fingerprint, Lease, Manager, Options, Rank, RankGroup, RankOptions, SlotId,
-    Tier, Transfer, Transferred,
+    Allocation, BlockHash, Chain, Fingerprint, Lease, Manager, Options, Rank, RankGroup, RankOptions,
+    RequestInfo, SlotId, Tier, Transfer, Transferred,
 };
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tiers::testing::{Child as Forked, fill_pattern, has_pattern};
@@ -168,7 +168,15 @@ impl Fleet {
     /// # Panics
     /// If anything hangs, or the manager closes.
     pub fn serve(&mut self, chain: &[BlockHash]) -> Served {
-        let loaded = answer(self.manager.load(self.manager.lease(chain)));
+        self.serve_for(RequestInfo::default(), chain)
+    }
+
+    /// [`serve`](Self::serve), of a request that says something about itself.
+    ///
+    /// # Panics
+    /// As [`serve`](Self::serve).
+    pub fn serve_for(&mut self, info: RequestInfo, chain: &[BlockHash]) -> Served {
+        let loaded = answer(self.manager.load(self.manager.lease_for(info, chain)));
         let mut served = Served { hit: loaded.blocks, ..Served::default() };
         served.wrong = self.wrong_slices(&loaded.lease, chain, loaded.blocks);
         let mut allocation = self.manager.allocate(chain, loaded.lease).expect("it goes on");

@@ -22,7 +22,7 @@ use kvbm_settings::{
 use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::geometry::{ALIGNMENT, MAX_SLOTS};
 use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, Store, StoreOptions};
-use kvbm_tiers::ranks::RollCall;
+use kvbm_tiers::ranks::{Leader, RollCall};
 use kvbm_tiers::sealed::{KeyRing, SEAL_BYTES, TenantKeys};
 use kvbm_tiers::{
     Backend, Checksums, DeviceRegion, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool,
@@ -109,7 +109,6 @@ pub(crate) async fn open(
     let (group, on_durable) = (options.ranks.clone(), options.on_durable.clone());
     let registry = options.registry.clone();
     let suffix = suffix.to_owned();
-    let has_ranks = group.is_some();
     let build = move || -> Result<Assembled> {
         let on_loss = LossHook::default();
         let known = fingerprint.as_ref();
@@ -126,7 +125,7 @@ pub(crate) async fn open(
         let tuning = tuning(&settings, block_tokens);
         let routes = tiers.routes();
         let is_host_sealed = tiers.keys_of(Tier::Host).is_some();
-        let tenants = tiers.tenants(has_ranks);
+        let tenants = tiers.tenants();
         let Tiers {
             device, host, specs, staging, trials, executor, roll_call, fallbacks, kept, objects, ..
         } = tiers;
@@ -200,7 +199,8 @@ struct Tiers {
     /// One of each directory of the disk tier, where there are several.
     trials: Vec<Frame>,
     executor: Executor,
-    /// Of a leader.
+    /// Of a manager with ranks.
+    leader: Option<Arc<Leader>>,
     roll_call: Option<RollCall>,
     /// What would have been better, and is not there.
     fallbacks: Vec<&'static str>,

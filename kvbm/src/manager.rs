@@ -325,9 +325,10 @@ impl Manager {
     /// Takes time in proportion to what the tiers hold, in steps between which others use them.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`]: something outlives the process and does not say whose it is, since it is not encrypted; or
-    /// the ranks of the model have the keys. Nothing has changed then. [`ErrorKind::Unavailable`]: nothing of him is found
-    /// here any more, but a key of his may be left on a medium: try again.
+    /// [`ErrorKind::Invalid`]: something outlives the process and does not say whose it is, since it is not encrypted. Nothing
+    /// has changed then. [`ErrorKind::Unavailable`]: nothing of him is found here any more, but a key of his may be left on a
+    /// medium, or in a rank that is away or does not encrypt, which the message names: try again. A rank that was away is told
+    /// when it joins this manager again; of one that is started after this manager's end nobody knows: call it again then.
     pub fn forget(&self, tenant: u32) -> Result<()> {
         let managers = || std::iter::once(self).chain(self.checkpoints.managers());
         managers().try_for_each(|manager| manager.tenants.check())?;

@@ -88,6 +88,7 @@ impl Tiers {
         let leader = Arc::new(Leader::open(options, move |_| hook.lost()).map_err(setup)?);
         on_loss.begin();
         tiers.roll_call = Some(leader.roll_call());
+        tiers.leader = Some(Arc::clone(&leader));
         let mut own_slots = slots;
         own_slots[Tier::Host.index()] = host;
         tiers.keep_in_ranks(&leader, own_slots, settings)?;
@@ -168,7 +169,9 @@ pub(crate) fn open_rank(
     // Slices of blocks: nobody else finds anything in objects of them.
     let namespace = Namespace { identity, shares_objects: false, ..namespace };
     let region = engine.map(EngineMemory::region).transpose()?;
-    let Tiers { device, specs, executor, kept, away, .. } = Tiers::open(settings, namespace, chaos, region)?;
+    let tiers = Tiers::open(settings, namespace, chaos, region)?;
+    let tenants = tiers.tenants();
+    let Tiers { device, specs, executor, kept, away, .. } = tiers;
     if !away.is_empty() {
         return Err(leader_counts_on(&away));
     }
@@ -185,6 +188,9 @@ pub(crate) fn open_rank(
         routes: Vec::new(),
     };
     let member = Member::join(JoinOptions { dir, member, kept, limit }, backends).map_err(setup)?;
+    let member = member.forgetting(move |tenant, life| {
+        tenants.destroy_keys(tenant, life).map_err(|error| error.to_string())
+    });
     let pool = specs.into_iter().map(|spec| spec.pool).find(|pool| pool.tier() == Tier::Device);
     Ok(OpenedRank { member, device: device.zip(pool), durable })
 }

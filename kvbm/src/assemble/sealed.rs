@@ -1,10 +1,12 @@
 //! Encryption of what outlives the process: keys by the settings, and what is put around a backend.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use kvbm_settings::{HostSettings, Settings};
-use kvbm_tiers::object::Store;
+use kvbm_tiers::object::{OPERATION_LIMIT, Store};
+use kvbm_tiers::ranks::Leader;
 use kvbm_tiers::sealed::{
     Cipher, KeyFiles, KeyRing, KeyStore, KeysInMemory, SEAL_BYTES, Scratch, ScratchOptions, TenantKeys,
 };
@@ -199,7 +201,7 @@ pub(crate) enum Tenants {
     /// Something that outlives the process does not say whose it is.
     Untold,
     /// The ranks have the keys.
-    Elsewhere,
+    Elsewhere(Weak<Leader>),
 }
 
 impl Tenants {
@@ -208,17 +210,11 @@ impl Tenants {
     /// # Errors
     /// `Invalid`: it cannot.
     pub(crate) fn check(&self) -> Result<()> {
-        let why = match self {
-            Self::Known(_) => return Ok(()),
-            Self::Untold => {
-                "what a tier keeps for the next process is not encrypted, and does not say whose it is: set \
-                 encryption.key_file (DYN_KVBM_ENCRYPTION_KEY_FILE), or forget everything (Manager::reset)"
-            }
-            Self::Elsewhere => {
-                "the ranks have the keys of tenants: stop the engine and run kvbm forget with each rank's settings"
-            }
-        };
-        Err(Error::new(ErrorKind::Invalid, format!("a tenant cannot be forgotten: {why}")))
+        match self {
+            // What ranks have they say when they are told.
+            Self::Known(_) | Self::Elsewhere(_) => Ok(()),
+            Self::Untold => Err(untold()),
+        }
     }
 
     /// Destroys the keys of what he stored in earlier lives than this.
@@ -226,7 +222,11 @@ impl Tenants {
     /// # Errors
     /// `Unavailable`: some may be left.
     pub(crate) fn destroy_keys(&self, tenant: u32, life: u32) -> Result<()> {
-        let Self::Known(keys) = self else { return self.check() };
+        let keys = match self {
+            Self::Known(keys) => keys,
+            Self::Elsewhere(leader) => return forget_in_ranks(leader, tenant, life),
+            Self::Untold => return Err(untold()),
+        };
         // All, also where one cannot be.
         keys.iter().map(|keys| keys.forget(tenant, life)).fold(Ok(()), std::io::Result::and).map_err(
             |error| {
@@ -238,16 +238,32 @@ impl Tenants {
     }
 }
 
+fn untold() -> Error {
+    let message = "a tenant cannot be forgotten: what a tier keeps for the next process is not encrypted, and does not say \
+         whose it is: set encryption.key_file (DYN_KVBM_ENCRYPTION_KEY_FILE), or forget everything (Manager::reset)";
+    Error::new(ErrorKind::Invalid, message)
+}
+
+/// An answer takes a rank as long as its store takes to delete an object.
+const RANKS_PATIENCE: Duration = OPERATION_LIMIT.saturating_add(Duration::from_secs(5));
+
+fn forget_in_ranks(leader: &Weak<Leader>, tenant: u32, life: u32) -> Result<()> {
+    let leader = leader.upgrade().ok_or_else(Error::closed)?;
+    leader
+        .forget(tenant, life, RANKS_PATIENCE)
+        .map_err(|error| Error::caused(ErrorKind::Unavailable, error.to_string(), error))
+}
+
 impl Tiers {
     pub(super) fn keys_of(&self, tier: Tier) -> Option<Arc<TenantKeys>> {
         self.tenant_keys.iter().find(|(of, _)| *of == tier).map(|(_, keys)| Arc::clone(keys))
     }
 
-    pub(super) fn tenants(&self, has_ranks: bool) -> Tenants {
+    pub(super) fn tenants(&self) -> Tenants {
         let keeps_in_the_clear = self.keys.is_none() && self.namespace.identity.is_some();
         let keeps = !self.kept.is_empty() || self.objects.is_some();
-        if has_ranks {
-            Tenants::Elsewhere
+        if let Some(leader) = &self.leader {
+            Tenants::Elsewhere(Arc::downgrade(leader))
         } else if keeps_in_the_clear && keeps {
             Tenants::Untold
         } else {

@@ -14,6 +14,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
 
 use super::connection::{Connection, End, Inbox, Ready, Seldom, Sent, Waker, wait};
+use super::forget::Debts;
 use super::pending::{MAX_RANKS, Pending, RankSet, Report, Unexpected};
 use super::protocol::{
     Ended, Hello, Inventory, MAX_FINGERPRINT, MAX_GREETING, MAX_MESSAGE, MAX_OPS, Malformed, Membership,
@@ -88,6 +89,7 @@ impl Leader {
             agreed: None,
             pending: Pending::new(options.world),
         };
+        let debts = Debts::new(options.world);
         let shared = Arc::new(Shared {
             options,
             state: Mutex::new(state),
@@ -97,6 +99,7 @@ impl Leader {
             is_closing: AtomicBool::new(false),
             on_lost: Box::new(on_lost),
             answers: Answers::default(),
+            debts,
         });
         let seldom =
             Seldom::new(&shared.waker, meeting.listener.as_fd()).map_err(|error| no_thread(&error))?;
@@ -203,6 +206,8 @@ pub(super) struct Shared {
     on_lost: Box<dyn Fn(u16) + Send + Sync>,
     /// What ranks say that they hold goes here.
     pub(super) answers: Answers,
+    /// Whom they have yet to forget.
+    pub(super) debts: Debts,
 }
 
 impl fmt::Debug for Shared {
@@ -250,6 +255,13 @@ impl Shared {
     /// All ranks' connections; an error names one that is not there.
     pub(super) fn connections(&self) -> Result<Vec<Arc<Connection>>, u16> {
         self.state.lock().all()
+    }
+
+    /// The ranks that are there.
+    pub(super) fn present(&self) -> Vec<(u16, Arc<Connection>)> {
+        let state = self.state.lock();
+        let seats = (0..).zip(&state.seats);
+        seats.filter_map(|(rank, seat)| Some((rank, Arc::clone(&seat.as_ref()?.connection)))).collect()
     }
 
     /// Sends what the stream of a connection does not take at once when it can.
@@ -360,6 +372,7 @@ impl Shared {
         let reports = state.pending.lost(rank, &error);
         drop(state);
         self.answers.lost(rank);
+        self.debts.lost(rank);
         // First, so that nothing lands any more that the rank had confirmed.
         (self.on_lost)(rank);
         reports.into_iter().for_each(Report::send);
@@ -382,6 +395,9 @@ impl Shared {
         }
         // Before anybody can send it copies.
         connection.send(&frame(&ToRank::Welcome));
+        for message in self.debts.of_newcomer(member.rank) {
+            connection.send(&frame(&message));
+        }
         state.seats[place] = Some(Seat { connection: Arc::clone(connection), routes: member.routes });
         state.refused[place] = None;
         state.agree();
@@ -682,6 +698,7 @@ impl Joined {
             match decode(message)? {
                 ToLeader::Ended(ended) => news.push(ended),
                 ToLeader::Inventory(inventory) => self.take_inventory(inventory, shared)?,
+                ToLeader::Forgot(forgot) => shared.debts.answered(self.rank, forgot),
                 ToLeader::Hello(_) => return Err(Loss::HelloTwice),
             }
         }

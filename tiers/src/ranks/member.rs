@@ -13,11 +13,12 @@ use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
 
 use super::connection::{Connection, End, Inbox, Ready, Sent, Waker, wait};
+use super::forget::Forgetter;
 use super::generations::Generations;
 use super::kept::{Journals, KeptSlots, Left, part};
 use super::leader::check_fingerprint;
 use super::protocol::{
-    Ended, Hello, MAX_GREETING, MAX_MESSAGE, Membership, Refusal, ToLeader, ToRank, decode, frame,
+    Ended, Forgot, Hello, MAX_GREETING, MAX_MESSAGE, Membership, Refusal, ToLeader, ToRank, decode, frame,
 };
 use super::socket;
 use crate::backend::Backend;
@@ -69,6 +70,7 @@ pub struct Member {
     /// When parts of batches were reported last.
     reported: Instant,
     left: Left,
+    forgetter: Option<Forgetter>,
 }
 
 /// Ends a rank's service from another thread.
@@ -120,7 +122,18 @@ impl Member {
             journals,
         };
         let (work, is_stopping, reported) = (Arc::new(work), Arc::default(), clock::now());
-        Ok(Self { rank, slots, backends, work, inbox, waker, is_stopping, reported, left })
+        Ok(Self { rank, slots, backends, work, inbox, waker, is_stopping, reported, left, forgetter: None })
+    }
+
+    /// Destroys the keys of what a tenant stored in earlier lives than this by calling `forget` with both; what it says may be
+    /// left is told to the leader. It is called by the thread that serves.
+    #[must_use]
+    pub fn forgetting(
+        mut self,
+        forget: impl Fn(u32, u32) -> Result<(), String> + Send + Sync + 'static,
+    ) -> Self {
+        self.forgetter = Some(Forgetter(Box::new(forget)));
+        self
     }
 
     /// What ends [`serve`](Self::serve).
@@ -199,11 +212,18 @@ impl Member {
                     let ours = lives.unpack()?.filter_map(|life| self.left.in_life(tier, life));
                     ours.for_each(|slot| self.work.generations.adopt(slot));
                 }
+                ToRank::Forget { tenant, life } => self.forget(tenant, life),
                 ToRank::Goodbye => return Ok(Turn::Last),
                 // A leader that says so again is harmless.
                 ToRank::Welcome | ToRank::Refused(_) => {}
             }
         }
+    }
+
+    fn forget(&self, tenant: u32, life: u32) {
+        let has_none = || Err("it has nobody to destroy keys".to_owned());
+        let outcome = self.forgetter.as_ref().map_or_else(has_none, |Forgetter(forget)| forget(tenant, life));
+        self.work.tell(&ToLeader::Forgot(Forgot::new((tenant, life), outcome)));
     }
 
     /// Starts the copies of a batch, but for those that cannot be right.
@@ -380,6 +400,7 @@ fn hear_answer(connection: &Connection, inbox: &mut Inbox, deadline: Instant) ->
                 ToRank::Copy { .. }
                 | ToRank::TakeInventory { .. }
                 | ToRank::Adopt { .. }
+                | ToRank::Forget { .. }
                 | ToRank::Goodbye => return Err(NoAnswer::Gone(End::Closed)),
             }
         }

@@ -23,6 +23,7 @@
 //! | `member` | a rank: it does what the leader says and reports |
 //! | `generations` | what a rank's slots hold, as far as it knows itself |
 //! | `kept` | what an earlier process left in a rank's slots, and who writes down what comes to them |
+//! | `forget` | which ranks have yet to destroy a tenant's keys |
 //! | `recovery` | which blocks leader and ranks agree on, at the start of the leader |
 //!
 //! A copy has arrived when every rank says so; otherwise the worst that any rank said of it is what became of it.
@@ -44,6 +45,7 @@
 //! what is old, or another's, is never given out; bytes are compared with the rank's checksum when they are read.
 
 mod connection;
+mod forget;
 mod generations;
 mod kept;
 mod leader;
@@ -55,6 +57,7 @@ mod socket;
 #[cfg(test)]
 mod tests;
 
+pub use forget::NotForgotten;
 pub use kept::{KeptSlots, SlotJournal};
 pub use leader::{Leader, LeaderOptions, RollCall};
 pub use member::{JoinOptions, LeaderGone, Member, Stopper};

@@ -16,7 +16,7 @@ use crate::copy::{BlockKey, CopyErrorKind, CopyOp, Owner, Route, SlotId, SlotRef
 use crate::index::IndexEntry;
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 /// `kvbm`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbm");
 
@@ -88,6 +88,15 @@ pub(super) enum ToLeader {
     Hello(Hello),
     Ended(Ended),
     Inventory(Inventory),
+    Forgot(Forgot),
+}
+
+/// The keys of what a tenant stored in earlier lives are destroyed, or why some may be left.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Forgot {
+    pub(super) tenant: u32,
+    pub(super) life: u32,
+    pub(super) failed: Option<String>,
 }
 
 /// What an earlier process left in a rank's slots of a tier: a page of it, by ascending slots.
@@ -142,6 +151,11 @@ pub(super) enum ToRank {
     Adopt {
         tier: Tier,
         lives: PackedLives,
+    },
+    /// A tenant is forgotten: the keys of what he stored in earlier lives are to be destroyed.
+    Forget {
+        tenant: u32,
+        life: u32,
     },
 }
 
@@ -315,12 +329,23 @@ impl Hello {
         }
         match decode(message) {
             Ok(ToLeader::Hello(hello)) => Ok(hello.member),
-            Ok(ToLeader::Ended(_) | ToLeader::Inventory(_)) => {
+            Ok(ToLeader::Ended(_) | ToLeader::Inventory(_) | ToLeader::Forgot(_)) => {
                 Err("it reports before it says who it is".to_owned())
             }
             Err(error) => Err(error.to_string()),
         }
     }
+}
+
+impl Forgot {
+    pub(super) fn new((tenant, life): (u32, u32), outcome: Result<(), String>) -> Self {
+        Self { tenant, life, failed: outcome.err().map(|why| shortened(&why)) }
+    }
+}
+
+/// As much of a text as a message has room for.
+fn shortened(text: &str) -> String {
+    text[..text.floor_char_boundary(MAX_TEXT)].to_owned()
 }
 
 impl Ended {
@@ -343,8 +368,7 @@ impl Ended {
 
     /// The `op`-th copy failed.
     pub(super) fn failed(&mut self, op: u32, kind: CopyErrorKind, why: &str) {
-        let end = why.floor_char_boundary(MAX_TEXT);
-        self.failed.push(FailedCopy { op, kind, why: why[..end].to_owned() });
+        self.failed.push(FailedCopy { op, kind, why: shortened(why) });
     }
 }
 

@@ -1,0 +1,184 @@
+//! A tenant whom a leader forgets: every rank destroys his keys, one that was away when it joins again.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use kvbm::{ErrorKind, Fingerprint, Hints, Manager, RankOptions, RequestInfo, Tier};
+use kvbm_settings::{Capacity, Settings};
+use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, WORLD, be_a_rank, chain};
+use kvbm_tests::process::role;
+use kvbm_tiers::Mount;
+use kvbm_tiers::sealed::{RECORD_BYTES, WrappedKey};
+use kvbm_tiers::testing::skip;
+use tempfile::TempDir;
+
+/// Tenants, whose chains have their numbers.
+const ONE: u32 = 1;
+const OTHER: u32 = 2;
+
+/// What outlives the processes lies on disk, or in memory where the home does.
+fn settings(home: &Path) -> Settings {
+    let mut settings = fleet::settings(home);
+    let key = || format!("1:{}", "0123456789abcdef".repeat(4));
+    settings.encryption.key = (!home.join("plain").exists()).then(key);
+    if home.starts_with("/dev/shm") {
+        settings.host.persist = Some(home.join("slots"));
+        settings.disk.capacity = None;
+        settings.host.capacity = Some(Capacity::Blocks(32));
+    }
+    settings
+}
+
+#[expect(clippy::unnecessary_wraps, reason = "as options have it")]
+fn fingerprint() -> Option<Fingerprint> {
+    Some(Fingerprint { model: "m".into(), weights: "w".into(), block_tokens: 16, ..Fingerprint::default() })
+}
+
+/// Not a test: the process of a rank, when another test starts it.
+#[test]
+fn process() {
+    let Some((role, home)) = role() else { return };
+    let rank = role.parse().unwrap();
+    let options = RankOptions { group: fleet::group(&home), rank, fingerprint: fingerprint(), chaos: None };
+    be_a_rank(&settings(&home), options);
+}
+
+fn open(home: &Path) -> Fleet {
+    Fleet::open(home, settings(home), fleet::group(home), fingerprint())
+}
+
+/// Where what outlives the processes lies on disk, and where it does in memory.
+fn homes() -> Vec<TempDir> {
+    let shm = Path::new("/dev/shm");
+    let memory = Mount::of(shm).inspect_err(|error| skip("tmpfs", error)).ok();
+    let memory = memory.map(|_| tempfile::Builder::new().prefix("kvbm-test-").tempdir_in(shm).unwrap());
+    [Some(tempfile::tempdir().unwrap()), memory].into_iter().flatten().collect()
+}
+
+fn serve(fleet: &mut Fleet, tenant: u32) -> Served {
+    let hints = Hints { tenant: Some(tenant), ..Hints::default() };
+    let served = fleet.serve_for(RequestInfo { hints, ..RequestInfo::default() }, &chain(tenant));
+    drained(&fleet.manager);
+    served
+}
+
+fn drained(manager: &Manager) {
+    assert!(manager.drain(LIMIT).is_complete());
+    // Ranks note by themselves what they have confirmed, every ten milliseconds.
+    thread::sleep(Duration::from_millis(100));
+}
+
+#[track_caller]
+fn assert_served(fleet: &mut Fleet, tenant: u32, hit: usize) {
+    let served = serve(fleet, tenant);
+    assert_eq!((served.hit, served.wrong, served.saved), (hit, 0, 6), "{served:?}");
+}
+
+fn files(home: &Path) -> Vec<PathBuf> {
+    fs::read_dir(home.join("slots")).unwrap().map(|file| file.unwrap().path()).collect()
+}
+
+fn is_keys(path: &Path) -> bool {
+    path.extension().is_some_and(|kind| kind == "keys")
+}
+
+/// The ranks that have a key of a tenant.
+fn keepers(home: &Path, tenant: u32) -> Vec<u16> {
+    let has_key = |path: &PathBuf| {
+        let bytes = fs::read(path).unwrap();
+        let records = bytes.as_chunks::<RECORD_BYTES>().0.iter().skip(1);
+        records.filter_map(|record| WrappedKey::parse(*record)).any(|key| key.tenant() == Some(tenant))
+    };
+    let of_rank = |path: PathBuf| {
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        (0..WORLD).find(|rank| name.contains(&format!("-rank{rank}of")))
+    };
+    let mut ranks: Vec<_> =
+        files(home).into_iter().filter(|path| is_keys(path) && has_key(path)).filter_map(of_rank).collect();
+    ranks.sort_unstable();
+    ranks
+}
+
+#[test]
+fn who_is_forgotten_has_no_key_in_any_rank_now_and_later() {
+    for home in homes() {
+        let home = home.path();
+        let mut fleet = open(home);
+        [ONE, OTHER].into_iter().for_each(|tenant| assert_served(&mut fleet, tenant, 0));
+        assert_eq!(keepers(home, ONE), [0, 1, 2, 3]);
+        let kept = files(home).into_iter().filter(|path| !is_keys(path));
+        let before: Vec<_> = kept.map(|path| (fs::read(&path).unwrap(), path)).collect();
+        fleet.manager.forget(ONE).unwrap();
+        assert_eq!(fleet.manager.matches(&chain(ONE)).longest(), 0);
+        assert_eq!((keepers(home, ONE), keepers(home, OTHER)), (vec![], vec![0, 1, 2, 3]));
+        assert_served(&mut fleet, OTHER, 6);
+        // He comes back, under new keys, and is found.
+        assert_served(&mut fleet, ONE, 0);
+        Tier::ALL.into_iter().take(2).for_each(|tier| fleet.empty(tier));
+        assert_eq!(serve(&mut fleet, ONE).wrong, 0);
+        fleet.manager.forget(ONE).unwrap();
+        fleet.assert_sound();
+        fleet.end();
+        // Also where everything but the keys is put back as it was.
+        before.iter().for_each(|(bytes, path)| fs::write(path, bytes).unwrap());
+        let mut fleet = open(home);
+        assert_served(&mut fleet, OTHER, 6);
+        assert_served(&mut fleet, ONE, 0);
+        assert_served(&mut fleet, ONE, 6);
+        fleet.assert_sound();
+        fleet.end();
+    }
+}
+
+#[test]
+fn a_rank_that_is_away_hears_of_it_when_it_joins_again() {
+    for home in homes() {
+        let home = home.path();
+        let mut fleet = open(home);
+        [ONE, OTHER].into_iter().for_each(|tenant| assert_served(&mut fleet, tenant, 0));
+        fleet.kill(2);
+        fleet.assert_forgets(&chain(OTHER), LIMIT);
+        let error = fleet.manager.forget(ONE).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        assert!(error.to_string().contains("rank 2 is away"), "{error}");
+        assert_eq!(keepers(home, ONE), [2]);
+        fleet.restart(2);
+        let deadline = Instant::now() + LIMIT;
+        while !keepers(home, ONE).is_empty() {
+            assert!(Instant::now() < deadline, "it is not told");
+            thread::sleep(Duration::from_millis(5));
+        }
+        // And then all is well.
+        fleet.manager.forget(ONE).unwrap();
+        [ONE, OTHER].into_iter().for_each(|tenant| assert_heals(&mut fleet, tenant));
+        fleet.end();
+    }
+}
+
+/// What is lowest takes blocks and gives them.
+fn assert_heals(fleet: &mut Fleet, tenant: u32) {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        fleet.empty(Tier::Device);
+        let served = serve(fleet, tenant);
+        assert_eq!(served.wrong, 0);
+        if served.hit == 6 {
+            return fleet.assert_sound();
+        }
+        assert!(Instant::now() < deadline, "it does not heal: {served:?}");
+    }
+}
+
+/// Without keys nobody can tell whose blocks are.
+#[test]
+fn ranks_that_encrypt_nothing_say_so() {
+    let home = tempfile::tempdir().unwrap();
+    fs::write(home.path().join("plain"), "").unwrap();
+    let mut fleet = open(home.path());
+    assert_served(&mut fleet, ONE, 0);
+    let error = fleet.manager.forget(ONE).unwrap_err();
+    assert!(error.to_string().contains("not encrypted"), "{error}");
+    fleet.end();
+}

@@ -1,0 +1,159 @@
+//! Forgetting a tenant: each rank destroys his keys, and one that is away hears of it when it joins again.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+
+use super::connection::Sent;
+use super::leader::{Leader, Shared};
+use super::protocol::{Forgot, ToRank};
+use crate::clock;
+
+/// Ranks that have not destroyed all keys of a tenant, as far as their leader knows. It tells each again when it joins.
+#[derive(Debug)]
+pub struct NotForgotten {
+    tenant: u32,
+    /// By number, with the reason.
+    ranks: Vec<(u16, String)>,
+}
+
+impl fmt::Display for NotForgotten {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "not every rank has destroyed the keys of tenant {}:", self.tenant)?;
+        self.ranks.iter().try_for_each(|(rank, why)| write!(f, " rank {rank} {why};"))?;
+        f.write_str(" a rank that was away is told when it joins this leader again")
+    }
+}
+
+impl std::error::Error for NotForgotten {}
+
+impl Leader {
+    /// Has every rank destroy the keys of what a tenant stored in earlier lives than `life`, and waits for them until
+    /// `limit` has passed.
+    ///
+    /// # Errors
+    /// Some rank is away, fails, or does not answer.
+    pub fn forget(&self, tenant: u32, life: u32, limit: Duration) -> Result<(), NotForgotten> {
+        let deadline = clock::now() + limit;
+        let told = self.shared.tell_to_forget(tenant, life);
+        let debts = &self.shared.debts;
+        let mut owed = debts.owed.lock();
+        // Whoever is away, or goes now, is not waited for.
+        let is_awaited =
+            |owed: &[Owed]| told.iter().any(|&rank| owed[usize::from(rank)].is_awaited(tenant, life));
+        while is_awaited(&owed) && !debts.changed.wait_until(&mut owed, deadline).timed_out() {}
+        let why = |(rank, owed): (u16, &Owed)| Some((rank, owed.why_not(tenant, life)?));
+        let ranks: Vec<_> = (0..).zip(&*owed).filter_map(why).collect();
+        if ranks.is_empty() { Ok(()) } else { Err(NotForgotten { tenant, ranks }) }
+    }
+}
+
+/// What ranks have yet to forget.
+#[derive(Debug)]
+pub(super) struct Debts {
+    owed: Mutex<Vec<Owed>>,
+    changed: Condvar,
+}
+
+/// What one rank has yet to forget.
+#[derive(Clone, Debug, Default)]
+struct Owed {
+    is_away: bool,
+    /// By tenant.
+    tenants: BTreeMap<u32, Debt>,
+}
+
+#[derive(Clone, Debug)]
+struct Debt {
+    life: u32,
+    /// Why it could not.
+    failed: Option<String>,
+}
+
+impl Owed {
+    fn debt(&self, tenant: u32, life: u32) -> Option<&Debt> {
+        // A later life includes the earlier ones.
+        self.tenants.get(&tenant).filter(|debt| debt.life >= life)
+    }
+
+    fn is_awaited(&self, tenant: u32, life: u32) -> bool {
+        !self.is_away && self.debt(tenant, life).is_some_and(|debt| debt.failed.is_none())
+    }
+
+    fn why_not(&self, tenant: u32, life: u32) -> Option<String> {
+        let debt = self.debt(tenant, life)?;
+        let silence = if self.is_away { "is away" } else { "did not answer in time" };
+        Some(debt.failed.as_ref().map_or(silence.to_owned(), |why| format!("says: {why}")))
+    }
+}
+
+impl Debts {
+    pub(super) fn new(world: u16) -> Self {
+        Self { owed: Mutex::new(vec![Owed::default(); usize::from(world)]), changed: Condvar::new() }
+    }
+
+    fn owe(&self, tenant: u32, life: u32) {
+        let mut owed = self.owed.lock();
+        for owed in &mut *owed {
+            owed.tenants.insert(tenant, Debt { life, failed: None });
+        }
+    }
+
+    /// A rank joined: what it is to be told.
+    pub(super) fn of_newcomer(&self, rank: u16) -> Vec<ToRank> {
+        let mut owed = self.owed.lock();
+        let owed = &mut owed[usize::from(rank)];
+        owed.is_away = false;
+        let tenants = owed.tenants.iter_mut();
+        tenants
+            .map(|(&tenant, debt)| {
+                debt.failed = None;
+                ToRank::Forget { tenant, life: debt.life }
+            })
+            .collect()
+    }
+
+    pub(super) fn lost(&self, rank: u16) {
+        self.owed.lock()[usize::from(rank)].is_away = true;
+        self.changed.notify_all();
+    }
+
+    /// A rank has done what it was told, or could not.
+    pub(super) fn answered(&self, rank: u16, Forgot { tenant, life, failed }: Forgot) {
+        let mut owed = self.owed.lock();
+        let tenants = &mut owed[usize::from(rank)].tenants;
+        match (failed, tenants.get_mut(&tenant)) {
+            (Some(why), Some(debt)) if debt.life == life => debt.failed = Some(why),
+            (None, Some(debt)) if debt.life <= life => drop(tenants.remove(&tenant)),
+            // Of an earlier call; the latest will be answered too.
+            _ => {}
+        }
+        self.changed.notify_all();
+    }
+}
+
+impl Shared {
+    /// Returns who was told.
+    fn tell_to_forget(&self, tenant: u32, life: u32) -> Vec<u16> {
+        self.debts.owe(tenant, life);
+        // Who joins from here on is told then; who is told twice does it twice.
+        let message = ToRank::Forget { tenant, life };
+        let present = self.present();
+        let is_told =
+            |(rank, connection)| (self.send_to(connection, &message) != Sent::Refused).then_some(rank);
+        present.iter().map(|(rank, connection)| (*rank, &**connection)).filter_map(is_told).collect()
+    }
+}
+
+/// What a rank does when a tenant is forgotten.
+pub(super) struct Forgetter(pub(super) Box<ForgetTenant>);
+
+type ForgetTenant = dyn Fn(u32, u32) -> Result<(), String> + Send + Sync;
+
+impl fmt::Debug for Forgetter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Forgetter")
+    }
+}
