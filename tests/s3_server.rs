@@ -120,7 +120,7 @@ fn workers_share_a_bucket_of_a_real_server() {
         secret_key: Some("secret".into()),
     };
     let (renewal, collect_after) = (Duration::from_millis(500), Duration::from_hours(1));
-    let options = FsckOptions { concurrency: 4, repair: true, renewal, collect_after };
+    let options = FsckOptions { concurrency: 4, repair: true, renewal, collect_after, keys: None };
     let report = fsck("s3://kvbm-test/prefix", &store, &options, std::sync::Arc::new(|_, _| {})).unwrap();
     assert!(report.is_sound() && report.is_complete() && report.removed() == 0, "{report:?}");
     assert_eq!(report.namespaces[0].blocks as usize, ALL);

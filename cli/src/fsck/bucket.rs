@@ -7,6 +7,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kvbm_settings::ObjectSettings;
 use kvbm_tiers::object::StoreOptions;
 use kvbm_tiers::object::fsck::{BucketReport, FsckOptions, NamespaceReport, fsck};
+use kvbm_tiers::sealed::KeyRing;
 use serde::Serialize;
 
 use crate::failure::{Failure, with_causes};
@@ -26,8 +27,13 @@ pub(super) fn is_url(text: &str) -> bool {
     text.contains("://")
 }
 
-/// Checks the bucket at `url`, reached as the settings say.
-pub(super) fn check(url: &str, object: &ObjectSettings, repair: bool) -> Result<Bucket, Failure> {
+/// Checks the bucket at `url`, reached as the settings say; what is authenticated with these keys.
+pub(super) fn check(
+    url: &str,
+    object: &ObjectSettings,
+    keys: Option<Arc<KeyRing>>,
+    repair: bool,
+) -> Result<Bucket, Failure> {
     let store = StoreOptions {
         endpoint: object.endpoint.clone(),
         region: object.region.clone(),
@@ -39,6 +45,7 @@ pub(super) fn check(url: &str, object: &ObjectSettings, repair: bool) -> Result<
         repair,
         renewal: Duration::from_millis(object.renewal_ms),
         collect_after: Duration::from_millis(object.collect_after_ms),
+        keys,
     };
     let bar = bar();
     let shown = bar.clone();

@@ -29,7 +29,8 @@ use crate::output;
 /// Directories of kept disk tiers and host tiers: besides, whether each block's chain is there from its root. A URL,
 /// `file:///directory` or `s3://bucket/prefix`, names a bucket of an object tier, which workers may go on using: besides,
 /// whether what they rely on is there, and what nobody needs any more. It is reached as the settings of the object tier
-/// say. What is wrong no start serves; here it is told, and with --repair dropped.
+/// say. What is encrypted is verified with the keys that the settings name. What is wrong no start serves; here it is told, and
+/// with --repair dropped.
 ///
 /// Exit status: 0 all is sound, 1 something was not, 2 it could not be checked, such as a directory that somebody has
 /// open.
@@ -58,10 +59,11 @@ pub(crate) fn run(args: &FsckArgs, global: &Global) -> Result<(), Failure> {
     let (urls, dirs): (Vec<_>, Vec<_>) = args.places.iter().partition(|place| bucket::is_url(place));
     let dirs: Vec<PathBuf> = dirs.into_iter().map(PathBuf::from).collect();
     let found = files::find(&dirs)?;
-    let findings = check::check(&found.pairs, keys(global)?.as_ref(), args.repair)?;
+    let keys = keys(global)?;
+    let findings = check::check(&found.pairs, keys.as_ref(), args.repair)?;
     let object =
         if urls.is_empty() { ObjectSettings::default() } else { global.load(|all| all)?.settings.object };
-    let buckets = urls.iter().map(|url| bucket::check(url, &object, args.repair));
+    let buckets = urls.iter().map(|url| bucket::check(url, &object, keys.clone(), args.repair));
     let buckets = buckets.collect::<Result<Vec<_>, _>>()?;
     let is_sound =
         findings.iter().all(Finding::is_sound) && buckets.iter().all(|bucket| bucket.report.is_sound());
@@ -91,7 +93,7 @@ pub(crate) fn run(args: &FsckArgs, global: &Global) -> Result<(), Failure> {
     }
 }
 
-/// The main keys that the settings name: an index of encrypted blocks is authenticated with one.
+/// The main keys that the settings name: indices and footers of encrypted blocks are authenticated with one.
 fn keys(global: &Global) -> Result<Option<Arc<KeyRing>>, Failure> {
     let encryption = global.load(|loader| loader)?.settings.encryption;
     let keys = match (&encryption.key_file, &encryption.key) {

@@ -8,7 +8,7 @@ use tokio::time::{Instant, timeout};
 
 use super::super::discover::{FooterError, TAIL, fetch_footer};
 use super::super::open::Store;
-use super::super::segment::{Entry, FormatError};
+use super::super::segment::{Entry, Footer, FooterKey, FormatError, SEALED_VERSION};
 use super::{OPERATION_LIMIT, Problem};
 use crate::checksum::RunningChecksum;
 
@@ -21,6 +21,8 @@ pub(super) enum Content {
     Blocks {
         blocks: u64,
         wrong: u64,
+        /// The footer was verified with a key.
+        is_authentic: bool,
     },
     /// Blocks do not lie as writers lay them.
     Crooked,
@@ -31,11 +33,15 @@ pub(super) enum Content {
 }
 
 impl Content {
-    /// Reads all of a segment, `PIECE` bytes at a time.
-    pub(super) async fn read(store: &Store, meta: &ObjectMeta, on_read: &(dyn Fn(u64) + Sync)) -> Self {
-        let deadline = Instant::now() + OPERATION_LIMIT;
-        let entries = match fetch_footer(store, meta, (TAIL, None), deadline).await {
-            Ok(footer) => footer.entries,
+    /// Reads all of a segment, `PIECE` bytes at a time; what is authenticated, if there is a key for that.
+    pub(super) async fn read(
+        store: &Store,
+        meta: &ObjectMeta,
+        key: Option<FooterKey<'_>>,
+        on_read: &(dyn Fn(u64) + Sync),
+    ) -> Self {
+        let (entries, is_authentic) = match read_footer(store, meta, key).await {
+            Ok((footer, is_authentic)) => (footer.entries, is_authentic),
             Err(error) => {
                 on_read(meta.size);
                 return Self::of(error);
@@ -54,7 +60,7 @@ impl Content {
             at = end;
         }
         on_read(meta.size.saturating_sub(payload));
-        Self::Blocks { blocks: check.blocks, wrong: check.wrong }
+        Self::Blocks { blocks: check.blocks, wrong: check.wrong, is_authentic }
     }
 
     fn of(error: FooterError) -> Self {
@@ -68,7 +74,7 @@ impl Content {
     /// How many, and how many of them have changed.
     pub(super) const fn blocks(&self) -> (u64, u64) {
         match self {
-            Self::Blocks { blocks, wrong } => (*blocks, *wrong),
+            Self::Blocks { blocks, wrong, .. } => (*blocks, *wrong),
             _ => (0, 0),
         }
     }
@@ -77,17 +83,35 @@ impl Content {
     pub(super) fn problem(&self) -> Option<(Problem, String)> {
         match self {
             Self::Blocks { wrong: 0, .. } | Self::Gone => None,
-            Self::Blocks { wrong, blocks } => {
+            Self::Blocks { wrong, blocks, .. } => {
                 Some((Problem::Damaged, format!("{wrong} of {blocks} blocks have changed")))
             }
             Self::Crooked => Some((Problem::Damaged, "its blocks do not lie side by side".to_owned())),
-            Self::Format(error @ FormatError::Version { .. }) => Some((Problem::Foreign, error.to_string())),
+            // Another's, as far as can be told without the key.
+            Self::Format(error @ (FormatError::Version { .. } | FormatError::NoKey { .. })) => {
+                Some((Problem::Foreign, error.to_string()))
+            }
             Self::Format(error @ (FormatError::NotASegment | FormatError::Incomplete { .. })) => {
                 Some((Problem::Torn, error.to_string()))
             }
             Self::Format(error) => Some((Problem::Damaged, error.to_string())),
             Self::Unread(why) => Some((Problem::Unread, why.clone())),
         }
+    }
+}
+
+/// The footer, and whether it was verified with the key: only one that asks for a key is.
+async fn read_footer(
+    store: &Store,
+    meta: &ObjectMeta,
+    key: Option<FooterKey<'_>>,
+) -> Result<(Footer, bool), FooterError> {
+    let deadline = Instant::now() + OPERATION_LIMIT;
+    match fetch_footer(store, meta, (TAIL, None), deadline).await {
+        Err(FooterError::Format(FormatError::Version { version: SEALED_VERSION })) if key.is_some() => {
+            Ok((fetch_footer(store, meta, (TAIL, key), deadline).await?, true))
+        }
+        footer => Ok((footer?, false)),
     }
 }
 

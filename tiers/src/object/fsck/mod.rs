@@ -35,9 +35,11 @@ use super::error::StoreError;
 use super::manifest::LAPSES;
 use super::names::SegmentName;
 use super::open::Store;
+use super::segment::{FooterKeys, FormatError};
 use super::share::{Other, UNREADABLE, read_manifest, worker_of};
 use crate::clock;
 use crate::error::{SetupError, SetupErrorKind};
+use crate::sealed::KeyRing;
 
 /// How a bucket is checked.
 #[derive(Clone, Debug)]
@@ -50,6 +52,8 @@ pub struct FsckOptions {
     pub renewal: Duration,
     /// As [`Sharing::collect_after`](super::Sharing::collect_after).
     pub collect_after: Duration,
+    /// Main keys that footers of encrypted blocks are authenticated with; `None`: those are left alone.
+    pub keys: Option<Arc<KeyRing>>,
 }
 
 impl FsckOptions {
@@ -94,7 +98,7 @@ pub struct NamespaceReport {
     pub damaged: u64,
     /// Segments that could not be fetched, so that nothing is known of them.
     pub unread: u64,
-    /// Objects of other formats or versions.
+    /// Objects of other formats or versions, or authenticated with a key that is not given.
     pub foreign: u64,
     /// Manifests of workers that are at work.
     pub workers: u64,
@@ -133,7 +137,7 @@ pub enum Problem {
     Torn,
     /// A segment whose footer or blocks have changed.
     Damaged,
-    /// Another version's, or no object of this format.
+    /// Another version's, another key's, or no object of this format.
     Foreign,
     /// It could not be fetched.
     Unread,
@@ -340,12 +344,19 @@ impl Check {
         now_ms: i64,
         (read, of): (&AtomicU64, u64),
     ) {
-        let contents = futures::stream::iter(namespace.segments.clone()).map(|(name, meta)| async move {
-            let on_read = |bytes| (self.on_progress)(read.fetch_add(bytes, Ordering::Relaxed) + bytes, of);
-            let content = Content::read(&self.store, &meta, &on_read).await;
-            (name, meta, content)
+        let ring = self.options.keys.clone();
+        let keys = ring.map(|ring| FooterKeys::new(ring, &checked.report.name));
+        let contents = futures::stream::iter(namespace.segments.clone()).map(|(name, meta)| {
+            let key = keys.as_ref().map(|keys| keys.of(name.0));
+            async move {
+                let on_read =
+                    |bytes| (self.on_progress)(read.fetch_add(bytes, Ordering::Relaxed) + bytes, of);
+                let content = Content::read(&self.store, &meta, key, &on_read).await;
+                (name, meta, content)
+            }
         });
         let mut contents = contents.buffered(self.options.concurrency.max(1) as usize);
+        let (mut has_authentic, mut not_authentic) = (false, Vec::new());
         while let Some((name, meta, content)) = contents.next().await {
             let in_use = workers.rely_on(name);
             let is_old = is_older(written_ms(&meta), now_ms, self.options.garbage_age());
@@ -359,12 +370,25 @@ impl Check {
             let (blocks, wrong) = content.blocks();
             checked.report.blocks += blocks;
             checked.report.wrong_blocks += wrong;
-            if let Some((problem, detail)) = content.problem() {
+            has_authentic |= matches!(content, Content::Blocks { is_authentic: true, .. });
+            if content == Content::Format(FormatError::NotAuthentic) {
+                not_authentic.push((meta.location, in_use));
+            } else if let Some((problem, detail)) = content.problem() {
                 self.note(checked, &meta.location, (problem, &detail), in_use);
             } else if is_garbage {
                 let detail = "no worker relies on it, and it is old";
                 self.note(checked, &meta.location, (Problem::Garbage, detail), false);
             }
+        }
+        drop(contents);
+        // Where the key verifies none it is the wrong one: nothing goes for that.
+        let found = if has_authentic {
+            (Problem::Damaged, FormatError::NotAuthentic.to_string())
+        } else {
+            (Problem::Foreign, "no footer here was written with the key that is given".to_owned())
+        };
+        for (segment, in_use) in not_authentic {
+            self.note(checked, &segment, (found.0, &found.1), in_use);
         }
     }
 

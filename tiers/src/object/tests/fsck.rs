@@ -7,9 +7,11 @@ use crate::object::fsck::Problem::{Damaged, Foreign, GoneWorker, Leftover, Torn}
 use crate::object::fsck::{BucketReport, FsckOptions, Problem, check_store};
 use crate::object::manifest::Manifest;
 use crate::object::names::SegmentNames;
+use crate::object::segment::FooterKeys;
+use crate::sealed::KeyRing;
 
 fn options_of(repair: bool, collect_after: Duration) -> FsckOptions {
-    FsckOptions { concurrency: 3, repair, renewal: RENEWAL, collect_after }
+    FsckOptions { concurrency: 3, repair, renewal: RENEWAL, collect_after, keys: None }
 }
 
 /// Only looks, and takes nothing for garbage.
@@ -146,6 +148,56 @@ fn what_a_living_worker_names_stays_and_what_it_misses_is_told() {
     let last = look(open_directory(dir.path()));
     assert!(last.is_sound() && last.namespaces[0].damaged == 0, "{last:?}");
     assert_eq!(Worker::start(open_directory(dir.path()), &shared(4)).read_found(), 12);
+}
+
+fn ring(number: u32, digits: &str) -> Arc<KeyRing> {
+    Arc::new(KeyRing::parse(&format!("{number}:{}", digits.repeat(4))).unwrap())
+}
+
+#[test]
+fn sealed_segments_are_verified_with_their_key_and_nothing_goes_for_a_wrong_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let (ours, impostor) = (ring(1, "0123456789abcdef"), ring(1, "fedcba9876543210"));
+    let sealed = || {
+        let keys = FooterKeys::new(Arc::clone(&ours), "model/tp0");
+        ObjectOptions { keys: Some(keys), ..shared(4) }
+    };
+    let killed = Worker::start(open_directory(dir.path()), &sealed());
+    for part in 0..4 {
+        assert!(all_ok(&killed.write(part * 4, &seeds(part * 4 + 1..part * 4 + 5))));
+    }
+    drop(killed);
+    outlast_grace();
+    let check = |keys: Option<&Arc<KeyRing>>, is_repair, collect_after| {
+        let options = FsckOptions { keys: keys.cloned(), ..options_of(is_repair, collect_after) };
+        check_store(open_directory(dir.path()), &options, Arc::new(|_, _| {})).unwrap()
+    };
+    let hour = Duration::from_hours(1);
+    let segments = |report: &BucketReport| {
+        let found: Vec<_> = problems(report).into_iter().filter(|&problem| problem != GoneWorker).collect();
+        (report.namespaces[0].blocks, found)
+    };
+    assert_eq!(segments(&check(Some(&ours), false, hour)), (16, vec![]));
+    for keys in [None, Some(&impostor), Some(&ring(2, "0123456789abcdef"))] {
+        let report = check(keys, true, hour);
+        assert_eq!(segments(&report), (0, vec![Foreign; 4]), "{report:?}");
+    }
+    // Another's footer, a changed block, and a changed footer with a checksum that fits.
+    let mut files = segment_files(dir.path());
+    files.sort();
+    std::fs::copy(&files[3], &files[0]).unwrap();
+    change(&files[1], |bytes| bytes[7] ^= 4);
+    let report = check(Some(&ours), true, hour);
+    assert_eq!(segments(&report), (12, vec![Damaged; 2]), "{report:?}");
+    assert!(!files[0].exists() && !files[1].exists() && files[2].exists());
+    // And then it heals: what is sound is of use, and goes when nobody relies on it for long enough.
+    let next = Worker::start(open_directory(dir.path()), &sealed());
+    assert!(all_ok(&next.write(40, &seeds(41..45))) && next.read_found() == 8);
+    assert!(check(Some(&ours), true, hour).is_sound());
+    drop(next);
+    outlast_grace();
+    assert_eq!(check(Some(&ours), true, Duration::ZERO).namespaces[0].garbage, 3 + 1);
+    assert!(segment_files(dir.path()).is_empty());
 }
 
 #[test]
