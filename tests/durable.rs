@@ -279,7 +279,103 @@ fn open_with_fault(home: &Path, fault: &str) -> (Manager, Chaos, prometheus::Reg
         chaos: Some(chaos.clone()),
         ..Options::default()
     };
-    (open_with(spread(home, &["a", "b"], 400), options).unwrap(), chaos, registry)
+    let mut settings = spread(home, &["a", "b"], 400);
+    // Short, for directories that hang.
+    settings.transfer.timeout_ms = 300;
+    (open_with(settings, options).unwrap(), chaos, registry)
+}
+
+fn is_up(registry: &prometheus::Registry) -> bool {
+    metric(registry, "kvbm_disk_directory_up", &[("dir", "1")]) == 1
+}
+
+/// So many of these chains are served whole, and none wrong.
+fn served_whole(manager: &Manager, chains: std::ops::Range<u32>) -> usize {
+    let served: Vec<_> = chains.map(|n| engine::serve(manager, &chain(n, 8))).collect();
+    assert!(served.iter().all(|served| served.wrong == 0), "{served:?}");
+    served.iter().filter(|served| served.hit == 8).count()
+}
+
+#[test]
+fn a_directory_that_hangs_is_left_alone_while_the_other_serves_and_then_it_heals() {
+    let home = tempfile::tempdir().unwrap();
+    let (manager, chaos, registry) = open_with_fault(home.path(), "disk1:hang@0s+1h");
+    store(&manager, 0..40);
+    chaos.start();
+    wait_until("the directory is left alone", || {
+        served_whole(&manager, 0..40);
+        !is_up(&registry)
+    });
+    assert_eq!(metric(&registry, "kvbm_disk_directory_failures_total", &[("dir", "1")]), 1);
+    // From here on nobody waits for it, and the tier's breakers have not heard of it.
+    let began = std::time::Instant::now();
+    let in_the_other = (0..40).filter(|&n| manager_has(&manager, n)).count();
+    assert!(in_the_other >= 15, "{in_the_other}");
+    wait_until("the other one serves what it has and takes blocks", || {
+        store(&manager, 100..104);
+        served_whole(&manager, 0..40) >= 15 && (100..104).all(|n| manager_has(&manager, n))
+    });
+    assert!(began.elapsed() < LIMIT);
+    wait_until("its blocks are dropped", || manager.counts(Tier::Disk).total == 200);
+    chaos.heal();
+    wait_until("the directory is used again", || is_up(&registry));
+    wait_until("what hung has come back", || Tier::ALL.iter().all(|&tier| manager.counts(tier).lost == 0));
+    store(&manager, 200..220);
+    assert!(manager.counts(Tier::Disk).resident > 200, "{:?}", manager.counts(Tier::Disk));
+    assert_eq!(served_whole(&manager, 200..220), 20);
+    drained(&manager);
+    assert_eq!((manager.counts(Tier::Disk).total, manager.audit()), (400, vec![]));
+    let staging = manager.staging();
+    assert_eq!((staging.lost, staging.idle), (0, staging.total));
+    closed(&manager);
+}
+
+#[test]
+fn where_all_directories_hang_the_tier_is_left_alone_and_then_it_heals() {
+    let home = tempfile::tempdir().unwrap();
+    let (manager, chaos, registry) = open_with_fault(home.path(), "disk:hang@0s+1h");
+    store(&manager, 0..40);
+    chaos.start();
+    assert_eq!(served_whole(&manager, 0..40), 0);
+    // Not by directories: none answers.
+    assert_eq!(metric(&registry, "kvbm_disk_directory_failures_total", &[]), 0);
+    assert_eq!(manager.counts(Tier::Disk).total, 400);
+    chaos.heal();
+    wait_until("it is used again", || {
+        manager.tick();
+        served_whole(&manager, 0..40) == 40
+    });
+    wait_until("what hung has come back", || Tier::ALL.iter().all(|&tier| manager.counts(tier).lost == 0));
+    drained(&manager);
+    assert_eq!(manager.audit(), []);
+}
+
+#[test]
+fn a_directory_that_is_full_serves_what_it_has_and_the_other_takes_blocks() {
+    let home = tempfile::tempdir().unwrap();
+    let (manager, chaos, registry) = open_with_fault(home.path(), "disk1.write:enospc@0s+1h");
+    store(&manager, 0..20);
+    chaos.start();
+    store(&manager, 100..110);
+    wait_until("it gets no blocks", || !is_up(&registry));
+    wait_until("the other one takes all", || {
+        drained(&manager);
+        (100..110).all(|n| manager_has(&manager, n))
+    });
+    // What it has is there and read, whatever time passes.
+    std::thread::sleep(Duration::from_secs(4));
+    manager.evict(Tier::Host, usize::MAX);
+    assert!((0..20).all(|n| manager_has(&manager, n)));
+    assert_eq!(served_whole(&manager, 0..20), 20);
+    assert_eq!(metric(&registry, "kvbm_unreadable_blocks", &[("tier", "disk")]), 0);
+    assert_eq!(metric(&registry, "kvbm_disk_directory_failures_total", &[("dir", "1")]), 0);
+    chaos.heal();
+    wait_until("it gets blocks again", || is_up(&registry));
+    store(&manager, 200..220);
+    assert_eq!(served_whole(&manager, 200..220), 20);
+    assert!(manager.counts(Tier::Disk).resident > 200, "{:?}", manager.counts(Tier::Disk));
+    assert_eq!(manager.audit(), []);
+    closed(&manager);
 }
 
 #[test]

@@ -54,7 +54,7 @@ impl Gauges {
             slots: gauges("kvbm_slots", "Slots by state.", &["tier", "state"])?,
             directories: gauges(
                 "kvbm_disk_directory_up",
-                "1 for a directory of the disk tier that is used, 0 for one that is not.",
+                "1 for a directory of the disk tier that takes blocks, 0 for one that does not.",
                 &["dir"],
             )?,
             dirty_blocks: gauges("kvbm_dirty_blocks", "Blocks that wait to be flushed.", &tier)?,

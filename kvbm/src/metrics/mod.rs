@@ -172,7 +172,7 @@ impl Metrics {
             leases: b.leases(block_tokens)?,
             directory_failures: b.counters(
                 "kvbm_disk_directory_failures_total",
-                "Times that a directory of the disk tier failed, and was left alone.",
+                "Times that a directory of the disk tier failed or hung, and was left alone.",
                 &["dir"],
             )?,
             scrubbed_blocks: b.counters(

@@ -8,6 +8,7 @@ use kvbm_policies::Trigger;
 use kvbm_tiers::{CopyErrorKind, Tier};
 
 use super::Core;
+use super::batch::Batch;
 use super::breaker::Passage;
 use crate::sync::{AtomicUsize, Mutex};
 use crate::table::{Effects, Table};
@@ -345,7 +346,8 @@ impl Core {
     }
 
     fn is_busy(&self, table: &Table) -> bool {
-        !self.batches.are_errands() || [Tier::Disk, Tier::Object].into_iter().any(|tier| table.is_filling(tier))
+        !self.batches.are_errands()
+            || [Tier::Disk, Tier::Object].into_iter().any(|tier| table.is_filling(tier))
     }
 
     fn drain_until(self: &Arc<Self>, deadline: Duration) {
@@ -374,10 +376,17 @@ impl Core {
     fn give_up_overdue(self: &Arc<Self>) {
         let now = self.clock.uptime();
         let overdue = self.batches.overdue(now, |route| self.tuning.limit(route));
+        self.give_up_all(overdue, now);
+        self.give_up_all(self.stuck_batches(now), now);
+    }
+
+    fn give_up_all(self: &Arc<Self>, overdue: Vec<Arc<Batch>>, now: Duration) {
         // A completion whose handling panicked leaves a batch that is never done, and works on nothing.
         for batch in overdue.into_iter().filter(|batch| batch.is_working()) {
             tracing::error!(from = %batch.route.0, to = %batch.route.1, "copies are overdue: nobody waits for them");
-            self.breakers.failed(batch.route, CopyErrorKind::TimedOut, batch.is_probe, now);
+            if !self.directories_hang(&batch, now) {
+                self.breakers.failed(batch.route, CopyErrorKind::TimedOut, batch.is_probe, now);
+            }
             self.give_up(&batch);
         }
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvbm_tiers::{Frame, Route, Tier};
+use kvbm_tiers::{CopyOp, Frame, Route, Tier};
 
 use super::errand::Errand;
 use super::routed::RoutedTask;
@@ -104,6 +104,21 @@ impl Batch {
     pub(super) fn is_working(&self) -> bool {
         self.errand.as_ref().is_some_and(Errand::is_working)
             || self.tasks.iter().any(|state| matches!(*state.lock(), TaskState::Working(_)))
+    }
+
+    /// What the medium works on that is not overdue.
+    pub(super) fn working(&self) -> Vec<CopyOp> {
+        let errand = self.errand.iter().filter(|errand| errand.is_working()).map(|errand| *errand.op());
+        let task = |state: &Mutex<TaskState>| match &*state.lock() {
+            TaskState::Working(task) => Some(task.op()),
+            _ => None,
+        };
+        errand.chain(self.tasks.iter().filter_map(task)).collect()
+    }
+
+    /// How long none of its copies has completed.
+    pub(super) fn idle(&self, now: Duration) -> Duration {
+        now.saturating_sub(self.started.max(self.progress.get()))
     }
 
     /// So many tasks ended. True with the last one.

@@ -1,9 +1,10 @@
 //! Directories of the disk tier: one whose medium fails is left alone, and the others go on.
 //!
 //! A tier in one directory is left alone as a whole, by its [breakers](super::breaker); so is the last of several that
-//! is well, and so are all where one hangs. One of several that fails every operation gets no slots any more and is not
-//! read, and is tried from time to time, with a slot of its own that holds no block. What it holds leaves the tier, with
-//! all that hangs on it, when it is not well again after a few tries.
+//! is well, and so are all where none answers. One of several that fails every operation, or hangs while another answers,
+//! gets no slots any more and is not read, and is tried from time to time, with a slot of its own that holds no block. What
+//! it holds leaves the tier, with all that hangs on it, when it is not well again after a few tries. One that is full gets no
+//! slots either until a try succeeds, and is read as before.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,7 +13,8 @@ use std::time::Duration;
 use kvbm_tiers::{BlockKey, CopyError, CopyOp, Frame, SlotRef, Tier};
 
 use super::Core;
-use super::errand::Purpose;
+use super::batch::Batch;
+use super::errand::{Purpose, overdue};
 use crate::sync::{AtomicUsize, Mutex};
 
 /// All of them; none, where there are not several.
@@ -28,6 +30,8 @@ struct Directory {
     trial: Frame,
     /// Errors since the last success.
     errors: AtomicUsize,
+    /// When it completed something last, well or not.
+    answered: Mutex<Duration>,
     state: Mutex<State>,
 }
 
@@ -36,12 +40,29 @@ enum State {
     Well,
     /// It could not be opened.
     Absent,
-    LeftAlone {
-        /// When it is tried next; `None`: it is being tried.
-        next: Option<Duration>,
-        pause: Duration,
-        failed_trials: u32,
-    },
+    /// It has room for no block that it has not, and is read.
+    Full(Trials),
+    LeftAlone(Trials),
+}
+
+/// How one that is not well is tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Trials {
+    /// When it is tried next; `None`: it is being tried.
+    next: Option<Duration>,
+    pause: Duration,
+    failed: u32,
+    /// One is overdue, and its slot the medium's until it ends: no other one is sent, and each that were due has failed.
+    is_stuck: bool,
+}
+
+/// What is due.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Due {
+    /// A trial with this slot.
+    Trial(SlotRef),
+    /// Another trial, while one that is overdue has not ended.
+    Stuck,
 }
 
 /// What a trial showed.
@@ -66,6 +87,7 @@ impl Directories {
         let directory = |(trial, is_there)| Directory {
             trial,
             errors: AtomicUsize::new(0),
+            answered: Mutex::new(Duration::ZERO),
             state: Mutex::new(if is_there { State::Well } else { State::Absent }),
         };
         Self { all: trials.into_iter().map(directory).collect(), first_pause }
@@ -84,40 +106,87 @@ impl Directories {
 
     /// Whether nothing is to be read or written there now.
     pub(super) fn is_left_alone(&self, slot: SlotRef) -> bool {
-        self.of_slot(slot).is_some_and(|dir| *self.all[dir].state.lock() != State::Well)
+        self.of_slot(slot).is_some_and(|dir| !self.is_of_use(dir))
     }
 
-    fn succeeded(&self, dir: usize) {
+    /// Whether what lies there can be read.
+    fn is_of_use(&self, dir: usize) -> bool {
+        matches!(*self.all[dir].state.lock(), State::Well | State::Full(_))
+    }
+
+    /// Whether any is left alone, whatever it may hold.
+    fn are_left_alone(&self) -> bool {
+        self.all.iter().any(|directory| matches!(*directory.state.lock(), State::LeftAlone(_)))
+    }
+
+    fn succeeded(&self, dir: usize, now: Duration) {
+        *self.all[dir].answered.lock() = now;
         let errors = &self.all[dir].errors;
         if errors.load(Ordering::Relaxed) > 0 {
             errors.store(0, Ordering::Relaxed);
         }
     }
 
+    fn to_be_tried(&self, now: Duration) -> Trials {
+        let pause = self.first_pause;
+        Trials { next: Some(now + pause), pause, failed: 0, is_stuck: false }
+    }
+
     /// An operation failed. `None`: it is for the tier's breakers, since no other directory is well. Else whether this
     /// one is to be left alone from now on.
     fn failed(&self, dir: usize, now: Duration) -> Option<bool> {
+        *self.all[dir].answered.lock() = now;
+        if !(0..self.all.len()).any(|other| other != dir && self.is_of_use(other)) {
+            return None;
+        }
+        let is_too_much = self.all[dir].errors.fetch_add(1, Ordering::Relaxed) + 1 >= MAX_ERRORS;
+        Some(is_too_much && self.leave_alone(dir, now))
+    }
+
+    /// Whether it was not before.
+    fn leave_alone(&self, dir: usize, now: Duration) -> bool {
+        let mut state = self.all[dir].state.lock();
+        let is_new = matches!(*state, State::Well | State::Full(_));
+        if is_new {
+            *state = State::LeftAlone(self.to_be_tried(now));
+        }
+        is_new
+    }
+
+    /// There is no room for a block. `None`: it is for the tier's breakers, since no other directory takes blocks. Else
+    /// whether this one is to get none from now on.
+    fn found_full(&self, dir: usize, now: Duration) -> Option<bool> {
+        *self.all[dir].answered.lock() = now;
         let is_well = |other: usize| *self.all[other].state.lock() == State::Well;
         if !(0..self.all.len()).any(|other| other != dir && is_well(other)) {
             return None;
         }
-        let directory = &self.all[dir];
-        let is_too_much = directory.errors.fetch_add(1, Ordering::Relaxed) + 1 >= MAX_ERRORS;
-        let mut state = directory.state.lock();
-        if !is_too_much || *state != State::Well {
-            return Some(false);
+        let mut state = self.all[dir].state.lock();
+        let is_new = *state == State::Well;
+        if is_new {
+            *state = State::Full(self.to_be_tried(now));
         }
-        let pause = self.first_pause;
-        *state = State::LeftAlone { next: Some(now + pause), pause, failed_trials: 0 };
-        Some(true)
+        Some(is_new)
+    }
+
+    /// Nothing came of these in time since then. `None`: it is for the tier's breakers, since no other directory has
+    /// answered meanwhile. Else those of them that are to be left alone from now on.
+    fn hang(&self, hanging: &[usize], since: Duration, now: Duration) -> Option<Vec<usize>> {
+        let answers = |dir: usize| self.is_of_use(dir) && *self.all[dir].answered.lock() >= since;
+        let is_known = hanging.iter().all(|&dir| !self.is_of_use(dir));
+        if !is_known && !(0..self.all.len()).any(|dir| !hanging.contains(&dir) && answers(dir)) {
+            return None;
+        }
+        Some(hanging.iter().copied().filter(|&dir| self.leave_alone(dir, now)).collect())
     }
 
     /// A directory that is to be tried now, and by this call is being tried.
-    fn due(&self, now: Duration) -> Option<(usize, SlotRef)> {
+    fn due(&self, now: Duration) -> Option<(usize, Due)> {
         self.all.iter().enumerate().find_map(|(dir, directory)| match &mut *directory.state.lock() {
-            State::LeftAlone { next, .. } if next.is_some_and(|due| due <= now) => {
-                *next = None;
-                Some((dir, directory.trial.slot_ref()))
+            State::LeftAlone(trials) | State::Full(trials) if trials.next.is_some_and(|due| due <= now) => {
+                trials.next = None;
+                let trial = Due::Trial(directory.trial.slot_ref());
+                Some((dir, if trials.is_stuck { Due::Stuck } else { trial }))
             }
             _ => None,
         })
@@ -131,26 +200,37 @@ impl Directories {
             *state = State::Well;
             return Verdict::Well;
         }
-        let State::LeftAlone { next, pause, failed_trials } = &mut *state else { return Verdict::NotYet };
-        *pause = (*pause * 2).min(self.first_pause * MAX_PAUSES);
-        *next = Some(now + *pause);
-        *failed_trials += 1;
-        if *failed_trials == TRIALS { Verdict::Lost } else { Verdict::NotYet }
+        let is_read = matches!(*state, State::Full(_));
+        let (State::LeftAlone(trials) | State::Full(trials)) = &mut *state else { return Verdict::NotYet };
+        trials.pause = (trials.pause * 2).min(self.first_pause * MAX_PAUSES);
+        trials.next = Some(now + trials.pause);
+        trials.failed += 1;
+        if trials.failed == TRIALS && !is_read { Verdict::Lost } else { Verdict::NotYet }
+    }
+
+    /// A trial is overdue, or has ended after all: then the next one may go.
+    fn trial_is_stuck(&self, dir: usize, is_stuck: bool, now: Duration) {
+        if let State::LeftAlone(trials) | State::Full(trials) = &mut *self.all[dir].state.lock() {
+            trials.is_stuck = is_stuck;
+            if !is_stuck {
+                trials.next = Some(now);
+            }
+        }
     }
 
     /// There was nothing to try it with.
     fn try_later(&self, dir: usize, now: Duration) {
-        if let State::LeftAlone { next, pause, .. } = &mut *self.all[dir].state.lock() {
-            *next = Some(now + *pause);
+        if let State::LeftAlone(trials) | State::Full(trials) = &mut *self.all[dir].state.lock() {
+            trials.next = Some(now + trials.pause);
         }
     }
 }
 
 impl Core {
     /// A copy arrived.
-    pub(super) fn directory_answers(&self, op: &CopyOp) {
+    pub(super) fn directory_answers(&self, op: &CopyOp, now: Duration) {
         if let Some(dir) = self.directories.of(op) {
-            self.directories.succeeded(dir);
+            self.directories.succeeded(dir, now);
         }
     }
 
@@ -160,17 +240,75 @@ impl Core {
         let Some(is_left_alone) = self.directories.failed(dir, now) else { return false };
         if is_left_alone {
             tracing::error!(dir, "a directory of the disk tier fails, and is left alone; the others go on");
-            self.metrics.directory_failed(dir);
+            self.directory_is_left_alone(dir);
+        }
+        true
+    }
+
+    fn directory_is_left_alone(&self, dir: usize) {
+        self.metrics.directory_failed(dir);
+        self.table.lock().close_directory(Tier::Disk, dir, true);
+        self.flushing.wake();
+    }
+
+    /// A medium has no room for a block. Whether that is one of several, which the tier's breakers need not know.
+    pub(super) fn directory_is_full(&self, op: &CopyOp, now: Duration) -> bool {
+        let Some(dir) = self.directories.of(op) else { return false };
+        let Some(is_news) = self.directories.found_full(dir, now) else { return false };
+        if is_news {
+            tracing::error!(dir, "a directory of the disk tier is full: it is read, and gets no more blocks");
             self.table.lock().close_directory(Tier::Disk, dir, true);
             self.flushing.wake();
         }
         true
     }
 
+    /// Copies of a batch are overdue. Whether that is the fault of some of several directories while others answer, which
+    /// the tier's breakers need not know.
+    pub(super) fn directories_hang(&self, batch: &Batch, now: Duration) -> bool {
+        let Some(hanging) = self.directories_of(batch) else { return false };
+        let Some(left_alone) = self.directories.hang(&hanging, batch.started, now) else { return false };
+        for dir in left_alone {
+            tracing::error!(dir, "a directory of the disk tier hangs, and is left alone; the others go on");
+            self.directory_is_left_alone(dir);
+        }
+        true
+    }
+
+    /// Those that copies of a batch have not come back from; `None`: there is another medium among them.
+    fn directories_of(&self, batch: &Batch) -> Option<Vec<usize>> {
+        let mut dirs =
+            batch.working().iter().map(|op| self.directories.of(op)).collect::<Option<Vec<_>>>()?;
+        dirs.sort_unstable();
+        dirs.dedup();
+        (!dirs.is_empty()).then_some(dirs)
+    }
+
+    /// Batches that have come to nothing for as long as they may, in directories that are left alone: nobody need find
+    /// that out of each of them in turn.
+    pub(super) fn stuck_batches(&self, now: Duration) -> Vec<Arc<Batch>> {
+        if !self.directories.are_left_alone() {
+            return Vec::new();
+        }
+        let is_stuck = |batch: &Arc<Batch>| {
+            let is_late = batch.idle(now) > self.tuning.limit(batch.route);
+            let dirs = || self.directories_of(batch).unwrap_or_default();
+            is_late && batch.errand.is_none() && {
+                let dirs = dirs();
+                !dirs.is_empty() && dirs.iter().all(|&dir| !self.directories.is_of_use(dir))
+            }
+        };
+        self.batches.all().into_iter().filter(is_stuck).collect()
+    }
+
     /// Tries directories that are left alone, where it is time.
     pub(super) fn try_directories(self: &Arc<Self>) {
         let now = self.clock.uptime();
-        while let Some((dir, slot)) = self.directories.due(now) {
+        while let Some((dir, due)) = self.directories.due(now) {
+            let Due::Trial(slot) = due else {
+                self.directory_tried(dir, Some(&overdue()));
+                continue;
+            };
             let Some(staging) = self.staging.lock().lend() else {
                 return self.directories.try_later(dir, now);
             };
@@ -201,8 +339,19 @@ impl Core {
         self.directory_tried(dir, error);
     }
 
+    /// A trial is overdue.
+    pub(super) fn trial_overdue(self: &Arc<Self>, dir: usize) {
+        self.directories.trial_is_stuck(dir, true, self.clock.uptime());
+        self.directory_tried(dir, Some(&overdue()));
+    }
+
+    /// One that was overdue has ended.
+    pub(super) fn trial_came_back(&self, dir: usize) {
+        self.directories.trial_is_stuck(dir, false, self.clock.uptime());
+    }
+
     /// A trial has ended, or is overdue.
-    pub(super) fn directory_tried(self: &Arc<Self>, dir: usize, error: Option<&CopyError>) {
+    fn directory_tried(self: &Arc<Self>, dir: usize, error: Option<&CopyError>) {
         let verdict = self.directories.tried(dir, error.is_none(), self.clock.uptime());
         match (verdict, error) {
             (Verdict::Well, _) => {
@@ -257,14 +406,14 @@ mod tests {
         for _ in 0..2 {
             assert_eq!(two.failed(1, at(0)), Some(false));
             assert_eq!(two.failed(1, at(0)), Some(false));
-            two.succeeded(1);
+            two.succeeded(1, at(0));
         }
         (0..2).for_each(|_| assert_eq!(two.failed(1, at(0)), Some(false)));
         assert_eq!(two.failed(1, at(0)), Some(true));
         assert_eq!(two.failed(1, at(0)), Some(false), "it is known");
         assert!(two.is_left_alone(two.all[1].trial.slot_ref()));
         assert_eq!(two.due(at(499)), None);
-        assert_eq!(two.due(at(500)).map(|(dir, _)| dir), Some(1));
+        assert_eq!(two.due(at(500)), Some((1, Due::Trial(two.all[1].trial.slot_ref()))));
         assert_eq!(two.due(at(900)), None, "one trial at a time");
         assert_eq!(two.tried(1, true, at(900)), Verdict::Well);
         assert!(!two.is_left_alone(two.all[1].trial.slot_ref()));
@@ -287,6 +436,50 @@ mod tests {
             (lost, verdicts.iter().filter(|&&verdict| verdict == Verdict::Lost).count()),
             (Some(2), 1)
         );
+    }
+
+    #[test]
+    fn one_that_hangs_is_left_alone_only_while_another_answers() {
+        let two = directories(&[true, true]);
+        two.succeeded(0, at(50));
+        assert_eq!(two.hang(&[1], at(60), at(200)), None);
+        assert_eq!(two.hang(&[0, 1], at(10), at(200)), None);
+        assert_eq!(two.hang(&[1], at(10), at(200)), Some(vec![1]));
+        assert!(two.is_left_alone(two.all[1].trial.slot_ref()) && two.are_left_alone());
+        assert_eq!(two.hang(&[1], at(100), at(300)), Some(vec![]), "it is known");
+        assert_eq!(two.hang(&[0], at(100), at(300)), None, "it is the last one");
+    }
+
+    #[test]
+    fn a_trial_that_hangs_keeps_its_slot_and_those_after_it_fail_unsent() {
+        let two = directories(&[true, true]);
+        assert!(two.leave_alone(1, at(0)));
+        assert!(matches!(two.due(at(500)), Some((1, Due::Trial(_)))));
+        two.trial_is_stuck(1, true, at(900));
+        assert_eq!(two.tried(1, false, at(900)), Verdict::NotYet);
+        assert_eq!(two.due(at(2_000)), Some((1, Due::Stuck)));
+        assert_eq!(two.tried(1, false, at(2_000)), Verdict::NotYet);
+        assert_eq!(two.due(at(4_000)), Some((1, Due::Stuck)));
+        assert_eq!(two.tried(1, false, at(4_000)), Verdict::Lost);
+        two.trial_is_stuck(1, false, at(5_000));
+        assert!(matches!(two.due(at(5_000)), Some((1, Due::Trial(_)))));
+        assert_eq!(two.tried(1, true, at(5_001)), Verdict::Well);
+    }
+
+    #[test]
+    fn one_that_is_full_is_read_and_never_lost() {
+        let two = directories(&[true, true]);
+        assert_eq!((two.found_full(1, at(0)), two.found_full(1, at(0))), (Some(true), Some(false)));
+        assert!(!two.is_left_alone(two.all[1].trial.slot_ref()));
+        assert_eq!(two.found_full(0, at(0)), None, "nothing else takes blocks");
+        for trial in 1..6 {
+            assert!(two.due(at(trial * 64_000)).is_some());
+            assert_eq!(two.tried(1, false, at(trial * 64_000)), Verdict::NotYet);
+        }
+        // It may fail besides.
+        assert_eq!((0..3).map(|_| two.failed(1, at(0))).last(), Some(Some(true)));
+        assert!(two.is_left_alone(two.all[1].trial.slot_ref()));
+        assert_eq!(two.tried(1, true, at(1)), Verdict::Well);
     }
 
     #[test]

@@ -92,15 +92,16 @@ impl Core {
         *state = State::Overdue(purpose, staging);
         drop(state);
         match dir {
-            Some(dir) => self.directory_tried(dir, Some(&overdue())),
+            Some(dir) => self.trial_overdue(dir),
             None => self.scrub_gave_up(),
         }
     }
 
     fn errand_came_back(self: &Arc<Self>, batch: &Batch, purpose: Purpose, staging: Frame) {
-        if let Purpose::Scrub(scrubbed) = purpose {
+        match purpose {
             // Too late to say anything of the block: it is pinned no longer, and looked at again in its turn.
-            self.scrub_came_back(scrubbed);
+            Purpose::Scrub(scrubbed) => self.scrub_came_back(scrubbed),
+            Purpose::Trial(dir) => self.trial_came_back(dir),
         }
         self.staging.lock().regain(staging);
         self.metrics.came_back(batch.route);
@@ -110,6 +111,6 @@ impl Core {
     }
 }
 
-fn overdue() -> CopyError {
+pub(super) fn overdue() -> CopyError {
     CopyError::new(CopyErrorKind::TimedOut, "the medium did not answer in time".to_owned())
 }

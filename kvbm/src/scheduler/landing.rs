@@ -52,7 +52,7 @@ impl Core {
         self.metrics.copied(batch.route, now.saturating_sub(batch.started), &result);
         match result {
             Ok(()) => {
-                self.directory_answers(&task.op());
+                self.directory_answers(&task.op(), now);
                 self.breakers.succeeded(batch.route, batch.is_probe, now);
                 if task.has_second_leg() {
                     self.go_on(task);
@@ -61,7 +61,12 @@ impl Core {
                 Some(self.outcome(task, Outcome::Arrived))
             }
             Err(error) => {
-                if error.kind() != CopyErrorKind::Io || !self.directory_failed(&task.op(), now) {
+                let is_a_directory = match error.kind() {
+                    CopyErrorKind::Io => self.directory_failed(&task.op(), now),
+                    CopyErrorKind::NoSpace => self.directory_is_full(&task.op(), now),
+                    _ => false,
+                };
+                if !is_a_directory {
                     self.breakers.failed(batch.route, error.kind(), batch.is_probe, now);
                 }
                 Some(self.broke(task, &error))
