@@ -4,7 +4,7 @@
 
 #[cfg(not(feature = "shuttle"))]
 mod real {
-    pub(crate) use std::sync::atomic::AtomicUsize;
+    pub(crate) use std::sync::atomic::{AtomicBool, AtomicUsize};
 
     pub(crate) use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
 
@@ -19,7 +19,7 @@ mod real {
 #[cfg(feature = "shuttle")]
 mod real {
     use shuttle::sync::RwLockWriteGuard;
-    pub(crate) use shuttle::sync::atomic::AtomicUsize;
+    pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicUsize};
     pub(crate) use shuttle::sync::{MutexGuard, RwLockReadGuard};
 
     /// `shuttle`'s mutex with the interface of `parking_lot`'s.

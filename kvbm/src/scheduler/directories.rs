@@ -15,12 +15,14 @@ use kvbm_tiers::{BlockKey, CopyError, CopyOp, Frame, SlotRef, Tier};
 use super::Core;
 use super::batch::Batch;
 use super::errand::{Purpose, overdue};
-use crate::sync::{AtomicUsize, Mutex};
+use crate::sync::{AtomicBool, AtomicUsize, Mutex};
 
 /// All of them; none, where there are not several.
 #[derive(Debug)]
 pub(super) struct Directories {
     all: Vec<Directory>,
+    /// Some may be suspect.
+    has_suspects: AtomicBool,
     first_pause: Duration,
 }
 
@@ -30,9 +32,17 @@ struct Directory {
     trial: Frame,
     /// Errors since the last success.
     errors: AtomicUsize,
-    /// When it completed something last, well or not.
-    answered: Mutex<Duration>,
+    pulse: Mutex<Pulse>,
     state: Mutex<State>,
+}
+
+/// Whether a directory answers.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pulse {
+    /// When it completed something last, well or not.
+    answered: Duration,
+    /// Copies have been overdue since, and so far no other directory has shown that it does better.
+    is_suspect: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,10 +97,11 @@ impl Directories {
         let directory = |(trial, is_there)| Directory {
             trial,
             errors: AtomicUsize::new(0),
-            answered: Mutex::new(Duration::ZERO),
+            pulse: Mutex::default(),
             state: Mutex::new(if is_there { State::Well } else { State::Absent }),
         };
-        Self { all: trials.into_iter().map(directory).collect(), first_pause }
+        let all = trials.into_iter().map(directory).collect();
+        Self { all, has_suspects: AtomicBool::new(false), first_pause }
     }
 
     /// The directory that a copy reads or writes.
@@ -119,12 +130,23 @@ impl Directories {
         self.all.iter().any(|directory| matches!(*directory.state.lock(), State::LeftAlone(_)))
     }
 
-    fn succeeded(&self, dir: usize, now: Duration) {
-        *self.all[dir].answered.lock() = now;
+    /// An operation succeeded. Returns those that are to be left alone from now on, since copies there are overdue.
+    fn succeeded(&self, dir: usize, now: Duration) -> Vec<usize> {
+        self.answered(dir, now);
         let errors = &self.all[dir].errors;
         if errors.load(Ordering::Relaxed) > 0 {
             errors.store(0, Ordering::Relaxed);
         }
+        if !self.has_suspects.swap(false, Ordering::Relaxed) {
+            return Vec::new();
+        }
+        let is_suspect = |other: &usize| self.all[*other].pulse.lock().is_suspect;
+        (0..self.all.len()).filter(is_suspect).filter(|&other| self.leave_alone(other, now)).collect()
+    }
+
+    /// It completed something, well or not.
+    fn answered(&self, dir: usize, now: Duration) {
+        *self.all[dir].pulse.lock() = Pulse { answered: now, is_suspect: false };
     }
 
     fn to_be_tried(&self, now: Duration) -> Trials {
@@ -135,7 +157,7 @@ impl Directories {
     /// An operation failed. `None`: it is for the tier's breakers, since no other directory is well. Else whether this
     /// one is to be left alone from now on.
     fn failed(&self, dir: usize, now: Duration) -> Option<bool> {
-        *self.all[dir].answered.lock() = now;
+        self.answered(dir, now);
         if !(0..self.all.len()).any(|other| other != dir && self.is_of_use(other)) {
             return None;
         }
@@ -156,7 +178,7 @@ impl Directories {
     /// There is no room for a block. `None`: it is for the tier's breakers, since no other directory takes blocks. Else
     /// whether this one is to get none from now on.
     fn found_full(&self, dir: usize, now: Duration) -> Option<bool> {
-        *self.all[dir].answered.lock() = now;
+        self.answered(dir, now);
         let is_well = |other: usize| *self.all[other].state.lock() == State::Well;
         if !(0..self.all.len()).any(|other| other != dir && is_well(other)) {
             return None;
@@ -170,11 +192,14 @@ impl Directories {
     }
 
     /// Nothing came of these in time since then. `None`: it is for the tier's breakers, since no other directory has
-    /// answered meanwhile. Else those of them that are to be left alone from now on.
+    /// answered meanwhile; when one does, these are the ones that hang. Else those of them that are to be left alone from now
+    /// on.
     fn hang(&self, hanging: &[usize], since: Duration, now: Duration) -> Option<Vec<usize>> {
-        let answers = |dir: usize| self.is_of_use(dir) && *self.all[dir].answered.lock() >= since;
+        let answers = |dir: usize| self.is_of_use(dir) && self.all[dir].pulse.lock().answered >= since;
         let is_known = hanging.iter().all(|&dir| !self.is_of_use(dir));
         if !is_known && !(0..self.all.len()).any(|dir| !hanging.contains(&dir) && answers(dir)) {
+            hanging.iter().for_each(|&dir| self.all[dir].pulse.lock().is_suspect = true);
+            self.has_suspects.store(true, Ordering::Relaxed);
             return None;
         }
         Some(hanging.iter().copied().filter(|&dir| self.leave_alone(dir, now)).collect())
@@ -229,9 +254,20 @@ impl Directories {
 impl Core {
     /// A copy arrived.
     pub(super) fn directory_answers(&self, op: &CopyOp, now: Duration) {
-        if let Some(dir) = self.directories.of(op) {
-            self.directories.succeeded(dir, now);
-        }
+        let Some(dir) = self.directories.of(op) else { return };
+        let hanging = self.directories.succeeded(dir, now);
+        hanging.into_iter().for_each(|dir| self.directory_hangs(dir));
+    }
+
+    /// A copy that was overdue has ended.
+    pub(super) fn directory_came_back(&self, to_or_from: [SlotRef; 2]) {
+        let dir = to_or_from.into_iter().find_map(|slot| self.directories.of_slot(slot));
+        dir.into_iter().for_each(|dir| self.directories.answered(dir, self.clock.uptime()));
+    }
+
+    fn directory_hangs(&self, dir: usize) {
+        tracing::error!(dir, "a directory of the disk tier hangs, and is left alone; the others go on");
+        self.directory_is_left_alone(dir);
     }
 
     /// A medium failed at a copy. Whether that was one of several, which the tier's breakers need not know.
@@ -268,10 +304,7 @@ impl Core {
     pub(super) fn directories_hang(&self, batch: &Batch, now: Duration) -> bool {
         let Some(hanging) = self.directories_of(batch) else { return false };
         let Some(left_alone) = self.directories.hang(&hanging, batch.started, now) else { return false };
-        for dir in left_alone {
-            tracing::error!(dir, "a directory of the disk tier hangs, and is left alone; the others go on");
-            self.directory_is_left_alone(dir);
-        }
+        left_alone.into_iter().for_each(|dir| self.directory_hangs(dir));
         true
     }
 
@@ -290,13 +323,10 @@ impl Core {
         if !self.directories.are_left_alone() {
             return Vec::new();
         }
+        let are_left_alone = |dirs: Vec<usize>| dirs.into_iter().all(|dir| !self.directories.is_of_use(dir));
         let is_stuck = |batch: &Arc<Batch>| {
             let is_late = batch.idle(now) > self.tuning.limit(batch.route);
-            let dirs = || self.directories_of(batch).unwrap_or_default();
-            is_late && batch.errand.is_none() && {
-                let dirs = dirs();
-                !dirs.is_empty() && dirs.iter().all(|&dir| !self.directories.is_of_use(dir))
-            }
+            is_late && batch.errand.is_none() && self.directories_of(batch).is_some_and(are_left_alone)
         };
         self.batches.all().into_iter().filter(is_stuck).collect()
     }
@@ -406,7 +436,7 @@ mod tests {
         for _ in 0..2 {
             assert_eq!(two.failed(1, at(0)), Some(false));
             assert_eq!(two.failed(1, at(0)), Some(false));
-            two.succeeded(1, at(0));
+            assert!(two.succeeded(1, at(0)).is_empty());
         }
         (0..2).for_each(|_| assert_eq!(two.failed(1, at(0)), Some(false)));
         assert_eq!(two.failed(1, at(0)), Some(true));
@@ -441,13 +471,28 @@ mod tests {
     #[test]
     fn one_that_hangs_is_left_alone_only_while_another_answers() {
         let two = directories(&[true, true]);
-        two.succeeded(0, at(50));
+        assert!(two.succeeded(0, at(50)).is_empty());
         assert_eq!(two.hang(&[1], at(60), at(200)), None);
-        assert_eq!(two.hang(&[0, 1], at(10), at(200)), None);
+        two.answered(1, at(201));
+        assert!(two.succeeded(0, at(202)).is_empty(), "it answered meanwhile");
+        assert_eq!(two.hang(&[0, 1], at(10), at(203)), None);
+        [0, 1].into_iter().for_each(|dir| two.answered(dir, at(204)));
+        two.answered(0, at(205));
         assert_eq!(two.hang(&[1], at(10), at(200)), Some(vec![1]));
         assert!(two.is_left_alone(two.all[1].trial.slot_ref()) && two.are_left_alone());
         assert_eq!(two.hang(&[1], at(100), at(300)), Some(vec![]), "it is known");
         assert_eq!(two.hang(&[0], at(100), at(300)), None, "it is the last one");
+    }
+
+    #[test]
+    fn one_that_hung_when_nobody_asked_another_is_left_alone_when_that_answers() {
+        let two = directories(&[true, true]);
+        assert_eq!(two.hang(&[1], at(60), at(200)), None);
+        assert!(!two.is_left_alone(two.all[1].trial.slot_ref()));
+        assert_eq!(two.succeeded(0, at(300)), [1]);
+        assert!(two.is_left_alone(two.all[1].trial.slot_ref()));
+        assert_eq!((two.succeeded(0, at(301)), two.hang(&[0], at(400), at(500))), (vec![], None));
+        assert!(two.succeeded(0, at(501)).is_empty(), "it has shown that it answers");
     }
 
     #[test]

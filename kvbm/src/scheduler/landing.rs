@@ -146,6 +146,7 @@ impl Core {
     /// An overdue copy ended after all: its slots are free, and its medium moves.
     fn came_back(self: &Arc<Self>, batch: &Batch, overdue: Overdue) {
         let Overdue { task, staging } = overdue;
+        self.directory_came_back([task.from, task.to]);
         self.land([task.ended(Outcome::Returned)]);
         staging.into_iter().for_each(|frame| self.staging.lock().regain(frame));
         self.metrics.came_back(batch.route);
