@@ -311,6 +311,53 @@ fn array_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     std::array::from_fn(|i| bytes[at + i])
 }
 
+/// Reads bytes as the authenticated end of an object of so many bytes as the first eight say, as they are and with a code
+/// and a trailer that fit: else nothing that is wrong otherwise would be looked at. For fuzzing: whatever they are, there is
+/// an answer.
+///
+/// # Panics
+/// If something else is written than was read, or what somebody else signed is taken.
+#[cfg(any(test, feature = "testing"))]
+pub fn read_sealed_in_every_way(bytes: &[u8]) {
+    let Some((object_bytes, tail)) = bytes.split_first_chunk() else { return };
+    let object_bytes = u64::from_le_bytes(*object_bytes);
+    let ring = KeyRing::parse(FUZZED_KEY).expect("it is a key");
+    let keys = FooterKeys::new(Arc::new(ring), "fuzzed");
+    read_sealed(tail, object_bytes, &keys);
+    let fitting = with_fitting_trailer(tail, keys.of(FUZZED_SEGMENT));
+    read_sealed(&fitting, object_bytes, &keys);
+    let other = keys.of(FUZZED_SEGMENT + 1);
+    assert!(decode(&fitting, object_bytes, Some(other)).is_err(), "another segment's footer is taken");
+}
+
+#[cfg(any(test, feature = "testing"))]
+const FUZZED_KEY: &str = "1:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+#[cfg(any(test, feature = "testing"))]
+const FUZZED_SEGMENT: u128 = 7;
+
+#[cfg(any(test, feature = "testing"))]
+fn read_sealed(tail: &[u8], object_bytes: u64, keys: &FooterKeys) {
+    let key = Some(keys.of(FUZZED_SEGMENT));
+    let Ok(Footer { provenance, entries }) = decode(tail, object_bytes, key) else { return };
+    let footer = encode(&provenance, &entries, key);
+    assert!(tail.ends_with(&footer), "another footer is written than was read");
+    let payload_bytes = object_bytes - footer.len() as u64;
+    assert!(entries.iter().all(|entry| entry.offset + entry.length <= payload_bytes));
+}
+
+#[cfg(any(test, feature = "testing"))]
+fn with_fitting_trailer(beginning: &[u8], key: FooterKey<'_>) -> Vec<u8> {
+    let mut footer = beginning.to_vec();
+    footer.extend([1_u32.to_le_bytes(), [0; 4]].concat());
+    let mac = key.key(1).expect("it is given").sign(&[&key.name(), &footer]);
+    footer.extend(mac.as_ref());
+    footer.extend(((footer.len() + TAIL_BYTES) as u64).to_le_bytes());
+    footer.extend(SEALED_VERSION.to_le_bytes());
+    footer.extend(checksum(&footer).to_le_bytes());
+    footer.extend(MAGIC);
+    footer
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
