@@ -317,6 +317,8 @@ struct Opened {
 /// Opens the tiers and lists their routes.
 fn open(runtime: &Runtime, mut settings: Settings) -> Result<Opened, Failure> {
     let _scratch = Scratch::divert(&mut settings)?;
+    // The address may be an engine's, which runs.
+    settings.metrics.enabled = false;
     let manager = runtime.block_on(Manager::open(settings, Options::default()))?;
     let routes = manager.routes().iter();
     let routes = routes.map(|route| Check::ready(route_name(route.from, route.to), &route.backend));

@@ -583,7 +583,7 @@ const TOKENS_PER_ID: usize = 2;
 const SEED: &[u8] = b"replay";
 
 /// What the bytes of a block depend on besides its hash: what an earlier process left is used if that is the same.
-fn fingerprint(settings: &Settings) -> Fingerprint {
+pub(crate) fn fingerprint(settings: &Settings) -> Fingerprint {
     let bytes = settings.block_bytes.unwrap_or_default();
     Fingerprint {
         model: "pattern of the hash".to_owned(),

@@ -2,15 +2,16 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `replay`, `demo`, `plan`, `config`, `doctor`, `fsck`, `forget`, `bench` | the subcommands |
+//! | `replay`, `demo`, `plan`, `config`, `doctor`, `serve`, `fsck`, `forget`, `bench` | the subcommands |
 //! | [`kvbm_cli::measuring`] | what `bench` times, and how |
 //! | `global` | the options that every command takes |
 //! | `engine` | serves requests through a manager; what replay and demo share |
 //! | `pattern` | contents of blocks, generated and checked |
+//! | `pace` | requests at the times that a trace gives them |
+//! | `serve` | metrics, state and the live page |
 //! | `trace` | reads request traces; in the library |
 //! | `scratch` | directories and prefixes that last as long as a command |
 //! | `stop` | Ctrl-C |
-//! | `metrics` | the endpoint for Prometheus |
 //! | `progress`, `output`, `failure` | what users see: bars, tables and JSON, errors and exit codes |
 //!
 //! Results go to standard output, everything else to standard error. Exit codes: 0 done, 1 a result that must
@@ -27,13 +28,14 @@ mod failure;
 mod forget;
 mod fsck;
 mod global;
-mod metrics;
 mod output;
+mod pace;
 mod pattern;
 mod plan;
 mod progress;
 mod replay;
 mod scratch;
+mod serve;
 mod stop;
 
 use std::io;
@@ -63,7 +65,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Show a generated chat moving through all four tiers: no arguments, no network, less than a minute
-    Demo,
+    Demo(demo::DemoArgs),
     /// Replay a request trace through real tiers and check every byte that comes back
     Replay(Box<replay::ReplayArgs>),
     /// Predict the hit rate of policies and capacities for a trace, without moving a byte
@@ -72,6 +74,8 @@ enum Command {
     Config,
     /// Check what this machine offers and what the settings would use
     Doctor(doctor::DoctorArgs),
+    /// Serve metrics, the state and a live page of the tiers that the settings name
+    Serve(serve::ServeArgs),
     /// Check what processes left on disk, in memory or in a bucket
     Fsck(fsck::FsckArgs),
     /// Destroy the keys of a tenant, while no engine works
@@ -84,11 +88,12 @@ enum Command {
 impl Command {
     fn run(self, global: &Global) -> Result<(), Failure> {
         match self {
-            Self::Demo => demo::run(global),
+            Self::Demo(args) => demo::run(args, global),
             Self::Replay(args) => replay::run(*args, global),
             Self::Plan(args) => plan::run(&args, global),
             Self::Config => config::run(global),
             Self::Doctor(args) => doctor::run(&args, global),
+            Self::Serve(args) => serve::run(&args, global),
             Self::Fsck(args) => fsck::run(&args, global),
             Self::Forget(args) => forget::run(&args, global),
             Self::Bench(bench) => bench.run(global),

@@ -9,7 +9,7 @@ use tokio::sync::watch;
 
 use crate::failure::Failure;
 
-/// A small runtime for what waits beside the work: signals, the metrics endpoint, tickets.
+/// A small runtime for what waits beside the work: signals, tickets.
 pub(crate) fn runtime() -> Result<Runtime, Failure> {
     Builder::new_multi_thread()
         .worker_threads(1)
@@ -64,6 +64,12 @@ impl Stop {
                 Err(Failure::unexpected("the signal handler is gone"))
             }
         }
+    }
+
+    /// Waits until the user wants to stop.
+    pub(crate) async fn asked(&self) {
+        // An error: the runtime that listens to signals is gone.
+        let _ = self.0.clone().wait_for(Option::is_some).await;
     }
 
     /// Lets `time` pass.

@@ -50,4 +50,5 @@ pub use settings::{
     MAX_TIER_BLOCKS, MetricsSettings, NixlSettings, ObjectBackend, ObjectSettings, Settings,
     TransferSettings,
 };
+pub use validate::MIN_TOKEN_BYTES;
 pub use value::{Capacity, InvalidValue, WriteBudget, format_size, parse_size};

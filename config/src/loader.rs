@@ -182,6 +182,14 @@ impl Loaded {
         KEYS.iter().flat_map(|key| self.rows_of(key)).collect()
     }
 
+    fn rows_of(&self, key: &Key) -> Vec<Row> {
+        let row = |(key, value): (String, String)| {
+            let origin = self.origins.get(&key).cloned().unwrap_or_default();
+            Row { key, value, origin }
+        };
+        self.settings.shown_values_of(key).into_iter().map(row).collect()
+    }
+
     /// A place for objects that gets none, since their tier has no room.
     fn lost_object_tier(&self) -> Option<Accepted> {
         let object = &self.settings.object;
@@ -193,17 +201,20 @@ impl Loaded {
         let remark = format!("no object tier, since object.capacity is 0 ({})", capacity.origin);
         Some(Accepted { name: url.key, value: url.value, origin: url.origin, remark })
     }
+}
 
-    fn rows_of(&self, key: &Key) -> Vec<Row> {
-        let row = |path: String, value: String| {
-            let origin = self.origins.get(&path).cloned().unwrap_or_default();
-            Row { key: path, value, origin }
-        };
-        let values = key.field.values(&self.settings);
+impl Settings {
+    /// Every setting as it may be shown, by its TOML path, in the order of the reference. Secrets appear as `(set)`.
+    pub fn shown_values(&self) -> Vec<(String, String)> {
+        KEYS.iter().flat_map(|key| self.shown_values_of(key)).collect()
+    }
+
+    fn shown_values_of(&self, key: &Key) -> Vec<(String, String)> {
+        let values = key.field.values(self);
         if values.is_empty() {
-            return vec![row(key.path.to_owned(), NONE.to_owned())];
+            return vec![(key.path.to_owned(), NONE.to_owned())];
         }
-        values.iter().map(|raw| row(full_path(key, raw), key.field.shown(raw))).collect()
+        values.iter().map(|raw| (full_path(key, raw), key.field.shown(raw))).collect()
     }
 }
 

@@ -602,14 +602,15 @@ pub(crate) static KEYS: &[Key] = &[
         path: "metrics.enabled",
         field: Field::Flag(|s| &mut s.metrics.enabled),
         variables: &[upstream("DYN_KVBM_METRICS", Form::Plain, SAME)],
-        doc: "Serve `/metrics`.",
+        doc: "Serve `/metrics`, the state and the live page: docs/observe.md.",
         in_use: true,
     },
     Key {
         path: "metrics.host",
         field: Field::Address(|s| &mut s.metrics.host),
         variables: &[own("DYN_KVBM_METRICS_HOST", Form::Plain)],
-        doc: "Address to bind. `0.0.0.0` opens it to the network, as upstream does.",
+        doc: "Address to bind. `0.0.0.0` opens it to the network, as upstream does; every address but those of this \
+              machine alone takes `metrics.token_file` or `metrics.token` too.",
         in_use: true,
     },
     Key {
@@ -621,6 +622,20 @@ pub(crate) static KEYS: &[Key] = &[
             "Bound to this machine alone unless `DYN_KVBM_METRICS_HOST` says otherwise.",
         )],
         doc: "Port to bind; 0: any free one.",
+        in_use: true,
+    },
+    Key {
+        path: "metrics.token_file",
+        field: Field::Text(|s| &mut s.metrics.token_file),
+        variables: &[own("DYN_KVBM_METRICS_TOKEN_FILE", Form::Plain)],
+        doc: "A file whose only line is what readers show as `Authorization: Bearer …`, of 16 bytes or more.",
+        in_use: true,
+    },
+    Key {
+        path: "metrics.token",
+        field: Field::Secret(|s| &mut s.metrics.token),
+        variables: &[own("DYN_KVBM_METRICS_TOKEN", Form::Plain)],
+        doc: "The same token itself. Shown as `(set)` only.",
         in_use: true,
     },
     Key {

@@ -555,20 +555,38 @@ impl Default for HybridSettings {
     }
 }
 
-/// What is exported.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+/// What is exported, and to whom. The token is never logged and never serialised.
+#[derive(Clone, PartialEq, Serialize)]
 pub struct MetricsSettings {
-    /// Serve `/metrics`.
+    /// Serve `/metrics`, the state and the live page.
     pub enabled: bool,
     /// Address to bind.
     pub host: IpAddr,
     /// Port to bind.
     pub port: u16,
+    /// A file of the token that readers show. One is needed where others than this machine can reach the address.
+    pub token_file: Option<String>,
+    /// The token itself.
+    #[serde(skip)]
+    pub token: Option<String>,
 }
 
 impl Default for MetricsSettings {
     fn default() -> Self {
-        Self { enabled: false, host: IpAddr::V4(Ipv4Addr::LOCALHOST), port: 6880 }
+        let host = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        Self { enabled: false, host, port: 6880, token_file: None, token: None }
+    }
+}
+
+impl fmt::Debug for MetricsSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MetricsSettings")
+            .field("enabled", &self.enabled)
+            .field("host", &self.host)
+            .field("port", &self.port)
+            .field("token_file", &self.token_file)
+            .field("token", &self.token.as_ref().map(|_| SECRET_SET))
+            .finish()
     }
 }
 

@@ -8,6 +8,9 @@ use crate::settings::{
 };
 use crate::value::{Capacity, InvalidValue, format_size};
 
+/// A token of fewer bytes is soon guessed.
+pub const MIN_TOKEN_BYTES: usize = 16;
+
 impl Settings {
     /// Checks every value and what holds between them. [`Loader::load`](crate::Loader::load) has done so already.
     ///
@@ -28,6 +31,7 @@ impl Settings {
             .and_then(|()| self.check_disk())
             .and_then(|()| self.check_keys())
             .and_then(|()| self.check_encryption())
+            .and_then(|()| self.check_metrics())
             .and_then(|()| self.check_nixl());
         violation.map_err(|(path, problem)| SettingsError::Invalid {
             key: path.to_owned(),
@@ -164,6 +168,27 @@ impl Settings {
             let reason = "blocks that go straight between disk and GPU are not encrypted";
             let valid = "auto, uring, threads or nixl, or neither encryption.key_file nor encryption.key";
             return Err(("disk.backend", InvalidValue::new(reason, valid)));
+        }
+        Ok(())
+    }
+
+    /// Others than this machine show a token.
+    fn check_metrics(&self) -> Result<(), Violation> {
+        let metrics = &self.metrics;
+        if metrics.token.is_some() && metrics.token_file.is_some() {
+            let valid = "one of metrics.token and metrics.token_file";
+            return Err(("metrics.token", InvalidValue::new("there are two places of the token", valid)));
+        }
+        let is_open = metrics.enabled && !metrics.host.is_loopback();
+        if is_open && metrics.token.is_none() && metrics.token_file.is_none() {
+            let reason = "others could read what the cache does";
+            let valid =
+                "127.0.0.1 or ::1, or a token: set metrics.token_file (DYN_KVBM_METRICS_TOKEN_FILE) too";
+            return Err(("metrics.host", InvalidValue::new(reason, valid)));
+        }
+        let is_short = |token: &String| token.len() < MIN_TOKEN_BYTES;
+        if metrics.token.as_ref().is_some_and(is_short) {
+            return Err(("metrics.token", InvalidValue::new("it is short", "16 bytes or more")));
         }
         Ok(())
     }

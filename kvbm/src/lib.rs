@@ -21,6 +21,8 @@
 //! | `durable` | what outlives the process: the indices of tiers whose slots do |
 //! | `ranks` | a manager whose bytes lie in other processes, one for each tensor-parallel rank |
 //! | `demand` | what more memory would bring: hit rate against capacity |
+//! | `state`, `recent` | what a manager says of itself, and of the requests of late |
+//! | `serve` | the same over HTTP, for Prometheus, people and programs; behind a feature |
 //! | `metrics`, `clock`, `sync` | counting, time, locks and threads, each from one place |
 //!
 //! Data flows one way: engine → manager (lease, load, save) → table ⇄ policies → scheduler → executor →
@@ -49,8 +51,15 @@ mod metrics;
 mod options;
 mod pinned;
 mod ranks;
+mod recent;
 pub mod scheduler;
+#[cfg(feature = "serve")]
+mod serve;
+#[cfg(not(feature = "serve"))]
+#[path = "serve/absent.rs"]
+mod serve;
 mod shadow;
+mod state;
 mod sync;
 pub mod table;
 mod task;
@@ -77,6 +86,10 @@ pub use options::{Options, RouteReport};
 pub use ranks::{Rank, RankGroup, RankOptions};
 pub use scheduler::Drained;
 pub use shadow::{Elements, ShadowCounts, ShadowSample, ShadowVerdict};
+pub use state::{
+    BreakerState, Degraded, FaultState, Found, LookupCounts, Missing, NamespaceState, Readiness, RouteState,
+    State, TierState, Why,
+};
 pub use table::RequestInfo;
 #[cfg(feature = "lock-times")]
 pub use table::{TableGuard, longest_hold};

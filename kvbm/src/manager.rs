@@ -1,6 +1,7 @@
 //! The manager: what an engine talks to.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -23,7 +24,9 @@ use crate::lease::Lease;
 use crate::options::{Options, RouteReport};
 use crate::pinned::PinnedChains;
 use crate::scheduler::{Core, Drained, StagingCounts};
+use crate::serve::{Listener, Server};
 use crate::shadow::{self, Elements, Shadow, ShadowCounts, ShadowSample, ShadowVerdict};
+use crate::state::{Observed, Readiness, State, Why};
 use crate::sync::{JoinHandle, Mutex, spawn};
 use crate::table::{Match, RequestInfo, Reserved, SlotCounts, TierStats, Violation};
 use crate::task::Class;
@@ -49,7 +52,9 @@ pub struct Manager {
     host: Option<Arc<DramRegion>>,
     /// Blocks lie there encrypted.
     is_host_sealed: bool,
-    routes: Vec<RouteReport>,
+    observed: Arc<Observed>,
+    /// Answers whoever asks.
+    server: Mutex<Option<Server>>,
     durable: Durable,
     store: SharedStore,
     tenants: Tenants,
@@ -65,7 +70,7 @@ pub struct Manager {
 
 impl fmt::Debug for Manager {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Manager").field("routes", &self.routes).finish_non_exhaustive()
+        f.debug_struct("Manager").field("routes", &self.routes()).finish_non_exhaustive()
     }
 }
 
@@ -76,7 +81,9 @@ impl Manager {
     /// [`ErrorKind::Invalid`]: a setting is wrong or does not fit. [`ErrorKind::Unavailable`]: memory, a
     /// directory or a store cannot be had. The message names the setting to change.
     pub async fn open(settings: Settings, options: Options) -> Result<Self> {
-        Self::assemble(settings, &options, None, "").await
+        let listener = Listener::bind(&settings)?;
+        let manager = Self::assemble(settings, &options, None, "").await?;
+        manager.serve(listener, &options)
     }
 
     /// [`open`](Self::open), beside an engine with memory of its own: [`save_from`](Self::save_from) and
@@ -88,7 +95,18 @@ impl Manager {
     /// device tier, or no DRAM to copy to. [`ErrorKind::Unavailable`]: what came back is not what went down, so its layout
     /// is not what it says; or nothing here copies to its memory.
     pub async fn open_with(settings: Settings, options: Options, memory: EngineMemory) -> Result<Self> {
-        Self::assemble(settings, &options, Some(memory), "").await
+        let listener = Listener::bind(&settings)?;
+        let manager = Self::assemble(settings, &options, Some(memory), "").await?;
+        manager.serve(listener, &options)
+    }
+
+    /// Answers whoever asks, if the settings say so.
+    pub(crate) fn serve(self, listener: Option<Listener>, options: &Options) -> Result<Self> {
+        let Some(listener) = listener else { return Ok(self) };
+        self.observed.remember_requests();
+        let server = Server::start(listener, Arc::clone(&self.observed), options.registry.clone())?;
+        *self.server.lock() = Some(server);
+        Ok(self)
     }
 
     pub(crate) async fn assemble(
@@ -98,8 +116,10 @@ impl Manager {
         suffix: &str,
     ) -> Result<Self> {
         let shadow = Shadow::new(settings.transfer.shadow_share);
+        let observed = settings.clone();
         let assembled = assemble::open(settings, options, engine.clone(), suffix).await?;
         assemble::export(&options.registry, &assembled.core)?;
+        let observed = Observed::new(&assembled.core, assembled.routes, observed, options.block_tokens);
         let pinned = Arc::new(PinnedChains::default());
         let background = Background::start(&assembled.core, &pinned)?;
         Ok(Self {
@@ -107,7 +127,8 @@ impl Manager {
             device: assembled.device,
             host: assembled.host,
             is_host_sealed: assembled.is_host_sealed,
-            routes: assembled.routes,
+            observed: Arc::new(observed),
+            server: Mutex::default(),
             durable: assembled.durable,
             store: assembled.store,
             tenants: assembled.tenants,
@@ -491,7 +512,27 @@ impl Manager {
 
     /// The routing table: which backend moves blocks from where to where.
     pub fn routes(&self) -> &[RouteReport] {
-        &self.routes
+        self.observed.routes()
+    }
+
+    /// Its state at a glance. Of a hybrid model, that of full attention.
+    pub fn state(&self) -> State {
+        self.observed.state().expect("the manager holds what is observed")
+    }
+
+    /// Whether it is of use, and what of it is degraded.
+    pub fn readiness(&self) -> Readiness {
+        self.observed.readiness()
+    }
+
+    /// How much of `chain` is where, and why it is not more. No side effect.
+    pub fn why<'a>(&self, chain: impl Into<Chain<'a>>) -> Why {
+        self.observed.why(chain.into()).expect("the manager holds what is observed")
+    }
+
+    /// Where it answers whoever asks; `None`: it is not to (`metrics.enabled`).
+    pub fn serving_at(&self) -> Option<SocketAddr> {
+        self.server.lock().as_ref().map(Server::address)
     }
 
     /// Every invariant of the table that does not hold, and whether the audit in the background found one broken lately.
@@ -512,7 +553,10 @@ impl Manager {
         let copies_left = self.core.wait_for_media(limit);
         self.durable.close(left().max(MIN_CLOSE));
         let of_groups = self.checkpoints.managers().map(|group| group.close(left()).copies_left);
-        Closing { copies_left: copies_left + of_groups.sum::<u64>() }
+        let copies_left = copies_left + of_groups.sum::<u64>();
+        // Last: until here it says that it is closed, and what is still to be waited for.
+        drop(self.server.lock().take());
+        Closing { copies_left }
     }
 }
 
@@ -523,6 +567,7 @@ impl Drop for Manager {
             let _ = self.close(Duration::ZERO);
         } else {
             std::mem::forget(self.background.lock().take());
+            std::mem::forget(self.server.lock().take());
             self.durable.abandon();
         }
     }

@@ -1,5 +1,7 @@
 //! A day in the life of a chat service, made up: sessions that share system prompts, and grow turn by turn.
 
+use std::collections::BTreeMap;
+
 use kvbm_policies::{BLOCK_TOKENS, Request};
 
 use crate::pattern::scramble;
@@ -18,6 +20,23 @@ pub(super) fn requests() -> Vec<Request> {
     let mut requests: Vec<_> = (0..SESSIONS).flat_map(session).collect();
     requests.sort_by_key(|request| request.timestamp_ms);
     requests
+}
+
+/// Other sessions after [these](requests), as many begun in every hour, in the order of their arrival.
+pub(super) fn without_end() -> impl Iterator<Item = Request> {
+    let first_ms = requests().last().map_or(0, |last| last.timestamp_ms);
+    let (mut pending, mut number) = (BTreeMap::new(), 0_u64);
+    (1..).flat_map(move |hour| {
+        let begun = (hour * SESSIONS..(hour + 1) * SESSIONS).flat_map(session);
+        for mut request in begun {
+            request.timestamp_ms += first_ms + (hour - 1) * SPAN_MS;
+            // Two may come at the same millisecond.
+            number += 1;
+            pending.insert((request.timestamp_ms, number), request);
+        }
+        let later = pending.split_off(&(first_ms + hour * SPAN_MS, 0));
+        std::mem::replace(&mut pending, later).into_values()
+    })
 }
 
 fn session(number: u64) -> impl Iterator<Item = Request> {
@@ -89,6 +108,22 @@ mod tests {
         let blocks: HashSet<_> = requests.iter().flat_map(|request| &request.hash_ids).collect();
         let tiers = super::super::DEVICE_BLOCKS + super::super::HOST_BLOCKS + super::super::DISK_BLOCKS;
         assert!(blocks.len() as u64 > tiers * 5 / 4, "{} blocks", blocks.len());
+    }
+
+    #[test]
+    fn the_chats_that_go_on_are_others_and_in_order() {
+        let first = requests();
+        let more: Vec<_> = without_end().take(2 * first.len()).collect();
+        assert!(more.is_sorted_by_key(|request| request.timestamp_ms));
+        assert!(more[0].timestamp_ms >= first[first.len() - 1].timestamp_ms);
+        let own = |requests: &[Request]| -> HashSet<u64> {
+            requests.iter().filter_map(|request| request.hash_ids.last().copied()).collect()
+        };
+        assert!(
+            own(&first).intersection(&own(&more)).count() < 5,
+            "prompts of system tokens alone may recur"
+        );
+        assert_eq!(more.len(), 2 * first.len());
     }
 
     #[test]

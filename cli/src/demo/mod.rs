@@ -1,4 +1,4 @@
-//! `kvbm demo`: a generated chat through all four tiers, and a report to look at.
+//! `kvbm demo`: a generated chat through all four tiers, and a report to look at, or a page to watch.
 
 mod chat;
 mod html;
@@ -8,6 +8,7 @@ use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
+use clap::Args;
 use kvbm::Options;
 use kvbm_settings::{Capacity, DeviceBackend, Settings};
 use kvbm_tiers::clock;
@@ -18,8 +19,10 @@ use crate::engine::{Engine, Tally};
 use crate::failure::Failure;
 use crate::global::Global;
 use crate::output;
+use crate::pace::Paced;
 use crate::progress::Progress;
 use crate::scratch::{Scratch, file_url};
+use crate::serve::{self, Watched};
 use crate::stop::{self, Stop};
 
 const REPORT: &str = "kvbm-demo.html";
@@ -28,16 +31,27 @@ const BLOCK_BYTES: u64 = 64 << 10;
 const DEVICE_BLOCKS: u64 = 500;
 const HOST_BLOCKS: u64 = 1_500;
 const DISK_BLOCKS: u64 = 5_000;
+/// How much faster than people chats go on: some twenty requests a second.
+const SPEED: f64 = 60.0;
 
-pub(crate) fn run(global: &Global) -> Result<(), Failure> {
+/// Plays an hour of a chat service as fast as it goes, compares every byte that comes back, and writes kvbm-demo.html.
+/// With --serve the chats go on after that, at sixty times their pace, until it is interrupted.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct DemoArgs {
+    #[command(flatten)]
+    watched: Watched,
+}
+
+pub(crate) fn run(args: DemoArgs, global: &Global) -> Result<(), Failure> {
     let objects = std::env::temp_dir().join("kvbm-demo-objects");
-    let mut settings = settings(global, &objects)?;
+    let mut settings = settings(global, &objects, args.watched)?;
     let page = blank_page()?;
     let runtime = stop::runtime()?;
     let stop = Stop::on_signals(&runtime)?;
     // Before the engine, so that it goes after it.
     let _scratch = Scratch::divert(&mut settings)?;
-    let engine = Engine::open(settings, Options::default(), runtime, stop)?;
+    let engine = Engine::open(settings, Options::default(), runtime, stop.clone())?;
+    serve::tell(engine.manager());
     let record = play(&engine)?;
     write_page(page, &html::page(&record))?;
     if global.json {
@@ -46,14 +60,18 @@ pub(crate) fn run(global: &Global) -> Result<(), Failure> {
         output::print(&record.to_text())?;
         output::print(&format!("\nThe whole story: {REPORT}"))?;
     }
-    verdict(&record)
+    verdict(&record)?;
+    if args.watched.is_on() {
+        go_on(&engine, &stop)?;
+    }
+    Ok(())
 }
 
 /// The stage is always the same; how blocks move and leave is as the settings say.
-fn settings(global: &Global, objects: &Path) -> Result<Settings, Failure> {
+fn settings(global: &Global, objects: &Path, watched: Watched) -> Result<Settings, Failure> {
     let url = file_url(objects)?;
     let loaded = global.load(|loader| {
-        loader
+        let loader = loader
             .set("block_bytes", |s| s.block_bytes = Some(BLOCK_BYTES))
             .set("device.capacity", |s| s.device.capacity = Some(Capacity::Blocks(DEVICE_BLOCKS)))
             .set("device.backend", |s| s.device.backend = DeviceBackend::Emulated)
@@ -61,7 +79,8 @@ fn settings(global: &Global, objects: &Path) -> Result<Settings, Failure> {
             .set("disk.capacity", |s| s.disk.capacity = Some(Capacity::Blocks(DISK_BLOCKS)))
             .set("disk.dirs", |s| s.disk.dirs = vec![std::env::temp_dir()])
             .set("object.url", move |s| s.object.url = Some(url))
-            .set("object.capacity", |s| s.object.capacity = None)
+            .set("object.capacity", |s| s.object.capacity = None);
+        watched.apply(loader)
     })?;
     Ok(loaded.settings)
 }
@@ -79,6 +98,14 @@ fn play(engine: &Engine) -> Result<Record, Failure> {
     let settled = engine.settle();
     engine.check_stop()?;
     Ok(recorder.finish(&tally, &settled, seconds))
+}
+
+/// Chats that go on, for who watches. To be interrupted is how that ends.
+fn go_on(engine: &Engine, stop: &Stop) -> Result<(), Failure> {
+    output::tell("the chats go on at sixty times their pace; Ctrl-C ends them");
+    let requests = Paced::new(chat::without_end().map(Ok), SPEED, stop.clone());
+    let ended = engine.run(requests, 1, |_, _| ());
+    if stop.check().is_err() { Ok(()) } else { ended.map(drop) }
 }
 
 /// The report's file, which has no name yet: that this directory cannot be written to is better known early.

@@ -2,11 +2,9 @@
 
 mod acknowledged;
 mod chaos;
-mod pace;
 mod report;
 
 use std::fs::File;
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -19,15 +17,15 @@ use prometheus::Registry;
 
 use self::acknowledged::AckLog;
 use self::chaos::{ChaosArgs, ChaosReport, Trouble};
-use self::pace::Paced;
 use self::report::Report;
 use crate::engine::Engine;
 use crate::failure::Failure;
 use crate::global::Global;
-use crate::metrics::{self, Endpoint};
 use crate::output;
+use crate::pace::{self, Paced};
 use crate::progress::Progress;
 use crate::scratch::Scratch;
+use crate::serve::{self, Watched};
 use crate::stop::{self, Stop};
 use crate::trace::{TraceError, TraceReader};
 
@@ -80,9 +78,8 @@ pub(crate) struct ReplayArgs {
     /// names has been loaded and compared
     #[arg(long, value_name = "FILE", requires = "keep")]
     ack_log: Option<PathBuf>,
-    /// Serve /metrics at this address, or at this port of the loopback interface, while it runs
-    #[arg(long, value_name = "ADDR", value_parser = metrics::parse_address)]
-    metrics: Option<SocketAddr>,
+    #[command(flatten)]
+    watched: Watched,
 }
 
 pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
@@ -92,11 +89,9 @@ pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
     let expected = check(&trace, requests)?;
     let runtime = stop::runtime()?;
     let stop = Stop::on_signals(&runtime)?;
-    let address = SocketAddr::new(settings.metrics.host, settings.metrics.port);
-    let endpoint = settings.metrics.enabled.then(|| Endpoint::bind(&runtime, address)).transpose()?;
     // Before the engine, so that it goes after it.
     let _scratch = if keep { Scratch::default() } else { Scratch::divert(&mut settings)? };
-    let (registry, handle) = (Registry::new(), runtime.handle().clone());
+    let registry = Registry::new();
     let trouble = chaos.trouble(&settings);
     let faults = trouble.as_ref().map(Trouble::chaos);
     let acks = ack_log.map(|path| AckLog::open(&path)).transpose()?;
@@ -104,9 +99,7 @@ pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
     let options = Options { registry: registry.clone(), on_durable, chaos: faults, ..Options::default() };
     let engine = Engine::open(settings, options, runtime, stop.clone())?;
     let acknowledged = acks.map(|(log, earlier)| earlier.check(&engine, &log)).transpose()?;
-    if let Some(endpoint) = endpoint {
-        endpoint.serve(&handle, registry.clone());
-    }
+    serve::tell(engine.manager());
     let requests = limited(reader, requests);
     let requests: Box<dyn Iterator<Item = _> + Send> = match speed {
         Some(speed) => Box::new(Paced::new(requests, speed, stop)),
@@ -200,10 +193,7 @@ impl ReplayArgs {
             loader =
                 loader.set("disk.keep", |s| s.disk.keep = true).set("object.keep", |s| s.object.keep = true);
         }
-        match self.metrics {
-            Some(address) => serve_metrics_at(loader, address),
-            None => loader,
-        }
+        self.watched.apply(loader)
     }
 }
 
@@ -212,11 +202,4 @@ fn defaults() -> Settings {
     settings.device.capacity = Some(Capacity::Blocks(1_000));
     settings.disk.dirs = vec![std::env::temp_dir()];
     settings
-}
-
-fn serve_metrics_at(loader: Loader, address: SocketAddr) -> Loader {
-    loader
-        .set("metrics.enabled", |s| s.metrics.enabled = true)
-        .set("metrics.host", move |s| s.metrics.host = address.ip())
-        .set("metrics.port", move |s| s.metrics.port = address.port())
 }

@@ -139,7 +139,11 @@ fn an_address_in_use() {
     place.trace("trace.jsonl", 1, 1);
     let taken = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = taken.local_addr().expect("it is bound").to_string();
-    assert_fails(&place.run(&["replay", "trace.jsonl", "--metrics", &address]), 2, &[&address, "--metrics"]);
+    assert_fails(
+        &place.run(&["replay", "trace.jsonl", &format!("--serve={address}")]),
+        2,
+        &[&address, "DYN_KVBM_METRICS_PORT"],
+    );
 }
 
 const NIXL: &str = "DYN_KVBM_NIXL_BACKEND_";

@@ -7,9 +7,9 @@ mod forget;
 mod fsck;
 mod fsck_bucket;
 mod interrupt;
-mod metrics;
 mod plan;
 mod replay;
+mod serve;
 
 use std::fmt::Write as _;
 use std::fs;

@@ -10,6 +10,7 @@ use crate::error::Result;
 use crate::manager::Manager;
 use crate::options::Options;
 use crate::ranks::{Rank, RankGroup, RankOptions};
+use crate::serve::Listener;
 
 /// Layers of a hybrid model that do not keep every block.
 #[derive(Clone, Debug)]
@@ -103,6 +104,7 @@ impl Manager {
         memory: EngineMemory,
         groups: Vec<CacheGroup>,
     ) -> Result<Self> {
+        let listener = Listener::bind(&settings)?;
         let grid = CheckpointGrid::new(settings.hybrid.checkpoint_blocks);
         let Openings { full, others } = Openings::new(&settings, &memory, groups)?;
         let mut registries = vec![metrics::registry("full")?];
@@ -128,7 +130,7 @@ impl Manager {
         metrics::export(&options.registry, registries)?;
         let checkpoints = Checkpoints::new(grid, opened);
         join_epochs(&full, &checkpoints)?;
-        Ok(full.with_checkpoints(checkpoints))
+        full.with_checkpoints(checkpoints).serve(listener, &options)
     }
 }
 

@@ -40,6 +40,13 @@ struct Missed {
     blocks: AtomicU64,
 }
 
+/// What was asked for and found, in blocks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Lookups {
+    pub(crate) blocks: u64,
+    pub(crate) hit: [u64; Tier::COUNT],
+}
+
 fn count(counter: &AtomicU64, blocks: usize) {
     counter.fetch_add(blocks as u64, Ordering::Relaxed);
 }
@@ -113,6 +120,12 @@ impl LeaseMetrics {
                 self.ages[tier.index()].get_or_init(|| self.miss_age.with_label_values(&[tier.name()]));
             ages.observe(age_s as f64);
         }
+    }
+
+    pub(super) fn lookups(&self) -> Lookups {
+        // In this order: no rate is above 1.
+        let hit = self.counts.hit.each_ref().map(|blocks| blocks.load(Ordering::Relaxed));
+        Lookups { hit, blocks: self.counts.requested.load(Ordering::Relaxed) }
     }
 
     fn tokens(&self, blocks: &AtomicU64) -> u64 {

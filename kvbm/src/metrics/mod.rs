@@ -3,6 +3,7 @@
 //! Counters move when a copy has ended, never when it starts. Labels come from closed sets: tiers, routes,
 //! kinds of error. docs/metrics.md describes each metric; a test compares.
 
+mod faults;
 mod gauges;
 mod leases;
 mod objects;
@@ -24,10 +25,14 @@ use prometheus::{
 use crate::error::{Error, ErrorKind, Result};
 use crate::table::{Match, Miss};
 
+use self::faults::FaultLog;
 use self::leases::{LeaseCollector, LeaseMetrics};
 use self::upstream::Upstream;
 
+pub(crate) use self::faults::Fault;
+use self::faults::{FaultKind, Place};
 pub(crate) use self::gauges::Gauges;
+pub(crate) use self::leases::Lookups;
 pub(crate) use self::objects::ObjectTraffic;
 pub(crate) use self::ranks::RankGauges;
 
@@ -58,6 +63,7 @@ pub struct Metrics {
     orphans: IntCounter,
     duplicates: IntCounter,
     out_of_reach: IntCounter,
+    faults: FaultLog,
     upstream: Upstream,
 }
 
@@ -208,6 +214,7 @@ impl Metrics {
                 "kvbm_out_of_reach_tokens_total",
                 "Tokens held of full attention behind the last checkpoint that all cache groups have.",
             )?,
+            faults: FaultLog::default(),
             upstream: Upstream::new(&b)?,
         })
     }
@@ -250,13 +257,16 @@ impl Metrics {
             _ => "refused",
         };
         self.transfer_failures.with_label_values(&[route.0.name(), route.1.name(), name]).inc();
+        self.faults.note(FaultKind::Copy(kind), Place::Route(route));
         if kind == CopyErrorKind::Corrupt {
-            self.found_corrupt(route.0);
+            self.checksum_failures.with_label_values(&[route.0.name()]).inc();
         }
         self.upstream.failed(route);
     }
 
+    /// A block that was lent, or verified in passing, had changed.
     pub(crate) fn found_corrupt(&self, tier: Tier) {
+        self.faults.note(FaultKind::Checksum, Place::Tier(tier));
         self.checksum_failures.with_label_values(&[tier.name()]).inc();
     }
 
@@ -279,6 +289,7 @@ impl Metrics {
     }
 
     pub(crate) fn background_panicked(&self) {
+        self.faults.note(FaultKind::Panic, Place::Process);
         self.background_panics.inc();
     }
 
@@ -289,6 +300,7 @@ impl Metrics {
 
     /// What a tier has could not be written down.
     pub(crate) fn index_failed(&self, tier: Tier) {
+        self.faults.note(FaultKind::Index, Place::Tier(tier));
         self.index_failures.with_label_values(&[tier.name()]).inc();
     }
 
@@ -300,12 +312,16 @@ impl Metrics {
 
     /// One of several directories of the disk tier is left alone.
     pub(crate) fn directory_failed(&self, dir: usize) {
+        self.faults.note(FaultKind::Directory, Place::Directory(dir));
         self.directory_failures.with_label_values(&[&dir.to_string()]).inc();
     }
 
     /// A hit was computed again, after which this bounds the share of wrong ones.
     pub(crate) fn shadowed(&self, tier: Tier, is_wrong: bool, bound: f64) {
         let verdict = if is_wrong { "wrong" } else { "same" };
+        if is_wrong {
+            self.faults.note(FaultKind::Shadow, Place::Tier(tier));
+        }
         self.shadow_blocks.with_label_values(&[tier.name(), verdict]).inc();
         self.shadow_bound.with_label_values(&[tier.name()]).set(bound);
     }
@@ -338,6 +354,21 @@ impl Metrics {
     /// So many blocks are held that no checkpoint leads to.
     pub(crate) fn out_of_reach(&self, blocks: usize) {
         self.out_of_reach.inc_by(blocks as u64 * self.block_tokens);
+    }
+
+    /// Faults of late, from the latest on.
+    pub(crate) fn faults(&self) -> Vec<Fault> {
+        self.faults.latest()
+    }
+
+    /// What leases asked for, and found.
+    pub(crate) fn lookups(&self) -> Lookups {
+        self.leases.lookups()
+    }
+
+    /// Blocks copied on a route so far.
+    pub(crate) fn blocks(&self, route: Route) -> u64 {
+        counted(&self.transfer_blocks, route)
     }
 
     /// Bytes copied on a route so far.

@@ -7,11 +7,12 @@ use std::time::Duration;
 use kvbm_policies::Trigger;
 use kvbm_tiers::{CopyErrorKind, Tier};
 
-use super::Core;
 use super::batch::Batch;
 use super::breaker::Passage;
+use super::{Core, spans};
 use crate::sync::{AtomicUsize, Mutex};
 use crate::table::{Effects, Table};
+use crate::task::{Class, CopyTask};
 
 /// Where blocks go down only when they leave, one slot in so many is kept free.
 const HEADROOM: usize = 16;
@@ -268,7 +269,16 @@ impl Core {
 
     fn start_flushes(self: &Arc<Self>, to: Tier, effects: Effects) {
         self.flushing.in_flight[to.index()].fetch_add(effects.tasks.len(), Ordering::AcqRel);
+        self.trace_flushes(to, &effects.tasks);
         self.apply(effects);
+    }
+
+    /// Of no request: each flush is of a stretch of one chain.
+    fn trace_flushes(&self, to: Tier, tasks: &[CopyTask]) {
+        let firsts = tasks.iter().filter(|task| task.class == Class::Flush && task.id.block == 0);
+        firsts.for_each(|first| {
+            self.spans.open(Some(first.id.transfer), spans::of_transfer(Class::Flush, to, None))
+        });
     }
 
     fn set_goal(&self, from: Tier, all: bool) {

@@ -211,6 +211,13 @@ impl Batches {
         self.in_flight.lock().batches.remove(&batch.id);
     }
 
+    /// Tasks that are being worked on on a route.
+    pub(super) fn blocks(&self, route: Route) -> usize {
+        let register = self.in_flight.lock();
+        let of_route = register.batches.values().filter(|batch| batch.route == route);
+        of_route.map(|batch| batch.left.load(Ordering::Relaxed)).sum()
+    }
+
     /// Batches whose copies are overdue.
     pub(super) fn overdue(&self, now: Duration, limit: impl Fn(Route) -> Duration) -> Vec<Arc<Batch>> {
         let mut register = self.in_flight.lock();

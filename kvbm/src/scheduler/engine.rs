@@ -9,6 +9,7 @@ use kvbm_tiers::{Fence, SlotId, SlotRef, Tier};
 use super::Core;
 use super::engine_order::EngineOrder;
 use super::routed::RoutedTask;
+use super::spans;
 use crate::engine_results::{Loaded, Saved, Writers};
 use crate::error::Error;
 use crate::hash::Chain;
@@ -56,6 +57,7 @@ impl Core {
         }
         let SaveFrom { info, chain, first, slots, ready } = save;
         let slots = slot_refs(slots);
+        let span = spans::of_transfer(Class::Save, to, info.request);
         let turn = self.planning.lock();
         let started = self.clock.uptime();
         let mut table = self.table();
@@ -75,6 +77,7 @@ impl Core {
         self.send(Class::Save, to, &mut plan, Some(EngineOrder::after(&ready)));
         let (id, duplicates) = (plan.transfer(), plan.duplicates());
         self.metrics.duplicated(duplicates);
+        self.spans.open(id, span);
         let (reply, transfer) = self.reply_with(move |ended, lease| Saved::new(ended, duplicates, lease));
         self.hand_over(plan, reply, (turn, started));
         self.go_after(id, ready);
@@ -91,6 +94,7 @@ impl Core {
         // Of what is not held no layer comes: an engine that goes on with a layer must have it of all that it asked for.
         let count = Arc::new(LayerCount::new(layers.get(), wanted));
         let writers = Writers::new(&with_media);
+        let span = spans::of_transfer(Class::Load, Tier::Device, lease.pins().context().info.request);
         let turn = self.planning.lock();
         let started = self.clock.uptime();
         let mut plan =
@@ -99,6 +103,7 @@ impl Core {
         let order = EngineOrder::after(&after).in_layers(layers, &count);
         self.send(Class::Load, Tier::Device, &mut plan, Some(order));
         let id = plan.transfer();
+        self.spans.open(id, span);
         let ends = EndsLayers(Arc::clone(&count));
         let (reply, transfer) = self.reply_with(move |ended: &TransferEnd, lease| {
             ends.0.end(ended.copied == wanted);

@@ -233,6 +233,7 @@ impl Core {
         if ended.class == Class::Flush {
             self.flushing.ended(ended.to, ended.blocks);
         }
+        self.spans.close(&ended);
         let id = ended.id;
         let of_engine = self.orders.lock().end(id);
         let has_waited = of_engine.as_ref().is_some_and(|order| order.waited);

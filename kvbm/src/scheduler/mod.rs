@@ -18,6 +18,7 @@
 //! | `directories` | of several directories of the disk tier one that fails is left alone |
 //! | `errand` | copies that no request asked for, overdue like all others |
 //! | `scrub` | which blocks are looked at in turn, and how fast |
+//! | `spans` | what takes how long, for tracers |
 //! | `staging` | DRAM slots through which blocks travel |
 //! | `reset` | closing a namespace: what is under way lands nowhere |
 //! | `forget` | what a tenant stored leaves, and lands nowhere |
@@ -26,6 +27,7 @@
 //! | `engine` | transfers between the tiers and an engine's own memory |
 //! | `engine_order` | what these wait for: the engine's fence, the rest of the plan |
 //! | `background` | flushing and time-outs |
+//! | `observe` | what is told to those who look |
 //! | `learner` | fits of policies, on a thread of their own |
 //!
 //! Locks, outermost first: the turn to plan, a task's state in its batch, the table, the queues; innermost, one at a
@@ -44,12 +46,14 @@ mod executor;
 mod forget;
 mod landing;
 mod learner;
+mod observe;
 mod pace;
 mod queue;
 mod reset;
 mod routed;
 mod routes;
 mod scrub;
+mod spans;
 mod staging;
 
 use std::fmt;
@@ -72,6 +76,7 @@ use self::learner::Learner;
 use self::pace::Paces;
 use self::queue::{Limits, RouteQueues};
 use self::scrub::Scrubbing;
+use self::spans::Spans;
 use self::staging::Staging;
 use crate::clock::Clock;
 use crate::demand::Demand;
@@ -79,6 +84,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::metrics::Metrics;
+use crate::recent::RecentRequests;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
 use crate::table::{
     Journal, LeftBlock, Match, Reply, RequestInfo, Reserved, SharedTable, Table, TableGuard, TransferEnd,
@@ -161,6 +167,9 @@ pub struct Core {
     pumps: AtomicUsize,
     /// Is told of blocks that leave a tier.
     on_left: OnceLock<OnLeft>,
+    /// What requests found lately, once somebody may ask.
+    recent: OnceLock<RecentRequests>,
+    spans: Spans,
     /// Held once for each batch that a backend has.
     with_media: Arc<()>,
     /// 1 when nothing is taken on any more.
@@ -230,6 +239,8 @@ impl Core {
             tuning,
             pumps: AtomicUsize::new(0),
             on_left: OnceLock::new(),
+            recent: OnceLock::new(),
+            spans: Spans::default(),
             with_media: Arc::default(),
             closed: AtomicUsize::new(0),
         })
@@ -314,16 +325,21 @@ impl Core {
 
     /// Pins the leading blocks of `chain` in every tier that holds any, and counts as their use.
     pub fn lease(&self, chain: Chain<'_>, info: RequestInfo) -> Lease {
+        let span = spans::of_match(&info, chain.len());
         let mut table = self.table();
         let chain = table.enter(chain);
         let mut pins = table.lease(chain, info);
         let miss = table.miss(chain, pins.held());
         drop(table);
+        spans::found(&span, pins.held());
         // With the table unlocked: of 65,536 blocks this takes most of a lease's time (docs/policies.md).
         self.demand.observe(chain, self.clock.now_ms());
         self.metrics.requested(chain.len(), pins.held());
         if let Some(miss) = miss {
             self.metrics.missed(chain.len() - pins.held().longest(), miss);
+        }
+        if let (Some(recent), Some(request)) = (self.recent.get(), info.request) {
+            recent.note(request, chain, *pins.held(), miss);
         }
         if let Some(blocks) = self.worth_loading(pins.held()) {
             pins.judge(blocks);
@@ -388,6 +404,7 @@ impl Core {
             return Transfer::failed(Error::closed());
         }
         let (reply, transfer) = self.reply();
+        let span = spans::of_transfer(class, to, lease.pins().context().info.request);
         let turn = self.planning.lock();
         // The wait for the turn is no part of a tier's pace.
         let started = self.clock.uptime();
@@ -396,6 +413,7 @@ impl Core {
         while !self.table().trace(&mut plan) {}
         self.send(class, to, &mut plan, None);
         let id = plan.transfer();
+        self.spans.open(id, span);
         self.hand_over(plan, reply, (turn, started));
         self.cancellable(transfer, id)
     }

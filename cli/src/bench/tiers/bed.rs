@@ -26,7 +26,9 @@ pub(crate) struct Bed<'r> {
 }
 
 impl<'r> Bed<'r> {
-    pub(crate) fn open(settings: Settings, bottom: Tier, runtime: &'r Runtime) -> Result<Self, Failure> {
+    pub(crate) fn open(mut settings: Settings, bottom: Tier, runtime: &'r Runtime) -> Result<Self, Failure> {
+        // The address may be an engine's, which runs.
+        settings.metrics.enabled = false;
         // The clock stands still: only what is asked for is flushed.
         let options = Options { clock: std::sync::Arc::new(ManualClock::default()), ..Options::default() };
         let manager = runtime.block_on(Manager::open(settings, options))?;

@@ -11,7 +11,7 @@ use crate::trace::TraceError;
 /// Hands out each request when its timestamp says, `speed` times as fast as the trace was recorded. One that is
 /// asked for too late comes at once: the replay catches up.
 #[derive(Debug)]
-pub(super) struct Paced<I> {
+pub(crate) struct Paced<I> {
     requests: I,
     speed: f64,
     stop: Stop,
@@ -20,7 +20,7 @@ pub(super) struct Paced<I> {
 }
 
 impl<I> Paced<I> {
-    pub(super) const fn new(requests: I, speed: f64, stop: Stop) -> Self {
+    pub(crate) const fn new(requests: I, speed: f64, stop: Stop) -> Self {
         Self { requests, speed, stop, origin: None }
     }
 
@@ -55,7 +55,7 @@ impl<I: Iterator<Item = Result<Request, TraceError>>> Iterator for Paced<I> {
 }
 
 /// How many times as fast as recorded.
-pub(super) fn parse_speed(text: &str) -> Result<f64, String> {
+pub(crate) fn parse_speed(text: &str) -> Result<f64, String> {
     let speed = text.parse().ok().filter(|&speed: &f64| speed.is_finite() && speed > 0.0);
     speed.ok_or_else(|| "a speed is a number above 0: 1 as recorded, 10 ten times as fast".to_owned())
 }

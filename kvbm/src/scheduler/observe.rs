@@ -1,0 +1,39 @@
+//! What the scheduler and the table tell those who look at them.
+
+use kvbm_policies::RequestId;
+use kvbm_tiers::Route;
+
+use super::Core;
+use crate::hash::Chain;
+use crate::recent::RecentRequest;
+use crate::table::{Match, Miss};
+
+impl Core {
+    /// How much of a chain each tier holds, and why the first block that none has is not there. No side effect.
+    pub(crate) fn why(&self, chain: Chain<'_>) -> (Match, Option<Miss>) {
+        let table = self.table();
+        let held = table.matches(chain);
+        let miss = table.miss(chain, &held);
+        (held, miss)
+    }
+
+    /// From here on it can be asked what requests found. Before, nothing is paid for it.
+    pub(crate) fn remember_requests(&self) {
+        self.recent.get_or_init(Default::default);
+    }
+
+    /// What a request found when it asked last, if that is not long ago.
+    pub(crate) fn recent_request(&self, request: RequestId) -> Option<RecentRequest> {
+        self.recent.get()?.find(request)
+    }
+
+    /// Blocks that a medium is copying on a route, without those that are overdue.
+    pub(crate) fn blocks_in_flight(&self, route: Route) -> usize {
+        self.batches.blocks(route)
+    }
+
+    /// Whether the medium at the lower end of a route is left alone in this direction.
+    pub(crate) fn is_left_alone(&self, route: Route) -> bool {
+        self.breakers.is_open(route)
+    }
+}

@@ -1,0 +1,39 @@
+//! In place of the server where the crate is built without the feature `serve`.
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use kvbm_settings::Settings;
+use prometheus::Registry;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::state::Observed;
+
+/// There is none.
+pub(crate) struct Listener(Infallible);
+
+/// There is none.
+pub(crate) struct Server(Infallible);
+
+impl Listener {
+    /// What was asked for and cannot be had is an error.
+    pub(crate) fn bind(settings: &Settings) -> Result<Option<Self>> {
+        if !settings.metrics.enabled {
+            return Ok(None);
+        }
+        let message = "metrics are to be served (metrics.enabled, DYN_KVBM_METRICS), which this program was built \
+             without: build kvbm with its feature serve";
+        Err(Error::new(ErrorKind::Unavailable, message))
+    }
+}
+
+impl Server {
+    pub(crate) fn start(listener: Listener, _: Arc<Observed>, _: Registry) -> Result<Self> {
+        match listener.0 {}
+    }
+
+    pub(crate) fn address(&self) -> SocketAddr {
+        match self.0 {}
+    }
+}

@@ -1,0 +1,111 @@
+//! What a manager knows of itself, over HTTP: for Prometheus, for programs, and a page for people.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `router` | the endpoints |
+//! | `connections` | who may connect, how many, for how long |
+//! | `token` | what readers show who are not of this machine |
+//!
+//! A thread of its own answers, one request after another: a look never takes more than one core's share, and what it
+//! locks it locks for one tier at a time. The page is embedded, so that it works without a network.
+
+mod connections;
+mod router;
+mod token;
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use kvbm_settings::Settings;
+use kvbm_tiers::clock;
+use prometheus::Registry;
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::oneshot;
+
+use self::router::View;
+use self::token::Token;
+use crate::error::{Error, ErrorKind, Result};
+use crate::state::Observed;
+
+/// An address that is ours: who connects waits until it is [served](Server::start).
+#[derive(Debug)]
+pub(crate) struct Listener {
+    socket: TcpListener,
+    address: SocketAddr,
+    token: Option<Token>,
+}
+
+impl Listener {
+    /// Takes the address, before tiers are opened, since that takes long. `None`: nothing is to be served.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`]: another has the address, or it is not this machine's, or the token cannot be read.
+    pub(crate) fn bind(settings: &Settings) -> Result<Option<Self>> {
+        // What is wrong with the settings is said by name; else 0.0.0.0 without a token would be bound for a moment.
+        settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
+        let metrics = &settings.metrics;
+        if !metrics.enabled {
+            return Ok(None);
+        }
+        let token = Token::of(metrics)?;
+        let address = SocketAddr::new(metrics.host, metrics.port);
+        let bound = TcpListener::bind(address).and_then(|socket| {
+            socket.set_nonblocking(true)?;
+            let address = socket.local_addr()?;
+            Ok(Self { socket, address, token })
+        });
+        bound.map(Some).map_err(|error| {
+            let message = format!(
+                "cannot serve metrics at {address}; choose another address with metrics.host and metrics.port \
+                 (DYN_KVBM_METRICS_HOST and DYN_KVBM_METRICS_PORT; 0 takes any free port)"
+            );
+            Error::caused(ErrorKind::Unavailable, message, error)
+        })
+    }
+}
+
+/// Answers whoever asks, until it is dropped: then what is being answered is answered, within a second.
+#[derive(Debug)]
+pub(crate) struct Server {
+    address: SocketAddr,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    /// Serves what is `observed` and counted in `registry`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if the system refuses a thread.
+    pub(crate) fn start(listener: Listener, observed: Arc<Observed>, registry: Registry) -> Result<Self> {
+        let Listener { socket, address, token } = listener;
+        let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve metrics", error);
+        let runtime = Builder::new_current_thread().enable_all().build().map_err(refused)?;
+        let socket = entered(&runtime, || tokio::net::TcpListener::from_std(socket)).map_err(refused)?;
+        let app = router::router(View { observed, registry }, token);
+        let (stop, stopped) = oneshot::channel();
+        let serve = move || runtime.block_on(connections::serve(socket, app, stopped));
+        let thread = clock::spawn("kvbm-serve", serve).map_err(refused)?;
+        tracing::info!("metrics at http://{address}/metrics, and a page at http://{address}/");
+        Ok(Self { address, stop: Some(stop), thread: Some(thread) })
+    }
+
+    pub(crate) const fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+fn entered<T>(runtime: &Runtime, work: impl FnOnce() -> T) -> T {
+    let _entered = runtime.enter();
+    work()
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop = None;
+        if let Some(thread) = self.thread.take() {
+            drop(thread.join());
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! The endpoints.
+
+use std::sync::Arc;
+
+use axum::extract::{Query, Request, State as Shared};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{MethodRouter, get};
+use axum::{Json, Router};
+use kvbm_policies::RequestId;
+use prometheus::{Registry, TextEncoder};
+use serde::{Deserialize, Serialize};
+
+use super::token::Token;
+use crate::hash::{BlockHash, Chain};
+use crate::state::{Found, Observed, Why};
+
+/// What is shown.
+#[derive(Clone, Debug)]
+pub(super) struct View {
+    pub(super) observed: Arc<Observed>,
+    pub(super) registry: Registry,
+}
+
+/// All endpoints. Where there is a token, those that say nothing of requests answer without it: a browser cannot show it
+/// when it opens the page, nor does who asks whether the process is well have one.
+pub(super) fn router(view: View, token: Option<Token>) -> Router {
+    let mut guarded = guarded().into_iter().fold(Router::new(), add);
+    if let Some(token) = token {
+        guarded = guarded.route_layer(middleware::from_fn_with_state(token, only_with_token));
+    }
+    let all = open().into_iter().fold(guarded, add);
+    all.with_state(view).layer(middleware::map_response(harden))
+}
+
+type Endpoint = (&'static str, MethodRouter<View>);
+
+fn add(router: Router<View>, (path, method): Endpoint) -> Router<View> {
+    router.route(path, method)
+}
+
+fn guarded() -> [Endpoint; 4] {
+    [
+        ("/metrics", get(metrics)),
+        ("/v1/state", get(state)),
+        ("/v1/lookup", get(lookup)),
+        ("/v1/why", get(why)),
+    ]
+}
+
+fn open() -> [Endpoint; 6] {
+    [
+        ("/healthz", get(async || "ok")),
+        ("/readyz", get(readiness)),
+        ("/openapi.json", get(async || asset("application/json", OPENAPI))),
+        ("/", get(async || asset("text/html; charset=utf-8", include_str!("page/index.html")))),
+        ("/page.js", get(async || asset("text/javascript; charset=utf-8", include_str!("page/page.js")))),
+        ("/page.css", get(async || asset("text/css; charset=utf-8", include_str!("page/page.css")))),
+    ]
+}
+
+const OPENAPI: &str = include_str!("openapi.json");
+
+async fn only_with_token(
+    Shared(token): Shared<Token>,
+    headers: HeaderMap,
+    request: Request,
+    next: Next,
+) -> Response {
+    let shown = headers.get(header::AUTHORIZATION).is_some_and(|value| token.is_shown(value.as_bytes()));
+    if shown {
+        return next.run(request).await;
+    }
+    let refused = Refused::new(StatusCode::UNAUTHORIZED, "show the token: Authorization: Bearer …");
+    ([(header::WWW_AUTHENTICATE, "Bearer")], refused).into_response()
+}
+
+/// Nothing is kept by browsers and proxies, nor embedded elsewhere; a page loads what is here alone.
+async fn harden(mut response: Response) -> Response {
+    let headers = [
+        (header::CACHE_CONTROL, "no-store"),
+        (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+        (header::X_FRAME_OPTIONS, "DENY"),
+        (
+            header::CONTENT_SECURITY_POLICY,
+            "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; base-uri 'none'; \
+             form-action 'none'; frame-ancestors 'none'",
+        ),
+    ];
+    response.headers_mut().extend(headers.map(|(name, value)| (name, HeaderValue::from_static(value))));
+    response
+}
+
+fn asset(kind: &'static str, text: &'static str) -> impl IntoResponse {
+    ([(header::CONTENT_TYPE, kind)], text)
+}
+
+/// An answer that says what is wrong.
+#[derive(Debug)]
+struct Refused {
+    status: StatusCode,
+    error: String,
+}
+
+impl Refused {
+    fn new(status: StatusCode, error: impl Into<String>) -> Self {
+        Self { status, error: error.into() }
+    }
+
+    fn bad(error: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, error)
+    }
+
+    fn gone() -> Self {
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "the block manager is closed")
+    }
+}
+
+impl IntoResponse for Refused {
+    fn into_response(self) -> Response {
+        #[derive(Serialize)]
+        struct Body {
+            error: String,
+        }
+        (self.status, Json(Body { error: self.error })).into_response()
+    }
+}
+
+type Answer<T> = Result<T, Refused>;
+
+async fn metrics(Shared(view): Shared<View>) -> Answer<impl IntoResponse> {
+    let text = TextEncoder::new().encode_to_string(&view.registry.gather());
+    let text = text.map_err(|error| Refused::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?;
+    Ok(([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], text))
+}
+
+async fn readiness(Shared(view): Shared<View>) -> impl IntoResponse {
+    let readiness = view.observed.readiness();
+    let status = if readiness.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (status, Json(readiness))
+}
+
+async fn state(Shared(view): Shared<View>) -> Answer<impl IntoResponse> {
+    view.observed.state().map(Json).ok_or_else(Refused::gone)
+}
+
+/// What is asked about.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Asked {
+    chain: Option<String>,
+    request: Option<u64>,
+}
+
+impl Asked {
+    fn chain(text: &str) -> Answer<Vec<BlockHash>> {
+        text.split(',').map(|hash| parse_hash(hash.trim())).collect()
+    }
+}
+
+type AskedFor = Result<Query<Asked>, axum::extract::rejection::QueryRejection>;
+
+fn asked(query: AskedFor) -> Answer<Asked> {
+    query.map(|Query(asked)| asked).map_err(|rejection| Refused::bad(rejection.body_text()))
+}
+
+/// How much of a chain is where.
+#[derive(Debug, Serialize)]
+struct Lookup {
+    /// Blocks of the chain.
+    blocks: usize,
+    found: Vec<Found>,
+}
+
+async fn lookup(Shared(view): Shared<View>, query: AskedFor) -> Answer<impl IntoResponse> {
+    let Asked { chain: Some(chain), request: None } = asked(query)? else {
+        return Err(Refused::bad("give ?chain=HASH,HASH… and nothing else"));
+    };
+    let hashes = Asked::chain(&chain)?;
+    let Why { blocks, found, .. } = view.observed.why(Chain::from(&hashes)).ok_or_else(Refused::gone)?;
+    Ok(Json(Lookup { blocks, found }))
+}
+
+async fn why(Shared(view): Shared<View>, query: AskedFor) -> Answer<impl IntoResponse> {
+    match asked(query)? {
+        Asked { chain: Some(chain), request: None } => {
+            let hashes = Asked::chain(&chain)?;
+            view.observed.why(Chain::from(&hashes)).map(Json).ok_or_else(Refused::gone)
+        }
+        Asked { chain: None, request: Some(request) } => {
+            view.observed.why_of(RequestId(request)).map(Json).ok_or_else(|| {
+                let error = format!(
+                    "request {request} is not among the last 4096 that named themselves: ask by its chain"
+                );
+                Refused::new(StatusCode::NOT_FOUND, error)
+            })
+        }
+        _ => Err(Refused::bad("give one of ?chain=HASH,HASH… and ?request=NUMBER")),
+    }
+}
+
+/// Thirty-two digits as they are printed here, or more: the bytes of an engine's own hash.
+fn parse_hash(text: &str) -> Answer<BlockHash> {
+    /// Half the largest that anybody uses (SHA-512).
+    const MAX_DIGITS: usize = 128;
+    let wrong = || {
+        let shown: String = text.chars().take(40).collect();
+        Refused::bad(format!(
+            "\"{shown}\" is no block hash: 32 hexadecimal digits, or those of an engine's own hash"
+        ))
+    };
+    if !text.is_ascii() || text.len() < 32 || text.len() > MAX_DIGITS {
+        return Err(wrong());
+    }
+    if text.len() == 32 {
+        return u128::from_str_radix(text, 16).map(BlockHash::from_u128).map_err(|_| wrong());
+    }
+    let bytes = hex::decode(text).map_err(|_| wrong())?;
+    BlockHash::from_engine(&bytes).map_err(|_| wrong())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn the_description_has_exactly_the_endpoints() {
+        let described: serde_json::Value = serde_json::from_str(OPENAPI).unwrap();
+        let described: BTreeSet<&str> =
+            described["paths"].as_object().unwrap().keys().map(String::as_str).collect();
+        let (guarded, open) = (guarded(), open());
+        let served: BTreeSet<&str> = guarded.iter().chain(&open).map(|(path, _)| *path).collect();
+        assert_eq!(described, served);
+    }
+
+    #[test]
+    fn hashes_are_read_as_they_are_printed_and_as_engines_have_them() {
+        let hash = BlockHash::from_u128(0x0123_4567_89ab_cdef_0123_4567_89ab_cdef);
+        assert_eq!(parse_hash(&format!("{hash:?}")).unwrap(), hash);
+        let of_vllm = [7_u8; 32];
+        assert_eq!(parse_hash(&hex::encode(of_vllm)).unwrap(), BlockHash::from_engine(&of_vllm).unwrap());
+        for wrong in
+            ["", "12", &"0".repeat(33), &"g".repeat(32), &"+".repeat(32), &"0".repeat(130), &"é".repeat(16)]
+        {
+            parse_hash(wrong).unwrap_err();
+        }
+    }
+}

@@ -1,0 +1,333 @@
+//! What a manager says of itself over HTTP.
+
+use std::collections::BTreeSet;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use kvbm::{BlockHash, ErrorKind, Manager, Options, RequestId, RequestInfo, Tier};
+use kvbm_settings::{Capacity, Settings};
+use kvbm_tests::engine;
+use kvbm_tests::rig::hash;
+use kvbm_tiers::chaos::{Chaos, Schedule};
+use prometheus::Registry;
+use serde_json::Value;
+
+const TOKEN: &str = "a token of tests, 0123456789";
+
+/// An answer: its status and its body.
+type Answer = (u16, String);
+
+fn ask(address: SocketAddr, request: &str) -> Answer {
+    let mut stream = TcpStream::connect(address).expect("somebody listens");
+    stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    stream.write_all(request.as_bytes()).expect("it takes requests");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("it answers");
+    let status = answer.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status line");
+    let body = answer.split_once("\r\n\r\n").map_or("", |(_, body)| body);
+    (status, body.to_owned())
+}
+
+fn get_with(address: SocketAddr, path: &str, header: &str) -> Answer {
+    ask(address, &format!("GET {path} HTTP/1.1\r\nHost: kvbm\r\nConnection: close\r\n{header}\r\n"))
+}
+
+fn get(address: SocketAddr, path: &str) -> Answer {
+    get_with(address, path, "")
+}
+
+fn json(address: SocketAddr, path: &str) -> Value {
+    let (status, body) = get(address, path);
+    assert_eq!(status, 200, "{path}: {body}");
+    serde_json::from_str(&body).expect("JSON")
+}
+
+fn settings(disk: &Path) -> Settings {
+    let mut settings = engine::settings(4096, 8, 8);
+    settings.disk.capacity = Some(Capacity::Blocks(16));
+    settings.disk.dirs = vec![disk.to_owned()];
+    settings.metrics.enabled = true;
+    settings.metrics.port = 0;
+    settings
+}
+
+fn open(settings: Settings) -> (Manager, SocketAddr) {
+    let manager = engine::open(settings, &Registry::new()).unwrap();
+    let address = manager.serving_at().expect("it serves");
+    (manager, address)
+}
+
+fn chain(n: u32) -> Vec<BlockHash> {
+    (0..3).map(|i| hash(10 * n + i)).collect()
+}
+
+fn query(chain: &[BlockHash]) -> String {
+    chain.iter().map(|hash| format!("{hash:?}")).collect::<Vec<_>>().join(",")
+}
+
+#[test]
+fn a_manager_answers_who_asks_until_it_is_closed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (manager, address) = open(settings(dir.path()));
+    assert!(address.ip().is_loopback());
+    engine::serve(&manager, &chain(1));
+    engine::serve(&manager, &chain(1));
+    assert_eq!(get(address, "/healthz"), (200, "ok".to_owned()));
+    assert_eq!(json(address, "/readyz"), serde_json::json!({"ready": true, "degraded": []}));
+    let (status, page) = get(address, "/metrics");
+    assert!(status == 200 && page.contains("kvbm_slots{state=\"resident\",tier=\"device\"} 3"), "{page}");
+    for (path, start) in [("/", "<!doctype html>"), ("/page.js", ""), ("/page.css", "")] {
+        let (status, body) = get(address, path);
+        assert!(status == 200 && body.to_lowercase().starts_with(start), "{path}: {body}");
+    }
+    let state = json(address, "/v1/state");
+    assert_eq!(state["block_bytes"], 4096);
+    assert_eq!(state["tiers"][0]["tier"], "device");
+    assert_eq!(state["tiers"][0]["resident_blocks"], 3);
+    assert_eq!(state["tiers"][0]["capacity_blocks"], 8);
+    assert_eq!(state["lookups"], serde_json::json!({"blocks_total": 6, "hit_blocks_total": 3}));
+    assert_eq!(state["settings"]["disk.capacity"], "16 blocks");
+    let down = state["routes"].as_array().unwrap().iter().find(|route| route["to"] == "host").unwrap();
+    assert_eq!((&down["from"], &down["copied_blocks_total"]), (&"device".into(), &3.into()));
+    assert_eq!(down["breaker"], "closed");
+    assert_eq!(get(address, "/nowhere").0, 404);
+    assert!(manager.close(Duration::from_secs(5)).is_complete());
+    TcpStream::connect(address).expect_err("nobody listens any more");
+}
+
+#[test]
+fn an_address_that_is_taken_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut settings = settings(dir.path());
+    settings.metrics.port = taken.local_addr().unwrap().port();
+    let error = engine::open(settings.clone(), &Registry::new()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.to_string().contains("DYN_KVBM_METRICS_PORT"), "{error}");
+    drop(taken);
+    let manager = engine::open(settings, &Registry::new()).expect("it is free again");
+    assert_eq!(get(manager.serving_at().unwrap(), "/healthz").0, 200);
+}
+
+#[test]
+fn others_than_this_machine_show_a_token() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = settings(dir.path());
+    settings.metrics.host = "0.0.0.0".parse().unwrap();
+    let error = engine::open(settings.clone(), &Registry::new()).unwrap_err();
+    assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("metrics.host"), "{error}");
+    let file = dir.path().join("token");
+    std::fs::write(&file, TOKEN.replace(' ', "_")).unwrap();
+    settings.metrics.token_file = Some(file.display().to_string());
+    let (manager, address) = open(settings);
+    let address = SocketAddr::from(([127, 0, 0, 1], address.port()));
+    for path in ["/metrics", "/v1/state", "/v1/lookup", "/v1/why"] {
+        assert_eq!(get(address, path).0, 401, "{path}");
+        assert_eq!(get_with(address, path, "Authorization: Bearer a_token_of_tests\r\n").0, 401, "{path}");
+    }
+    for path in ["/", "/page.js", "/page.css", "/healthz", "/readyz", "/openapi.json"] {
+        assert_eq!(get(address, path).0, 200, "{path} says nothing of requests");
+    }
+    let header = format!("Authorization: Bearer {}\r\n", TOKEN.replace(' ', "_"));
+    let (status, state) = get_with(address, "/v1/state", &header);
+    assert_eq!(status, 200);
+    assert!(!state.contains("0123456789"), "{state}");
+    assert!(!format!("{manager:?}").contains("0123456789"));
+}
+
+#[test]
+fn a_request_larger_than_any_chain_is_refused_and_the_next_is_answered() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_manager, address) = open(settings(dir.path()));
+    let longest: Vec<BlockHash> = (0..1_900).map(hash).collect();
+    assert_eq!(json(address, &format!("/v1/lookup?chain={}", query(&longest)))["blocks"], 1_900);
+    let huge = "0".repeat(200_000);
+    let mut stream = TcpStream::connect(address).unwrap();
+    let sent =
+        stream.write_all(format!("GET /v1/why?chain={huge} HTTP/1.1\r\nHost: kvbm\r\n\r\n").as_bytes());
+    let mut answer = String::new();
+    let read = stream.read_to_string(&mut answer);
+    assert!(sent.is_err() || read.is_err() || answer.starts_with("HTTP/1.1 4"), "{answer}");
+    for wrong in ["", "?chain=", "?chain=12", "?chain=é", "?request=x", "?request=1&chain=00", "?other=1"] {
+        let (status, body) = get(address, &format!("/v1/why{wrong}"));
+        assert!(status == 400 && body.contains("error"), "{wrong}: {status} {body}");
+    }
+    let posted = ask(
+        address,
+        "POST /v1/state HTTP/1.1\r\nHost: kvbm\r\nConnection: close\r\nContent-Length: 0\r\n\r\n",
+    );
+    assert_eq!(posted.0, 405);
+    assert_eq!(get(address, "/healthz").0, 200);
+}
+
+#[test]
+fn clients_that_say_nothing_keep_nobody_from_the_answer_nor_the_manager_from_its_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let (manager, address) = open(settings(dir.path()));
+    let _silent: Vec<_> = (0..32).map(|_| TcpStream::connect(address).unwrap()).collect();
+    assert_eq!(get(address, "/healthz").0, 200);
+    let started = Instant::now();
+    drop(manager);
+    assert!(started.elapsed() < Duration::from_secs(4), "{:?}", started.elapsed());
+}
+
+#[test]
+fn why_says_what_was_found_and_why_the_next_block_was_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = settings(dir.path());
+    settings.disk.capacity = None;
+    let (manager, address) = open(settings);
+    let why = |what: &str| json(address, &format!("/v1/why?{what}"));
+    let of_chain = |n| why(&format!("chain={}", query(&chain(n))));
+    let new = of_chain(1);
+    assert_eq!(new["next"]["reason"], "never_seen");
+    assert_eq!(new["next"]["block"], format!("{:?}", chain(1)[0]));
+    engine::serve(&manager, &chain(1));
+    let held = of_chain(1);
+    assert_eq!(
+        held["found"],
+        serde_json::json!([{"tier": "device", "blocks": 3}, {"tier": "host", "blocks": 3}])
+    );
+    assert_eq!(held["next"], Value::Null);
+    // Its last block leaves both tiers.
+    [Tier::Device, Tier::Host].into_iter().for_each(|tier| assert_eq!(manager.evict(tier, 1), 1));
+    let info = RequestInfo { request: Some(RequestId(77)), ..RequestInfo::default() };
+    drop(manager.lease_for(info, &chain(1)));
+    let asked = why("request=77");
+    assert_eq!((&asked["request"], &asked["blocks"]), (&77.into(), &3.into()));
+    assert_eq!(asked["found"][1], serde_json::json!({"tier": "host", "blocks": 2}));
+    let next = &asked["next"];
+    assert_eq!(
+        (&next["reason"], &next["tier"], &next["position"]),
+        (&"evicted".into(), &"host".into(), &2.into())
+    );
+    assert_eq!((&next["age_s"], &next["policy"]), (&0.into(), &"eviction = lru".into()));
+    // What happens later does not change what it was told then.
+    engine::serve(&manager, &chain(1));
+    assert_eq!(why("request=77")["next"]["reason"], "evicted");
+    assert_eq!(get(address, "/v1/why?request=78").0, 404);
+}
+
+#[test]
+fn what_is_broken_is_named_and_then_it_heals() {
+    let dir = tempfile::tempdir().unwrap();
+    let chaos = Chaos::new(Schedule::scripted(["disk:enospc@0s+1h".parse().unwrap()]));
+    let options = Options { chaos: Some(chaos.clone()), ..Options::default() };
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let manager = runtime.block_on(Manager::open(settings(dir.path()), options)).unwrap();
+    let address = manager.serving_at().unwrap();
+    chaos.start();
+    let until = |what: &str, holds: &dyn Fn(&Value) -> bool| {
+        for n in 1.. {
+            engine::serve(&manager, &chain(n));
+            let _ = manager.drain(Duration::from_millis(50));
+            if holds(&json(address, "/readyz")) {
+                return;
+            }
+            assert!(n < 500, "{what}: {}", json(address, "/readyz"));
+        }
+    };
+    until("the disk is full", &|ready| ready["degraded"][0]["what"] == "disk");
+    assert_eq!(json(address, "/readyz")["ready"], true, "the host tier is of use all the same");
+    let state = json(address, "/v1/state");
+    let fault =
+        state["faults"].as_array().unwrap().iter().find(|fault| fault["where"] == "host>disk").unwrap();
+    assert!(fault["what"] == "copy_no_space" && fault["count"].as_u64() > Some(0), "{fault}");
+    let open = |state: &Value| -> BTreeSet<String> {
+        let routes = state["routes"].as_array().unwrap().iter().filter(|route| route["breaker"] == "open");
+        routes.map(|route| format!("{}>{}", route["from"], route["to"]).replace('"', "")).collect()
+    };
+    assert!(open(&state).contains("host>disk"), "{state}");
+    chaos.heal();
+    until("the disk is well", &|ready| ready["degraded"] == serde_json::json!([]));
+    assert!(open(&json(address, "/v1/state")).is_empty());
+}
+
+const OPENAPI: &str = include_str!("../kvbm/src/serve/openapi.json");
+
+/// What of `answer` is not as `schema` says; as much of JSON Schema as the description uses.
+fn deviations(api: &Value, schema: &Value, answer: &Value, at: &str, found: &mut Vec<String>) {
+    if let Some(name) = schema["$ref"].as_str() {
+        let name = name.rsplit('/').next().unwrap();
+        return deviations(api, &api["components"]["schemas"][name], answer, at, found);
+    }
+    if let Some(choices) = schema["anyOf"].as_array() {
+        let fits = |choice: &Value| {
+            let mut wrong = Vec::new();
+            deviations(api, choice, answer, at, &mut wrong);
+            wrong.is_empty()
+        };
+        if !choices.iter().any(fits) {
+            found.push(format!("{at}: {answer} is none of {choices:?}"));
+        }
+        return;
+    }
+    let kind = match answer {
+        Value::Null => "null",
+        Value::Bool(_) => "boolean",
+        Value::Number(number) if number.is_u64() => "integer",
+        Value::Number(_) => "number",
+        Value::String(_) => "string",
+        Value::Array(_) => "array",
+        Value::Object(_) => "object",
+    };
+    let kinds: Vec<&str> = match &schema["type"] {
+        Value::Array(kinds) => kinds.iter().filter_map(Value::as_str).collect(),
+        one => one.as_str().into_iter().collect(),
+    };
+    if !kinds.contains(&kind) && !(kind == "integer" && kinds.contains(&"number")) {
+        found.push(format!("{at}: {answer} is not of {kinds:?}"));
+    }
+    if schema["enum"].as_array().is_some_and(|choices| !choices.contains(answer)) {
+        found.push(format!("{at}: {answer} is not in {}", schema["enum"]));
+    }
+    answer.as_array().into_iter().flatten().enumerate().for_each(|(i, item)| {
+        deviations(api, &schema["items"], item, &format!("{at}[{i}]"), found);
+    });
+    let Some(fields) = answer.as_object() else { return };
+    for required in schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str) {
+        if !fields.contains_key(required) {
+            found.push(format!("{at}: no {required}"));
+        }
+    }
+    for (name, value) in fields {
+        let described = schema["properties"].get(name).or(schema.get("additionalProperties"));
+        match described {
+            Some(schema) => deviations(api, schema, value, &format!("{at}.{name}"), found),
+            None => found.push(format!("{at}.{name} is not described")),
+        }
+    }
+}
+
+#[test]
+fn answers_are_what_the_description_says() {
+    let dir = tempfile::tempdir().unwrap();
+    let (manager, address) = open(settings(dir.path()));
+    let api: Value = serde_json::from_str(OPENAPI).unwrap();
+    assert_eq!(json(address, "/openapi.json"), api);
+    engine::serve(&manager, &chain(1));
+    manager.evict(Tier::Device, 1);
+    let info = RequestInfo { request: Some(RequestId(5)), ..RequestInfo::default() };
+    drop(manager.lease_for(info, &chain(2)));
+    let asked = [
+        ("/readyz", String::new(), 200),
+        ("/v1/state", String::new(), 200),
+        ("/v1/lookup", format!("?chain={}", query(&chain(1))), 200),
+        ("/v1/lookup", "?chain=zz".to_owned(), 400),
+        ("/v1/why", format!("?chain={}", query(&chain(1))), 200),
+        ("/v1/why", format!("?chain={}", query(&chain(3))), 200),
+        ("/v1/why", "?request=5".to_owned(), 200),
+        ("/v1/why", "?request=6".to_owned(), 404),
+    ];
+    for (path, query, expected) in asked {
+        let (status, body) = get(address, &format!("{path}{query}"));
+        assert_eq!(status, expected, "{path}{query}: {body}");
+        let described = &api["paths"][path]["get"]["responses"][status.to_string()];
+        let schema = &described["content"]["application/json"]["schema"];
+        let mut found = Vec::new();
+        deviations(&api, schema, &serde_json::from_str(&body).unwrap(), path, &mut found);
+        assert!(found.is_empty(), "{found:#?}");
+    }
+}
