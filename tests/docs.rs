@@ -41,6 +41,49 @@ fn the_page_lists_exactly_the_metrics_of_the_registry() {
     }
 }
 
+/// Of one manager with four tiers, whatever happens to it: labels come from closed sets, so no request makes a series.
+#[test]
+fn series_are_few_whatever_happens() {
+    /// Of values that a label has. One directory, rank and cache group: each more adds its own.
+    const VALUES: [(&str, usize); 14] = [
+        ("tier", 5),
+        ("state", 6),
+        ("reason", 9),
+        ("scale", 5),
+        ("backend", 1),
+        ("request", 4),
+        ("outcome", 6),
+        ("direction", 2),
+        ("rank", 1),
+        ("dir", 1),
+        ("verdict", 2),
+        ("budget", 3),
+        ("kind", 7),
+        ("group", 1),
+    ];
+    const ROUTES: usize = 12;
+    /// Buckets of the longer histogram, with those for infinity, the sum and the count.
+    const ROWS_OF_HISTOGRAM: usize = 18 + 3;
+    let values_of = |label: &String| {
+        let known = VALUES.iter().find(|(known, _)| known == label);
+        known.unwrap_or_else(|| panic!("the label {label} has no closed set of values")).1
+    };
+    let series_of = |row: &Row| {
+        let routes = if row.labels.iter().any(|label| label == "from") { ROUTES } else { 1 };
+        let others = row.labels.iter().filter(|label| !["from", "to"].contains(&label.as_str()));
+        let rows = if row.kind == "histogram" { ROWS_OF_HISTOGRAM } else { 1 };
+        routes * others.map(values_of).product::<usize>() * rows
+    };
+    let possible: usize = described().values().map(series_of).sum();
+    assert!(possible <= 1_000, "{possible} series");
+    let lines_of = |registry: Registry| {
+        let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).expect("UTF-8");
+        text.lines().filter(|line| !line.starts_with('#')).count()
+    };
+    let everyday = lines_of(everyday());
+    assert!(everyday <= 500, "{everyday} series of a manager that did a bit of everything");
+}
+
 /// Of metrics with labels that is, but for what happens at the start or never.
 #[test]
 fn a_counter_appears_with_its_first_event() {

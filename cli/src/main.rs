@@ -2,7 +2,7 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `replay`, `demo`, `plan`, `config`, `doctor`, `serve`, `fsck`, `forget`, `bench` | the subcommands |
+//! | `replay`, `demo`, `plan`, `config`, `doctor`, `serve`, `why`, `fsck`, `forget`, `bench` | the subcommands |
 //! | [`kvbm_cli::measuring`] | what `bench` times, and how |
 //! | `global` | the options that every command takes |
 //! | `engine` | serves requests through a manager; what replay and demo share |
@@ -37,6 +37,7 @@ mod replay;
 mod scratch;
 mod serve;
 mod stop;
+mod why;
 
 use std::io;
 use std::process::ExitCode;
@@ -76,6 +77,8 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// Serve metrics, the state and a live page of the tiers that the settings name
     Serve(serve::ServeArgs),
+    /// Ask a running process what was found of a request, and why not more
+    Why(why::WhyArgs),
     /// Check what processes left on disk, in memory or in a bucket
     Fsck(fsck::FsckArgs),
     /// Destroy the keys of a tenant, while no engine works
@@ -94,6 +97,7 @@ impl Command {
             Self::Config => config::run(global),
             Self::Doctor(args) => doctor::run(&args, global),
             Self::Serve(args) => serve::run(&args, global),
+            Self::Why(args) => why::run(&args, global),
             Self::Fsck(args) => fsck::run(&args, global),
             Self::Forget(args) => forget::run(&args, global),
             Self::Bench(bench) => bench.run(global),

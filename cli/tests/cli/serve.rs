@@ -20,6 +20,17 @@ fn a_replay_can_be_watched() {
     let page = get(&address, "/metrics");
     assert!(page.starts_with("HTTP/1.1 200") && page.contains("# TYPE kvbm_"), "{page}");
     assert!(get(&address, "/v1/state").contains("\"tier\":\"host\""));
+    let url = format!("http://{address}");
+    let why = place.run(&["why", "--url", &url, "--request", "0", "--json"]);
+    assert!(
+        why.status.success() && text(&why.stdout).contains("\"reason\":\"never_seen\""),
+        "{}",
+        text(&why.stderr)
+    );
+    let unknown = place.run(&["why", "--url", &url, "--request", "4000000000"]);
+    assert!(unknown.status.code() == Some(2) && text(&unknown.stderr).contains("ask by its chain"));
+    let nobody = place.run(&["why", "--url", "http://127.0.0.1:1", "--request", "0"]);
+    assert!(nobody.status.code() == Some(2) && text(&nobody.stderr).contains("does not answer"));
     send(&child, Signal::INT);
     assert_eq!(child.wait().expect("it ends").code(), Some(130));
 }

@@ -277,7 +277,7 @@ impl Core {
     fn trace_flushes(&self, to: Tier, tasks: &[CopyTask]) {
         let firsts = tasks.iter().filter(|task| task.class == Class::Flush && task.id.block == 0);
         firsts.for_each(|first| {
-            self.spans.open(Some(first.id.transfer), spans::of_transfer(Class::Flush, to, None))
+            self.spans.open(Some(first.id.transfer), spans::of_transfer(Class::Flush, to, None));
         });
     }
 

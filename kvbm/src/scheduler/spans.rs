@@ -26,10 +26,10 @@ pub(super) struct Spans {
 impl Spans {
     /// A transfer is about to be handed over: its end will close the span.
     pub(super) fn open(&self, id: Option<TransferId>, span: Span) {
-        if let Some(id) = id.filter(|_| !span.is_none()) {
-            if self.open.lock().insert(id, span).is_none() {
-                self.listened_to.fetch_add(1, Ordering::AcqRel);
-            }
+        if let Some(id) = id.filter(|_| !span.is_none())
+            && self.open.lock().insert(id, span).is_none()
+        {
+            self.listened_to.fetch_add(1, Ordering::AcqRel);
         }
     }
 

@@ -1,0 +1,93 @@
+//! What a manager's spans tell a tracer. A test of its own, since who listens listens in the whole process.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use kvbm::{BlockHash, RequestId, RequestInfo, Tier};
+use kvbm_settings::Capacity;
+use kvbm_tests::engine;
+use kvbm_tests::rig::hash;
+use prometheus::Registry;
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Level, Subscriber};
+use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+use tracing_subscriber::registry::LookupSpan;
+
+type Fields = BTreeMap<&'static str, String>;
+
+/// The spans that are closed, with their fields.
+#[derive(Clone, Default)]
+struct Closed(Arc<Mutex<Vec<(&'static str, Fields)>>>);
+
+struct Reader<'a>(&'a mut Fields);
+
+impl Visit for Reader<'_> {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.0.insert(field.name(), format!("{value:?}").replace('"', ""));
+    }
+}
+
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Closed {
+    fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
+        let mut fields = Fields::new();
+        attributes.record(&mut Reader(&mut fields));
+        context.span(id).expect("it is new").extensions_mut().insert(fields);
+    }
+
+    fn on_record(&self, id: &Id, record: &Record<'_>, context: Context<'_, S>) {
+        let span = context.span(id).expect("it is open");
+        record.record(&mut Reader(span.extensions_mut().get_mut::<Fields>().expect("made with it")));
+    }
+
+    fn on_close(&self, id: Id, context: Context<'_, S>) {
+        let span = context.span(&id).expect("it closes");
+        let fields = span.extensions_mut().remove().expect("made with it");
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push((span.name(), fields));
+    }
+}
+
+impl Closed {
+    /// The last one of this name that says `field` is `value`, among those of the crate.
+    fn find(&self, name: &str, (field, value): (&str, &str)) -> Fields {
+        let closed = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let says = |fields: &Fields| fields.get(field).is_some_and(|said| said == value);
+        let found = closed.iter().rev().find(|(of, fields)| *of == name && says(fields));
+        found.unwrap_or_else(|| panic!("no {name} with {field} = {value} among {closed:#?}")).1.clone()
+    }
+}
+
+#[test]
+fn matches_and_transfers_are_spans_with_the_request_they_are_of() {
+    let closed = Closed::default();
+    let listening = tracing_subscriber::registry()
+        .with(closed.clone().with_filter(LevelFilter::from_level(Level::DEBUG)));
+    tracing::subscriber::set_global_default(listening).expect("nobody else listens");
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = engine::settings(4096, 8, 8);
+    settings.disk.capacity = Some(Capacity::Blocks(16));
+    settings.disk.dirs = vec![dir.path().to_owned()];
+    let manager = engine::open(settings, &Registry::new()).unwrap();
+    let chain: Vec<BlockHash> = (0..3).map(hash).collect();
+    let of = |request| RequestInfo { request: Some(RequestId(request)), ..RequestInfo::default() };
+    drop(manager.lease_for(of(5), &chain));
+    assert_eq!(closed.find("match", ("request", "5"))["held"], "0");
+    engine::serve(&manager, &chain);
+    let saved = closed.find("save", ("to", "host"));
+    assert_eq!((saved["from"].as_str(), saved["copied"].as_str()), ("device", "3"));
+    assert!(manager.drain(Duration::from_secs(10)).is_complete());
+    assert_eq!(closed.find("flush", ("to", "disk"))["copied"], "3");
+    manager.evict(Tier::Device, 8);
+    drop(manager.load(manager.lease_for(of(6), &chain)).wait().unwrap());
+    let loaded = closed.find("load", ("request", "6"));
+    assert_eq!(
+        (loaded["from"].as_str(), loaded["blocks"].as_str(), loaded["copied"].as_str()),
+        ("host", "3", "3")
+    );
+    // What there is nothing to copy of is a span as well, and closed.
+    drop(manager.load(manager.lease_for(of(7), &chain)).wait().unwrap());
+    closed.find("load", ("request", "7"));
+}
