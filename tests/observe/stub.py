@@ -1,0 +1,198 @@
+"""A server that has the live page and tells it made-up figures: states that a healthy process does not show.
+
+    python tests/observe/stub.py [PORT]
+
+The page is shown with `calm` figures until `/becomes/trouble` (faults, a breaker that is open) or `/becomes/empty` (a
+process that nobody has asked for anything) is fetched.
+"""
+
+import json
+import math
+import random
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[2] / "kvbm/src/serve/page"
+KINDS = {"index.html": "text/html; charset=utf-8", "page.css": "text/css", "page.js": "text/javascript"}
+# What a strict server would send: the page has nothing inline and asks nobody else.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+)
+BLOCK_BYTES, BLOCK_TOKENS = 2 << 20, 16
+SIZES = {"device": 12_000, "host": 32_000, "disk": 400_000, "object": None}
+SHARES = {"device": 0.21, "host": 0.18, "disk": 0.12, "object": 0.05}
+ROUTES = {
+    ("device", "host"): ("memcpy", 220),
+    ("host", "device"): ("memcpy", 150),
+    ("host", "disk"): ("uring", 190),
+    ("disk", "host"): ("uring", 60),
+    ("host", "object"): ("objects", 120),
+    ("object", "host"): ("objects", 12),
+}
+FAULTS = [
+    ("timed_out", "disk", 3),
+    ("transfer_failed", "host → disk", 16),
+    ("breaker_opened", "host → disk", 1),
+    ("checksum", "disk", 1),
+]
+SETTINGS = {
+    "block_bytes": "2MiB",
+    "eviction": "hazard",
+    "host": {"capacity": "64GB", "huge_pages": True, "staging_blocks": 64},
+    "disk": {"capacity": "800GB", "dirs": ["/nvme0/kvbm", "/nvme1/kvbm"], "backend": "auto", "write_budget": None},
+    "object": {"url": "s3://cache/llama", "access_key": "(set)", "secret_key": "(set)", "put_budget": 10000},
+    "transfer": {"timeout_ms": 5000, "max_concurrent": 4},
+}
+
+
+class Made:
+    """Figures that grow as those of a busy process would, from a seed."""
+
+    def __init__(self, kind: str = "calm") -> None:
+        self.kind = kind
+        self.random = random.Random(13)
+        self.at = 0.0 if kind == "empty" else 5400.0
+        self.asked = 0
+        self.hits = dict.fromkeys(SHARES, 0.0)
+        self.copied = dict.fromkeys(ROUTES, 0.0)
+        if kind != "empty":
+            self.asked = 4_000_000
+            self.hits = {tier: share * self.asked * 0.9 for tier, share in SHARES.items()}
+            self.copied = {route: rate * 5000 for route, (_, rate) in ROUTES.items()}
+
+    def step(self, seconds: float) -> None:
+        self.at += seconds
+        if self.kind == "empty":
+            return
+        swing = 1 + 0.4 * math.sin(self.at / 37)
+        asked = 900 * swing * seconds * self.random.uniform(0.7, 1.3)
+        self.asked += asked
+        for tier, share in SHARES.items():
+            lost = 0.15 if self.kind == "trouble" and tier == "disk" else 1
+            self.hits[tier] += asked * share * lost * (1 + 0.25 * math.sin(self.at / 23)) * self.random.uniform(0.8, 1.2)
+        for route, (_, rate) in ROUTES.items():
+            if not (self.kind == "trouble" and "disk" in route):
+                self.copied[route] += rate * swing * seconds * self.random.uniform(0.2, 1.8)
+
+    def state(self) -> dict:
+        empty, trouble = self.kind == "empty", self.kind == "trouble"
+        held = {"device": 12_000, "host": 32_000, "disk": 271_300, "object": 1_204_114}
+        tiers = [
+            {
+                "tier": tier,
+                "capacity_blocks": size,
+                "resident_blocks": 0 if empty else held[tier],
+                "dirty_blocks": {"host": 8200 if trouble else 2400, "disk": 5200}.get(tier, 0) if not empty else 0,
+                "lost_blocks": 900 if trouble and tier == "disk" else 0,
+                "evictions_total": int(self.copied["device", "host"] * {"device": 1, "host": 0.9}.get(tier, 0)),
+                "hit_blocks_total": int(self.hits[tier]),
+            }
+            for tier, size in SIZES.items()
+        ]
+        routes = [
+            {
+                "from": a,
+                "to": b,
+                "backend": backend,
+                "queued_blocks": 640 if trouble and "disk" in (a, b) else 0 if empty else self.random.randrange(12),
+                "in_flight_blocks": 0 if empty else 16,
+                "bytes_total": int(self.copied[a, b]) * BLOCK_BYTES,
+                "copied_blocks_total": int(self.copied[a, b]),
+                "failed_total": 16 if trouble and b == "disk" else 0,
+                "overdue_now": 3 if trouble and b == "disk" else 0,
+                "breaker": "open" if trouble and b == "disk" else "closed",
+            }
+            for (a, b), (backend, _) in ROUTES.items()
+        ]
+        faults = [
+            {"at_s": self.at - 12 * number - 3, "what": what, "where": where, "count": count}
+            for number, (what, where, count) in enumerate(FAULTS)
+        ]
+        scales = (0.25, 0.5, 1, 2, 4)
+        curves = [
+            {"tier": tier, "points": [{"scale": scale, "hit_rate": top * (1 - 0.75 ** (3 * scale + 1))} for scale in scales]}
+            for tier, top in (("device", 0.5), ("host", 0.62), ("disk", 0.66))
+        ]
+        misses = {"never_seen": 0.38, "evicted": 0.05, "capacity": 0.004, "io_error": 0.002}
+        return {
+            "version": "0.1.0",
+            "uptime_s": self.at,
+            "block_bytes": BLOCK_BYTES,
+            "block_tokens": BLOCK_TOKENS,
+            "namespace": {"epoch": 0},
+            "tiers": tiers,
+            "routes": routes,
+            "lookups": {"blocks_total": int(self.asked), "hit_blocks_total": sum(tier["hit_blocks_total"] for tier in tiers)},
+            "curves": [] if empty else curves,
+            "misses": [{"reason": why, "tokens_total": int(share * self.asked * BLOCK_TOKENS)} for why, share in misses.items()],
+            "faults": faults if trouble else [],
+            "settings": SETTINGS,
+        }
+
+    def ready(self) -> dict:
+        disk = {"what": "disk", "why": "writes rest after a time-out, tried again in 4 s"}
+        return {"ready": True, "degraded": [disk] if self.kind == "trouble" else []}
+
+
+class Stub(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.made, self.last, self.lock = Made(), time.monotonic(), threading.Lock()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/"
+
+    def now(self) -> Made:
+        with self.lock:
+            now = time.monotonic()
+            self.made.step(now - self.last)
+            self.last = now
+            return self.made
+
+    def __enter__(self) -> "Stub":
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Stub
+
+    def do_GET(self) -> None:
+        path = self.path.lstrip("/").partition("?")[0]
+        name = path or "index.html"
+        if name in KINDS:
+            return self.tell(KINDS[name], (PAGE / name).read_bytes())
+        if path.startswith("becomes/"):
+            self.server.made = Made(path.removeprefix("becomes/"))
+        answers = {"v1/state": lambda: self.server.now().state(), "readyz": lambda: self.server.made.ready(), "v1/why": self.why}
+        if path not in answers and not path.startswith("becomes/"):
+            return self.send_error(404)
+        self.tell("application/json", json.dumps(answers.get(path, dict)()).encode())
+
+    def why(self) -> dict:
+        missing = {"block": "9c1f77a0b2", "reason": "evicted", "tier": "host", "age_s": 42, "policy": "hazard"}
+        return {"found": [{"tier": "device", "blocks": 12}, {"tier": "disk", "blocks": 40}], "next": missing}
+
+    def tell(self, kind: str, body: bytes) -> None:
+        self.send_response(200)
+        for name, value in {"Content-Type": kind, "Content-Length": len(body), "Content-Security-Policy": POLICY}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    with Stub(int(sys.argv[1]) if sys.argv[1:] else 6880) as stub:
+        print(stub.url)
+        threading.Event().wait()
