@@ -12,7 +12,13 @@ import urllib.request
 from pathlib import Path
 
 # Without these Chromium asks its maker's hosts for updates and suggestions, which a closed network refuses.
-QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic", "--no-first-run"]
+QUIET = [
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-quic",
+    "--no-first-run",
+]
 KEYS = {"left": "\ue012", "right": "\ue014", "tab": "\ue004"}
 
 

@@ -73,7 +73,9 @@ class Made:
         self.asked += asked
         for tier, share in SHARES.items():
             lost = 0.15 if self.kind == "trouble" and tier == "disk" else 1
-            self.hits[tier] += asked * share * lost * (1 + 0.25 * math.sin(self.at / 23)) * self.random.uniform(0.8, 1.2)
+            self.hits[tier] += (
+                asked * share * lost * (1 + 0.25 * math.sin(self.at / 23)) * self.random.uniform(0.8, 1.2)
+            )
         for route, (_, rate) in ROUTES.items():
             if not (self.kind == "trouble" and "disk" in route):
                 self.copied[route] += rate * swing * seconds * self.random.uniform(0.2, 1.8)
@@ -114,7 +116,10 @@ class Made:
         ]
         scales = (0.25, 0.5, 1, 2, 4)
         curves = [
-            {"tier": tier, "points": [{"scale": scale, "hit_rate": top * (1 - 0.75 ** (3 * scale + 1))} for scale in scales]}
+            {
+                "tier": tier,
+                "points": [{"scale": scale, "hit_rate": top * (1 - 0.75 ** (3 * scale + 1))} for scale in scales],
+            }
             for tier, top in (("device", 0.5), ("host", 0.62), ("disk", 0.66))
         ]
         misses = {"never_seen": 0.38, "evicted": 0.05, "capacity": 0.004, "io_error": 0.002}
@@ -126,9 +131,14 @@ class Made:
             "namespace": {"epoch": 0},
             "tiers": tiers,
             "routes": routes,
-            "lookups": {"blocks_total": int(self.asked), "hit_blocks_total": sum(tier["hit_blocks_total"] for tier in tiers)},
+            "lookups": {
+                "blocks_total": int(self.asked),
+                "hit_blocks_total": sum(tier["hit_blocks_total"] for tier in tiers),
+            },
             "curves": [] if empty else curves,
-            "misses": [{"reason": why, "tokens_total": int(share * self.asked * BLOCK_TOKENS)} for why, share in misses.items()],
+            "misses": [
+                {"reason": why, "tokens_total": int(share * self.asked * BLOCK_TOKENS)} for why, share in misses.items()
+            ],
             "faults": faults if trouble else [],
             "settings": SETTINGS,
         }
@@ -172,7 +182,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.tell(KINDS[name], (PAGE / name).read_bytes())
         if path.startswith("becomes/"):
             self.server.made = Made(path.removeprefix("becomes/"))
-        answers = {"v1/state": lambda: self.server.now().state(), "readyz": lambda: self.server.made.ready(), "v1/why": self.why}
+        answers = {
+            "v1/state": lambda: self.server.now().state(),
+            "readyz": lambda: self.server.made.ready(),
+            "v1/why": self.why,
+        }
         if path not in answers and not path.startswith("becomes/"):
             return self.send_error(404)
         self.tell("application/json", json.dumps(answers.get(path, dict)()).encode())
@@ -183,7 +197,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def tell(self, kind: str, body: bytes) -> None:
         self.send_response(200)
-        for name, value in {"Content-Type": kind, "Content-Length": len(body), "Content-Security-Policy": POLICY}.items():
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": len(body),
+            "Content-Security-Policy": POLICY,
+        }.items():
             self.send_header(name, str(value))
         self.end_headers()
         self.wfile.write(body)
