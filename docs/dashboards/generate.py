@@ -666,7 +666,12 @@ FAULTS = [
         stacked=True,
         width=12,
     ),
-    lines("Overdue copies", "What hangs now.", "short", (f"sum by (from, to) ({of('kvbm_overdue_copies')})", ROUTE)),
+    lines(
+        "Overdue copies",
+        "Copies whose medium has completed nothing for transfer.timeout_ms, now.",
+        "short",
+        (f"sum by (from, to) ({of('kvbm_overdue_copies')})", ROUTE),
+    ),
     lines(
         "Changed blocks",
         "By the tier that they were read from, since the start.",
@@ -749,7 +754,6 @@ def chosen(name: str, label: str, query: str) -> dict:
         "label": label,
         "datasource": SOURCE,
         "query": asked,
-        "definition": query,
         **more,
     }
 

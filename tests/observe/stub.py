@@ -35,8 +35,8 @@ ROUTES = {
 }
 FAULTS = [
     ("timed_out", "disk", 3),
-    ("transfer_failed", "host → disk", 16),
-    ("breaker_opened", "host → disk", 1),
+    ("transfer_failed", "host>disk", 16),
+    ("breaker_opened", "host>disk", 1),
     ("checksum", "disk", 1),
 ]
 SETTINGS = {
@@ -114,15 +114,6 @@ class Made:
             {"at_s": self.at - 12 * number - 3, "what": what, "where": where, "count": count}
             for number, (what, where, count) in enumerate(FAULTS)
         ]
-        scales = (0.25, 0.5, 1, 2, 4)
-        curves = [
-            {
-                "tier": tier,
-                "points": [{"scale": scale, "hit_rate": top * (1 - 0.75 ** (3 * scale + 1))} for scale in scales],
-            }
-            for tier, top in (("device", 0.5), ("host", 0.62), ("disk", 0.66))
-        ]
-        misses = {"never_seen": 0.38, "evicted": 0.05, "capacity": 0.004, "io_error": 0.002}
         return {
             "version": "0.1.0",
             "uptime_s": self.at,
@@ -135,13 +126,26 @@ class Made:
                 "blocks_total": int(self.asked),
                 "hit_blocks_total": sum(tier["hit_blocks_total"] for tier in tiers),
             },
-            "curves": [] if empty else curves,
-            "misses": [
-                {"reason": why, "tokens_total": int(share * self.asked * BLOCK_TOKENS)} for why, share in misses.items()
-            ],
             "faults": faults if trouble else [],
             "settings": SETTINGS,
         }
+
+    def metrics(self) -> str:
+        if self.kind == "empty":
+            return ""
+        scales = (0.25, 0.5, 1, 2, 4)
+        tops = {"device": 0.5, "host": 0.62, "disk": 0.66}
+        missed = {"never_seen": 0.38, "evicted": 0.05, "capacity": 0.004, "io_error": 0.002}
+        told = [
+            f'kvbm_estimated_hit_rate{{scale="{scale}",tier="{tier}"}} {top * (1 - 0.75 ** (3 * scale + 1))}'
+            for tier, top in tops.items()
+            for scale in scales
+        ]
+        told += [
+            f'kvbm_missed_tokens_total{{reason="{reason}"}} {int(share * self.asked * BLOCK_TOKENS)}'
+            for reason, share in missed.items()
+        ]
+        return "\n".join([*told, ""])
 
     def ready(self) -> dict:
         disk = {"what": "disk", "why": "writes rest after a time-out, tried again in 4 s"}
@@ -182,6 +186,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.tell(KINDS[name], (PAGE / name).read_bytes())
         if path.startswith("becomes/"):
             self.server.made = Made(path.removeprefix("becomes/"))
+        if path == "metrics":
+            return self.tell("text/plain", self.server.made.metrics().encode())
         answers = {
             "v1/state": lambda: self.server.now().state(),
             "readyz": lambda: self.server.made.ready(),

@@ -33,6 +33,7 @@ const FLOW_LANE = 128;
 
 const $ = (id) => document.getElementById(id);
 const samples = [];
+const counted = { curves: new Map(), misses: new Map() };
 let paused = false;
 let answeredAt = null;
 let pointed = null;
@@ -100,8 +101,8 @@ function remember(state) {
   if (last && state.uptime_s < last.state.uptime_s) samples.length = 0;
   samples.push({ at: state.uptime_s, state });
   while (samples.length && samples[0].at < state.uptime_s - REMEMBERED_S) samples.shift();
-  // Settings, curves and faults are shown as they are last: remembered for an hour they would be most of the memory.
-  if (last) last.state = { ...last.state, settings: undefined, curves: undefined, faults: undefined };
+  // Settings and faults are shown as they are last: remembered for an hour they would be most of the memory.
+  if (last) last.state = { ...last.state, settings: undefined, faults: undefined };
 }
 
 /// The newest sample at least `seconds` older than the one at `index`, or the oldest that there is.
@@ -389,7 +390,7 @@ function areas(points, tiers, x, y) {
 function showPointed(svg) {
   svg.querySelector(".cross")?.remove();
   const { points, x, box, newest } = svg.chart;
-  if (!points.length) return;
+  if (!points.length) return void put("rate-now", "");
   // What is pointed at is a time, so that it stays where it is while the chart moves on.
   const at = pointed == null ? null : points.reduce((best, point) => (Math.abs(point.at - pointed) < Math.abs(best.at - pointed) ? point : best));
   if (at) svg.append(draw("line", { class: "cross", x1: x(at.at), x2: x(at.at), y1: box.top, y2: box.bottom }));
@@ -430,10 +431,9 @@ function stepAlong(event) {
 
 // ---- the rest
 
-function showCurves(state) {
-  if (!state.curves) return void ($("curves-section").hidden = true);
-  const curves = state.curves.filter((curve) => curve.points.length > 1);
-  if (curves.length) $("curves").replaceChildren(...curves.map(drawCurve));
+function showCurves() {
+  const curves = [...counted.curves].map(([tier, points]) => ({ tier, points }));
+  $("curves").replaceChildren(...(curves.length ? curves.map(drawCurve) : [make("p", { class: "empty" }, "Not enough requests yet.")]));
 }
 
 function drawCurve({ tier, points }) {
@@ -462,15 +462,14 @@ function drawCurve({ tier, points }) {
       axis, draw("path", { d: line, fill: "none", stroke: `var(--${tier})`, "stroke-width": 2 }), ...dots));
 }
 
-function showMisses(state) {
-  if (!state.misses) return void ($("misses-section").hidden = true);
-  const reasons = state.misses.filter((miss) => miss.tokens_total > 0).sort((a, b) => b.tokens_total - a.tokens_total);
-  const all = reasons.reduce((sum, miss) => sum + miss.tokens_total, 0);
-  if (!reasons.length) return;
+function showMisses() {
+  const reasons = [...counted.misses].map(([reason, tokens]) => ({ reason, tokens })).filter((miss) => miss.tokens > 0).sort((a, b) => b.tokens - a.tokens);
+  const all = reasons.reduce((sum, miss) => sum + miss.tokens, 0);
+  if (!reasons.length) return void $("misses").replaceChildren(make("li", { class: "empty" }, "Nothing has been missed yet."));
   $("misses").replaceChildren(...reasons.map((miss) => {
     const part = make("i");
-    part.style.width = `${100 * miss.tokens_total / all}%`;
-    return make("li", {}, make("span", {}, REASONS[miss.reason] ?? plain(miss.reason)), make("b", {}, `${percent(miss.tokens_total / all)}`), make("span", { class: "share" }, part));
+    part.style.width = `${100 * miss.tokens / all}%`;
+    return make("li", {}, make("span", {}, REASONS[miss.reason] ?? plain(miss.reason)), make("b", {}, `${percent(miss.tokens / all)}`), make("span", { class: "share" }, part));
   }));
 }
 
@@ -480,7 +479,7 @@ function showFaults(state) {
   $("faults").replaceChildren(...faults.map((fault) => make("li", {},
     make("time", {}, `${duration(Math.max(0, state.uptime_s - fault.at_s))} ago`),
     make("span", {}, plain(fault.what), (fault.count ?? 1) > 1 ? ` (${count(fault.count)} times)` : ""),
-    make("span", { class: "where" }, fault.where ?? ""))));
+    make("span", { class: "where" }, (fault.where ?? "").replace(">", " → ")))));
 }
 
 /// Nested objects as `section.key`.
@@ -561,6 +560,35 @@ async function fetchJson(path) {
   return response.json();
 }
 
+/// What the state does not have, from the metrics: estimates for other sizes of a tier, and reasons of misses.
+async function pollMetrics() {
+  try {
+    const response = await fetch("metrics", { cache: "no-store", signal: AbortSignal.timeout(ANSWER_LIMIT_MS) });
+    if (response.ok) readMetrics(await response.text());
+    if (!paused) {
+      showCurves();
+      showMisses();
+    }
+  } catch (error) {
+    // That nobody answers is shown by what asks for the state.
+    console.warn(error);
+  }
+  // They change slowly, and the text is long.
+  setTimeout(pollMetrics, 5 * PERIOD_MS);
+}
+
+function readMetrics(text) {
+  counted.curves.clear();
+  counted.misses.clear();
+  for (const [, name, labels, value] of text.matchAll(/^(kvbm_estimated_hit_rate|kvbm_missed_tokens_total)\{([^}]*)\} (\S+)$/gm)) {
+    const label = Object.fromEntries([...labels.matchAll(/(\w+)="([^"]*)"/g)].map(([, key, word]) => [key, word]));
+    // A hybrid model has a table for each of its cache groups. Full attention's has the chains.
+    if (label.group && label.group !== "full") continue;
+    if (name === "kvbm_missed_tokens_total") counted.misses.set(label.reason, Number(value));
+    else counted.curves.set(label.tier, [...(counted.curves.get(label.tier) ?? []), { scale: Number(label.scale), hit_rate: Number(value) }]);
+  }
+}
+
 function show() {
   const { state } = samples.at(-1);
   showProcess(state);
@@ -569,8 +597,6 @@ function show() {
   showFlows(state);
   showRate();
   showRoutes(state);
-  showCurves(state);
-  showMisses(state);
   showFaults(state);
   showSettings(state);
 }
@@ -641,6 +667,7 @@ function start() {
   $("why-kind").addEventListener("change", () => { $("why-what").placeholder = $("why-kind").value === "chain" ? "hash, hash, …" : "request id"; });
   $("settings-filter").addEventListener("input", filterSettings);
   poll();
+  pollMetrics();
 }
 
 start();
