@@ -540,7 +540,10 @@ OBJECT = [
         "Failed requests",
         "Share of all, over five minutes.",
         "percentunit",
-        (f"({rate('', of(REQUESTS, outcome='failed'), '5m')} or vector(0)) / {rate('', of(REQUESTS), '5m')}", ""),
+        (
+            f"1 - ({rate('', of(REQUESTS, outcome='!=failed'), '5m')} or vector(0)) / {rate('', of(REQUESTS), '5m')}",
+            "",
+        ),
         defaults=ZERO_IS_GOOD,
     ),
     lines(

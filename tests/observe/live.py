@@ -43,7 +43,7 @@ ABSENT = {
     "kvbm_index_failures_total": "the index of a kept tier has to be unwritable",
     "kvbm_object_budget_refusals_total": "a budget has to be spent",
 }
-# A failed request to a store that does not fail; the share of failed ones is of these.
+# Requests to a store that does not fail.
 NEVER_FAILED = 'outcome="failed"'
 LIMITS = {"first_paint_ms": 1000, "page_bytes": 200 << 10, "scrape_ms": 5.0}
 
@@ -192,7 +192,7 @@ def asked() -> dict[str, str]:
             found[rule["record"]] = rule["record"]
             continue
         for metric, selector in documents.METRIC.findall(rule["expr"]):
-            found[f"{rule['alert']}: {metric}"] = metric + selector
+            found[f"{rule['alert']}: {metric}{selector}"] = metric + selector
     return found
 
 

@@ -114,7 +114,9 @@ def test_prometheus_takes_its_configuration(tmp_path):
     # Debian's Prometheus is built without the discovery of pods: the rest of that job is checked.
     text = (DEPLOY / "prometheus.yml").read_text()
     assert "kubernetes_sd_configs:\n      - role: pod\n" in text
-    text = text.replace("kubernetes_sd_configs:\n      - role: pod\n", "static_configs:\n      - targets: ['pod:6880']\n")
+    text = text.replace(
+        "kubernetes_sd_configs:\n      - role: pod\n", "static_configs:\n      - targets: ['pod:6880']\n"
+    )
     (tmp_path / "prometheus.yml").write_text(text)
     shutil.copy(documents.RULES, tmp_path)
     done = subprocess.run(

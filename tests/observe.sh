@@ -1,0 +1,135 @@
+#!/usr/bin/env bash
+# What operators look at: dashboards, rules and the runbook agree with the metrics; the live page holds in a real browser; and a
+# replay whose disk hangs for a minute, watched by a real Prometheus and Alertmanager: each query returns data, alerts fire and end.
+# The last line is one JSON object; exits 0 only if all that it says holds, 1 where something is wrong, and 3 if nothing is but a
+# figure falls short.
+#
+#   tests/observe.sh [--install] [--quick] [--profile PROFILE]
+#
+# --install has apt install what is missing of prometheus, prometheus-alertmanager, chromium and chromium-driver, which takes root;
+# without it they are skipped aloud, unless KVBM_REQUIRE names prometheus or chromium. --quick leaves out the replay (four minutes).
+# KVBM_OBSERVE_VENV says where the environment of the tests is or is to be made (target/observe), KVBM_SHOTS where pictures of the page go.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+install=false
+quick=false
+profile=checked
+while (($#)); do
+    case $1 in
+        --install) install=true ;;
+        --quick) quick=true ;;
+        --profile) profile=$2 && shift ;;
+        *) echo "observe.sh: unknown argument $1; valid: --install, --quick, --profile PROFILE" >&2 && exit 2 ;;
+    esac
+    shift
+done
+
+venv=$(realpath -m "${KVBM_OBSERVE_VENV:-target/observe}")
+python=$venv/bin/python
+kvbm=$(realpath -m "${CARGO_TARGET_DIR:-target}")/$profile/kvbm
+export KVBM_PROFILE=$profile
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+source tests/expect.sh
+
+skipped=()
+skip() {
+    echo "SKIPPED: $1" >&2
+    skipped+=("$1")
+}
+has() {
+    local program
+    for program; do command -v "$program" >/dev/null || return 1; done
+}
+# Whether a package's programs are here. Where they are required and are not, that is a failure.
+need() {
+    local name=$1
+    shift
+    has "$@" && return
+    skip "$name is not installed (tests/observe.sh --install)"
+    [[ ,${KVBM_REQUIRE:-}, != *,$name,* ]] || failed+=("$name is required")
+    return 1
+}
+
+if $install; then
+    say 'packages'
+    packages=()
+    has prometheus promtool || packages+=(prometheus)
+    has prometheus-alertmanager || packages+=(prometheus-alertmanager)
+    has chromium chromedriver || packages+=(chromium chromium-driver)
+    ((${#packages[@]} == 0)) || {
+        apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}"
+    } >&2
+fi
+
+say 'an environment for the tests'
+[[ -x $python ]] || python3 -m venv "$venv"
+"$python" -c 'import pytest, yaml' 2>/dev/null || "$python" -m pip install --quiet pytest pyyaml >&2
+# Schemas of Grafana and of Kubernetes, which come with them.
+"$python" -c 'import kubernetes_validate, grafana_foundation_sdk' 2>/dev/null ||
+    "$python" -m pip install --quiet kubernetes-validate grafana-foundation-sdk >&2 ||
+    skip 'the schemas of Grafana and Kubernetes cannot be installed here'
+
+say 'the command'
+cargo build --quiet --profile "$profile" --package kvbm-cli
+
+chromium=true
+need chromium chromium chromedriver || chromium=false
+prometheus=true
+need prometheus prometheus promtool prometheus-alertmanager || prometheus=false
+
+say 'documents and the page'
+expect 'the tests pass' "$python" -m pytest tests/observe -q -p no:cacheprovider --junit-xml "$scratch/tests.xml" >&2
+
+if ! $prometheus; then
+    :
+elif $quick; then
+    skip 'the replay that Prometheus watches (--quick)'
+else
+    say 'a replay that Prometheus watches'
+    trace=${KVBM_TRACES:-../shared/traces}/conversation.jsonl.gz
+    if [[ ! -e $trace ]]; then
+        skip "$trace is not here (KVBM_TRACES says where traces are): the replay is of a made-up trace"
+        trace=$scratch/made-up.jsonl
+        # Eighty conversations of a hundred turns, three requests a second; a turn adds a block of 512 tokens.
+        awk 'BEGIN {
+            for (turn = 1; turn <= 100; turn++) for (chat = 0; chat < 80; chat++) {
+                ids = chat % 5
+                for (block = 1; block < 8 + turn; block++) ids = ids ", " 1000 + 1000 * chat + block
+                printf "{\"timestamp\": %d, \"input_length\": %d, \"output_length\": 100, \"hash_ids\": [%s]}\n",
+                    300 * n++, (8 + turn) * 512, ids
+            }
+        }' >"$trace"
+    fi
+    mkdir "$scratch/live"
+    status=0
+    timeout 400 "$python" tests/observe/live.py "$kvbm" "$(realpath "$trace")" "$scratch/live" >"$scratch/live.json" || status=$?
+    ((status == 0 || status == 1 || status == 3)) || failed+=("the replay is watched to its end")
+    if [[ -n ${KVBM_SHOTS:-} && -e $scratch/live/page.png ]]; then cp "$scratch/live/page.png" "$KVBM_SHOTS/replay.png"; fi
+fi
+
+"$python" - "$scratch" "$(printf '%s\n' "${skipped[@]}")" "${failed[@]}" <<'PYTHON'
+import json, pathlib, sys
+from xml.etree import ElementTree
+
+place, skipped, wrong = pathlib.Path(sys.argv[1]), sys.argv[2].split("\n"), sys.argv[3:]
+counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
+try:
+    for suite in ElementTree.parse(place / "tests.xml").iter("testsuite"):
+        counts = {name: count + int(suite.get(name, 0)) for name, count in counts.items()}
+except (OSError, ElementTree.ParseError):
+    wrong.append("no report of the tests")
+live = {}
+if (place / "live.json").exists():
+    try:
+        live = json.loads((place / "live.json").read_text())
+    except ValueError:
+        wrong.append("no result of the replay")
+wrong += live.pop("wrong", [])
+short = live.pop("short", [])
+left_out = [line for line in skipped if line]
+print(json.dumps({"holds": not wrong and not short, "failed": [*wrong, *short], "left_out": left_out, **counts, **live}))
+sys.exit(1 if wrong else 3 if short else 0)
+PYTHON
