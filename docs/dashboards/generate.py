@@ -676,6 +676,12 @@ FAULTS = [
         (f"sum by (from, to) ({of('kvbm_overdue_copies')})", ROUTE),
     ),
     lines(
+        "Breakers",
+        "1: nothing is copied on the route but a block that tries now and then, since its medium has failed or hung.",
+        "short",
+        (f"sum by (from, to) ({of('kvbm_breaker_open')})", ROUTE),
+    ),
+    lines(
         "Changed blocks",
         "By the tier that they were read from, since the start.",
         "short",

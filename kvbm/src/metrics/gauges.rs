@@ -32,6 +32,7 @@ pub(crate) struct Gauges {
     full_reservations: IntGaugeVec,
     queue_blocks: IntGaugeVec,
     batches_in_flight: IntGaugeVec,
+    breaker_open: IntGaugeVec,
     estimated_hit_rate: GaugeVec,
 }
 
@@ -106,6 +107,11 @@ impl Gauges {
             )?,
             queue_blocks: gauges("kvbm_queue_blocks", "Blocks that wait to be copied.", &route)?,
             batches_in_flight: gauges("kvbm_batches_in_flight", "Batches being copied.", &route)?,
+            breaker_open: gauges(
+                "kvbm_breaker_open",
+                "1 while a medium is left alone in this direction, 0 otherwise.",
+                &route,
+            )?,
             estimated_hit_rate: GaugeVec::new(
                 Opts::new(
                     "kvbm_estimated_hit_rate",
@@ -116,7 +122,7 @@ impl Gauges {
         })
     }
 
-    fn all(&self) -> [&dyn Collector; 19] {
+    fn all(&self) -> [&dyn Collector; 20] {
         [
             &self.epoch,
             &self.accounting_drift,
@@ -136,6 +142,7 @@ impl Gauges {
             &self.full_reservations,
             &self.queue_blocks,
             &self.batches_in_flight,
+            &self.breaker_open,
             &self.estimated_hit_rate,
         ]
     }
@@ -160,6 +167,8 @@ impl Gauges {
                 self.batches_in_flight.with_label_values(&labels).set(in_flight as i64);
                 let overdue = core.metrics().overdue_now((tier, to));
                 self.overdue_copies.with_label_values(&labels).set(overdue as i64);
+                let is_open = core.is_left_alone((tier, to));
+                self.breaker_open.with_label_values(&labels).set(i64::from(is_open));
             }
         }
     }
