@@ -158,6 +158,7 @@ class Stub(ThreadingHTTPServer):
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), Handler)
         self.made, self.last, self.lock = Made(), time.monotonic(), threading.Lock()
+        self.token: str | None = None
         self.url = f"http://127.0.0.1:{self.server_address[1]}/"
 
     def now(self) -> Made:
@@ -186,6 +187,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.tell(KINDS[name], (PAGE / name).read_bytes())
         if path.startswith("becomes/"):
             self.server.made = Made(path.removeprefix("becomes/"))
+        if self.server.token and path in ("v1/state", "v1/why", "metrics"):
+            if self.headers["Authorization"] != f"Bearer {self.server.token}":
+                return self.send_error(401)
         if path == "metrics":
             return self.tell("text/plain", self.server.made.metrics().encode())
         answers = {

@@ -138,6 +138,25 @@ def test_silence_is_said_and_ends(page, stub):
         assert page.wait("return document.querySelector('#trouble').hidden")
 
 
+def test_a_token_is_asked_for_where_the_server_wants_one(chromium, stub):
+    stub.token = "0123456789abcdef"
+    chromium.open(stub.url)
+    assert chromium.wait("return !document.querySelector('#token-form').hidden")
+    assert "who have its token" in text(chromium, "#trouble")
+    show = (
+        "document.querySelector('#token').value = arguments[0]; document.querySelector('#token-form').requestSubmit()"
+    )
+    chromium.run(show, "wrong")
+    assert chromium.wait("return document.querySelector('#trouble').textContent.includes('does not know')")
+    chromium.run(show, stub.token)
+    assert chromium.wait("return document.querySelector('#health').textContent === 'working'")
+    assert chromium.wait(
+        "return document.querySelector('#token-form').hidden && /%/.test(document.querySelector('#now-rate').textContent)"
+    )
+    chromium.open("about:blank")
+    chromium.errors()
+
+
 def test_it_is_used_without_a_mouse(page):
     page.run("document.activeElement.blur()")
     page.press("tab")

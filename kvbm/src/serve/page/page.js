@@ -38,6 +38,8 @@ let paused = false;
 let answeredAt = null;
 let pointed = null;
 let shownSettings = null;
+// Where the server wants a token: kept as long as the page is, and nowhere.
+let token = null;
 
 // ---- words
 
@@ -528,7 +530,7 @@ async function ask(event) {
   const what = $("why-what").value.trim();
   const answer = $("why-answer");
   try {
-    const response = await fetch(`v1/why?${kind}=${encodeURIComponent(kind === "chain" ? what.replaceAll(/\s+/g, "") : what)}`);
+    const response = await get(`v1/why?${kind}=${encodeURIComponent(kind === "chain" ? what.replaceAll(/\s+/g, "") : what)}`);
     const told = await response.json().catch(() => ({}));
     if (!response.ok) throw new Error(told.error?.message ?? told.error ?? told.message ?? `the server answered ${response.status}`);
     answer.replaceChildren(...whyWords(told));
@@ -553,8 +555,15 @@ function whyWords({ found: parts, next }) {
 
 // ---- asking, each second
 
+async function get(path) {
+  const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  const response = await fetch(path, { cache: "no-store", headers, signal: AbortSignal.timeout(ANSWER_LIMIT_MS) });
+  if (response.status === 401) throw new Error("the server wants a token");
+  return response;
+}
+
 async function fetchJson(path) {
-  const response = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(ANSWER_LIMIT_MS) });
+  const response = await get(path);
   // A process that is not ready says so with 503, and in its body why.
   if (!response.ok && response.status !== 503) throw new Error(`${path}: ${response.status}`);
   return response.json();
@@ -563,7 +572,7 @@ async function fetchJson(path) {
 /// What the state does not have, from the metrics: estimates for other sizes of a tier, and reasons of misses.
 async function pollMetrics() {
   try {
-    const response = await fetch("metrics", { cache: "no-store", signal: AbortSignal.timeout(ANSWER_LIMIT_MS) });
+    const response = await get("metrics");
     if (response.ok) readMetrics(await response.text());
     if (!paused) {
       showCurves();
@@ -606,6 +615,7 @@ async function poll() {
   try {
     const [state, ready] = await Promise.all([fetchJson("v1/state"), fetchJson("readyz")]);
     answeredAt = Date.now();
+    $("token-form").hidden = true;
     remember(state);
     if (!paused) {
       showHealth(ready);
@@ -614,6 +624,11 @@ async function poll() {
   } catch (error) {
     console.warn(error);
     showHealth(null);
+    if (error.message.includes("wants a token")) {
+      $("token-form").hidden = false;
+      put("health", "locked");
+      put("trouble", token ? "The server does not know this token." : "The server shows its figures to those who have its token.");
+    }
   }
   setTimeout(poll, Math.max(100, PERIOD_MS - (Date.now() - began)));
 }
@@ -664,6 +679,11 @@ function start() {
   for (const choice of document.querySelectorAll("[name=period]")) choice.addEventListener("change", redraw);
   window.addEventListener("resize", redraw);
   $("why").addEventListener("submit", ask);
+  $("token-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    token = $("token").value.trim();
+    put("trouble", "Asking with this token.");
+  });
   $("why-kind").addEventListener("change", () => { $("why-what").placeholder = $("why-kind").value === "chain" ? "hash, hash, …" : "request id"; });
   $("settings-filter").addEventListener("input", filterSettings);
   poll();
