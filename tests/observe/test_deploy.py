@@ -88,6 +88,7 @@ def test_kvbm_takes_the_settings(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DYN_KVBM_")}
     # The engine's to say.
     environment["DYN_KVBM_BLOCK_BYTES"] = "2MiB"
+    environment["DYN_KVBM_METRICS_TOKEN"] = of_kind("Secret")["stringData"]["metrics-token"]
     done = subprocess.run(
         [KVBM, "config", "--config", tmp_path / "kvbm.toml"], env=environment, capture_output=True, text=True
     )
@@ -117,6 +118,8 @@ def test_prometheus_takes_its_configuration(tmp_path):
     text = text.replace(
         "kubernetes_sd_configs:\n      - role: pod\n", "static_configs:\n      - targets: ['pod:6880']\n"
     )
+    (tmp_path / "kvbm-token").write_text("a token of some length")
+    text = text.replace("/etc/prometheus/kvbm-token", str(tmp_path / "kvbm-token"))
     (tmp_path / "prometheus.yml").write_text(text)
     shutil.copy(documents.RULES, tmp_path)
     done = subprocess.run(
