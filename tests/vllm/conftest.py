@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import models
+from connectors import LENGTH
+from engine import Engine, prompt
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +18,13 @@ def model(tmp_path_factory) -> Path:
     kept = os.environ.get("KVBM_MODELS")
     place = Path(kept) if kept else tmp_path_factory.mktemp("models")
     return models.make(place / "tiny", "tiny")
+
+
+@pytest.fixture(scope="session")
+def said(model) -> list[list[int]]:
+    """What an engine without connector says to the prompts 0 to 9."""
+    with Engine(model, dtype="float32") as engine:
+        return [engine.generate(prompt(number, LENGTH)).said[0] for number in range(10)]
 
 
 @pytest.fixture

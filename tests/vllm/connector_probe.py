@@ -2,7 +2,10 @@
 
 
 def _connector(engine):
-    return engine.core.scheduler.connector
+    """Ours, also where it is one of several."""
+    connector = engine.core.scheduler.connector
+    parts = getattr(connector, "sub_connectors", [connector])
+    return next(part for part in parts if type(part).__name__ == "KvbmConnector")
 
 
 def left(engine) -> dict:
@@ -144,3 +147,61 @@ def _hashes(engine, prompt) -> list[bytes]:
         del connector.get_num_new_matched_tokens
     assert engine.settle() and engine.llm.reset_prefix_cache()
     return found[0]
+
+
+def core_process(engine) -> int:
+    """Of an engine whose EngineCore is in a process of its own."""
+    return engine.core_process()
+
+
+def metrics(engine) -> dict:
+    """By name all that vLLM's registry has, with the labels that are not the same for all."""
+    found = {}
+    for metric in engine.llm.get_metrics():
+        labels = {name: value for name, value in metric.labels.items() if name not in ("engine", "model_name")}
+        if hasattr(metric, "value"):
+            found.setdefault(metric.name, []).append((labels, metric.value))
+    return found
+
+
+def occupancy(engine) -> dict:
+    """Slots of each tier: in all, and with a block."""
+    return _connector(engine)._scheduler.manager.occupancy()
+
+
+def sleep(engine, prompts: list[list[int]] = (), steps: int = 0) -> None:
+    """Puts it to sleep after so many steps of `prompts`, which it takes back, and wakes it."""
+    begin(engine, prompts, steps)
+    engine.llm.sleep(level=1)
+    engine.llm.wake_up()
+    finish(engine)
+
+
+def exchange_weights(engine, prompt: list[int]) -> None:
+    """Gives the model other weights while it computes `prompt`; the second call gives it the first ones again."""
+    begin(engine, [prompt], steps=2)
+    engine.llm.apply_model(_exchange)
+    assert engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    finish(engine)
+
+
+def _exchange(model) -> None:
+    model.model.embed_tokens.weight.data.neg_()
+
+
+def begin(engine, prompts: list[list[int]], steps: int) -> None:
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    asked = engine.llm.llm_engine
+    for number, prompt in enumerate(prompts):
+        asked.add_request(f"begun {number}", {"prompt_token_ids": prompt}, greedy)
+    for _ in range(steps):
+        asked.step()
+
+
+def finish(engine) -> None:
+    """Steps until every request has ended."""
+    asked = engine.llm.llm_engine
+    while asked.has_unfinished_requests():
+        asked.step()

@@ -9,6 +9,8 @@ The first line says how the engine is opened (the arguments of `vllm.LLM`). Ever
 | `{"settle": {}}` | steps until nothing is under way, also below the engine |
 | `{"call": "module:function", "with": {…}}` | calls a function of a test with the engine |
 | `{"stop": {}}` | shuts down, and exits |
+
+With `VLLM_ENABLE_V1_MULTIPROCESSING=1` the EngineCore is in another process still.
 """
 
 import importlib
@@ -28,7 +30,7 @@ def main() -> None:
         request = json.loads(line)
         try:
             if engine is None:
-                engine = Engine(request)
+                engine = open_engine(request)
                 say({"ready": True})
             elif "stop" in request:
                 engine.stop()
@@ -42,13 +44,19 @@ def main() -> None:
                 raise
 
 
+def open_engine(arguments: dict) -> "Engine":
+    from vllm import LLM
+
+    llm = LLM(**arguments)
+    apart = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    return EngineApart(llm) if apart else Engine(llm)
+
+
 class Engine:
     """`vllm.LLM` with its scheduler in this process, whose work is counted."""
 
-    def __init__(self, arguments: dict):
-        from vllm import LLM
-
-        self.llm = LLM(**arguments)
+    def __init__(self, llm):
+        self.llm = llm
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduled = 0
         schedule = self.core.scheduler.schedule
@@ -97,6 +105,39 @@ class Engine:
 
     def stop(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
+
+
+class EngineApart(Engine):
+    """`vllm.LLM` with its EngineCore in a process of its own, as servers have it: its work is known from its metrics."""
+
+    def __init__(self, llm):
+        self.llm = llm
+
+    def core_process(self) -> int:
+        (process,) = self.llm.llm_engine.engine_core.resources.engine_manager.processes
+        return process.pid
+
+    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None) -> dict:
+        self.scheduled = self._computed()
+        answer = super().generate(prompts, tokens, salt)
+        # The first token of an answer is the prompt's.
+        generated = sum(len(said) - 1 for said in answer["said"])
+        return answer | {"scheduled": self._computed() - self.scheduled + generated}
+
+    def _computed(self) -> int:
+        """Tokens of prompts that were not found anywhere."""
+        name, label = "vllm:prompt_tokens_by_source", ("source", "local_compute")
+        found = (metric for metric in self.llm.get_metrics() if metric.name == name)
+        return sum(metric.value for metric in found if label in metric.labels.items())
+
+    def settle(self, limit: float = 60.0) -> dict:
+        """Its own process goes on by itself until nothing is left."""
+        began = time.perf_counter()
+        while not self.llm.reset_prefix_cache():
+            if time.perf_counter() - began > limit:
+                raise TimeoutError(f"still busy after {limit} s")
+            time.sleep(0.01)
+        return {"seconds": time.perf_counter() - began}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,47 @@
+"""What tests of `KvbmConnector` share: how an engine is given one, and what is looked at in its process."""
+
+import connector_probe
+from engine import BLOCK, TINY_BLOCK_BYTES, Engine
+
+LENGTH = 10 * BLOCK + 5
+# What a prompt costs that is served as far as it can be: the tokens behind its last full block, and those generated.
+SERVED = 5 + 7
+
+
+def connector(settings: dict, **extra) -> dict:
+    """Arguments of an engine with tiers of these settings."""
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "KvbmConnector",
+            "kv_connector_module_path": "kvbm_rs.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"settings": settings, **extra},
+        },
+        # As it was made: `auto` halves it.
+        "dtype": "float32",
+        # Without statistics vLLM does not ask where hits come from.
+        "disable_log_stats": False,
+    }
+
+
+def host(blocks: int, **more) -> dict:
+    return {"host.capacity": blocks * TINY_BLOCK_BYTES, **more}
+
+
+def disk(directory, **more) -> dict:
+    """A disk tier that the next process finds, and that all goes to at once."""
+    tier = {"disk.capacity": 256 * TINY_BLOCK_BYTES, "disk.dirs": str(directory), "disk.keep": True}
+    return tier | {"flush.interval_ms": 10, **more}
+
+
+def probe(engine: Engine, function: str, **arguments):
+    """Calls a function of `connector_probe` in the engine's process."""
+    assert hasattr(connector_probe, function)
+    return engine.call(f"connector_probe:{function}", **arguments)
+
+
+def is_at_rest(engine: Engine) -> bool:
+    """Whether nothing of a finished request is left: no state, no block of the engine's held, no slot lost."""
+    engine.settle()
+    return probe(engine, "left") == {"requests": 0, "loading": 0, "saving": 0, "ending": 0, "used_blocks": 1}
