@@ -39,6 +39,11 @@ impl Chain {
         Ok(())
     }
 
+    /// By which names `Events` tell of its blocks, from position `first` on.
+    fn names(&self, first: usize) -> Vec<u128> {
+        self.0.iter().skip(first).map(|hash| hash.get()).collect()
+    }
+
     fn __len__(&self) -> usize {
         self.0.len()
     }

@@ -6,7 +6,9 @@
 //! | `buffer` | bytes that Python shows us |
 //! | `chain` | block hashes of a request |
 //! | `errors` | our errors as Python's: the classes are in `kvbm_rs/errors.py` |
+//! | `events` | what comes to the tiers and leaves them |
 //! | `fingerprint` | what the bytes of blocks depend on, from dictionaries |
+//! | `hints` | what an engine knows of a request besides its tokens |
 //! | `manager` | the manager, and leases |
 //! | `memory` | an engine's KV tensors, adopted |
 //! | `policy` | our eviction for engines that keep a cache of their own |
@@ -27,7 +29,9 @@ mod blocks;
 mod buffer;
 mod chain;
 mod errors;
+mod events;
 mod fingerprint;
+mod hints;
 mod manager;
 mod memory;
 mod policy;
@@ -47,6 +51,8 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     blocks::add(module)?;
     tier::add(module)?;
     module.add_class::<chain::Chain>()?;
+    module.add_class::<events::Events>()?;
+    module.add_class::<hints::Hints>()?;
     module.add_class::<manager::Manager>()?;
     module.add_class::<manager::Lease>()?;
     module.add_class::<memory::EngineMemory>()?;

@@ -4,16 +4,19 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kvbm::{Hints, Options, RankGroup, RequestId, RequestInfo, SlotId, Tier};
+use kvbm::{Options, RankGroup, RequestId, SlotId, Tier};
 use prometheus::{Registry, TextEncoder};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::chain::Chain;
 use crate::errors::{classes, of_manager};
+use crate::events::Events;
 use crate::fingerprint::fingerprint;
+use crate::hints::{Hints, request_info};
 use crate::memory::EngineMemory;
 use crate::settings::Settings;
+use crate::stats::{Samples, samples};
 use crate::transfer::{Load, READY, Save, duration};
 
 /// Keeps an engine's KV blocks in tiers of DRAM, disk and objects, and gives them back.
@@ -63,28 +66,48 @@ impl Manager {
     }
 
     /// Pins the leading blocks of `chain` wherever they are, and counts as their use by `request`.
-    #[pyo3(signature = (chain, *, request=None, tenant=None, priority=None))]
+    #[pyo3(signature = (chain, *, request=None, hints=None))]
     fn lease(
         &self,
         py: Python<'_>,
         chain: &Chain,
         request: Option<u64>,
-        tenant: Option<u32>,
-        priority: Option<u8>,
+        hints: Option<&Bound<'_, Hints>>,
     ) -> Lease {
-        let hints = Hints { tenant, priority, ..Hints::default() };
-        let info = RequestInfo { request: request.map(RequestId), hints };
+        let info = request_info(request, hints.map(Bound::get));
         let lease = py.detach(|| self.manager.lease_for(info, &chain.0));
         let held = lease.held();
         let by_tier = held.plan().map(|(tier, blocks)| (tier.name(), blocks.len())).collect();
         Lease { blocks: held.worth_loading(), by_tier, held: Some(lease) }
     }
 
+    /// How many leading blocks of `chain` each tier holds, without counting as their use.
+    fn matches(&self, py: Python<'_>, chain: &Chain) -> BTreeMap<&'static str, usize> {
+        let held = py.detach(|| self.manager.matches(&chain.0));
+        let by_tier = Tier::ALL.into_iter().map(|tier| (tier.name(), held.blocks(tier)));
+        by_tier.filter(|&(_, held)| held > 0).collect()
+    }
+
+    /// Keeps what `lease` holds where it is, for `seconds` or until the next reset. The lease is used up.
+    fn pin(&self, py: Python<'_>, lease: &mut Lease, seconds: f64) -> PyResult<()> {
+        let lease = lease.take()?;
+        let ttl_ms = u64::try_from(duration(seconds).as_millis()).unwrap_or(u64::MAX);
+        py.detach(|| self.manager.pin(lease, ttl_ms)).map_err(|error| of_manager(&error))
+    }
+
+    /// Brings what `lease` holds further down up to the host tier, when nothing more urgent is to be done. The lease is
+    /// used up.
+    fn prefetch(&self, py: Python<'_>, lease: &mut Lease) -> PyResult<()> {
+        let lease = lease.take()?;
+        // Whoever asks for the blocks later finds out what became of it.
+        drop(py.detach(|| self.manager.prefetch(lease, Tier::Host)));
+        Ok(())
+    }
+
     /// Copies the blocks from position `first` on that `lease` holds into `slots`, which nobody else may use until it has
     /// ended. The lease is used up.
     fn load_into(&self, py: Python<'_>, lease: &mut Lease, first: usize, slots: Vec<u32>) -> PyResult<Load> {
-        let taken = lease.held.take();
-        let taken = taken.ok_or_else(|| classes::InvalidError::new_err("the lease was used before"))?;
+        let taken = lease.take()?;
         let slots: Vec<_> = slots.into_iter().map(SlotId).collect();
         let blocks = first..first.saturating_add(slots.len());
         Ok(Load(py.detach(|| self.manager.load_into(taken, blocks, &slots, READY))))
@@ -92,8 +115,7 @@ impl Manager {
 
     /// Copies successive blocks of `chain`, from position `first` on, out of `slots`, which must not change until it has
     /// ended. Those that are there already are not copied again; what has no block before it there is not kept.
-    #[pyo3(signature = (chain, first, slots, *, request=None, tenant=None, priority=None))]
-    #[allow(clippy::too_many_arguments)] // by name, from Python
+    #[pyo3(signature = (chain, first, slots, *, request=None, hints=None))]
     fn save_from(
         &self,
         py: Python<'_>,
@@ -101,19 +123,20 @@ impl Manager {
         first: usize,
         slots: Vec<u32>,
         request: Option<u64>,
-        tenant: Option<u32>,
-        priority: Option<u8>,
+        hints: Option<&Bound<'_, Hints>>,
     ) -> Save {
-        let hints = Hints { tenant, priority, ..Hints::default() };
-        let info = RequestInfo { request: request.map(RequestId), hints };
+        let info = request_info(request, hints.map(Bound::get));
         let slots: Vec<_> = slots.into_iter().map(SlotId).collect();
         let end = first.saturating_add(slots.len()).min(chain.0.len());
         Save(py.detach(|| self.manager.save_from(info, &chain.0[..end], first, &slots, READY)))
     }
 
-    /// Says that a request has ended, and how many tokens it generated: policies learn from it.
-    fn finished(&self, py: Python<'_>, request: u64, output_tokens: u32) {
-        py.detach(|| self.manager.finished(RequestId(request), output_tokens));
+    /// Says that a request has ended, and how many tokens it generated: policies learn from it. With `for_good`, that
+    /// nobody will continue it.
+    #[pyo3(signature = (request, output_tokens, *, for_good=false))]
+    fn finished(&self, py: Python<'_>, request: u64, output_tokens: u32, for_good: bool) {
+        let finished = if for_good { kvbm::Manager::finished_for_good } else { kvbm::Manager::finished };
+        py.detach(|| finished(&self.manager, RequestId(request), output_tokens));
     }
 
     /// Begins the next epoch: no block that was there before is found again. Returns its number.
@@ -143,6 +166,16 @@ impl Manager {
             .collect()
     }
 
+    /// What comes to its tiers and leaves them from here on.
+    fn events(&self) -> Events {
+        Events(self.manager.events())
+    }
+
+    /// Its counters and gauges of docs/metrics.md: name, meaning, whether it only grows, and values by labels.
+    fn samples(&self, py: Python<'_>) -> Vec<Samples> {
+        py.detach(|| samples(&self.registry))
+    }
+
     /// Its metrics as Prometheus reads them: docs/metrics.md.
     fn metrics(&self, py: Python<'_>) -> PyResult<String> {
         let text = py.detach(|| TextEncoder::new().encode_to_string(&self.registry.gather()));
@@ -167,4 +200,10 @@ pub(crate) struct Lease {
     #[pyo3(get)]
     by_tier: BTreeMap<&'static str, usize>,
     held: Option<kvbm::Lease>,
+}
+
+impl Lease {
+    fn take(&mut self) -> PyResult<kvbm::Lease> {
+        self.held.take().ok_or_else(|| classes::InvalidError::new_err("the lease was used before"))
+    }
 }

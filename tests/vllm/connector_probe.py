@@ -17,6 +17,7 @@ def left(engine) -> dict:
         "loading": len(scheduler._loading),
         "saving": len(scheduler._saving),
         "ending": len(scheduler._ending),
+        "pinning": len(scheduler._pinning),
         "used_blocks": pool.num_gpu_blocks - pool.get_num_free_blocks(),
     }
 
@@ -169,12 +170,15 @@ def occupancy(engine) -> dict:
     return _connector(engine)._scheduler.manager.occupancy()
 
 
-def sleep(engine, prompts: list[list[int]] = (), steps: int = 0) -> None:
-    """Puts it to sleep after so many steps of `prompts`, which it takes back, and wakes it."""
-    begin(engine, prompts, steps)
-    engine.llm.sleep(level=1)
+def sleep(engine, prompts: list[list[int]] = (), steps: int = 0, mode: str = "abort") -> list[list[int]]:
+    """Puts it to sleep after so many steps of `prompts`, and wakes it. Returns what they said if they were kept."""
+    names = begin(engine, prompts, steps)
+    engine.llm.sleep(level=1, mode=mode)
     engine.llm.wake_up()
-    finish(engine)
+    if mode == "abort":
+        # The front end is not told.
+        engine.llm.llm_engine.abort_request(names, internal=True)
+    return finish(engine)
 
 
 def exchange_weights(engine, prompt: list[int]) -> None:
@@ -189,19 +193,141 @@ def _exchange(model) -> None:
     model.model.embed_tokens.weight.data.neg_()
 
 
-def begin(engine, prompts: list[list[int]], steps: int) -> None:
+def begin(engine, prompts: list[list[int]], steps: int) -> list[str]:
+    """Asks for prompts, and lets the engine take so many steps. Returns the requests' names."""
     from vllm import SamplingParams
 
-    greedy = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     asked = engine.llm.llm_engine
-    for number, prompt in enumerate(prompts):
+    names = [
         asked.add_request(f"begun {number}", {"prompt_token_ids": prompt}, greedy)
+        for number, prompt in enumerate(prompts)
+    ]
     for _ in range(steps):
         asked.step()
+    return names
 
 
-def finish(engine) -> None:
-    """Steps until every request has ended."""
-    asked = engine.llm.llm_engine
+def finish(engine) -> list[list[int]]:
+    """Steps until every request has ended. Returns what those that did so now have said."""
+    asked, ended = engine.llm.llm_engine, {}
     while asked.has_unfinished_requests():
-        asked.step()
+        ended |= {output.request_id: list(output.outputs[0].token_ids) for output in asked.step() if output.finished}
+    return [ended[name] for name in sorted(ended)]
+
+
+def ask(engine, prompt: list[int], params: dict | None = None, actions: list = (), wait: float = 0.0) -> dict:
+    """Asks for a prompt with `kv_transfer_params` and actions of `kv_hints`, and waits before its first step."""
+    import time
+
+    from vllm import SamplingParams
+    from vllm.v1.kv_hints.protocol import KvHintAction, KvHintsEnvelope
+
+    extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, **extra)
+    hints = KvHintsEnvelope("0.1", "m1", [KvHintAction(*action) for action in actions]) if actions else None
+    asked = engine.llm.llm_engine
+    asked.add_request("asked", {"prompt_token_ids": prompt}, greedy, kv_hints=hints)
+    time.sleep(wait)
+    waited = _matches(engine, engine.core.scheduler.waiting.peek_request().block_hashes)
+    while not (ended := [output for output in asked.step() if output.finished]):
+        pass
+    (output,) = ended
+    return {"said": list(output.outputs[0].token_ids), "params": output.kv_transfer_params, "waited": waited}
+
+
+def matches(engine, prompt: list[int]) -> dict:
+    """Leading blocks of a prompt by tier."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    request = Request("matched", prompt, SamplingParams(), None, block_hasher=engine.core.request_block_hasher)
+    return _matches(engine, request.block_hashes)
+
+
+def _matches(engine, hashes: list[bytes]) -> dict:
+    from kvbm_rs import Chain
+
+    return _connector(engine)._scheduler.manager.matches(Chain(hashes))
+
+
+class _Recorder:
+    """A manager that notes with which hints it is called."""
+
+    def __init__(self, manager):
+        self._manager = manager
+        self.noted = {"lease": [], "save_from": [], "finished": []}
+
+    def __getattr__(self, name):
+        call = getattr(self._manager, name)
+        if name not in self.noted:
+            return call
+
+        def noted(*args, **kwargs):
+            self.noted[name].append(kwargs.get("hints", kwargs.get("for_good")))
+            return call(*args, **kwargs)
+
+        return noted
+
+
+def record_hints(engine) -> None:
+    scheduler = _connector(engine)._scheduler
+    scheduler.manager = _Recorder(scheduler.manager)
+
+
+def recorded_hints(engine, expected: dict) -> dict:
+    """Whether each call was given these hints; of ends, whether they were for good."""
+    from kvbm_rs import Hints
+
+    noted = _connector(engine)._scheduler.manager.noted
+    return {name: sorted({given in (Hints(**expected), True) for given in calls}) for name, calls in noted.items()}
+
+
+def soak(engine, requests: int, seed: int) -> dict:
+    """Asks for so many prompts, some together, some again, some longer, and takes one of four back at any time.
+
+    Returns memory of this process in bytes as it went on, at rest: at the start, after each eighth of the requests.
+    """
+    import random
+
+    from vllm import SamplingParams
+
+    from engine import prompt
+
+    draw = random.Random(seed)
+    asked = engine.llm.llm_engine
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    memory, aborted, made = [], 0, 0
+    while made < requests:
+        names = {}
+        for _ in range(draw.randint(1, 5)):
+            number, blocks = draw.randrange(60), draw.randint(0, 8)
+            wanted = prompt(number, 32 * blocks + draw.randint(1, 31))
+            name = asked.add_request(f"soak {made}", {"prompt_token_ids": wanted}, greedy)
+            names[name or f"soak {made}"] = draw.randint(0, 6) if draw.random() < 0.25 else None
+            made += 1
+        steps = 0
+        while asked.has_unfinished_requests():
+            now = [name for name, at in names.items() if at == steps]
+            asked.abort_request(now, internal=True)
+            aborted += len(now)
+            asked.step()
+            steps += 1
+        if len(memory) <= 8 * made // requests:
+            engine.settle()
+            memory.append(_memory())
+    return {"memory": memory, "aborted": aborted, "left": left(engine)}
+
+
+def _memory() -> int:
+    """Resident bytes of this process, as far as they are its own: shared ones are files and tiers."""
+    import ctypes
+    import gc
+    import resource
+
+    gc.collect()
+    # What was freed goes back to the system.
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as counts:
+        _, resident, shared = [int(count) for count in counts.read().split()[:3]]
+    return (resident - shared) * resource.getpagesize()

@@ -44,4 +44,4 @@ def probe(engine: Engine, function: str, **arguments):
 def is_at_rest(engine: Engine) -> bool:
     """Whether nothing of a finished request is left: no state, no block of the engine's held, no slot lost."""
     engine.settle()
-    return probe(engine, "left") == {"requests": 0, "loading": 0, "saving": 0, "ending": 0, "used_blocks": 1}
+    return probe(engine, "left") == {"requests": 0, "loading": 0, "saving": 0, "ending": 0, "pinning": 0, "used_blocks": 1}

@@ -151,7 +151,7 @@ def test_requests_that_are_aborted_leave_nothing(model, said):
 
 @pytest.mark.slow
 def test_what_is_wrong_with_the_configuration_is_said(model):
-    with pytest.raises(EngineError, match=r"no 'setings'; valid: settings, weights, save_generated"):
+    with pytest.raises(EngineError, match=r"no 'setings'; valid: settings, weights, weights_never_change, save_generated"):
         Engine(model, **connector(host(64), setings={}))
     with pytest.raises(EngineError, match="host.capacity"):
         Engine(model, **connector({"host.capasity": "1GiB"}))

@@ -8,12 +8,16 @@ several each worker is a rank that copies its slice.
 |---|---|
 | `config` | what `kv_connector_extra_config` may say, and what the bytes of blocks depend on |
 | `tensors` | where the pieces of a block lie in the KV tensors |
+| `events` | what comes to the tiers and leaves them, as vLLM's KV events |
+| `hints` | what a request says of itself, and what it is answered |
 | `scheduler` | the scheduler's role: look-ups, loads, saves, and which blocks are held for them |
+| `stats` | the manager's metrics among vLLM's own |
 | `worker` | the worker's role: adopts tensors, passes on what has ended |
 """
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -22,12 +26,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.scheduler import Scheduler
+from kvbm_rs.vllm.connector.stats import PromMetrics, Stats
 from kvbm_rs.vllm.connector.worker import Worker
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# `MultiConnector` finds the class of its parts' statistics by their names alone.
+if "KvbmConnector" not in KVConnectorFactory._registry:
+    KVConnectorFactory.register_connector("KvbmConnector", __name__, "KvbmConnector")
 
 __all__ = ["KvbmConnector"]
 
@@ -58,12 +70,14 @@ class KvbmConnector(KVConnectorBase_V1):
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.bind(kv_cache_manager)
 
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.arrive(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return self._scheduler.look_up(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if num_external_tokens:
-            self._scheduler.load(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.load(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         return self._scheduler.sources(request, num_external_tokens)
@@ -74,16 +88,32 @@ class KvbmConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.stepped(connector_output.kv_connector_worker_meta)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        self._scheduler.finish(request, block_ids)
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # Blocks that are still to be saved are held one by one.
-        return False, None
+        return False, self._scheduler.finish(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.is_saving()
 
     def reset_cache(self) -> bool:
         return self._scheduler.reset()
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        # Workers are asked as well.
+        return self._scheduler.stats() if self._scheduler else None
+
+    # The front end's, which has metrics and logs.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> PromMetrics:
+        return PromMetrics(*arguments)
+
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        return self._scheduler.events()
 
     # The worker's role.
 

@@ -21,6 +21,7 @@ _JOIN = 300.0
 _VALID = {
     "settings": dict,
     "weights": str,
+    "weights_never_change": bool,
     "save_generated": bool,
 }
 
@@ -34,6 +35,7 @@ class Config:
       `DYN_KVBM_*` variables.
     - `weights`: names the weights, where the model's path or revision does not. Kept blocks of other weights are not
       found.
+    - `weights_never_change` (`false`): what is kept outlives a reset of vLLM's caches, such as for sleep.
     - `save_generated` (`true`): whether blocks of generated tokens are saved, and not prompts alone.
     """
 
@@ -52,11 +54,15 @@ class Config:
         self.world: int = parallel.tensor_parallel_size
         # With one worker in the scheduler's process, the manager copies itself.
         self.is_alone = self.world == 1 and parallel.distributed_executor_backend == "uni"
+        self.max_tokens: int = vllm_config.model_config.max_model_len
         self.layers = tuple(group.layer_names)
         self.slots: int = kv_cache_config.num_blocks
         self.block_tokens: int = group.kv_cache_spec.block_size
         self.block_bytes: int = group.kv_cache_spec.page_size_bytes * len(self.layers)
+        self.weights_never_change: bool = extra.get("weights_never_change", False)
         self.save_generated: bool = extra.get("save_generated", True)
+        events = vllm_config.kv_events_config
+        self.publishes = events is not None and events.enable_kv_cache_events
         self.settings = Settings.from_environment(
             {**extra.get("settings", {}), "block_bytes": self.block_bytes}
         )

@@ -8,15 +8,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
-from kvbm_rs import Chain, EngineMemory, Lease, Load, LoadEnd, Manager, Save
+from kvbm_rs import Chain, EngineMemory, Hints, Lease, Load, LoadEnd, Manager, Save
 from kvbm_rs.errors import KvbmError
 from kvbm_rs.vllm.connector.config import Config
+from kvbm_rs.vllm.connector.events import Publisher
+from kvbm_rs.vllm.connector.hints import Asked, Limits, asked_by
+from kvbm_rs.vllm.connector.stats import Reader, Stats
 from kvbm_rs.vllm.connector.worker import Ended, Stepped, adopted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
@@ -26,6 +31,10 @@ logger = logging.getLogger(__name__)
 # Seconds. An engine with nothing to do has time for the last blocks: memory takes them in milliseconds.
 _IDLE_WAIT = 0.05
 _CLOSE_WAIT = 5.0
+_RESET_WAIT = 1.0
+
+# One block of so many may be pinned: what is pinned makes no room.
+_MAX_PINNED_SHARE = 4
 
 # More blocks than any request has: of one that is not saved any more.
 _ALL = 1 << 62
@@ -39,6 +48,8 @@ class _Request:
 
     number: int
     request: "Request"
+    asked: Asked
+    hints: Hints | None
     chain: Chain = field(default_factory=Chain)
     # From a look-up, until its blocks are loaded.
     lease: Lease | None = None
@@ -51,10 +62,6 @@ class _Request:
     steps: deque[tuple[int, int]] = field(default_factory=deque)
     computed: int = 0
 
-    def extend(self) -> Chain:
-        """Its chain, with the blocks that have become full."""
-        self.chain.extend(self.request.block_hashes[len(self.chain) :])
-        return self.chain
 
 
 @dataclass
@@ -70,6 +77,7 @@ class _Loading:
 class _Saving:
     """A save, and the engine's blocks that must not be written before it has ended."""
 
+    number: int
     save: Save
     blocks: list["KVCacheBlock"]
 
@@ -81,6 +89,14 @@ class _Ending:
     request: _Request
     first: int
     blocks: list["KVCacheBlock"]
+
+
+@dataclass
+class _Pinning:
+    """A request that has ended and wants its chain to stay, once it is saved."""
+
+    known: _Request
+    blocks: int
 
 
 class Scheduler:
@@ -97,11 +113,19 @@ class Scheduler:
             fingerprint=config.fingerprint,
             ranks=ranks,
         )
+        self._reader = Reader(self.manager)
+        self._publisher = Publisher(self.manager, config.block_tokens) if config.publishes else None
         self._numbers = itertools.count(1)
         self._requests: dict[str, _Request] = {}
         self._loading: dict[str, _Loading] = {}
         self._saving: list[_Saving] = []
         self._ending: list[_Ending] = []
+        self._pinning: list[_Pinning] = []
+        # Until when so many blocks are pinned.
+        self._pinned: list[tuple[float, int]] = []
+        tiers = self.manager.occupancy()
+        self._limits = Limits(config.max_tokens, can_prefetch="host" in tiers and len(tiers) > 1)
+        self._max_pinned = min(slots for slots, _ in tiers.values()) // _MAX_PINNED_SHARE
         self._step = 0
         self._kv: KVCacheManager | None = None
         for tier, blocks in self.manager.recovered().items():
@@ -109,8 +133,25 @@ class Scheduler:
 
     def bind(self, kv_cache_manager: "KVCacheManager") -> None:
         self._kv = kv_cache_manager
+        # vLLM cannot empty its cache while blocks are held, and takes that for a defect where it has stopped all
+        # requests (sleep, weight updates). It says nothing before, so this is where saves are waited for.
+        reset = kv_cache_manager.reset_prefix_cache
+
+        def reset_when_saved() -> bool:
+            self._wait(_RESET_WAIT)
+            return reset()
+
+        kv_cache_manager.reset_prefix_cache = reset_when_saved
 
     # Look-ups and loads.
+
+    def arrive(self, request: "Request") -> None:
+        """A request waits for its turn."""
+        known = self._known(request)
+        if known.asked.prefetch:
+            lease = self.manager.lease(self._chain(known), request=known.number, hints=known.hints)
+            if lease.blocks > lease.by_tier.get("host", 0):
+                self.manager.prefetch(lease)
 
     def look_up(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
         """How many tokens the tiers have beyond those that the engine has.
@@ -120,7 +161,9 @@ class Scheduler:
         known = self._known(request)
         if known.has_failed:
             return 0, False
-        known.lease = self.manager.lease(known.extend(), request=known.number)
+        known.lease = self.manager.lease(self._chain(known), request=known.number, hints=known.hints)
+        if self._publisher:
+            self._publisher.find(known.chain)
         # The last token is always computed: it gives the next one.
         blocks = min(known.lease.blocks, (request.num_tokens - 1) // self._config.block_tokens)
         more = blocks * self._config.block_tokens - num_computed_tokens
@@ -136,6 +179,9 @@ class Scheduler:
             # The call after the load: it has been asked for already.
             return
         blocks = num_external_tokens // self._config.block_tokens
+        if not blocks:
+            # Another connector loads, or nobody does.
+            return
         end = min(lease.blocks, (request.num_tokens - 1) // self._config.block_tokens)
         first = end - blocks
         known.sources = self._split(lease.by_tier, first, end)
@@ -165,6 +211,10 @@ class Scheduler:
     def step(self, output: Any) -> Ended:
         """Begins a step: notes what it computes, and tells the workers which loads have ended."""
         self._step += 1
+        for name in output.preempted_req_ids or ():
+            if name in self._requests:
+                # Its blocks are not its own any more.
+                self._requests[name].steps.clear()
         new = output.scheduled_new_reqs
         cached = output.scheduled_cached_reqs
         before = {request.req_id: request.num_computed_tokens for request in new}
@@ -216,7 +266,8 @@ class Scheduler:
     def _advance(known: _Request, step: int) -> bool:
         has_ended = False
         while known.steps and known.steps[0][0] <= step:
-            known.computed = known.steps.popleft()[1]
+            # The engine takes back what it computed behind blocks that another connector could not load.
+            known.computed = min(known.steps.popleft()[1], known.request.num_computed_tokens)
             has_ended = True
         return has_ended
 
@@ -241,9 +292,9 @@ class Scheduler:
         if not blocks:
             return
         slots = [block.block_id for block in blocks]
-        save = self.manager.save_from(known.extend(), first, slots, request=known.number)
+        save = self.manager.save_from(self._chain(known), first, slots, request=known.number, hints=known.hints)
         self._kv.block_pool.touch(blocks)
-        self._saving.append(_Saving(save, blocks))
+        self._saving.append(_Saving(known.number, save, blocks))
 
     def _release(self) -> None:
         """Gives back the blocks of saves that have ended."""
@@ -255,6 +306,8 @@ class Scheduler:
             else:
                 still.append(saving)
         self._saving = still
+        if self._pinning:
+            self._pin()
 
     @staticmethod
     def _has_saved(saving: _Saving) -> bool:
@@ -273,22 +326,67 @@ class Scheduler:
     def is_saving(self) -> bool:
         return bool(self._saving or self._ending)
 
+    def events(self) -> "Iterable[KVCacheEvent]":
+        """What came to the tiers and left them since the last call."""
+        return self._publisher.take() if self._publisher else ()
+
+    def stats(self) -> Stats | None:
+        """What was counted since the last call, or `None` if it is not yet time."""
+        return self._reader.read(is_at_rest=not self._requests and not self.is_saving())
+
     # The end.
 
-    def finish(self, request: "Request", block_ids: list[int]) -> None:
-        """A request has ended; the step that computed its last blocks may not be known to have."""
+    def finish(self, request: "Request", block_ids: list[int]) -> dict[str, Any] | None:
+        """A request has ended; the step that computed its last blocks may not be known to have. Returns what it is
+        answered."""
         known = self._requests.pop(request.request_id, None)
         if known is None:
-            return
+            return None
         known.lease = None
         computed = known.steps[-1][1] if known.steps else known.computed
         full = min(self._full(known, computed), len(block_ids))
-        if full > known.saved:
+        # An error may be one of its blocks.
+        if full > known.saved and request.status != RequestStatus.FINISHED_ERROR:
             blocks = [self._kv.block_pool.blocks[block] for block in block_ids[known.saved : full]]
             blocks = _until_gone(blocks)
-            self._kv.block_pool.touch(blocks)
-            self._ending.append(_Ending(known, known.saved, blocks))
-        self.manager.finished(known.number, request.num_output_tokens)
+            if known.steps:
+                self._kv.block_pool.touch(blocks)
+                self._ending.append(_Ending(known, known.saved, blocks))
+            else:
+                self._start(known, known.saved, blocks)
+        self.manager.finished(known.number, request.num_output_tokens, for_good=known.asked.will_not_return)
+        if known.asked.pin_seconds:
+            self._ask_pin(known, full)
+        return known.asked.answers()
+
+    def _ask_pin(self, known: _Request, blocks: int) -> None:
+        now = time.monotonic()
+        self._pinned = [(until, pinned) for until, pinned in self._pinned if until > now]
+        pinned = sum(pinned for _, pinned in self._pinned)
+        room = self._max_pinned - pinned
+        if blocks > room:
+            known.asked.clip_pin(f"{max(room, 0)} of its {blocks} blocks: no more may be pinned at a time")
+            blocks = max(room, 0)
+        if blocks:
+            self._pinned.append((now + known.asked.pin_seconds, blocks))
+            self._pinning.append(_Pinning(known, blocks))
+            self._pin()
+
+    def _pin(self) -> None:
+        """Pins the chains of requests whose saves have ended."""
+        busy = {saving.number for saving in self._saving} | {ending.request.number for ending in self._ending}
+        still = []
+        for pinning in self._pinning:
+            known = pinning.known
+            if known.number in busy:
+                still.append(pinning)
+                continue
+            chain = Chain(known.request.block_hashes[: pinning.blocks])
+            try:
+                self.manager.pin(self.manager.lease(chain), known.asked.pin_seconds)
+            except KvbmError:
+                logger.exception("a request's blocks cannot be pinned")
+        self._pinning = still
 
     def _end(self, ending: _Ending, step: int) -> bool:
         known = ending.request
@@ -301,14 +399,18 @@ class Scheduler:
         return True
 
     def reset(self) -> bool:
-        """Forgets all: the weights may be others."""
+        """Forgets all, since the weights may be others; unless they never are."""
+        if self._config.weights_never_change:
+            return True
         self.manager.reset()
         # What was computed with the weights of before must not come into the new epoch.
         for known in self._requests.values():
-            known.saved = _ALL
+            begins_anew = known.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            known.saved = 0 if begins_anew else _ALL
         for ending in self._ending:
             self._kv.block_pool.free_blocks(reversed(ending.blocks))
         self._ending = []
+        self._pinning, self._pinned = [], []
         return True
 
     def shutdown(self) -> None:
@@ -316,10 +418,20 @@ class Scheduler:
         if not self.manager.close(_CLOSE_WAIT):
             logger.warning("copies are still under way that no medium ends")
 
+    def _chain(self, known: _Request) -> Chain:
+        """Its chain, with the blocks that have become full."""
+        first = len(known.chain)
+        known.chain.extend(known.request.block_hashes[first:])
+        if self._publisher and len(known.chain) > first:
+            self._publisher.note(known.request, known.chain, first)
+        return known.chain
+
     def _known(self, request: "Request") -> _Request:
         known = self._requests.get(request.request_id)
         if known is None:
-            known = self._requests[request.request_id] = _Request(next(self._numbers), request)
+            asked = asked_by(request, self._limits)
+            known = _Request(next(self._numbers), request, asked, asked.for_manager())
+            self._requests[request.request_id] = known
         return known
 
 

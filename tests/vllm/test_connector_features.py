@@ -1,0 +1,116 @@
+"""`KvbmConnector` beside what else an engine does: sleep, other weights, speculative decoding, other connectors."""
+
+import pytest
+from connectors import LENGTH, SERVED, connector, host, is_at_rest, probe
+from engine import BLOCK, TINY_BLOCK_BYTES, Engine, offloading, prompt
+
+
+@pytest.mark.slow
+def test_an_engine_sleeps_and_wakes(model, said):
+    with Engine(model, **connector(host(64))) as engine:
+        engine.generate(prompt(0, LENGTH))
+        # At once, while blocks are saved; and again with requests that it takes back.
+        probe(engine, "sleep")
+        cold = engine.generate(prompt(0, LENGTH))
+        assert (cold.said, cold.scheduled) == ([said[0]], LENGTH + 7), "the weights may be others"
+        asked = [prompt(number, LENGTH) for number in range(1, 4)]
+        for steps in range(1, 5):
+            assert probe(engine, "sleep", prompts=asked, steps=steps) == []
+            assert is_at_rest(engine)
+            assert probe(engine, "sleep", prompts=asked, steps=steps, mode="keep") == said[1:4]
+            assert is_at_rest(engine)
+        for number in range(4):
+            assert engine.generate(prompt(number, LENGTH)).said == [said[number]]
+        assert engine.reset()
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
+        assert is_at_rest(engine)
+
+
+@pytest.mark.slow
+def test_what_is_kept_outlives_sleep_where_weights_never_change(model, said):
+    with Engine(model, **connector(host(64), weights_never_change=True)) as engine:
+        engine.generate(prompt(0, LENGTH))
+        probe(engine, "sleep")
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
+
+
+@pytest.mark.slow
+def test_nothing_of_other_weights_is_served(model, said):
+    with Engine(model, **connector(host(64))) as engine:
+        assert engine.generate(prompt(0, LENGTH)).said == [said[0]]
+        # While a request is under way: what it computed with the weights of before must not be kept either.
+        probe(engine, "exchange_weights", prompt=prompt(1, LENGTH))
+        other = engine.generate(prompt(0, LENGTH))
+        assert other.said != [said[0]] and other.scheduled == LENGTH + 7
+        underway = engine.generate(prompt(1, LENGTH))
+        assert engine.reset()
+        warm = engine.generate(prompt(0, LENGTH), prompt(1, LENGTH))
+        assert warm.said == other.said + underway.said and underway.said != [said[1]]
+
+        # The first ones again: also they are new.
+        probe(engine, "exchange_weights", prompt=prompt(1, LENGTH))
+        again = engine.generate(prompt(0, LENGTH))
+        assert (again.said, again.scheduled) == ([said[0]], LENGTH + 7)
+        assert engine.reset()
+        warm = engine.generate(prompt(0, LENGTH), prompt(1, LENGTH))
+        assert warm.said == said[:2]
+        assert is_at_rest(engine)
+
+
+@pytest.mark.slow
+def test_tokens_that_were_guessed_are_kept_once_they_are_right(model):
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    # Prompts that repeat themselves, whose answers the proposer has something to guess from.
+    asked = [prompt(number, 40) * 5 for number in range(3)]
+    with Engine(model, dtype="float32") as engine:
+        said = engine.generate(*asked, tokens=3 * BLOCK).said
+    with Engine(model, **connector(host(256)), speculative_config=ngram) as engine:
+        assert engine.generate(*asked, tokens=3 * BLOCK).said == said
+        assert probe(engine, "metrics")["vllm:spec_decode_num_draft_tokens"][0][1] > 0
+        # The next turn goes on behind the answers: every block of them was kept, and is right.
+        turns = [begun + answer + prompt(9, 5) for begun, answer in zip(asked, said)]
+        assert engine.reset()
+        warm = engine.generate(*turns, tokens=BLOCK)
+        assert is_at_rest(engine)
+    with Engine(model, dtype="float32") as engine:
+        assert engine.generate(*turns, tokens=BLOCK).said == warm.said
+    kept = sum((len(begun) + len(answer) - 1) // BLOCK * BLOCK for begun, answer in zip(asked, said))
+    assert sum(warm.cached) == kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_it_serves_beside_another_connector(model, said, ours_first):
+    ours = connector(host(64))["kv_transfer_config"]
+    del ours["kv_load_failure_policy"]
+    theirs = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": offloading(64 * TINY_BLOCK_BYTES),
+    }
+    both = [ours, theirs] if ours_first else [theirs, ours]
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": both},
+    }
+    arguments = connector({}) | {"kv_transfer_config": multi}
+    with Engine(model, **arguments) as engine:
+        for _ in range(2):
+            for number in range(3):
+                assert engine.generate(prompt(number, LENGTH)).said == [said[number]]
+            assert engine.reset()
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
+        assert is_at_rest(engine)
+        # All that was computed is in ours, whoever loads.
+        counted = probe(engine, "metrics")
+        saved = [value for labels, value in counted["vllm:kvbm_transfer_blocks"] if labels["from"] == "device"]
+        assert saved == [3 * (LENGTH // BLOCK)]
+        # And is given where the other one has nothing.
+        assert engine.reset(connector=True)
+        cold = engine.generate(prompt(0, LENGTH))
+        assert (cold.said, cold.scheduled) == ([said[0]], LENGTH + 7)
