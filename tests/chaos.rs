@@ -170,6 +170,28 @@ fn a_copy_that_never_completes_is_overdue_and_nothing_else_is() {
     troubled.assert_heals(Kind::Never);
 }
 
+#[test]
+fn a_disk_that_is_left_alone_is_said_to_be_until_it_is_not() {
+    let troubled = Troubled::new("disk.write:eio@0s+1h", DiskBackend::Auto);
+    let route = [("from", "host"), ("to", "disk")];
+    let is_open = || metric(&troubled.registry, "kvbm_breaker_open", &route);
+    serve(&troubled.manager, &chain(1));
+    assert!(troubled.manager.drain(LIMIT).is_complete());
+    assert_eq!(is_open(), 0);
+    troubled.chaos.start();
+    let deadline = std::time::Instant::now() + LIMIT;
+    for n in (2..50).cycle() {
+        serve(&troubled.manager, &chain(n));
+        let _ = troubled.manager.drain(Duration::from_millis(20));
+        if is_open() == 1 {
+            break;
+        }
+        assert!(std::time::Instant::now() < deadline, "a disk that fails every write is used on and on");
+    }
+    troubled.assert_heals(Kind::Io);
+    assert_eq!(is_open(), 0);
+}
+
 /// What the scrubber reads is overdue like any copy, nothing is kept waiting for it, and scrubbing goes on.
 fn scrubs_on_after(fault: &str, kind: Kind) {
     let troubled =
@@ -181,8 +203,9 @@ fn scrubs_on_after(fault: &str, kind: Kind) {
             std::thread::sleep(Duration::from_millis(5));
         }
     };
-    let scrubbed =
-        || metric(&troubled.registry, "kvbm_scrubbed_blocks_total", &[("tier", "disk"), ("outcome", "sound")]);
+    let scrubbed = || {
+        metric(&troubled.registry, "kvbm_scrubbed_blocks_total", &[("tier", "disk"), ("outcome", "sound")])
+    };
     serve(&troubled.manager, &chain(1));
     serve(&troubled.manager, &chain(2));
     assert!(troubled.manager.drain(LIMIT).is_complete());

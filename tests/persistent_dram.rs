@@ -416,7 +416,11 @@ fn recovery_of_100_000_blocks() {
             let started = Instant::now();
             let blocks = open();
             println!("{block_bytes}: {:?} in all, {:?}", started.elapsed(), blocks.manager().recovered());
-            assert_eq!(blocks.get(&prompt(7), |_, slot| Ok::<_, Error>(assert_eq!(slot[0], 7))).unwrap(), 500);
+            let got = blocks.get(&prompt(7), |_, slot| {
+                assert_eq!(slot[0], 7);
+                Ok::<_, Error>(())
+            });
+            assert_eq!(got.unwrap(), 500);
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::global::Global;
 use crate::output;
 use crate::stop;
 
-/// Asks a process that serves its state (DYN_KVBM_METRICS=true) how much of a chain is in which tier, or what a request
+/// Asks a process that serves its state (`DYN_KVBM_METRICS=true`) how much of a chain is in which tier, or what a request
 /// found, and why the next block was not there.
 #[derive(Debug, Args)]
 pub(crate) struct WhyArgs {

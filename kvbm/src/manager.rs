@@ -530,6 +530,18 @@ impl Manager {
         self.observed.why(chain.into()).expect("the manager holds what is observed")
     }
 
+    /// What a request found when it asked last; `None`: it is not among those of late, or requests are not remembered
+    /// (they are from [`remember_requests`](Self::remember_requests) on).
+    pub fn why_of(&self, request: RequestId) -> Option<Why> {
+        self.observed.why_of(request)
+    }
+
+    /// Remembers what requests find from here on, the last 4,096 of them. Whoever is served does so anyway
+    /// (`metrics.enabled`).
+    pub fn remember_requests(&self) {
+        self.observed.remember_requests();
+    }
+
     /// Where it answers whoever asks; `None`: it is not to (`metrics.enabled`).
     pub fn serving_at(&self) -> Option<SocketAddr> {
         self.server.lock().as_ref().map(Server::address)

@@ -16,6 +16,11 @@ pub(crate) struct Listener(Infallible);
 /// There is none.
 pub(crate) struct Server(Infallible);
 
+/// As the server, which has something to end.
+impl Drop for Server {
+    fn drop(&mut self) {}
+}
+
 impl Listener {
     /// What was asked for and cannot be had is an error.
     pub(crate) fn bind(settings: &Settings) -> Result<Option<Self>> {
@@ -29,6 +34,7 @@ impl Listener {
 }
 
 impl Server {
+    #[expect(clippy::needless_pass_by_value, reason = "as the server takes them")]
     pub(crate) fn start(listener: Listener, _: Arc<Observed>, _: Registry) -> Result<Self> {
         match listener.0 {}
     }
