@@ -1,5 +1,6 @@
 """`KvbmConnector` tells what its tiers hold by vLLM's KV events: as a router hears them from the engine's publisher."""
 
+import tempfile
 from collections import defaultdict
 
 import msgspec
@@ -14,11 +15,12 @@ BLOCKS = LENGTH // BLOCK
 class Router:
     """What a router knows of an engine that it listens to from the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
         self.socket = zmq.Context.instance().socket(zmq.SUB)
         self.socket.setsockopt(zmq.SUBSCRIBE, b"")
-        # A publisher connects to an address that is not of all interfaces.
-        self.endpoint = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
+        # The engine binds it when it is there.
+        self.socket.connect(endpoint)
         self.held: dict[str, dict[int, list[int]]] = defaultdict(dict)
         self.events: list[dict] = []
 
@@ -58,9 +60,11 @@ class Router:
 
 @pytest.fixture
 def router():
-    listening = Router()
-    yield listening
-    listening.socket.close(0)
+    # The name of a socket is short: not below pytest's own directory.
+    with tempfile.TemporaryDirectory() as place:
+        listening = Router(f"ipc://{place}/events")
+        yield listening
+        listening.socket.close(0)
 
 
 def test_a_router_learns_what_the_tiers_hold(model, tmp_path, router):
