@@ -38,19 +38,8 @@ export RUST_LOG=${RUST_LOG:-off}
 
 cargo build --quiet --profile "$profile" --package kvbm-cli
 
-trace=${KVBM_TRACES:-../shared/traces}/conversation.jsonl.gz
-if [[ ! -e $trace ]]; then
-    trace=$scratch/made-up.jsonl
-    # Eighty conversations of a hundred turns, three requests a second; a turn adds a block of 512 tokens.
-    awk 'BEGIN {
-        for (turn = 1; turn <= 100; turn++) for (chat = 0; chat < 80; chat++) {
-            ids = chat % 5
-            for (block = 1; block < 8 + turn; block++) ids = ids ", " 1000 + 1000 * chat + block
-            printf "{\"timestamp\": %d, \"input_length\": %d, \"output_length\": 100, \"hash_ids\": [%s]}\n",
-                300 * n++, (8 + turn) * 512, ids
-        }
-    }' >"$trace"
-fi
+source tests/trace.sh
+trace=$(a_trace "$scratch")
 
 # Runs a replay and notes its result: a name, the most seconds that it may take, and its arguments.
 replay() {

@@ -9,17 +9,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kvbm::blocking::Blocks;
-use kvbm::{
-    BlockHash, Chain, EngineMemory, ErrorKind, Fence, Fingerprint, Hints, Manager, Options, RequestInfo,
-    SlotId, Tier,
-};
+use kvbm::{BlockHash, Chain, EngineMemory, ErrorKind, Fence, Hints, Manager, RequestInfo, SlotId, Tier};
 use kvbm_settings::{Capacity, Settings};
-use kvbm_tests::engine::{self, Served, serve_for};
+use kvbm_tests::engine::{Served, serve_for};
+use kvbm_tests::kept::{self, options, shm};
 use kvbm_tests::process::{Process, role, say};
 use kvbm_tests::rig::{hash, metric, number};
-use kvbm_tiers::Mount;
 use kvbm_tiers::sealed::SEAL_BYTES;
-use kvbm_tiers::testing::{Tensors, fill_pattern, has_pattern, skip};
+use kvbm_tiers::testing::{Tensors, fill_pattern, has_pattern};
 use prometheus::Registry;
 use tempfile::TempDir;
 
@@ -29,13 +26,6 @@ const LIMIT: Duration = Duration::from_secs(30);
 /// Tenants, by the number of their chains: all above one are nobody's.
 const ONE: u32 = 0;
 const OTHER: u32 = 1;
-
-/// A directory in memory.
-fn shm() -> Option<TempDir> {
-    let shm = Path::new("/dev/shm");
-    let found = Mount::of(shm).inspect_err(|error| skip("tmpfs", error)).ok();
-    found.map(|_| tempfile::Builder::new().prefix("kvbm-test-").tempdir_in(shm).unwrap())
-}
 
 fn key(number: u32, digits: &str) -> String {
     format!("{number}:{}", digits.repeat(4))
@@ -61,32 +51,16 @@ fn home() -> Option<TempDir> {
     Some(home)
 }
 
-/// Encrypted where there are keys, and with a disk tier where there is a directory for one.
+/// Encrypted where there are keys.
 fn settings(dir: &Path) -> Settings {
-    let mut settings = engine::settings(BLOCK as u64, 16, 48);
-    settings.host.persist = Some(dir.join("memory"));
-    settings.host.staging_blocks = 4;
-    settings.flush.interval_ms = 1;
+    let mut settings = kept::settings(dir, BLOCK as u64, 256);
     let keys = dir.join("keys");
     settings.encryption.key_file = keys.exists().then(|| keys.display().to_string());
-    if let Ok(disk) = fs::read_link(dir.join("disk")) {
-        settings.disk.capacity = Some(Capacity::Blocks(256));
-        settings.disk.dirs = vec![disk];
-        settings.disk.keep = true;
-    }
     settings
 }
 
-fn options(registry: &Registry) -> Options {
-    let fingerprint =
-        Fingerprint { model: "m".into(), weights: "w".into(), block_tokens: 16, ..Fingerprint::default() };
-    Options { fingerprint: Some(fingerprint), registry: registry.clone(), ..Options::default() }
-}
-
 fn open(dir: &Path) -> kvbm::Result<(Manager, Registry)> {
-    let (runtime, registry) =
-        (tokio::runtime::Builder::new_current_thread().build().unwrap(), Registry::new());
-    Ok((runtime.block_on(Manager::open(settings(dir), options(&registry)))?, registry))
+    kept::open(settings(dir))
 }
 
 fn chain(n: u32) -> Vec<BlockHash> {

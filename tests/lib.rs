@@ -1,9 +1,10 @@
 //! Tests of behaviour across crates: each file beside this one is a test target, but for [`rig`], [`parked`],
-//! [`engine`], [`fleet`], [`follower`] and [`process`], which the targets share.
+//! [`engine`], [`fleet`], [`follower`], [`kept`] and [`process`], which the targets share.
 
 pub mod engine;
 pub mod fleet;
 pub mod follower;
+pub mod kept;
 pub mod parked;
 pub mod process;
 pub mod rig;

@@ -33,6 +33,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
 source tests/expect.sh
+source tests/trace.sh
 
 skipped=()
 skip() {
@@ -89,20 +90,7 @@ elif $quick; then
     skip 'the replay that Prometheus watches (--quick)'
 else
     say 'a replay that Prometheus watches'
-    trace=${KVBM_TRACES:-../shared/traces}/conversation.jsonl.gz
-    if [[ ! -e $trace ]]; then
-        skip "$trace is not here (KVBM_TRACES says where traces are): the replay is of a made-up trace"
-        trace=$scratch/made-up.jsonl
-        # Eighty conversations of a hundred turns, three requests a second; a turn adds a block of 512 tokens.
-        awk 'BEGIN {
-            for (turn = 1; turn <= 100; turn++) for (chat = 0; chat < 80; chat++) {
-                ids = chat % 5
-                for (block = 1; block < 8 + turn; block++) ids = ids ", " 1000 + 1000 * chat + block
-                printf "{\"timestamp\": %d, \"input_length\": %d, \"output_length\": 100, \"hash_ids\": [%s]}\n",
-                    300 * n++, (8 + turn) * 512, ids
-            }
-        }' >"$trace"
-    fi
+    trace=$(a_trace "$scratch")
     mkdir "$scratch/live"
     status=0
     timeout 400 "$python" tests/observe/live.py "$kvbm" "$(realpath "$trace")" "$scratch/live" >"$scratch/live.json" || status=$?

@@ -9,55 +9,26 @@ use std::time::{Duration, Instant};
 use std::{env, thread};
 
 use kvbm::blocking::Blocks;
-use kvbm::{BlockHash, Chain, Error, ErrorKind, Fingerprint, Manager, Options, Tier};
-use kvbm_settings::{Capacity, Settings};
+use kvbm::{BlockHash, Chain, Error, ErrorKind, Manager, Tier};
+use kvbm_settings::Settings;
 use kvbm_tests::engine;
+use kvbm_tests::kept::{self, HOST, options, shm};
 use kvbm_tests::process::{Process, role, say};
 use kvbm_tests::rig::{hash, metric, number};
-use kvbm_tiers::testing::{fill_pattern, has_pattern, order, run, skip};
-use kvbm_tiers::{
-    DramOptions, DramRegion, Geometry, MemcpyBackend, Memory, Mount, PersistOptions, SlotId, SlotRef,
-};
+use kvbm_tiers::testing::{fill_pattern, has_pattern, order, run};
+use kvbm_tiers::{DramOptions, DramRegion, Geometry, MemcpyBackend, Memory, PersistOptions, SlotId, SlotRef};
 use prometheus::Registry;
-use tempfile::TempDir;
 
 const BLOCK: u64 = 64 << 10;
 const LIMIT: Duration = Duration::from_secs(30);
-/// Blocks of the host tier, and of a chain.
-const HOST: u64 = 48;
 const CHAIN: u32 = 8;
 
-/// A directory in memory.
-fn shm() -> Option<TempDir> {
-    let shm = Path::new("/dev/shm");
-    let found = Mount::of(shm).inspect_err(|error| skip("tmpfs", error)).ok();
-    found.map(|_| tempfile::Builder::new().prefix("kvbm-test-").tempdir_in(shm).unwrap())
-}
-
-/// Where there is a directory for a disk tier there is one.
 fn settings(dir: &Path) -> Settings {
-    let mut settings = engine::settings(BLOCK, 16, HOST);
-    settings.host.persist = Some(dir.join("memory"));
-    settings.host.staging_blocks = 4;
-    settings.flush.interval_ms = 1;
-    if let Ok(disk) = fs::read_link(dir.join("disk")) {
-        settings.disk.capacity = Some(Capacity::Blocks(64));
-        settings.disk.dirs = vec![disk];
-        settings.disk.keep = true;
-    }
-    settings
-}
-
-fn options(registry: &Registry) -> Options {
-    let fingerprint =
-        Fingerprint { model: "m".into(), weights: "w".into(), block_tokens: 16, ..Fingerprint::default() };
-    Options { fingerprint: Some(fingerprint), registry: registry.clone(), ..Options::default() }
+    kept::settings(dir, BLOCK, 64)
 }
 
 fn open(dir: &Path) -> kvbm::Result<(Manager, Registry)> {
-    let (runtime, registry) =
-        (tokio::runtime::Builder::new_current_thread().build().unwrap(), Registry::new());
-    Ok((runtime.block_on(Manager::open(settings(dir), options(&registry)))?, registry))
+    kept::open(settings(dir))
 }
 
 fn chain(n: u32) -> Vec<BlockHash> {

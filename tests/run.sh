@@ -63,20 +63,9 @@ else
 fi
 
 step 'a replay, end to end'
-trace=${KVBM_TRACES:-../shared/traces}/conversation.jsonl.gz
-if [[ ! -e $trace ]]; then
-    skip "$trace is not here (KVBM_TRACES says where traces are): the replay is of a made-up trace"
-    trace=$scratch/made-up.jsonl
-    # Thirty conversations of ten turns; a turn adds four blocks of 512 tokens to the one before.
-    awk 'BEGIN {
-        for (turn = 1; turn <= 10; turn++) for (chat = 0; chat < 30; chat++) {
-            ids = chat % 5
-            for (block = 1; block < 4 * turn; block++) ids = ids ", " 1000 + 100 * chat + block
-            printf "{\"timestamp\": %d, \"input_length\": %d, \"output_length\": 100, \"hash_ids\": [%s]}\n",
-                1000 * turn + chat, 4 * turn * 512, ids
-        }
-    }' >"$trace"
-fi
+source tests/trace.sh
+trace=$(a_trace "$scratch" 2>"$log")
+tee -a "$scratch/skipped" <"$log"
 cargo build --profile checked --quiet
 "$target/checked/kvbm" replay "$trace" --requests 300 --device-blocks 500 --host-blocks 1000 \
     --disk-blocks 10000 --disk-dir "$scratch/disk" --object "file://$scratch/objects" --json >"$scratch/replay.json"

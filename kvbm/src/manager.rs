@@ -567,7 +567,7 @@ impl Manager {
         let of_groups = self.checkpoints.managers().map(|group| group.close(left()).copies_left);
         let copies_left = copies_left + of_groups.sum::<u64>();
         // Last: until here it says that it is closed, and what is still to be waited for.
-        drop(self.server.lock().take());
+        *self.server.lock() = None;
         Closing { copies_left }
     }
 }
@@ -579,7 +579,7 @@ impl Drop for Manager {
             let _ = self.close(Duration::ZERO);
         } else {
             std::mem::forget(self.background.lock().take());
-            std::mem::forget(self.server.lock().take());
+            let _server = std::mem::ManuallyDrop::new(self.server.lock().take());
             self.durable.abandon();
         }
     }

@@ -11,7 +11,7 @@ use crate::sync::Mutex;
 use crate::table::{Match, Miss};
 
 /// So many are remembered: half a megabyte.
-const MAX_REQUESTS: usize = 4096;
+pub(crate) const MAX_REQUESTS: usize = 4096;
 
 /// What a request found when it leased its chain.
 #[derive(Clone, Copy, Debug)]

@@ -356,8 +356,7 @@ impl Core {
     }
 
     fn is_busy(&self, table: &Table) -> bool {
-        !self.batches.are_errands()
-            || [Tier::Disk, Tier::Object].into_iter().any(|tier| table.is_filling(tier))
+        self.batches.have_tasks() || [Tier::Disk, Tier::Object].into_iter().any(|tier| table.is_filling(tier))
     }
 
     fn drain_until(self: &Arc<Self>, deadline: Duration) {

@@ -246,9 +246,9 @@ impl Batches {
         self.in_flight.lock().batches.values().cloned().collect()
     }
 
-    /// Whether none is in flight that somebody asked for.
-    pub(super) fn are_errands(&self) -> bool {
-        self.in_flight.lock().batches.values().all(|batch| batch.errand.is_some())
+    /// Whether anything is in flight but errands.
+    pub(super) fn have_tasks(&self) -> bool {
+        self.in_flight.lock().batches.values().any(|batch| batch.errand.is_none())
     }
 }
 

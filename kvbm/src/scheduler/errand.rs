@@ -100,7 +100,7 @@ impl Core {
     fn errand_came_back(self: &Arc<Self>, batch: &Batch, purpose: Purpose, staging: Frame) {
         match purpose {
             // Too late to say anything of the block: it is pinned no longer, and looked at again in its turn.
-            Purpose::Scrub(scrubbed) => self.scrub_came_back(scrubbed),
+            Purpose::Scrub(scrubbed) => self.end_scrub(scrubbed, None),
             Purpose::Trial(dir) => self.trial_came_back(dir),
         }
         self.staging.lock().regain(staging);

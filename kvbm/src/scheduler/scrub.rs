@@ -171,11 +171,6 @@ impl Core {
         self.scrubbing.state.lock().is_reading = false;
     }
 
-    /// A read that was given up has ended, which says nothing of the block by now.
-    pub(super) fn scrub_came_back(self: &Arc<Self>, scrubbed: Scrubbed) {
-        self.end_scrub(scrubbed, None);
-    }
-
     fn scrubbed(self: &Arc<Self>, scrubbed: Scrubbed, defect: Option<Defect>) {
         let tier = scrubbed.slot.tier;
         self.metrics.scrubbed(tier, defect.is_none());
@@ -185,7 +180,7 @@ impl Core {
         self.end_scrub(scrubbed, defect);
     }
 
-    fn end_scrub(self: &Arc<Self>, scrubbed: Scrubbed, defect: Option<Defect>) {
+    pub(super) fn end_scrub(self: &Arc<Self>, scrubbed: Scrubbed, defect: Option<Defect>) {
         let mut table = self.table();
         table.scrubbed(scrubbed, defect);
         let effects = table.take_effects();

@@ -16,11 +16,6 @@ pub(crate) struct Listener(Infallible);
 /// There is none.
 pub(crate) struct Server(Infallible);
 
-/// As the server, which has something to end.
-impl Drop for Server {
-    fn drop(&mut self) {}
-}
-
 impl Listener {
     /// What was asked for and cannot be had is an error.
     pub(crate) fn bind(settings: &Settings) -> Result<Option<Self>> {

@@ -1,5 +1,6 @@
 //! Connections: how many, how long, how much of a request is read.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
@@ -7,7 +8,6 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
-use std::sync::Arc;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::{sleep, timeout};

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::token::Token;
 use crate::hash::{BlockHash, Chain};
+use crate::recent::MAX_REQUESTS;
 use crate::state::{Found, Observed, Why};
 
 /// What is shown.
@@ -191,7 +192,7 @@ async fn why(Shared(view): Shared<View>, query: AskedFor) -> Answer<impl IntoRes
         Asked { chain: None, request: Some(request) } => {
             view.observed.why_of(RequestId(request)).map(Json).ok_or_else(|| {
                 let error = format!(
-                    "request {request} is not among the last 4096 that named themselves: ask by its chain"
+                    "request {request} is not among the last {MAX_REQUESTS} that named themselves: ask by its chain"
                 );
                 Refused::new(StatusCode::NOT_FOUND, error)
             })
@@ -202,7 +203,7 @@ async fn why(Shared(view): Shared<View>, query: AskedFor) -> Answer<impl IntoRes
 
 /// Thirty-two digits as they are printed here, or more: the bytes of an engine's own hash.
 fn parse_hash(text: &str) -> Answer<BlockHash> {
-    /// Half the largest that anybody uses (SHA-512).
+    /// A SHA-512, the largest that engines use.
     const MAX_DIGITS: usize = 128;
     let wrong = || {
         let shown: String = text.chars().take(40).collect();
