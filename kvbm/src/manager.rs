@@ -119,7 +119,9 @@ impl Manager {
         let observed = settings.clone();
         let assembled = assemble::open(settings, options, engine.clone(), suffix).await?;
         assemble::export(&options.registry, &assembled.core)?;
-        let observed = Observed::new(&assembled.core, assembled.routes, observed, options.block_tokens);
+        let device = assembled.device.as_ref().map(|device| device.name());
+        let observed =
+            Observed::new(&assembled.core, assembled.routes, device, observed, options.block_tokens);
         let pinned = Arc::new(PinnedChains::default());
         let background = Background::start(&assembled.core, &pinned)?;
         Ok(Self {

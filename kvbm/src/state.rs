@@ -32,6 +32,8 @@ pub struct State {
     pub block_tokens: u64,
     /// Under which names blocks are known.
     pub namespace: NamespaceState,
+    /// As [`Manager::device`](crate::Manager::device).
+    pub device: Option<&'static str>,
     /// Those that there are, from the fastest on.
     pub tiers: Vec<TierState>,
     /// Those that there are.
@@ -199,6 +201,7 @@ fn as_hex<S: Serializer>(hash: &BlockHash, serializer: S) -> Result<S::Ok, S::Er
 pub(crate) struct Observed {
     core: Weak<Core>,
     routes: Vec<RouteReport>,
+    device: Option<&'static str>,
     settings: Settings,
     block_tokens: u64,
     opened: Instant,
@@ -208,10 +211,11 @@ impl Observed {
     pub(crate) fn new(
         core: &Arc<Core>,
         routes: Vec<RouteReport>,
+        device: Option<&'static str>,
         settings: Settings,
         block_tokens: u64,
     ) -> Self {
-        Self { core: Arc::downgrade(core), routes, settings, block_tokens, opened: clock::now() }
+        Self { core: Arc::downgrade(core), routes, device, settings, block_tokens, opened: clock::now() }
     }
 
     pub(crate) fn routes(&self) -> &[RouteReport] {
@@ -228,6 +232,7 @@ impl Observed {
             block_bytes: self.settings.block_bytes.unwrap_or_default(),
             block_tokens: self.block_tokens,
             namespace: NamespaceState { epoch },
+            device: self.device,
             tiers: tiers(&core).map(|tier| tier_state(&core, tier, &counted)).collect(),
             routes: self.routes.iter().map(|route| route_state(&core, route)).collect(),
             lookups: LookupCounts {

@@ -119,6 +119,7 @@ class Made:
             "uptime_s": self.at,
             "block_bytes": BLOCK_BYTES,
             "block_tokens": BLOCK_TOKENS,
+            "device": "cuda",
             "namespace": {"epoch": 0},
             "tiers": tiers,
             "routes": routes,

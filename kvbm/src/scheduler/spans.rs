@@ -1,7 +1,7 @@
 //! Spans of `tracing`: what a request's transfers take, from the plan to the landing.
 //!
 //! A span is `match`, or the class of a transfer (`load`, `save`, `flush`, `prefetch`), at the level DEBUG. Where nobody
-//! listens that is one comparison for each request.
+//! listens none is made.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;

@@ -8,6 +8,7 @@ const TIERS = {
   disk: { title: "Disk", words: "local drives" },
   object: { title: "Object store", words: "a bucket that machines can share" },
 };
+const EMULATED = "main memory that stands in for a GPU’s";
 const REASONS = {
   never_seen: "new: no earlier prompt that is remembered had it",
   evicted: "was here, and made room for others",
@@ -173,17 +174,18 @@ function showTiers(state) {
   const names = state.tiers.map((one) => one.tier);
   if (list.dataset.tiers !== names.join()) {
     list.dataset.tiers = names.join();
-    list.replaceChildren(...names.map(makeTier));
+    list.replaceChildren(...names.map((name) => makeTier(name, state.device)));
   }
   state.tiers.forEach((tier, index) => updateTier(list.children[index], tier, state));
 }
 
-function makeTier(name) {
+function makeTier(name, device) {
+  const words = name === "device" && device === "emulated" ? EMULATED : TIERS[name]?.words ?? "";
   const bar = make("div", { class: "bar", role: "meter", "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": `${title(name)}: how full` },
     make("i", { class: "clean" }), make("i", { class: "dirty" }), make("i", { class: "lost" }));
   return make("li", { "data-tier": name },
     make("div", { class: "tier-head" }, make("h3", {}, title(name)),
-      make("span", { class: "quiet" }, TIERS[name]?.words ?? ""), make("b")),
+      make("span", { class: "quiet" }, words), make("b")),
     bar, make("div", { class: "facts" }));
 }
 

@@ -63,7 +63,6 @@ class _Request:
     computed: int = 0
 
 
-
 @dataclass
 class _Loading:
     load: Load
