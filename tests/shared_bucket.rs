@@ -88,7 +88,10 @@ fn eventually(otherwise: &str, reached: impl Fn() -> bool) {
 #[test]
 fn process() {
     let Some((_, bucket)) = process::role() else { return };
-    let manager = worker(&bucket);
+    let mut settings = settings(&bucket);
+    // It looks for nothing: what it found of another's it would rely on, and that would stay when the other goes.
+    settings.object.discover_ms = 3_600_000;
+    let manager = open(settings, Some(fingerprint("one", 0)));
     fill(&manager, 0..CHAINS);
     process::say("filled");
     for line in std::io::stdin().lines() {
