@@ -24,6 +24,9 @@ const BATCH: u32 = 64;
 const IN_FLIGHT: usize = 4;
 /// Larger than the processor's caches, together with where it is copied to.
 const WORKING_SET: usize = 256 << 20;
+/// How often a turn copies all of it.
+const PASSES: usize = 4;
+const TURNS: usize = 25;
 /// As `transfer.copy_threads`.
 const THREADS: usize = 2;
 const SAVE: Route = (Tier::Device, Tier::Host);
@@ -46,30 +49,42 @@ fn main() {
     );
 }
 
-/// Blocks of `block_bytes`, in one process and in slices.
+/// Blocks of `block_bytes`, in one process and in slices, in turns: what else uses the machine's memory changes within
+/// less than a second. The median of the turns' ratios, and their quartiles.
 fn throughput(block_bytes: usize) -> String {
     let slots = (WORKING_SET / block_bytes) as u32;
-    let rounds = 8;
-    let bytes = (rounds * WORKING_SET) as f64;
-    let rate = |backend: &Arc<dyn Backend>| {
-        let batches = slots.div_ceil(BATCH) as usize;
-        run(backend, batches, slots, IN_FLIGHT);
-        let started = Instant::now();
-        run(backend, rounds * batches, slots, IN_FLIGHT);
-        bytes / started.elapsed().as_secs_f64() / 1e9
-    };
     let one: Arc<dyn Backend> = Arc::new(memcpy(slots, block_bytes));
-    let one_before = rate(&one);
     let ranks = Ranks::start_with(slots, block_bytes / usize::from(WORLD));
-    let all = rate(&ranks.leader);
-    drop(ranks);
-    // The machine may have become slower or faster meanwhile.
-    let one = one_before.midpoint(rate(&one));
+    let batches = slots.div_ceil(BATCH) as usize;
+    let rate = |backend: &Arc<dyn Backend>| {
+        let started = Instant::now();
+        run(backend, PASSES * batches, slots, IN_FLIGHT);
+        (PASSES * WORKING_SET) as f64 / started.elapsed().as_secs_f64() / 1e9
+    };
+    let turn = |number: usize| {
+        if number.is_multiple_of(2) {
+            let one = rate(&one);
+            (one, rate(&ranks.leader))
+        } else {
+            let all = rate(&ranks.leader);
+            (rate(&one), all)
+        }
+    };
+    turn(0);
+    let turns: Vec<_> = (0..TURNS).map(turn).collect();
+    let [_, one, _] = quartiles(turns.iter().map(|&(one, _)| one));
+    let [_, all, _] = quartiles(turns.iter().map(|&(_, all)| all));
+    let [lower, ratio, upper] = quartiles(turns.iter().map(|&(one, all)| all / one));
     format!(
         "{{\"block_bytes\": {block_bytes}, \"one_process_gb_s\": {one:.2}, \"ranks_gb_s\": {all:.2}, \
-         \"ratio\": {:.2}}}",
-        all / one
+         \"ratio\": {ratio:.2}, \"quartiles\": [{lower:.2}, {upper:.2}]}}"
     )
+}
+
+fn quartiles(values: impl Iterator<Item = f64>) -> [f64; 3] {
+    let mut sorted: Vec<_> = values.collect();
+    sorted.sort_unstable_by(f64::total_cmp);
+    [1, 2, 3].map(|quarter| sorted[(sorted.len() - 1) * quarter / 4])
 }
 
 /// A leader and its ranks, which are processes.
