@@ -71,8 +71,8 @@ impl HybridLease {
     /// Positions of the blocks that a cache group has for the engine: the first, and the one behind the last.
     fn wanted(&self, group: u8) -> PyResult<(usize, usize)> {
         let wanted = self.held.as_ref().ok_or_else(used_before)?.wanted(group);
-        let wanted =
-            wanted.ok_or_else(|| classes::InvalidError::new_err(format!("there is no cache group {group}")))?;
+        let wanted = wanted
+            .ok_or_else(|| classes::InvalidError::new_err(format!("there is no cache group {group}")))?;
         Ok((wanted.start, wanted.end))
     }
 }

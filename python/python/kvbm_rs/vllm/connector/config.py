@@ -75,10 +75,8 @@ class Config:
         self.weights_never_change: bool = extra.get("weights_never_change", False)
         self.save_generated: bool = extra.get("save_generated", True)
         self.layerwise: bool = extra.get("layerwise", False)
-        if self.layerwise and (self.is_hybrid or not self.is_alone):
-            raise InvalidError(
-                "kv_connector_extra_config: layerwise is for one cache group and one worker in the engine's process: leave it out"
-            )
+        if self.layerwise:
+            _check_layerwise(self, vllm_config)
         events = vllm_config.kv_events_config
         self.publishes = events is not None and events.enable_kv_cache_events
         self.settings = Settings.from_environment(
@@ -137,6 +135,17 @@ def _window(spec: "KVCacheGroupSpec") -> int:
         "of several cache groups KvbmConnector keeps full attention and sliding windows, and not "
         f"{type(kept).__name__}{draft}: use KvbmTier"
     )
+
+
+def _check_layerwise(config: Config, vllm_config: "VllmConfig") -> None:
+    if config.is_hybrid or not config.is_alone:
+        wanted = "is for one cache group and one worker in the engine's process: leave it out"
+    elif vllm_config.scheduler_config.async_scheduling:
+        # A step that uses what did not come would be under way before it is known.
+        wanted = "is for steps that follow each other: set async_scheduling to false (--no-async-scheduling)"
+    else:
+        return
+    raise InvalidError(f"kv_connector_extra_config: layerwise {wanted}")
 
 
 def _fingerprint(vllm_config: "VllmConfig", config: Config, weights: str | None) -> dict[str, Any]:
