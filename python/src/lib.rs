@@ -9,6 +9,7 @@
 //! | `events` | what comes to the tiers and leaves them |
 //! | `fingerprint` | what the bytes of blocks depend on, from dictionaries |
 //! | `hints` | what an engine knows of a request besides its tokens |
+//! | `hybrid` | models of several cache groups |
 //! | `manager` | the manager, and leases |
 //! | `memory` | an engine's KV tensors, adopted |
 //! | `policy` | our eviction for engines that keep a cache of their own |
@@ -32,6 +33,7 @@ mod errors;
 mod events;
 mod fingerprint;
 mod hints;
+mod hybrid;
 mod manager;
 mod memory;
 mod policy;
@@ -53,6 +55,12 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<chain::Chain>()?;
     module.add_class::<events::Events>()?;
     module.add_class::<hints::Hints>()?;
+    module.add_class::<hybrid::CacheGroup>()?;
+    module.add_class::<hybrid::HybridLease>()?;
+    module.add_class::<hybrid::HybridLoad>()?;
+    module.add_class::<hybrid::HybridLoadEnd>()?;
+    module.add_class::<hybrid::HybridSave>()?;
+    module.add_class::<hybrid::HybridSaveEnd>()?;
     module.add_class::<manager::Manager>()?;
     module.add_class::<manager::Lease>()?;
     module.add_class::<memory::EngineMemory>()?;

@@ -14,6 +14,7 @@ use crate::errors::{classes, of_manager};
 use crate::events::Events;
 use crate::fingerprint::fingerprint;
 use crate::hints::{Hints, request_info};
+use crate::hybrid::{self, CacheGroup, HybridLease, HybridLoad, HybridSave, Named};
 use crate::memory::EngineMemory;
 use crate::settings::Settings;
 use crate::stats::{Samples, samples};
@@ -29,6 +30,9 @@ use crate::transfer::{Load, READY, Save, duration};
 ///         found again after a restart.
 ///     ranks: `(directory, world, seconds)` for the leader of so many ranks: where they meet, and how long it waits for
 ///         them.
+///     groups: of a hybrid model, its layers that do not keep every block; `memory` is of those that do. They are numbered
+///         from 1 on. Its blocks are for `lease_hybrid`, `load_hybrid` and `save_hybrid`; the other calls are about full
+///         attention, but for `reset`, `drain` and `close`.
 ///
 /// Opening takes memory and files, and blocks meanwhile.
 #[pyclass(module = "kvbm_rs", frozen)]
@@ -41,7 +45,7 @@ pub(crate) struct Manager {
 #[pymethods]
 impl Manager {
     #[new]
-    #[pyo3(signature = (settings, memory, *, block_tokens, fingerprint=None, ranks=None))]
+    #[pyo3(signature = (settings, memory, *, block_tokens, fingerprint=None, ranks=None, groups=Vec::new()))]
     fn new(
         py: Python<'_>,
         settings: &Settings,
@@ -49,6 +53,7 @@ impl Manager {
         block_tokens: u64,
         fingerprint: Option<&Bound<'_, PyDict>>,
         ranks: Option<(PathBuf, u16, f64)>,
+        groups: Vec<Bound<'_, CacheGroup>>,
     ) -> PyResult<Self> {
         let registry = Registry::new();
         let options = Options {
@@ -58,9 +63,16 @@ impl Manager {
             ranks: ranks.map(|(dir, world, seconds)| RankGroup { dir, world, limit: duration(seconds) }),
             ..Options::default()
         };
-        let (settings, memory) = (settings.plain(), memory.0.clone());
+        let (settings, memory, groups) = (settings.plain(), memory.0.clone(), hybrid::plain(&groups));
         let runtime = tokio::runtime::Builder::new_current_thread().build()?;
-        let opened = py.detach(|| runtime.block_on(kvbm::Manager::open_with(settings, options, memory)));
+        let opened = py.detach(|| {
+            // Only with groups do its metrics say of which they are.
+            if groups.is_empty() {
+                runtime.block_on(kvbm::Manager::open_with(settings, options, memory))
+            } else {
+                runtime.block_on(kvbm::Manager::open_hybrid(settings, options, memory, groups))
+            }
+        });
         let manager = Arc::new(opened.map_err(|error| of_manager(&error))?);
         Ok(Self { manager, registry })
     }
@@ -79,6 +91,22 @@ impl Manager {
         let held = lease.held();
         let by_tier = held.plan().map(|(tier, blocks)| (tier.name(), blocks.len())).collect();
         Lease { blocks: held.worth_loading(), by_tier, held: Some(lease) }
+    }
+
+    /// Pins the leading blocks of `chain`, the first `most` at most, that all cache groups can give back, and counts as their
+    /// use by `request`.
+    #[pyo3(signature = (chain, *, most=None, request=None, hints=None))]
+    fn lease_hybrid(
+        &self,
+        py: Python<'_>,
+        chain: &Chain,
+        most: Option<usize>,
+        request: Option<u64>,
+        hints: Option<&Bound<'_, Hints>>,
+    ) -> HybridLease {
+        let info = request_info(request, hints.map(Bound::get));
+        let chain = &chain.0[..most.map_or(chain.0.len(), |most| most.min(chain.0.len()))];
+        HybridLease::new(py.detach(|| self.manager.lease_hybrid(info, chain)))
     }
 
     /// How many leading blocks of `chain` each tier holds, without counting as their use.
@@ -129,6 +157,40 @@ impl Manager {
         let slots: Vec<_> = slots.into_iter().map(SlotId).collect();
         let end = first.saturating_add(slots.len()).min(chain.0.len());
         Save(py.detach(|| self.manager.save_from(info, &chain.0[..end], first, &slots, READY)))
+    }
+
+    /// Copies what `lease` holds into an engine's slots, which nobody else may use until it has ended. `slots` has of each
+    /// cache group its number, the position of the first block and a slot for each from there to the lease's last one:
+    /// `HybridLease.wanted` says from where on, or later. The lease is used up.
+    fn load_hybrid(
+        &self,
+        py: Python<'_>,
+        lease: &mut HybridLease,
+        slots: Vec<hybrid::Slots>,
+    ) -> PyResult<HybridLoad> {
+        let (taken, named) = (lease.take()?, Named::new(slots));
+        Ok(HybridLoad(py.detach(|| self.manager.load_hybrid(taken, &named.slots(), &READY))))
+    }
+
+    /// Copies what a request has computed of `chain` out of `slots`, which must not change until it has ended: of full
+    /// attention the blocks, of the other cache groups checkpoints. `slots` has of each group its number, the position of
+    /// the first block and a slot for each from there on. With `is_end` a prompt or a turn ends with the last one of group 0.
+    #[pyo3(signature = (chain, slots, *, is_end=false, request=None, hints=None))]
+    fn save_hybrid(
+        &self,
+        py: Python<'_>,
+        chain: &Chain,
+        slots: Vec<hybrid::Slots>,
+        is_end: bool,
+        request: Option<u64>,
+        hints: Option<&Bound<'_, Hints>>,
+    ) -> HybridSave {
+        let info = request_info(request, hints.map(Bound::get));
+        let named = Named::new(slots);
+        let slots = named.slots();
+        let chain = &chain.0[..named.end_of_full().min(chain.0.len())];
+        let save = kvbm::HybridSave { info, chain, slots: &slots, is_end, ready: READY };
+        HybridSave(py.detach(|| self.manager.save_hybrid(&save)))
     }
 
     /// Says that a request has ended, and how many tokens it generated: policies learn from it. With `for_good`, that

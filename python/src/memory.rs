@@ -48,4 +48,11 @@ impl EngineMemory {
     fn in_ranks(slots: u32, layers: u16) -> PyResult<Self> {
         kvbm::EngineMemory::in_ranks(slots, layers).map(Self).map_err(|error| of_manager(&error))
     }
+
+    /// For the leader of ranks, each of which brings its slice of `slots` slots of a `CacheGroup`, of `block_bytes` bytes.
+    #[staticmethod]
+    fn group_in_ranks(slots: u32, layers: u16, block_bytes: u64) -> PyResult<Self> {
+        let memory = kvbm::EngineMemory::group_in_ranks(slots, layers, block_bytes);
+        memory.map(Self).map_err(|error| of_manager(&error))
+    }
 }

@@ -8,6 +8,7 @@ use pyo3::types::PyDict;
 
 use crate::errors::of_manager;
 use crate::fingerprint::fingerprint;
+use crate::hybrid::{self, CacheGroup};
 use crate::memory::EngineMemory;
 use crate::settings::Settings;
 use crate::transfer::duration;
@@ -21,6 +22,7 @@ use crate::transfer::duration;
 ///     group: `(directory, world, seconds)`: where leader and ranks meet, how many ranks there are, how long it waits.
 ///     rank: its number, from 0.
 ///     fingerprint: the leader's.
+///     groups: the leader's, each with this rank's KV tensors.
 ///
 /// Blocks until the leader is there. Dropping it ends its service.
 #[pyclass(module = "kvbm_rs", frozen)]
@@ -33,7 +35,7 @@ pub(crate) struct Rank {
 #[pymethods]
 impl Rank {
     #[new]
-    #[pyo3(signature = (settings, memory, *, group, rank, fingerprint=None))]
+    #[pyo3(signature = (settings, memory, *, group, rank, fingerprint=None, groups=Vec::new()))]
     fn new(
         py: Python<'_>,
         settings: &Settings,
@@ -41,13 +43,20 @@ impl Rank {
         group: (PathBuf, u16, f64),
         rank: u16,
         fingerprint: Option<&Bound<'_, PyDict>>,
+        groups: Vec<Bound<'_, CacheGroup>>,
     ) -> PyResult<Self> {
         let (dir, world, seconds) = group;
         let group = RankGroup { dir, world, limit: duration(seconds) };
         let fingerprint = fingerprint.map(self::fingerprint).transpose()?;
         let options = RankOptions { group, rank, fingerprint, chaos: None };
-        let (settings, memory) = (settings.plain(), memory.0.clone());
-        let joined = py.detach(|| kvbm::Rank::join_with(&settings, options, &memory));
+        let (settings, memory, groups) = (settings.plain(), memory.0.clone(), hybrid::plain(&groups));
+        let joined = py.detach(|| {
+            if groups.is_empty() {
+                kvbm::Rank::join_with(&settings, options, &memory)
+            } else {
+                kvbm::Rank::join_hybrid(&settings, &options, &memory, groups)
+            }
+        });
         joined.map(|rank| Self { rank }).map_err(|error| of_manager(&error))
     }
 }

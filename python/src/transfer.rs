@@ -118,7 +118,7 @@ impl SaveEnd {
 /// What the engine's work on the slots must come before: work on the CPU has ended when the engine says so.
 pub(crate) const READY: Fence = Fence::Done;
 
-fn ended<T, E>(answer: Option<kvbm::Result<T>>, end: impl FnOnce(T) -> E) -> PyResult<Option<E>> {
+pub(crate) fn ended<T, E>(answer: Option<kvbm::Result<T>>, end: impl FnOnce(T) -> E) -> PyResult<Option<E>> {
     answer.transpose().map(|answer| answer.map(end)).map_err(|error| of_manager(&error))
 }
 

@@ -57,7 +57,7 @@ def spoil_next_load(engine) -> None:
 
     def spoiled(told):
         if told.loaded:
-            for tensor in worker._tensors:
+            for tensor in worker._tensors[0]:
                 tensor.mul_(-3)
         begin(told)
 
@@ -99,7 +99,7 @@ def load_times(engine, prompt: list[int], rounds: int) -> dict:
     block = engine.core.scheduler.cache_config.block_size
     blocks = len(prompt) // block
     hashes = _hashes(engine, prompt)
-    tensors = _worker()._tensors
+    (tensors,) = _worker()._tensors
     slots = list(range(1, blocks + 1))
     # The blocks of a layer lie one after the other: a run each, as few calls as there can be.
     run = blocks * tensors[0][1].numel() * tensors[0].element_size()
@@ -256,7 +256,7 @@ class _Recorder:
 
     def __init__(self, manager):
         self._manager = manager
-        self.noted = {"lease": [], "save_from": [], "finished": []}
+        self.noted = {"lease_hybrid": [], "save_hybrid": [], "finished": []}
 
     def __getattr__(self, name):
         call = getattr(self._manager, name)
@@ -333,3 +333,46 @@ def _memory() -> int:
     with open("/proc/self/statm") as counts:
         _, resident, shared = [int(count) for count in counts.read().split()[:3]]
     return (resident - shared) * resource.getpagesize()
+
+
+def groups(engine) -> list[dict]:
+    """The cache groups that the connector keeps, that of full attention first."""
+    return [{"index": group.index, "window": group.window} for group in _connector(engine)._scheduler._config.groups]
+
+
+def saved_by_group(engine) -> dict:
+    """Blocks that came to the host tier from the engine, by cache group."""
+    samples = {name: values for name, _, _, values in _connector(engine)._scheduler.manager.samples()}
+    saved = samples["kvbm_transfer_blocks_total"]
+    return {labels["group"]: int(value) for labels, value in saved if labels["from"] == "device"}
+
+
+def watch_layers(engine) -> None:
+    """From here on notes each layer that is waited for, and how many layers were there before and after."""
+    worker = _worker()
+    engine.layer_waits = []
+    wait = type(worker).wait_for_layer
+
+    def arrived(load) -> int:
+        layers = len(worker._layers)
+        return next(number for number in range(layers, -1, -1) if load._load.wait_layers(number, 0.0))
+
+    def noted(name):
+        before = [arrived(load) for load in worker._layered]
+        wait(worker, name)
+        for load, there in zip(worker._layered, before):
+            engine.layer_waits.append({"layer": worker._layers[name], "before": there, "after": arrived(load)})
+
+    worker.wait_for_layer = noted
+
+
+def layer_waits(engine) -> list[dict]:
+    return engine.layer_waits
+
+
+def abort_first_of_two(engine, prompt: list[int], steps: int) -> list[int]:
+    """Asks twice for `prompt`, takes so many steps, and takes the first one back. Returns what the second one says."""
+    first, _ = begin(engine, [prompt, prompt], steps)
+    engine.llm.llm_engine.abort_request([first], internal=True)
+    (said,) = finish(engine)
+    return said

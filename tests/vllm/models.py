@@ -1,14 +1,15 @@
 """Models with random weights, small enough for an engine on a CPU, and a tokenizer of bytes.
 
-    python tests/vllm/models.py DIRECTORY [--shape tiny|bench]
+    python tests/vllm/models.py DIRECTORY [--shape tiny|hybrid|bench]
 """
 
 import argparse
 import json
 from pathlib import Path
 
-# What a shape changes in the configuration of a Llama. `tiny` has weights of numbers wide apart, in float32: a wrong byte of KV
-# changes its tokens, and the size of chunks does not. `bench` is large enough for times to mean something; an engine fills in
+# What a shape changes in the configuration of a Llama, or of a Gemma 3, which is told by its `layer_types`. `tiny` and `hybrid`
+# have weights of numbers wide apart, in float32: a wrong byte of KV changes their tokens, and the size of chunks does not. Four
+# layers of `hybrid` look back over 128 tokens only: vLLM keeps them as two cache groups beside that of the others. `bench` is large enough for times to mean something; an engine fills in
 # its weights (`load_format="dummy"`).
 SHAPES = {
     "tiny": {
@@ -17,6 +18,18 @@ SHAPES = {
         "num_hidden_layers": 4,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
+        "torch_dtype": "float32",
+    },
+    "hybrid": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
         "torch_dtype": "float32",
     },
     "bench": {
@@ -43,9 +56,11 @@ def make(directory: Path, shape: str = "tiny") -> Path:
 
 def write_model(directory: Path, shape: str) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
+    is_hybrid = "layer_types" in SHAPES[shape]
+    kind, model = (Gemma3TextConfig, Gemma3ForCausalLM) if is_hybrid else (LlamaConfig, LlamaForCausalLM)
+    config = kind(
         vocab_size=VOCABULARY,
         max_position_embeddings=8192,
         bos_token_id=0,
@@ -53,14 +68,14 @@ def write_model(directory: Path, shape: str) -> None:
         pad_token_id=2,
         tie_word_embeddings=False,
         initializer_range=0.4,
-        architectures=["LlamaForCausalLM"],
+        architectures=[model.__name__],
         **SHAPES[shape],
     )
     if shape == "bench":
         config.save_pretrained(directory)
         return
     torch.manual_seed(20)
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    model(config).to(torch.float32).save_pretrained(directory)
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -40,7 +40,7 @@ def test_hints_reach_the_manager_and_are_answered(model, said, tmp_path):
         }
         everything = {"tenant": 4, "priority": 100, "expected_output_tokens": 8, "will_not_return": True}
         recorded = probe(engine, "recorded_hints", expected=everything)
-        assert recorded == {"lease": [True], "save_from": [True], "finished": [True]}
+        assert recorded == {"lease_hybrid": [True], "save_hybrid": [True], "finished": [True]}
         # Who says nothing is answered nothing.
         assert probe(engine, "ask", prompt=prompt(1, LENGTH))["params"] is None
         assert is_at_rest(engine)

@@ -7,10 +7,16 @@ Settings are those of docs/configuration.md: `Settings.from_environment()`, `Set
 from kvbm_rs import errors
 from kvbm_rs._native import (
     Blocks,
+    CacheGroup,
     Chain,
     EngineMemory,
     Events,
     Hints,
+    HybridLease,
+    HybridLoad,
+    HybridLoadEnd,
+    HybridSave,
+    HybridSaveEnd,
     Lease,
     Load,
     LoadEnd,
@@ -26,10 +32,16 @@ __version__ = version()
 
 __all__ = [
     "Blocks",
+    "CacheGroup",
     "Chain",
     "EngineMemory",
     "Events",
     "Hints",
+    "HybridLease",
+    "HybridLoad",
+    "HybridLoadEnd",
+    "HybridSave",
+    "HybridSaveEnd",
     "Lease",
     "Load",
     "LoadEnd",

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 
 from kvbm_rs.vllm.connector.config import Config
@@ -44,7 +45,7 @@ if "KvbmConnector" not in KVConnectorFactory._registry:
 __all__ = ["KvbmConnector"]
 
 
-class KvbmConnector(KVConnectorBase_V1):
+class KvbmConnector(KVConnectorBase_V1, SupportsHMA):
     """Plugs the block manager into an unmodified vLLM.
 
     Set `kv_connector="KvbmConnector"`, `kv_connector_module_path="kvbm_rs.vllm.connector"` and `kv_role="kv_both"`.
@@ -58,6 +59,11 @@ class KvbmConnector(KVConnectorBase_V1):
         # One of them, by role: vLLM calls the methods of a role on that role's connector only.
         self._scheduler = Scheduler(config) if role == KVConnectorRole.SCHEDULER else None
         self._worker = Worker(config) if role == KVConnectorRole.WORKER else None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        # A whole graph would not wait for layers.
+        return bool(extra_config.get("layerwise", False))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -77,7 +83,7 @@ class KvbmConnector(KVConnectorBase_V1):
         return self._scheduler.look_up(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.load(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.load(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         return self._scheduler.sources(request, num_external_tokens)
@@ -89,6 +95,11 @@ class KvbmConnector(KVConnectorBase_V1):
         self._scheduler.stepped(connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         # Blocks that are still to be saved are held one by one.
         return False, self._scheduler.finish(request, block_ids)
 
@@ -127,13 +138,14 @@ class KvbmConnector(KVConnectorBase_V1):
         self._worker.begin(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
+        self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         pass
 
     def wait_for_save(self) -> None:
-        pass
+        # Of saves there is nothing to wait for; but the step is about to be told what it could not load.
+        self._worker.finish_loads()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()

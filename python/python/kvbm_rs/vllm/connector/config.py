@@ -3,17 +3,19 @@
 import hashlib
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from kvbm_rs import Settings
+from kvbm_rs import CacheGroup, EngineMemory, Settings
 from kvbm_rs.errors import InvalidError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 # Seconds: how long leader and ranks wait for each other when an engine starts.
 _JOIN = 300.0
@@ -23,7 +25,20 @@ _VALID = {
     "weights": str,
     "weights_never_change": bool,
     "save_generated": bool,
+    "layerwise": bool,
 }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers whose blocks the engine keeps alike."""
+
+    # Its place among vLLM's groups.
+    index: int
+    layers: tuple[str, ...]
+    block_bytes: int
+    # Full blocks that a token looks back into; 0: every block is kept.
+    window: int
 
 
 class Config:
@@ -37,6 +52,7 @@ class Config:
       found.
     - `weights_never_change` (`false`): what is kept outlives a reset of vLLM's caches, such as for sleep.
     - `save_generated` (`true`): whether blocks of generated tokens are saved, and not prompts alone.
+    - `layerwise` (`false`): whether what lies in memory is loaded while the engine computes, a layer ahead of it.
     """
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
@@ -44,29 +60,36 @@ class Config:
         extra = transfer.kv_connector_extra_config
         _check(extra)
         parallel = vllm_config.parallel_config
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            groups = len(kv_cache_config.kv_cache_groups)
-            raise InvalidError(f"KvbmConnector keeps models of one cache group, and this one has {groups}")
         if parallel.pipeline_parallel_size > 1:
             raise InvalidError("KvbmConnector has no pipeline parallelism: set pipeline_parallel_size to 1")
-        group = kv_cache_config.kv_cache_groups[0]
+        # The one that keeps every block comes first, and has number 0.
+        self.groups = _groups(kv_cache_config.kv_cache_groups)
+        self.is_hybrid = len(self.groups) > 1
         self.engine = transfer.engine_id
         self.world: int = parallel.tensor_parallel_size
         # With one worker in the scheduler's process, the manager copies itself.
         self.is_alone = self.world == 1 and parallel.distributed_executor_backend == "uni"
         self.max_tokens: int = vllm_config.model_config.max_model_len
-        self.layers = tuple(group.layer_names)
         self.slots: int = kv_cache_config.num_blocks
-        self.block_tokens: int = group.kv_cache_spec.block_size
-        self.block_bytes: int = group.kv_cache_spec.page_size_bytes * len(self.layers)
+        self.block_tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.weights_never_change: bool = extra.get("weights_never_change", False)
         self.save_generated: bool = extra.get("save_generated", True)
+        self.layerwise: bool = extra.get("layerwise", False)
+        if self.layerwise:
+            _check_layerwise(self, vllm_config)
         events = vllm_config.kv_events_config
         self.publishes = events is not None and events.enable_kv_cache_events
         self.settings = Settings.from_environment(
-            {**extra.get("settings", {}), "block_bytes": self.block_bytes}
+            {**extra.get("settings", {}), "block_bytes": self.groups[0].block_bytes}
         )
         self.fingerprint = _fingerprint(vllm_config, self, extra.get("weights"))
+
+    def others(self, memories: list[EngineMemory]) -> list[CacheGroup]:
+        """The groups beside the first, with the memory of each."""
+        return [
+            CacheGroup(f"window_{number}", memory, window=group.window)
+            for number, (group, memory) in enumerate(zip(self.groups[1:], memories), 1)
+        ]
 
     def ranks(self) -> tuple[Path, int, float]:
         """Where leader and ranks meet, how many ranks there are, and how long each waits for the others."""
@@ -84,16 +107,56 @@ def _check(extra: dict[str, Any]) -> None:
             raise InvalidError(f"kv_connector_extra_config: {name} is a {kind.__name__}, not {value!r}")
 
 
+def _groups(specs: "list[KVCacheGroupSpec]") -> list[Group]:
+    """By our numbers. A single one may keep what it likes: its chain is what is there of it."""
+    if len(specs) == 1:
+        return [_group(0, specs[0], window=0)]
+    groups = [_group(index, spec, _window(spec)) for index, spec in enumerate(specs)]
+    if sum(group.window == 0 for group in groups) != 1:
+        raise InvalidError("of several cache groups KvbmConnector wants exactly one to keep every block: use KvbmTier")
+    if len({spec.kv_cache_spec.block_size for spec in specs}) != 1:
+        raise InvalidError("KvbmConnector wants blocks of all cache groups to have as many tokens: use KvbmTier")
+    return sorted(groups, key=lambda group: group.window != 0)
+
+
+def _group(index: int, spec: "KVCacheGroupSpec", window: int) -> Group:
+    return Group(index, tuple(spec.layer_names), spec.kv_cache_spec.page_size_bytes * len(spec.layer_names), window)
+
+
+def _window(spec: "KVCacheGroupSpec") -> int:
+    """In blocks, the one that is being filled not counted."""
+    kept = spec.kv_cache_spec
+    if isinstance(kept, SlidingWindowSpec) and not spec.is_eagle_group:
+        return max(1, -(-(kept.sliding_window - 1) // kept.block_size))
+    if isinstance(kept, FullAttentionSpec) and not spec.is_eagle_group:
+        return 0
+    draft = " of a draft model" if spec.is_eagle_group else ""
+    raise InvalidError(
+        "of several cache groups KvbmConnector keeps full attention and sliding windows, and not "
+        f"{type(kept).__name__}{draft}: use KvbmTier"
+    )
+
+
+def _check_layerwise(config: Config, vllm_config: "VllmConfig") -> None:
+    if config.is_hybrid or not config.is_alone:
+        wanted = "is for one cache group and one worker in the engine's process: leave it out"
+    elif vllm_config.scheduler_config.async_scheduling:
+        # A step that uses what did not come would be under way before it is known.
+        wanted = "is for steps that follow each other: set async_scheduling to false (--no-async-scheduling)"
+    else:
+        return
+    raise InvalidError(f"kv_connector_extra_config: layerwise {wanted}")
+
+
 def _fingerprint(vllm_config: "VllmConfig", config: Config, weights: str | None) -> dict[str, Any]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     algorithm = cache.prefix_caching_hash_algo
     dtype = cache.cache_dtype if cache.cache_dtype != "auto" else str(model.dtype)
-    shape = [len(config.layers), config.block_bytes // len(config.layers)]
     return {
         "model": str(model.model),
         "weights": weights or _weights(model),
         "dtype": dtype,
-        "layouts": [(len(config.layers), "layer,byte", shape, [shape[1], 1])],
+        "layouts": [_layout(group) for group in config.groups],
         "tensor_world": config.world,
         "block_tokens": config.block_tokens,
         "rope_scaling": repr(getattr(model.hf_text_config, "rope_parameters", None)),
@@ -102,6 +165,12 @@ def _fingerprint(vllm_config: "VllmConfig", config: Config, weights: str | None)
         "hash_algorithm": algorithm,
         "hash_seed": _seed(algorithm),
     }
+
+
+def _layout(group: Group) -> tuple[int, str, list[int], list[int]]:
+    layers = len(group.layers)
+    layer_bytes = group.block_bytes // layers
+    return layers, "layer,byte", [layers, layer_bytes], [layer_bytes, 1]
 
 
 def _weights(model: Any) -> str:

@@ -44,10 +44,12 @@ class Publisher:
     What an earlier process left in a tier has no tokens until a request comes with them: it is told then.
     """
 
-    def __init__(self, manager: "Manager", block_tokens: int) -> None:
+    def __init__(self, manager: "Manager", block_tokens: int, group: int) -> None:
         self._manager = manager
         self._events = manager.events()
         self._block_tokens = block_tokens
+        # Whose blocks are told, by vLLM's number.
+        self._group = group
         self._blocks: dict[int, _Block] = {}
         # Those of no tier.
         self._expected: OrderedDict[int, _Block] = OrderedDict()
@@ -94,7 +96,7 @@ class Publisher:
         medium = ""
         for what, tier, name in events:
             if what in ("cleared", "lost"):
-                yield from _stored(run, medium, self._block_tokens)
+                yield from self._stored(run, medium)
                 run = []
                 # Where events are lost nobody knows what is there: it is told again when it is looked up.
                 yield from self._forget()
@@ -104,14 +106,14 @@ class Publisher:
                 continue
             follows = what == "stored" and run and _MEDIA[tier] == medium and _follows(changed, run[-1])
             if not follows:
-                yield from _stored(run, medium, self._block_tokens)
+                yield from self._stored(run, medium)
                 run = []
             if what == "stored":
                 run.append(changed)
                 medium = _MEDIA[tier]
             else:
-                yield BlockRemoved(block_hashes=[maybe_convert_block_hash(changed.hash)], medium=_MEDIA[tier], group_idx=0)
-        yield from _stored(run, medium, self._block_tokens)
+                yield BlockRemoved(block_hashes=[maybe_convert_block_hash(changed.hash)], medium=_MEDIA[tier], group_idx=self._group)
+        yield from self._stored(run, medium)
 
     def _change(self, what: str, tier: str | None, name: int | None) -> _Block | None:
         """The block that came or left, if routers are to learn of it."""
@@ -142,22 +144,21 @@ class Publisher:
             block.tiers.clear()
             self._expect(name, block)
 
+    def _stored(self, run: list[_Block], medium: str) -> "Iterator[KVCacheEvent]":
+        if not run:
+            return
+        parent, lora = run[0].parent, run[0].lora
+        yield BlockStored(
+            block_hashes=[maybe_convert_block_hash(block.hash) for block in run],
+            parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+            token_ids=[token for block in run for token in block.tokens],
+            block_size=self._block_tokens,
+            lora_id=lora and lora[0],
+            medium=medium,
+            lora_name=lora and lora[1],
+            group_idx=self._group,
+        )
+
 
 def _follows(block: _Block, last: _Block) -> bool:
     return block.parent == last.hash and block.lora == last.lora
-
-
-def _stored(run: list[_Block], medium: str, block_tokens: int) -> "Iterator[KVCacheEvent]":
-    if not run:
-        return
-    parent, lora = run[0].parent, run[0].lora
-    yield BlockStored(
-        block_hashes=[maybe_convert_block_hash(block.hash) for block in run],
-        parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-        token_ids=[token for block in run for token in block.tokens],
-        block_size=block_tokens,
-        lora_id=lora and lora[0],
-        medium=medium,
-        lora_name=lora and lora[1],
-        group_idx=0,
-    )

@@ -10,16 +10,25 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvbm_rs import Chain, EngineMemory, Hints, Lease, Load, LoadEnd, Manager, Save
+from kvbm_rs import (
+    Chain,
+    EngineMemory,
+    Hints,
+    HybridLease,
+    HybridLoad,
+    HybridLoadEnd,
+    HybridSave,
+    Manager,
+)
 from kvbm_rs.errors import KvbmError
 from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.events import Publisher
 from kvbm_rs.vllm.connector.hints import Asked, Limits, asked_by
 from kvbm_rs.vllm.connector.stats import Reader, Stats
-from kvbm_rs.vllm.connector.worker import Ended, Stepped, adopted
+from kvbm_rs.vllm.connector.worker import Ended, LayeredLoad, Stepped, adopted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -52,24 +61,30 @@ class _Request:
     hints: Hints | None
     chain: Chain = field(default_factory=Chain)
     # From a look-up, until its blocks are loaded.
-    lease: Lease | None = None
+    lease: HybridLease | None = None
     sources: dict[CacheHitSource, int] = field(default_factory=dict)
     # A load failed: what it was offered is not offered again.
     has_failed: bool = False
-    # Leading blocks that were handed to saves.
+    # Leading blocks that were handed to saves, and the last block with which one of them ended a prompt or a turn.
     saved: int = 0
+    end: int = 0
     # Steps that are under way, each with the leading tokens whose keys and values are there when it has ended.
     steps: deque[tuple[int, int]] = field(default_factory=deque)
     computed: int = 0
 
 
+# The blocks of a cache group from a position of the chain on.
+_Stretch = tuple[int, list["KVCacheBlock"]]
+
+
 @dataclass
 class _Loading:
-    load: Load
-    slots: list[int]
-    end: LoadEnd | None = None
-    # Of the slots, those that hold nothing that can be used.
-    failed: set[int] = field(default_factory=set)
+    load: HybridLoad
+    # By cache group its number, the position of the first block, and a slot for each.
+    slots: list[tuple[int, int, list[int]]]
+    end: HybridLoadEnd | None = None
+    # By cache group the slots that hold nothing that can be used.
+    bad: list[set[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -77,7 +92,7 @@ class _Saving:
     """A save, and the engine's blocks that must not be written before it has ended."""
 
     number: int
-    save: Save
+    save: HybridSave
     blocks: list["KVCacheBlock"]
 
 
@@ -86,8 +101,8 @@ class _Ending:
     """A request that has ended while its last step was not known to have."""
 
     request: _Request
-    first: int
-    blocks: list["KVCacheBlock"]
+    # By cache group.
+    held: list[_Stretch]
 
 
 @dataclass
@@ -101,29 +116,34 @@ class _Pinning:
 class Scheduler:
     def __init__(self, config: Config) -> None:
         self._config = config
-        if config.is_alone:
-            memory, ranks = adopted(config.engine), None
-        else:
-            memory, ranks = EngineMemory.in_ranks(config.slots, len(config.layers)), config.ranks()
+        memories = adopted(config.engine) if config.is_alone else _in_ranks(config)
         self.manager = Manager(
             config.settings,
-            memory,
+            memories[0],
             block_tokens=config.block_tokens,
             fingerprint=config.fingerprint,
-            ranks=ranks,
+            ranks=None if config.is_alone else config.ranks(),
+            groups=config.others(memories[1:]),
         )
+        # A checkpoint of a window keeps what came after the one of the grid before it.
+        self._grid = int(config.settings["hybrid.checkpoint_blocks"])
         self._reader = Reader(self.manager)
-        self._publisher = Publisher(self.manager, config.block_tokens) if config.publishes else None
+        self._publisher = None
+        if config.publishes:
+            self._publisher = Publisher(self.manager, config.block_tokens, config.groups[0].index)
         self._numbers = itertools.count(1)
         self._requests: dict[str, _Request] = {}
         self._loading: dict[str, _Loading] = {}
+        # Loads of the step that is being scheduled.
+        self._layered: list[LayeredLoad] = []
         self._saving: list[_Saving] = []
         self._ending: list[_Ending] = []
         self._pinning: list[_Pinning] = []
         # Until when so many blocks are pinned.
         self._pinned: list[tuple[float, int]] = []
         tiers = self.manager.occupancy()
-        self._limits = Limits(config.max_tokens, can_prefetch="host" in tiers and len(tiers) > 1)
+        can_prefetch = "host" in tiers and len(tiers) > 1
+        self._limits = Limits(config.max_tokens, config.is_hybrid, can_prefetch)
         self._max_pinned = min(slots for slots, _ in tiers.values()) // _MAX_PINNED_SHARE
         self._step = 0
         self._kv: KVCacheManager | None = None
@@ -160,18 +180,24 @@ class Scheduler:
         known = self._known(request)
         if known.has_failed:
             return 0, False
-        known.lease = self.manager.lease(self._chain(known), request=known.number, hints=known.hints)
+        # The last token is always computed: it gives the next one.
+        most = (request.num_tokens - 1) // self._config.block_tokens
+        chain = self._chain(known)
+        known.lease = self.manager.lease_hybrid(chain, most=most, request=known.number, hints=known.hints)
         if self._publisher:
             self._publisher.find(known.chain)
-        # The last token is always computed: it gives the next one.
-        blocks = min(known.lease.blocks, (request.num_tokens - 1) // self._config.block_tokens)
-        more = blocks * self._config.block_tokens - num_computed_tokens
+        more = known.lease.blocks * self._config.block_tokens - num_computed_tokens
         if more <= 0:
             known.lease = None
             return 0, False
-        return more, True
+        return more, not self._is_layered(known.lease)
 
-    def load(self, request: "Request", slots: list[int], num_external_tokens: int) -> None:
+    def _is_layered(self, lease: HybridLease) -> bool:
+        """Whether its blocks come while the engine computes. From below memory they would keep all requests waiting."""
+        return self._config.layerwise and lease.by_tier.get("host", 0) == lease.blocks
+
+    def load(self, request: "Request", tables: tuple[list[int], ...], num_external_tokens: int) -> None:
+        """Loads into the request's blocks, of which there is a table for each of vLLM's groups."""
         known = self._known(request)
         lease, known.lease = known.lease, None
         if lease is None:
@@ -181,11 +207,19 @@ class Scheduler:
         if not blocks:
             # Another connector loads, or nobody does.
             return
-        end = min(lease.blocks, (request.num_tokens - 1) // self._config.block_tokens)
+        end = lease.blocks
         first = end - blocks
         known.sources = self._split(lease.by_tier, first, end)
-        wanted = slots[first:end]
-        self._loading[request.request_id] = _Loading(self.manager.load_into(lease, first, wanted), wanted)
+        slots = []
+        for number, group in enumerate(self._config.groups):
+            # What the engine has of a window itself stays as it is.
+            start = max(first, lease.wanted(number)[0])
+            slots.append((number, start, tables[group.index][start:end]))
+        if self._is_layered(lease):
+            (given,) = slots
+            self._layered.append(LayeredLoad(request.request_id, self.manager, lease, *given[1:]))
+        else:
+            self._loading[request.request_id] = _Loading(self.manager.load_hybrid(lease, slots), slots)
 
     def sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
         found = self._known(request).sources
@@ -224,35 +258,46 @@ class Scheduler:
                 drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
                 computed = min(before[name] + scheduled - drafts, known.request.num_tokens)
                 known.steps.append((self._step, computed))
-        told = Ended(self._step)
+        told = Ended(self._step, self._layered)
+        self._layered = []
         for name, loading in list(self._loading.items()):
             if self._has_ended(loading):
                 del self._loading[name]
                 told.loaded.add(name)
-                told.failed |= loading.failed
-                if loading.failed and name in self._requests:
-                    self._requests[name].has_failed = True
+                if loading.bad:
+                    told.failed.add(name)
+                    told.bad = [more | bad for more, bad in zip(told.bad or loading.bad, loading.bad)]
+                    if name in self._requests:
+                        self._requests[name].has_failed = True
         return told
 
-    @staticmethod
-    def _has_ended(loading: _Loading) -> bool:
+    def _has_ended(self, loading: _Loading) -> bool:
         if loading.end is None:
             try:
                 loading.end = loading.load.poll()
             except KvbmError:
                 # It was never begun: a reset, or a shutdown, came first.
                 logger.exception("a load was refused")
-                loading.failed = set(loading.slots)
+                loading.bad = [set(slots) for _, _, slots in loading.slots]
                 return True
             if loading.end is None:
                 return False
-            loading.failed = set(loading.slots[loading.end.arrived :])
+            if not loading.end.is_whole:
+                loading.bad = self._bad(loading.slots, loading.end.usable)
         # A medium that hangs may still write there.
-        return not loading.failed or loading.end.slots_are_free()
+        return not loading.bad or loading.end.slots_are_free()
+
+    def _bad(self, slots: list[tuple[int, int, list[int]]], usable: int) -> list[set[int]]:
+        """Of a load that is not whole, by cache group the slots that must not be used."""
+        if self._config.is_hybrid:
+            # vLLM computes all of it: windows are as of a position that was not reached.
+            return [set(given) for _, _, given in slots]
+        return [set(given[max(0, usable - first) :]) for _, first, given in slots]
 
     def stepped(self, stepped: Stepped | None) -> None:
         """A step has ended, with those before it: saves what it filled."""
         if stepped is not None:
+            self._take_back(stepped)
             for known in self._requests.values():
                 if self._advance(known, stepped.step):
                     self._save(known)
@@ -260,6 +305,24 @@ class Scheduler:
         self._release()
         if not self._requests and self._saving:
             self._wait(_IDLE_WAIT)
+
+    def _take_back(self, stepped: Stepped) -> None:
+        """A load failed that the step waited for: nothing from its first bad block on may be used.
+
+        vLLM computes these blocks again in the next step, and leaves them in its prefix cache meanwhile. It would serve
+        them wrong to others if the request were taken back before that, so they leave the cache here.
+        """
+        for name in stepped.failed:
+            if name in self._requests:
+                self._requests[name].has_failed = True
+        for name in self._requests if stepped.bad else ():
+            request, block_tokens = self._requests[name].request, self._config.block_tokens
+            (table,) = self._kv.get_block_ids(name)
+            first = next((at for at, block in enumerate(table) if block in stepped.bad), None)
+            if first is not None:
+                self._kv.evict_blocks(set(table[first:]))
+                # Of those that share a block vLLM leaves it to one of them, which may not live to do it.
+                request.num_computed_tokens = min(request.num_computed_tokens, first * block_tokens)
 
     @staticmethod
     def _advance(known: _Request, step: int) -> bool:
@@ -282,16 +345,37 @@ class Scheduler:
         full = self._full(known, known.computed)
         if full <= known.saved:
             return
-        # From the chain's root at first: what the tiers lack there is filled with the engine's own blocks.
-        held = self._kv.get_blocks(known.request.request_id).blocks[0][known.saved : full]
-        self._start(known, known.saved, _until_gone(held))
+        tables = self._kv.get_blocks(known.request.request_id).blocks
+        prompt = (known.request.num_prompt_tokens - 1) // self._config.block_tokens
+        if self._config.is_hybrid and known.saved < prompt <= full:
+            # Where who asks for the same prompt goes on.
+            self._start(known, self._stretches(known, tables, prompt), is_end=True)
+        if full > known.saved:
+            self._start(known, self._stretches(known, tables, full), is_end=False)
 
-    def _start(self, known: _Request, first: int, blocks: list["KVCacheBlock"]) -> None:
-        known.saved = first + len(blocks)
+    def _stretches(self, known: _Request, tables: "Sequence[Sequence[KVCacheBlock]]", end: int) -> list[_Stretch]:
+        """By cache group the blocks before `end` that are to be saved, of vLLM's tables."""
+        full, *windows = [tables[group.index] for group in self._config.groups]
+        # From the chain's root at first: what the tiers lack there is filled with the engine's own blocks.
+        stretches = [(known.saved, _until_gone(full[known.saved : end]))]
+        since = min(known.saved, end - 1) // self._grid * self._grid
+        for window in windows:
+            there = _since_gone(window[since:end])
+            stretches.append((end - len(there), there))
+        return stretches
+
+    def _start(self, known: _Request, stretches: list[_Stretch], is_end: bool) -> None:
+        first, full = stretches[0]
+        known.saved = first + len(full)
+        if is_end:
+            known.end = known.saved
+        blocks = [block for _, held in stretches for block in held]
         if not blocks:
             return
-        slots = [block.block_id for block in blocks]
-        save = self.manager.save_from(self._chain(known), first, slots, request=known.number, hints=known.hints)
+        slots = [(number, at, [block.block_id for block in held]) for number, (at, held) in enumerate(stretches)]
+        save = self.manager.save_hybrid(
+            self._chain(known), slots, is_end=is_end, request=known.number, hints=known.hints
+        )
         self._kv.block_pool.touch(blocks)
         self._saving.append(_Saving(known.number, save, blocks))
 
@@ -335,7 +419,7 @@ class Scheduler:
 
     # The end.
 
-    def finish(self, request: "Request", block_ids: list[int]) -> dict[str, Any] | None:
+    def finish(self, request: "Request", tables: tuple[list[int], ...]) -> dict[str, Any] | None:
         """A request has ended; the step that computed its last blocks may not be known to have. Returns what it is
         answered."""
         known = self._requests.pop(request.request_id, None)
@@ -343,16 +427,18 @@ class Scheduler:
             return None
         known.lease = None
         computed = known.steps[-1][1] if known.steps else known.computed
-        full = min(self._full(known, computed), len(block_ids))
+        full = min(self._full(known, computed), len(tables[self._config.groups[0].index]))
+        # Of a hybrid model a turn leaves a checkpoint.
+        is_new = full > known.saved or self._config.is_hybrid and full == known.saved != known.end
         # An error may be one of its blocks.
-        if full > known.saved and request.status != RequestStatus.FINISHED_ERROR:
-            blocks = [self._kv.block_pool.blocks[block] for block in block_ids[known.saved : full]]
-            blocks = _until_gone(blocks)
+        if is_new and request.status != RequestStatus.FINISHED_ERROR:
+            pool = self._kv.block_pool
+            held = self._stretches(known, [[pool.blocks[block] for block in table] for table in tables], full)
             if known.steps:
-                self._kv.block_pool.touch(blocks)
-                self._ending.append(_Ending(known, known.saved, blocks))
+                pool.touch([block for _, blocks in held for block in blocks])
+                self._ending.append(_Ending(known, held))
             else:
-                self._start(known, known.saved, blocks)
+                self._start(known, held, is_end=True)
         self.manager.finished(known.number, request.num_output_tokens, for_good=known.asked.will_not_return)
         if known.asked.pin_seconds:
             self._ask_pin(known, full)
@@ -392,10 +478,14 @@ class Scheduler:
         self._advance(known, step)
         if known.steps:
             return False
-        self._start(known, ending.first, ending.blocks)
+        self._start(known, ending.held, is_end=True)
         # The save holds them itself.
-        self._kv.block_pool.free_blocks(reversed(ending.blocks))
+        self._let_go(ending)
         return True
+
+    def _let_go(self, ending: _Ending) -> None:
+        blocks = [block for _, held in ending.held for block in held]
+        self._kv.block_pool.free_blocks(reversed(blocks))
 
     def reset(self) -> bool:
         """Forgets all, since the weights may be others; unless they never are."""
@@ -407,7 +497,7 @@ class Scheduler:
             begins_anew = known.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             known.saved = 0 if begins_anew else _ALL
         for ending in self._ending:
-            self._kv.block_pool.free_blocks(reversed(ending.blocks))
+            self._let_go(ending)
         self._ending = []
         self._pinning, self._pinned = [], []
         return True
@@ -437,3 +527,17 @@ class Scheduler:
 def _until_gone(blocks: "Iterable[KVCacheBlock]") -> list["KVCacheBlock"]:
     """Those before the first one that left a sliding window: without it, nothing behind it can be kept."""
     return list(itertools.takewhile(lambda block: not block.is_null, blocks))
+
+
+def _since_gone(blocks: "Sequence[KVCacheBlock]") -> list["KVCacheBlock"]:
+    """Those behind the last one that left a sliding window."""
+    return _until_gone(reversed(blocks))[::-1]
+
+
+def _in_ranks(config: Config) -> list[EngineMemory]:
+    """The memory that workers in other processes adopt, by cache group."""
+    full, *others = config.groups
+    memories = [EngineMemory.in_ranks(config.slots, len(full.layers))]
+    for group in others:
+        memories.append(EngineMemory.group_in_ranks(config.slots, len(group.layers), group.block_bytes))
+    return memories

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvbm_rs import EngineMemory, Rank
+from kvbm_rs import EngineMemory, HybridLease, HybridLoad, Manager, Rank
+from kvbm_rs.errors import KvbmError
 from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.tensors import adopt, block_dimension
 
@@ -21,12 +23,47 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Of engines whose only worker is in this process: for their schedulers, which vLLM makes later.
-_adopted: dict[str, EngineMemory] = {}
+_adopted: dict[str, list[EngineMemory]] = {}
 
 
-def adopted(engine: str) -> EngineMemory:
-    """The memory that the only worker of `engine` adopted."""
+def adopted(engine: str) -> list[EngineMemory]:
+    """The memory that the only worker of `engine` adopted, by cache group."""
     return _adopted[engine]
+
+
+# Seconds. A load ends by itself: the manager gives up what is overdue.
+_FOREVER = float("inf")
+
+
+class LayeredLoad:
+    """A load that the step waits for, layer by layer, while it computes. Scheduler and worker are in one process."""
+
+    def __init__(self, request: str, manager: Manager, lease: HybridLease, first: int, slots: list[int]) -> None:
+        self.request = request
+        self._manager = manager
+        self._lease = lease
+        self._first = first
+        self._slots = slots
+        self._load: HybridLoad | None = None
+
+    def begin(self) -> None:
+        self._load = self._manager.load_hybrid(self._lease, [(0, self._first, self._slots)])
+
+    def wait_layers(self, layers: int) -> None:
+        self._load.wait_layers(layers, _FOREVER)
+
+    def end(self) -> list[int]:
+        """Waits for its end. Returns the slots that hold nothing that can be used."""
+        try:
+            end = self._load.wait(_FOREVER)
+        except KvbmError:
+            # It was never begun: a reset, or a shutdown, came first.
+            logger.exception("a load was refused")
+            return self._slots
+        while not end.slots_are_free():
+            # The engine is about to write there.
+            time.sleep(0.001)
+        return [] if end.is_whole else self._slots[end.usable - self._first :]
 
 
 @dataclass
@@ -34,9 +71,13 @@ class Ended(KVConnectorMetadata):
     """What a step's workers are told."""
 
     step: int
-    # Requests whose loads have ended, and the blocks of these that did not arrive.
+    # Loads that the step waits for.
+    layered: list[LayeredLoad] = field(default_factory=list)
+    # Requests whose loads have ended, those of them whose loads failed, and the blocks of these that did not arrive, by
+    # cache group.
     loaded: set[str] = field(default_factory=set)
-    failed: set[int] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    bad: list[set[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -44,65 +85,103 @@ class Stepped(KVConnectorWorkerMetadata):
     """A step has ended: what it computed is in the KV tensors."""
 
     step: int
+    # Requests whose loads the step waited for and that failed, and the blocks that did not arrive.
+    failed: set[str] = field(default_factory=set)
+    bad: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Stepped":
-        return Stepped(min(self.step, other.step))
+        return Stepped(min(self.step, other.step), self.failed | other.failed, self.bad | other.bad)
 
 
 class Worker:
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._tensors: list[torch.Tensor] = []
+        # By cache group, one for each layer.
+        self._tensors: list[list[torch.Tensor]] = []
         self._rank: Rank | None = None
         self._joining: threading.Thread | None = None
         self._told: Ended | None = None
+        self._stepped: Stepped | None = None
+        # Loads of the step under way that it waits for, and the layers of the one group that they are of, by name.
+        self._layered: list[LayeredLoad] = []
+        self._layers = {name: number for number, name in enumerate(config.groups[0].layers, 1)}
 
     def adopt(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         config = self._config
-        self._tensors = [kv_caches[name] for name in config.layers]
-        memory = adopt(self._tensors, config.slots, config.block_bytes)
+        self._tensors = [[kv_caches[name] for name in group.layers] for group in config.groups]
+        memories = [
+            adopt(tensors, config.slots, group.block_bytes) for tensors, group in zip(self._tensors, config.groups)
+        ]
         if config.is_alone:
-            _adopted[config.engine] = memory
+            _adopted[config.engine] = memories
         else:
             # The leader comes later: the worker must go on.
-            self._joining = threading.Thread(target=self._join, args=(memory,), name="kvbm-join", daemon=True)
+            self._joining = threading.Thread(target=self._join, args=(memories,), name="kvbm-join", daemon=True)
             self._joining.start()
 
-    def _join(self, memory: EngineMemory) -> None:
+    def _join(self, memories: list[EngineMemory]) -> None:
         from vllm.distributed import get_tensor_model_parallel_rank
 
         config = self._config
         try:
             self._rank = Rank(
                 config.settings,
-                memory,
+                memories[0],
                 group=config.ranks(),
                 rank=get_tensor_model_parallel_rank(),
                 fingerprint=config.fingerprint,
+                groups=config.others(memories[1:]),
             )
         except Exception:
             # The leader says which rank did not come, and ends the start.
             logger.exception("this rank cannot join its leader")
 
     def begin(self, told: Ended) -> None:
-        self._told = told
+        self._told, self._stepped = told, Stepped(told.step)
+        self._layered = told.layered
+        for load in self._layered:
+            load.begin()
         # Whatever a load that failed left there must not be taken for keys and values.
-        for block in told.failed:
-            self._zero(block)
+        self._zero(told.bad)
 
-    def _zero(self, block: int) -> None:
-        slots = self._config.slots
-        for tensor in self._tensors:
-            tensor.select(block_dimension(tensor, slots), block).zero_()
+    def _zero(self, bad: list[set[int]]) -> None:
+        for tensors, blocks in zip(self._tensors, bad):
+            for tensor in tensors:
+                dimension = block_dimension(tensor, self._config.slots)
+                for block in blocks:
+                    tensor.select(dimension, block).zero_()
+
+    def wait_for_layer(self, name: str) -> None:
+        """The layer is about to be computed."""
+        # Where layers share keys and values, only one of them has a name here.
+        number = self._layers.get(name, len(self._layers))
+        for load in self._layered:
+            load.wait_layers(number)
+
+    def finish_loads(self) -> None:
+        """The step has computed its last layer."""
+        layered, self._layered = self._layered, []
+        for load in layered:
+            bad = load.end()
+            if bad:
+                self._stepped.failed.add(load.request)
+                self._stepped.bad.update(bad)
+                self._zero([set(bad)])
 
     def results(self) -> KVConnectorTransferResults:
-        return KVConnectorTransferResults(finished_recving=self._told.loaded if self._told else set())
+        if self._told is None:
+            return KVConnectorTransferResults()
+        # A window is as of one position, so vLLM takes loads of several cache groups as a whole.
+        failed = self._told.failed if self._config.is_hybrid else set()
+        return KVConnectorTransferResults(finished_recving=self._told.loaded, failed_recving=failed)
 
     def bad_blocks(self) -> set[int]:
-        return self._told.failed if self._told else set()
+        if self._told is None or self._config.is_hybrid:
+            return set()
+        return self._stepped.bad.union(*self._told.bad)
 
     def stepped(self) -> Stepped | None:
-        return Stepped(self._told.step) if self._told else None
+        return self._stepped
 
     def shutdown(self) -> None:
         self._rank = None

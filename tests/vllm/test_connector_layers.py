@@ -1,0 +1,107 @@
+"""`KvbmConnector` that loads what lies in memory while the engine computes, in real engines."""
+
+import pytest
+from connectors import LENGTH, SERVED, connector, disk, host, is_at_rest, probe
+from engine import BLOCK, TINY_BLOCK_BYTES, Engine, EngineError, prompt
+
+LAYERS = 4
+
+
+def test_what_lies_in_memory_is_loaded_while_the_engine_computes(model, said):
+    one_thread = {"transfer.copy_threads": 1}
+    with Engine(model, **connector(host(512, **one_thread), layerwise=True)) as engine:
+        long = prompt(30, 120 * BLOCK + 5)
+        for number in range(3):
+            engine.generate(prompt(number, LENGTH))
+        cold = engine.generate(long)
+        assert engine.reset()
+
+        probe(engine, "watch")
+        probe(engine, "watch_layers")
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
+        assert probe(engine, "watched")["sources"] == {"host": LENGTH // BLOCK * BLOCK}
+        # Each layer was waited for, once, in one step, and was there then.
+        waits = probe(engine, "layer_waits")
+        assert [wait["layer"] for wait in waits] == list(range(1, LAYERS + 1))
+        assert all(wait["before"] <= wait["after"] >= wait["layer"] for wait in waits)
+
+        # Beside what is computed, and what is in the engine's own cache.
+        mixed = engine.generate(*(prompt(number, LENGTH) for number in range(5)))
+        assert mixed.said == said[:5]
+
+        # Of a long prompt the last layers are on their way when the first is computed.
+        ahead = 0
+        for _ in range(8):
+            assert engine.reset()
+            probe(engine, "watch_layers")
+            warm = engine.generate(long)
+            assert (warm.said, warm.scheduled) == (cold.said, SERVED)
+            ahead += any(wait["before"] < LAYERS for wait in probe(engine, "layer_waits")[:LAYERS])
+        assert ahead > 0
+        assert is_at_rest(engine)
+
+
+def test_a_load_that_fails_while_the_engine_computes_is_computed_again(model, said, shared_memory):
+    tiers = host(64, **{"host.persist": str(shared_memory)})
+    with Engine(model, **connector(tiers)) as engine:
+        for number in range(4):
+            engine.generate(prompt(number, LENGTH))
+        engine.settle()
+        engine.kill()
+    spoil(shared_memory, every=7)
+    with Engine(model, **connector(tiers, layerwise=True)) as engine:
+        probe(engine, "watch_layers")
+        answer = engine.generate(prompt(0, LENGTH))
+        assert answer.said == [said[0]]
+        assert answer.scheduled > SERVED, "from the first block on that did not come"
+        assert [wait["layer"] for wait in probe(engine, "layer_waits")][:LAYERS] == list(range(1, LAYERS + 1))
+
+        # Taken back before it is computed again: nothing that did not come is left to others.
+        probe(engine, "abort_after", prompt=prompt(1, LENGTH), steps=1)
+        assert engine.generate(prompt(1, LENGTH)).said == [said[1]]
+        # Of two that share their blocks, the one that loads them is taken back.
+        assert probe(engine, "abort_first_of_two", prompt=prompt(2, LENGTH), steps=1) == said[2]
+        assert engine.generate(prompt(3, LENGTH), prompt(3, LENGTH)).said == [said[3]] * 2
+
+        # And then it heals.
+        assert is_at_rest(engine)
+        assert engine.reset()
+        for number in range(4):
+            warm = engine.generate(prompt(number, LENGTH))
+            assert (warm.said, warm.scheduled) == ([said[number]], SERVED)
+        assert is_at_rest(engine)
+
+
+@pytest.mark.slow
+def test_what_lies_below_memory_keeps_nobody_waiting(model, said, tmp_path):
+    with Engine(model, **connector(disk(tmp_path))) as engine:
+        engine.generate(prompt(0, LENGTH))
+        assert probe(engine, "drain")
+    with Engine(model, **connector(host(64) | disk(tmp_path), layerwise=True)) as engine:
+        probe(engine, "watch")
+        probe(engine, "watch_layers")
+        for tier, waits in (("disk", 0), ("host", LAYERS)):
+            warm = engine.generate(prompt(0, LENGTH))
+            assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
+            assert tier in probe(engine, "watched")["sources"]
+            assert len(probe(engine, "layer_waits")) == waits
+            assert is_at_rest(engine) and engine.reset()
+
+
+@pytest.mark.slow
+def test_layers_of_ranks_are_not_waited_for(model):
+    with pytest.raises(EngineError, match="layerwise is for one cache group and one worker"):
+        Engine(model, **connector(host(64), layerwise=True), tensor_parallel_size=2)
+
+
+def spoil(directory, every: int) -> None:
+    """Changes a byte in the middle of one of so many blocks that lie in memory."""
+    (file,) = [file for file in directory.rglob("*") if file.is_file() and file.stat().st_size >= 64 * TINY_BLOCK_BYTES]
+    with file.open("r+b") as slots:
+        for slot in range(every // 2, file.stat().st_size // TINY_BLOCK_BYTES, every):
+            at = slot * TINY_BLOCK_BYTES + TINY_BLOCK_BYTES // 2
+            slots.seek(at)
+            byte = slots.read(1)
+            slots.seek(at)
+            slots.write(bytes([byte[0] ^ 0x40]))
