@@ -14,7 +14,8 @@ pub(super) struct ChunkForest {
     /// In the order in which they came.
     orphans: BTreeMap<u64, BlockId>,
     last_orphan: u64,
-    hidden: usize,
+    /// Chunks that have a place and are not there.
+    absent: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -25,8 +26,16 @@ struct Chunk {
     is_busy: bool,
     /// The owner wants it kept for now.
     is_kept: bool,
+    presence: Presence,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Presence {
+    There,
+    /// It has not come yet, and need not: policies judge it as if it had.
+    Expected,
     /// It is gone, but what hangs on it is not.
-    is_hidden: bool,
+    Hidden,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -42,21 +51,21 @@ enum Link {
 impl ChunkForest {
     /// Chunks that are there.
     pub(super) fn resident(&self) -> usize {
-        self.ids.len() - self.hidden
+        self.ids.len() - self.absent
     }
 
     pub(super) fn id(&self, key: ChunkKey) -> Option<BlockId> {
         self.ids.get(&key).copied()
     }
 
-    /// The chunk, where it is in the forest, hidden or not.
+    /// The chunk, where it is in the forest, there or not.
     pub(super) fn linked(&self, key: ChunkKey) -> Option<BlockId> {
         self.id(key).filter(|&block| matches!(self.chunk(block).link, Link::Linked { .. }))
     }
 
     /// The chunk, where it is in the forest and there: look-ups can go on behind it.
     pub(super) fn reachable(&self, key: ChunkKey) -> Option<BlockId> {
-        self.linked(key).filter(|&block| !self.chunk(block).is_hidden)
+        self.linked(key).filter(|&block| self.chunk(block).presence == Presence::There)
     }
 
     pub(super) fn is_orphan(&self, block: BlockId) -> bool {
@@ -68,7 +77,11 @@ impl ChunkForest {
     }
 
     pub(super) fn is_hidden(&self, block: BlockId) -> bool {
-        self.chunk(block).is_hidden
+        self.chunk(block).presence == Presence::Hidden
+    }
+
+    pub(super) fn is_expected(&self, block: BlockId) -> bool {
+        self.chunk(block).presence == Presence::Expected
     }
 
     /// Chunks of the path that ends at `block`, itself included.
@@ -76,14 +89,13 @@ impl ChunkForest {
         if let Link::Linked { depth, .. } = self.chunk(block).link { depth } else { 0 }
     }
 
-    /// Makes a hidden chunk busy and visible again. Whether the chunk is there now.
+    /// Makes a chunk that has a place busy and there. Whether it has one.
     pub(super) fn restore(&mut self, key: ChunkKey) -> bool {
         let Some(block) = self.id(key) else { return false };
         let chunk = self.chunk_mut(block);
         chunk.is_busy = true;
-        if std::mem::take(&mut chunk.is_hidden) {
-            self.hidden -= 1;
-        }
+        let was_absent = std::mem::replace(&mut chunk.presence, Presence::There) != Presence::There;
+        self.absent -= usize::from(was_absent);
         true
     }
 
@@ -107,17 +119,13 @@ impl ChunkForest {
         self.chunk_mut(block).link = Link::Orphan(self.last_orphan);
     }
 
-    /// Adds a chunk that is not there, for policies to see, behind `parent` or as a root.
-    pub(super) fn show(&mut self, key: ChunkKey, parent: Option<BlockId>) -> BlockId {
-        let block = self.take_slot(key);
-        self.link(block, parent);
+    /// Adds a chunk that has not come yet, behind `parent` or as a root.
+    pub(super) fn expect(&mut self, key: ChunkKey, parent: Option<BlockId>) -> BlockId {
+        let block = self.add(key, parent);
+        let chunk = self.chunk_mut(block);
+        (chunk.is_busy, chunk.presence) = (false, Presence::Expected);
+        self.absent += 1;
         block
-    }
-
-    /// Ends that of a leaf. Returns what [`unlink`](Self::unlink) does.
-    pub(super) fn hide_shown(&mut self, leaf: BlockId) -> (u64, Option<BlockId>) {
-        self.free.push(leaf);
-        self.unlink(leaf)
     }
 
     /// Takes the orphan `key` into the forest, behind `parent` or as a root. `None`: it is not one.
@@ -143,25 +151,25 @@ impl ChunkForest {
         (key, parent)
     }
 
-    /// Gives up what hangs nowhere, or an orphan. `None`: it was hidden, so the owner has given it up before.
+    /// Gives up what hangs nowhere, or an orphan. `None`: it was not there, so the owner knows of nothing.
     pub(super) fn free(&mut self, block: BlockId) -> Option<ChunkKey> {
-        let Chunk { key, link, is_hidden, .. } = *self.chunk(block);
+        let Chunk { key, link, presence, .. } = *self.chunk(block);
         if let Link::Orphan(number) = link {
             self.orphans.remove(&number);
         }
-        self.hidden -= usize::from(is_hidden);
+        let is_there = presence == Presence::There;
+        self.absent -= usize::from(!is_there);
         self.ids.remove(&key);
         self.free.push(block);
-        (!is_hidden).then_some(key)
+        is_there.then_some(key)
     }
 
     /// It is gone, but keeps its place for those behind it.
     pub(super) fn hide(&mut self, block: BlockId) {
         let chunk = self.chunk_mut(block);
         chunk.is_busy = false;
-        if !std::mem::replace(&mut chunk.is_hidden, true) {
-            self.hidden += 1;
-        }
+        let was_there = std::mem::replace(&mut chunk.presence, Presence::Hidden) == Presence::There;
+        self.absent += usize::from(was_there);
     }
 
     /// Returns the chunk where policies may name it now and could not before.
@@ -201,18 +209,14 @@ impl ChunkForest {
     }
 
     fn allocate(&mut self, key: ChunkKey) -> BlockId {
-        let block = self.take_slot(key);
-        self.ids.insert(key, block);
-        block
-    }
-
-    fn take_slot(&mut self, key: ChunkKey) -> BlockId {
-        let chunk = Chunk { key, link: Link::Loose, is_busy: true, is_kept: false, is_hidden: false };
+        let chunk =
+            Chunk { key, link: Link::Loose, is_busy: true, is_kept: false, presence: Presence::There };
         let block = self.free.pop().unwrap_or_else(|| {
             self.chunks.push(chunk);
             BlockId(self.chunks.len() as u32 - 1)
         });
         *self.chunk_mut(block) = chunk;
+        self.ids.insert(key, block);
         block
     }
 
@@ -227,7 +231,7 @@ impl ChunkForest {
 
 impl Chunk {
     fn may_go(&self) -> bool {
-        !self.is_busy && !self.is_kept && !self.is_hidden
+        !self.is_busy && !self.is_kept && self.presence != Presence::Hidden
     }
 }
 

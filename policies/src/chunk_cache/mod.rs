@@ -19,7 +19,7 @@ use std::fmt;
 use self::forest::ChunkForest;
 use self::requests::{Place, Requests};
 use crate::eviction::Eviction;
-use crate::seam::{Access, BlockId, Ended, Hints, RequestId, Upkeep};
+use crate::seam::{Access, BlockId, Ended, Forest, Hints, RequestId, Upkeep};
 use crate::tier_policies::TierPolicies;
 
 /// Names the content of a chunk, and with it all that comes before: chained hashes do.
@@ -32,9 +32,14 @@ pub struct ChunkKey(pub u128);
 /// [offered](Self::offer) and some of them [inserted](Self::insert), each busy until it is [idle](Self::idle); when room
 /// is needed, some are [evicted](Self::evict). At its [end](Self::finish) the policies learn how much it generated.
 ///
-/// A chunk whose predecessor is not there is an *orphan*: no look-up reaches it. Orphans go first, oldest first; the
-/// next use of their chain takes in those that can be reached again. Where chunks of a request are of several cache
-/// groups, gaps are usual (of a sliding window only the end is kept), and a chunk behind one begins a chain.
+/// An owner asks for room before a part of a prompt comes, and then takes in all of that part. So what a request will
+/// compute is *expected* from its first offer on: policies judge it together with what is there, and name the worst. What
+/// they name before it came is declined; the owner hears nothing of that.
+///
+/// A chunk whose predecessor is not there, as where that was declined, is an *orphan*: no look-up reaches it. Orphans go
+/// first, oldest first; the next use of their chain takes in those that can be reached again. Where chunks of a request
+/// are of several cache groups, gaps are usual (of a sliding window only the end is kept), and a chunk behind one begins
+/// a chain.
 pub struct ChunkCache {
     policies: TierPolicies,
     forest: ChunkForest,
@@ -78,8 +83,8 @@ impl ChunkCache {
         keys: impl IntoIterator<Item = ChunkKey>,
         now_ms: u64,
     ) {
-        self.use_chains(request, now_ms);
-        self.requests.offer(request, group, keys);
+        let first = self.requests.offer(request, group, keys);
+        self.use_chains(request, now_ms, first);
     }
 
     /// `key` has come, and is busy. A key that nobody offered begins a chain.
@@ -149,8 +154,8 @@ impl ChunkCache {
     /// The request has ended and generated `output_tokens`.
     pub fn finish(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) {
         // Who found all of its prompt in the cache has offered nothing.
-        self.use_chains(request, now_ms);
-        self.tell_unreached(request);
+        self.use_chains(request, now_ms, None);
+        self.expect_no_more(request);
         self.requests.end(request);
         let at_ms = self.now_ms;
         self.policies.finished(&Ended { request, output_tokens, will_not_return: false, at_ms });
@@ -174,7 +179,12 @@ impl ChunkCache {
                 return None;
             };
             self.unlink(victim);
-            victims.push(victim);
+            if self.forest.is_expected(victim) {
+                // Declined: should it come all the same, nothing leads to it, and it goes first.
+                self.forest.free(victim);
+            } else {
+                victims.push(victim);
+            }
         }
         Some(victims)
     }
@@ -193,43 +203,36 @@ impl ChunkCache {
         }
     }
 
-    /// The request's use of what is there of its chains, once.
-    fn use_chains(&mut self, request: RequestId, now_ms: u64) {
+    /// The request's use of its chains, once: of what is there, and of what will come from the `offered` place on.
+    fn use_chains(&mut self, request: RequestId, now_ms: u64, offered: Option<Place>) {
         self.tell_arrivals();
         self.now_ms = self.now_ms.max(now_ms);
         for chain in self.requests.begin_use(request) {
             let first = Place { request, chain, index: 0 };
             let (index, deepest) = self.requests.deepest_linked(first, &self.forest);
-            self.tell_use(Place { index, ..first }, deepest, 0);
+            // Of the chunks of several groups nobody says which are kept.
+            let expected = offered.filter(|&place| place.chain == chain && !self.requests.has_gaps(place));
+            self.tell_use(Place { index, ..first }, deepest, 0, expected.map(|place| place.index));
         }
     }
 
-    /// Tells of what a request computed and no look-up reaches, as if it had come and gone: whether it returns is worth
-    /// knowing. A tail that left before what comes behind it had come would else never be heard of again, and all long
-    /// prompts would look as if they did not return.
-    fn tell_unreached(&mut self, request: RequestId) {
+    /// What the request computed has come by now, or never will.
+    fn expect_no_more(&mut self, request: RequestId) {
         for chain in 0..self.requests.chains(request) {
             let first = Place { request, chain, index: 0 };
-            let (index, deepest) = self.requests.deepest_linked(first, &self.forest);
-            let unreached = self.requests.offered_from(Place { index, ..first });
-            let mut last = deepest;
-            let shown: Vec<_> = unreached
-                .iter()
-                .map(|&key| {
-                    let block = self.forest.show(key, last);
-                    last = Some(block);
-                    block
-                })
-                .collect();
-            let (Some(last), path) = (last.filter(|_| !shown.is_empty()), self.requests.rest(first).len())
-            else {
-                continue;
-            };
-            self.touch(Some(request), last, shown.len() as u32, path);
-            for block in shown.into_iter().rev() {
-                let (key, parent) = self.forest.hide_shown(block);
-                let exposed = parent.filter(|&parent| self.forest.is_leaf(parent));
-                self.policies.removed(block, key, exposed);
+            let (_, deepest) = self.requests.deepest_linked(first, &self.forest);
+            let mut next = deepest;
+            while let Some(block) = next {
+                next = self.forest.parent(block);
+                if self.forest.is_expected(block) {
+                    self.forest.hide(block);
+                }
+            }
+            if let Some(leaf) =
+                deepest.filter(|&block| self.forest.is_leaf(block) && self.forest.is_hidden(block))
+            {
+                self.unlink(leaf);
+                self.forest.free(leaf);
             }
         }
     }
@@ -240,17 +243,31 @@ impl ChunkCache {
         let inserted = self.arrived.len() as u32;
         self.arrived.clear();
         match self.arrived_at.take() {
-            Some(place) => self.tell_use(Place { index: place.index + 1, ..place }, Some(deepest), inserted),
+            Some(place) => {
+                self.tell_use(Place { index: place.index + 1, ..place }, Some(deepest), inserted, None);
+            }
             None => self.touch(None, deepest, inserted, 0),
         }
     }
 
-    /// A request uses the path that ends at `deepest`, and those orphans that follow it from `next` on.
-    fn tell_use(&mut self, next: Place, deepest: Option<BlockId>, mut inserted: u32) {
+    /// A request uses the path that ends at `deepest`, and what follows it from `next` on: orphans, and from the index
+    /// `expected` on also what has not come yet. So the policies judge a prompt as a whole before room is made for a part of
+    /// it, and a long one that will not return pushes nothing out that is worth more.
+    fn tell_use(
+        &mut self,
+        next: Place,
+        deepest: Option<BlockId>,
+        mut inserted: u32,
+        expected: Option<usize>,
+    ) {
         let mut last = deepest;
-        for &key in self.requests.rest(next) {
-            let Some(orphan) = self.forest.adopt(key, last) else { break };
-            last = Some(orphan);
+        for (index, &key) in (next.index..).zip(self.requests.rest(next)) {
+            let is_expected = expected.is_some_and(|first| first <= index);
+            let orphan = self.forest.adopt(key, last);
+            let Some(block) = orphan.or_else(|| is_expected.then(|| self.forest.expect(key, last))) else {
+                break;
+            };
+            last = Some(block);
             inserted += 1;
         }
         if let Some(last) = last {

@@ -37,8 +37,6 @@ struct Chain {
     keys: Vec<ChunkKey>,
     /// Behind the chunk that was offered last.
     next: usize,
-    /// Behind the last one that was offered.
-    offered: usize,
 }
 
 impl Requests {
@@ -53,14 +51,24 @@ impl Requests {
         followed.chains[chain].keys.extend(keys);
     }
 
-    pub(super) fn offer(&mut self, request: RequestId, group: u32, keys: impl IntoIterator<Item = ChunkKey>) {
+    /// Returns where the first one of `keys` belongs.
+    pub(super) fn offer(
+        &mut self,
+        request: RequestId,
+        group: u32,
+        keys: impl IntoIterator<Item = ChunkKey>,
+    ) -> Option<Place> {
         let followed = self.followed.entry(request).or_default();
         let chain = followed.chain(group);
+        let mut first = None;
         for key in keys {
             let index = followed.chains[chain].find_or_add(key);
             followed.offered.push(key);
-            self.offered.insert(key, Place { request, chain, index });
+            let place = Place { request, chain, index };
+            self.offered.insert(key, place);
+            first.get_or_insert(place);
         }
+        first
     }
 
     /// Forgets the request.
@@ -111,13 +119,6 @@ impl Requests {
         self.followed.get(&request).map_or(0, |followed| followed.chains.len())
     }
 
-    /// The chunks of a chain without gaps from a place to the last one that was offered.
-    pub(super) fn offered_from(&self, place: Place) -> &[ChunkKey] {
-        let chains = self.followed.get(&place.request).map_or(&[][..], |followed| &followed.chains);
-        let chain = chains.get(place.chain).filter(|_| chains.len() == 1);
-        chain.and_then(|chain| chain.keys.get(place.index..chain.offered)).unwrap_or_default()
-    }
-
     /// Whether chunks may lack the one before them: layers that keep a window or a state leave their past out.
     pub(super) fn has_gaps(&self, place: Place) -> bool {
         self.followed.get(&place.request).is_some_and(|followed| followed.chains.len() > 1)
@@ -140,7 +141,7 @@ impl Followed {
     fn chain(&mut self, group: u32) -> usize {
         let known = self.chains.iter().position(|chain| chain.group == group);
         known.unwrap_or_else(|| {
-            self.chains.push(Chain { group, keys: Vec::new(), next: 0, offered: 0 });
+            self.chains.push(Chain { group, keys: Vec::new(), next: 0 });
             self.chains.len() - 1
         })
     }
@@ -158,7 +159,6 @@ impl Chain {
             self.keys.len() - 1
         });
         self.next = index + 1;
-        self.offered = self.offered.max(self.next);
         index
     }
 }

@@ -67,7 +67,8 @@ fn an_orphan_goes_first_unless_its_chain_comes_back() {
     store(&mut cache, A, &keys(7, 0..2), 0);
     cache.finish(A, 1, 1);
     assert_eq!(cache.evict(1, []), Some(vec![key(7, 1)]));
-    // Chunk 1 is gone when the chunks behind it come.
+    // Chunk 1 is gone when the chunks behind it come. It is not offered, so it is not expected either: nothing leads to
+    // them, and policies are to judge only what a look-up can find.
     cache.follow(B, 0, keys(7, 0..4));
     store(&mut cache, B, &keys(7, 2..4), 2);
     cache.finish(B, 1, 3);
@@ -77,6 +78,58 @@ fn an_orphan_goes_first_unless_its_chain_comes_back() {
     store(&mut cache, third, &keys(7, 1..3), 4);
     assert_eq!(cache.evict(1, []), Some(vec![key(7, 3)]), "a leaf again, no orphan");
     assert_eq!(cache.evict(3, []), Some(vec![key(7, 2), key(7, 1), key(7, 0)]));
+}
+
+#[test]
+fn what_was_declined_and_comes_all_the_same_goes_first() {
+    let mut cache = lru();
+    store(&mut cache, A, &keys(8, 0..1), 0);
+    cache.busy(key(8, 0));
+    // The rest of the prompt is judged with its beginning, and leaves before it.
+    cache.follow(B, 0, keys(7, 0..3));
+    store(&mut cache, B, &keys(7, 0..1), 1);
+    assert_eq!(cache.evict(1, []), Some(vec![key(7, 0)]));
+    store(&mut cache, B, &keys(7, 1..3), 1);
+    cache.idle(key(8, 0));
+    assert_eq!(cache.evict(1, []), Some(vec![key(7, 1)]), "nothing leads to it");
+    cache.finish(B, 1, 2);
+    assert_eq!(cache.evict(2, []), Some(vec![key(7, 2), key(8, 0)]));
+}
+
+#[test]
+fn a_prompt_longer_than_its_room_keeps_its_beginning() {
+    let mut cache = lru();
+    cache.follow(A, 0, keys(7, 0..6));
+    store(&mut cache, A, &keys(7, 0..2), 0);
+    cache.offer(A, 0, keys(7, 2..4), 0);
+    assert_eq!(cache.evict(2, keys(7, 2..4)), None, "what they hang on stays");
+    cache.finish(A, 1, 1);
+    assert_eq!(cache.evict(2, []), Some(vec![key(7, 1), key(7, 0)]));
+}
+
+#[test]
+fn what_did_not_come_is_expected_until_the_end_of_its_request() {
+    let mut cache = lru();
+    for request in [A, B] {
+        cache.follow(request, 0, keys(7, 0..4));
+        store(&mut cache, request, &keys(7, 0..1), 0);
+    }
+    cache.finish(A, 1, 1);
+    assert_eq!(cache.resident(), 1);
+    assert!(cache.forest.id(key(7, 1)).is_none());
+    // Whoever else expected it need not.
+    store(&mut cache, B, &keys(7, 1..2), 2);
+    cache.finish(B, 1, 3);
+    assert_eq!(cache.evict(2, []), Some(vec![key(7, 1), key(7, 0)]), "it hangs on what came before");
+    // What came behind one that did not keeps its place, as behind a copy that failed.
+    cache.follow(A, 0, keys(7, 0..4));
+    cache.offer(A, 0, keys(7, 0..4), 4);
+    cache.insert(key(7, 2));
+    cache.idle(key(7, 2));
+    cache.finish(A, 1, 5);
+    assert_eq!(cache.resident(), 1);
+    assert_eq!(cache.evict(1, []), Some(vec![key(7, 2)]));
+    assert!((0..4).all(|index| cache.forest.id(key(7, index)).is_none()), "and nothing is left");
 }
 
 #[test]
