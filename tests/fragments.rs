@@ -33,7 +33,7 @@ async fn readme(settings: Settings, chain: Vec<BlockHash>, output_tokens: u32) -
 }
 
 /// docs/embedding.md
-fn embedding(prompt_tokens: Vec<u32>, request: RequestId, generated_tokens: u32) -> Tried {
+fn embedding((prompt_tokens, request): (Vec<u32>, RequestId), generated_tokens: u32) -> Tried {
     let mut settings = Settings { block_bytes: Some(65_536), ..Settings::default() };
     settings.host.capacity = Some(Capacity::Bytes(8 << 30));
     settings.disk.capacity = Some(Capacity::Bytes(100 << 30));
@@ -44,7 +44,7 @@ fn embedding(prompt_tokens: Vec<u32>, request: RequestId, generated_tokens: u32)
 
     blocks.manager().finished(request, generated_tokens);
 
-    blocks.manager().drain(Duration::from_secs(10));
+    let drained = blocks.manager().drain(Duration::from_secs(10));
     let closing = blocks.manager().close(Duration::from_secs(10));
     Ok(())
 }
@@ -122,7 +122,7 @@ fn move_blocks(
 
 /// docs/engine-memory.md
 async fn memory_in_ranks(
-    (slots, layers, region): (u32, u16, Arc<DeviceRegion>),
+    (slots, layers, region): (u32, u16, DeviceRegion),
     (settings, options): (Settings, Options),
     (group, rank_options): (RankGroup, RankOptions),
 ) -> Tried {
@@ -135,7 +135,7 @@ async fn memory_in_ranks(
 
 /// docs/ranks.md
 async fn ranks(settings: Settings, fingerprint: Option<Fingerprint>) -> Tried {
-    let group = RankGroup { dir: "/run/kvbm".into(), world: 4, limit: Duration::from_secs(60) };
+    let group = RankGroup { dir: "/run/kvbm".into(), world: 4, limit: Duration::from_mins(1) };
 
     let options = RankOptions { group: group.clone(), rank: 2, fingerprint, chaos: None };
     let rank = Rank::join(&settings, options)?;

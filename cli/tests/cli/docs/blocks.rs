@@ -101,7 +101,8 @@ fn commands_run() {
 /// The `kvbm` command lines of a block: their arguments, whatever else stands there.
 fn kvbm_lines(text: &str) -> Vec<Vec<String>> {
     let lines = text.replace("\\\n", " ");
-    let words = lines.lines().map(|line| shlex::split(line).unwrap_or_else(|| panic!("no shell reads: {line}")));
+    let words =
+        lines.lines().map(|line| shlex::split(line).unwrap_or_else(|| panic!("no shell reads: {line}")));
     words.filter_map(kvbm_arguments).collect()
 }
 
@@ -115,7 +116,12 @@ fn kvbm_arguments(words: Vec<String>) -> Option<Vec<String>> {
     } else {
         return None;
     };
-    Some(rest.iter().take_while(|word| !["|", "&", ";", "&&", ">"].contains(&word.as_str())).cloned().collect())
+    Some(
+        rest.iter()
+            .take_while(|word| !["|", "&", ";", "&&", ">"].contains(&word.as_str()))
+            .cloned()
+            .collect(),
+    )
 }
 
 fn is_variable(name: &str) -> bool {

@@ -71,7 +71,6 @@ fn the_book_has_every_page() {
     assert_eq!(in_book.len(), listed.len(), "a page is in docs/SUMMARY.md twice");
     let all = pages();
     let of_book = all.iter().map(|page| &page.path).filter(|path| path.starts_with("docs"));
-    let missing: Vec<_> =
-        of_book.filter(|path| **path != summary.path && !in_book.contains(path)).collect();
+    let missing: Vec<_> = of_book.filter(|path| **path != summary.path && !in_book.contains(path)).collect();
     assert!(missing.is_empty(), "docs/SUMMARY.md lacks {missing:?}");
 }

@@ -15,7 +15,7 @@ pub(super) fn root() -> &'static Path {
 pub(super) struct Page {
     /// Where it is, from the root.
     pub(super) path: PathBuf,
-    text: String,
+    pub(super) text: String,
 }
 
 /// A fenced block.
@@ -42,10 +42,6 @@ pub(super) fn pages() -> Vec<Page> {
 fn find(dir: &Path, into: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(root().join(dir)).expect("a folder of pages") {
         let path = dir.join(entry.expect("an entry").file_name());
-        // What mdBook has written.
-        if path == Path::new("docs/book") {
-            continue;
-        }
         if root().join(&path).is_dir() {
             find(&path, into);
         } else if path.extension().is_some_and(|extension| extension == "md") {

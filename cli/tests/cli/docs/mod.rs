@@ -15,3 +15,4 @@
 mod blocks;
 mod links;
 mod markdown;
+mod settings;
