@@ -1,5 +1,7 @@
 //! docs/metrics.md lists exactly what a manager exports.
 
+mod fragments;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;

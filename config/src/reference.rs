@@ -96,7 +96,7 @@ does, and a value that is not valid is an error that names the key, the value, t
 what is valid. Settings are also checked together: a tier needs `block_bytes`, a size must hold at least one block, the
 two S3 keys come as a pair. A URL with a user, a password or a query is refused and never shown.
 
-```toml
+```toml run
 {example}```
 
 ## How values are written

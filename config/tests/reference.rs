@@ -30,7 +30,7 @@ fn every_setting_is_in_the_reference() {
 #[test]
 fn the_example_in_the_reference_loads() {
     let page = reference_markdown();
-    let (_, rest) = page.split_once("```toml\n").expect("there is an example");
+    let (_, rest) = page.split_once("```toml run\n").expect("there is an example");
     let (example, _) = rest.split_once("```").expect("it ends");
     let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
     file.write_all(example.as_bytes()).expect("it is written");

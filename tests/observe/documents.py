@@ -42,6 +42,12 @@ def queries() -> list[tuple[str, str]]:
     ]
 
 
+def questions() -> list[tuple[str, str]]:
+    """The queries that docs/metrics.md has, one a line."""
+    blocks = re.findall(r"```promql[^\n]*\n(.*?)```", (ROOT / "docs/metrics.md").read_text(), re.DOTALL)
+    return [("docs/metrics.md", line) for block in blocks for line in block.splitlines()]
+
+
 def rules() -> list[dict]:
     return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 

@@ -17,6 +17,7 @@ BOARDS = documents.dashboards()
 KNOWN = documents.metrics()
 RECORDED = {rule["record"] for rule in documents.rules() if "record" in rule}
 EXPRESSIONS = documents.queries() + [(rule.get("alert") or rule["record"], rule["expr"]) for rule in documents.rules()]
+QUESTIONS = documents.questions()
 # On every metric of a hybrid model, and what Prometheus adds.
 ALWAYS = {"group", "instance", "job", "le"}
 # Metrics that are on no dashboard and in no rule, and why.
@@ -113,7 +114,7 @@ def test_panels_are_templated_and_say_what_they_show(name):
     assert len(set(taken)) == len(taken) and max(x for x, _ in taken) < 24, "panels lie on each other"
 
 
-@pytest.mark.parametrize(("where", "expression"), EXPRESSIONS)
+@pytest.mark.parametrize(("where", "expression"), EXPRESSIONS + QUESTIONS)
 def test_queries_ask_for_what_there_is(where, expression):
     for metric, selector in METRIC.findall(expression):
         if metric in RECORDED:
@@ -124,7 +125,7 @@ def test_queries_ask_for_what_there_is(where, expression):
         assert not unknown, f"{where}: {metric} has no label {unknown}"
 
 
-@pytest.mark.parametrize(("where", "expression"), EXPRESSIONS)
+@pytest.mark.parametrize(("where", "expression"), EXPRESSIONS + QUESTIONS)
 def test_counters_are_asked_for_their_speed(where, expression):
     """But for those whose panel says that it shows them since the start, ratios of two, and alerts on any at all."""
     panel = next((one for board in BOARDS.values() for one in board["panels"] if f": {one['title']}" in where), {})
@@ -142,6 +143,17 @@ def test_counters_are_asked_for_their_speed(where, expression):
         )
         ever = 'verdict="wrong"' in (found[2] or "") or "fell back" in panel.get("description", "")
         assert speed or first or bytes_of_a_block or ever, f"{where}: {found[0]} is a counter"
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
+def test_prometheus_reads_the_queries_of_the_page(tmp_path):
+    assert len(QUESTIONS) > 5
+    rules = [{"record": f"question:{number}", "expr": expression} for number, (_, expression) in enumerate(QUESTIONS)]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "questions", "rules": rules}]}))
+    done = subprocess.run(
+        ["promtool", "check", "rules", tmp_path / "rules.yml"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_metric_is_shown():

@@ -16,7 +16,7 @@ ROOT = HERE.parent.parent
 def program(name: str, directory: Path) -> None:
     """Saves the program of the page that it names so."""
     page = (ROOT / "docs/vllm.md").read_text()
-    said = re.search(rf"Save this\s+as `target/quick-start/{name}`:\n```python\n(.*?)```", page, re.DOTALL)
+    said = re.search(rf"Save this\s+as `target/quick-start/{name}`:\n```python[^\n]*\n(.*?)```", page, re.DOTALL)
     (directory / "target/quick-start" / name).write_text(said.group(1))
 
 

@@ -3,6 +3,7 @@
 mod bad_input;
 mod chaos;
 mod commands;
+mod docs;
 mod forget;
 mod fsck;
 mod fsck_bucket;
@@ -37,15 +38,22 @@ impl Place {
         format!("file://{}", self.path(name).display())
     }
 
-    /// `kvbm` with these arguments and none of the settings that this process was started with.
+    /// `kvbm` with these arguments.
     fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_kvbm"));
+        let mut command = self.program(env!("CARGO_BIN_EXE_kvbm"));
+        command.args(args);
+        command
+    }
+
+    /// A program with none of the settings that this process was started with.
+    fn program(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
         for (name, _) in std::env::vars_os() {
             if name.to_string_lossy().starts_with("DYN_KVBM_") {
                 command.env_remove(name);
             }
         }
-        command.env("TMPDIR", self.path("tmp")).env_remove("RUST_LOG").current_dir(self.0.path()).args(args);
+        command.env("TMPDIR", self.path("tmp")).env_remove("RUST_LOG").current_dir(self.0.path());
         command
     }
 
