@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kvbm::{BlockHash, ErrorKind, Manager, Options, RequestId, RequestInfo, Tier};
-use kvbm_settings::{Capacity, Settings};
+use kvbm_settings::{Capacity, Settings, WriteBudget};
 use kvbm_tests::engine;
 use kvbm_tests::rig::hash;
 use kvbm_tiers::chaos::{Chaos, Schedule};
@@ -208,6 +208,45 @@ fn why_says_what_was_found_and_why_the_next_block_was_not() {
     engine::serve(&manager, &chain(1));
     assert_eq!(why("request=77")["next"]["reason"], "evicted");
     assert_eq!(get(address, "/v1/why?request=78").0, 404);
+}
+
+#[test]
+fn why_names_the_rule_that_kept_a_block_from_the_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = settings(dir.path());
+    settings.disk.write_budget = Some(WriteBudget::BytesPerDay(1));
+    let (manager, address) = open(settings);
+    let why = || json(address, &format!("/v1/why?chain={}", query(&chain(1))));
+    engine::serve(&manager, &chain(1));
+    // Room is made in the background.
+    let mut others = (2..500).inspect(|&n| drop(engine::serve(&manager, &chain(n))));
+    assert!(others.any(|_| why()["next"] != Value::Null), "it stays in the host");
+    let why = why();
+    assert_eq!((&why["next"]["reason"], &why["next"]["tier"]), (&"admission".into(), &"disk".into()), "{why}");
+    let policy = why["next"]["policy"].as_str().unwrap();
+    assert!(policy.starts_with("disk.write_budget = "), "{policy}");
+}
+
+#[test]
+fn what_more_memory_would_bring_is_told_beside_an_object_store_without_a_limit() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = settings(dir.path());
+    settings.disk.capacity = None;
+    settings.host.capacity = Some(Capacity::Blocks(600));
+    settings.object.url = Some("memory:///".to_owned());
+    let (manager, address) = open(settings);
+    // Again and again 1,200 blocks, twice as many as the host holds: under LRU none is there when it is asked for.
+    for n in (0..400).cycle().take(1_600) {
+        drop(manager.lease(&(0..3).map(|i| hash(10 * n + i)).collect::<Vec<_>>()));
+    }
+    let metrics = get(address, "/metrics").1;
+    let estimated = |tier: &str, scale: &str| {
+        let series = format!("kvbm_estimated_hit_rate{{scale=\"{scale}\",tier=\"{tier}\"}} ");
+        metrics.lines().find_map(|line| line.strip_prefix(&series)).map(|rate| rate.parse::<f64>().unwrap())
+    };
+    let (as_it_is, fourfold) = (estimated("host", "1").unwrap(), estimated("host", "4").unwrap());
+    assert!(as_it_is < 0.2 && fourfold > 0.6, "{as_it_is} {fourfold}");
+    assert_eq!(estimated("object", "1"), None, "there is no multiple of what has no limit");
 }
 
 #[test]

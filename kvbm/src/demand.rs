@@ -1,6 +1,7 @@
 //! What more memory would bring: a curve of hit rate against capacity, kept from the chains that are asked for.
 
 use kvbm_policies::{MissRatio, SampledRequests};
+use kvbm_tiers::geometry::MAX_SLOTS;
 
 use crate::hash::Chain;
 use crate::sync::Mutex;
@@ -14,6 +15,12 @@ const LEAST: u32 = 1 << 19;
 const HALF_LIFE_MS: u64 = 600_000;
 /// Keys that wait to be observed, at most: 4 MB.
 const MAX_WAITING: usize = 1 << 18;
+
+/// Whether a tier of so many slots has a size of which a multiple means anything: an object store without a limit is a tier of
+/// as many slots as there can be. A curve that reached beyond them would follow a block in a quarter of a million.
+pub(crate) const fn has_limit(slots: u32) -> bool {
+    slots < MAX_SLOTS
+}
 
 /// Follows the chains that are asked for, on a sample (see [`MissRatio`] for method and error).
 ///
@@ -40,7 +47,7 @@ struct Curve {
 }
 
 impl Demand {
-    /// For tiers of up to `largest` blocks.
+    /// For tiers of up to `largest` blocks, which [have a limit](has_limit).
     pub(crate) fn of_tiers(largest: u32) -> Self {
         // Hit rates of blocks do not depend on their tokens.
         let curve = MissRatio::new(largest.saturating_mul(REACH).max(LEAST), 1);

@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use kvbm_policies::RequestId;
-use kvbm_settings::Settings;
+use kvbm_settings::{AdmissionMode, Settings};
 use kvbm_tiers::{Route, Tier, clock};
 use serde::{Serialize, Serializer};
 
@@ -302,9 +302,20 @@ impl Observed {
         Why { request: None, asked_s_ago: None, blocks, found, next }
     }
 
+    /// What keeps blocks of the host from the disk: the rule, or where all may go there the budget.
+    fn disk_rule(&self) -> Option<&'static str> {
+        let disk = &self.settings.disk;
+        match disk.admission {
+            AdmissionMode::WriteThrough => disk.write_budget.map(|_| "disk.write_budget"),
+            _ => Some("disk.admission"),
+        }
+    }
+
     /// The setting that one would change, with its value.
     fn policy_behind(&self, reason: MissReason, tier: Option<Tier>) -> Option<String> {
         let path = match (reason, tier) {
+            // Without a rule a full tier declines by itself what its policy would give up first.
+            (MissReason::Admission, Some(Tier::Disk)) => self.disk_rule().unwrap_or("eviction").to_owned(),
             (MissReason::Evicted | MissReason::Admission, _) => "eviction".to_owned(),
             (MissReason::Capacity, Some(tier)) => format!("{tier}.capacity"),
             _ => return None,

@@ -7,6 +7,7 @@ use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{GaugeVec, IntGauge, IntGaugeVec, Opts};
 
+use crate::demand::has_limit;
 use crate::scheduler::{Core, StagingCounts};
 
 /// Asks a [`Core`] for its state at each scrape. Shows the last state after the core is gone.
@@ -196,7 +197,7 @@ impl Gauges {
         for (state, slots) in by_state {
             self.slots.with_label_values(&[tier.name(), state]).set(i64::from(slots));
         }
-        for (label, scale) in SCALES {
+        for (label, scale) in SCALES.into_iter().filter(|_| has_limit(counts.total)) {
             let rate = core.estimated_hit_rate((f64::from(counts.total) * scale) as u32);
             self.estimated_hit_rate.with_label_values(&[tier.name(), label]).set(rate);
         }

@@ -79,7 +79,7 @@ use self::scrub::Scrubbing;
 use self::spans::Spans;
 use self::staging::Staging;
 use crate::clock::Clock;
-use crate::demand::Demand;
+use crate::demand::{Demand, has_limit};
 use crate::error::{Error, ErrorKind, Result};
 use crate::hash::Chain;
 use crate::lease::Lease;
@@ -208,7 +208,7 @@ impl Core {
     pub fn new(parts: Parts) -> Arc<Self> {
         let Parts { table, executor, staging, trials, scrub, clock, metrics, tuning } = parts;
         let trials: Vec<_> = trials.into_iter().zip(table.directories(Tier::Disk)).collect();
-        let largest = Tier::ALL.iter().map(|&tier| table.counts(tier).total).max().unwrap_or(0);
+        let largest = Tier::ALL.iter().map(|&tier| table.counts(tier).total).filter(|&slots| has_limit(slots)).max();
         let is_device_of_engine = table.counts(Tier::Device).total == 0;
         let limits = Limits {
             batches: tuning.max_concurrent,
@@ -232,7 +232,7 @@ impl Core {
             directories: Directories::new(trials, tuning.breaker_pause),
             scrubbing: Scrubbing::new(scrub),
             paces: Paces::default(),
-            demand: Demand::of_tiers(largest),
+            demand: Demand::of_tiers(largest.unwrap_or(0)),
             learner: Learner::default(),
             clock,
             metrics,

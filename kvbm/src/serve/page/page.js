@@ -150,10 +150,12 @@ function showProcess(state) {
 function showGlance(state) {
   const last = samples.length - 1;
   const minute = found(last, 60);
+  // The page knows of no more than it saw since it was opened.
+  const seen = Math.min(60, Math.round(state.uptime_s - before(last, 60).at));
   const { blocks_total: asked, hit_blocks_total: hits } = state.lookups;
   putFigure("now-rate", percent(minute?.all));
   put("now-rate-words", asked > 0
-    ? `of the prompt blocks of the last minute were found; ${percent(hits / asked)} since the start`
+    ? `of the prompt blocks of the last ${seen < 60 ? some(seen, "second") : "minute"} were found; ${percent(hits / asked)} since the start`
     : "nothing has been asked for yet");
   const tokens = state.block_tokens || 1;
   putFigure("saved", many(hits * tokens));
@@ -210,7 +212,7 @@ function updateTier(item, tier, state) {
   bar.setAttribute("aria-valuetext", full.textContent);
   const leaving = speed((one) => tierOf(one, tier.tier)?.evictions_total ?? 0, 10);
   const facts = [endless ? some(tier.resident_blocks, "block") : `${count(tier.resident_blocks)} of ${some(capacity, "block")}, ${used > 0.995 ? "full" : percent(used)}`];
-  facts.push(tier.dirty_blocks ? `${count(tier.dirty_blocks)} to be copied down` : "", leaving >= 0.05 ? `${leaving < 10 ? leaving.toFixed(1) : count(leaving)} leave each second` : "");
+  facts.push(tier.dirty_blocks ? `${count(tier.dirty_blocks)} to be copied down` : "", leaving >= 0.05 ? `${leaving < 10 ? leaving.toFixed(1) : count(leaving)} evicted each second` : "");
   item.lastChild.replaceChildren(...facts.filter(Boolean).map((text) => make("span", {}, text)),
     ...(tier.lost_blocks ? [make("span", { class: "bad" }, `${count(tier.lost_blocks)} lost for now`)] : []));
 }
@@ -287,8 +289,9 @@ function drawFlow(group, route, { down, lane, top, bottom }) {
 function showRoutes(state) {
   const rows = usedRoutes(state).map((route) => {
     const bad = route.overdue_now > 0 || route.breaker === "open";
-    const words = route.breaker === "open" ? "resting" : route.overdue_now > 0 ? `${count(route.overdue_now)} overdue` : route.in_flight_blocks + route.queued_blocks > 0 ? "working" : "idle";
     const rate = speed((one) => routeOf(one, route)?.bytes_total ?? 0) ?? 0;
+    const isBusy = rate > 0 || route.in_flight_blocks + route.queued_blocks > 0;
+    const words = route.breaker === "open" ? "resting" : route.overdue_now > 0 ? `${count(route.overdue_now)} overdue` : isBusy ? "working" : "idle";
     const cell = (label, text, kind = "number") => make("td", { "data-label": label, class: kind }, text);
     return make("tr", {},
       make("th", { scope: "row" }, title(route.from), make("span", { class: "arrow" }, " → "), title(route.to), make("span", { class: "backend" }, route.backend ? ` by ${route.backend}` : "")),
@@ -460,7 +463,7 @@ function drawCurve({ tier, points }) {
     draw("title", {}, `${point.scale} times the size: ${percent(miss(point))} missed`)));
   const [now, more] = [sorted.find((point) => point.scale === 1), sorted.at(-1)];
   const gain = now ? now && more.hit_rate - now.hit_rate : 0;
-  const words = gain >= 0.005 ? `${more.scale}× saves ${percent(gain)}` : "more would not help";
+  const words = gain >= 0.005 ? `${more.scale}× saves ${percent(gain)}` : "no gain from more";
   return make("figure", {}, make("figcaption", {}, make("b", {}, title(tier)), make("span", { class: "quiet" }, words)),
     draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title(tier)}: ${sorted.map((point) => `${point.scale} times the size, ${percent(miss(point))} missed`).join("; ")}` },
       axis, draw("path", { d: line, fill: "none", stroke: `var(--${tier})`, "stroke-width": 2 }), ...dots));
