@@ -20,6 +20,15 @@
 //! Files are readable by their owner only (mode 0600), and kept ones locked as long as they are open. A kept file
 //! that is found is used only if it is a regular file of this user's with mode 0600 and no other name: in a directory
 //! that others may write, somebody could else have made it first, and read or change what is written to it.
+//!
+//! # Modules
+//! | module | what |
+//! |---|---|
+//! | `files` | makes, finds, sizes and locks slot files |
+//! | `transfer` | what a copy comes down to, and what its result means |
+//! | `uring`, `ring` | the backend on io_uring, and the ring that reads and writes |
+//! | `queue`, `wake` | in which order a ring's operations start, and how its thread learns of them |
+//! | `threads` | the backend where there is no io_uring: a pool that reads and writes |
 
 mod files;
 mod queue;
