@@ -12,7 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # In the order in which they run: the function; seconds where crates of others are built and ours are not (their first build adds
 # some eight minutes to the first two parts), and where everything is; what --quick does of it; what it is. Taken on two cores
-# with nothing else at work.
+# with nothing else at work, but for the second figures of interleavings, dependencies, features, replay and operators, which are
+# estimates.
 readonly PARTS='
 formatting    |   1 |   1 | all  | formatting
 lints         |  13 |  13 | all  | lints
