@@ -1,5 +1,5 @@
 //! Tests of behaviour across crates: each file beside this one is a test target, but for [`rig`], [`parked`],
-//! [`engine`], [`fleet`], [`follower`], [`kept`] and [`process`], which the targets share.
+//! [`engine`], [`fleet`], [`follower`], [`kept`] and [`process`], which the targets share, and `fragments.rs`, a part of `docs.rs`.
 
 pub mod engine;
 pub mod fleet;
