@@ -27,6 +27,7 @@ embedding     |  600 | 200 | none | engines that embed kvbm
 backends      |  240 | 120 | none | transfer backends
 operators     |  120 |  60 | none | what operators look at
 vllm          | 1200 | 600 | none | vLLM, the real engine
+sglang        |  300 | 150 | none | SGLang, and TensorRT-LLM by a stand-in
 '
 
 quick=false
@@ -166,6 +167,10 @@ operators() {
 
 vllm() {
     run_script vLLM tests/vllm.sh --quick
+}
+
+sglang() {
+    run_script 'SGLang and TensorRT-LLM' tests/sglang.sh
 }
 
 # What a part takes, as --quick has it or not, and the sum over all of them.

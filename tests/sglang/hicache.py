@@ -4,7 +4,7 @@ Host memory is made without a GPU's registration. What a GPU would copy there, t
 """
 
 import itertools
-import time
+import json
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -79,16 +79,23 @@ def bytes_of(page: torch.Tensor) -> torch.Tensor:
 class HiCache:
     """A controller with a storage. Its host pool loses all when it is closed, as a restart of the server."""
 
-    def __init__(self, extra_config: dict, layout: str = "page_first", pages: int = 64, ranks: tuple[int, int] = (0, 1), **kwargs):
+    def __init__(
+        self,
+        extra_config: dict,
+        layout: str = "page_first",
+        pages: int = 64,
+        ranks: tuple[int, int] = (0, 1),
+        metrics: bool = False,
+    ) -> None:
         rank, world = ranks
         self._parallel = get_parallel().override(
-            tp_rank=rank, tp_size=world, pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0, **kwargs
+            tp_rank=rank, tp_size=world, pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0
         )
         self._parallel.__enter__()
         self.host = host_pool(layout, pages)
         allocator = SimpleNamespace(get_kvcache=lambda: self.host.device_pool, device="cpu")
         self._config, _, _, _, self._tells_prefixes = HybridCacheController.parse_storage_backend_extra_config(
-            _json(extra_config)
+            json.dumps(extra_config)
         )
         try:
             self.controller = HiCacheController(
@@ -101,6 +108,7 @@ class HiCache:
                 model_name="made-up",
                 prefetch_threshold=PAGE,
                 storage_backend_extra_config=self._config,
+                enable_storage_metrics=metrics,
             )
         except BaseException:
             self._parallel.__exit__(None, None, None)
@@ -162,10 +170,6 @@ class HiCache:
         self.host.free(indices)
         return completed
 
-    def settle(self) -> None:
-        """Until what is stored has gone to its medium."""
-        time.sleep(0.1)
-
 
 _numbers = itertools.count()
 
@@ -175,9 +179,3 @@ def _fill(host: MHATokenToKVPoolHost, indices: torch.Tensor, byte: int) -> None:
         page = host.get_data_page(index, flat=True)
         nothing = torch.full((page.numel() * page.element_size(),), byte, dtype=torch.uint8)
         host.set_from_flat_data_page(index, nothing.view(page.dtype))
-
-
-def _json(config: dict) -> str:
-    import json
-
-    return json.dumps(config)

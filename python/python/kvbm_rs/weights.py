@@ -16,7 +16,7 @@ def weights_of(model: str) -> str:
     if len(commits) == 1:
         return f"commit {commits[0]}"
     found = f"{len(commits)} commits of it" if commits else "nothing of it"
-    message = f"cannot tell which weights {model} has: {found} in the cache of the hub. Name them: the field `weights`"
+    message = f"cannot tell which weights {model} has: {found} in the cache of the hub. Name them (`weights`), or serve a directory"
     raise InvalidError(message)
 
 

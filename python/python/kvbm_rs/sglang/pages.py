@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
@@ -22,6 +21,18 @@ logger = logging.getLogger(__name__)
 _LOOK = 0.001
 # Seconds for which a thread waits at a time.
 _WAIT = 60.0
+
+# What is counted since the start, in pages.
+_COUNTED = (
+    "loaded",
+    "failed_loads",
+    "stored",
+    "stored_alone",
+    "duplicates",
+    "declined",
+    "refused",
+    "failed_stores",
+)
 
 
 class Layout(NamedTuple):
@@ -96,7 +107,7 @@ class Pages:
         self._manager = Manager(
             settings, host.adopt(), block_tokens=host.page_tokens, fingerprint=fingerprint
         )
-        self.counts: Counter[str] = Counter()
+        self.counts = dict.fromkeys(_COUNTED, 0)
 
     def leading(self, keys: Sequence[str]) -> int:
         """How many leading ones are here."""

@@ -202,7 +202,7 @@ class KvbmStorage(HiCacheStorage):
         told = {}
         for name, pages in self._pages.items():
             here = {f"{tier}_pages": resident for tier, (_, resident) in pages.occupancy().items()}
-            told[name] = dict(pages.counts) | here
+            told[name] = pages.counts | here
         return told
 
     def clear(self) -> None:
