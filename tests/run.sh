@@ -29,6 +29,7 @@ embedding     | 464 | 172 | none | engines that embed kvbm
 backends      | 229 | 137 | none | transfer backends
 operators     | 133 |  50 | none | what operators look at
 vllm          | 874 | 710 | none | vLLM, the real engine
+sglang        | 300 | 150 | none | SGLang, and TensorRT-LLM by a stand-in
 '
 
 quick=false
@@ -179,6 +180,10 @@ operators() {
 
 vllm() {
     run_script vLLM tests/vllm.sh --quick
+}
+
+sglang() {
+    run_script 'SGLang and TensorRT-LLM' tests/sglang.sh
 }
 
 # What a part takes, as --quick has it or not, and the sum over all of them.

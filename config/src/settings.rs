@@ -56,6 +56,20 @@ pub struct Settings {
     pub nixl: NixlSettings,
 }
 
+impl Settings {
+    /// For a part of what they are for, such as one of a model's cache groups: tiers and quotas get other sizes.
+    pub fn rescale(&mut self, scale: impl Fn(Capacity) -> Capacity, share: f64) {
+        let capacities = [&mut self.host.capacity, &mut self.disk.capacity, &mut self.object.capacity];
+        for capacity in capacities.into_iter().flatten().chain(self.tenant_quotas.values_mut()) {
+            *capacity = scale(*capacity);
+        }
+        // What is said in writes of the whole drive follows its size.
+        if let Some(WriteBudget::BytesPerDay(bytes)) = &mut self.disk.write_budget {
+            *bytes = (*bytes as f64 * share) as u64;
+        }
+    }
+}
+
 /// The device tier.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct DeviceSettings {

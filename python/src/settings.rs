@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use kvbm_settings::{Argument, Loaded, Loader, Origin, Row};
+use kvbm_settings::{Argument, Capacity, Loaded, Loader, Origin, Row};
 use pyo3::exceptions::{PyKeyError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyMapping, PyString, PyTuple};
@@ -98,6 +98,17 @@ impl Settings {
     /// What was given and is valid but changes nothing: worth a line in a log.
     fn remarks(&self) -> Vec<String> {
         self.0.accepted.iter().map(ToString::to_string).collect()
+    }
+
+    /// With `share` of the bytes of every tier, from 0 to 1; sizes in blocks stay as they are.
+    fn scaled(&self, share: f64) -> Self {
+        let mut part = self.0.clone();
+        let scale = |capacity| match capacity {
+            Capacity::Bytes(bytes) => Capacity::Bytes((bytes as f64 * share) as u64),
+            blocks @ Capacity::Blocks(_) => blocks,
+        };
+        part.settings.rescale(scale, share);
+        Self(part)
     }
 
     fn __getitem__(&self, path: &str) -> PyResult<String> {

@@ -1,7 +1,7 @@
 //! Opening a manager with several cache groups: each gets its part of every tier.
 
 use kvbm_policies::{CheckpointGrid, checkpoints};
-use kvbm_settings::{Capacity, Settings, WriteBudget};
+use kvbm_settings::{Capacity, Settings};
 
 use super::group::Group;
 use super::{Checkpoints, FULL, invalid, metrics};
@@ -270,7 +270,7 @@ impl Parts {
             Capacity::Bytes(bytes) => Capacity::Bytes(times(bytes, self.shares[0])),
             blocks @ Capacity::Blocks(_) => blocks,
         };
-        rescale(&mut own, scale, self.shares[0]);
+        own.rescale(scale, self.shares[0]);
         own
     }
 
@@ -286,23 +286,11 @@ impl Parts {
         own.block_bytes = Some(self.block_bytes[usize::from(number)]);
         // A checkpoint is loaded whole, or not at all.
         own.transfer.prefill_tokens_per_second = 0;
-        rescale(&mut own, scale, share);
+        own.rescale(scale, share);
         own
     }
 }
 
 fn times(bytes: u64, factor: f64) -> u64 {
     (bytes as f64 * factor) as u64
-}
-
-fn rescale(settings: &mut Settings, scale: impl Fn(Capacity) -> Capacity, share: f64) {
-    let capacities =
-        [&mut settings.host.capacity, &mut settings.disk.capacity, &mut settings.object.capacity];
-    for capacity in capacities.into_iter().flatten().chain(settings.tenant_quotas.values_mut()) {
-        *capacity = scale(*capacity);
-    }
-    // What is said in writes of the whole drive follows its size.
-    if let Some(WriteBudget::BytesPerDay(bytes)) = &mut settings.disk.write_budget {
-        *bytes = times(*bytes, share);
-    }
 }
