@@ -222,7 +222,11 @@ fn why_names_the_rule_that_kept_a_block_from_the_disk() {
     let mut others = (2..500).inspect(|&n| drop(engine::serve(&manager, &chain(n))));
     assert!(others.any(|_| why()["next"] != Value::Null), "it stays in the host");
     let why = why();
-    assert_eq!((&why["next"]["reason"], &why["next"]["tier"]), (&"admission".into(), &"disk".into()), "{why}");
+    assert_eq!(
+        (&why["next"]["reason"], &why["next"]["tier"]),
+        (&"admission".into(), &"disk".into()),
+        "{why}"
+    );
     let policy = why["next"]["policy"].as_str().unwrap();
     assert!(policy.starts_with("disk.write_budget = "), "{policy}");
 }

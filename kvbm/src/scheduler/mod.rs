@@ -208,7 +208,8 @@ impl Core {
     pub fn new(parts: Parts) -> Arc<Self> {
         let Parts { table, executor, staging, trials, scrub, clock, metrics, tuning } = parts;
         let trials: Vec<_> = trials.into_iter().zip(table.directories(Tier::Disk)).collect();
-        let largest = Tier::ALL.iter().map(|&tier| table.counts(tier).total).filter(|&slots| has_limit(slots)).max();
+        let largest =
+            Tier::ALL.iter().map(|&tier| table.counts(tier).total).filter(|&slots| has_limit(slots)).max();
         let is_device_of_engine = table.counts(Tier::Device).total == 0;
         let limits = Limits {
             batches: tuning.max_concurrent,
