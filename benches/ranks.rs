@@ -114,6 +114,7 @@ impl Ranks {
             block_bytes: slice_bytes as u64,
             fingerprint: String::new(),
             limit: Duration::from_mins(1),
+            debts: None,
         };
         let leader = Leader::open(options, |_| ()).expect("all ranks");
         Self { leader: Arc::new(leader), slots, processes }

@@ -6,12 +6,12 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use kvbm_tiers::sealed::{Cipher, KeyRing, Scratch, ScratchOptions, TenantKeys};
 use kvbm_tiers::{
     Backend, BlockKey, CopyOp, DiskOptions, DiskRegion, Done, DramOptions, DramRegion, Geometry, Memory,
     Route, Sealed, SlotId, SlotRef, Tier, UringBackend, Verified,
 };
-use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 
 const WORKING_SET: usize = 512 << 20;
 const ROUNDS: usize = 9;

@@ -5,7 +5,7 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvbm::{
     BlockHash, BlockKey, DurableEvent, ErrorKind, Fingerprint, Manager, OnDurable, Options, RecoveryReport,
@@ -729,4 +729,37 @@ fn recovery_of_100_000_blocks() {
         let manager = open(settings.clone(), fingerprint("one", 0)).unwrap();
         println!("{:?}", report(&manager));
     }
+}
+
+/// By hand: what the index costs, with the wait of a write into a slot whose old block it must have left first. Without a
+/// fingerprint there is none. `cargo nextest run -p kvbm-tests --test durable --run-ignored only --no-capture`
+#[test]
+#[ignore = "a measurement"]
+fn what_it_costs_to_wait_for_the_index() {
+    let home = tempfile::tempdir().unwrap();
+    let kept = Options { fingerprint: Some(fingerprint("one", 0)), ..Options::default() };
+    let managers = [("kept", kept), ("not kept", Options::default())].map(|(dir, options)| {
+        let manager = open_with(settings(&home.path().join(dir), 64, 256), options).unwrap();
+        // Full, so that each write is into a slot that had another block.
+        (0..64).for_each(|n| drop(engine::serve(&manager, &chain(n, 8))));
+        drained(&manager);
+        manager
+    });
+    let mut took = [const { Vec::new() }; 2];
+    for round in 0..40 {
+        for turn in 0..2 {
+            let of = (turn + round as usize) % 2;
+            let started = Instant::now();
+            (0..16).for_each(|n| drop(engine::serve(&managers[of], &chain(100 + 16 * round + n, 8))));
+            drained(&managers[of]);
+            took[of].push(started.elapsed());
+        }
+    }
+    let [kept, not_kept] = took.map(|mut rounds| {
+        rounds.sort();
+        rounds[rounds.len() / 2]
+    });
+    println!(
+        "128 blocks of 4 KiB saved and flushed, median of 40 rounds: kept {kept:?}, not kept {not_kept:?}"
+    );
 }

@@ -157,6 +157,42 @@ fn a_rank_that_is_away_hears_of_it_when_it_joins_again() {
     }
 }
 
+#[test]
+fn a_rank_that_was_away_hears_of_it_from_the_next_leader_too() {
+    for home in homes() {
+        let home = home.path();
+        let mut fleet = open(home);
+        [ONE, OTHER].into_iter().for_each(|tenant| assert_served(&mut fleet, tenant, 0));
+        fleet.kill(2);
+        fleet.assert_forgets(&chain(OTHER), LIMIT);
+        let error = fleet.manager.forget(ONE).unwrap_err();
+        assert!(error.to_string().contains("is told when it joins again"), "{error}");
+        fleet.end();
+        assert_eq!((keepers(home, ONE), debts(home).len()), (vec![2], 1));
+        // All ranks are there, and the leader is another one.
+        let mut fleet = open(home);
+        let deadline = Instant::now() + LIMIT;
+        while !(keepers(home, ONE).is_empty() && debts(home).is_empty()) {
+            assert!(Instant::now() < deadline, "it is not told: {:?} {:?}", keepers(home, ONE), debts(home));
+            thread::sleep(Duration::from_millis(5));
+        }
+        // And then all is well, also for him: he has other keys.
+        assert_eq!(keepers(home, OTHER), [0, 1, 2, 3]);
+        [ONE, OTHER].into_iter().for_each(|tenant| assert_heals(&mut fleet, tenant));
+        drained(&fleet.manager);
+        fleet.end();
+        let mut fleet = open(home);
+        assert_served(&mut fleet, ONE, 6);
+        fleet.end();
+    }
+}
+
+/// Files that say what ranks have yet to forget.
+fn debts(home: &Path) -> Vec<PathBuf> {
+    let is_debts = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "debts");
+    files(home).into_iter().filter(is_debts).collect()
+}
+
 /// What is lowest takes blocks and gives them.
 fn assert_heals(fleet: &mut Fleet, tenant: u32) {
     let deadline = Instant::now() + LIMIT;

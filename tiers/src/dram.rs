@@ -8,6 +8,7 @@ mod mount;
 mod pages;
 
 use std::fs::File;
+use std::io;
 use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
@@ -29,7 +30,7 @@ use crate::verify::corrupt;
 
 use file::MemoryFile;
 pub use mount::{Mount, MountKind};
-use pages::{HUGE_PAGE, Pages, available_memory, huge_bytes, prefault};
+use pages::{HUGE_PAGE, Mapper, Pages, available_memory, huge_bytes, prefault};
 
 /// What to change when memory in a file cannot be had.
 pub(crate) static SETTINGS: SettingNames = SettingNames {
@@ -42,7 +43,8 @@ pub(crate) static SETTINGS: SettingNames = SettingNames {
 };
 
 /// Memory, cut into slots, every page of it present before it is first used: registering untouched
-/// memory with a ring or a GPU takes tens of seconds per GiB.
+/// memory with a ring or a GPU takes tens of seconds per GiB. Small pages of a file, which are there, are mapped in the
+/// background.
 ///
 /// Children that the process forks do not get it: the kernel must copy pages that hardware was given, at the
 /// fork and for every child (measured: 450 ms for 512 MiB registered with a ring, 431 MiB of them copied and
@@ -51,7 +53,9 @@ pub(crate) static SETTINGS: SettingNames = SettingNames {
 pub struct DramRegion {
     tier: Tier,
     geometry: Geometry,
-    map: ManuallyDrop<MmapRaw>,
+    /// Before the mapping, which it has as well until its thread ends.
+    mapper: ManuallyDrop<Option<Mapper>>,
+    map: ManuallyDrop<Arc<MmapRaw>>,
     maker: Maker,
     /// From the mapping's start to the first slot, which lies on a huge page boundary.
     base: usize,
@@ -146,19 +150,23 @@ impl DramRegion {
         if let Err(error) = map.advise(Advice::DontFork) {
             tracing::warn!(%error, "{}: forks will copy it, and be slow", label(tier));
         }
+        let map = Arc::new(MmapRaw::from(map));
         let there = file.as_ref().map_or(0, MemoryFile::bytes);
-        prefault(&map, base, there, fault_threads, Pages::There)
+        let later = file.as_ref().is_some_and(|file| !file.may_be_huge());
+        prefault(&map, base, if later { 0 } else { there }, fault_threads, Pages::There)
             .and_then(|()| prefault(&map, base + there, bytes - there, fault_threads, Pages::Private))
             .map_err(|error| too_large(&error.to_string()))?;
-        let map = ManuallyDrop::new(MmapRaw::from(map));
+        let mapper = later.then(|| Mapper::start(Arc::clone(&map), base, there)).transpose();
+        let mapper = mapper.map_err(|error| no_thread(tier, error))?;
         // The kernel's report is long where a process has many mappings: it is read only where it can say something.
         let says_something = huge_pages || file.as_ref().is_some_and(|file| file.page_bytes() >= HUGE_PAGE);
         let start = map.as_ptr() as usize + base;
         let huge_bytes = if says_something { huge_bytes(start, bytes).min(geometry.bytes()) } else { 0 };
+        let (mapper, map) = (ManuallyDrop::new(mapper), ManuallyDrop::new(map));
         let (pool, maker) = (PoolId::fresh(), Maker::this_process());
         let checksums = (tier == Tier::Host).then(Arc::default);
         let pool_given = AtomicBool::new(false);
-        Ok(Self { tier, geometry, map, maker, base, huge_bytes, checksums, pool, pool_given, file })
+        Ok(Self { tier, geometry, mapper, map, maker, base, huge_bytes, checksums, pool, pool_given, file })
     }
 
     /// The file that its first slots lie in, and whether an earlier process made it; `None`: all of it goes with this
@@ -254,8 +262,11 @@ impl DramRegion {
 impl Drop for DramRegion {
     fn drop(&mut self) {
         if self.maker.is_this_process() {
-            // SAFETY: the region is going, so nobody uses the mapping any more.
-            unsafe { ManuallyDrop::drop(&mut self.map) };
+            // SAFETY: the region is going, so nobody uses the two any more.
+            unsafe {
+                ManuallyDrop::drop(&mut self.mapper);
+                ManuallyDrop::drop(&mut self.map);
+            }
         }
     }
 }
@@ -315,6 +326,12 @@ fn too_large(tier: Tier, bytes: usize, why: &str) -> SetupError {
     };
     let message = format!("{}: cannot obtain {} MiB: {why}; {setting}", label(tier), bytes >> 20);
     SetupError::new(SetupErrorKind::NoSpace, message)
+}
+
+fn no_thread(tier: Tier, error: io::Error) -> SetupError {
+    let message =
+        format!("{}: cannot start a thread that maps it: raise the limit on processes", label(tier));
+    SetupError::caused(SetupErrorKind::Unavailable, message, error)
 }
 
 #[cfg(test)]

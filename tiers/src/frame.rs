@@ -389,6 +389,11 @@ impl FramePool {
         self.shards[shard].is_closed
     }
 
+    /// Whether a slot would not be given out if it were free.
+    pub fn gives_no(&self, slot: SlotId) -> bool {
+        self.shards.len() > 1 && self.is_closed(self.shard_of(slot))
+    }
+
     /// Free slots of shards that are closed.
     pub fn closed(&self) -> u32 {
         self.shards.iter().filter(|shard| shard.is_closed).map(|shard| shard.free).sum()

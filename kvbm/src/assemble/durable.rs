@@ -389,7 +389,10 @@ impl KeptTier {
             damaged += found.damaged;
             torn_bytes += found.torn;
             if found.epoch == epoch {
-                entries.extend(found.entries.drain(..).map(|entry| of_tier(entry, part, parts)));
+                // A single index's, where they lie: megabytes that are not copied.
+                let found = mem::take(&mut found.entries).into_iter();
+                let found: Vec<_> = found.map(|entry| of_tier(entry, part, parts)).collect();
+                if entries.is_empty() { entries = found } else { entries.extend(found) }
             } else {
                 past += mem::take(&mut found.entries).len();
                 index.set_epoch(epoch.0, epoch.1).map_err(|error| not_begun(index, error))?;

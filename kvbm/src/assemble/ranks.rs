@@ -1,7 +1,7 @@
 //! The two halves of a manager with ranks: a leader has slots without bytes, a rank has bytes without a table.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -73,6 +73,7 @@ impl Tiers {
         let HostSlots { tier: host, staging } = host_slots(settings)?;
         let slots = slots_by_tier(settings, engine)?;
         let namespace = namespace.part(&format!("ranks{}", group.world));
+        let debts = debts_path(&namespace, settings, &group.dir);
         let options = LeaderOptions {
             dir: group.dir,
             world: group.world,
@@ -80,6 +81,7 @@ impl Tiers {
             block_bytes: settings.block_bytes.unwrap_or_default(),
             fingerprint: shared_name(fingerprint),
             limit: group.limit,
+            debts,
         };
         let keys = sealed::keys(settings)?;
         let mut tiers = Self { namespace, keys, ..Self::default() };
@@ -111,6 +113,16 @@ impl Tiers {
             self.device = Some(Arc::new(Elsewhere));
         }
     }
+}
+
+/// Where a leader writes down what its ranks have yet to forget, if they keep something: beside what it keeps itself, else
+/// where they meet.
+fn debts_path(namespace: &Namespace, settings: &Settings, meeting: &Path) -> Option<PathBuf> {
+    let (disk, host) = (&settings.disk, &settings.host);
+    let kept = disk.dirs.first().filter(|_| disk.keep && disk.capacity.is_some());
+    let kept = kept.or(host.persist_index.as_ref()).or(host.persist.as_ref());
+    let dir = kept.map_or(meeting, PathBuf::as_path);
+    namespace.identity.map(|_| dir.join(format!("kvbm-{}.debts", namespace.name)))
 }
 
 /// Exports which ranks are there.

@@ -129,6 +129,7 @@ impl Core {
         self.demand.take_up();
         while self.drop_more() {}
         self.try_directories();
+        while self.table().reconsider_reopened() {}
         while self.drop_lost_some() {
             while self.drop_more() {}
         }

@@ -129,10 +129,12 @@ impl Forest for Structure<'_> {
             let awaited = self.awaited.filter(|_| is_wanted());
             awaited.is_none_or(|below| self.records.at(held.record).resident().has(below))
         };
+        let is_closed = || self.forgotten.1.gives_no(SlotId(block.0));
         // By cost: whoever has children needs no look at his record, which is a cache miss.
         match held {
             held if !held.is_leaf() => Standing::Interior,
-            held if held.pins() == 0 && is_clean() => Standing::Evictable,
+            // No room comes of it where no slot is given out.
+            held if held.pins() == 0 && !is_closed() && is_clean() => Standing::Evictable,
             _ => Standing::Busy,
         }
     }

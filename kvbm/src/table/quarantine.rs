@@ -68,13 +68,15 @@ pub(super) struct Quarantines {
     so_far: u64,
     /// Bad blocks with more descendants than one step drops.
     dropping: Vec<Dropping>,
-    /// Directories whose blocks are being dropped.
-    lost: Vec<LostDirectory>,
+    /// Directories whose blocks cannot be read any more, and are being dropped.
+    lost: Vec<DirectoryWalk>,
+    /// Directories that are open again, whose leaves may leave again.
+    reopened: Vec<DirectoryWalk>,
 }
 
-/// A directory of a tier whose blocks cannot be read any more.
+/// A directory of a tier that is gone through in steps.
 #[derive(Clone, Copy, Debug)]
-struct LostDirectory {
+struct DirectoryWalk {
     tier: Tier,
     dir: usize,
     /// The slot to go on with.
@@ -170,18 +172,42 @@ impl Table {
         !self.quarantines.dropping.is_empty()
     }
 
-    /// From here on no slot of a directory of `tier` is given out, or they are again.
+    /// From here on no slot of a directory of `tier` is given out, and nothing leaves it to make room; or again, once
+    /// [`reconsider_reopened`](Self::reconsider_reopened) has come by.
     pub fn close_directory(&mut self, tier: Tier, dir: usize, is_closed: bool) {
         self.tier_mut(tier).pool.close_shard(dir, is_closed);
+        let is_other = |walk: &DirectoryWalk| (walk.tier, walk.dir) != (tier, dir);
+        self.quarantines.reopened.retain(is_other);
         if !is_closed {
             // What is still there can be read.
-            self.quarantines.lost.retain(|lost| (lost.tier, lost.dir) != (tier, dir));
+            self.quarantines.lost.retain(is_other);
+            self.quarantines.reopened.push(DirectoryWalk { tier, dir, next: dir as u32 });
         }
+    }
+
+    /// Has policies consider some of the leaves in directories that are open again: while they were closed these were
+    /// passed over. Returns whether there are more.
+    pub fn reconsider_reopened(&mut self) -> bool {
+        let Some(mut walk) = self.quarantines.reopened.pop() else { return false };
+        let held = self.tier_mut(walk.tier);
+        let shards = held.pool.shards() as u32;
+        for _ in 0..LOOKED_AT {
+            if walk.next as usize >= held.slots.len() {
+                return !self.quarantines.reopened.is_empty();
+            }
+            let slot = SlotId(walk.next);
+            if held.at(slot).record != Slot::EMPTY.record {
+                held.reconsider(slot);
+            }
+            walk.next += shards;
+        }
+        self.quarantines.reopened.push(walk);
+        true
     }
 
     /// What lies in a directory of `tier` cannot be read any more: [`drop_lost`](Self::drop_lost) drops it.
     pub fn lose_directory(&mut self, tier: Tier, dir: usize) {
-        self.quarantines.lost.push(LostDirectory { tier, dir, next: dir as u32 });
+        self.quarantines.lost.push(DirectoryWalk { tier, dir, next: dir as u32 });
     }
 
     /// Drops some of what lies in directories that are [lost](Self::lose_directory), with all descendants. Returns whether

@@ -365,6 +365,54 @@ fn fill(table: &mut Table, tier: Tier, hashes: &Vec<BlockHash>) -> usize {
     reserved.refused
 }
 
+/// Two directories of four slots, and an older chain in the first.
+fn table_of_two_directories(eviction: EvictionKind) -> (Table, [Vec<BlockHash>; 2]) {
+    let pool = FramePool::sharded(Tier::Disk, 8, 2);
+    let spec = TierSpec { pool, policy: eviction.build(8), flush_to: None, admission: None };
+    let mut table = Table::new([spec]);
+    let chains = [0, 1].map(|n| chain(n)[..4].to_vec());
+    for (dir, hashes) in (0..).zip(&chains) {
+        let key = |depth| Chain::from(hashes).key(depth);
+        let parent = |depth: usize| depth.checked_sub(1).map(|above| key(above).hash);
+        let entry = |depth: usize| IndexEntry {
+            slot: SlotId(2 * depth as u32 + dir),
+            generation: 0,
+            block: key(depth),
+            parent: parent(depth),
+            checksum: 1,
+            tenant: None,
+        };
+        let entries: Vec<_> = (0..4).map(entry).collect();
+        assert_eq!(table.restore(Tier::Disk, &entries).blocks, 4);
+    }
+    (table, chains)
+}
+
+#[test]
+fn what_lies_in_a_closed_directory_does_not_leave_for_room_that_it_cannot_make() {
+    for eviction in [EvictionKind::Lru, EvictionKind::Fifo] {
+        let (mut table, chains) = table_of_two_directories(eviction);
+        let held = |table: &Table| {
+            chains.each_ref().map(|chain| table.matches(Chain::from(chain)).blocks(Tier::Disk))
+        };
+        table.close_directory(Tier::Disk, 0, true);
+        let other = chain(2)[..3].to_vec();
+        assert_eq!(fill(&mut table, Tier::Disk, &other), 0, "{eviction:?}");
+        assert_eq!(held(&table), [4, 1], "{eviction:?}: the older one lies in the closed directory");
+        // More than the open directory has.
+        fill(&mut table, Tier::Disk, &chain(3)[..5].to_vec());
+        assert_eq!(held(&table)[0], 4, "{eviction:?}");
+        // And then all its slots take blocks again.
+        table.close_directory(Tier::Disk, 0, false);
+        while table.reconsider_reopened() {}
+        for n in [2, 3, 6, 7] {
+            assert_eq!(fill(&mut table, Tier::Disk, &chain(n)[..4].to_vec()), 0, "{eviction:?}");
+        }
+        assert_eq!((held(&table), table.counts(Tier::Disk).free), ([0, 0], 0), "{eviction:?}");
+        assert_eq!(table.audit(), []);
+    }
+}
+
 /// A lease pins the deepest block; when that is quarantined, somebody may still be reading what lies above.
 #[test]
 fn readers_of_a_quarantined_chain_keep_its_ancestors() {

@@ -6,11 +6,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use memmap2::{Advice, MmapMut};
+use memmap2::{Advice, MmapMut, MmapRaw};
 use rustix::fs::FallocateFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 
-use super::mount::Mount;
+use super::mount::{Mount, MountKind};
 use super::pages::{HUGE_PAGE, Pages, available_memory, prefault};
 use super::{DramOptions, PersistOptions, SETTINGS, reserve};
 use crate::error::{SetupError, SetupErrorKind};
@@ -27,7 +27,7 @@ pub(super) struct MemoryFile {
     path: PathBuf,
     file: LockedFile,
     bytes: usize,
-    page_bytes: usize,
+    mount: Mount,
     was_there: bool,
 }
 
@@ -51,7 +51,7 @@ impl MemoryFile {
         if was_there {
             making.check(file.file())?;
         }
-        Ok(Self { path: site.path, file, bytes, page_bytes, was_there })
+        Ok(Self { path: site.path, file, bytes, mount, was_there })
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -67,7 +67,12 @@ impl MemoryFile {
     }
 
     pub(super) const fn page_bytes(&self) -> usize {
-        self.page_bytes
+        self.mount.page_bytes
+    }
+
+    /// Its mount may give it pages that are larger.
+    pub(super) const fn may_be_huge(&self) -> bool {
+        !matches!(self.mount.kind, MountKind::Tmpfs { huge_pages: false })
     }
 
     pub(super) const fn was_there(&self) -> bool {
@@ -129,7 +134,7 @@ impl Making<'_> {
         let alignment = self.page_bytes.max(HUGE_PAGE);
         let (mut map, base) = reserve(self.bytes, alignment, false).map_err(io::Error::other)?;
         map_over(&mut map, base, file, self.bytes, huge_pages)?;
-        prefault(&map, base, self.bytes, fault_threads, Pages::New)
+        prefault(&MmapRaw::from(map), base, self.bytes, fault_threads, Pages::New)
     }
 
     /// Does nothing to pages that are there.

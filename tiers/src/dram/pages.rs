@@ -1,9 +1,13 @@
 //! Pages: made present before they are used, and what the kernel says of them.
 
 use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 
-use memmap2::{Advice, MmapMut};
+use memmap2::{Advice, MmapRaw};
 
+use crate::clock;
 use crate::geometry::ALIGNMENT;
 
 pub(super) const HUGE_PAGE: usize = 2 << 20;
@@ -21,7 +25,7 @@ pub(super) enum Pages {
 
 /// Makes all pages present, each thread its share of huge pages.
 pub(super) fn prefault(
-    map: &MmapMut,
+    map: &MmapRaw,
     base: usize,
     bytes: usize,
     threads: usize,
@@ -42,7 +46,7 @@ pub(super) fn prefault(
     })
 }
 
-fn populate(map: &MmapMut, from: usize, bytes: usize, pages: Pages) -> io::Result<()> {
+fn populate(map: &MmapRaw, from: usize, bytes: usize, pages: Pages) -> io::Result<()> {
     let advice = match pages {
         Pages::Private | Pages::New => Advice::PopulateWrite,
         // Three times as fast, and what is shared can be written to all the same: nobody waits for first writes to it.
@@ -58,17 +62,51 @@ fn populate(map: &MmapMut, from: usize, bytes: usize, pages: Pages) -> io::Resul
 }
 
 /// `None`: a page without memory behind it would end the process.
-fn touch(map: &MmapMut, from: usize, bytes: usize, pages: Pages) -> Option<()> {
+fn touch(map: &MmapRaw, from: usize, bytes: usize, pages: Pages) -> Option<()> {
     for offset in (from..from + bytes).step_by(ALIGNMENT) {
         match pages {
             // SAFETY: the page lies within the mapping, which nobody uses yet; other threads write others.
-            Pages::Private => unsafe { map.as_ptr().cast_mut().add(offset).write_volatile(0) },
+            Pages::Private => unsafe { map.as_mut_ptr().add(offset).write_volatile(0) },
             // SAFETY: the page lies within the mapping, and its file has it.
             Pages::There => drop(unsafe { map.as_ptr().add(offset).read_volatile() }),
             Pages::New => return None,
         }
     }
     Some(())
+}
+
+/// Maps the pages of a file that has them all, while they are used already: 4 KiB pages take 0.2 s/GiB, and a restart is
+/// to serve from its first moment. Who comes to a page first maps it himself. It ends with this handle.
+#[derive(Debug)]
+pub(super) struct Mapper {
+    is_over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Mapped at a time. Whoever maps or unmaps something else meanwhile waits for that: half a millisecond.
+const STEP: usize = HUGE_PAGE;
+
+impl Mapper {
+    pub(super) fn start(map: Arc<MmapRaw>, from: usize, bytes: usize) -> io::Result<Self> {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let told = Arc::clone(&is_over);
+        let work = move || {
+            let mut steps = (from..from + bytes).step_by(STEP).take_while(|_| !told.load(Ordering::Relaxed));
+            let mapped =
+                steps.try_for_each(|step| populate(&map, step, STEP.min(from + bytes - step), Pages::There));
+            if let Err(error) = mapped {
+                tracing::warn!(%error, "memory in a file is mapped as it is used: its first use is slow");
+            }
+        };
+        Ok(Self { is_over, thread: Some(clock::spawn("kvbm-map", work)?) })
+    }
+}
+
+impl Drop for Mapper {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Relaxed);
+        self.thread.take().into_iter().for_each(|thread| drop(thread.join()));
+    }
 }
 
 /// What the system, or the container it limits us to, can still give.

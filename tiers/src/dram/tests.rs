@@ -8,6 +8,7 @@ use tempfile::TempDir;
 
 use super::pages::{address_range, kilobytes};
 use super::*;
+use crate::clock;
 use crate::geometry::ALIGNMENT;
 use crate::testing::{Child, fill_pattern, has_pattern, holds_in_a_child, skip};
 
@@ -45,10 +46,10 @@ fn a_frame_opens_its_own_region_only() {
     assert_eq!(theirs.label(), "emulated device");
 }
 
-/// What the kernel says of the region's pages: KiB in memory, KiB in huge pages.
+/// What the kernel says of the region's pages: KiB that are mapped, KiB in huge pages.
 fn pages(region: &DramRegion) -> [u64; 2] {
     let start = region.base().addr().get();
-    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
     let mut lines = smaps
         .lines()
         .skip_while(|line| !address_range(line).is_some_and(|(from, to)| from <= start && start < to));
@@ -160,6 +161,58 @@ fn the_next_process_finds_the_slots_that_persist_and_no_others() {
     // More staging slots do not change the file.
     let more = DramRegion::persistent_within(options(30, BLOCK), &place(&dir, 8), Duration::ZERO).unwrap();
     assert_eq!(written(&more, 200), (0..8).collect::<Vec<_>>());
+}
+
+/// Of 256 MiB, all of which persist, in blocks of 1 MiB.
+fn attach_large(dir: &Path) -> DramRegion {
+    DramRegion::persistent(options(LARGE, 1 << 20), &place(dir, LARGE)).unwrap()
+}
+
+const LARGE: u32 = 256;
+
+#[test]
+fn nobody_waits_for_small_pages_to_be_mapped_and_blocks_are_right_meanwhile() {
+    let Some(home) = shm() else { return };
+    write_all(&attach_large(home.path()), 1);
+    let is_early = |region: &DramRegion| pages(region)[0] < u64::from(LARGE) << 10;
+    assert!((0..20).any(|_| is_early(&attach_large(home.path()))), "it was all mapped, every time");
+    let region = attach_large(home.path());
+    assert_eq!(written(&region, 1), (0..LARGE).collect::<Vec<_>>());
+    drop(region);
+    // And then all of it is mapped, without anybody touching it.
+    let region = attach_large(home.path());
+    let started = clock::now();
+    while is_early(&region) {
+        assert!(started.elapsed() < Duration::from_secs(30), "{:?} KiB are mapped", pages(&region));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let _frames = write_all(&region, 9);
+    drop(region);
+    assert_eq!(written(&attach_large(home.path()), 9), (0..LARGE).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_region_that_goes_while_it_is_mapped_leaves_nothing() {
+    let Some(home) = shm() else { return };
+    for _ in 0..20 {
+        // The file is unlocked too: attaching again finds it free.
+        let region = attach_large(home.path());
+        let map = Arc::downgrade(&region.map);
+        drop(region);
+        assert!(map.upgrade().is_none(), "the thread still has it");
+    }
+}
+
+#[test]
+fn a_child_that_drops_a_region_that_is_being_mapped_waits_for_nobody() {
+    let Some(home) = shm() else { return };
+    write_all(&attach_large(home.path()), 1);
+    let mut region = Some(attach_large(home.path()));
+    assert!(holds_in_a_child(|| {
+        drop(region.take());
+        true
+    }));
+    assert_eq!(written(region.as_ref().unwrap(), 1), (0..LARGE).collect::<Vec<_>>());
 }
 
 /// With a ring, which lets go of memory only some time after its process.

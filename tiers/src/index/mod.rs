@@ -174,11 +174,9 @@ impl TierIndex {
         let (header, is_whole) = scan::header(&file, &options.site(), options.keys.as_deref())?;
         check_header(options, &header)?;
         let scan = Scan::of(&file, &header).map_err(|error| failed(&error))?;
-        let Scan { len, residents, damaged, torn } = scan;
+        let Scan { len, residents, live: entries, damaged, torn } = scan;
         let options = options.clone();
         let index = Self { options, file, header, len, residents, compact_from: 0 };
-        let mut entries = Vec::with_capacity(index.residents.live as usize);
-        index.each_live(|entry| entries.push(entry)).map_err(|error| failed(&error))?;
         let epoch = index.epoch();
         Ok((index, Recovered { entries, epoch, damaged, torn }, is_whole))
     }

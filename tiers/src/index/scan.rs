@@ -10,15 +10,17 @@ use crate::files::Site;
 use crate::sealed::KeyRing;
 
 use super::format::{
-    ENTRIES_AT, ENTRY_BYTES, HEADER_BYTES, Header, IndexChange, NoHeader, SEALED_VERSION, VERSION,
+    ENTRIES_AT, ENTRY_BYTES, HEADER_BYTES, Header, IndexChange, IndexEntry, NoHeader, SEALED_VERSION, VERSION,
 };
-use super::{Residents, STEP};
+use super::{Residents, SPARE, STEP};
 
 /// What a look at all entries found.
 pub(super) struct Scan {
     /// Entries up to the last sound one, that one included.
     pub(super) len: u64,
     pub(super) residents: Residents,
+    /// What is up to date, in the order of storing.
+    pub(super) live: Vec<IndexEntry>,
     pub(super) damaged: u64,
     /// Bytes behind the last sound entry.
     pub(super) torn: u64,
@@ -28,14 +30,37 @@ impl Scan {
     pub(super) fn of(file: &File, header: &Header) -> io::Result<Self> {
         let bytes = file.metadata()?.len().saturating_sub(ENTRIES_AT);
         let (mut residents, mut len, mut sound) = (Residents::default(), 0, 0);
+        let entries = (bytes / ENTRY_BYTES as u64).min(u64::from(header.slots));
+        let mut stored = Stored(Vec::with_capacity(entries as usize));
         each_entry(file, header, bytes / ENTRY_BYTES as u64, |position, change| {
             if let Some(change) = change {
                 residents.note(&change, position);
+                stored.add(change, position, &residents);
                 len = position + 1;
                 sound += 1;
             }
         })?;
-        Ok(Self { len, residents, damaged: len - sound, torn: bytes - len * ENTRY_BYTES as u64 })
+        let live = stored.live(&residents);
+        Ok(Self { len, residents, live, damaged: len - sound, torn: bytes - len * ENTRY_BYTES as u64 })
+    }
+}
+
+/// What was stored so far. Entries are taken to pieces once: that is most of what opening an index takes.
+struct Stored(Vec<(u64, IndexEntry)>);
+
+impl Stored {
+    fn add(&mut self, change: IndexChange, position: u64, residents: &Residents) {
+        let IndexChange::Stored(entry) = change else { return };
+        // However long the file, memory is in proportion to what is up to date in it.
+        if self.0.len() as u64 > 2 * u64::from(residents.live) + SPARE {
+            self.0.retain(|(position, entry)| residents.is_latest(entry.slot, *position));
+        }
+        self.0.push((position, entry));
+    }
+
+    fn live(self, residents: &Residents) -> Vec<IndexEntry> {
+        let is_latest = |(position, entry): &(u64, IndexEntry)| residents.is_latest(entry.slot, *position);
+        self.0.into_iter().filter(is_latest).map(|(_, entry)| entry).collect()
     }
 }
 

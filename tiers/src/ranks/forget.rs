@@ -2,14 +2,18 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io;
+use std::path::Path;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
 use super::connection::Sent;
+use super::debt_file::DebtFile;
 use super::leader::{Leader, Shared};
 use super::protocol::{Forgot, ToRank};
 use crate::clock;
+use crate::error::SetupError;
 
 /// Ranks that have not destroyed all keys of a tenant, as far as their leader knows. It tells each again when it joins.
 #[derive(Debug)]
@@ -17,13 +21,22 @@ pub struct NotForgotten {
     tenant: u32,
     /// By number, with the reason.
     ranks: Vec<(u16, String)>,
+    /// Why the next leader will not know.
+    unwritten: Option<io::Error>,
 }
 
 impl fmt::Display for NotForgotten {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "not every rank has destroyed the keys of tenant {}:", self.tenant)?;
         self.ranks.iter().try_for_each(|(rank, why)| write!(f, " rank {rank} {why};"))?;
-        f.write_str(" a rank that was away is told when it joins this leader again")
+        match &self.unwritten {
+            None => f.write_str(" a rank that was away is told when it joins again"),
+            Some(error) => write!(
+                f,
+                " a rank that was away is told when it joins this leader again, and no other, since that could not be \
+                 written down: {error}"
+            ),
+        }
     }
 }
 
@@ -37,6 +50,8 @@ impl Leader {
     /// Some rank is away, fails, or does not answer.
     pub fn forget(&self, tenant: u32, life: u32, limit: Duration) -> Result<(), NotForgotten> {
         let deadline = clock::now() + limit;
+        // Before anybody is told: whoever ends now leaves word.
+        let unwritten = self.shared.debts.owe(tenant, life).err();
         let told = self.shared.tell_to_forget(tenant, life);
         let debts = &self.shared.debts;
         let mut owed = debts.owed.lock();
@@ -46,7 +61,7 @@ impl Leader {
         while is_awaited(&owed) && !debts.changed.wait_until(&mut owed, deadline).timed_out() {}
         let why = |(rank, owed): (u16, &Owed)| Some((rank, owed.why_not(tenant, life)?));
         let ranks: Vec<_> = (0..).zip(&*owed).filter_map(why).collect();
-        if ranks.is_empty() { Ok(()) } else { Err(NotForgotten { tenant, ranks }) }
+        if ranks.is_empty() { Ok(()) } else { Err(NotForgotten { tenant, ranks, unwritten }) }
     }
 }
 
@@ -55,6 +70,8 @@ impl Leader {
 pub(super) struct Debts {
     owed: Mutex<Vec<Owed>>,
     changed: Condvar,
+    /// Where they are written down; `None`: a leader that ends takes them along.
+    file: Option<DebtFile>,
 }
 
 /// What one rank has yet to forget.
@@ -90,15 +107,34 @@ impl Owed {
 }
 
 impl Debts {
-    pub(super) fn new(world: u16) -> Self {
-        Self { owed: Mutex::new(vec![Owed::default(); usize::from(world)]), changed: Condvar::new() }
+    /// Those that an earlier leader left in a file.
+    pub(super) fn open(world: u16, path: Option<&Path>) -> Result<Self, SetupError> {
+        let (file, left) = path.map(DebtFile::open).transpose()?.unzip();
+        let mut owed = vec![Owed::default(); usize::from(world)];
+        for (rank, tenant) in left.into_iter().flatten() {
+            // Tenants' lives are counted from the leader's start: all that the rank has of him is of an earlier one.
+            let debt = Debt { life: 0, failed: None };
+            if let Some(owed) = owed.get_mut(usize::from(rank)) {
+                owed.tenants.insert(tenant, debt);
+            }
+        }
+        Ok(Self { owed: Mutex::new(owed), changed: Condvar::new(), file })
     }
 
-    fn owe(&self, tenant: u32, life: u32) {
+    fn owe(&self, tenant: u32, life: u32) -> io::Result<()> {
         let mut owed = self.owed.lock();
         for owed in &mut *owed {
             owed.tenants.insert(tenant, Debt { life, failed: None });
         }
+        self.write(&owed)
+    }
+
+    fn write(&self, owed: &[Owed]) -> io::Result<()> {
+        let Some(file) = &self.file else { return Ok(()) };
+        let of_rank = |(rank, owed): (u16, &Owed)| {
+            owed.tenants.keys().map(move |&tenant| (rank, tenant)).collect::<Vec<_>>()
+        };
+        file.write((0..).zip(owed).flat_map(of_rank))
     }
 
     /// A rank joined: what it is to be told.
@@ -126,7 +162,13 @@ impl Debts {
         let tenants = &mut owed[usize::from(rank)].tenants;
         match (failed, tenants.get_mut(&tenant)) {
             (Some(why), Some(debt)) if debt.life == life => debt.failed = Some(why),
-            (None, Some(debt)) if debt.life <= life => drop(tenants.remove(&tenant)),
+            (None, Some(debt)) if debt.life <= life => {
+                tenants.remove(&tenant);
+                // Who is told twice does it twice.
+                if let Err(error) = self.write(&owed) {
+                    tracing::warn!(%error, rank, "a tenant whom a rank has forgotten stays written down");
+                }
+            }
             // Of an earlier call; the latest will be answered too.
             _ => {}
         }
@@ -137,7 +179,6 @@ impl Debts {
 impl Shared {
     /// Returns who was told.
     fn tell_to_forget(&self, tenant: u32, life: u32) -> Vec<u16> {
-        self.debts.owe(tenant, life);
         // Who joins from here on is told then; who is told twice does it twice.
         let message = ToRank::Forget { tenant, life };
         let present = self.present();

@@ -52,6 +52,8 @@ pub struct LeaderOptions {
     pub fingerprint: String,
     /// How long to wait until all are there.
     pub limit: Duration,
+    /// Where it writes down what ranks have yet to forget; `None`: it knows as long as it runs.
+    pub debts: Option<PathBuf>,
 }
 
 /// A backend whose copies are done by ranks, each of its slice. Dropping it ends their service.
@@ -69,7 +71,7 @@ impl Leader {
     ///
     /// # Errors
     /// `Invalid`: no ranks, or too many; or some were refused, which the message names. `InUse`: the directory has a
-    /// leader. `NotWritable`: the directory. `Unavailable`: ranks that the message names have not come in time; or no
+    /// leader. `NotWritable`: the directory, or the file of debts. `Unavailable`: ranks that the message names have not come in time; or no
     /// thread.
     pub fn open(
         options: LeaderOptions,
@@ -89,7 +91,7 @@ impl Leader {
             agreed: None,
             pending: Pending::new(options.world),
         };
-        let debts = Debts::new(options.world);
+        let debts = Debts::open(options.world, options.debts.as_deref())?;
         let shared = Arc::new(Shared {
             options,
             state: Mutex::new(state),

@@ -23,7 +23,7 @@
 //! | `member` | a rank: it does what the leader says and reports |
 //! | `generations` | what a rank's slots hold, as far as it knows itself |
 //! | `kept` | what an earlier process left in a rank's slots, and who writes down what comes to them |
-//! | `forget` | which ranks have yet to destroy a tenant's keys |
+//! | `forget` | which ranks have yet to destroy a tenant's keys; `debt_file`: on the medium |
 //! | `recovery` | which blocks leader and ranks agree on, at the start of the leader |
 //!
 //! A copy has arrived when every rank says so; otherwise the worst that any rank said of it is what became of it.
@@ -45,6 +45,7 @@
 //! what is old, or another's, is never given out; bytes are compared with the rank's checksum when they are read.
 
 mod connection;
+mod debt_file;
 mod forget;
 mod generations;
 mod kept;

@@ -42,6 +42,7 @@ fn leader_options(dir: &Path, world: u16) -> LeaderOptions {
         block_bytes: BYTES as u64,
         fingerprint: "a test".to_owned(),
         limit: LIMIT,
+        debts: None,
     }
 }
 

@@ -280,10 +280,8 @@ impl<B: Backend + 'static> Shared<B> {
         // SAFETY: the slot is of an operation that is submitted and not completed: nobody writes it now.
         let block = &unsafe { slot.as_ref() }[..self.memory.block_bytes()];
         let known = self.memory.checksums().and_then(|checksums| checksums.get(op.from.slot));
-        let room = self.scratch.room(frame)?;
-        room[..block.len()].copy_from_slice(block);
-        let crc = known.unwrap_or_else(|| checksum(&room[..block.len()]));
-        self.cipher.seal((op.block, op.owner), crc, room)?;
+        let crc = known.unwrap_or_else(|| checksum(block));
+        self.cipher.seal((op.block, op.owner), (block, crc), self.scratch.room(frame)?)?;
         // While it lies in the caches: the backend inside would have to read it again.
         self.scratch.remember_checksum(frame);
         Ok(())
@@ -326,16 +324,14 @@ impl<B: Backend + 'static> Shared<B> {
         forget_checksum(&*self.memory, op.to.slot);
         let slot = self.memory.slot(op.to.slot).ok_or_else(|| no_such_slot(op.to))?;
         let known = self.scratch.checksums().and_then(|checksums| checksums.get(frame.slot()));
-        let room = self.scratch.room(frame)?;
-        let crc = known.unwrap_or_else(|| checksum(&room[..self.scratch.block_bytes()]));
-        self.cipher.seal((op.block, op.owner), crc, room)?;
+        let block = &self.scratch.room(frame)?[..self.scratch.block_bytes()];
+        let crc = known.unwrap_or_else(|| checksum(block));
         // SAFETY: the destination of an operation that is submitted and not completed: nobody else touches it, and it does
         // not lie in the scratch.
-        let destination = unsafe { &mut *slot.as_ptr() };
-        let mut copy = SummedCopy::new();
-        copy.piece(room, &mut destination[..room.len()]);
+        let destination = &mut unsafe { &mut *slot.as_ptr() }[..self.memory.block_bytes()];
+        self.cipher.seal((op.block, op.owner), (block, crc), destination)?;
         // Of the sealed bytes: what an index says of them tells nothing of the block.
-        self.memory.checksums().inspect(|checksums| checksums.record(op.to.slot, copy.finish()));
+        self.memory.checksums().inspect(|checksums| checksums.record(op.to.slot, checksum(destination)));
         Ok(())
     }
 }

@@ -21,8 +21,9 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, Tag, UnboundKey};
+use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::rand::{SecureRandom, SystemRandom};
+use zeroize::Zeroizing;
 
 use super::keys::Secret;
 use super::tenants::{ID_BYTES, NoKey, TenantKeys};
@@ -31,6 +32,7 @@ use crate::copy::{BlockKey, CopyError, CopyErrorKind, Owner, Tier};
 /// What a sealed block has beyond the block.
 pub const SEAL_BYTES: usize = CRC_BYTES + TAG_BYTES + HEADER_BYTES;
 
+const KEY_BYTES: usize = 32;
 const CRC_BYTES: usize = 4;
 const TAG_BYTES: usize = 16;
 const SALT_BYTES: usize = 16;
@@ -64,31 +66,29 @@ impl Cipher {
         self.block_bytes
     }
 
-    /// Seals the block at the start of `room`, which is `SEAL_BYTES` longer, along with its checksum.
+    /// Seals a block along with its checksum into `room`, which is `SEAL_BYTES` longer: what is written there is never in the
+    /// clear, and no copy of the block is made for it.
     pub(super) fn seal(
         &self,
         (block, owner): (BlockKey, Option<Owner>),
-        crc: u32,
+        (content, crc): (&[u8], u32),
         room: &mut [u8],
     ) -> Result<(), CopyError> {
-        let Parts { hidden, tag, header } = self.parts();
-        debug_assert_eq!(room.len(), header.end, "a sealed block's room");
         let (id, secret) = self.keys.to_seal(owner).map_err(|why| match why {
             NoKey::Forgotten => forgotten(),
             NoKey::Failed(error) => no_key(error),
         })?;
         let fresh = &mut [0; SALT_BYTES + NONCE_LEN];
         self.random.fill(fresh).map_err(|_| no_random_bytes())?;
-        room[header.clone()][..4].copy_from_slice(&MAGIC);
-        room[header.clone()][4..SALT_AT].copy_from_slice(&id);
-        room[header.clone()][SALT_AT..].copy_from_slice(fresh);
-        room[hidden.clone()][self.block_bytes..].copy_from_slice(&crc.to_le_bytes());
-        let (key, nonce) = block_key(&secret, &room[header.clone()])?;
-        let identity = self.identity(block, &room[header]);
-        let sealed = key.seal_in_place_separate_tag(nonce, Aad::from(identity), &mut room[hidden]);
-        let sealed = sealed.map_err(|_| too_long())?;
-        room[tag].copy_from_slice(sealed.as_ref());
-        Ok(())
+        let (hidden, rest) = room.split_at_mut(self.block_bytes);
+        let (crc_and_tag, header) = rest.split_at_mut(CRC_BYTES + TAG_BYTES);
+        header[..4].copy_from_slice(&MAGIC);
+        header[4..SALT_AT].copy_from_slice(&id);
+        header[SALT_AT..].copy_from_slice(fresh);
+        let ((key, nonce), identity) = (block_key(&secret, header)?, self.identity(block, header));
+        let crc = crc.to_le_bytes();
+        key.seal_out_of_place_scatter(nonce, Aad::from(identity), content, hidden, &crc, crc_and_tag)
+            .map_err(|_| too_long())
     }
 
     /// Opens what was sealed as this block, in place, and returns the block's checksum. What is in `room` after an error
@@ -100,13 +100,7 @@ impl Cipher {
         let secret = self.secret_of(header)?;
         let ((key, nonce), identity) = (block_key(&secret, header)?, self.identity(block, header));
         let tag: [u8; TAG_BYTES] = std::array::from_fn(|byte| room[tag.start + byte]);
-        let opened = key.open_in_place_separate_tag(
-            nonce,
-            Aad::from(identity),
-            Tag::from(tag),
-            &mut room[hidden],
-            0..,
-        );
+        let opened = key.open_in_place_separate_tag(nonce, Aad::from(identity), &tag, &mut room[hidden]);
         let opened =
             opened.map_err(|_| corrupt("its seal is broken, or was made with another key".to_owned()))?;
         Ok(u32::from_le_bytes(std::array::from_fn(|byte| opened[self.block_bytes + byte])))
@@ -142,10 +136,12 @@ impl Cipher {
 /// The block's own key, and the nonce of its only use.
 fn block_key(secret: &Secret, header: &[u8]) -> Result<(LessSafeKey, Nonce), CopyError> {
     let (salt, nonce) = header[SALT_AT..].split_at(SALT_BYTES);
-    let info = [salt];
-    let derived = secret.get().expand(&info, &AES_256_GCM).map_err(|_| too_long())?;
+    let (info, mut key) = ([salt], Zeroizing::new([0; KEY_BYTES]));
+    let derived = secret.get().expand(&info, &ring::aead::AES_256_GCM);
+    derived.and_then(|derived| derived.fill(&mut *key)).map_err(|_| too_long())?;
+    let key = UnboundKey::new(&AES_256_GCM, &*key).map_err(|_| too_long())?;
     let nonce = Nonce::try_assume_unique_for_key(nonce).map_err(|_| too_long())?;
-    Ok((LessSafeKey::new(UnboundKey::from(derived)), nonce))
+    Ok((LessSafeKey::new(key), nonce))
 }
 
 /// Where the parts of a sealed block lie.
@@ -204,9 +200,8 @@ mod tests {
     }
 
     fn sealed(cipher: &Cipher, content: &[u8]) -> Vec<u8> {
-        let mut room = content.to_vec();
-        room.resize(content.len() + SEAL_BYTES, 0);
-        cipher.seal((BLOCK, None), 99, &mut room).unwrap();
+        let mut room = vec![0; content.len() + SEAL_BYTES];
+        cipher.seal((BLOCK, None), (content, 99), &mut room).unwrap();
         room
     }
 
@@ -261,8 +256,8 @@ mod tests {
         let ours = cipher(&keys, Tier::Disk, "here", 64);
         let owner = |tenant| Some(Owner { tenant, life: 0 });
         let sealed_for = |owner| {
-            let mut room = vec![5; 64 + SEAL_BYTES];
-            ours.seal((BLOCK, owner), 99, &mut room).unwrap();
+            let mut room = vec![0; 64 + SEAL_BYTES];
+            ours.seal((BLOCK, owner), (&[5; 64], 99), &mut room).unwrap();
             room
         };
         let rooms = [None, owner(7), owner(8)].map(sealed_for);
@@ -276,7 +271,7 @@ mod tests {
         keys.forget(7, 1).unwrap();
         assert_eq!(opens(&rooms[1]).unwrap_err().kind(), CopyErrorKind::Corrupt);
         assert!(opens(&rooms[0]).is_ok() && opens(&rooms[2]).is_ok());
-        let late = ours.seal((BLOCK, owner(7)), 99, &mut [5; 64 + SEAL_BYTES]);
+        let late = ours.seal((BLOCK, owner(7)), (&[5; 64], 99), &mut [0; 64 + SEAL_BYTES]);
         assert_eq!(late.unwrap_err().kind(), CopyErrorKind::Refused);
     }
 
@@ -288,9 +283,11 @@ mod tests {
         assert!(rooms.iter().all(|room| room.windows(8).all(|bytes| bytes != [5; 8])));
     }
 
-    /// The format is read by later versions: a tenant's key, salt and nonce as they lie in the header.
+    /// The format is read by later versions: a tenant's key, salt and nonce as they lie in the header. Opened by another
+    /// library than it is sealed by.
     #[test]
     fn the_key_of_a_block_is_hkdf_sha256() {
+        use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
         let keys = mixed(3);
         let room = sealed(&cipher(&keys, Tier::Disk, "here", 64), &[5; 64]);
         let header = &room[64 + 4 + 16..];

@@ -4,7 +4,7 @@
 //! memory: it is opened on a [`Scratch`] of its own, and moves sealed blocks between that and its medium.
 //!
 //! ```text
-//! memory ── copy, seal ──► scratch ── inner backend ──► medium
+//! memory ──    seal    ──► scratch ── inner backend ──► medium
 //!        ◄── open, copy ──         ◄──              ──
 //! ```
 //!

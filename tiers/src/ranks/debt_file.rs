@@ -1,0 +1,138 @@
+//! What ranks have yet to forget, on the medium: a leader that ends before a rank is back must not take it along.
+//!
+//! A line of text for each rank and tenant, between one that says what the file is and one that says how many there are:
+//!
+//! ```text
+//! kvbm debts 1
+//! 2 7
+//! end 1
+//! ```
+
+use std::fmt::Write as _;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use crate::error::{SetupError, SetupErrorKind};
+use crate::files::{Site, open_ours};
+
+const FIRST_LINE: &str = "kvbm debts 1";
+/// Half a million debts. Nothing larger is read.
+const MAX_BYTES: u64 = 8 << 20;
+
+/// A rank, and a tenant whose keys it is to destroy.
+pub(super) type RankAndTenant = (u16, u32);
+
+/// Where debts are written down.
+#[derive(Debug)]
+pub(super) struct DebtFile(PathBuf);
+
+impl DebtFile {
+    /// The file, and what an earlier leader left in it.
+    ///
+    /// # Errors
+    /// `Invalid`: it is damaged. `NotWritable`: it is not a file of this user's that is closed to all others. `Io`: the
+    /// medium.
+    pub(super) fn open(path: &Path) -> Result<(Self, Vec<RankAndTenant>), SetupError> {
+        let site = Site::new(path, &crate::disk::SETTINGS);
+        let mut text = String::new();
+        if let Some(file) = open_ours(&site)? {
+            let read = file.take(MAX_BYTES).read_to_string(&mut text);
+            read.map_err(|error| site.failed(&error))?;
+        } else {
+            return Ok((Self(path.to_owned()), Vec::new()));
+        }
+        let debts = parse(&text).ok_or_else(|| {
+            let what = "is damaged: it said which ranks have yet to destroy which tenants' keys. Forget these tenants again \
+                        (kvbm forget, with each rank's settings), and remove it";
+            site.error(SetupErrorKind::Invalid, what)
+        })?;
+        Ok((Self(path.to_owned()), debts))
+    }
+
+    /// Replaces what is written there: on the medium when it returns.
+    pub(super) fn write(&self, debts: impl Iterator<Item = RankAndTenant>) -> io::Result<()> {
+        let mut text = format!("{FIRST_LINE}\n");
+        let mut count = 0;
+        for (rank, tenant) in debts {
+            count += 1;
+            let _ = writeln!(text, "{rank} {tenant}");
+        }
+        if count == 0 {
+            return self.remove();
+        }
+        let _ = writeln!(text, "end {count}");
+        let dir = self.0.parent().unwrap_or(Path::new("."));
+        DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
+        let partial = self.0.with_extension("debts.partial");
+        // A killed leader may have left one: with a mode of its own, if somebody else put it there.
+        remove(&partial)?;
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&partial)?;
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        fs::rename(&partial, &self.0)?;
+        File::open(dir)?.sync_all()
+    }
+
+    fn remove(&self) -> io::Result<()> {
+        remove(&self.0)
+    }
+}
+
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// `None`: that is not what was written.
+fn parse(text: &str) -> Option<Vec<RankAndTenant>> {
+    let mut lines = text.strip_suffix('\n')?.lines();
+    let is_ours = lines.next()? == FIRST_LINE;
+    let count: usize = lines.next_back()?.strip_prefix("end ")?.parse().ok()?;
+    let debt = |line: &str| {
+        let (rank, tenant) = line.split_once(' ')?;
+        Some((rank.parse().ok()?, tenant.parse().ok()?))
+    };
+    let debts: Vec<_> = lines.map(debt).collect::<Option<_>>()?;
+    (is_ours && debts.len() == count).then_some(debts)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn debts_are_read_as_they_were_written(debts in prop::collection::vec(any::<RankAndTenant>(), 1..20), cut: usize) {
+            let home = tempfile::tempdir().unwrap();
+            let path = home.path().join("made").join("kvbm-test.debts");
+            let (file, found) = DebtFile::open(&path).unwrap();
+            prop_assert_eq!(found, vec![]);
+            for _ in 0..2 {
+                file.write(debts.iter().copied()).unwrap();
+                prop_assert_eq!(&DebtFile::open(&path).unwrap().1, &debts);
+            }
+            prop_assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+            // Whatever part of it is lost, it is not read as another list.
+            let text = fs::read_to_string(&path).unwrap();
+            prop_assert_eq!(parse(&text[..cut % text.len()]), None);
+            fs::write(&path, &text[..cut % text.len()]).unwrap();
+            prop_assert_eq!(DebtFile::open(&path).unwrap_err().kind(), SetupErrorKind::Invalid);
+            file.write(std::iter::empty()).unwrap();
+            prop_assert!(!path.exists());
+        }
+
+        #[test]
+        fn whatever_lies_there_is_read_without_panic(text: String) {
+            let _ = parse(&text);
+            let _ = parse(&format!("{FIRST_LINE}\n{text}\nend 1\n"));
+        }
+    }
+}
