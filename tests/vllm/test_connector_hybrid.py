@@ -161,7 +161,7 @@ def test_bytes_that_changed_are_computed_again(hybrid, said, tmp_path):
 @pytest.mark.slow
 def test_preempted_and_aborted_requests_leave_nothing_wrong(hybrid, said):
     # Chunks of a prompt, and too few blocks for all requests.
-    few = {"num_gpu_blocks_override": 72, "max_num_seqs": 6, "max_model_len": 64 * BLOCK, "max_num_batched_tokens": 512}
+    few = {"num_gpu_blocks_override": 92, "max_num_seqs": 6, "max_model_len": 44 * BLOCK, "max_num_batched_tokens": 512}
     with Engine(hybrid, **connector(host(64)), **few) as engine:
         probe(engine, "watch")
         for _ in range(2):
