@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -170,6 +171,27 @@ def test_clear_forgets_for_good(tmp_path):
         cache.storage.clear()
     with HiCache(below(tmp_path)) as cache:
         assert cache.serves(prompt) == 0
+
+
+def test_clear_amid_copies(tmp_path):
+    """Nothing raises, no byte is wrong, and afterwards all is well."""
+    with HiCache(below(tmp_path)) as cache:
+        is_over = threading.Event()
+
+        def clear() -> None:
+            while not is_over.wait(0.003):
+                cache.storage.clear()
+
+        clearing = threading.Thread(target=clear)
+        clearing.start()
+        for number in range(60):
+            prompt = tokens(number % 6, 20)
+            assert 0 <= cache.backup(prompt) <= 20
+            assert 0 <= cache.serves(prompt) <= 20
+        is_over.set()
+        clearing.join()
+        assert cache.backup(tokens(1, 20)) == 20
+        assert cache.serves(tokens(1, 20)) == 20
 
 
 def test_other_weights_layouts_and_ranks_find_nothing(tmp_path):

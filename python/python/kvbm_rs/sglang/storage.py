@@ -21,12 +21,16 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
+from kvbm_rs.errors import KvbmError
 from kvbm_rs.sglang.config import Config
 from kvbm_rs.sglang.pages import HostPool, Pages
 
 logger = logging.getLogger(__name__)
 
 KV = PoolName.KV.value
+
+# Whatever of it comes is a miss: wrong calls, a closed manager, a reset meanwhile.
+_FAILURES = (KvbmError, ValueError)
 
 
 class KvbmStorage(HiCacheStorage):
@@ -91,7 +95,7 @@ class KvbmStorage(HiCacheStorage):
             return 0
         try:
             return pages.leading(keys)
-        except ValueError:
+        except _FAILURES:
             logger.exception("pages cannot be looked up")
             return 0
 
@@ -165,7 +169,7 @@ class KvbmStorage(HiCacheStorage):
         began = time.monotonic()
         try:
             loaded = pages.load(keys, indices)
-        except ValueError:
+        except _FAILURES:
             logger.exception("pages of the pool %s cannot be loaded", pool)
             return nothing
         self._measure(self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth, pool, sum(loaded), began)
@@ -180,7 +184,7 @@ class KvbmStorage(HiCacheStorage):
         began = time.monotonic()
         try:
             kept = pages.save(prefix, keys, indices)
-        except ValueError:
+        except _FAILURES:
             logger.exception("pages of the pool %s cannot be stored", pool)
             return nothing
         self._measure(self._metrics.backup_pgs, self._metrics.backup_bandwidth, pool, sum(kept), began)
