@@ -161,6 +161,12 @@ impl Manager {
         self.core.lease(chain.into(), info)
     }
 
+    /// [`lease_for`](Self::lease_for), for a request that has leased before, to load what it found or at its end. It uses the
+    /// chain as it is now, and neither metrics nor the curve of hit rates take it for another request.
+    pub fn lease_again<'a>(&self, info: RequestInfo, chain: impl Into<Chain<'a>>) -> Lease {
+        self.core.lease_uncounted(chain.into(), info)
+    }
+
     /// Keeps what a lease holds where it is, in every tier that it holds it in, for `ttl_ms` milliseconds or until
     /// the manager closes. The rest of its chain is not protected: [`load`](Self::load) or [`save`](Self::save) it
     /// first, and pin the answer's lease.

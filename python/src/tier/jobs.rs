@@ -249,7 +249,8 @@ async fn serve(manager: Arc<Manager>, shared: &Arc<Shared>, mut work: UnboundedR
 impl EndedRequest {
     fn tell(&self, manager: &Manager) {
         let info = RequestInfo { request: Some(self.id), ..RequestInfo::default() };
-        drop(manager.lease_for(info, &*self.chain));
+        // Counted when it was looked up, if vLLM did not have it all itself.
+        drop(manager.lease_again(info, &*self.chain));
         manager.finished(self.id, self.output);
     }
 }
@@ -334,7 +335,7 @@ impl Counts {
 
 async fn load(manager: &Manager, transfer: &mut Transfer, counts: &Counts) -> Outcome {
     let begin = |run: &Run| {
-        let lease = manager.lease_for(transfer.info, &run.chain[..run.end()]);
+        let lease = manager.lease_again(transfer.info, &run.chain[..run.end()]);
         manager.load_into(lease, run.first..run.end(), &run.slots, Fence::Done)
     };
     let loads: Vec<_> = transfer.runs.iter().map(begin).collect();

@@ -15,16 +15,18 @@ use std::time::Duration;
 
 use kvbm::{Manager, Tier as Level};
 use parking_lot::Mutex;
+use prometheus::Registry;
 use pyo3::buffer::PyBuffer;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList};
+use pyo3::types::{PyBytes, PyDict};
 
 use self::jobs::{Finished, Jobs, Transfer, Way};
 use self::opening::Identity;
 use self::requests::{Chunks, Held, Requests};
 use crate::errors::classes;
 use crate::settings::Settings;
+use crate::stats::{Samples, samples};
 
 pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Tier>()
@@ -48,6 +50,7 @@ pub(crate) struct Tier {
     /// None: closed.
     running: Mutex<Option<Running>>,
     chunk_bytes: u64,
+    registry: Registry,
     hit: Py<PyAny>,
     miss: Py<PyAny>,
     /// Who looked up last in this step: vLLM asks key by key, and request by request.
@@ -59,10 +62,9 @@ struct Asked {
     request: Py<PyAny>,
     /// Of its keys.
     ends: Py<PyDict>,
-    keys: Py<PyList>,
+    held: Held,
     /// The key that is asked for next, if vLLM goes on in order.
     next: usize,
-    held: Held,
 }
 
 struct Running {
@@ -88,14 +90,16 @@ impl Tier {
         let memory = opening::Memory::of(view)?;
         let (slots, chunk_bytes) = (memory.slots, memory.chunk_bytes as u64);
         let chunks = Chunks::new(&tokens_per_chunk, slots as usize, margin)?;
-        let settings = settings.plain();
-        let manager = py.detach(move || opening::open(settings, identity, memory, chunks.tokens()))?;
+        let (settings, registry) = (settings.plain(), Registry::new());
+        let counted = registry.clone();
+        let manager =
+            py.detach(move || opening::open(settings, identity, memory, chunks.tokens(), counted))?;
         let manager = Arc::new(manager);
         let jobs = Jobs::start(&manager, chunk_bytes)?;
         let running = Mutex::new(Some(Running { manager, jobs }));
         let (requests, asked) = (Mutex::new(Requests::new(chunks)), Mutex::default());
         let (hit, miss) = answers;
-        Ok(Self { requests, running, chunk_bytes, hit, miss, asked })
+        Ok(Self { requests, running, chunk_bytes, registry, hit, miss, asked })
     }
 
     /// Whether a key of a request can be loaded, of a model with one cache group. The first time in a step all of the
@@ -173,7 +177,7 @@ impl Tier {
     fn end_request(&self, request: &str, positions: &Bound<'_, PyDict>) -> PyResult<()> {
         let running = self.running.lock();
         let mut requests = self.requests.lock();
-        requests.learn(request, positions, &positions.keys())?;
+        requests.learn(request, positions)?;
         let ended = requests.end(request);
         drop(requests);
         if let (Some(Running { manager, jobs }), Some(ended)) = (&*running, ended) {
@@ -221,6 +225,11 @@ impl Tier {
         })
     }
 
+    /// The counters and gauges of docs/metrics.md: name, meaning, whether it only grows, and values by labels.
+    fn samples(&self, py: Python<'_>) -> Vec<Samples> {
+        py.detach(|| samples(&self.registry))
+    }
+
     /// Counts since the start, by name; blocks are chunks.
     fn stats(&self) -> Vec<(&'static str, u64)> {
         let running = self.running.lock();
@@ -244,18 +253,16 @@ impl Tier {
         let py = request.py();
         let name: String = request.getattr(intern!(py, "req_id"))?.extract()?;
         let positions = request.getattr(intern!(py, "_offload_key_positions"))?.cast_into::<PyDict>()?;
-        let keys = positions.keys();
         let running = self.running.lock();
         let held = match &*running {
             Some(Running { manager, .. }) => {
                 let mut requests = self.requests.lock();
-                requests.learn(&name, &positions, &keys)?;
-                requests.reach(&name, manager)
+                requests.learn(&name, &positions)?;
+                requests.reach(py, &name, manager)
             }
             None => Held::default(),
         };
-        let (request, ends, keys) = (request.clone().unbind(), positions.unbind(), keys.unbind());
-        Ok(Asked { request, ends, keys, next: 0, held })
+        Ok(Asked { request: request.clone().unbind(), ends: positions.unbind(), held, next: 0 })
     }
 
     fn begin(
@@ -273,7 +280,7 @@ impl Tier {
         let mut requests = self.requests.lock();
         // vLLM loads what a request was promised also when the request was aborted in the same step.
         let has_ended = way == Way::Load && !requests.has(request);
-        requests.learn(request, positions, &positions.keys())?;
+        requests.learn(request, positions)?;
         let (info, runs) = requests.runs(request, positions, keys, chunks)?;
         let pinned = if way == Way::Load { requests.take_pins(request) } else { None };
         if has_ended {
@@ -290,14 +297,15 @@ impl Asked {
     fn has(&mut self, key: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = key.py();
         // vLLM asks in the order of the prompt and by the objects that it named: then the place says all.
-        let keys = self.keys.bind(py);
-        if self.next < self.held.ordered && keys.get_item(self.next)?.is(key) {
+        if let Some(keys) = &self.held.keys
+            && keys.bind(py).get_item(self.next).is_ok_and(|next| next.is(key))
+        {
             self.next += 1;
             return Ok(self.next <= self.held.blocks);
         }
         let Some(end) = self.ends.bind(py).get_item(key)? else { return Ok(false) };
         let end: u64 = end.extract()?;
-        self.next = (end / self.held.tokens) as usize;
+        self.next = end.checked_div(self.held.tokens).map_or(usize::MAX, |next| next as usize);
         Ok(end <= self.held.blocks as u64 * self.held.tokens)
     }
 }

@@ -5,6 +5,7 @@ use kvbm::{
     Space,
 };
 use kvbm_settings::Settings;
+use prometheus::Registry;
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 
@@ -94,10 +95,11 @@ pub(super) fn open(
     identity: Identity,
     memory: Memory,
     chunk_tokens: u64,
+    registry: Registry,
 ) -> PyResult<Manager> {
     let chunk_bytes = memory.chunk_bytes as u64;
     let fingerprint = Some(identity.fingerprint(chunk_bytes, chunk_tokens));
-    let options = Options { block_tokens: chunk_tokens, fingerprint, ..Options::default() };
+    let options = Options { block_tokens: chunk_tokens, fingerprint, registry, ..Options::default() };
     let memory = memory.adopt()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| classes::UnavailableError::new_err(error.to_string()))?;

@@ -66,20 +66,14 @@ impl Run {
 }
 
 /// What a request can load of its chain.
+#[derive(Default)]
 pub(super) struct Held {
     /// Leading chunks.
     pub(super) blocks: usize,
     /// In a chunk.
     pub(super) tokens: u64,
-    /// So many of its keys, in the order in which vLLM named them, are those of its chain.
-    pub(super) ordered: usize,
-}
-
-impl Default for Held {
-    /// Nothing.
-    fn default() -> Self {
-        Self { blocks: 0, tokens: 1, ordered: 0 }
-    }
+    /// The keys of its chain, in order, where vLLM named them so.
+    pub(super) keys: Option<Py<PyList>>,
 }
 
 /// A request that has ended.
@@ -93,7 +87,9 @@ pub(super) struct EndedRequest {
 struct Request {
     id: RequestId,
     chain: Arc<Vec<BlockHash>>,
-    /// Keys of `positions` that were looked at.
+    /// All keys that it is known by, in the order in which vLLM named them.
+    keys: Option<Py<PyList>>,
+    /// How many these are.
     known: usize,
     /// Blocks of its chain when it was first heard of: its prompt.
     prompt: usize,
@@ -136,19 +132,15 @@ impl Requests {
         }
     }
 
-    /// Takes the keys that came to a request's `positions`, whose `keys` these are.
-    pub(super) fn learn(
-        &mut self,
-        request: &str,
-        positions: &Bound<'_, PyDict>,
-        keys: &Bound<'_, PyList>,
-    ) -> PyResult<()> {
+    /// Takes the keys that came to a request's `positions`.
+    pub(super) fn learn(&mut self, request: &str, positions: &Bound<'_, PyDict>) -> PyResult<()> {
         let chunks = self.chunks;
         let request = self.entry(request);
-        let (known, count) = (request.known, keys.len());
+        let (known, count) = (request.known, positions.len());
         if count == known || chunks.chained.is_none() {
             return Ok(());
         }
+        let keys = positions.keys();
         let place = |key| -> PyResult<_> {
             let end = positions.get_item(key)?.map(|end| end.extract::<u64>()).transpose()?;
             Ok(end.and_then(|end| chunks.place(end)))
@@ -167,7 +159,7 @@ impl Requests {
                 next += 1;
             }
         }
-        request.known = count;
+        (request.keys, request.known) = (Some(keys.unbind()), count);
         if known == 0 {
             request.prompt = request.chain.len();
         }
@@ -177,7 +169,7 @@ impl Requests {
     /// Leading chunks of a request that can be loaded and fit the primary tier beside what others were promised. All of the
     /// request's chunks count, from its first on: which of them the engine has itself vLLM does not say, and those that the
     /// primary tier has may have to leave it for those that are loaded.
-    pub(super) fn reach(&mut self, name: &str, manager: &Manager) -> Held {
+    pub(super) fn reach(&mut self, py: Python<'_>, name: &str, manager: &Manager) -> Held {
         let room = self.room(name);
         let Some(tokens) = self.chunks.chained else { return Held::default() };
         let request = self.entry(name);
@@ -186,13 +178,18 @@ impl Requests {
         // Who asks again and again uses it once.
         if pinned.is_none_or(|pinned| manager.matches(chain).longest() > pinned) {
             let info = RequestInfo { request: Some(request.id), ..RequestInfo::default() };
-            request.pinned = Some(manager.lease_for(info, chain));
+            let lease = match pinned {
+                None => manager.lease_for(info, chain),
+                Some(_) => manager.lease_again(info, chain),
+            };
+            request.pinned = Some(lease);
         }
         let held = request.pinned.as_ref().map_or(0, |lease| lease.held().worth_loading());
         let blocks = held.min(request.sound).min(room);
-        let ordered = if request.known == chain.len() { chain.len() } else { 0 };
+        let in_order = request.keys.as_ref().filter(|_| request.known == chain.len());
+        let keys = in_order.map(|keys| keys.clone_ref(py));
         self.promise(name, blocks);
-        Held { blocks, tokens, ordered }
+        Held { blocks, tokens, keys }
     }
 
     /// Which of a request's keys can be loaded, where they do not hang on each other. Those that end first come first:
@@ -339,6 +336,7 @@ impl Request {
         Self {
             id,
             chain: Arc::default(),
+            keys: None,
             known: 0,
             prompt: 0,
             pinned: None,

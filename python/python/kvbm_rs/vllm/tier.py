@@ -8,10 +8,12 @@ import logging
 from collections.abc import Collection, Iterable
 from typing import Any, ClassVar
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadKey,
     OffloadPolicy,
@@ -25,7 +27,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvbm_rs import Settings
 from kvbm_rs._native import Tier
 from kvbm_rs.errors import InvalidError
-from kvbm_rs.vllm import identity
+from kvbm_rs.vllm import identity, tier_metrics, versions
+from kvbm_rs.vllm.samples import Reader
 
 logger = logging.getLogger("vllm.kvbm")
 
@@ -75,6 +78,7 @@ class KvbmTier(SecondaryTierManager):
         **settings: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        versions.warn("KvbmTier")
         self.locality = Locality(locality) if locality is not None else None
         self._forget = not _flag("weights_never_change", weights_never_change)
         self._shutdown_seconds = shutdown_seconds
@@ -92,6 +96,9 @@ class KvbmTier(SecondaryTierManager):
         if len(tokens) == 1:
             # Called for every key of every request that waits: a function of Python's would cost as much as all the rest.
             self.lookup = self._tier.lookup  # type: ignore[method-assign]
+        self._reader = Reader(self._tier)
+        # Requests and jobs that have not ended.
+        self._under_way = 0
         self._step = 0
         # Keys of loads under way: what arrived is told by place.
         self._loads: dict[int, list[OffloadKey]] = {}
@@ -109,17 +116,21 @@ class KvbmTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         job, request = job_metadata, job_metadata.req_context
+        self._under_way += 1
         positions = request._offload_key_positions
         self._tier.store(job.job_id, request.req_id, positions, job.keys, job.chunk_ids.tolist())
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         job, request = job_metadata, job_metadata.req_context
+        self._under_way += 1
         self._loads[job.job_id] = list(job.keys)
         positions = request._offload_key_positions
         self._tier.load(job.job_id, request.req_id, positions, job.keys, job.chunk_ids.tolist())
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        return [self._result(*ended) for ended in self._tier.finished()]
+        finished = self._tier.finished()
+        self._under_way -= len(finished)
+        return [self._result(*ended) for ended in finished]
 
     def _result(self, job: int, is_whole: bool, done: list[int] | None, seconds: float, size: int) -> JobResult:
         keys = self._loads.pop(job, None)
@@ -128,12 +139,14 @@ class KvbmTier(SecondaryTierManager):
         return JobResult(job, is_whole, arrived, transfer_time=seconds, transfer_bytes=size)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._under_way += 1
         if self._tier.lacks_beginnings():
             # What is stored hangs on what comes before it. vLLM offers a chunk only once while it has it itself.
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._under_way -= 1
         self._tier.end_request(req_context.req_id, req_context._offload_key_positions)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -154,6 +167,14 @@ class KvbmTier(SecondaryTierManager):
         if copies:
             # vLLM keeps the primary tier's memory then.
             raise RuntimeError(f"{copies} copies still use the primary tier: a medium hangs")
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return tier_metrics.definitions()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        found = self._reader.read(is_at_rest=self._under_way == 0)
+        return None if found is None else tier_metrics.stats(found)
 
     def stats(self) -> dict[str, int]:
         """Counts since the start; blocks are chunks."""

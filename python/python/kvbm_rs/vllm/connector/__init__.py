@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvbm_rs.vllm import versions
 from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.scheduler import Scheduler
 from kvbm_rs.vllm.connector.stats import PromMetrics, Stats
@@ -55,6 +56,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            versions.warn("KvbmConnector")
         config = Config(vllm_config, kv_cache_config)
         # One of them, by role: vLLM calls the methods of a role on that role's connector only.
         self._scheduler = Scheduler(config) if role == KVConnectorRole.SCHEDULER else None

@@ -24,8 +24,9 @@ from kvbm_rs.errors import KvbmError
 from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.events import Publisher
 from kvbm_rs.vllm.connector.hints import Asked, Limits, asked_by
-from kvbm_rs.vllm.connector.stats import Reader, Stats
+from kvbm_rs.vllm.connector.stats import Stats
 from kvbm_rs.vllm.connector.worker import Ended, LayeredLoad, Stepped, adopted
+from kvbm_rs.vllm.samples import Reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -415,7 +416,8 @@ class Scheduler:
 
     def stats(self) -> Stats | None:
         """What was counted since the last call, or `None` if it is not yet time."""
-        return self._reader.read(is_at_rest=not self._requests and not self.is_saving())
+        found = self._reader.read(is_at_rest=not self._requests and not self.is_saving())
+        return None if found is None else Stats(found)
 
     # The end.
 
