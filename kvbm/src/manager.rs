@@ -118,7 +118,7 @@ impl Manager {
         let shadow = Shadow::new(settings.transfer.shadow_share);
         let observed = settings.clone();
         let assembled = assemble::open(settings, options, engine.clone(), suffix).await?;
-        assemble::export(&options.registry, &assembled.core)?;
+        assemble::export(&options.registry, &assembled.core, (&observed, options.block_tokens))?;
         let device = assembled.device.as_ref().map(|device| device.name());
         let observed =
             Observed::new(&assembled.core, assembled.routes, device, observed, options.block_tokens);
