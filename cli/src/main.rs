@@ -2,13 +2,14 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `replay`, `demo`, `plan`, `config`, `doctor`, `serve`, `why`, `fsck`, `forget`, `bench` | the subcommands |
+//! | `replay`, `demo`, `plan`, `config`, `doctor`, `serve`, `top`, `why`, `fsck`, `forget`, `bench` | the subcommands |
 //! | [`kvbm_cli::measuring`] | what `bench` times, and how |
 //! | `global` | the options that every command takes |
 //! | `engine` | serves requests through a manager; what replay and demo share |
 //! | `pattern` | contents of blocks, generated and checked |
 //! | `pace` | requests at the times that a trace gives them |
 //! | `serve` | metrics, state and the live page |
+//! | `ask` | a running process and its answers |
 //! | `trace` | reads request traces; in the library |
 //! | `scratch` | directories and prefixes that last as long as a command |
 //! | `stop` | Ctrl-C |
@@ -20,6 +21,7 @@
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod bench;
+mod ask;
 mod config;
 mod demo;
 mod doctor;
@@ -39,6 +41,7 @@ mod serve;
 mod stop;
 mod why;
 
+mod top;
 use std::io;
 use std::process::ExitCode;
 
@@ -77,6 +80,8 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// Serve metrics, the state and a live page of the tiers that the settings name
     Serve(serve::ServeArgs),
+    /// Watch a running process in the terminal
+    Top(top::TopArgs),
     /// Ask a running process what was found of a request, and why not more
     Why(why::WhyArgs),
     /// Check what processes left on disk, in memory or in a bucket
@@ -97,6 +102,7 @@ impl Command {
             Self::Config => config::run(global),
             Self::Doctor(args) => doctor::run(&args, global),
             Self::Serve(args) => serve::run(&args, global),
+            Self::Top(args) => top::run(&args, global),
             Self::Why(args) => why::run(&args, global),
             Self::Fsck(args) => fsck::run(&args, global),
             Self::Forget(args) => forget::run(&args, global),

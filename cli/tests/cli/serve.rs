@@ -27,6 +27,16 @@ fn a_replay_can_be_watched() {
         "{}",
         text(&why.stderr)
     );
+    let top = place.run(&["top", "--url", &url]);
+    assert!(top.status.success(), "{}", text(&top.stderr));
+    for expected in ["hit rate", "\nhost ", "\ndevice>host ", "no faults"] {
+        assert!(text(&top.stdout).contains(expected), "{expected}: {}", text(&top.stdout));
+    }
+    let state = place.run(&["top", "--url", &url, "--json"]);
+    let state: serde_json::Value = serde_json::from_slice(&state.stdout).expect("one object");
+    assert!(state["uptime_s"].as_f64().expect("a number") > 0.0);
+    let nobody = place.run(&["top", "--url", "http://127.0.0.1:1"]);
+    assert!(nobody.status.code() == Some(2) && text(&nobody.stderr).contains("does not answer"));
     let unknown = place.run(&["why", "--url", &url, "--request", "4000000000"]);
     assert!(unknown.status.code() == Some(2) && text(&unknown.stderr).contains("ask by its chain"));
     let nobody = place.run(&["why", "--url", "http://127.0.0.1:1", "--request", "0"]);
