@@ -12,6 +12,7 @@
 //! | `ask` | a running process and its answers |
 //! | `trace` | reads request traces; in the library |
 //! | `scratch` | directories and prefixes that last as long as a command |
+//! | `listen` | what is logged, and spans for who traces |
 //! | `stop` | Ctrl-C |
 //! | `progress`, `output`, `failure` | what users see: bars, tables and JSON, errors and exit codes |
 //!
@@ -20,8 +21,8 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
-mod bench;
 mod ask;
+mod bench;
 mod config;
 mod demo;
 mod doctor;
@@ -30,6 +31,7 @@ mod failure;
 mod forget;
 mod fsck;
 mod global;
+mod listen;
 mod output;
 mod pace;
 mod pattern;
@@ -39,15 +41,13 @@ mod replay;
 mod scratch;
 mod serve;
 mod stop;
+mod top;
 mod why;
 
-mod top;
-use std::io;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use kvbm_cli::trace;
-use tracing_subscriber::EnvFilter;
 
 use crate::failure::Failure;
 use crate::global::Global;
@@ -113,29 +113,14 @@ impl Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    log_to_stderr(cli.global.verbose);
-    match cli.command.run(&cli.global) {
+    let done = listen::start(&cli.global).and_then(|_sending| cli.command.run(&cli.global));
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             output::tell(&format!("kvbm: {failure}"));
             failure.exit_code()
         }
     }
-}
-
-/// `RUST_LOG`, where it is set, has the last word on what is logged.
-fn log_to_stderr(verbose: u8) {
-    // That NIXL is missing is no warning: most do well without. It is said all the same.
-    let level = ["warn,kvbm::assemble::nixl=info", "info", "debug"][usize::from(verbose.min(2))];
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(io::stderr)
-        .with_ansi(output::is_lively(&io::stderr()))
-        .log_internal_errors(false)
-        .without_time()
-        .with_target(verbose > 1)
-        .init();
 }
 
 #[cfg(test)]

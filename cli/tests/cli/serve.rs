@@ -68,6 +68,17 @@ fn serve_shows_what_a_run_left_and_ends_when_it_is_asked_to() {
     assert_eq!(child.wait().expect("it ends").code(), Some(0));
 }
 
+#[cfg(not(feature = "otel"))]
+#[test]
+fn spans_are_refused_by_a_binary_without_them() {
+    let place = Place::new();
+    place.trace("trace.jsonl", 2, 1);
+    let output =
+        place.command(&["replay", "trace.jsonl"]).env("DYN_KVBM_TRACES", "true").output().expect("it starts");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("feature otel"), "{}", text(&output.stderr));
+}
+
 #[test]
 fn serve_without_tiers_says_what_is_missing_and_an_address_of_all_asks_for_a_token() {
     let place = Place::new();
