@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use kvbm::scheduler::Tuning;
 use kvbm::{
-    BlockHash, Chain, Class, Elements, Fingerprint, Manager, Options, Rank, RankGroup, RankOptions,
+    BlockHash, Chain, Class, Elements, Fingerprint, Hints, Manager, Options, Rank, RankGroup, RankOptions,
     RequestInfo, Tier,
 };
-use kvbm_settings::Capacity;
+use kvbm_settings::{Capacity, WriteBudget};
 use kvbm_tests::engine;
 use kvbm_tests::rig::{Rig, Sizes, TIGHT, hash, metric};
 use kvbm_tiers::chaos::{Chaos, Schedule};
@@ -47,7 +47,7 @@ fn the_page_lists_exactly_the_metrics_of_the_registry() {
 #[test]
 fn series_are_few_whatever_happens() {
     /// Of values that a label has. One directory, rank and cache group: each more adds its own.
-    const VALUES: [(&str, usize); 14] = [
+    const VALUES: [(&str, usize); 15] = [
         ("tier", 5),
         ("state", 6),
         ("reason", 9),
@@ -62,6 +62,8 @@ fn series_are_few_whatever_happens() {
         ("budget", 3),
         ("kind", 7),
         ("group", 1),
+        // Eight that the settings name, and all others together.
+        ("tenant", 9),
     ];
     const ROUTES: usize = 12;
     /// Buckets of the longer histogram, with those for infinity, the sum and the count.
@@ -128,7 +130,7 @@ fn described() -> BTreeMap<String, Row> {
 /// A registry shows a metric with labels from its first event on: everything has to happen once.
 fn exported() -> BTreeMap<String, Row> {
     let everyday = everyday();
-    let families = [everyday, mishaps(), spent(), unwritable(), ranks(), half_a_disk()]
+    let families = [everyday, mishaps(), spent(), unwritable(), ranks(), half_a_disk(), tenants()]
         .into_iter()
         .flat_map(|registry| registry.gather());
     families.map(|family| (family.name().to_owned(), row(&family))).collect()
@@ -279,6 +281,25 @@ fn spent() -> Registry {
     let lease = manager.lease(&chain(3));
     let sample = manager.shadow_sample(&lease).swap_remove(0);
     manager.shadow_compare(&chain(3), &sample, Elements::F32, (&[0; 4], &[0; 4])).unwrap();
+    registry.gather();
+    registry
+}
+
+/// A tenant with a quota, and a budget of writes.
+fn tenants() -> Registry {
+    let registry = Registry::new();
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = engine::settings(4096, 8, 8);
+    settings.disk.capacity = Some(Capacity::Blocks(16));
+    settings.disk.dirs = vec![dir.path().to_owned()];
+    settings.disk.write_budget = Some(WriteBudget::BytesPerDay(1 << 30));
+    settings.tenant_quotas = [(7, Capacity::Blocks(4))].into();
+    let manager = engine::open(settings, &registry).unwrap();
+    let of = |tenant| RequestInfo {
+        hints: Hints { tenant: Some(tenant), ..Hints::default() },
+        ..RequestInfo::default()
+    };
+    engine::serve_for(&manager, of(7), &chain(1));
     registry.gather();
     registry
 }

@@ -12,13 +12,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # In the order in which they run: the function; seconds where crates of others are built and ours are not (their first build adds
 # some eight minutes to the first two parts), and where everything is; what --quick does of it; what it is. Taken on two cores
-# with nothing else at work, but for the second figures of interleavings, dependencies, features, replay and operators, which are
-# estimates.
+# with nothing else at work, but for the second figures of interleavings, dependencies, features, replay and operators and
+# both of spans, which are estimates.
 readonly PARTS='
 formatting    |   1 |   1 | all  | formatting
 lints         |  13 |  13 | all  | lints
 tests         | 330 | 180 | all  | tests
 interleavings | 108 |   5 | none | interleavings
+spans         | 180 |   5 | none | spans for a collector
 documentation |  20 |  20 | none | documentation
 dependencies  |  10 |  10 | all  | dependencies
 features      | 151 |  20 | none | each feature alone
@@ -109,6 +110,10 @@ tests() {
 
 interleavings() {
     run_tests cargo test --profile checked -p kvbm-tests --features shuttle --test interleavings
+}
+
+spans() {
+    run_tests cargo test --profile checked -p kvbm-tests --features otel --test otel
 }
 
 documentation() {

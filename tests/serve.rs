@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use kvbm::{BlockHash, ErrorKind, Manager, Options, RequestId, RequestInfo, Tier};
+use kvbm::{BlockHash, ErrorKind, Hints, Manager, Options, RequestId, RequestInfo, Tier};
 use kvbm_settings::{Capacity, Settings, WriteBudget};
 use kvbm_tests::engine;
 use kvbm_tests::rig::hash;
@@ -373,4 +373,48 @@ fn answers_are_what_the_description_says() {
         deviations(&api, schema, &serde_json::from_str(&body).unwrap(), path, &mut found);
         assert!(found.is_empty(), "{found:#?}");
     }
+}
+
+/// What a metric says of a series, by what stands between its braces.
+fn series(page: &str, name: &str) -> u64 {
+    let line = page.lines().find(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(' ')));
+    line.and_then(|line| line.rsplit(' ').next()?.parse().ok())
+        .unwrap_or_else(|| panic!("no {name} in {page}"))
+}
+
+#[test]
+fn tenants_that_the_settings_name_are_shown_and_the_others_together() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = settings(dir.path());
+    settings.disk.write_budget = Some(WriteBudget::DriveWritesPerDay(0.5));
+    settings.tenant_weights = [(9, 1.0)].into();
+    settings.tenant_quotas = [(7, Capacity::Blocks(2))].into();
+    let (manager, address) = open(settings);
+    let of = |tenant| RequestInfo { hints: Hints { tenant, ..Hints::default() }, ..RequestInfo::default() };
+    for (tenant, number) in [(Some(7), 1), (Some(9), 2), (Some(7), 1), (Some(4_000_000), 3), (None, 4)] {
+        engine::serve_for(&manager, of(tenant), &chain(number));
+    }
+    let page = || get(address, "/metrics").1;
+    let seen = page();
+    let of_tenant =
+        |name: &str, tenant: &str| series(&seen, &format!("kvbm_tenant_{name}{{tenant=\"{tenant}\"}}"));
+    let asked = ["7", "9", "other"].map(|tenant| of_tenant("requested_tokens_total", tenant));
+    assert_eq!(asked, [96, 48, 96]);
+    assert_eq!(["7", "9", "other"].map(|tenant| of_tenant("hit_tokens_total", tenant)), [48, 0, 0]);
+    assert_eq!(of_tenant("quota_blocks", "7"), 2);
+    assert!(!seen.contains("4000000"), "a request makes no series: {seen}");
+    let in_tier = |page: &str, name: &str, tenant: &str| -> u64 {
+        series(page, &format!("kvbm_tenant_{name}{{tenant=\"{tenant}\",tier=\"device\"}}"))
+    };
+    // 12 blocks came to 8 slots.
+    let held: u64 = ["7", "9", "other"].iter().map(|tenant| in_tier(&seen, "blocks", tenant)).sum();
+    assert_eq!(held, series(&seen, "kvbm_slots{state=\"resident\",tier=\"device\"}"));
+    let evicted = |page: &str| -> Vec<u64> {
+        ["7", "9", "other"].iter().map(|tenant| in_tier(page, "evicted_blocks", tenant)).collect()
+    };
+    assert_eq!(evicted(&seen).iter().sum::<u64>(), series(&seen, "kvbm_evicted_blocks{tier=\"device\"}"));
+    manager.evict(Tier::Device, 8);
+    assert_eq!(evicted(&page()), [3, 3, 6]);
+    // 16 blocks of 4 KiB, half of them a day.
+    assert_eq!(series(&seen, "kvbm_disk_write_budget_bytes"), 32_768);
 }

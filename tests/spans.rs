@@ -2,13 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::process::Command;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use kvbm::{BlockHash, RequestId, RequestInfo, Tier};
-use kvbm_settings::Capacity;
+use kvbm_settings::{Capacity, DiskBackend};
 use kvbm_tests::engine;
 use kvbm_tests::rig::hash;
+use kvbm_tiers::testing::skip;
 use prometheus::Registry;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -64,7 +66,7 @@ impl Closed {
 fn matches_and_transfers_are_spans_with_the_request_they_are_of() {
     let closed = Closed::default();
     let listening = tracing_subscriber::registry()
-        .with(closed.clone().with_filter(LevelFilter::from_level(Level::DEBUG)));
+        .with(closed.clone().with_filter(LevelFilter::from_level(Level::TRACE)));
     tracing::subscriber::set_global_default(listening).expect("nobody else listens");
     let dir = tempfile::tempdir().unwrap();
     let mut settings = engine::settings(4096, 8, 8);
@@ -87,7 +89,51 @@ fn matches_and_transfers_are_spans_with_the_request_they_are_of() {
         (loaded["from"].as_str(), loaded["blocks"].as_str(), loaded["copied"].as_str()),
         ("host", "3", "3")
     );
+    let copied = closed.find("copy", ("class", "load"));
+    assert_eq!(
+        ["from", "to", "backend", "blocks"].map(|key| copied[key].as_str()),
+        ["host", "device", "memcpy", "3"]
+    );
     // What there is nothing to copy of is a span as well, and closed.
     drop(manager.load(manager.lease_for(of(7), &chain)).wait().unwrap());
     closed.find("load", ("request", "7"));
+}
+
+/// NIXL is told by the environment to measure, so by that of a process of its own.
+#[test]
+fn spans_of_nixl_say_what_it_measured() {
+    let itself = std::env::current_exe().unwrap();
+    let mut inner = Command::new(itself);
+    inner.args(["--exact", "--ignored", "--nocapture", "nixl_that_measures"]);
+    let output = inner.env("NIXL_TELEMETRY_ENABLE", "y").output().unwrap();
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{told}");
+    told.lines().filter(|line| line.starts_with("SKIPPED")).for_each(|line| eprintln!("{line}"));
+}
+
+#[test]
+#[ignore = "the test above runs it, with the environment that it takes"]
+fn nixl_that_measures() {
+    let closed = Closed::default();
+    let listening = tracing_subscriber::registry()
+        .with(closed.clone().with_filter(LevelFilter::from_level(Level::TRACE)));
+    tracing::subscriber::set_global_default(listening).expect("nobody else listens");
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = engine::settings(4096, 8, 8);
+    settings.disk.capacity = Some(Capacity::Blocks(16));
+    settings.disk.dirs = vec![dir.path().to_owned()];
+    settings.disk.backend = DiskBackend::Nixl;
+    settings.nixl.backends = [("POSIX".to_owned(), true)].into();
+    let manager = match engine::open(settings, &Registry::new()) {
+        Ok(manager) => manager,
+        Err(error) => return skip("nixl", &error),
+    };
+    let chain: Vec<BlockHash> = (0..3).map(hash).collect();
+    engine::serve(&manager, &chain);
+    assert!(manager.drain(Duration::from_secs(10)).is_complete());
+    let written = closed.find("nixl", ("direction", "write"));
+    assert_eq!(written["bytes"], "12288");
+    for key in ["descriptors", "post_us", "transfer_us"] {
+        assert!(written.contains_key(key), "{key}: {written:?}");
+    }
 }

@@ -2,15 +2,17 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `replay`, `demo`, `plan`, `config`, `doctor`, `serve`, `why`, `fsck`, `forget`, `bench` | the subcommands |
+//! | `replay`, `demo`, `plan`, `config`, `doctor`, `serve`, `top`, `why`, `fsck`, `forget`, `bench` | the subcommands |
 //! | [`kvbm_cli::measuring`] | what `bench` times, and how |
 //! | `global` | the options that every command takes |
 //! | `engine` | serves requests through a manager; what replay and demo share |
 //! | `pattern` | contents of blocks, generated and checked |
 //! | `pace` | requests at the times that a trace gives them |
 //! | `serve` | metrics, state and the live page |
+//! | `ask` | a running process and its answers |
 //! | `trace` | reads request traces; in the library |
 //! | `scratch` | directories and prefixes that last as long as a command |
+//! | `listen` | what is logged, and spans for who traces |
 //! | `stop` | Ctrl-C |
 //! | `progress`, `output`, `failure` | what users see: bars, tables and JSON, errors and exit codes |
 //!
@@ -19,6 +21,7 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
+mod ask;
 mod bench;
 mod config;
 mod demo;
@@ -28,6 +31,7 @@ mod failure;
 mod forget;
 mod fsck;
 mod global;
+mod listen;
 mod output;
 mod pace;
 mod pattern;
@@ -37,14 +41,13 @@ mod replay;
 mod scratch;
 mod serve;
 mod stop;
+mod top;
 mod why;
 
-use std::io;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use kvbm_cli::trace;
-use tracing_subscriber::EnvFilter;
 
 use crate::failure::Failure;
 use crate::global::Global;
@@ -77,6 +80,8 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// Serve metrics, the state and a live page of the tiers that the settings name
     Serve(serve::ServeArgs),
+    /// Watch a running process in the terminal
+    Top(top::TopArgs),
     /// Ask a running process what was found of a request, and why not more
     Why(why::WhyArgs),
     /// Check what processes left on disk, in memory or in a bucket
@@ -97,6 +102,7 @@ impl Command {
             Self::Config => config::run(global),
             Self::Doctor(args) => doctor::run(&args, global),
             Self::Serve(args) => serve::run(&args, global),
+            Self::Top(args) => top::run(&args, global),
             Self::Why(args) => why::run(&args, global),
             Self::Fsck(args) => fsck::run(&args, global),
             Self::Forget(args) => forget::run(&args, global),
@@ -107,29 +113,14 @@ impl Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    log_to_stderr(cli.global.verbose);
-    match cli.command.run(&cli.global) {
+    let done = listen::start(&cli.global).and_then(|_sending| cli.command.run(&cli.global));
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             output::tell(&format!("kvbm: {failure}"));
             failure.exit_code()
         }
     }
-}
-
-/// `RUST_LOG`, where it is set, has the last word on what is logged.
-fn log_to_stderr(verbose: u8) {
-    // That NIXL is missing is no warning: most do well without. It is said all the same.
-    let level = ["warn,kvbm::assemble::nixl=info", "info", "debug"][usize::from(verbose.min(2))];
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(io::stderr)
-        .with_ansi(output::is_lively(&io::stderr()))
-        .log_internal_errors(false)
-        .without_time()
-        .with_target(verbose > 1)
-        .init();
 }
 
 #[cfg(test)]

@@ -1,13 +1,10 @@
 //! `kvbm why`: asks a running manager what was found, and why not more.
 
-use std::path::PathBuf;
-use std::time::Duration;
-
 use clap::Args;
 use serde_json::Value;
-use url::Url;
 
-use crate::failure::{Failure, with_causes};
+use crate::ask::Process;
+use crate::failure::Failure;
 use crate::global::Global;
 use crate::output;
 use crate::stop;
@@ -16,14 +13,10 @@ use crate::stop;
 /// found, and why the next block was not there.
 #[derive(Debug, Args)]
 pub(crate) struct WhyArgs {
-    /// Where it serves
-    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:6880")]
-    url: Url,
+    #[command(flatten)]
+    process: Process,
     #[command(flatten)]
     what: What,
-    /// File of the token to show
-    #[arg(long, value_name = "FILE")]
-    token_file: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -37,44 +30,13 @@ struct What {
     request: Option<u64>,
 }
 
-/// Nobody needs longer to answer.
-const LIMIT: Duration = Duration::from_secs(10);
-
 pub(crate) fn run(args: &WhyArgs, global: &Global) -> Result<(), Failure> {
-    let answer = stop::runtime()?.block_on(ask(args))?;
-    if global.json { output::print_json(&answer) } else { output::print(&text(&answer)) }
-}
-
-async fn ask(args: &WhyArgs) -> Result<Value, Failure> {
-    let mut url = args.url.join("v1/why").map_err(|error| Failure::unusable(format!("--url: {error}")))?;
-    let (name, value) = match &args.what {
+    let asked = match &args.what {
         What { chain: Some(chain), .. } => ("chain", chain.clone()),
         What { request, .. } => ("request", request.unwrap_or_default().to_string()),
     };
-    url.query_pairs_mut().append_pair(name, &value);
-    // The process may have chosen one already.
-    let _ = rustls::crypto::ring::default_provider().install_default();
-    let unusable = |error: reqwest::Error| {
-        let error = with_causes(&error.without_url());
-        Failure::unusable(format!("{} does not answer: {error}; is metrics.enabled set there?", args.url))
-    };
-    let client = reqwest::Client::builder().timeout(LIMIT).no_proxy().build().map_err(unusable)?;
-    let mut request = client.get(url);
-    if let Some(path) = &args.token_file {
-        let token = std::fs::read_to_string(path).map_err(|error| {
-            Failure::unusable(format!("cannot read the token in {}: {error}", path.display()))
-        })?;
-        request = request.bearer_auth(token.trim());
-    }
-    let answer = request.send().await.map_err(unusable)?;
-    let status = answer.status();
-    let body = answer.bytes().await.map_err(unusable)?;
-    let body: Value = serde_json::from_slice(&body)
-        .map_err(|_| Failure::unusable(format!("{} is no kvbm: it answered {status}", args.url)))?;
-    match body["error"].as_str() {
-        Some(error) => Err(Failure::unusable(format!("{}: {error}", args.url))),
-        None => Ok(body),
-    }
+    let answer = stop::runtime()?.block_on(args.process.get("v1/why", &[(asked.0, &asked.1)]))?;
+    if global.json { output::print_json(&answer) } else { output::print(&text(&answer)) }
 }
 
 /// In a line or two.

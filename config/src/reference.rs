@@ -45,6 +45,7 @@ const SECTIONS: &[(&str, &str, &str)] = &[
         "Models with sliding windows or a state: see [hybrid models](embedding-hybrid.md).",
     ),
     ("metrics", "`[metrics]`", "What is exported for Prometheus."),
+    ("traces", "`[traces]`", "What is told a tracer."),
     (
         "nixl",
         "`[nixl]`",

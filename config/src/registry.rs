@@ -639,6 +639,30 @@ pub(crate) static KEYS: &[Key] = &[
         in_use: true,
     },
     Key {
+        path: "traces.enabled",
+        field: Field::Flag(|s| &mut s.traces.enabled),
+        variables: &[own("DYN_KVBM_TRACES", Form::Plain)],
+        doc: "Send spans of look-ups and transfers to an OpenTelemetry collector: docs/observe.md. Takes a program that is \
+              built with the feature `otel`.",
+        in_use: true,
+    },
+    Key {
+        path: "traces.endpoint",
+        field: Field::Url(|s| &mut s.traces.endpoint, &["http", "https"]),
+        variables: &[own("DYN_KVBM_TRACES_ENDPOINT", Form::Plain)],
+        doc: "The collector, by OTLP over HTTP; `/v1/traces` is appended. `none`: what `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or \
+              `OTEL_EXPORTER_OTLP_ENDPOINT` says, else port 4318 of this machine.",
+        in_use: true,
+    },
+    Key {
+        path: "traces.nvtx",
+        field: Field::Flag(|s| &mut s.traces.nvtx),
+        variables: &[own("DYN_KVBM_TRACES_NVTX", Form::Plain)],
+        doc: "Mark transfers and copies on the timeline of a profiler such as Nsight Systems. Takes NVIDIA's NVTX, and a \
+              program that is built with the feature `nvtx`.",
+        in_use: true,
+    },
+    Key {
         path: "nixl.backends",
         field: Field::Toggles(|s| &mut s.nixl.backends),
         variables: &[upstream(

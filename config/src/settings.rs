@@ -52,6 +52,8 @@ pub struct Settings {
     pub hybrid: HybridSettings,
     /// What is exported.
     pub metrics: MetricsSettings,
+    /// What is told a tracer.
+    pub traces: TraceSettings,
     /// NVIDIA's transfer library.
     pub nixl: NixlSettings,
 }
@@ -600,6 +602,28 @@ impl fmt::Debug for MetricsSettings {
             .field("port", &self.port)
             .field("token_file", &self.token_file)
             .field("token", &self.token.as_ref().map(|_| SECRET_SET))
+            .finish()
+    }
+}
+
+/// What is told a tracer: an OpenTelemetry collector.
+#[derive(Clone, Default, PartialEq, Eq, Serialize)]
+pub struct TraceSettings {
+    /// Send spans.
+    pub enabled: bool,
+    /// The collector's OTLP/HTTP endpoint; `None`: what `OTEL_EXPORTER_OTLP_…` say, else this machine's port 4318.
+    #[serde(serialize_with = "without_credentials")]
+    pub endpoint: Option<String>,
+    /// Mark transfers on the timeline of a profiler, by NVTX.
+    pub nvtx: bool,
+}
+
+impl fmt::Debug for TraceSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TraceSettings")
+            .field("enabled", &self.enabled)
+            .field("endpoint", &self.endpoint.as_deref().map(shown_url))
+            .field("nvtx", &self.nvtx)
             .finish()
     }
 }

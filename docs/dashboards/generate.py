@@ -430,6 +430,7 @@ TRANSFERS = [
 ]
 
 WRITTEN = of("kvbm_transfer_bytes_total", to="disk")
+BUDGET = of("kvbm_disk_write_budget_bytes")
 DISK = [
     stat("Written, last day", "Bytes written to the disk tier.", "bytes", (f"sum(increase({WRITTEN}[1d]))", "")),
     stat("At this speed in a year", "From the last hour.", "bytes", (f"{rate('', WRITTEN, '1h')} * 86400 * 365", "")),
@@ -442,6 +443,16 @@ DISK = [
         width=8,
         height=8,
         defaults={**SHARE, **steps((None, "green"), (0.7, "orange"), (1, "red"))},
+    ),
+    panel(
+        "gauge",
+        "Share of the budget, last day",
+        "Bytes written in 24 hours over `disk.write_budget`, which no 24 hours exceed: what is beyond it stays in the tier above. Of processes that have a budget.",
+        "percentunit",
+        (f"sum(increase({WRITTEN}[1d]) and on (job, instance) {BUDGET}) / sum({BUDGET})", ""),
+        width=8,
+        height=8,
+        defaults={**SHARE, **steps((None, "green"), (0.7, "orange"), (0.9, "red"))},
     ),
     stat(
         "Reads for each write",
@@ -722,6 +733,60 @@ FAULTS = [
     ),
 ]
 
+TENANTS = [
+    lines(
+        "Hit rate",
+        "Share of a tenant's requested tokens that were found in any tier. `other`: all that tenant_weights and tenant_quotas do not name.",
+        "percentunit",
+        (
+            f"{rate('tenant', of('kvbm_tenant_hit_tokens_total'))} / ({rate('tenant', of('kvbm_tenant_requested_tokens_total'))} > 0)",
+            "{{tenant}}",
+        ),
+        width=12,
+        defaults=SHARE,
+    ),
+    lines(
+        "Tokens asked for",
+        "Of a tenant's leased chains.",
+        "short",
+        (rate("tenant", of("kvbm_tenant_requested_tokens_total")), "{{tenant}} / s"),
+        stacked=True,
+        width=12,
+    ),
+    lines(
+        "Held",
+        "Bytes of a tier that are charged to a tenant: what his requests brought there.",
+        "bytes",
+        (f"sum by (tenant, tier) ({of_tier('kvbm_tenant_blocks')}) * scalar({BLOCK_BYTES})", "{{tenant}} {{tier}}"),
+        stacked=True,
+        width=12,
+    ),
+    lines(
+        "Share of the quota",
+        "Blocks that a tenant holds of a tier over his quota of each. Above 1 he uses what nobody else wants, and gives way first.",
+        "percentunit",
+        (
+            f"sum by (instance, tenant, tier) ({of_tier('kvbm_tenant_blocks')}) / on (instance, tenant) group_left () sum by (instance, tenant) ({of('kvbm_tenant_quota_blocks')})",
+            "{{tenant}} {{tier}}",
+        ),
+        width=12,
+    ),
+    lines(
+        "Quota",
+        "Of each tier, in bytes.",
+        "bytes",
+        (f"sum by (tenant) ({of('kvbm_tenant_quota_blocks')}) * scalar({BLOCK_BYTES})", "{{tenant}}"),
+        width=12,
+    ),
+    lines(
+        "Evicted",
+        "Blocks of a tenant's that made room for others, in a second.",
+        "short",
+        (rate("tenant, tier", of_tier("kvbm_tenant_evicted_blocks")), "{{tenant}} {{tier}}"),
+        width=12,
+    ),
+]
+
 PRICES = [
     ("put_price", "1,000 puts cost", "0.005", "Price of a thousand PUT or LIST requests"),
     ("get_price", "1,000 gets cost", "0.0004", "Price of a thousand GET requests"),
@@ -741,6 +806,7 @@ BOARDS = {
     "transfers": ("transfers", TRANSFERS, []),
     "disk": ("disk wear", DISK, [ENDURANCE]),
     "object": ("object store", OBJECT, PRICES),
+    "tenants": ("tenants", TENANTS, []),
     "faults": ("faults", FAULTS, []),
 }
 

@@ -36,7 +36,7 @@ use crate::durable::Durable;
 use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fingerprint::Fingerprint;
-use crate::metrics::{Gauges, Metrics};
+use crate::metrics::{Gauges, Metrics, TenantMetrics};
 use crate::options::{Options, RouteReport};
 use crate::scheduler::{Core, Executor, Parts, ScrubOptions, Tuning};
 use crate::table::{Table, TierSpec};
@@ -683,10 +683,16 @@ fn setup(error: SetupError) -> Error {
 }
 
 /// Exports the state of the table and the queues.
-pub(crate) fn export(registry: &Registry, core: &Arc<Core>) -> Result<()> {
+pub(crate) fn export(
+    registry: &Registry,
+    core: &Arc<Core>,
+    (settings, block_tokens): (&Settings, u64),
+) -> Result<()> {
     let refused = |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);
-    let gauges = Gauges::new(Arc::downgrade(core)).map_err(refused)?;
-    registry.register(Box::new(gauges)).map_err(refused)
+    let gauges = Gauges::new(Arc::downgrade(core), policies::bytes_per_day(settings)).map_err(refused)?;
+    registry.register(Box::new(gauges)).map_err(refused)?;
+    let tenants = TenantMetrics::new(core, settings, block_tokens).map_err(refused)?;
+    tenants.map_or(Ok(()), |tenants| registry.register(Box::new(tenants)).map_err(refused))
 }
 
 #[cfg(test)]

@@ -23,6 +23,7 @@
 //! | `demand` | what more memory would bring: hit rate against capacity |
 //! | `state`, `recent` | what a manager says of itself, and of the requests of late |
 //! | `serve` | the same over HTTP, for Prometheus, people and programs; behind a feature |
+//! | `traces` | spans for who traces, to an OpenTelemetry collector and a profiler; behind features |
 //! | `metrics`, `clock`, `sync` | counting, time, locks and threads, each from one place |
 //!
 //! Data flows one way: engine → manager (lease, load, save) → table ⇄ policies → scheduler → executor →
@@ -63,6 +64,7 @@ mod state;
 mod sync;
 pub mod table;
 mod task;
+mod traces;
 mod transfer;
 
 pub use assemble::{GpuReport, NixlReport, PluginReport, installed_nixl_plugins, probe_gpu, probe_nixl};
@@ -94,4 +96,8 @@ pub use table::RequestInfo;
 #[cfg(feature = "lock-times")]
 pub use table::{TableGuard, longest_hold};
 pub use task::{Class, CopyTask, Defect, Outcome, TaskId, TaskResult, TransferId};
+#[cfg(feature = "nvtx")]
+pub use traces::NvtxRanges;
+#[cfg(feature = "otel")]
+pub use traces::SpanExport;
 pub use transfer::{Transfer, Transferred};

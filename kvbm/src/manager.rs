@@ -30,6 +30,7 @@ use crate::state::{Observed, Readiness, State, Why};
 use crate::sync::{JoinHandle, Mutex, spawn};
 use crate::table::{Match, RequestInfo, Reserved, SlotCounts, TierStats, Violation};
 use crate::task::Class;
+use crate::traces;
 use crate::transfer::{Transfer, Transferred};
 
 /// A new epoch is on the medium within this time, or it is an error.
@@ -81,6 +82,7 @@ impl Manager {
     /// [`ErrorKind::Invalid`]: a setting is wrong or does not fit. [`ErrorKind::Unavailable`]: memory, a
     /// directory or a store cannot be had. The message names the setting to change.
     pub async fn open(settings: Settings, options: Options) -> Result<Self> {
+        traces::check(&settings.traces)?;
         let listener = Listener::bind(&settings)?;
         let manager = Self::assemble(settings, &options, None, "").await?;
         manager.serve(listener, &options)
@@ -95,6 +97,7 @@ impl Manager {
     /// device tier, or no DRAM to copy to. [`ErrorKind::Unavailable`]: what came back is not what went down, so its layout
     /// is not what it says; or nothing here copies to its memory.
     pub async fn open_with(settings: Settings, options: Options, memory: EngineMemory) -> Result<Self> {
+        traces::check(&settings.traces)?;
         let listener = Listener::bind(&settings)?;
         let manager = Self::assemble(settings, &options, Some(memory), "").await?;
         manager.serve(listener, &options)
@@ -118,7 +121,7 @@ impl Manager {
         let shadow = Shadow::new(settings.transfer.shadow_share);
         let observed = settings.clone();
         let assembled = assemble::open(settings, options, engine.clone(), suffix).await?;
-        assemble::export(&options.registry, &assembled.core)?;
+        assemble::export(&options.registry, &assembled.core, (&observed, options.block_tokens))?;
         let device = assembled.device.as_ref().map(|device| device.name());
         let observed =
             Observed::new(&assembled.core, assembled.routes, device, observed, options.block_tokens);

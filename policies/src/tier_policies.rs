@@ -30,6 +30,11 @@ impl TierPolicies {
         self.reuse.last_use(block, depth)
     }
 
+    /// Blocks that the eviction charges to a tenant.
+    pub fn charged_to(&self, tenant: Option<u32>) -> u32 {
+        self.eviction.charged_to(tenant)
+    }
+
     /// Whether a rule decides which blocks go down.
     pub const fn has_admission(&self) -> bool {
         self.admission.is_some()

@@ -241,12 +241,15 @@ def watch(kvbm: str, trace: str, place: Path) -> dict:
         "--requests=9000",
     ]
     faults = [f"--fault={CHANGED}", f"--fault=disk:hang@{CALM}s+{HANG}s"]
-    # An object tier that evicts, budgets that are not spent, and a disk that is missed soon.
+    # An object tier that evicts, budgets that are not spent, a tenant with a quota, and a disk that is missed soon.
     settings = {
         "DYN_KVBM_OBJECT_NUM_BLOCKS": "6000",
         "DYN_KVBM_OBJECT_PUT_BUDGET": "1000000",
         "DYN_KVBM_OBJECT_GET_BUDGET": "1000000",
         "DYN_KVBM_TRANSFER_TIMEOUT_MS": "1000",
+        "DYN_KVBM_DISK_WRITE_BUDGET": "100TB",
+        # Requests of a trace name nobody: they are the others'.
+        "DYN_KVBM_TENANT_QUOTAS": "7=1GiB",
     }
     wrong, seen, receiver, url = [], set(), Receiver(), f"http://127.0.0.1:{port}/"
     queries = asked()

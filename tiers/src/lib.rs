@@ -56,6 +56,8 @@ pub mod memory;
 #[cfg(feature = "nixl")]
 pub mod nixl;
 pub mod numa;
+#[cfg(feature = "nvtx")]
+pub mod nvtx;
 pub mod object;
 pub mod ranks;
 #[cfg(any(test, feature = "baselines"))]

@@ -8,6 +8,8 @@ mod forget;
 mod fsck;
 mod fsck_bucket;
 mod interrupt;
+#[cfg(feature = "nvtx")]
+mod nvtx;
 mod plan;
 mod replay;
 mod serve;

@@ -27,6 +27,16 @@ fn a_replay_can_be_watched() {
         "{}",
         text(&why.stderr)
     );
+    let top = place.run(&["top", "--url", &url]);
+    assert!(top.status.success(), "{}", text(&top.stderr));
+    for expected in ["hit rate", "\nhost ", "\ndevice>host ", "no faults"] {
+        assert!(text(&top.stdout).contains(expected), "{expected}: {}", text(&top.stdout));
+    }
+    let state = place.run(&["top", "--url", &url, "--json"]);
+    let state: serde_json::Value = serde_json::from_slice(&state.stdout).expect("one object");
+    assert!(state["uptime_s"].as_f64().expect("a number") > 0.0);
+    let nobody = place.run(&["top", "--url", "http://127.0.0.1:1"]);
+    assert!(nobody.status.code() == Some(2) && text(&nobody.stderr).contains("does not answer"));
     let unknown = place.run(&["why", "--url", &url, "--request", "4000000000"]);
     assert!(unknown.status.code() == Some(2) && text(&unknown.stderr).contains("ask by its chain"));
     let nobody = place.run(&["why", "--url", "http://127.0.0.1:1", "--request", "0"]);
@@ -56,6 +66,17 @@ fn serve_shows_what_a_run_left_and_ends_when_it_is_asked_to() {
     assert!(resident.expect("a tier").parse::<u64>().expect("a number") > 50, "{state}");
     send(&child, Signal::TERM);
     assert_eq!(child.wait().expect("it ends").code(), Some(0));
+}
+
+#[cfg(not(feature = "otel"))]
+#[test]
+fn spans_are_refused_by_a_binary_without_them() {
+    let place = Place::new();
+    place.trace("trace.jsonl", 2, 1);
+    let output =
+        place.command(&["replay", "trace.jsonl"]).env("DYN_KVBM_TRACES", "true").output().expect("it starts");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("feature otel"), "{}", text(&output.stderr));
 }
 
 #[test]

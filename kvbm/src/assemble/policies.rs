@@ -78,6 +78,12 @@ fn budget(disk: &DiskSettings, block_bytes: u64) -> Option<Budget> {
     })
 }
 
+/// What may be written to the disk tier in a day; `None`: any number of bytes.
+pub(super) fn bytes_per_day(settings: &Settings) -> Option<u64> {
+    settings.disk.capacity?;
+    budget(&settings.disk, settings.block_bytes.unwrap_or_default()).map(|budget| budget.bytes_per_day)
+}
+
 /// A disk tier that nothing can get into is allowed, and odd.
 pub(super) fn warn_of_no_budget(settings: &Settings) {
     let budget = budget(&settings.disk, settings.block_bytes.unwrap_or_default());

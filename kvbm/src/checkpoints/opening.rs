@@ -11,6 +11,7 @@ use crate::manager::Manager;
 use crate::options::Options;
 use crate::ranks::{Rank, RankGroup, RankOptions};
 use crate::serve::Listener;
+use crate::traces;
 
 /// Layers of a hybrid model that do not keep every block.
 #[derive(Clone, Debug)]
@@ -104,6 +105,7 @@ impl Manager {
         memory: EngineMemory,
         groups: Vec<CacheGroup>,
     ) -> Result<Self> {
+        traces::check(&settings.traces)?;
         let listener = Listener::bind(&settings)?;
         let grid = CheckpointGrid::new(settings.hybrid.checkpoint_blocks);
         let Openings { full, others } = Openings::new(&settings, &memory, groups)?;

@@ -18,6 +18,8 @@ pub(crate) struct Gauges {
     accounting_drift: IntGauge,
     slots: IntGaugeVec,
     directories: IntGaugeVec,
+    /// Where there is a budget.
+    write_budget: Option<IntGauge>,
     dirty_blocks: IntGaugeVec,
     // Gauges, though they only grow: the table does the counting, and a counter cannot be set.
     published_blocks: IntGaugeVec,
@@ -42,7 +44,8 @@ pub(crate) struct Gauges {
 const SCALES: [(&str, f64); 5] = [("0.25", 0.25), ("0.5", 0.5), ("1", 1.0), ("2", 2.0), ("4", 4.0)];
 
 impl Gauges {
-    pub(crate) fn new(core: Weak<Core>) -> prometheus::Result<Self> {
+    /// `bytes_per_day` may be written to the disk tier.
+    pub(crate) fn new(core: Weak<Core>, bytes_per_day: Option<u64>) -> prometheus::Result<Self> {
         let gauges =
             |name: &str, help: &str, labels: &[&str]| IntGaugeVec::new(Opts::new(name, help), labels);
         let (tier, route) = (["tier"], ["from", "to"]);
@@ -59,6 +62,7 @@ impl Gauges {
                 "1 for a directory of the disk tier that takes blocks, 0 for one that does not.",
                 &["dir"],
             )?,
+            write_budget: bytes_per_day.map(write_budget).transpose()?,
             dirty_blocks: gauges("kvbm_dirty_blocks", "Blocks that wait to be flushed.", &tier)?,
             published_blocks: gauges(
                 "kvbm_published_blocks",
@@ -123,8 +127,8 @@ impl Gauges {
         })
     }
 
-    fn all(&self) -> [&dyn Collector; 20] {
-        [
+    fn all(&self) -> impl Iterator<Item = &dyn Collector> {
+        let always: [&dyn Collector; 20] = [
             &self.epoch,
             &self.accounting_drift,
             &self.slots,
@@ -145,7 +149,8 @@ impl Gauges {
             &self.batches_in_flight,
             &self.breaker_open,
             &self.estimated_hit_rate,
-        ]
+        ];
+        always.into_iter().chain(self.write_budget.iter().map(|gauge| gauge as &dyn Collector))
     }
 
     fn update(&self, core: &Core) {
@@ -218,15 +223,24 @@ impl Gauges {
     }
 }
 
+fn write_budget(bytes_per_day: u64) -> prometheus::Result<IntGauge> {
+    let gauge = IntGauge::new(
+        "kvbm_disk_write_budget_bytes",
+        "Bytes that may be written to the disk tier in a day.",
+    )?;
+    gauge.set(i64::try_from(bytes_per_day).unwrap_or(i64::MAX));
+    Ok(gauge)
+}
+
 impl Collector for Gauges {
     fn desc(&self) -> Vec<&Desc> {
-        self.all().into_iter().flat_map(|gauge| gauge.desc()).collect()
+        self.all().flat_map(|gauge| gauge.desc()).collect()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
         if let Some(core) = self.core.upgrade() {
             self.update(&core);
         }
-        self.all().into_iter().flat_map(Collector::collect).collect()
+        self.all().flat_map(Collector::collect).collect()
     }
 }

@@ -8,6 +8,7 @@ mod gauges;
 mod leases;
 mod objects;
 mod ranks;
+mod tenants;
 mod upstream;
 
 use std::collections::HashMap;
@@ -35,6 +36,7 @@ pub(crate) use self::gauges::Gauges;
 pub(crate) use self::leases::Lookups;
 pub(crate) use self::objects::ObjectTraffic;
 pub(crate) use self::ranks::RankGauges;
+pub(crate) use self::tenants::{TenantLeases, TenantMetrics};
 
 /// Handles to all metrics.
 #[derive(Clone)]

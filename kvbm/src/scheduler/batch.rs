@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvbm_tiers::{CopyOp, Frame, Route, Tier};
+use tracing::Span;
 
 use super::errand::Errand;
 use super::routed::RoutedTask;
@@ -25,6 +26,8 @@ pub(super) struct Batch {
     progress: Timestamp,
     tasks: Vec<Mutex<TaskState>>,
     left: AtomicUsize,
+    /// Open until the medium is done with all of it.
+    _span: Span,
     /// Instead of tasks: a copy that no request asked for.
     pub(super) errand: Option<Errand>,
 }
@@ -156,10 +159,10 @@ struct Register {
 impl Batches {
     pub(super) fn start(
         &self,
-        route: Route,
-        class: Class,
+        (route, class): (Route, Class),
         tasks: Vec<RoutedTask>,
         now: Duration,
+        span: Span,
     ) -> Arc<Batch> {
         let is_probe = tasks.iter().any(|task| task.task.is_probe);
         self.register(|id| Batch {
@@ -171,6 +174,7 @@ impl Batches {
             progress: Timestamp::default(),
             left: AtomicUsize::new(tasks.len()),
             tasks: tasks.into_iter().map(|task| Mutex::new(TaskState::Working(task))).collect(),
+            _span: span,
             errand: None,
         })
     }
@@ -186,6 +190,7 @@ impl Batches {
             progress: Timestamp::default(),
             left: AtomicUsize::new(0),
             tasks: Vec::new(),
+            _span: Span::none(),
             errand: Some(errand),
         })
     }
@@ -268,7 +273,7 @@ mod tests {
     }
 
     fn start(batches: &Batches, route: Route, now: u64) -> Arc<Batch> {
-        batches.start(route, Class::Load, Vec::new(), at(now))
+        batches.start((route, Class::Load), Vec::new(), at(now), Span::none())
     }
 
     #[test]

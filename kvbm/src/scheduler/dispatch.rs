@@ -10,6 +10,7 @@ use super::Core;
 use super::batch::Batch;
 use super::queue::{Next, Turn};
 use super::routed::{RoutedTask, Stop};
+use super::spans;
 use crate::sync::AtomicUsize;
 use crate::task::CopyTask;
 
@@ -62,7 +63,9 @@ impl Core {
         let ops: Vec<_> = tasks.iter().map(RoutedTask::op).collect();
         let order = tasks.first().and_then(RoutedTask::order);
         let fences = order.map_or_else(Fences::default, |order| order.fences());
-        let batch = self.batches.start(route, class, tasks, self.clock.uptime());
+        let backend = self.executor.backend(route).map_or("none", |backend| backend.name());
+        let span = spans::of_batch(class, route, backend, tasks.len());
+        let batch = self.batches.start((route, class), tasks, self.clock.uptime(), span);
         let report = self.report(&batch);
         let done = Done::together(move |completions| report.copies_ended(completions));
         let executor = Arc::clone(&self.executor);

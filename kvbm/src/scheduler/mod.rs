@@ -83,7 +83,7 @@ use crate::demand::{Demand, has_limit};
 use crate::error::{Error, ErrorKind, Result};
 use crate::hash::Chain;
 use crate::lease::Lease;
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, TenantLeases};
 use crate::recent::RecentRequests;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
 use crate::table::{
@@ -169,6 +169,8 @@ pub struct Core {
     on_left: OnceLock<OnLeft>,
     /// What requests found lately, once somebody may ask.
     recent: OnceLock<RecentRequests>,
+    /// Where the settings name tenants.
+    tenant_leases: OnceLock<Arc<TenantLeases>>,
     spans: Spans,
     /// Held once for each batch that a backend has.
     with_media: Arc<()>,
@@ -241,6 +243,7 @@ impl Core {
             pumps: AtomicUsize::new(0),
             on_left: OnceLock::new(),
             recent: OnceLock::new(),
+            tenant_leases: OnceLock::new(),
             spans: Spans::default(),
             with_media: Arc::default(),
             closed: AtomicUsize::new(0),
@@ -336,6 +339,9 @@ impl Core {
         // With the table unlocked: of 65,536 blocks this takes most of a lease's time (docs/policies.md).
         self.demand.observe(chain, self.clock.now_ms());
         self.metrics.requested(chain.len(), pins.held());
+        if let Some(leases) = self.tenant_leases.get() {
+            leases.requested(info.hints.tenant, chain.len(), pins.held().longest());
+        }
         if let Some(miss) = miss {
             self.metrics.missed(chain.len() - pins.held().longest(), miss);
         }

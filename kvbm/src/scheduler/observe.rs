@@ -1,10 +1,13 @@
 //! What the scheduler and the table tell those who look at them.
 
+use std::sync::Arc;
+
 use kvbm_policies::RequestId;
 use kvbm_tiers::Route;
 
 use super::Core;
 use crate::hash::Chain;
+use crate::metrics::TenantLeases;
 use crate::recent::RecentRequest;
 use crate::table::{Match, Miss};
 
@@ -20,6 +23,12 @@ impl Core {
     /// From here on it can be asked what requests found. Before, nothing is paid for it.
     pub(crate) fn remember_requests(&self) {
         self.recent.get_or_init(Default::default);
+    }
+
+    /// From here on what tenants ask for, find and lose is counted.
+    pub(crate) fn count_tenants(&self, leases: TenantLeases) -> Arc<TenantLeases> {
+        self.table().count_tenants(leases.shown().to_vec());
+        Arc::clone(self.tenant_leases.get_or_init(|| Arc::new(leases)))
     }
 
     /// What a request found when it asked last, if that is not long ago.

@@ -1,13 +1,13 @@
 //! Spans of `tracing`: what a request's transfers take, from the plan to the landing.
 //!
-//! A span is `match`, or the class of a transfer (`load`, `save`, `flush`, `prefetch`), at the level DEBUG. Where nobody
-//! listens none is made.
+//! A span is `match`, or the class of a transfer (`load`, `save`, `flush`, `prefetch`), at the level DEBUG, or `copy`, for a
+//! batch, at the level TRACE. Where nobody listens none is made.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 
 use kvbm_policies::RequestId;
-use kvbm_tiers::Tier;
+use kvbm_tiers::{Route, Tier};
 use tracing::Span;
 use tracing::field::Empty;
 
@@ -63,13 +63,21 @@ pub(super) fn found(span: &Span, held: &Match) {
     }
 }
 
+/// What a backend was given to copy at once: for timelines, where it is to be seen what overlaps. Of several requests
+/// perhaps, so of none.
+pub(super) fn of_batch(class: Class, (from, to): Route, backend: &str, blocks: usize) -> Span {
+    let (class, from, to) = (class.name(), from.name(), to.name());
+    tracing::trace_span!(parent: None, "copy", class, from, to, backend, blocks)
+}
+
 /// A transfer.
 pub(super) fn of_transfer(class: Class, to: Tier, request: Option<RequestId>) -> Span {
     let (request, to) = (request.map(|RequestId(request)| request), to.name());
     // A span's name belongs to its place in the source.
     macro_rules! named {
-        ($name:literal) => {
+        ($($parent:ident: None,)? $name:literal) => {
             tracing::debug_span!(
+                $($parent: None,)?
                 $name,
                 request,
                 from = Empty,
@@ -83,7 +91,8 @@ pub(super) fn of_transfer(class: Class, to: Tier, request: Option<RequestId>) ->
     match class {
         Class::Load => named!("load"),
         Class::Save => named!("save"),
-        Class::Flush => named!("flush"),
+        // Whoever happens to make it due is not whom it is done for.
+        Class::Flush => named!(parent: None, "flush"),
         Class::Prefetch => named!("prefetch"),
     }
 }

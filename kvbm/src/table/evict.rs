@@ -71,8 +71,8 @@ impl Table {
 
     /// Evicts a leaf.
     pub(super) fn evict_leaf(&mut self, tier: Tier, leaf: SlotId) {
+        self.note_evicted(tier, leaf);
         let (held, records) = self.tier_and_records(tier);
-        held.stats.evicted += 1;
         held.stats.unflushed += u64::from(held.is_unflushed(leaf, records));
         let frame = self.detach(tier, leaf);
         self.tier_mut(tier).pool.give_back(frame);
@@ -100,8 +100,8 @@ impl Table {
             if !is_free || !(go_unflushed || held.is_clean(slot, records)) {
                 return;
             }
-            held.stats.evicted += 1;
             next = records.at(record).parent();
+            self.note_evicted(tier, slot);
             let frame = self.detach(tier, slot);
             self.tier_mut(tier).pool.give_back(frame);
         }

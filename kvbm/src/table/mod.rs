@@ -89,6 +89,7 @@ use self::boundary_hints::BoundaryHints;
 use self::index::{Index, KeyHash};
 use self::miss_history::MissHistory;
 use self::namespace::Namespace;
+pub use self::owners::TenantCounts;
 use self::owners::{OwnerId, Owners};
 use self::quarantine::Quarantines;
 use self::record::Records;

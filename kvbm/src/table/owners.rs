@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use kvbm_tiers::{Owner, Tier};
+use kvbm_tiers::{Owner, SlotId, Tier};
 
 use super::Table;
 use super::index::RecordId;
@@ -25,6 +25,19 @@ pub(super) struct Owners {
     current: HashMap<u32, u32>,
     /// How often each was forgotten.
     lives: HashMap<u32, u32>,
+    /// Tenants whose blocks are counted, in order.
+    counted: Vec<u32>,
+    /// Evictions of each of them, by tier.
+    evicted: [Vec<u64>; Tier::COUNT],
+}
+
+/// What a tier has of a tenant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TenantCounts {
+    /// Blocks that are charged to him.
+    pub charged: u32,
+    /// Blocks evicted since the start, of those that he brought first.
+    pub evicted: u64,
 }
 
 /// An owner's number.
@@ -61,6 +74,17 @@ impl Owners {
         self.all.get(number as usize).copied()
     }
 
+    /// A record's block is evicted.
+    fn note_evicted(&mut self, tier: Tier, record: RecordId) {
+        if self.counted.is_empty() {
+            return;
+        }
+        let at = self.of(record).and_then(|owner| self.counted.binary_search(&owner.tenant).ok());
+        if let Some(at) = at {
+            self.evicted[tier.index()][at] += 1;
+        }
+    }
+
     /// Whether what this number named is forgotten.
     pub(super) fn is_past(&self, OwnerId(number): OwnerId) -> bool {
         self.all.get(number as usize).is_none_or(|owner| self.current.get(&owner.tenant) != Some(&number))
@@ -74,6 +98,30 @@ impl Owners {
 }
 
 impl Table {
+    /// Evictions of these tenants are counted from here on.
+    pub fn count_tenants(&mut self, mut tenants: Vec<u32>) {
+        tenants.sort_unstable();
+        tenants.dedup();
+        self.owners.evicted = std::array::from_fn(|_| vec![0; tenants.len()]);
+        self.owners.counted = tenants;
+    }
+
+    /// What `tier` has of the tenants that are counted, in the order of their numbers.
+    pub fn tenant_counts(&self, tier: Tier) -> Vec<TenantCounts> {
+        let Some(held) = &self.tiers[tier.index()] else { return Vec::new() };
+        let evicted = &self.owners.evicted[tier.index()];
+        let counts = |(&tenant, &evicted)| TenantCounts { charged: held.charged_to(tenant), evicted };
+        self.owners.counted.iter().zip(evicted).map(counts).collect()
+    }
+
+    /// Counts the eviction of the block in `slot`.
+    pub(super) fn note_evicted(&mut self, tier: Tier, slot: SlotId) {
+        let held = self.tier_mut(tier);
+        held.stats.evicted += 1;
+        let record = held.at(slot).record;
+        self.owners.note_evicted(tier, record);
+    }
+
     /// From here on what the tenant stored is another's. Returns how often he was forgotten by now.
     pub fn begin_forgetting(&mut self, tenant: u32) -> u32 {
         let life = self.owners.lives.entry(tenant).or_default();

@@ -38,6 +38,11 @@ impl TierTable {
         self.next_to_leave(records).filter(|&leaf| self.is_clean(leaf, records))
     }
 
+    /// Blocks that are charged to a tenant.
+    pub(super) fn charged_to(&self, tenant: u32) -> u32 {
+        self.policies.charged_to(Some(tenant))
+    }
+
     /// So many admitted blocks were not written.
     pub(super) fn refund(&mut self, blocks: usize) {
         self.policies.refund(blocks as u32);

@@ -34,6 +34,11 @@ pub trait Eviction: Send + fmt::Debug {
     /// A request has ended, of which `reuse` knows more now.
     fn finished(&mut self, _reuse: &ReuseModel) {}
 
+    /// Blocks that are charged to a tenant. None, where it does not ask whose a block is.
+    fn charged_to(&self, _tenant: Option<u32>) -> u32 {
+        0
+    }
+
     /// Whether it may turn blocks away. Where room is short, those that are about to come are then shown to it
     /// before: touched under ids that no block of the tier has, perhaps named as victims among the others, and in
     /// any case removed again. Those that were not named come, and are touched under ids of their own.

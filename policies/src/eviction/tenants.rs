@@ -227,6 +227,10 @@ impl Forest for Rest<'_> {
 }
 
 impl Eviction for Tenants {
+    fn charged_to(&self, tenant: Option<u32>) -> u32 {
+        self.blocks(tenant)
+    }
+
     /// Always: it knows in whose name a block goes down, and the tier below charges him.
     fn needs_reuse(&self) -> bool {
         true

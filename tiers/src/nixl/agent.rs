@@ -238,6 +238,12 @@ impl Drop for Inner {
     }
 }
 
+/// Whether NIXL is told to measure its requests: by the variable that switches its own exporters on.
+fn has_telemetry() -> bool {
+    let asked = std::env::var("NIXL_TELEMETRY_ENABLE").unwrap_or_default();
+    ["y", "yes", "1", "true", "on"].iter().any(|yes| asked.trim().eq_ignore_ascii_case(yes))
+}
+
 fn create(library: &Library, name: &CStr) -> Result<NonNull<AgentS>, Status> {
     let config = AgentConfig {
         // Without it transfers between agents do not progress.
@@ -248,7 +254,7 @@ fn create(library: &Library, name: &CStr) -> Result<NonNull<AgentS>, Status> {
         num_workers: 1,
         pthr_delay_us: 0,
         lthr_delay_us: 100_000,
-        capture_telemetry: false,
+        capture_telemetry: has_telemetry(),
     };
     let mut handle = null_mut();
     // SAFETY: name and configuration live as long as the call.

@@ -6,12 +6,15 @@ use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 use std::task::Poll;
 
+use tracing::Span;
+use tracing::field::Empty;
+
 use super::agent::Agent;
 use super::arguments::OptArgs;
 use super::peer::Peer;
 use super::registration::{Registration, Segment};
 use super::status::{done, status_name};
-use super::sys::{self, MemType, Status, XferDlistHandleS, XferDlistS, XferReqS};
+use super::sys::{self, MemType, Status, XferDlistHandleS, XferDlistS, XferReqS, XferTelemetry};
 use crate::copy::{CopyError, CopyErrorKind};
 use crate::error::{SetupError, SetupErrorKind};
 
@@ -170,6 +173,8 @@ pub struct Request {
     held: Option<Held>,
     direction: Direction,
     state: State,
+    /// From its start to its end.
+    span: Span,
 }
 
 struct Held {
@@ -245,7 +250,7 @@ impl Request {
         match NonNull::new(handle).filter(|_| status == sys::SUCCESS) {
             Some(handle) => {
                 let held = Held { handle, near: Arc::clone(near), far: Arc::clone(far) };
-                Ok(Self { held: Some(held), direction, state: State::Idle })
+                Ok(Self { held: Some(held), direction, state: State::Idle, span: Span::none() })
             }
             None => Err(refused(status_name(status))),
         }
@@ -264,12 +269,16 @@ impl Request {
         if self.state != State::Idle {
             return Err(refused("it is under way"));
         }
+        self.span = span(self.direction);
         let (agent, handle) = self.parts();
         // SAFETY: agent and request live; the caller answers for the segments, which the lists keep alive.
         let status = unsafe { (agent.api().post_xfer_req)(agent.handle(), handle, null_mut()) };
         match status {
             // It was over before it was asked about.
-            sys::SUCCESS => Ok(()),
+            sys::SUCCESS => {
+                self.end_span();
+                Ok(())
+            }
             sys::IN_PROGRESS => {
                 self.state = State::InFlight;
                 Ok(())
@@ -301,11 +310,30 @@ impl Request {
             sys::IN_PROGRESS => return Poll::Pending,
             sys::SUCCESS => {
                 self.state = State::Idle;
+                self.end_span();
                 return Poll::Ready(Ok(()));
             }
             _ => {}
         }
         Poll::Ready(Err(self.fail(status)))
+    }
+
+    /// It is over. What NIXL measured is said where it measures.
+    fn end_span(&mut self) {
+        let span = std::mem::replace(&mut self.span, Span::none());
+        if span.is_none() {
+            return;
+        }
+        let (agent, handle) = self.parts();
+        let mut measured = XferTelemetry::default();
+        // SAFETY: agent and request live, and the structure is that of the header.
+        let status = unsafe { (agent.api().get_xfer_telemetry)(agent.handle(), handle, &raw mut measured) };
+        if status == sys::SUCCESS {
+            span.record("bytes", measured.total_bytes);
+            span.record("descriptors", measured.desc_count);
+            span.record("post_us", measured.post_duration_us);
+            span.record("transfer_us", measured.xfer_duration_us);
+        }
     }
 
     /// It ended badly. Bytes of a peer that is gone may still be arriving.
@@ -321,6 +349,7 @@ impl Request {
             None => failed(CopyErrorKind::Io, status),
         };
         self.state = if may_move { State::Unknown } else { State::Idle };
+        self.span = Span::none();
         error
     }
 
@@ -383,6 +412,24 @@ impl Drop for XferList {
         // SAFETY: ours, and used no more.
         unsafe { (self.agent.api().destroy_xfer_dlist)(self.handle) };
     }
+}
+
+/// What a request takes, for who listens. NIXL measures where `NIXL_TELEMETRY_ENABLE` has it do so.
+fn span(direction: Direction) -> Span {
+    let direction = match direction {
+        Direction::Read => "read",
+        Direction::Write => "write",
+    };
+    // Blocks of several transfers may be in it, so it is under none.
+    tracing::trace_span!(
+        parent: None,
+        "nixl",
+        direction,
+        bytes = Empty,
+        descriptors = Empty,
+        post_us = Empty,
+        transfer_us = Empty
+    )
 }
 
 fn refused(why: &str) -> CopyError {

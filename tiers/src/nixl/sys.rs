@@ -69,6 +69,17 @@ pub(super) struct AgentConfig {
     pub(super) capture_telemetry: bool,
 }
 
+/// `nixl_capi_xfer_telemetry_s`.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(super) struct XferTelemetry {
+    pub(super) start_time_us: u64,
+    pub(super) post_duration_us: u64,
+    pub(super) xfer_duration_us: u64,
+    pub(super) total_bytes: u64,
+    pub(super) desc_count: u64,
+}
+
 /// Types that only the library knows from inside.
 macro_rules! opaque {
     ($($(#[$attribute:meta])* $name:ident;)*) => {$(
@@ -175,6 +186,7 @@ functions! {
     ) -> Status;
     post_xfer_req(agent: *mut AgentS, request: *mut XferReqS, args: *mut OptArgsS) -> Status;
     get_xfer_status(agent: *mut AgentS, request: *mut XferReqS) -> Status;
+    get_xfer_telemetry(agent: *mut AgentS, request: *mut XferReqS, telemetry: *mut XferTelemetry) -> Status;
     release_xfer_req(agent: *mut AgentS, request: *mut XferReqS) -> Status;
     destroy_xfer_req(request: *mut XferReqS) -> Status;
 

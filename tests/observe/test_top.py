@@ -1,0 +1,78 @@
+"""`kvbm top` in a terminal: it draws again and again, says that nobody answers any more, and leaves the terminal as it was."""
+
+import os
+import pty
+import select
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import documents
+from stub import Stub
+
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR", documents.ROOT / "target"))
+KVBM = TARGET / os.environ.get("KVBM_PROFILE", "checked") / "kvbm"
+
+
+class Terminal:
+    """What a program draws on a terminal of its own."""
+
+    def __init__(self, *command: str) -> None:
+        self.ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
+        os.close(theirs)
+        self.drawn = ""
+
+    def shows(self, text: str, seconds: float = 15) -> bool:
+        """Whether it draws this from here on."""
+        self.drawn, end = "", time.monotonic() + seconds
+        while time.monotonic() < end:
+            if select.select([self.ours], [], [], 0.2)[0]:
+                try:
+                    self.drawn += os.read(self.ours, 1 << 16).decode(errors="replace")
+                except OSError:
+                    # Nobody has the other end any more.
+                    return text in self.drawn
+            if text in self.drawn:
+                return True
+        return False
+
+    def press(self, key: str) -> None:
+        os.write(self.ours, key.encode())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.ours)
+
+
+@pytest.mark.skipif(not KVBM.exists(), reason="kvbm is not built")
+@pytest.mark.parametrize("key", ["q", "\x03"], ids=["q", "ctrl-c"])
+def test_it_draws_until_a_key_ends_it(key):
+    with Stub() as stub:
+        terminal = Terminal(str(KVBM), "top", "--url", stub.url)
+        try:
+            assert terminal.shows("host>disk"), terminal.drawn
+            assert "\x1b[?1049h" in terminal.drawn and "hit rate" in terminal.drawn
+            assert terminal.shows("hit rate"), "it draws again"
+            terminal.press(key)
+            assert terminal.shows("\x1b[?1049l"), "the terminal is as it was"
+            assert terminal.process.wait(10) == 0
+        finally:
+            terminal.close()
+
+
+@pytest.mark.skipif(not KVBM.exists(), reason="kvbm is not built")
+def test_it_waits_for_a_process_that_is_gone():
+    with Stub() as stub:
+        terminal = Terminal(str(KVBM), "top", "--url", stub.url)
+        assert terminal.shows("host>disk"), terminal.drawn
+    try:
+        assert terminal.shows("does not answer"), terminal.drawn
+        assert terminal.process.poll() is None
+        terminal.press("q")
+        assert terminal.process.wait(10) == 0
+    finally:
+        terminal.close()

@@ -1,0 +1,207 @@
+//! What an OpenTelemetry collector is told of requests, and that one that fails disturbs nobody. A test of its own, since
+//! who listens listens in the whole process.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::routing::post;
+use kvbm::{BlockHash, Manager, RequestId, RequestInfo, SpanExport, Tier};
+use kvbm_settings::{Capacity, TraceSettings};
+use kvbm_tests::engine;
+use kvbm_tests::rig::hash;
+use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
+use opentelemetry_proto::tonic::common::v1::KeyValue;
+use opentelemetry_proto::tonic::common::v1::any_value::Value;
+use opentelemetry_proto::tonic::trace::v1::Span;
+use prometheus::Registry;
+use prost::Message;
+use tokio::runtime::Runtime;
+use tokio::sync::{mpsc, watch};
+use tracing_subscriber::layer::SubscriberExt;
+
+/// How a collector answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mood {
+    Well,
+    /// With an error.
+    Failing,
+    /// Not, until it is well again.
+    Hanging,
+}
+
+/// Takes spans by OTLP over HTTP at `/v1/traces`.
+struct Collector {
+    runtime: Runtime,
+    endpoint: String,
+    mood: watch::Sender<Mood>,
+    asked: Arc<AtomicUsize>,
+    received: mpsc::UnboundedReceiver<ExportTraceServiceRequest>,
+    spans: Vec<Span>,
+    service: String,
+}
+
+#[derive(Clone)]
+struct Receiving {
+    mood: watch::Receiver<Mood>,
+    asked: Arc<AtomicUsize>,
+    received: mpsc::UnboundedSender<ExportTraceServiceRequest>,
+}
+
+async fn receive(State(mut receiving): State<Receiving>, body: Bytes) -> StatusCode {
+    receiving.asked.fetch_add(1, Ordering::SeqCst);
+    let mood = *receiving.mood.wait_for(|&mood| mood != Mood::Hanging).await.expect("the collector is there");
+    if mood == Mood::Failing {
+        return StatusCode::BAD_REQUEST;
+    }
+    receiving.received.send(ExportTraceServiceRequest::decode(body).expect("OTLP")).expect("somebody looks");
+    StatusCode::OK
+}
+
+impl Collector {
+    fn start() -> Self {
+        let runtime = Runtime::new().unwrap();
+        let socket = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).unwrap();
+        let endpoint = format!("http://{}", socket.local_addr().unwrap());
+        let (mood, moods) = watch::channel(Mood::Well);
+        let (sender, received) = mpsc::unbounded_channel();
+        let asked = Arc::new(AtomicUsize::new(0));
+        let receiving = Receiving { mood: moods, asked: Arc::clone(&asked), received: sender };
+        let app = Router::new().route("/v1/traces", post(receive)).with_state(receiving);
+        runtime.spawn(async { axum::serve(socket, app).await });
+        Self { runtime, endpoint, mood, asked, received, spans: Vec::new(), service: String::new() }
+    }
+
+    fn is(&self, mood: Mood) {
+        self.mood.send_replace(mood);
+    }
+
+    /// Takes what has come.
+    fn look(&mut self) {
+        while let Ok(request) = self.received.try_recv() {
+            for of_resource in request.resource_spans {
+                let resource = of_resource.resource.expect("it says of what");
+                self.service = text(&resource.attributes, "service.name").expect("a name");
+                self.spans.extend(of_resource.scope_spans.into_iter().flat_map(|scope| scope.spans));
+            }
+        }
+    }
+
+    fn find(&mut self, name: &str, key: &str, value: &str) -> Span {
+        self.look();
+        let is = |span: &&Span| span.name == name && text(&span.attributes, key).as_deref() == Some(value);
+        let mut found = self.spans.iter().filter(is);
+        let span =
+            found.next().unwrap_or_else(|| panic!("no {name} with {key} = {value}: {:#?}", self.spans));
+        assert!(found.next().is_none(), "two spans {name} with {key} = {value}");
+        span.clone()
+    }
+}
+
+fn text(attributes: &[KeyValue], key: &str) -> Option<String> {
+    let found = attributes.iter().find(|attribute| attribute.key == key)?;
+    Some(match found.value.as_ref()?.value.as_ref()? {
+        Value::StringValue(text) => text.clone(),
+        Value::IntValue(number) => number.to_string(),
+        other => panic!("{key} is {other:?}"),
+    })
+}
+
+fn of(request: u64) -> RequestInfo {
+    RequestInfo { request: Some(RequestId(request)), ..RequestInfo::default() }
+}
+
+/// As an engine does that has a span for each request.
+fn serve_traced(manager: &Manager, request: u64, chain: &[BlockHash]) {
+    let _entered = tracing::info_span!("serve", request).entered();
+    engine::serve_for(manager, of(request), chain);
+}
+
+#[test]
+fn a_collector_is_told_of_requests_and_disturbs_nobody() {
+    let mut collector = Collector::start();
+    let endpoint = Some(collector.endpoint.clone());
+    let settings = TraceSettings { enabled: true, endpoint, ..TraceSettings::default() };
+    let export = SpanExport::open(&settings).unwrap().expect("it is asked for");
+    let subscriber = tracing_subscriber::registry().with(export.layer());
+    tracing::subscriber::set_global_default(subscriber).expect("nobody else listens");
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = engine::settings(4096, 8, 8);
+    settings.disk.capacity = Some(Capacity::Blocks(16));
+    settings.disk.dirs = vec![dir.path().to_owned()];
+    let manager = engine::open(settings, &Registry::new()).unwrap();
+    let chain: Vec<BlockHash> = (0..3).map(hash).collect();
+
+    // Well: what a request did is found under its span, by its number; what nobody asked for stands alone.
+    serve_traced(&manager, 5, &chain);
+    assert!(manager.drain(Duration::from_secs(10)).is_complete());
+    manager.evict(Tier::Device, 8);
+    serve_traced(&manager, 6, &chain);
+    assert!(export.flush());
+    for (request, held) in [("5", "0"), ("6", "3")] {
+        let root = collector.find("serve", "request", request);
+        assert!(root.parent_span_id.is_empty());
+        let matched = collector.find("match", "request", request);
+        assert_eq!(text(&matched.attributes, "held").as_deref(), Some(held));
+        for name in ["match", "load", "save"] {
+            let span = collector.find(name, "request", request);
+            assert_eq!((&span.trace_id, &span.parent_span_id), (&root.trace_id, &root.span_id), "{name}");
+            assert!(span.start_time_unix_nano >= root.start_time_unix_nano, "{name}");
+            assert!(span.end_time_unix_nano >= span.start_time_unix_nano, "{name}");
+        }
+    }
+    let loaded = collector.find("load", "request", "6");
+    let of_load = ["from", "to", "blocks", "copied"].map(|key| text(&loaded.attributes, key).unwrap());
+    assert_eq!(of_load, ["host", "device", "3", "3"]);
+    let flushed = collector.find("flush", "to", "disk");
+    assert!(flushed.parent_span_id.is_empty() && text(&flushed.attributes, "request").is_none());
+    assert_eq!(collector.service, "kvbm");
+
+    // Whatever the collector does, requests are served.
+    for (mood, request) in [(Mood::Failing, 1_000), (Mood::Hanging, 20_000)] {
+        collector.is(mood);
+        let (began, asked) = (Instant::now(), collector.asked.load(Ordering::SeqCst));
+        // More than wait in the queue.
+        for request in request..request + 3_000 {
+            drop(manager.lease_for(of(request), &chain));
+        }
+        serve_traced(&manager, request, &chain);
+        assert!(began.elapsed() < Duration::from_secs(5), "{mood:?}: {:?}", began.elapsed());
+        while collector.asked.load(Ordering::SeqCst) == asked {
+            assert!(began.elapsed() < Duration::from_secs(20), "{mood:?}: it is not asked");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    // And then it heals.
+    collector.is(Mood::Well);
+    let began = Instant::now();
+    while !export.flush() {
+        assert!(began.elapsed() < Duration::from_mins(1), "nothing is taken any more");
+    }
+    drop(manager.lease_for(of(7), &chain));
+    assert!(export.flush());
+    collector.find("match", "request", "7");
+
+    // The program ends, whatever waits.
+    collector.is(Mood::Hanging);
+    drop(manager.lease_for(of(8), &chain));
+    let began = Instant::now();
+    drop(export);
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    collector.runtime.shutdown_background();
+}
+
+/// Nothing is opened, and no thread started, unless it is asked for.
+#[test]
+fn nothing_is_sent_unless_asked_for_and_a_wrong_endpoint_is_named() {
+    assert!(SpanExport::open(&TraceSettings::default()).unwrap().is_none());
+    let endpoint = Some("not a URL".to_owned());
+    let settings = TraceSettings { enabled: true, endpoint, ..TraceSettings::default() };
+    let error = SpanExport::open(&settings).unwrap_err();
+    assert!(error.to_string().contains("DYN_KVBM_TRACES_ENDPOINT"), "{error}");
+}
