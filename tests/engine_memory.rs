@@ -163,6 +163,26 @@ fn chunks_of_a_prefill_add_up_and_what_nothing_hangs_on_is_an_orphan() {
     engine.assert_well();
 }
 
+/// A chain that was saved from its middle on begins there: with what others saved of its beginning it is no chain yet.
+#[test]
+fn a_chain_with_a_hole_is_not_loaded_over_it() {
+    let engine = Engine::new();
+    let (all, from) = (chain(1, 9), slots(0..9));
+    engine.compute(&all, &from);
+    assert_eq!(engine.save(&all[..4], 0, &from[..4]).copied, 4);
+    // Nothing says that something comes before them.
+    assert_eq!(engine.save(&all[4..], 0, &from[4..]).copied, 5);
+    let into = slots(50..59);
+    let loaded = engine.load(&all, &into);
+    for at in 0..loaded.arrived {
+        assert!(engine.has(all[at], into[at]), "block {at} is another");
+    }
+    assert_eq!(loaded.arrived + loaded.failed, 9);
+    engine.assert_loads(&all[..4], &into[..4]);
+    engine.assert_loads(&all[4..], &into[4..]);
+    engine.assert_well();
+}
+
 #[test]
 fn two_saves_of_one_chain_copy_each_block_once() {
     let engine = Engine::new();
