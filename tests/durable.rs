@@ -741,7 +741,9 @@ fn what_it_costs_to_wait_for_the_index() {
     let managers = [("kept", kept), ("not kept", Options::default())].map(|(dir, options)| {
         let manager = open_with(settings(&home.path().join(dir), 64, 256), options).unwrap();
         // Full, so that each write is into a slot that had another block.
-        (0..64).for_each(|n| drop(engine::serve(&manager, &chain(n, 8))));
+        for n in 0..64 {
+            engine::serve(&manager, &chain(n, 8));
+        }
         drained(&manager);
         manager
     });
@@ -750,7 +752,9 @@ fn what_it_costs_to_wait_for_the_index() {
         for turn in 0..2 {
             let of = (turn + round as usize) % 2;
             let started = Instant::now();
-            (0..16).for_each(|n| drop(engine::serve(&managers[of], &chain(100 + 16 * round + n, 8))));
+            for n in 0..16 {
+                engine::serve(&managers[of], &chain(100 + 16 * round + n, 8));
+            }
             drained(&managers[of]);
             took[of].push(started.elapsed());
         }
