@@ -49,6 +49,7 @@ fn tracers(global: &Global) -> Result<(Sending, Vec<Listener>), Failure> {
 }
 
 #[cfg(not(any(feature = "nvtx", feature = "otel")))]
+#[expect(clippy::unnecessary_wraps, reason = "with the features it fails")]
 fn tracers(_: &Global) -> Result<(Sending, Vec<Listener>), Failure> {
     Ok(Default::default())
 }
