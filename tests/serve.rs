@@ -219,7 +219,7 @@ fn why_names_the_rule_that_kept_a_block_from_the_disk() {
     let why = || json(address, &format!("/v1/why?chain={}", query(&chain(1))));
     engine::serve(&manager, &chain(1));
     // Room is made in the background.
-    let mut others = (2..500).inspect(|&n| drop(engine::serve(&manager, &chain(n))));
+    let mut others = (2..500).inspect(|&n| _ = engine::serve(&manager, &chain(n)));
     assert!(others.any(|_| why()["next"] != Value::Null), "it stays in the host");
     let why = why();
     assert_eq!(
