@@ -175,8 +175,8 @@ fn nobody_waits_for_small_pages_to_be_mapped_and_blocks_are_right_meanwhile() {
     let Some(home) = shm() else { return };
     write_all(&attach_large(home.path()), 1);
     let is_early = |region: &DramRegion| pages(region)[0] < u64::from(LARGE) << 10;
-    assert!((0..20).any(|_| is_early(&attach_large(home.path()))), "it was all mapped, every time");
     let region = attach_large(home.path());
+    assert!(region.mapper.is_some(), "somebody waited for it");
     assert_eq!(written(&region, 1), (0..LARGE).collect::<Vec<_>>());
     drop(region);
     // And then all of it is mapped, without anybody touching it.

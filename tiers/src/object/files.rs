@@ -178,7 +178,13 @@ fn stage(path: &FilePath) -> io::Result<(File, PathBuf)> {
         match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&staged) {
             Ok(file) => return Ok((file, staged)),
             Err(e) if e.kind() == io::ErrorKind::NotFound && attempt < MAX_ATTEMPTS => {
-                path.parent().map_or(Ok(()), make_directory)?;
+                match path.parent().map_or(Ok(()), make_directory) {
+                    // One above was there when we came to make it, and was gone when we looked, or before we made the next.
+                    Err(e) if !matches!(e.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::NotFound) => {
+                        return Err(e);
+                    }
+                    _ => {}
+                }
             }
             Err(e) => return Err(e),
         }
@@ -268,6 +274,28 @@ mod tests {
         write_whole(&path, &"text".into(), false, &Arc::downgrade(&wanted)).unwrap();
         assert!(path.exists());
         assert_eq!(modes(home.path()), [0o600]);
+    }
+
+    #[test]
+    fn a_file_is_written_though_its_directory_goes_again_and_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = dir.path().join("a/b/c");
+        let remover = place.clone();
+        // As the store does with the last file of a directory, and with those above.
+        let remover = std::thread::spawn(move || {
+            for _ in 0..500 {
+                remover.ancestors().take(3).for_each(|directory| _ = std::fs::remove_dir(directory));
+                std::thread::sleep(Duration::from_micros(500));
+            }
+        });
+        for n in 0.. {
+            let (_, staged) = stage(&place.join(n.to_string())).unwrap();
+            std::fs::remove_file(staged).unwrap();
+            if remover.is_finished() {
+                break;
+            }
+        }
+        remover.join().unwrap();
     }
 
     #[test]
