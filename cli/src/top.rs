@@ -169,7 +169,11 @@ impl Screen {
     }
 
     fn show(text: &str) -> io::Result<()> {
-        let (width, height) = terminal::size()?;
+        // Some terminals, serial lines among them, do not know their size.
+        let (width, height) = match terminal::size()? {
+            (0, _) | (_, 0) => (80, 24),
+            size => size,
+        };
         let mut out = io::stdout().lock();
         queue!(out, cursor::MoveTo(0, 0))?;
         for line in text.lines().take(usize::from(height)) {
