@@ -9,7 +9,7 @@ from vllm.v1.kv_hints.protocol import KvHintAction, KvHintsEnvelope
 from kvbm_rs import Hints
 from kvbm_rs.vllm.connector.hints import Asked, Limits, asked_by
 
-LIMITS = Limits(output_tokens=4096, can_prefetch=True)
+LIMITS = Limits(output_tokens=4096, can_prefetch=True, is_hybrid=False)
 
 
 def ask(said=None, *actions: KvHintAction, limits: Limits = LIMITS) -> Asked:
