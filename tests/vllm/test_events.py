@@ -56,7 +56,7 @@ def held(told: list) -> set[int]:
 
 
 def test_a_chain_is_one_event(manager):
-    publisher, asked = Publisher(manager, TOKENS), request("a", 5)
+    publisher, asked = Publisher(manager, TOKENS, 0), request("a", 5)
     publisher.note(asked, Chain(asked.block_hashes), 0)
     save(manager, asked)
     (stored,) = publisher.take()
@@ -67,7 +67,7 @@ def test_a_chain_is_one_event(manager):
 
 
 def test_what_leaves_is_told_and_what_comes_back_too(manager):
-    publisher, told = Publisher(manager, TOKENS), []
+    publisher, told = Publisher(manager, TOKENS, 0), []
     for name in ("a", "b", "a", "c", "a"):
         asked = request(name, 5)
         chain = Chain(asked.block_hashes)
@@ -80,7 +80,7 @@ def test_what_leaves_is_told_and_what_comes_back_too(manager):
 
 
 def test_a_reset_removes_everything_and_it_may_come_back(manager):
-    publisher, asked = Publisher(manager, TOKENS), request("a", 5)
+    publisher, asked = Publisher(manager, TOKENS, 0), request("a", 5)
     publisher.note(asked, Chain(asked.block_hashes), 0)
     save(manager, asked)
     manager.reset()
@@ -93,7 +93,7 @@ def test_a_reset_removes_everything_and_it_may_come_back(manager):
 def test_blocks_without_tokens_are_told_when_these_are_known(manager):
     asked = request("a", 5)
     save(manager, asked)
-    publisher = Publisher(manager, TOKENS)
+    publisher = Publisher(manager, TOKENS, 0)
     assert publisher.take() == []
     begun = SimpleNamespace(**vars(asked) | {"block_hashes": asked.block_hashes[:2]})
     chain = Chain(begun.block_hashes)
@@ -110,7 +110,7 @@ def test_blocks_without_tokens_are_told_when_these_are_known(manager):
 
 
 def test_where_events_are_lost_nothing_is_claimed_until_it_is_found(manager):
-    publisher, asked = Publisher(manager, TOKENS), request("a", 5)
+    publisher, asked = Publisher(manager, TOKENS, 0), request("a", 5)
     chain = Chain(asked.block_hashes)
     publisher.note(asked, chain, 0)
     save(manager, asked)
@@ -126,7 +126,7 @@ def test_where_events_are_lost_nothing_is_claimed_until_it_is_found(manager):
 
 def test_what_is_remembered_is_bounded(manager, monkeypatch):
     monkeypatch.setattr(events, "_MAX_EXPECTED", 7)
-    publisher = Publisher(manager, TOKENS)
+    publisher = Publisher(manager, TOKENS, 0)
     for number in range(20):
         asked = request(f"never saved {number}", 5)
         publisher.note(asked, Chain(asked.block_hashes), 0)

@@ -70,7 +70,7 @@ def test_what_is_wrong_is_refused_and_takes_nothing_else_along(name: str, value:
 
 
 def test_no_prefetch_without_tiers_for_it() -> None:
-    asked = ask({"prefetch": True}, limits=Limits(output_tokens=1, can_prefetch=False))
+    asked = ask({"prefetch": True}, limits=Limits(output_tokens=1, can_prefetch=False, is_hybrid=False))
     assert not asked.prefetch
     assert "host.capacity" in asked.answers()["kvbm"]["hints"]["prefetch"]["why"]
 

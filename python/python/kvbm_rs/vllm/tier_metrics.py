@@ -18,7 +18,8 @@ _LABELS: dict[str, tuple[str, ...]] = {
     name: labels
     for labels, names in {
         (): """requests_total requested_tokens_total recompute_tokens_total orphan_blocks_total duplicate_blocks_total
-            out_of_reach_tokens_total epoch accounting_drift background_panics_total completion_panics""",
+            out_of_reach_tokens_total epoch accounting_drift background_panics_total completion_panics
+            disk_write_budget_bytes""",
         ("tier",): """hit_tokens_total checksum_failures_total shadow_wrong_rate_bound dirty_blocks published_blocks
             evicted_blocks declined_blocks quarantined_blocks unreadable_blocks flush_failures unflushed_blocks
             full_reservations index_failures_total""",
@@ -32,6 +33,8 @@ _LABELS: dict[str, tuple[str, ...]] = {
         ("tier", "outcome"): "scrubbed_blocks_total",
         ("tier", "verdict"): "shadow_blocks_total",
         ("state",): "staging_slots",
+        ("tenant",): "tenant_requested_tokens_total tenant_hit_tokens_total tenant_quota_blocks",
+        ("tenant", "tier"): "tenant_blocks tenant_evicted_blocks",
         ("dir",): "disk_directory_up disk_directory_failures_total",
         ("request", "outcome"): "object_requests_total",
         ("direction",): "object_bytes_total",
