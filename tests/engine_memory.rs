@@ -173,11 +173,7 @@ fn a_chain_with_a_hole_is_not_loaded_over_it() {
     // Nothing says that something comes before them.
     assert_eq!(engine.save(&all[4..], 0, &from[4..]).copied, 5);
     let into = slots(50..59);
-    let loaded = engine.load(&all, &into);
-    for at in 0..loaded.arrived {
-        assert!(engine.has(all[at], into[at]), "block {at} is another");
-    }
-    assert_eq!(loaded.arrived + loaded.failed, 9);
+    assert_eq!(engine.load(&all, &into).arrived, 4);
     engine.assert_loads(&all[..4], &into[..4]);
     engine.assert_loads(&all[4..], &into[4..]);
     engine.assert_well();

@@ -89,6 +89,22 @@ fn a_chain_may_begin_in_the_middle_of_a_longer_one() {
     assert_eq!(system.core.table().audit(), []);
 }
 
+/// Each half was stored by somebody who did not know of the other: together they are no chain.
+#[test]
+fn two_halves_that_do_not_hang_together_are_served_as_far_as_the_first_goes() {
+    let manager = manager();
+    let all = chain(1, 6);
+    engine::serve(&manager, &all[..2]);
+    engine::serve(&manager, &all[2..]);
+    for _ in 0..2 {
+        while manager.evict(Tier::Device, 16) > 0 {}
+        let served = engine::serve(&manager, &all);
+        assert_eq!((served.wrong, served.failed), (0, 0), "{served:?}");
+        assert_eq!(engine::serve(&manager, &all[2..]).wrong, 0);
+    }
+    assert_eq!(manager.audit(), []);
+}
+
 #[test]
 fn the_queue_of_a_route_that_bounces_is_bounded_like_any_other() {
     let sizes = Sizes { tiers: [128, 128, 128, 64], staging: 4 };

@@ -6,11 +6,12 @@
 //! the boundaries were last, if that is known; one gallops from there (1, 3, 7 … positions on) or from the root; the
 //! others cut each remaining interval into equal parts.
 
-use kvbm_tiers::{BlockKey, Tier};
+use kvbm_tiers::Tier;
 
 use super::Table;
 use super::boundary_hints::Boundaries;
 use super::index::{Bucket, EMPTY, KeyHash, RecordId};
+use super::record::MAX_DEPTH;
 use super::tier_set::TierSet;
 use crate::hash::Chain;
 
@@ -182,16 +183,19 @@ impl Table {
 
     /// The match, with the records at its boundaries.
     ///
-    /// The index alone may overstate a boundary, when two blocks share a tag. So the records there are looked
-    /// at, and if one of them is not what it seemed, the search is repeated on records.
+    /// The index alone may overstate a boundary: when two blocks share a tag, or where the end of the chain was stored by
+    /// somebody who did not know its beginning, and begins a chain of its own. So the records there are looked at, and if one
+    /// of them is not what it seemed, the search is repeated on records.
     pub(super) fn locate(&self, chain: Chain<'_>) -> Found {
         let chain = self.enter(chain);
         let hint = self.boundary_hints.find(chain);
         let by_index = self.search(chain, hint, |_, hash, first| self.index.residence(hash, first));
         let mut found = self.confirm(chain, by_index).unwrap_or_else(|| {
             // Records are sure, at one more cache miss for each probe; once in millions of matches.
-            let by_record = self.search(chain, None, |key, hash, first| {
+            let by_record = self.search(chain, None, |position, hash, first| {
+                let key = chain.key(position as usize);
                 let found = self.index.find(hash, first, |r| self.records.at(r).is(key));
+                let found = found.filter(|&r| self.is_of_chain(r, chain, position));
                 found.map_or(TierSet::default(), |r| self.records.at(r).resident())
             });
             self.confirm(chain, by_record)
@@ -201,12 +205,27 @@ impl Table {
         found
     }
 
-    /// The records at the boundaries; `None` if one of them is not resident there.
+    /// Whether as many blocks come before a record as its position in the chain says: else the chain that it belongs to
+    /// begins in between.
+    fn is_of_chain(&self, record: RecordId, chain: Chain<'_>, position: u32) -> bool {
+        let depth = self.records.at(record).depth();
+        // A chain may begin in the middle of a longer one.
+        let is_below_first = || {
+            let first = self.find(chain.key(0))?;
+            Some(depth == (self.records.at(first).depth() + position).min(MAX_DEPTH))
+        };
+        depth == (position + 1).min(MAX_DEPTH) || is_below_first().unwrap_or(false)
+    }
+
+    /// The records at the boundaries; `None` if one of them is not resident there, or not of the chain.
     fn confirm(&self, chain: Chain<'_>, boundaries: Boundaries) -> Option<Found> {
         let mut deepest = [None; Tier::COUNT];
         for tier in Tier::ALL {
             let Some(last) = (boundaries[tier.index()] as usize).checked_sub(1) else { continue };
             let record = self.find(chain.key(last)).filter(|&r| self.records.at(r).resident().has(tier))?;
+            if !self.is_of_chain(record, chain, last as u32) {
+                return None;
+            }
             deepest[tier.index()] = Some(record);
         }
         Some(Found { held: Match::new(boundaries), deepest })
@@ -216,7 +235,7 @@ impl Table {
         &self,
         chain: Chain<'_>,
         hint: Option<Boundaries>,
-        probe: impl Fn(BlockKey, KeyHash, Bucket) -> TierSet,
+        probe: impl Fn(u32, KeyHash, Bucket) -> TierSet,
     ) -> Boundaries {
         let blocks = chain.len().min(MAX_BLOCKS) as u32;
         let high = Tier::ALL.map(|tier| if self.has(tier) { blocks } else { 0 });
@@ -239,7 +258,7 @@ impl Table {
         chain: Chain<'_>,
         round: &Round,
         search: &mut Search,
-        probe: &impl Fn(BlockKey, KeyHash, Bucket) -> TierSet,
+        probe: &impl Fn(u32, KeyHash, Bucket) -> TierSet,
     ) {
         let mut firsts = [(KeyHash::default(), EMPTY); ROUND];
         for (first, &position) in firsts.iter_mut().zip(round.positions()) {
@@ -247,7 +266,7 @@ impl Table {
             *first = (hash, self.index.first(hash));
         }
         for (&(hash, first), &position) in firsts.iter().zip(round.positions()) {
-            search.learn(position, probe(chain.key(position as usize), hash, first));
+            search.learn(position, probe(position, hash, first));
         }
     }
 }
@@ -284,9 +303,9 @@ mod tests {
         let table = Table::new(Tier::ALL.map(spec));
         let hashes: Vec<_> = (0..blocks.into()).map(BlockHash::from_u128).collect();
         let probes = Cell::new(0);
-        let probe = |key: BlockKey, _, _| {
+        let probe = |position, _, _| {
             probes.set(probes.get() + 1);
-            let holds = |tier: &Tier| u128::from(held[tier.index()]) > key.hash;
+            let holds = |tier: &Tier| held[tier.index()] > position;
             Tier::ALL.into_iter().filter(holds).fold(TierSet::default(), TierSet::with)
         };
         (table.search(Chain::from(&hashes), hint, probe), probes.get())

@@ -28,6 +28,9 @@ pub(super) struct Record {
     places: u8,
 }
 
+/// Depths are counted so far.
+pub(super) const MAX_DEPTH: u32 = u16::MAX as u32;
+
 const _: () = assert!(size_of::<Record>() <= 52, "a record has outgrown its budget");
 
 const fn words(hash: u128) -> [u32; 4] {
@@ -72,7 +75,7 @@ impl Record {
         some(self.parent)
     }
 
-    /// Blocks from the root to this one, both included; saturates at 65,535.
+    /// Blocks from the root to this one, both included; saturates at [`MAX_DEPTH`].
     pub(super) fn depth(&self) -> u32 {
         u32::from(self.depth)
     }

@@ -204,12 +204,6 @@ impl TransferPlan {
         }
     }
 
-    fn forget_traced(&mut self) {
-        self.keys.clear();
-        self.from.clear();
-        self.records.clear();
-    }
-
     /// Whether the blocks go where the engine says, and nothing is recorded of them there.
     pub const fn is_into_engine(&self) -> bool {
         self.with_media.is_some()
@@ -411,7 +405,9 @@ impl Table {
         let quarantines = self.quarantines.so_far();
         if plan.trace.as_ref().is_none_or(|trace| trace.quarantines != quarantines) {
             self.drop_quarantined(pins);
-            plan.forget_traced();
+            plan.keys.clear();
+            plan.from.clear();
+            plan.records.clear();
         }
         // Up from the deepest block, since only a parent is one step away; the lease's pins keep all of them in place.
         let held = |tier: Tier| if tier == to { 0 } else { pins.held().blocks(tier) };
@@ -431,11 +427,6 @@ impl Table {
             let record = record.map(|id| (id, self.records.at(id)));
             let Some((id, record)) = record.filter(|(_, record)| !record.resident().has(to)) else {
                 plan.before = trace.before;
-                if plan.is_into_engine() && trace.before > plan.wanted.start {
-                    // Its chain was saved from its middle on, and what is before that from elsewhere: how many leading
-                    // blocks come could not be said.
-                    plan.forget_traced();
-                }
                 // In the engine's own memory blocks hang on nothing.
                 let behind = trace.at.filter(|_| !plan.is_into_engine());
                 plan.behind = behind.map(|id| self.records.at(id).key());
@@ -505,9 +496,14 @@ impl Table {
         if plan.is_into_engine() {
             return true;
         }
+        let mut above = plan.last_known().and_then(|key| self.find(key));
         for _ in 0..self.steps.looked_at {
             let Some(&key) = plan.keys.get(plan.known()) else { return true };
-            let known = self.find(key).map(|record| *self.records.at(record));
+            let record = self.find(key);
+            let known = record.map(|record| *self.records.at(record));
+            // One that hangs on something else is of another chain.
+            let known = known.filter(|known| above.is_none() || known.parent() == above);
+            above = record;
             if plan.in_flight == 0 && known.is_some_and(|known| known.resident().has(plan.to)) {
                 plan.resident += 1;
             } else if known.is_some_and(|known| known.has_or_awaits(plan.to)) {
