@@ -1,14 +1,15 @@
 //! `kvbm top`: a running manager in the terminal.
 
 use std::fmt::Write as _;
-use std::io::{self, IsTerminal, Write as _};
+use std::io::{self, IsTerminal, Read as _, Write as _};
 use std::time::Duration;
 
 use clap::Args;
-use crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use crossterm::terminal::{self, Clear, ClearType, EnterAlternateScreen, LeaveAlternateScreen};
 use crossterm::{cursor, execute, queue};
 use kvbm_tiers::clock;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use serde::Deserialize;
 use tokio::runtime::Runtime;
 
@@ -24,7 +25,7 @@ use crate::stop::{self, Stop};
 pub(crate) struct TopArgs {
     #[command(flatten)]
     process: Process,
-    /// Print what is the case now, and end; as where standard output is no terminal, or with --json
+    /// Print what is the case now, and end; as where standard input or output is no terminal, or with --json
     #[arg(long)]
     once: bool,
     /// Seconds between two looks
@@ -90,7 +91,7 @@ pub(crate) fn run(args: &TopArgs, global: &Global) -> Result<(), Failure> {
         return output::print_json(&runtime.block_on(args.process.get("v1/state", &[]))?);
     }
     let first = ask(&runtime, &args.process)?;
-    if args.once || !io::stdout().is_terminal() {
+    if args.once || !io::stdout().is_terminal() || !io::stdin().is_terminal() {
         return output::print(&text(&first, &Look::default()));
     }
     let stop = Stop::on_signals(&runtime)?;
@@ -128,7 +129,7 @@ fn watch(args: &TopArgs, first: Look, runtime: &Runtime, stop: &Stop) -> io::Res
     }
 }
 
-/// Waits for the next look. True: the user has seen enough.
+/// Waits for the next look. True: the user has seen enough, or is gone.
 fn is_left(interval: Duration, stop: &Stop) -> io::Result<bool> {
     /// A signal is heeded so soon.
     const STEP: Duration = Duration::from_millis(200);
@@ -138,22 +139,33 @@ fn is_left(interval: Duration, stop: &Stop) -> io::Result<bool> {
         if left.is_zero() {
             return Ok(false);
         }
-        if !event::poll(left.min(STEP))? {
-            continue;
-        }
-        match event::read()? {
-            Event::Key(key) if key.kind == KeyEventKind::Press && ends(key) => return Ok(true),
-            Event::Resize(..) => return Ok(false),
-            _ => {}
+        if is_key_pressed(left.min(STEP))? && ends(&read_keys()) {
+            return Ok(true);
         }
     }
     Ok(true)
 }
 
-/// In this mode of the terminal Ctrl-C is a key as any other.
-fn ends(key: KeyEvent) -> bool {
-    let is_interrupt = key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL);
-    is_interrupt || matches!(key.code, KeyCode::Char('q') | KeyCode::Esc)
+fn is_key_pressed(limit: Duration) -> io::Result<bool> {
+    let stdin = io::stdin();
+    let mut fds = [PollFd::new(&stdin, PollFlags::IN)];
+    let limit = Timespec::try_from(limit).map_err(io::Error::other)?;
+    match poll(&mut fds, Some(&limit)) {
+        Err(Errno::INTR) => Ok(false),
+        polled => Ok(polled? > 0),
+    }
+}
+
+/// What a terminal sends for the keys that were pressed; nothing from one that hung up.
+fn read_keys() -> Vec<u8> {
+    let mut keys = [0; 64];
+    let read = io::stdin().lock().read(&mut keys).unwrap_or(0);
+    keys[..read].to_vec()
+}
+
+/// In this mode of the terminal Ctrl-C is a key as any other. Arrows and the like begin as Esc does.
+fn ends(keys: &[u8]) -> bool {
+    matches!(keys, [] | b"\x1b") || (keys[0] != b'\x1b' && keys.iter().any(|key| b"q\x03".contains(key)))
 }
 
 /// The terminal, which is as it was when this is dropped.
@@ -287,6 +299,16 @@ mod tests {
         let look = json!({"version": "0.1.0", "uptime_s": uptime_s, "tiers": [tier], "routes": [route],
             "lookups": lookups, "faults": [fault], "more": "is ignored"});
         serde_json::from_value(look).unwrap()
+    }
+
+    #[test]
+    fn keys_that_end_it_are_told_from_others() {
+        for ends_it in [&b"q"[..], b"\x03", b"\x1b", b"xq", b""] {
+            assert!(ends(ends_it), "{ends_it:?}");
+        }
+        for other in [&b"x"[..], b"\x1b[A", b"\x1bOq"] {
+            assert!(!ends(other), "{other:?}");
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 """`kvbm top` in a terminal: it draws again and again, says that nobody answers any more, and leaves the terminal as it was."""
 
+import contextlib
 import os
 import pty
 import select
@@ -42,37 +43,46 @@ class Terminal:
     def press(self, key: str) -> None:
         os.write(self.ours, key.encode())
 
+    def hang_up(self) -> None:
+        if self.ours >= 0:
+            os.close(self.ours)
+            self.ours = -1
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        os.close(self.ours)
+        self.hang_up()
 
 
 @pytest.mark.skipif(not KVBM.exists(), reason="kvbm is not built")
 @pytest.mark.parametrize("key", ["q", "\x03"], ids=["q", "ctrl-c"])
 def test_it_draws_until_a_key_ends_it(key):
-    with Stub() as stub:
-        terminal = Terminal(str(KVBM), "top", "--url", stub.url)
-        try:
-            assert terminal.shows("host>disk"), terminal.drawn
-            assert "\x1b[?1049h" in terminal.drawn and "hit rate" in terminal.drawn
-            assert terminal.shows("hit rate"), "it draws again"
-            terminal.press(key)
-            assert terminal.shows("\x1b[?1049l"), "the terminal is as it was"
-            assert terminal.process.wait(10) == 0
-        finally:
-            terminal.close()
+    with Stub() as stub, contextlib.closing(Terminal(str(KVBM), "top", "--url", stub.url)) as terminal:
+        assert terminal.shows("host>disk"), terminal.drawn
+        assert "\x1b[?1049h" in terminal.drawn and "hit rate" in terminal.drawn
+        assert terminal.shows("hit rate"), "it draws again"
+        terminal.press(key)
+        assert terminal.shows("\x1b[?1049l"), "the terminal is as it was"
+        assert terminal.process.wait(10) == 0
 
 
 @pytest.mark.skipif(not KVBM.exists(), reason="kvbm is not built")
 def test_it_waits_for_a_process_that_is_gone():
     with Stub() as stub:
         terminal = Terminal(str(KVBM), "top", "--url", stub.url)
-        assert terminal.shows("host>disk"), terminal.drawn
-    try:
+        shows = terminal.shows("host>disk")
+    with contextlib.closing(terminal):
+        assert shows, terminal.drawn
         assert terminal.shows("does not answer"), terminal.drawn
         assert terminal.process.poll() is None
         terminal.press("q")
         assert terminal.process.wait(10) == 0
-    finally:
-        terminal.close()
+
+
+@pytest.mark.skipif(not KVBM.exists(), reason="kvbm is not built")
+def test_it_ends_with_its_terminal():
+    with Stub() as stub, contextlib.closing(Terminal(str(KVBM), "top", "--url", stub.url)) as terminal:
+        assert terminal.shows("host>disk"), terminal.drawn
+        terminal.hang_up()
+        # Else it would look for keys for ever, as fast as it can.
+        terminal.process.wait(10)
