@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::process::Command;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvbm::{BlockHash, RequestId, RequestInfo, Tier};
 use kvbm_settings::{Capacity, DiskBackend};
@@ -53,12 +53,20 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Closed {
 }
 
 impl Closed {
-    /// The last one of this name that says `field` is `value`, among those of the crate.
+    /// The last one of this name that says `field` is `value`, among those of the crate. It is waited for: a batch's closes
+    /// when its backend lets go of it, and that may be after who waits for the copies was told.
     fn find(&self, name: &str, (field, value): (&str, &str)) -> Fields {
-        let closed = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let says = |fields: &Fields| fields.get(field).is_some_and(|said| said == value);
-        let found = closed.iter().rev().find(|(of, fields)| *of == name && says(fields));
-        found.unwrap_or_else(|| panic!("no {name} with {field} = {value} among {closed:#?}")).1.clone()
+        let until = Instant::now() + Duration::from_secs(10);
+        loop {
+            let closed = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some((_, fields)) = closed.iter().rev().find(|(of, fields)| *of == name && says(fields)) {
+                return fields.clone();
+            }
+            assert!(Instant::now() < until, "no {name} with {field} = {value} among {closed:#?}");
+            drop(closed);
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 
