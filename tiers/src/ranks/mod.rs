@@ -63,7 +63,7 @@ pub use kept::{KeptSlots, SlotJournal};
 pub use leader::{Leader, LeaderOptions, RollCall};
 pub use member::{JoinOptions, LeaderGone, Member, Stopper};
 pub use pending::MAX_RANKS;
-#[cfg(any(test, feature = "testing"))]
-pub use protocol::read_in_every_way;
 pub use protocol::{Membership, VERSION};
 pub use recovery::Disagreement;
+#[cfg(any(test, feature = "testing"))]
+pub use {debt_file::read_debts, protocol::read_in_every_way};
