@@ -3,9 +3,11 @@
 
 def _connector(engine):
     """Ours, also where it is one of several."""
+    from kvbm_rs.vllm.connector import KvbmConnector
+
     connector = engine.core.scheduler.connector
     parts = getattr(connector, "sub_connectors", [connector])
-    return next(part for part in parts if type(part).__name__ == "KvbmConnector")
+    return next(part for part in parts if isinstance(part, KvbmConnector))
 
 
 def left(engine) -> dict:

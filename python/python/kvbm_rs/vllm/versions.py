@@ -1,16 +1,67 @@
-"""The version of vLLM that the package is tested with."""
+"""The versions of vLLM that the package has run with, and what the connector does without in the oldest of them."""
 
+import enum
 import logging
+from dataclasses import dataclass, field
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from kvbm_rs.errors import InvalidError
 
 logger = logging.getLogger("vllm.kvbm")
 
+# All tests run with it.
 TESTED = "0.32.0"
+# The connector has run with them by hand: docs/vllm.md says what of it.
+TRIED = ("0.29.0",)
+
+__all__ = ["TESTED", "TRIED", "CacheHitSource", "KVConnectorTransferResults", "check_shows_tables", "warn"]
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+
+    class CacheHitSource(enum.Enum):  # type: ignore[no-redef]
+        """Of vLLM 0.32; 0.29 does not ask where a hit came from."""
+
+        HOST = "host"
+        DISK = "disk"
+        EXTERNAL_UNSPECIFIED = "external_unspecified"
+
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except ImportError:
+
+    @dataclass
+    class KVConnectorTransferResults:  # type: ignore[no-redef]
+        """Of vLLM 0.32; 0.29 asks for the first two alone (`get_finished`)."""
+
+        finished_sending: set[str] = field(default_factory=set)
+        finished_recving: set[str] = field(default_factory=set)
+        failed_recving: set[str] = field(default_factory=set)
+
+
+def check_shows_tables(what: str, version: str = vllm.__version__) -> None:
+    """Refuses `what`, which takes the tables of requests that run, where vLLM shows a connector its pool of blocks alone.
+
+    Such versions also take back a load by its blocks alone, which of several cache groups stops them.
+    """
+    if not hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager"):
+        raise InvalidError(f"with KvbmConnector {what} takes vLLM {TESTED}, and this is {version}")
 
 
 def warn(what: str, version: str = vllm.__version__) -> None:
     """Says at the start, by its name, that this version of vLLM has not been tested with `what`."""
     # A build's own name follows a plus.
-    if version.partition("+")[0] != TESTED:
+    release = version.partition("+")[0]
+    if release in TRIED:
+        logger.warning(
+            "%s is tested with vLLM %s; with %s hits and restarts were tried by hand: docs/vllm.md says what differs",
+            what,
+            TESTED,
+            version,
+        )
+    elif release != TESTED:
         logger.warning("%s is tested with vLLM %s, and has never run with %s, which this is", what, TESTED, version)

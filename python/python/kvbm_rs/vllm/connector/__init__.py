@@ -18,18 +18,14 @@ several each worker is a rank that copies its slice.
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from kvbm_rs.vllm import versions
 from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.scheduler import Scheduler
 from kvbm_rs.vllm.connector.stats import PromMetrics, Stats
 from kvbm_rs.vllm.connector.worker import Worker
+from kvbm_rs.vllm.versions import KVConnectorTransferResults
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,8 +72,13 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):
     # The scheduler's role.
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        # This binds its pool, too.
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.bind(kv_cache_manager)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        # All that vLLM 0.29 shows.
+        self._scheduler.bind_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.arrive(request)
@@ -152,6 +153,11 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        # What vLLM 0.29 calls in its place.
+        results = self._worker.results()
+        return results.finished_sending, results.finished_recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.bad_blocks()

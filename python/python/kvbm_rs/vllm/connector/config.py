@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvbm_rs import CacheGroup, EngineMemory, Settings
 from kvbm_rs.errors import InvalidError
+from kvbm_rs.vllm import versions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,6 +66,8 @@ class Config:
         # The one that keeps every block comes first, and has number 0.
         self.groups = _groups(kv_cache_config.kv_cache_groups)
         self.is_hybrid = len(self.groups) > 1
+        if self.is_hybrid:
+            versions.check_shows_tables("a hybrid model")
         self.engine = transfer.engine_id
         self.world: int = parallel.tensor_parallel_size
         # With one worker in the scheduler's process, the manager copies itself.
@@ -138,6 +141,7 @@ def _window(spec: "KVCacheGroupSpec") -> int:
 
 
 def _check_layerwise(config: Config, vllm_config: "VllmConfig") -> None:
+    versions.check_shows_tables("layerwise")
     if config.is_hybrid or not config.is_alone:
         wanted = "is for one cache group and one worker in the engine's process: leave it out"
     elif vllm_config.scheduler_config.async_scheduling:

@@ -92,7 +92,9 @@ def asked_by(request: "Request", limits: Limits) -> Asked:
     said = (request.kv_transfer_params or {}).get(_NAME)
     if said is not None:
         asked.hints = _take(asked, said, limits)
-    for action in request.kv_hints.actions if request.kv_hints else ():
+    # vLLM 0.29 has none.
+    hints = getattr(request, "kv_hints", None)
+    for action in hints.actions if hints else ():
         asked.actions[action.action_id] = _act(asked, action, limits)
     return asked
 

@@ -7,7 +7,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvbm_rs import (
@@ -27,11 +26,13 @@ from kvbm_rs.vllm.connector.hints import Asked, Limits, asked_by
 from kvbm_rs.vllm.connector.stats import Stats
 from kvbm_rs.vllm.connector.worker import Ended, LayeredLoad, Stepped, adopted
 from kvbm_rs.vllm.samples import Reader
+from kvbm_rs.vllm.versions import CacheHitSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
@@ -147,21 +148,26 @@ class Scheduler:
         self._limits = Limits(config.max_tokens, config.is_hybrid, can_prefetch)
         self._max_pinned = min(slots for slots, _ in tiers.values()) // _MAX_PINNED_SHARE
         self._step = 0
+        self._pool: BlockPool | None = None
+        # vLLM 0.29 does not show it: a request's blocks are known at its end only, and are saved then.
         self._kv: KVCacheManager | None = None
         for tier, blocks in self.manager.recovered().items():
             logger.info("%s: %d blocks of an earlier process", tier, blocks)
 
     def bind(self, kv_cache_manager: "KVCacheManager") -> None:
         self._kv = kv_cache_manager
+
+    def bind_pool(self, pool: "BlockPool") -> None:
+        self._pool = pool
         # vLLM cannot empty its cache while blocks are held, and takes that for a defect where it has stopped all
         # requests (sleep, weight updates). It says nothing before, so this is where saves are waited for.
-        reset = kv_cache_manager.reset_prefix_cache
+        reset = pool.reset_prefix_cache
 
         def reset_when_saved() -> bool:
             self._wait(_RESET_WAIT)
             return reset()
 
-        kv_cache_manager.reset_prefix_cache = reset_when_saved
+        pool.reset_prefix_cache = reset_when_saved
 
     # Look-ups and loads.
 
@@ -344,7 +350,7 @@ class Scheduler:
 
     def _save(self, known: _Request) -> None:
         full = self._full(known, known.computed)
-        if full <= known.saved:
+        if full <= known.saved or self._kv is None:
             return
         tables = self._kv.get_blocks(known.request.request_id).blocks
         prompt = (known.request.num_prompt_tokens - 1) // self._config.block_tokens
@@ -377,7 +383,7 @@ class Scheduler:
         save = self.manager.save_hybrid(
             self._chain(known), slots, is_end=is_end, request=known.number, hints=known.hints
         )
-        self._kv.block_pool.touch(blocks)
+        self._pool.touch(blocks)
         self._saving.append(_Saving(known.number, save, blocks))
 
     def _release(self) -> None:
@@ -386,7 +392,7 @@ class Scheduler:
         for saving in self._saving:
             if self._has_saved(saving):
                 # The last ones are wanted least, and are given back to be taken first.
-                self._kv.block_pool.free_blocks(reversed(saving.blocks))
+                self._pool.free_blocks(reversed(saving.blocks))
             else:
                 still.append(saving)
         self._saving = still
@@ -434,10 +440,9 @@ class Scheduler:
         is_new = full > known.saved or self._config.is_hybrid and full == known.saved != known.end
         # An error may be one of its blocks.
         if is_new and request.status != RequestStatus.FINISHED_ERROR:
-            pool = self._kv.block_pool
-            held = self._stretches(known, [[pool.blocks[block] for block in table] for table in tables], full)
+            held = self._stretches(known, [[self._pool.blocks[block] for block in table] for table in tables], full)
             if known.steps:
-                pool.touch([block for _, blocks in held for block in blocks])
+                self._pool.touch([block for _, blocks in held for block in blocks])
                 self._ending.append(_Ending(known, held))
             else:
                 self._start(known, held, is_end=True)
@@ -487,7 +492,7 @@ class Scheduler:
 
     def _let_go(self, ending: _Ending) -> None:
         blocks = [block for _, held in ending.held for block in held]
-        self._kv.block_pool.free_blocks(reversed(blocks))
+        self._pool.free_blocks(reversed(blocks))
 
     def reset(self) -> bool:
         """Forgets all, since the weights may be others; unless they never are."""

@@ -6,16 +6,13 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvbm_rs import EngineMemory, HybridLease, HybridLoad, Manager, Rank
 from kvbm_rs.errors import KvbmError
 from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.tensors import adopt, block_dimension
+from kvbm_rs.vllm.versions import KVConnectorTransferResults
 
 if TYPE_CHECKING:
     import torch
