@@ -2,6 +2,7 @@
 
 #[cfg(feature = "nixl")]
 pub(crate) mod nixl;
+pub(crate) mod observe;
 pub(crate) mod table;
 pub(crate) mod tiers;
 
@@ -17,6 +18,8 @@ pub(crate) enum Bench {
     Table(table::TableArgs),
     /// Time the tiers through the manager, against memcpy, a raw ring and the raw object client
     Tiers(tiers::TiersArgs),
+    /// Time saves and loads with and without metrics and spans
+    Observe(observe::ObserveArgs),
     /// Time NIXL between two processes, and what our layer above it costs
     #[cfg(feature = "nixl")]
     Nixl(nixl::NixlArgs),
@@ -32,6 +35,10 @@ impl Bench {
             }
             Self::Tiers(args) => {
                 let report = tiers::run(args)?;
+                if global.json { output::print_json(&report) } else { output::print(&report.to_text()) }
+            }
+            Self::Observe(args) => {
+                let report = observe::run(args)?;
                 if global.json { output::print_json(&report) } else { output::print(&report.to_text()) }
             }
             #[cfg(feature = "nixl")]
