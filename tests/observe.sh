@@ -68,10 +68,10 @@ fi
 say 'an environment for the tests'
 [[ -x $python ]] || python3 -m venv "$venv"
 "$python" -c 'import pytest, yaml' 2>/dev/null || "$python" -m pip install --quiet pytest pyyaml >&2
-# Schemas of Grafana and of Kubernetes, which come with them.
-"$python" -c 'import kubernetes_validate, grafana_foundation_sdk' 2>/dev/null ||
-    "$python" -m pip install --quiet kubernetes-validate grafana-foundation-sdk >&2 ||
-    skip 'the schemas of Grafana and Kubernetes cannot be installed here'
+# Schemas of Grafana, Kubernetes and CycloneDX, which come with them.
+"$python" -c 'import kubernetes_validate, grafana_foundation_sdk, cyclonedx, jsonschema' 2>/dev/null ||
+    "$python" -m pip install --quiet kubernetes-validate grafana-foundation-sdk 'cyclonedx-python-lib[json-validation]' >&2 ||
+    skip 'the schemas of Grafana, Kubernetes and CycloneDX cannot be installed here'
 
 say 'the command'
 cargo build --quiet --profile "$profile" --package kvbm-cli

@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 cargo metadata --format-version 1 --locked --all-features --filter-platform x86_64-unknown-linux-gnu |
     python3 -c '
-import json, pathlib, sys, tomllib, uuid
+import json, pathlib, re, sys, tomllib, uuid
 
 found, directory = json.load(sys.stdin), pathlib.Path(sys.argv[1])
 packages = {package["id"]: package for package in found["packages"]}
@@ -52,7 +52,7 @@ def component(identity, scope):
         "name": package["name"],
         "version": package["version"],
         "scope": scope,
-        "licenses": [{"expression": package["license"].replace("/", " OR ")}],
+        "licenses": [{"expression": re.sub(" */ *", " OR ", package["license"])}],
         "purl": purl(identity),
     }
     return described | ({"hashes": [{"alg": "SHA-256", "content": checksum}]} if checksum else {})
