@@ -1,13 +1,10 @@
 //! `kvbm bench observe`: what metrics and spans take from saves and loads.
 //!
-//! Rounds of the same work, in turns: nobody looks; metrics are served; a tracer takes the spans; and, where it is built in,
-//! these are sent to a collector. What is compared is within one turn. What reading the metrics costs is timed by itself:
-//! Prometheus does it now and then.
+//! Rounds of the same work, in turns: nobody looks; metrics are served and read; a tracer takes the spans. What is compared is
+//! within one turn. Each round opens a manager of its own: where its memory happens to lie makes more of a difference than who
+//! looks, and so becomes noise.
 
-use std::io::{Read, Write};
-#[cfg(feature = "otel")]
-use std::net::TcpListener;
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use clap::Args;
@@ -18,11 +15,12 @@ use kvbm_settings::{Capacity, DeviceBackend, Settings};
 use kvbm_tiers::clock;
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 use tokio::runtime::Runtime;
 use tracing::Dispatch;
-use tracing::subscriber::NoSubscriber;
-use tracing_subscriber::filter::LevelFilter;
-use tracing_subscriber::layer::{Layer, SubscriberExt};
+use tracing::level_filters::LevelFilter;
+use tracing_subscriber::layer::SubscriberExt;
 
 use crate::failure::Failure;
 use crate::output;
@@ -32,17 +30,18 @@ use crate::stop;
 #[derive(Args, Debug)]
 pub(crate) struct ObserveArgs {
     /// Rounds of each kind, after one to warm up
-    #[arg(long, value_name = "N", default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Milliseconds of a round: short ones meet the same machine
-    #[arg(long, value_name = "MS", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=60_000))]
+    /// Milliseconds of a round. Metrics are read once in each
+    #[arg(long, value_name = "MS", default_value_t = 250, value_parser = clap::value_parser!(u64).range(1..=60_000))]
     round_ms: u64,
 }
 
-/// A turn takes so many chains down and up again.
+/// Chains that go down and up again.
 const CHAINS: usize = 16;
 /// Blocks of a chain: a prompt of 1,024 tokens.
 const CHAIN: usize = 64;
+/// Small: what is paid for each block weighs the more.
 const BLOCK_BYTES: u64 = 64 << 10;
 
 /// Who looks.
@@ -52,17 +51,19 @@ enum Watch {
     Nobody,
     Metrics,
     Spans,
-    #[cfg(feature = "otel")]
-    Export,
 }
 
-const ALL: &[Watch] = &[
-    Watch::Nobody,
-    Watch::Metrics,
-    Watch::Spans,
-    #[cfg(feature = "otel")]
-    Watch::Export,
-];
+impl Watch {
+    const ALL: [Self; 3] = [Self::Nobody, Self::Metrics, Self::Spans];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Nobody => "nobody",
+            Self::Metrics => "metrics",
+            Self::Spans => "a tracer",
+        }
+    }
+}
 
 /// What was measured. Serialises to the command's JSON.
 #[derive(Debug, Serialize)]
@@ -70,8 +71,6 @@ pub(crate) struct ObserveReport {
     rounds: u32,
     round_ms: u64,
     rows: Vec<Row>,
-    /// CPU time of the whole process for a reading of the metrics of this manager, in milliseconds.
-    scrape_cpu_ms: Spread,
 }
 
 #[derive(Debug, Serialize)]
@@ -89,24 +88,34 @@ struct Row {
 
 pub(crate) fn run(args: &ObserveArgs) -> Result<ObserveReport, Failure> {
     let runtime = stop::runtime()?;
-    let beds = [Bed::open(&runtime, false)?, Bed::open(&runtime, true)?];
-    let tracers = Tracers::open()?;
-    let round = Duration::from_millis(args.round_ms);
-    let mut samples = vec![Vec::new(); ALL.len()];
+    let length = Duration::from_millis(args.round_ms);
+    let mut samples: [Vec<Sample>; Watch::ALL.len()] = Default::default();
     for turn in 0..=args.rounds as usize {
         // Who goes first changes: what comes later in a turn meets another machine.
-        for i in (0..ALL.len()).map(|i| (i + turn) % ALL.len()) {
-            let bed = &beds[usize::from(ALL[i] == Watch::Metrics)];
-            let sample = tracing::dispatcher::with_default(tracers.of(ALL[i]), || bed.round(round))?;
+        for i in (0..Watch::ALL.len()).map(|i| (i + turn) % Watch::ALL.len()) {
+            let sample = round(&runtime, Watch::ALL[i], length)?;
             // The first turn warms up.
             if turn > 0 {
                 samples[i].push(sample);
             }
         }
     }
-    let rows = ALL.iter().zip(&samples).map(|(&watch, own)| Row::of(watch, own, &samples[0])).collect();
-    let scrape_cpu_ms = beds[1].scrapes()?;
-    Ok(ObserveReport { rounds: args.rounds, round_ms: args.round_ms, rows, scrape_cpu_ms })
+    let rows =
+        Watch::ALL.iter().zip(&samples).map(|(&watch, own)| Row::of(watch, own, &samples[0])).collect();
+    Ok(ObserveReport { rounds: args.rounds, round_ms: args.round_ms, rows })
+}
+
+fn round(runtime: &Runtime, watch: Watch, length: Duration) -> Result<Sample, Failure> {
+    let bed = Bed::open(runtime, watch == Watch::Metrics)?;
+    if watch != Watch::Spans {
+        return bed.time(length);
+    }
+    let tracer = Dispatch::new(tracing_subscriber::registry().with(LevelFilter::DEBUG));
+    let sample = tracing::dispatcher::with_default(&tracer, || bed.time(length));
+    drop(tracer);
+    // Else each span would go on asking whether somebody wants it.
+    tracing::callsite::rebuild_interest_cache();
+    sample
 }
 
 /// A round: blocks moved, how long it took, and the CPU time of all threads.
@@ -117,21 +126,28 @@ struct Sample {
     cpu_s: f64,
 }
 
+impl Sample {
+    fn mib_per_s(&self) -> f64 {
+        self.blocks * BLOCK_BYTES as f64 / f64::from(1 << 20) / self.seconds
+    }
+
+    fn cpu_us_per_block(&self) -> f64 {
+        self.cpu_s * 1e6 / self.blocks
+    }
+}
+
 impl Row {
     fn of(watch: Watch, own: &[Sample], nobody: &[Sample]) -> Self {
-        let speed =
-            |sample: &Sample| sample.blocks * BLOCK_BYTES as f64 / f64::from(1 << 20) / sample.seconds;
-        let cpu = |sample: &Sample| sample.cpu_s * 1e6 / sample.blocks;
-        let all = |figure: &dyn Fn(&Sample) -> f64| Spread::of(own.iter().map(figure).collect());
-        let ratio = |figure: &dyn Fn(&Sample) -> f64| {
+        let all = |figure: fn(&Sample) -> f64| Spread::of(own.iter().map(figure).collect());
+        let ratio = |figure: fn(&Sample) -> f64| {
             Spread::of(own.iter().zip(nobody).map(|(own, nobody)| figure(own) / figure(nobody)).collect())
         };
         Self {
             watch,
-            mib_per_s: all(&speed),
-            cpu_us_per_block: all(&cpu),
-            throughput_ratio: ratio(&speed),
-            cpu_ratio: ratio(&cpu),
+            mib_per_s: all(Sample::mib_per_s),
+            cpu_us_per_block: all(Sample::cpu_us_per_block),
+            throughput_ratio: ratio(Sample::mib_per_s),
+            cpu_ratio: ratio(Sample::cpu_us_per_block),
         }
     }
 }
@@ -153,28 +169,25 @@ impl<'a> Bed<'a> {
         let manager = runtime.block_on(Manager::open(settings, Options::default()))?;
         let mut random = Random::new(11);
         let chains = (0..CHAINS).map(|_| random.chain(CHAIN)).collect();
-        Ok(Self { runtime, manager, chains })
+        let bed = Self { runtime, manager, chains };
+        // Memory is there from the second time on.
+        bed.turn()?;
+        Ok(bed)
     }
 
-    fn round(&self, length: Duration) -> Result<Sample, Failure> {
+    /// Moves blocks for so long. Metrics that are served are read once.
+    fn time(&self, length: Duration) -> Result<Sample, Failure> {
         let (began, cpu_before, mut blocks) = (clock::now(), cpu(), 0);
+        let reading = self.manager.serving_at().map(|address| self.runtime.spawn(read_metrics(address)));
         while began.elapsed() < length {
             blocks += self.turn()?;
         }
-        let (seconds, cpu_s) =
-            (began.elapsed().as_secs_f64(), cpu().saturating_sub(cpu_before).as_secs_f64());
-        Ok(Sample { blocks: blocks as f64, seconds, cpu_s })
-    }
-
-    /// What a reading of the metrics costs, by many.
-    fn scrapes(&self) -> Result<Spread, Failure> {
-        let address = self.manager.serving_at().ok_or_else(|| Failure::unexpected("nothing is served"))?;
-        let scrape = |_| {
-            let before = cpu();
-            scrape(address).map_err(|error| Failure::unusable(format!("cannot read metrics: {error}")))?;
-            Ok(cpu().saturating_sub(before).as_secs_f64() * 1e3)
-        };
-        (0..50).map(scrape).collect::<Result<Vec<_>, Failure>>().map(Spread::of)
+        if let Some(reading) = reading {
+            let read = self.runtime.block_on(reading).expect("it does not panic");
+            read.map_err(|error| Failure::unusable(format!("cannot read the metrics: {error}")))?;
+        }
+        let cpu_s = cpu().saturating_sub(cpu_before).as_secs_f64();
+        Ok(Sample { blocks: blocks as f64, seconds: began.elapsed().as_secs_f64(), cpu_s })
     }
 
     /// All chains down, and up again.
@@ -205,103 +218,27 @@ fn cpu() -> Duration {
     Duration::new(time.tv_sec.cast_unsigned(), time.tv_nsec as u32)
 }
 
-fn scrape(address: SocketAddr) -> std::io::Result<usize> {
-    let mut stream = TcpStream::connect(address)?;
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: kvbm\r\nConnection: close\r\n\r\n")?;
-    stream.read_to_end(&mut Vec::new())
-}
-
-/// Subscribers: none, one that takes spans and does nothing with them, and one that sends them.
-struct Tracers {
-    none: Dispatch,
-    takes: Dispatch,
-    #[cfg(feature = "otel")]
-    sends: (Dispatch, kvbm::SpanExport),
-}
-
-impl Tracers {
-    fn open() -> Result<Self, Failure> {
-        struct Takes;
-        impl<S: tracing::Subscriber> Layer<S> for Takes {}
-        let takes = tracing_subscriber::registry().with(Takes.with_filter(LevelFilter::DEBUG));
-        Ok(Self {
-            none: Dispatch::new(NoSubscriber::default()),
-            takes: Dispatch::new(takes),
-            #[cfg(feature = "otel")]
-            sends: sends()?,
-        })
-    }
-
-    const fn of(&self, watch: Watch) -> &Dispatch {
-        match watch {
-            Watch::Nobody | Watch::Metrics => &self.none,
-            Watch::Spans => &self.takes,
-            #[cfg(feature = "otel")]
-            Watch::Export => &self.sends.0,
-        }
-    }
-}
-
-#[cfg(feature = "otel")]
-fn sends() -> Result<(Dispatch, kvbm::SpanExport), Failure> {
-    let unusable = |error: std::io::Error| Failure::unusable(format!("cannot play a collector: {error}"));
-    let collector = TcpListener::bind("127.0.0.1:0").map_err(unusable)?;
-    let endpoint = Some(format!("http://{}", collector.local_addr().map_err(unusable)?));
-    clock::spawn("kvbm-collector", move || collect(&collector)).map_err(unusable)?;
-    let settings = kvbm_settings::TraceSettings { enabled: true, endpoint, ..Default::default() };
-    let export = kvbm::SpanExport::open(&settings)?
-        .ok_or_else(|| Failure::unexpected("spans were asked for, and are not sent"))?;
-    Ok((Dispatch::new(tracing_subscriber::registry().with(export.layer())), export))
-}
-
-/// Takes what it is sent, and says so: a collector that costs next to nothing.
-#[cfg(feature = "otel")]
-fn collect(collector: &TcpListener) {
-    for mut stream in collector.incoming().flatten() {
-        let mut read = vec![0; 1 << 20];
-        let mut left = 0_usize;
-        while let Ok(size @ 1..) = stream.read(&mut read) {
-            if left == 0 {
-                let head = String::from_utf8_lossy(&read[..size.min(2048)]).to_lowercase();
-                let body = head
-                    .split("content-length: ")
-                    .nth(1)
-                    .and_then(|rest| rest.split("\r\n").next()?.parse().ok());
-                let end = head.find("\r\n\r\n").map_or(size, |at| at + 4);
-                left = (end + body.unwrap_or(0usize)).saturating_sub(size);
-            } else {
-                left = left.saturating_sub(size);
-            }
-            if left == 0 && stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").is_err() {
-                break;
-            }
-        }
-    }
+async fn read_metrics(address: SocketAddr) -> std::io::Result<usize> {
+    let mut stream = TcpStream::connect(address).await?;
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: kvbm\r\nConnection: close\r\n\r\n").await?;
+    stream.read_to_end(&mut Vec::new()).await
 }
 
 impl ObserveReport {
     pub(crate) fn to_text(&self) -> String {
         let titles = ["who looks", "MiB/s", "CPU µs per block", "of the throughput", "of the CPU time"];
         let mut table = output::table(&titles, 1);
+        let ratio = |spread: Spread| format!("{:.3} ({:.3}–{:.3})", spread.median, spread.p25, spread.p75);
         for row in &self.rows {
-            let who = match row.watch {
-                Watch::Nobody => "nobody",
-                Watch::Metrics => "metrics",
-                Watch::Spans => "a tracer",
-                #[cfg(feature = "otel")]
-                Watch::Export => "a collector",
-            };
-            let ratio =
-                |spread: Spread| format!("{:.3} ({:.3}–{:.3})", spread.median, spread.p25, spread.p75);
             table.add_row([
-                who.to_owned(),
+                row.watch.name().to_owned(),
                 format!("{:.0}", row.mib_per_s.median),
                 format!("{:.2}", row.cpu_us_per_block.median),
                 ratio(row.throughput_ratio),
                 ratio(row.cpu_ratio),
             ]);
         }
-        format!("{}\nreading the metrics: {:.2} ms of CPU time", table.trim_fmt(), self.scrape_cpu_ms.median)
+        table.trim_fmt()
     }
 }
 
@@ -312,11 +249,11 @@ mod tests {
     #[test]
     fn each_watch_is_compared_with_nobody() {
         let report = run(&ObserveArgs { rounds: 1, round_ms: 20 }).unwrap();
-        assert_eq!(report.rows.len(), ALL.len());
         assert!((report.rows[0].throughput_ratio.median - 1.0).abs() < 1e-9, "nobody against nobody");
-        for row in &report.rows {
+        for (row, watch) in report.rows.iter().zip(Watch::ALL) {
+            assert_eq!(row.watch, watch);
             assert!(row.mib_per_s.median > 0.0 && row.cpu_us_per_block.median > 0.0, "{row:?}");
+            assert!(report.to_text().contains(watch.name()));
         }
-        assert!(report.to_text().contains("reading the metrics"));
     }
 }
