@@ -7,7 +7,8 @@
 #   tests/observe.sh [--install] [--quick] [--profile PROFILE]
 #
 # --install has apt install what is missing of prometheus, prometheus-alertmanager, chromium and chromium-driver, which takes root;
-# without it they are skipped aloud, unless KVBM_REQUIRE names prometheus or chromium. --quick leaves out the replay (four minutes).
+# without it they are skipped aloud, unless KVBM_REQUIRE names prometheus or chromium. --quick leaves out the replay and the
+# bench of metrics (seven minutes).
 # KVBM_OBSERVE_VENV says where the environment of the tests is or is to be made (target/observe), KVBM_SHOTS where pictures of the page go.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -84,11 +85,14 @@ need prometheus prometheus promtool prometheus-alertmanager || prometheus=false
 say 'documents and the page'
 expect 'the tests pass' "$python" -m pytest tests/observe -q -p no:cacheprovider --junit-xml "$scratch/tests.xml" >&2
 
-if ! $prometheus; then
-    :
-elif $quick; then
-    skip 'the replay that Prometheus watches (--quick)'
+if $quick; then
+    skip 'the replay that Prometheus watches, and what metrics take (--quick)'
 else
+    say 'what metrics take from saves and loads'
+    expect 'it is timed' "$kvbm" bench observe --json >"$scratch/bench.json"
+fi
+
+if $prometheus && ! $quick; then
     say 'a replay that Prometheus watches'
     trace=$(a_trace "$scratch")
     mkdir "$scratch/live"
@@ -117,6 +121,10 @@ if (place / "live.json").exists():
         wrong.append("no result of the replay")
 wrong += live.pop("wrong", [])
 short = live.pop("short", [])
+if (place / "bench.json").exists() and not wrong:
+    rows = {row["watch"]: row for row in json.loads((place / "bench.json").read_text())["rows"]}
+    live["metrics_throughput"] = round(rows["metrics"]["throughput_ratio"]["median"], 3)
+    short += ["metrics_throughput"] if live["metrics_throughput"] < 0.99 else []
 left_out = [line for line in skipped if line]
 print(json.dumps({"holds": not wrong and not short, "failed": [*wrong, *short], "left_out": left_out, **counts, **live}))
 sys.exit(1 if wrong else 3 if short else 0)

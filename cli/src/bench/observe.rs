@@ -30,10 +30,10 @@ use crate::stop;
 #[derive(Args, Debug)]
 pub(crate) struct ObserveArgs {
     /// Rounds of each kind, after one to warm up
-    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
     /// Milliseconds of a round. Metrics are read once in each
-    #[arg(long, value_name = "MS", default_value_t = 250, value_parser = clap::value_parser!(u64).range(1..=60_000))]
+    #[arg(long, value_name = "MS", default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..=60_000))]
     round_ms: u64,
 }
 
