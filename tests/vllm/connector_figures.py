@@ -2,8 +2,8 @@
 
     python tests/vllm/connector_figures.py [--rounds N]
 
-A model of 12 layers with made-up weights in bf16, a prompt of 2,050 tokens, medians. `ttft` is what the first token takes;
-ratios to a hit in the engine's own cache are of a round each. `load` is a load of the prompt's blocks from the host tier beside
+A model of 12 layers with made-up weights in bf16, a prompt of 2,050 tokens, medians. `ttft` is what the first token takes
+(`layers`: from the host tier, layer by layer); ratios to a hit in the engine's own cache are of a round each. `load` is a load of the prompt's blocks from the host tier beside
 `memcpy` of the same bytes by as many threads; `decode` is generated tokens a second with saving on, beside an engine without
 connector, in turns.
 """
@@ -24,28 +24,30 @@ BLOCK_BYTES = 2 * 12 * 12 * 64 * 2 * 32
 # Blocks in a tier: some prompts' worth.
 ROOM = 512
 # What is wanted: of the first token in times of the engine's own hit, of the load in times of memcpy, of decoding at least.
-WANTED = {"host": 1.25, "disk": 1.5, "object": 2.0}
+WANTED = {"host": 1.25, "layers": 1.25, "disk": 1.5, "object": 2.0}
 WANTED_LOAD, WANTED_DECODE = 1.15, 0.97
 
 MODEL = {"dtype": "bfloat16", "load_format": "dummy"}
 
 
-def connector(settings: dict) -> dict:
+def connector(settings: dict, **extra) -> dict:
     transfer = {
         "kv_connector": "KvbmConnector",
         "kv_connector_module_path": "kvbm_rs.vllm.connector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"settings": settings},
+        "kv_connector_extra_config": {"settings": settings, **extra},
     }
     return {"kv_transfer_config": transfer}
 
 
-def tiers(place: Path) -> dict[str, dict]:
-    """Settings by the tier that serves."""
+def openings(place: Path) -> dict[str, dict]:
+    """Arguments of an engine by what serves."""
+    host = {"host.capacity": ROOM * BLOCK_BYTES}
     return {
-        "host": {"host.capacity": ROOM * BLOCK_BYTES},
-        "disk": {"disk.capacity": ROOM * BLOCK_BYTES, "disk.dirs": str(place)},
-        "object": {"object.url": f"file://{place}/objects"},
+        "host": connector(host),
+        "layers": connector(host, layerwise=True),
+        "disk": connector({"disk.capacity": ROOM * BLOCK_BYTES, "disk.dirs": str(place)}),
+        "object": connector({"object.url": f"file://{place}/objects"}),
     }
 
 
@@ -71,7 +73,7 @@ def first_tokens(engine: Engine, rounds: int) -> dict[str, list[float]]:
 def decoding(rounds: int, model: Path, place: Path) -> list[float]:
     """Tokens a second with saving on, in those without, of rounds in turns."""
     ratios = []
-    with Engine(model, **MODEL) as plain, Engine(model, **connector(tiers(place)["host"]), **MODEL) as saving:
+    with Engine(model, **MODEL) as plain, Engine(model, **openings(place)["host"], **MODEL) as saving:
         for number in range(rounds + 1):
             asked = [prompt(100 * number + one, 70) for one in range(4)]
             pair = [plain, saving] if number % 2 else [saving, plain]
@@ -85,7 +87,7 @@ def measure(model: Path, rounds: int) -> dict:
     figures: dict = {}
     for name in WANTED:
         with tempfile.TemporaryDirectory() as place:
-            with Engine(model, **connector(tiers(Path(place))[name]), **MODEL) as engine:
+            with Engine(model, **openings(Path(place))[name], **MODEL) as engine:
                 found = first_tokens(engine, rounds)
                 ratios = [below / own for below, own in zip(found["below"], found["engine"])]
                 figures[f"ttft_{name}_ratio"] = round(statistics.median(ratios), 3)

@@ -96,9 +96,9 @@ class Engine:
         """Waits until nothing is under way, below the engine neither. Returns the seconds that it took."""
         return self._ask({"settle": {}})["seconds"]
 
-    def call(self, function: str, **arguments):
+    def call(self, function: str, limit: float = ANSWER_LIMIT, **arguments):
         """Calls `module:function` of a test in the engine's process, with the engine and `arguments`."""
-        return self._ask({"call": function, "with": arguments})
+        return self._ask({"call": function, "with": arguments}, limit)
 
     def stop(self) -> None:
         """Shuts it down, as vLLM does at its end."""

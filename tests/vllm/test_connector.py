@@ -65,7 +65,7 @@ def test_persistent_memory_serves_the_next_process(model, said, shared_memory):
     tiers = host(64, **{"host.persist": str(shared_memory)})
     with Engine(model, **connector(tiers)) as engine:
         engine.generate(prompt(0, LENGTH))
-        engine.settle()
+        assert probe(engine, "drain")
         engine.kill()
     with Engine(model, **connector(tiers)) as engine:
         probe(engine, "watch")

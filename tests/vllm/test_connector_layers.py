@@ -48,7 +48,7 @@ def test_a_load_that_fails_while_the_engine_computes_is_computed_again(model, sa
     with Engine(model, **connector(tiers)) as engine:
         for number in range(4):
             engine.generate(prompt(number, LENGTH))
-        engine.settle()
+        assert probe(engine, "drain")
         engine.kill()
     spoil(shared_memory, every=7)
     with Engine(model, **connector(tiers, layerwise=True)) as engine:
