@@ -227,6 +227,9 @@ expect 'UCX is ready' state "$scratch/doctor.json" UCX ready
 expect 'POSIX is ready' state "$scratch/doctor.json" POSIX ready
 expect 'OBJ is off unless named' state "$scratch/doctor.json" OBJ disabled
 expect 'what nothing uses is told' grep -q 'UCX is on and nothing uses it' "$scratch/doctor.json"
+# As part of the whole, of which tests/run.sh has built it.
+expect 'spans say what NIXL measured' with_nixl KVBM_REQUIRE=nixl \
+    cargo test --quiet --profile "$profile" --workspace --exclude kvbm-bench --test spans nixl >&2
 
 # Exits with 2 and says so: variable, value, what the message holds.
 refused() {
