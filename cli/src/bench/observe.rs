@@ -1,8 +1,8 @@
 //! `kvbm bench observe`: what metrics and spans take from saves and loads.
 //!
-//! Rounds of the same work, in turns: nobody looks; metrics are served and read; a tracer takes the spans. What is compared is
-//! within one turn. Each round opens a manager of its own: where its memory happens to lie makes more of a difference than who
-//! looks, and so becomes noise.
+//! Rounds of the same work, in turns: nobody looks; metrics are read; a tracer takes the spans. What is compared is within one
+//! turn, and of one manager: where the memory of another happens to lie makes more of a difference than who looks. It counts in
+//! all of them, since managers always do, and serves its metrics, which costs nothing until somebody reads them.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -88,12 +88,13 @@ struct Row {
 
 pub(crate) fn run(args: &ObserveArgs) -> Result<ObserveReport, Failure> {
     let runtime = stop::runtime()?;
+    let bed = Bed::open(&runtime)?;
     let length = Duration::from_millis(args.round_ms);
     let mut samples: [Vec<Sample>; Watch::ALL.len()] = Default::default();
     for turn in 0..=args.rounds as usize {
         // Who goes first changes: what comes later in a turn meets another machine.
         for i in (0..Watch::ALL.len()).map(|i| (i + turn) % Watch::ALL.len()) {
-            let sample = round(&runtime, Watch::ALL[i], length)?;
+            let sample = bed.round(Watch::ALL[i], length)?;
             // The first turn warms up.
             if turn > 0 {
                 samples[i].push(sample);
@@ -103,19 +104,6 @@ pub(crate) fn run(args: &ObserveArgs) -> Result<ObserveReport, Failure> {
     let rows =
         Watch::ALL.iter().zip(&samples).map(|(&watch, own)| Row::of(watch, own, &samples[0])).collect();
     Ok(ObserveReport { rounds: args.rounds, round_ms: args.round_ms, rows })
-}
-
-fn round(runtime: &Runtime, watch: Watch, length: Duration) -> Result<Sample, Failure> {
-    let bed = Bed::open(runtime, watch == Watch::Metrics)?;
-    if watch != Watch::Spans {
-        return bed.time(length);
-    }
-    let tracer = Dispatch::new(tracing_subscriber::registry().with(LevelFilter::DEBUG));
-    let sample = tracing::dispatcher::with_default(&tracer, || bed.time(length));
-    drop(tracer);
-    // Else each span would go on asking whether somebody wants it.
-    tracing::callsite::rebuild_interest_cache();
-    sample
 }
 
 /// A round: blocks moved, how long it took, and the CPU time of all threads.
@@ -160,25 +148,35 @@ struct Bed<'a> {
 }
 
 impl<'a> Bed<'a> {
-    fn open(runtime: &'a Runtime, serves: bool) -> Result<Self, Failure> {
+    fn open(runtime: &'a Runtime) -> Result<Self, Failure> {
         let mut settings = Settings { block_bytes: Some(BLOCK_BYTES), ..Settings::default() };
         let slots = Some(Capacity::Blocks((CHAINS * CHAIN) as u64));
         (settings.device.capacity, settings.host.capacity) = (slots, slots);
         settings.device.backend = DeviceBackend::Emulated;
-        (settings.metrics.enabled, settings.metrics.port) = (serves, 0);
+        (settings.metrics.enabled, settings.metrics.port) = (true, 0);
         let manager = runtime.block_on(Manager::open(settings, Options::default()))?;
         let mut random = Random::new(11);
         let chains = (0..CHAINS).map(|_| random.chain(CHAIN)).collect();
-        let bed = Self { runtime, manager, chains };
-        // Memory is there from the second time on.
-        bed.turn()?;
-        Ok(bed)
+        Ok(Self { runtime, manager, chains })
     }
 
-    /// Moves blocks for so long. Metrics that are served are read once.
-    fn time(&self, length: Duration) -> Result<Sample, Failure> {
+    fn round(&self, watch: Watch, length: Duration) -> Result<Sample, Failure> {
+        if watch != Watch::Spans {
+            return self.time(length, watch == Watch::Metrics);
+        }
+        let tracer = Dispatch::new(tracing_subscriber::registry().with(LevelFilter::DEBUG));
+        let sample = tracing::dispatcher::with_default(&tracer, || self.time(length, false));
+        drop(tracer);
+        // Else each span would go on asking whether somebody wants it.
+        tracing::callsite::rebuild_interest_cache();
+        sample
+    }
+
+    /// Moves blocks for so long. Metrics are read once, if at all.
+    fn time(&self, length: Duration, reads: bool) -> Result<Sample, Failure> {
         let (began, cpu_before, mut blocks) = (clock::now(), cpu(), 0);
-        let reading = self.manager.serving_at().map(|address| self.runtime.spawn(read_metrics(address)));
+        let address = self.manager.serving_at().filter(|_| reads);
+        let reading = address.map(|address| self.runtime.spawn(read_metrics(address)));
         while began.elapsed() < length {
             blocks += self.turn()?;
         }
