@@ -41,6 +41,12 @@ def kvbm(place: Path, chunks: int) -> dict:
     return {"type": "KvbmTier", "module_path": "kvbm_rs.vllm.tier", "weights": "made up", **disk}
 
 
+def kvbm_dram(place: Path, chunks: int) -> dict:
+    """As `kvcr` keeps blocks: in DRAM alone."""
+    dram = {"host.capacity": f"{2 * chunks} blocks"}
+    return {"type": "KvbmTier", "module_path": "kvbm_rs.vllm.tier", "weights": "made up", **dram}
+
+
 def fs(place: Path, chunks: int) -> dict:
     return {"type": "fs", "root_dir": str(place)}
 
@@ -60,7 +66,7 @@ def kvcr(place: Path, chunks: int) -> dict:
 def contenders() -> dict:
     """`kvcr` where it is installed: pip install --no-deps kvcr==0.1.1 nixl==1.5.0 nixl-cu12==1.5.0 nixl-cu13==1.5.0"""
     found = {"kvbm": kvbm, "fs": fs}
-    return found | {"kvcr": kvcr} if importlib.util.find_spec("kvcr") else found
+    return found | {"kvcr": kvcr, "kvbm_dram": kvbm_dram} if importlib.util.find_spec("kvcr") else found
 
 
 def put_and_get(below: Offloading, number: int, chunks: int) -> tuple[float, float]:
@@ -171,21 +177,23 @@ def told(speeds: dict, lookups: dict) -> dict:
             for (name, of), taken in speeds.items()
             if of == row
         }
-        over = {
-            name: [median(a[way] / b[way] for a, b in zip(speeds["kvbm", row], speeds[name, row])) for way in (0, 1)]
-            for name in mib
-        }
-        ratios = over["fs"]
+
+        def over(ours: str, other: str) -> list[float]:
+            pairs = zip(speeds[ours, row], speeds[other, row])
+            return [median(ratios) for ratios in zip(*([a / b for a, b in zip(*pair)] for pair in pairs))]
+
+        ratios = over("kvbm", "fs")
+        over_kvcr = over("kvbm_dram", "kvcr") if "kvcr" in mib else []
         for way, ratio, wanted in zip(("put", "get"), ratios, WANTED[row]):
             if ratio < wanted:
                 short.append(f"{way} of {row >> 10} KiB")
-        for way, ratio in zip(("put", "get"), over.get("kvcr", ())):
+        for way, ratio in zip(("put", "get"), over_kvcr):
             if ratio < WANTED_OVER_KVCR:
                 short.append(f"{way} of {row >> 10} KiB over kvcr")
         figures[f"{row >> 10}KiB"] = {
             "put_over_fs": round(ratios[0], 2),
             "get_over_fs": round(ratios[1], 2),
-            "over_kvcr": [round(ratio, 2) for ratio in over.get("kvcr", ())],
+            "over_kvcr": [round(ratio, 2) for ratio in over_kvcr],
             "put_mib_s": {name: speed[0] for name, speed in mib.items()},
             "get_mib_s": {name: speed[1] for name, speed in mib.items()},
         }
