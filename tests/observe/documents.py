@@ -1,6 +1,7 @@
 """What dashboards, rules and documentation say, read for tests."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DASHBOARDS = ROOT / "docs/dashboards"
 RULES = ROOT / "docs/alerts/rules.yml"
 PAGE = ROOT / "kvbm/src/serve/page"
+# Built by tests/observe.sh.
+KVBM = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / os.environ.get("KVBM_PROFILE", "checked") / "kvbm"
 # Names that a query has of its own: our metrics, and those that a rule records.
 METRIC = re.compile(r"\b(kvbm[_:][\w:]+)(\{[^}]*\})?")
 MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')

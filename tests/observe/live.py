@@ -237,7 +237,8 @@ def watch(kvbm: str, trace: str, place: Path) -> dict:
         "--host-blocks=600",
         "--disk-blocks=3000",
         "--speed=10",
-        "--concurrency=8",
+        # So many copies are under way when the disk hangs that the alert of copies that fail is due.
+        "--concurrency=32",
         "--requests=9000",
     ]
     faults = [f"--fault={CHANGED}", f"--fault=disk:hang@{CALM}s+{HANG}s"]

@@ -5,13 +5,12 @@ import re
 import shutil
 import subprocess
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
 
 import documents
-from documents import ROOT
+from documents import KVBM, ROOT
 
 DEPLOY = ROOT / "docs/deploy"
 MANIFESTS = [
@@ -19,7 +18,6 @@ MANIFESTS = [
     for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
     for manifest in yaml.safe_load_all(path.read_text())
 ]
-KVBM = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / os.environ.get("KVBM_PROFILE", "checked") / "kvbm"
 
 
 def of_kind(kind: str) -> dict:

@@ -6,15 +6,13 @@ import pty
 import select
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
-import documents
+from documents import KVBM
 from stub import Stub
 
-TARGET = Path(os.environ.get("CARGO_TARGET_DIR", documents.ROOT / "target"))
-KVBM = TARGET / os.environ.get("KVBM_PROFILE", "checked") / "kvbm"
+pytestmark = pytest.mark.skipif(not KVBM.exists(), reason=f"{KVBM} is not built")
 
 
 class Terminal:
@@ -54,7 +52,6 @@ class Terminal:
         self.hang_up()
 
 
-@pytest.mark.skipif(not KVBM.exists(), reason="kvbm is not built")
 @pytest.mark.parametrize("key", ["q", "\x03"], ids=["q", "ctrl-c"])
 def test_it_draws_until_a_key_ends_it(key):
     with Stub() as stub, contextlib.closing(Terminal(str(KVBM), "top", "--url", stub.url)) as terminal:
@@ -66,7 +63,6 @@ def test_it_draws_until_a_key_ends_it(key):
         assert terminal.process.wait(10) == 0
 
 
-@pytest.mark.skipif(not KVBM.exists(), reason="kvbm is not built")
 def test_it_waits_for_a_process_that_is_gone():
     with Stub() as stub:
         terminal = Terminal(str(KVBM), "top", "--url", stub.url)
@@ -79,7 +75,6 @@ def test_it_waits_for_a_process_that_is_gone():
         assert terminal.process.wait(10) == 0
 
 
-@pytest.mark.skipif(not KVBM.exists(), reason="kvbm is not built")
 def test_it_ends_with_its_terminal():
     with Stub() as stub, contextlib.closing(Terminal(str(KVBM), "top", "--url", stub.url)) as terminal:
         assert terminal.shows("host>disk"), terminal.drawn

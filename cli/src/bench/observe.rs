@@ -4,6 +4,7 @@
 //! turn, and of one manager: where the memory of another happens to lie makes more of a difference than who looks. It counts in
 //! all of them, since managers always do, and serves its metrics, which costs nothing until somebody reads them.
 
+use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -181,7 +182,7 @@ impl<'a> Bed<'a> {
             blocks += self.turn()?;
         }
         if let Some(reading) = reading {
-            let read = self.runtime.block_on(reading).expect("it does not panic");
+            let read = self.runtime.block_on(reading).map_err(io::Error::other).flatten();
             read.map_err(|error| Failure::unusable(format!("cannot read the metrics: {error}")))?;
         }
         let cpu_s = cpu().saturating_sub(cpu_before).as_secs_f64();
@@ -216,7 +217,7 @@ fn cpu() -> Duration {
     Duration::new(time.tv_sec.cast_unsigned(), time.tv_nsec as u32)
 }
 
-async fn read_metrics(address: SocketAddr) -> std::io::Result<usize> {
+async fn read_metrics(address: SocketAddr) -> io::Result<usize> {
     let mut stream = TcpStream::connect(address).await?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: kvbm\r\nConnection: close\r\n\r\n").await?;
     stream.read_to_end(&mut Vec::new()).await

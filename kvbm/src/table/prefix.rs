@@ -191,7 +191,7 @@ impl Table {
         let hint = self.boundary_hints.find(chain);
         let by_index = self.search(chain, hint, |_, hash, first| self.index.residence(hash, first));
         let mut found = self.confirm(chain, by_index).unwrap_or_else(|| {
-            // Records are sure, at one more cache miss for each probe; once in millions of matches.
+            // Records are sure, at one more cache miss for each probe. Two blocks share a tag once in millions of matches.
             let by_record = self.search(chain, None, |position, hash, first| {
                 let key = chain.key(position as usize);
                 let found = self.index.find(hash, first, |r| self.records.at(r).is(key));
