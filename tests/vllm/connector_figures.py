@@ -3,9 +3,9 @@
     python tests/vllm/connector_figures.py [--rounds N]
 
 A model of 12 layers with made-up weights in bf16, a prompt of 2,050 tokens, medians. `ttft` is what the first token takes
-(`layers`: from the host tier, layer by layer); ratios to a hit in the engine's own cache are of a round each. `load` is a load of the prompt's blocks from the host tier beside
-`memcpy` of the same bytes by as many threads; `decode` is generated tokens a second with saving on, beside an engine without
-connector, in turns.
+(`layers`: from the host tier, layer by layer); ratios to a hit in the engine's own cache are of a round each. `load` is a load
+of the prompt's blocks from the host tier beside `memcpy` of the same bytes by as many threads; `decode` is generated tokens a
+second with saving on, beside an engine without connector, in turns.
 """
 
 import argparse

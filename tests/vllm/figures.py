@@ -34,17 +34,16 @@ WANTED = {64 << 10: (1.3, 1.3), 1 << 20: (1.3, 1.0), 4 << 20: (1.3, 1.0)}
 WANTED_LOOK_UP = 20.0
 # Of puts and gets over NVIDIA's `kvcr`.
 WANTED_OVER_KVCR = 3.0
+OURS = {"type": "KvbmTier", "module_path": "kvbm_rs.vllm.tier", "weights": "made up"}
 
 
 def kvbm(place: Path, chunks: int) -> dict:
-    disk = {"disk.capacity": f"{chunks} blocks", "disk.dirs": str(place)}
-    return {"type": "KvbmTier", "module_path": "kvbm_rs.vllm.tier", "weights": "made up", **disk}
+    return {**OURS, "disk.capacity": f"{chunks} blocks", "disk.dirs": str(place)}
 
 
 def kvbm_dram(place: Path, chunks: int) -> dict:
     """As `kvcr` keeps blocks: in DRAM alone."""
-    dram = {"host.capacity": f"{2 * chunks} blocks"}
-    return {"type": "KvbmTier", "module_path": "kvbm_rs.vllm.tier", "weights": "made up", **dram}
+    return {**OURS, "host.capacity": f"{2 * chunks} blocks"}
 
 
 def fs(place: Path, chunks: int) -> dict:
@@ -179,8 +178,8 @@ def told(speeds: dict, lookups: dict) -> dict:
         }
 
         def over(ours: str, other: str) -> list[float]:
-            pairs = zip(speeds[ours, row], speeds[other, row])
-            return [median(ratios) for ratios in zip(*([a / b for a, b in zip(*pair)] for pair in pairs))]
+            pairs = list(zip(speeds[ours, row], speeds[other, row]))
+            return [median(a[way] / b[way] for a, b in pairs) for way in (0, 1)]
 
         ratios = over("kvbm", "fs")
         over_kvcr = over("kvbm_dram", "kvcr") if "kvcr" in mib else []
