@@ -5,8 +5,10 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::fmt;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
+use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, LazyLock};
@@ -225,6 +227,8 @@ impl fmt::Debug for CuFile {
 pub(super) struct Handle {
     cufile: Arc<CuFile>,
     handle: CUfileHandle_t,
+    /// What cuFile has of it; it stays open as long as the handle lives.
+    _file: File,
 }
 
 // SAFETY: cuFile's functions may be called from any thread.
@@ -233,8 +237,8 @@ unsafe impl Send for Handle {}
 unsafe impl Sync for Handle {}
 
 impl Handle {
-    /// The file stays open as long as the handle lives: who owns both sees to it.
     pub(super) fn new(cufile: &Arc<CuFile>, file: BorrowedFd<'_>) -> Result<Self, String> {
+        let file = open_plainly(file).map_err(|error| format!("it cannot be opened again: {error}"))?;
         let mut description = CUfileDescr_t {
             type_: CUfileFileHandleType::CU_FILE_HANDLE_TYPE_OPAQUE_FD,
             handle: cudarc::cufile::sys::CUfileDescr_t__bindgen_ty_1 { fd: file.as_raw_fd() },
@@ -243,7 +247,7 @@ impl Handle {
         let mut handle = std::ptr::null_mut();
         // SAFETY: both pointers are valid for the call.
         unsafe { (cufile.register_file)(&raw mut handle, &raw mut description) }.result()?;
-        Ok(Self { cufile: Arc::clone(cufile), handle })
+        Ok(Self { cufile: Arc::clone(cufile), handle, _file: file })
     }
 
     /// Reads from the file to device memory; returns the number of bytes.
@@ -278,7 +282,7 @@ impl Handle {
             unsafe { transfer(self.handle, base, bytes, at as libc::off_t, place.offset as libc::off_t) };
         match moved {
             0.. => Ok(moved as usize),
-            -1 => Err(std::io::Error::last_os_error().to_string()),
+            -1 => Err(io::Error::last_os_error().to_string()),
             error => Err(format!("cuFile error {}", -error)),
         }
     }
@@ -289,6 +293,13 @@ impl Drop for Handle {
         // SAFETY: registered once, deregistered once.
         unsafe { (self.cufile.deregister_file)(self.handle) };
     }
+}
+
+/// The same file, opened once more: cuFile refuses those that were opened without a name (`O_TMPFILE`) or not through
+/// links (`O_NOFOLLOW`), as slot files are, with `CU_FILE_INVALID_FILE_OPEN_FLAG` (5019).
+fn open_plainly(file: BorrowedFd<'_>) -> io::Result<File> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    OpenOptions::new().read(true).write(true).custom_flags(libc::O_DIRECT).open(path)
 }
 
 /// Where bytes lie in device memory.

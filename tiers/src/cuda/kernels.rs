@@ -297,9 +297,15 @@ mod tests {
         match probe().nvrtc.ready() {
             Err(why) => skip("nvrtc", &why),
             Ok(()) => {
-                let ptx = compile(ARCHITECTURE).unwrap().into_string().unwrap();
+                let blesses = std::env::var_os("KVBM_BLESS").is_some();
+                let ptx = match compile(ARCHITECTURE) {
+                    // From CUDA 13 on there is nothing older than Turing.
+                    Err(why) if !blesses && why.contains("invalid value") => compile("compute_75").unwrap(),
+                    compiled => compiled.unwrap(),
+                };
+                let ptx = ptx.into_string().unwrap();
                 assert_eq!(entries(&ptx), names);
-                if std::env::var_os("KVBM_BLESS").is_some() {
+                if blesses {
                     let home = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels.ptx");
                     return std::fs::write(home, format!("{}\n{ptx}", stamp())).unwrap();
                 }

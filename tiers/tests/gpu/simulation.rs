@@ -1,5 +1,6 @@
 //! Runs tests of this binary in child processes that find simulated libraries in place of NVIDIA's.
 
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{fs, io};
@@ -79,7 +80,8 @@ fn run(fault: &str, flags: &str, arguments: &[&str]) {
     assert!(!said.contains("running 0 tests"), "{fault}: {arguments:?} names no test");
 }
 
-/// The libraries, each with its source.
+/// The libraries, each with its source. Where NVIDIA's are installed they also lie there without a version, which is the
+/// name that is looked for first: the simulated ones must have it too.
 const LIBRARIES: [(&str, &str); 2] = [
     ("libcuda.so.1", include_str!("../simulated/cuda.cpp")),
     ("libcufile.so.0", include_str!("../simulated/cufile.cpp")),
@@ -90,7 +92,7 @@ fn libraries(flags: &str) -> io::Result<PathBuf> {
     let sources = [KERNEL_SOURCE, flags].into_iter().chain(LIBRARIES.map(|(_, source)| source));
     let sum = checksum(sources.collect::<String>().as_bytes());
     let shared = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let home = shared.join(format!("simulated-{sum:08x}"));
+    let home = shared.join(format!("simulated-gpu-{sum:08x}"));
     if !home.exists() {
         fs::create_dir_all(shared)?;
         let scratch = tempfile::tempdir_in(shared)?;
@@ -119,6 +121,7 @@ fn compile(home: &Path, flags: &str) -> io::Result<()> {
         compiler.arg(format!("-DKERNELS=\"{}\"", kernels.display())).args(flags.split_whitespace());
         let output = compiler.arg(&path).arg("-o").arg(home.join(library)).arg("-lpthread").output()?;
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        symlink(library, home.join(library).with_extension(""))?;
     }
     Ok(())
 }

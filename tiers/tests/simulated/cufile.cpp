@@ -1,6 +1,6 @@
 // cuFile for tests on machines without GPUDirect Storage: the simulated GPU's memory is the CPU's, so reads and
-// writes are ordinary ones. It insists on what cuFile insists on: registered files, offsets into buffers that are
-// registered. KVBM_SIMULATED names a fault: cufile-hangs, cufile-fails, cufile-compatible, cufile-short,
+// writes are ordinary ones. It insists on what cuFile insists on: registered files, opened with no more flags than it
+// takes (as seen of cuFile 1.15), offsets into buffers that are registered. KVBM_SIMULATED names a fault: cufile-hangs, cufile-fails, cufile-compatible, cufile-short,
 // cufile-no-files, cufile-pins-little. `simulated_transfers_at_once` is for tests.
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <fcntl.h>
 #include <map>
 #include <mutex>
 #include <string>
@@ -58,6 +59,9 @@ API Status cuFileDriverGetProperties(Properties *properties) {
 }
 API Status cuFileHandleRegister(void **handle, Description *description) {
     if (description->type != 1 || fault("cufile-no-files")) return {5018, 0};
+    const int flags = fcntl(description->fd, F_GETFL);
+    if (flags & (O_TMPFILE | O_NOFOLLOW | O_APPEND | O_NONBLOCK)) return {5019, 0};
+    if (!(flags & O_DIRECT)) return {5020, 0};
     *handle = new int(description->fd);
     return {0, 0};
 }
