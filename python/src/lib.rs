@@ -31,6 +31,7 @@ mod buffer;
 mod chain;
 mod errors;
 mod events;
+mod fence;
 mod fingerprint;
 mod hints;
 mod hybrid;

@@ -12,13 +12,14 @@ use pyo3::types::PyDict;
 use crate::chain::Chain;
 use crate::errors::{classes, of_manager};
 use crate::events::Events;
+use crate::fence::{Behind, fence};
 use crate::fingerprint::fingerprint;
 use crate::hints::{Hints, request_info};
 use crate::hybrid::{self, CacheGroup, HybridLease, HybridLoad, HybridSave, Named};
 use crate::memory::EngineMemory;
 use crate::settings::Settings;
 use crate::stats::{Samples, samples};
-use crate::transfer::{Load, READY, Save, duration};
+use crate::transfer::{Load, Save, duration};
 
 /// Keeps an engine's KV blocks in tiers of DRAM, disk and objects, and gives them back.
 ///
@@ -133,17 +134,27 @@ impl Manager {
     }
 
     /// Copies the blocks from position `first` on that `lease` holds into `slots`, which nobody else may use until it has
-    /// ended. The lease is used up.
-    fn load_into(&self, py: Python<'_>, lease: &mut Lease, first: usize, slots: Vec<u32>) -> PyResult<Load> {
+    /// ended. Work on a GPU that still uses the slots is behind `after`, a `torch.cuda.Event`. The lease is used up.
+    #[pyo3(signature = (lease, first, slots, *, after=None))]
+    fn load_into(
+        &self,
+        py: Python<'_>,
+        lease: &mut Lease,
+        first: usize,
+        slots: Vec<u32>,
+        after: Option<Behind>,
+    ) -> PyResult<Load> {
         let taken = lease.take()?;
         let slots: Vec<_> = slots.into_iter().map(SlotId).collect();
         let blocks = first..first.saturating_add(slots.len());
-        Ok(Load(py.detach(|| self.manager.load_into(taken, blocks, &slots, READY))))
+        Ok(Load(py.detach(|| self.manager.load_into(taken, blocks, &slots, fence(after)))))
     }
 
     /// Copies successive blocks of `chain`, from position `first` on, out of `slots`, which must not change until it has
-    /// ended. Those that are there already are not copied again; what has no block before it there is not kept.
-    #[pyo3(signature = (chain, first, slots, *, request=None, hints=None))]
+    /// ended. Those that are there already are not copied again; what has no block before it there is not kept. Work on a
+    /// GPU that still fills the slots is before `ready`, a `torch.cuda.Event`.
+    #[pyo3(signature = (chain, first, slots, *, request=None, hints=None, ready=None))]
+    #[allow(clippy::too_many_arguments, reason = "they have names in Python")]
     fn save_from(
         &self,
         py: Python<'_>,
@@ -152,30 +163,36 @@ impl Manager {
         slots: Vec<u32>,
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
+        ready: Option<Behind>,
     ) -> Save {
         let info = request_info(request, hints.map(Bound::get));
         let slots: Vec<_> = slots.into_iter().map(SlotId).collect();
         let end = first.saturating_add(slots.len()).min(chain.0.len());
-        Save(py.detach(|| self.manager.save_from(info, &chain.0[..end], first, &slots, READY)))
+        Save(py.detach(|| self.manager.save_from(info, &chain.0[..end], first, &slots, fence(ready))))
     }
 
     /// Copies what `lease` holds into an engine's slots, which nobody else may use until it has ended. `slots` has of each
     /// cache group its number, the position of the first block and a slot for each from there to the lease's last one:
-    /// `HybridLease.wanted` says from where on, or later. The lease is used up.
+    /// `HybridLease.wanted` says from where on, or later. Work on a GPU that still uses the slots is behind `after`, a
+    /// `torch.cuda.Event`. The lease is used up.
+    #[pyo3(signature = (lease, slots, *, after=None))]
     fn load_hybrid(
         &self,
         py: Python<'_>,
         lease: &mut HybridLease,
         slots: Vec<hybrid::Slots>,
+        after: Option<Behind>,
     ) -> PyResult<HybridLoad> {
         let (taken, named) = (lease.take()?, Named::new(slots));
-        Ok(HybridLoad(py.detach(|| self.manager.load_hybrid(taken, &named.slots(), &READY))))
+        Ok(HybridLoad(py.detach(|| self.manager.load_hybrid(taken, &named.slots(), &fence(after)))))
     }
 
     /// Copies what a request has computed of `chain` out of `slots`, which must not change until it has ended: of full
     /// attention the blocks, of the other cache groups checkpoints. `slots` has of each group its number, the position of
     /// the first block and a slot for each from there on. With `is_end` a prompt or a turn ends with the last one of group 0.
-    #[pyo3(signature = (chain, slots, *, is_end=false, request=None, hints=None))]
+    /// Work on a GPU that still fills the slots is before `ready`, a `torch.cuda.Event`.
+    #[pyo3(signature = (chain, slots, *, is_end=false, request=None, hints=None, ready=None))]
+    #[allow(clippy::too_many_arguments, reason = "they have names in Python")]
     fn save_hybrid(
         &self,
         py: Python<'_>,
@@ -184,12 +201,13 @@ impl Manager {
         is_end: bool,
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
+        ready: Option<Behind>,
     ) -> HybridSave {
         let info = request_info(request, hints.map(Bound::get));
         let named = Named::new(slots);
         let slots = named.slots();
         let chain = &chain.0[..named.end_of_full().min(chain.0.len())];
-        let save = kvbm::HybridSave { info, chain, slots: &slots, is_end, ready: READY };
+        let save = kvbm::HybridSave { info, chain, slots: &slots, is_end, ready: fence(ready) };
         HybridSave(py.detach(|| self.manager.save_hybrid(&save)))
     }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvbm::{Fence, Loaded, Saved, Transfer, Writers};
+use kvbm::{Loaded, Saved, Transfer, Writers};
 use pyo3::prelude::*;
 
 use crate::errors::of_manager;
@@ -114,9 +114,6 @@ impl SaveEnd {
         Self { blocks, copied, duplicates, orphans, declined, refused, failed }
     }
 }
-
-/// What the engine's work on the slots must come before: work on the CPU has ended when the engine says so.
-pub(crate) const READY: Fence = Fence::Done;
 
 pub(crate) fn ended<T, E>(answer: Option<kvbm::Result<T>>, end: impl FnOnce(T) -> E) -> PyResult<Option<E>> {
     answer.transpose().map(|answer| answer.map(end)).map_err(|error| of_manager(&error))

@@ -37,6 +37,14 @@ impl Fence {
         Self::Event(EventFence { handle, _keeper: None })
     }
 
+    /// As [`event`](Self::event), with what keeps the event: it is dropped when nobody waits for it any more.
+    ///
+    /// # Safety
+    /// As for [`event`](Self::event), but the handle lives as long as its keeper.
+    pub unsafe fn event_of(handle: u64, keeper: impl Any + Send + Sync) -> Self {
+        Self::Event(EventFence::kept(handle, Arc::new(keeper)))
+    }
+
     /// Whether nobody needs to wait, as far as can be told without asking a GPU.
     pub fn is_done(&self) -> bool {
         match self {
@@ -51,12 +59,11 @@ impl Fence {
 #[derive(Clone)]
 pub struct EventFence {
     handle: u64,
-    /// Keeps an event of our own.
+    /// Keeps the event, where its owner has left that to us.
     _keeper: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl EventFence {
-    #[cfg(feature = "cuda")]
     pub(crate) fn kept(handle: u64, keeper: Arc<dyn Any + Send + Sync>) -> Self {
         Self { handle, _keeper: Some(keeper) }
     }

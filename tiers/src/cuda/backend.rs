@@ -10,11 +10,12 @@ use std::time::Duration;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use cudarc::driver::result::DriverError;
 
-use super::driver::{Event, Gpu, Pinned, Registration, Stream, ends_the_context, failed};
+use super::driver::{Event, Gpu, Registration, Stream, Table, ends_the_context, failed};
 use super::kernels::{KernelOrigin, Kernels};
+use super::rows::{Rows, rows};
 use crate::backend::Backend;
 use crate::clock;
-use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
 use crate::device::{DeviceRegion, Space};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fence::{Fence, Fences, Mark};
@@ -39,9 +40,21 @@ struct Batch {
     done: Done,
 }
 
-/// Pieces smaller than this on average are copied by the kernel: a copy engine needs microseconds for each, in
-/// which a link to the host moves about this much.
-const SMALL_PIECE: usize = 128 << 10;
+/// How pieces that are no rows cross in one direction. Measured on an H100 (docs/gpu.md): copy engines cost the engine's
+/// kernels nothing, but need a moment for each piece; our kernel does not, but takes room from the engine's, and what
+/// writes to the host at full speed keeps all others from the GPU's memory, the more the more of it is under way.
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    /// Pieces smaller than this on average are copied by the kernel, where one call starts many copies.
+    small: usize,
+    /// By so many groups of threads: the fewest that fill the link.
+    groups: u32,
+}
+
+const TO_GPU: Way = Way { small: 32 << 10, groups: 4 };
+const FROM_GPU: Way = Way { small: 16 << 10, groups: 2 };
+/// As `Way::small`, where each copy takes a call of its own: in its microseconds a link moves about this much.
+const SMALL_ALONE: usize = 256 << 10;
 /// From so many pieces on, one call for all is worth its preparation.
 const MANY_PIECES: usize = 4;
 /// Pieces that one launch of the kernel takes, unless a single block has more.
@@ -63,8 +76,8 @@ impl CudaBackend {
         let routes = [(memory.tier(), Tier::Device), (Tier::Device, memory.tier())];
         let host = Arc::new(Registration::new(gpu, memory)?);
         let kernels = Arc::new(Kernels::load(gpu)?);
-        let start = |name: &str| Lane::start(name, gpu, &host, device, &kernels);
-        let lanes = [start("kvbm-to-gpu")?, start("kvbm-from-gpu")?];
+        let start = |name: &str, way| Lane::start(name, way, gpu, &host, device, &kernels);
+        let lanes = [start("kvbm-to-gpu", TO_GPU)?, start("kvbm-from-gpu", FROM_GPU)?];
         Ok(Self { routes, lanes, origin: kernels.origin().clone() })
     }
 
@@ -139,6 +152,7 @@ impl Batch {
 
 /// One direction.
 struct Lane {
+    way: Way,
     gpu: Gpu,
     stream: Stream,
     host: Arc<Registration>,
@@ -149,9 +163,22 @@ struct Lane {
     idle: Vec<Desk>,
     /// Operations that a flight takes.
     grain: usize,
+    /// The pieces of a block, if they are rows.
+    rows: Vec<Rows>,
     /// Of the flight that is being started.
+    blocks: Vec<Ends>,
     pieces: Vec<Piece>,
     call: Call,
+}
+
+/// Where a block crosses.
+#[derive(Clone, Copy)]
+struct Ends {
+    /// Its address in host memory.
+    host: usize,
+    /// Its slot on the GPU.
+    slot: SlotId,
+    is_to_gpu: bool,
 }
 
 /// The arguments of a call that starts many copies.
@@ -165,7 +192,7 @@ struct Call {
 /// What a flight needs.
 struct Desk {
     /// What the kernel reads, if it copies.
-    table: Pinned<Piece>,
+    table: Table<Piece>,
     /// Not reported yet, with their places in the batch.
     indices: Vec<usize>,
 }
@@ -190,12 +217,13 @@ impl Lane {
     /// must not hang whoever drops the backend.
     fn start(
         name: &str,
+        way: Way,
         gpu: &Gpu,
         host: &Arc<Registration>,
         device: &Arc<DeviceRegion>,
         kernels: &Arc<Kernels>,
     ) -> Result<Sender<Batch>, SetupError> {
-        let lane = Self::new(gpu, host, device, kernels)?;
+        let lane = Self::new(way, gpu, host, device, kernels)?;
         let (batches, incoming) = crossbeam_channel::unbounded();
         let (tell, told) = mpsc::sync_channel(1);
         let serve = move || lane.serve(&incoming, &tell);
@@ -210,24 +238,28 @@ impl Lane {
     }
 
     fn new(
+        way: Way,
         gpu: &Gpu,
         host: &Arc<Registration>,
         device: &Arc<DeviceRegion>,
         kernels: &Arc<Kernels>,
     ) -> Result<Self, SetupError> {
         let parts = device.segments().parts().len();
-        let desk = |_| Ok(Desk { table: Pinned::new(gpu, TABLE_PIECES.max(parts))?, indices: Vec::new() });
-        let idle: Result<_, _> = (0..DESKS).map(desk).collect();
+        let desk = |_| Ok(Desk { table: Table::new(gpu, TABLE_PIECES.max(parts))?, indices: Vec::new() });
+        let idle: Result<_, SetupError> = (0..DESKS).map(desk).collect();
         gpu.reserve_events(DESKS).map_err(|error| failed("no events", error))?;
         Ok(Self {
+            way,
             gpu: gpu.clone(),
             stream: Stream::new(gpu)?,
             host: Arc::clone(host),
             device: Arc::clone(device),
             kernels: Arc::clone(kernels),
             flights: VecDeque::with_capacity(DESKS),
-            idle: idle.map_err(|error| failed("no locked memory", error))?,
+            idle: idle?,
             grain: (TABLE_PIECES / parts).max(1),
+            rows: rows(device.segments().parts()),
+            blocks: Vec::new(),
             pieces: Vec::new(),
             call: Call::default(),
         })
@@ -293,14 +325,15 @@ impl Lane {
     /// at once.
     fn launch_flight(&mut self, first: usize, ops: &[CopyOp], done: &Done, mark: Option<Mark>) {
         let mut desk = self.desk();
-        self.pieces.clear();
+        self.blocks.clear();
         for (index, op) in ops.iter().enumerate() {
-            let mut all = std::mem::take(&mut self.pieces);
-            match self.pieces(op, &mut all) {
-                Ok(()) => desk.indices.push(first + index),
+            match self.ends(op) {
+                Ok(ends) => {
+                    self.blocks.push(ends);
+                    desk.indices.push(first + index);
+                }
                 Err(error) => report(done, first + index, Err(error)),
             }
-            self.pieces = all;
         }
         let event = match Event::new(&self.gpu) {
             Ok(event) if !desk.indices.is_empty() => Arc::new(event),
@@ -332,33 +365,74 @@ impl Lane {
         }
     }
 
-    /// Appends what an operation comes down to.
-    fn pieces(&self, op: &CopyOp, all: &mut Vec<Piece>) -> Result<(), CopyError> {
+    /// Where an operation's block is, and goes.
+    fn ends(&self, op: &CopyOp) -> Result<Ends, CopyError> {
         let memory = self.host.memory();
-        let (ours, theirs, out) = match op.route() {
+        let (ours, theirs, is_to_gpu) = match op.route() {
             (from, Tier::Device) if from == memory.tier() => (op.from, op.to, true),
             (Tier::Device, to) if to == memory.tier() => (op.to, op.from, false),
             _ => return Err(no_such_slot(op.from)),
         };
         let whole = memory.slot(ours.slot).ok_or_else(|| no_such_slot(ours))?;
-        let device = self.device.segments().segments(theirs.slot).ok_or_else(|| no_such_slot(theirs))?;
-        let host = Segment { address: whole.addr().get(), bytes: memory.block_bytes() };
-        if out {
-            all.extend(pieces(std::iter::once(host), device));
-        } else {
+        if theirs.slot.0 >= self.device.segments().slots() {
+            return Err(no_such_slot(theirs));
+        }
+        if !is_to_gpu {
             forget_checksum(&**memory, ours.slot);
-            all.extend(pieces(device, std::iter::once(host)));
+        }
+        Ok(Ends { host: whole.addr().get(), slot: theirs.slot, is_to_gpu })
+    }
+
+    /// Starts the copies of `blocks`.
+    fn copy(&mut self, table: &mut Table<Piece>) -> Result<(), DriverError> {
+        if !self.rows.is_empty() {
+            match self.copy_rows() {
+                Err(error) if !ends_the_context(error) => {
+                    tracing::warn!(%error, "the driver does not copy blocks as rows: they go by pieces from now on");
+                    self.rows.clear();
+                }
+                outcome => return outcome,
+            }
+        }
+        self.cut();
+        self.copy_pieces(table)
+    }
+
+    fn copy_rows(&self) -> Result<(), DriverError> {
+        for &Ends { host, slot, is_to_gpu } in &self.blocks {
+            for rows in &self.rows {
+                let (here, there) = ((host + rows.offset, rows.step), (rows.address(slot), rows.pitch));
+                let (from, to) = if is_to_gpu { (here, there) } else { (there, here) };
+                // SAFETY: pieces of blocks whose slots are the operations' until the event behind has passed.
+                unsafe { self.stream.copy_rows(from, to, rows.bytes, rows.count) }?;
+            }
         }
         Ok(())
     }
 
-    /// Starts the copies of `pieces`.
-    fn copy(&mut self, table: &mut Pinned<Piece>) -> Result<(), DriverError> {
+    /// Cuts the blocks into pieces.
+    fn cut(&mut self) {
+        self.pieces.clear();
+        let segments = self.device.segments();
+        for &Ends { host, slot, is_to_gpu } in &self.blocks {
+            let here = std::iter::once(Segment { address: host, bytes: segments.block_bytes() });
+            let there = segments.segments(slot).into_iter().flatten();
+            if is_to_gpu {
+                self.pieces.extend(pieces(here, there));
+            } else {
+                self.pieces.extend(pieces(there, here));
+            }
+        }
+    }
+
+    fn copy_pieces(&mut self, table: &mut Table<Piece>) -> Result<(), DriverError> {
         let bytes: usize = self.pieces.iter().map(|piece| piece.bytes).sum();
-        if self.pieces.len() >= MANY_PIECES && bytes / self.pieces.len() < SMALL_PIECE {
+        let batches = self.gpu.copies_batches();
+        let small = if batches { self.way.small } else { SMALL_ALONE };
+        if self.pieces.len() >= MANY_PIECES && bytes / self.pieces.len() < small {
             return self.copy_by_kernel(table);
         }
-        if self.pieces.len() >= MANY_PIECES && self.gpu.copies_batches() {
+        if self.pieces.len() >= MANY_PIECES && batches {
             return self.copy_in_one_call();
         }
         let copy = |piece: &Piece| {
@@ -382,13 +456,15 @@ impl Lane {
         unsafe { self.stream.copy_all(from, to, bytes) }
     }
 
-    fn copy_by_kernel(&mut self, table: &mut Pinned<Piece>) -> Result<(), DriverError> {
+    fn copy_by_kernel(&mut self, table: &mut Table<Piece>) -> Result<(), DriverError> {
         for place in 0..self.pieces.len() {
             self.pieces[place] = self.mapped(&self.pieces[place]);
         }
-        table.write(&self.pieces);
-        // SAFETY: as in `copy`; the flight keeps the table.
-        unsafe { self.kernels.copy_pieces(&self.stream, table.address(), self.pieces.len()) }
+        // SAFETY: as in `copy`; the flight keeps the table, which no other has meanwhile.
+        unsafe {
+            let pieces = table.fill(&self.stream, &self.pieces)?;
+            self.kernels.copy_pieces(&self.stream, pieces, self.pieces.len(), self.way.groups)
+        }
     }
 
     /// The piece with its host end as kernels address it.

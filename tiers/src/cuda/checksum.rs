@@ -2,7 +2,7 @@
 
 use parking_lot::Mutex;
 
-use super::driver::{DeviceMemory, Gpu, Pinned, Stream, failed};
+use super::driver::{DeviceMemory, Gpu, Pinned, Stream, Table, failed};
 use super::kernels::{Kernels, Summand, checksum_of_zeroes};
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
 use crate::device::DeviceRegion;
@@ -21,7 +21,7 @@ pub struct DeviceChecksum {
 #[derive(Debug)]
 struct Desk {
     stream: Stream,
-    table: Pinned<Summand>,
+    table: Table<Summand>,
     sum: DeviceMemory,
     result: Pinned<u32>,
 }
@@ -77,7 +77,7 @@ impl Desk {
         let refused = |error| failed("no locked memory", error);
         Ok(Self {
             stream: Stream::new(gpu)?,
-            table: Pinned::new(gpu, pieces).map_err(refused)?,
+            table: Table::new(gpu, pieces)?,
             sum: DeviceMemory::new(gpu, size_of::<u32>())?,
             result: Pinned::new(gpu, 1).map_err(refused)?,
         })
@@ -87,9 +87,8 @@ impl Desk {
         let gone = |error| failed("a checksum failed", error);
         let _entered = gpu.enter().map_err(gone)?;
         if self.table.capacity() < summands.len() {
-            self.table = Pinned::new(gpu, summands.len()).map_err(gone)?;
+            self.table = Table::new(gpu, summands.len())?;
         }
-        self.table.write(summands);
         self.result.write(&[0]);
         let longest = summands.iter().map(|summand| summand.bytes).max().unwrap_or(0) as usize;
         let (stream, bytes, extent) = (&self.stream, size_of::<u32>(), (summands.len(), longest));
@@ -98,7 +97,8 @@ impl Desk {
         let summed = unsafe {
             stream
                 .zero(&self.sum, bytes)
-                .and_then(|()| kernels.crc32c(stream, self.table.address(), extent, self.sum.address))
+                .and_then(|()| self.table.fill(stream, summands))
+                .and_then(|table| kernels.crc32c(stream, table, extent, self.sum.address))
                 .and_then(|()| stream.copy(self.sum.address as usize, self.result.address() as usize, bytes))
                 .and_then(|()| stream.wait())
         };

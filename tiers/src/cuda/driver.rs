@@ -387,6 +387,42 @@ impl<T: Copy> Drop for Pinned<T> {
     }
 }
 
+/// Values that kernels read. They are copied to the GPU's memory first: across the bus every group of threads would wait
+/// microseconds for its own.
+#[derive(Debug)]
+pub(crate) struct Table<T: Copy> {
+    here: Pinned<T>,
+    there: DeviceMemory,
+}
+
+impl<T: Copy> Table<T> {
+    pub(crate) fn new(gpu: &Gpu, capacity: usize) -> Result<Self, SetupError> {
+        let here = Pinned::new(gpu, capacity).map_err(|error| failed("no locked memory", error))?;
+        let there = DeviceMemory::new(gpu, here.capacity() * size_of::<T>())?;
+        Ok(Self { here, there })
+    }
+
+    pub(crate) const fn capacity(&self) -> usize {
+        self.here.capacity()
+    }
+
+    /// Puts values there that kernels behind this in the stream find at the address that is returned.
+    ///
+    /// # Safety
+    /// Nothing that was started reads the table any more, and it lives until the stream has got past its readers. The
+    /// context is current.
+    ///
+    /// # Panics
+    /// If there are more than fit.
+    pub(crate) unsafe fn fill(&mut self, stream: &Stream, values: &[T]) -> Result<u64, DriverError> {
+        self.here.write(values);
+        let (from, to) = (self.here.address(), self.there.address);
+        // SAFETY: both are the table's, and have room for the values.
+        unsafe { stream.copy(from as usize, to as usize, size_of_val(values)) }?;
+        Ok(to)
+    }
+}
+
 /// Work in order.
 #[derive(Debug)]
 pub(crate) struct Stream {
@@ -425,6 +461,28 @@ impl Stream {
     pub(crate) unsafe fn copy(&self, from: usize, to: usize, bytes: usize) -> Result<(), DriverError> {
         // SAFETY: as the caller promises.
         unsafe { sys::cuMemcpyAsync(to as u64, from as u64, bytes, self.stream).result() }
+    }
+
+    /// Starts copying `count` rows of `bytes` bytes, each a pitch behind the one before at either end.
+    ///
+    /// # Safety
+    /// As for [`copy`](Self::copy), of every row.
+    pub(crate) unsafe fn copy_rows(
+        &self,
+        (from, from_pitch): (usize, usize),
+        (to, to_pitch): (usize, usize),
+        bytes: usize,
+        count: usize,
+    ) -> Result<(), DriverError> {
+        // SAFETY: zero is a valid value of every field: no array, no offset.
+        let mut rows: sys::CUDA_MEMCPY2D = unsafe { MaybeUninit::zeroed().assume_init() };
+        (rows.srcMemoryType, rows.dstMemoryType) =
+            (sys::CUmemorytype::CU_MEMORYTYPE_UNIFIED, sys::CUmemorytype::CU_MEMORYTYPE_UNIFIED);
+        (rows.srcDevice, rows.srcPitch) = (from as u64, from_pitch);
+        (rows.dstDevice, rows.dstPitch) = (to as u64, to_pitch);
+        (rows.WidthInBytes, rows.Height) = (bytes, count);
+        // SAFETY: as the caller promises.
+        unsafe { sys::cuMemcpy2DAsync_v2(&raw const rows, self.stream).result() }
     }
 
     /// Starts filling the first bytes of an array of our own with zeroes.

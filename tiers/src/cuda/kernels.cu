@@ -11,42 +11,45 @@ struct alignas(16) Wide {
     u32 words[4];
 };
 
-// Threads of a group that together copy `bytes` bytes in units of T: thread `rank` of `size`. Four loads are
-// started before the first store, since loads from host memory take microseconds.
+static const u32 WARP = 32;
+
+// The threads of a warp together copy `bytes` bytes in units of T; this one is number `lane`. Eight loads are started
+// before the first store, since loads from host memory take microseconds.
 template <typename T>
-static __device__ __forceinline__ void copy_units(u64 from, u64 to, u64 bytes, u32 rank, u32 size) {
+static __device__ __forceinline__ void copy_units(u64 from, u64 to, u64 bytes, u32 lane) {
     const T *source = (const T *)from;
     T *target = (T *)to;
     const u64 units = bytes / sizeof(T);
-    u64 unit = rank;
-    for (; unit + 3ull * size < units; unit += 4ull * size) {
-        T values[4];
+    u64 unit = lane;
+    for (; unit + 7 * WARP < units; unit += 8 * WARP) {
+        T values[8];
 #pragma unroll
-        for (int i = 0; i < 4; i++) values[i] = source[unit + (u64)i * size];
+        for (int i = 0; i < 8; i++) values[i] = source[unit + i * WARP];
 #pragma unroll
-        for (int i = 0; i < 4; i++) target[unit + (u64)i * size] = values[i];
+        for (int i = 0; i < 8; i++) target[unit + i * WARP] = values[i];
     }
-    for (; unit < units; unit += size) target[unit] = source[unit];
+    for (; unit < units; unit += WARP) target[unit] = source[unit];
 }
 
 // In the widest units that addresses and size are multiples of.
-static __device__ __forceinline__ void copy_bytes(u64 from, u64 to, u64 bytes, u32 rank, u32 size) {
+static __device__ __forceinline__ void copy_bytes(u64 from, u64 to, u64 bytes, u32 lane) {
     const u64 all = from | to | bytes;
-    if (all % 16 == 0) copy_units<Wide>(from, to, bytes, rank, size);
-    else if (all % 4 == 0) copy_units<u32>(from, to, bytes, rank, size);
-    else copy_units<u8>(from, to, bytes, rank, size);
+    if (all % 16 == 0) copy_units<Wide>(from, to, bytes, lane);
+    else if (all % 4 == 0) copy_units<u32>(from, to, bytes, lane);
+    else copy_units<u8>(from, to, bytes, lane);
 }
 
 struct Piece {
     u64 from, to, bytes;
 };
 
-// Copies `count` pieces, each by a group of threads. Gathers and scatters between device memory and host memory
-// that is registered, or within device memory.
+// Copies `count` pieces, each by a warp: so many small pieces are under way at once that few groups fill a link.
+// Gathers and scatters between device memory and host memory that is registered, or within device memory.
 extern "C" __global__ void kvbm_copy_pieces(const Piece *pieces, u32 count) {
-    for (u32 at = blockIdx.x; at < count; at += gridDim.x) {
+    const u32 warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
+    for (u32 at = blockIdx.x * warps + threadIdx.x / WARP; at < count; at += gridDim.x * warps) {
         const Piece piece = pieces[at];
-        copy_bytes(piece.from, piece.to, piece.bytes, threadIdx.x, blockDim.x);
+        copy_bytes(piece.from, piece.to, piece.bytes, lane);
     }
 }
 
@@ -179,11 +182,24 @@ extern "C" __global__ void kvbm_crc32c(const Summand *summands, u32 count, u32 *
     }
 }
 
-// What an engine does meanwhile, for benches: c = a b, square matrices of n rows, a thread for each value of c.
+// What an engine does meanwhile, for benches. A prefill is bound by arithmetic: c = a b, square matrices of n rows, a
+// thread for each value of c.
 extern "C" __global__ void kvbm_matmul(const float *a, const float *b, float *c, u32 n) {
     const u32 column = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
     if (column >= n) return;
     float sum = 0;
     for (u32 k = 0; k < n; k++) sum += a[(u64)row * n + k] * b[(u64)k * n + column];
     c[(u64)row * n + column] = sum;
+}
+
+// A decode is bound by the device's memory: each part of the rows of a times the same rows of x; their sums are y, a row
+// for each part (`blockIdx.y`).
+extern "C" __global__ void kvbm_matvec(const float *a, const float *x, float *y, u32 n) {
+    const u32 column = blockIdx.x * blockDim.x + threadIdx.x, part = blockIdx.y;
+    if (column >= n) return;
+    const u32 rows = n / gridDim.y, first = part * rows;
+    float sum = 0;
+#pragma unroll 8
+    for (u32 k = first; k < first + rows; k++) sum += x[k] * a[(u64)k * n + column];
+    y[(u64)part * n + column] = sum;
 }

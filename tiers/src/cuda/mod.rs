@@ -7,7 +7,7 @@
 //! | part | what it does |
 //! |---|---|
 //! | [`Gpu`] | a GPU's context; allocates or adopts device regions |
-//! | [`CudaBackend`] | blocks between host and device: copy engines for large pieces, a kernel for small ones |
+//! | [`CudaBackend`] | blocks between host and device: copy engines for rows and large pieces, a kernel for small ones |
 //! | [`GdsBackend`] | blocks between disk and device, through cuFile |
 //! | [`DeviceChecksum`] | checksums of blocks that never pass the CPU |
 //! | [`DeviceWindow`] | single blocks, for those who look at their bytes |
@@ -22,6 +22,7 @@ pub(crate) mod kernels;
 mod medium;
 mod probe;
 mod rearrange;
+mod rows;
 mod window;
 
 pub use backend::CudaBackend;

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use super::driver::{Gpu, Pinned, Stream};
+use super::driver::{Gpu, Stream, Table};
 use super::kernels::{KernelOrigin, Kernels};
 use crate::copy::{CopyError, CopyErrorKind};
 use crate::error::SetupError;
@@ -13,7 +13,7 @@ use crate::transform::Transform;
 pub struct Rearranger {
     kernels: Kernels,
     /// Taken by one caller at a time, with the table that its kernel reads.
-    stream: Mutex<(Stream, Pinned<(u32, u32)>)>,
+    stream: Mutex<(Stream, Table<(u32, u32)>)>,
 }
 
 impl Rearranger {
@@ -26,8 +26,7 @@ impl Rearranger {
     /// `Unavailable`: the GPU does not take them, or has no memory left.
     pub fn new(gpu: &Gpu) -> Result<Self, SetupError> {
         let (kernels, stream) = (Kernels::load(gpu)?, Stream::new(gpu)?);
-        let table = Pinned::new(gpu, Self::TABLE)
-            .map_err(|error| super::driver::failed("no locked memory", error))?;
+        let table = Table::new(gpu, Self::TABLE)?;
         Ok(Self { kernels, stream: Mutex::new((stream, table)) })
     }
 
@@ -57,9 +56,11 @@ impl Rearranger {
         let (stream, table) = &mut *turn;
         let outcome = stream.gpu().inside(|| {
             blocks.chunks(Self::TABLE).try_for_each(|some| {
-                table.write(some);
                 // SAFETY: the table stays until the wait below has ended; else as the caller promises.
-                unsafe { self.kernels.transform(stream, (from, to), table.address(), some.len(), plan) }?;
+                unsafe {
+                    let pairs = table.fill(stream, some)?;
+                    self.kernels.transform(stream, (from, to), pairs, some.len(), plan)?;
+                }
                 stream.wait()
             })
         });

@@ -4,7 +4,7 @@ use cudarc::driver::result::DriverError;
 
 use crate::clock;
 use crate::cuda::Gpu;
-use crate::cuda::driver::{DeviceMemory, Pinned, Stream, failed};
+use crate::cuda::driver::{DeviceMemory, Pinned, Stream, Table, failed};
 use crate::cuda::kernels::Kernels;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::transform::Transform;
@@ -17,7 +17,7 @@ pub struct RawGpu {
     kernels: Kernels,
     host: Pinned<u8>,
     device: [DeviceMemory; 2],
-    pairs: Pinned<(u32, u32)>,
+    pairs: Table<(u32, u32)>,
     bytes: usize,
 }
 
@@ -33,7 +33,7 @@ impl RawGpu {
             stream: Stream::new(gpu)?,
             kernels: Kernels::load(gpu)?,
             host: Pinned::new(gpu, bytes).map_err(refused)?,
-            pairs: Pinned::new(gpu, 1 << 16).map_err(refused)?,
+            pairs: Table::new(gpu, 1 << 16)?,
             device,
             bytes,
         })
@@ -64,7 +64,7 @@ impl RawGpu {
     }
 
     fn copy(&self, from: u64, to: u64, per_call: usize) -> Result<Duration, SetupError> {
-        self.timed(|| {
+        timed(&self.stream, || {
             (0..self.bytes).step_by(per_call.max(1)).try_for_each(|at| {
                 let bytes = per_call.min(self.bytes - at);
                 // SAFETY: within two of the arrays, which are disjoint and ours until the work has ended.
@@ -85,12 +85,16 @@ impl RawGpu {
         if source.max(target) > self.bytes || pairs.len() > self.pairs.capacity() {
             return Err(SetupError::new(SetupErrorKind::Invalid, "the arrays are smaller than the layouts"));
         }
-        self.pairs.write(&pairs);
         let (ends, plan) =
             ((self.device[0].address, self.device[1].address), transform.with_long_rows().plan());
-        self.timed(|| {
-            // SAFETY: the arrays are as large as the layouts, disjoint, and ours until the work has ended.
-            unsafe { self.kernels.transform(&self.stream, ends, self.pairs.address(), pairs.len(), plan) }
+        let Self { stream, kernels, pairs: table, .. } = self;
+        timed(stream, || {
+            // SAFETY: the arrays are as large as the layouts, disjoint, and ours until the work has ended; so is the
+            // table.
+            unsafe {
+                let pairs_there = table.fill(stream, &pairs)?;
+                kernels.transform(stream, ends, pairs_there, pairs.len(), plan)
+            }
         })
     }
 
@@ -104,7 +108,7 @@ impl RawGpu {
             return Err(SetupError::new(SetupErrorKind::Invalid, "the matrices do not fit"));
         }
         let (a, c) = (self.device[0].address, self.device[1].address);
-        self.timed(|| {
+        timed(&self.stream, || {
             (0..times).try_for_each(|_| {
                 // SAFETY: three arrays of so many floats, ours until the work has ended; any bits are floats.
                 unsafe { self.kernels.matmul(&self.stream, (a, a + matrix, c), n) }
@@ -112,13 +116,34 @@ impl RawGpu {
         })
     }
 
-    fn timed(&self, start: impl FnOnce() -> Result<(), DriverError>) -> Result<Duration, SetupError> {
-        let gone = |error| failed("a measurement failed", error);
-        let _entered = self.stream.gpu().enter().map_err(gone)?;
-        let started = clock::now();
-        let outcome = start();
-        // Also after an error: what was started must end.
-        self.stream.wait().and(outcome).map_err(gone)?;
-        Ok(started.elapsed())
+    /// Multiplies a square matrix of `n` rows of floats, a multiple of 64, with a vector `times` times, as an engine that
+    /// decodes keeps a GPU's memory busy.
+    ///
+    /// # Errors
+    /// `Invalid`: the matrix does not fit. `Unavailable`: the GPU failed.
+    pub fn matvec(&mut self, n: u32, times: usize) -> Result<Duration, SetupError> {
+        let matrix = u64::from(n) * u64::from(n) * size_of::<f32>() as u64;
+        if matrix > self.bytes as u64 || n < Kernels::MATVEC_PARTS || !n.is_multiple_of(Kernels::MATVEC_PARTS)
+        {
+            return Err(SetupError::new(SetupErrorKind::Invalid, "the matrix does not fit"));
+        }
+        // Its first row is the vector.
+        let (a, y) = (self.device[0].address, self.device[1].address);
+        timed(&self.stream, || {
+            (0..times).try_for_each(|_| {
+                // SAFETY: arrays of so many floats, ours until the work has ended; any bits are floats.
+                unsafe { self.kernels.matvec(&self.stream, (a, a, y), n) }
+            })
+        })
     }
+}
+
+fn timed(stream: &Stream, start: impl FnOnce() -> Result<(), DriverError>) -> Result<Duration, SetupError> {
+    let gone = |error| failed("a measurement failed", error);
+    let _entered = stream.gpu().enter().map_err(gone)?;
+    let started = clock::now();
+    let outcome = start();
+    // Also after an error: what was started must end.
+    stream.wait().and(outcome).map_err(gone)?;
+    Ok(started.elapsed())
 }

@@ -195,6 +195,11 @@ fn pair(gpu: &Gpu, device: DeviceRegion) -> Pair {
 
 /// What an engine might have allocated: a block is a piece of each of several tensors in one allocation.
 fn tensors(gpu: &Gpu, slots: u32, block_bytes: usize, pieces: usize) -> DeviceRegion {
+    tensors_in(gpu, slots, block_bytes, pieces, false)
+}
+
+/// The first one lies last if they are `backwards`: they are no rows then.
+fn tensors_in(gpu: &Gpu, slots: u32, block_bytes: usize, pieces: usize, backwards: bool) -> DeviceRegion {
     let piece = block_bytes.div_ceil(pieces);
     let sizes = (0..block_bytes).step_by(piece).map(|from| piece.min(block_bytes - from));
     let mut end = 0;
@@ -207,7 +212,10 @@ fn tensors(gpu: &Gpu, slots: u32, block_bytes: usize, pieces: usize) -> DeviceRe
         .collect();
     let memory = gpu.allocate(Geometry::new(1, end).unwrap()).unwrap();
     let base = memory.segments().parts()[0].base;
-    parts.iter_mut().for_each(|part| part.base += base);
+    for part in &mut parts {
+        let there = if backwards { end - part.stride * slots as usize - part.base } else { part.base };
+        part.base = base + there;
+    }
     let map = SegmentMap::new(slots, &parts).unwrap();
     // SAFETY: the parts lie in the allocation that is handed over, which nobody else uses.
     unsafe { gpu.adopt(map, memory) }
@@ -327,10 +335,14 @@ fn check_transform(gpu: &Gpu, from: View, to: View, (source, target): (usize, us
 
 #[test]
 fn large_blocks_cross_in_every_way_of_copying() {
+    // A driver that does not take rows gets pieces.
+    simulation::run_one_test("rows-refused", "", "large_blocks_cross_in_every_way_of_copying");
     let Some(gpu) = gpu() else { return };
-    // One piece of 2 MiB, pieces of 512 KiB (one call), pieces of 32 KiB (the kernel).
-    for pieces in [1, 4, 64] {
-        let mut bench = Bench::new(&gpu, tensors(&gpu, 9, 2 << 20, pieces));
+    // One piece of 2 MiB, pieces of 512 KiB (one call), of 32 KiB, of 16 KiB (the kernel, in one direction) and of 4 KiB (in
+    // both).
+    let sizes = [1, 4, 64, 128, 512];
+    for (pieces, backwards) in sizes.into_iter().flat_map(|pieces| [(pieces, false), (pieces, true)]) {
+        let mut bench = Bench::new(&gpu, tensors_in(&gpu, 9, 2 << 20, pieces, backwards));
         for (number, frame) in bench.here.iter_mut().enumerate() {
             fill_pattern(number, bench.memory.write(frame).unwrap());
         }

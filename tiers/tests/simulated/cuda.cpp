@@ -6,7 +6,7 @@
 // disturb it.
 //
 // KVBM_SIMULATED names a fault: no-device, old-driver, out-of-memory, copies-fail, streams-hang, no-lock,
-// queries-fail (the first hundred). The macro WITHOUT_BATCHES leaves out the symbol of batched copies, WITHOUT_LOCK
+// queries-fail (the first hundred), rows-refused. The macro WITHOUT_BATCHES leaves out the symbol of batched copies, WITHOUT_LOCK
 // one that is needed. `simulated_…` are for tests: what no driver would tell.
 
 #include <atomic>
@@ -344,6 +344,29 @@ API cuMemcpyAsync(uintptr_t to, uintptr_t from, size_t bytes, Stream *stream) {
     });
     return SUCCESS;
 }
+struct Rows {
+    size_t from_x, from_y;
+    int from_kind;
+    uintptr_t from_host, from;
+    void *from_array;
+    size_t from_pitch;
+    size_t to_x, to_y;
+    int to_kind;
+    uintptr_t to_host, to;
+    void *to_array;
+    size_t to_pitch, width, height;
+};
+API cuMemcpy2DAsync_v2(const Rows *rows, Stream *stream) {
+    const int unified = 4;
+    if (fault("rows-refused") || rows->from_kind != unified || rows->to_kind != unified) return INVALID_VALUE;
+    if (rows->height > 1 && (rows->width > rows->from_pitch || rows->width > rows->to_pitch)) return INVALID_VALUE;
+    if (rows->from_pitch > INT32_MAX || rows->to_pitch > INT32_MAX) return INVALID_VALUE;
+    for (size_t row = 0; row < rows->height; row++) {
+        const uintptr_t to = rows->to + row * rows->to_pitch, from = rows->from + row * rows->from_pitch;
+        if (int error = cuMemcpyAsync(to, from, rows->width, stream)) return error;
+    }
+    return SUCCESS;
+}
 API cuMemsetD8Async(uintptr_t start, unsigned char value, size_t bytes, Stream *stream) {
     NEEDS_CONTEXT;
     if (!addressable(start, bytes)) return INVALID_VALUE;
@@ -397,9 +420,15 @@ static Call matmul(void **arguments) {
     auto n = argument<u32>(arguments[3]);
     return [=] { kvbm_matmul(a, b, c, n); };
 }
+static Call matvec(void **arguments) {
+    auto a = argument<const float *>(arguments[0]), x = argument<const float *>(arguments[1]);
+    auto y = argument<float *>(arguments[2]);
+    auto n = argument<u32>(arguments[3]);
+    return [=] { kvbm_matvec(a, x, y, n); };
+}
 static const std::map<std::string, Binder> &kernels = *new std::map<std::string, Binder>{
     {"kvbm_copy_pieces", copy_pieces}, {"kvbm_transform", transform_blocks}, {"kvbm_crc32c", crc32c},
-    {"kvbm_matmul", matmul}};
+    {"kvbm_matmul", matmul}, {"kvbm_matvec", matvec}};
 
 API cuModuleGetFunction(Binder *function, void *, const char *name) {
     const auto found = kernels.find(name);

@@ -43,8 +43,9 @@ class LayeredLoad:
         self._slots = slots
         self._load: HybridLoad | None = None
 
-    def begin(self) -> None:
-        self._load = self._manager.load_hybrid(self._lease, [(0, self._first, self._slots)])
+    def begin(self, after: "torch.cuda.Event | None") -> None:
+        """Begins behind `after`: what a GPU has not computed yet of the steps before."""
+        self._load = self._manager.load_hybrid(self._lease, [(0, self._first, self._slots)], after=after)
 
     def wait_layers(self, layers: int) -> None:
         self._load.wait_layers(layers, _FOREVER)
@@ -136,10 +137,22 @@ class Worker:
     def begin(self, told: Ended) -> None:
         self._told, self._stepped = told, Stepped(told.step)
         self._layered = told.layered
+        after = self._computing() if self._layered else None
         for load in self._layered:
-            load.begin()
+            load.begin(after)
         # Whatever a load that failed left there must not be taken for keys and values.
         self._zero(told.bad)
+
+    def _computing(self) -> "torch.cuda.Event | None":
+        """Behind what a GPU still computes; on a CPU the steps before have ended."""
+        device = self._tensors[0][0].device
+        if device.type != "cuda":
+            return None
+        import torch
+
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event
 
     def _zero(self, bad: list[set[int]]) -> None:
         for tensors, blocks in zip(self._tensors, bad):
