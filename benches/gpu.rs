@@ -102,7 +102,7 @@ impl Plan {
         let mut rows =
             Vec::from(self.crossing(&mut Bed::new(gpu, whole)?, &mut raw, "whole blocks", 0.95)?);
         for (ranks, backwards, goal, most) in
-            [(1, false, 0.85, 1.05), (8, false, 0.5, 1.05), (1, true, 0.5, 1.05), (8, true, 0.7, 1.3)]
+            [(1, false, 0.85, 1.08), (8, false, 0.5, 1.08), (1, true, 0.7, 1.08), (8, true, 0.7, 1.3)]
         {
             let mut bed = Bed::new(gpu, self.scattered(gpu, ranks, backwards)?)?;
             let order = if backwards { "no rows" } else { "rows" };

@@ -137,6 +137,16 @@ def test_a_hot_prefix_that_never_leaves_the_engine_stays_below(model):
 
 
 @pytest.mark.slow
+def test_a_load_begins_when_no_step_may_still_write_its_blocks(model):
+    with Engine(model, **connector(host(64))) as engine:
+        engine.generate(prompt(0, LENGTH))
+        assert engine.reset()
+        begun = probe(engine, "load_beside_a_step", running=prompt(1, LENGTH), arriving=prompt(0, LENGTH))
+        assert begun == [False, True]
+        assert is_at_rest(engine)
+
+
+@pytest.mark.slow
 def test_requests_that_are_aborted_leave_nothing(model, said):
     with Engine(model, **connector(host(64))) as engine:
         engine.generate(prompt(0, LENGTH))

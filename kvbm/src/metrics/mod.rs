@@ -93,6 +93,17 @@ fn refused(error: prometheus::Error) -> Error {
     Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error)
 }
 
+/// Why a copy fails: label values of `kvbm_transfer_failures_total`. `CopyErrorKind` may grow; the set of labels is closed.
+const FAILURES: [(&str, Option<CopyErrorKind>); 7] = [
+    ("io", Some(CopyErrorKind::Io)),
+    ("corrupt", Some(CopyErrorKind::Corrupt)),
+    ("no_space", Some(CopyErrorKind::NoSpace)),
+    ("unavailable", Some(CopyErrorKind::Unavailable)),
+    ("timed_out", Some(CopyErrorKind::TimedOut)),
+    ("over_budget", Some(CopyErrorKind::OverBudget)),
+    ("refused", None),
+];
+
 /// A counter shows what was counted elsewhere.
 fn catch_up(counter: &IntCounter, now: u64) {
     counter.inc_by(now.saturating_sub(counter.get()));
@@ -221,6 +232,17 @@ impl Metrics {
         })
     }
 
+    /// Failures of copies on these routes, and of the tiers that they come from, are counted from 0 on: a panel has
+    /// something to show before the first, and the first is an increase.
+    pub(crate) fn expect(&self, routes: impl IntoIterator<Item = Route>) {
+        for (from, to) in routes {
+            for (kind, _) in FAILURES {
+                self.transfer_failures.with_label_values(&[from.name(), to.name(), kind]);
+            }
+            self.checksum_failures.with_label_values(&[from.name()]);
+        }
+    }
+
     /// A copy ended after `took`.
     pub(crate) fn copied(&self, route: Route, took: Duration, result: &std::result::Result<(), CopyError>) {
         match result {
@@ -248,16 +270,8 @@ impl Metrics {
     }
 
     fn failed(&self, route: Route, kind: CopyErrorKind) {
-        let name = match kind {
-            CopyErrorKind::Io => "io",
-            CopyErrorKind::Corrupt => "corrupt",
-            CopyErrorKind::NoSpace => "no_space",
-            CopyErrorKind::Unavailable => "unavailable",
-            CopyErrorKind::TimedOut => "timed_out",
-            CopyErrorKind::OverBudget => "over_budget",
-            // `CopyErrorKind` may grow; the set of labels is closed.
-            _ => "refused",
-        };
+        let named = FAILURES.iter().find(|(_, known)| *known == Some(kind));
+        let name = named.map_or("refused", |(name, _)| name);
         self.transfer_failures.with_label_values(&[route.0.name(), route.1.name(), name]).inc();
         self.faults.note(FaultKind::Copy(kind), Place::Route(route));
         if kind == CopyErrorKind::Corrupt {

@@ -96,7 +96,8 @@ impl GdsBackend {
         let handles = disk.files().map(|file| Handle::new(&cufile, file.as_fd())).collect::<Result<_, _>>();
         let handles = handles.map_err(|why| {
             unavailable(&format!(
-                "cuFile does not take the slot files ({why}); put disk.dirs on ext4 or XFS on NVMe"
+                "cuFile does not take the slot files ({why}); put disk.dirs on ext4 or XFS on NVMe, and mount /run/udev \
+                 in a container: cuFile looks there what a drive holds"
             ))
         })?;
         let (buffers, unregistered) = match register(&cufile, &device) {
