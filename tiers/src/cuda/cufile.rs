@@ -5,11 +5,12 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -17,10 +18,12 @@ use std::time::Duration;
 use cudarc::cufile::sys::{CUfileDescr_t, CUfileDrvProps_t, CUfileFileHandleType, CUfileHandle_t};
 use libloading::Library;
 use parking_lot::Mutex;
+use rustix::fs::{AtFlags, CWD};
 
 use super::medium::{Medium, reached};
 use super::probe::{Availability, probe};
 use crate::clock;
+use crate::files::unlink;
 
 /// How cuFile is started.
 #[derive(Clone, Debug)]
@@ -238,7 +241,9 @@ unsafe impl Sync for Handle {}
 
 impl Handle {
     pub(super) fn new(cufile: &Arc<CuFile>, file: BorrowedFd<'_>) -> Result<Self, String> {
-        let file = open_plainly(file).map_err(|error| format!("it cannot be opened again: {error}"))?;
+        let opened = open_plainly(file).map_err(|error| format!("it cannot be opened again: {error}"))?;
+        // The name goes when cuFile has opened it.
+        let (file, _name) = opened;
         let mut description = CUfileDescr_t {
             type_: CUfileFileHandleType::CU_FILE_HANDLE_TYPE_OPAQUE_FD,
             handle: cudarc::cufile::sys::CUfileDescr_t__bindgen_ty_1 { fd: file.as_raw_fd() },
@@ -296,10 +301,39 @@ impl Drop for Handle {
 }
 
 /// The same file, opened once more: cuFile refuses those that were opened without a name (`O_TMPFILE`) or not through
-/// links (`O_NOFOLLOW`), as slot files are, with `CU_FILE_INVALID_FILE_OPEN_FLAG` (5019).
-fn open_plainly(file: BorrowedFd<'_>) -> io::Result<File> {
-    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    OpenOptions::new().read(true).write(true).custom_flags(libc::O_DIRECT).open(path)
+/// links (`O_NOFOLLOW`), as slot files are (`CU_FILE_INVALID_FILE_OPEN_FLAG`, 5019). While it registers a file it opens
+/// it by its name, so one that has none gets one for that time.
+fn open_plainly(file: BorrowedFd<'_>) -> io::Result<(File, Option<PassingName>)> {
+    let open =
+        |path: &Path| OpenOptions::new().read(true).write(true).custom_flags(libc::O_DIRECT).open(path);
+    let ours = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    if rustix::fs::fstat(file)?.st_nlink > 0 {
+        return Ok((open(&ours)?, None));
+    }
+    let name = PassingName::of(&ours)?;
+    Ok((open(&name.0)?, Some(name)))
+}
+
+/// A name of a file that has no other, until this is dropped. A process that dies before leaves it to the next one,
+/// which removes what is called so.
+struct PassingName(PathBuf);
+
+impl PassingName {
+    fn of(file: &Path) -> io::Result<Self> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        // The directory that it was opened in, and a number in place of a name.
+        let place = fs::read_link(file)?;
+        let (process, count) = (std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let path = place.with_file_name(format!("kvbm-{process}-{count}.gds.partial"));
+        rustix::fs::linkat(CWD, file, CWD, &path, AtFlags::SYMLINK_FOLLOW)?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for PassingName {
+    fn drop(&mut self) {
+        unlink(&self.0);
+    }
 }
 
 /// Where bytes lie in device memory.

@@ -75,6 +75,17 @@ impl Gpu {
         self.0.ordinal
     }
 
+    /// The start of the allocation that an address of this GPU's memory is in; 0: the driver does not say.
+    pub(crate) fn allocation_of(&self, address: usize) -> u64 {
+        let mut start = 0;
+        let asked = self.inside(|| {
+            // SAFETY: the driver looks at the address, not at what is there.
+            unsafe { sys::cuMemGetAddressRange_v2(&raw mut start, std::ptr::null_mut(), address as u64) }
+                .result()
+        });
+        asked.map_or(0, |()| start)
+    }
+
     /// Takes device memory for slots of our own.
     ///
     /// # Errors

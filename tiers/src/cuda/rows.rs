@@ -29,7 +29,9 @@ const PERIODS: usize = 2;
 const WORTH: usize = 128 << 10;
 
 /// All pieces of a block as rows; none: on average they are too few for a call each.
-pub(super) fn rows(parts: &[Part]) -> Vec<Rows> {
+/// `allocation` says in which allocation an address is: the driver refuses rows of several.
+pub(super) fn rows(parts: &[Part], allocation: impl Fn(usize) -> u64) -> Vec<Rows> {
+    let homes: Vec<_> = parts.iter().map(|part| allocation(part.base)).collect();
     let mut offsets = Vec::with_capacity(parts.len());
     let mut block_bytes = 0;
     for part in parts {
@@ -42,7 +44,8 @@ pub(super) fn rows(parts: &[Part]) -> Vec<Rows> {
         if taken[first] {
             continue;
         }
-        let from_here = |period| (follow(parts, &taken, first, period), period);
+        let is_free = |at: usize| !taken[at] && homes[at] == homes[first];
+        let from_here = |period| (follow(parts, is_free, first, period), period);
         // Of two that are as long the one that leaves no gaps.
         let (count, period) =
             (1..=PERIODS).rev().map(from_here).max_by_key(|&(count, _)| count).unwrap_or((1, 1));
@@ -61,8 +64,8 @@ pub(super) fn rows(parts: &[Part]) -> Vec<Rows> {
     if is_worth_it { all } else { Vec::new() }
 }
 
-/// How many parts, of every `period`-th from `first` on, lie at equal distances, and are not taken.
-fn follow(parts: &[Part], taken: &[bool], first: usize, period: usize) -> usize {
+/// How many parts, of every `period`-th from `first` on, lie at equal distances, and are free.
+fn follow(parts: &[Part], is_free: impl Fn(usize) -> bool, first: usize, period: usize) -> usize {
     let start = parts[first];
     let Some(pitch) = parts.get(first + period).and_then(|next| next.base.checked_sub(start.base)) else {
         return 1;
@@ -73,7 +76,7 @@ fn follow(parts: &[Part], taken: &[bool], first: usize, period: usize) -> usize 
     let is_next = |&(row, at): &(usize, usize)| {
         let part = parts[at];
         let is_alike = part.bytes == start.bytes && part.stride == start.stride;
-        !taken[at] && is_alike && part.base.checked_sub(start.base) == pitch.checked_mul(row)
+        is_free(at) && is_alike && part.base.checked_sub(start.base) == pitch.checked_mul(row)
     };
     (first..parts.len()).step_by(period).enumerate().take_while(is_next).count().max(1)
 }
@@ -97,9 +100,21 @@ mod tests {
         bases.into_iter().map(|base| Part { base, stride: PIECE, bytes: PIECE }).collect()
     }
 
+    fn rows_of(parts: &[Part]) -> Vec<Rows> {
+        rows(parts, |_| 0)
+    }
+
+    #[test]
+    fn rows_end_with_the_allocation() {
+        let parts = tensors((0..8).map(|layer| layer * 4 * PIECE));
+        let counts: Vec<_> =
+            rows(&parts, |address| u64::from(address >= 12 * PIECE)).iter().map(|r| r.count).collect();
+        assert_eq!(counts, [3, 5]);
+    }
+
     #[test]
     fn tensors_one_after_the_other_are_one_array() {
-        let found = rows(&tensors((0..8).map(|layer| 1000 + layer * 3 * PIECE)));
+        let found = rows_of(&tensors((0..8).map(|layer| 1000 + layer * 3 * PIECE)));
         let (pitch, step) = (3 * PIECE, PIECE);
         let one = Rows { base: 1000, stride: PIECE, offset: 0, bytes: PIECE, count: 8, pitch, step };
         assert_eq!(found, [one]);
@@ -109,16 +124,16 @@ mod tests {
     #[test]
     fn keys_and_values_of_tensors_with_room_between_are_two() {
         let found =
-            rows(&tensors((0..8).flat_map(|layer| [layer * 11 * PIECE, layer * 11 * PIECE + 5 * PIECE])));
+            rows_of(&tensors((0..8).flat_map(|layer| [layer * 11 * PIECE, layer * 11 * PIECE + 5 * PIECE])));
         let shapes: Vec<_> = found.iter().map(|r| (r.base, r.offset, r.count, r.pitch, r.step)).collect();
         assert_eq!(shapes, [(0, 0, 8, 11 * PIECE, 2 * PIECE), (5 * PIECE, PIECE, 8, 11 * PIECE, 2 * PIECE)]);
     }
 
     #[test]
     fn what_is_not_worth_a_call_is_none() {
-        assert!(rows(&tensors([0, 5 * PIECE, 7 * PIECE, 16 * PIECE, 18 * PIECE])).is_empty());
-        assert!(rows(&tensors((0..4).rev().map(|layer| layer * 9 * PIECE))).is_empty());
-        assert!(rows(&tensors((0..4).map(|layer| layer * (MAX_PITCH + 1)))).is_empty());
+        assert!(rows_of(&tensors([0, 5 * PIECE, 7 * PIECE, 16 * PIECE, 18 * PIECE])).is_empty());
+        assert!(rows_of(&tensors((0..4).rev().map(|layer| layer * 9 * PIECE))).is_empty());
+        assert!(rows_of(&tensors((0..4).map(|layer| layer * (MAX_PITCH + 1)))).is_empty());
     }
 
     proptest! {
@@ -127,7 +142,7 @@ mod tests {
             let bases: Vec<_> = gaps.iter().scan(0, |end, gap| { *end += gap * 4 * PIECE; Some(*end) }).collect();
             // Pieces that are worth a call by themselves, so that there are rows unless no two gaps are alike.
             let parts: Vec<_> = bases.iter().map(|&base| Part { base, stride: 4 * PIECE, bytes: 2 * PIECE }).collect();
-            let mut found: Vec<_> = rows(&parts)
+            let mut found: Vec<_> = rows_of(&parts)
                 .iter()
                 .flat_map(|r| (0..r.count).map(move |i| (r.offset + i * r.step, r.base + i * r.pitch, r.bytes)))
                 .collect();

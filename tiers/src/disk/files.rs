@@ -116,7 +116,8 @@ fn open_file(
 
 /// A file that vanishes with the process, however that ends.
 fn open_nameless(dir: &Path, site: &Site, patience: &mut Patience) -> Result<File, SetupError> {
-    let flags = OFlags::TMPFILE.bits().cast_signed() | libc::O_EXCL;
+    // Without O_EXCL: cuFile registers files by names only, and is lent one (`cuda::cufile`).
+    let flags = OFlags::TMPFILE.bits().cast_signed();
     match OpenOptions::new().read(true).write(true).mode(0o600).custom_flags(flags).open(dir) {
         Ok(file) => Ok(file),
         // Not every file system has files without names: NFS, FUSE.

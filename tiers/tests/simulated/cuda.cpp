@@ -344,6 +344,15 @@ API cuMemcpyAsync(uintptr_t to, uintptr_t from, size_t bytes, Stream *stream) {
     });
     return SUCCESS;
 }
+API cuMemGetAddressRange_v2(uintptr_t *start, size_t *bytes, uintptr_t address) {
+    NEEDS_CONTEXT;
+    std::lock_guard<std::mutex> guard(lock);
+    auto found = known.upper_bound(address);
+    if (found == known.begin() || (--found)->first + found->second <= address) return NOT_FOUND;
+    *start = found->first;
+    if (bytes) *bytes = found->second;
+    return SUCCESS;
+}
 struct Rows {
     size_t from_x, from_y;
     int from_kind;

@@ -62,6 +62,12 @@ API Status cuFileHandleRegister(void **handle, Description *description) {
     const int flags = fcntl(description->fd, F_GETFL);
     if (flags & (O_TMPFILE | O_NOFOLLOW | O_APPEND | O_NONBLOCK)) return {5019, 0};
     if (!(flags & O_DIRECT)) return {5020, 0};
+    // For transfers that are not aligned it opens the file again, by its name.
+    char name[4096] = "";
+    if (readlink(("/proc/self/fd/" + std::to_string(description->fd)).c_str(), name, sizeof name - 1) < 0) return {5031, 0};
+    const int again = open(name, O_RDWR);
+    if (again < 0) return {5031, 0};
+    close(again);
     *handle = new int(description->fd);
     return {0, 0};
 }

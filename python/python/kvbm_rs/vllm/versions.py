@@ -3,11 +3,15 @@
 import enum
 import logging
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvbm_rs.errors import InvalidError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.kvbm")
 
@@ -16,7 +20,7 @@ TESTED = "0.32.0"
 # The connector has run with them by hand: docs/vllm.md says what of it.
 TRIED = ("0.29.0",)
 
-__all__ = ["TESTED", "TRIED", "CacheHitSource", "KVConnectorTransferResults", "check_shows_tables", "warn"]
+__all__ = ["TESTED", "TRIED", "CacheHitSource", "KVConnectorTransferResults", "check_shows_tables", "kv_cache_layout", "warn"]
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -41,6 +45,17 @@ except ImportError:
         finished_sending: set[str] = field(default_factory=set)
         finished_recving: set[str] = field(default_factory=set)
         failed_recving: set[str] = field(default_factory=set)
+
+
+def kv_cache_layout(vllm_config: "VllmConfig") -> str:
+    """How vLLM lays its KV cache out: by vLLM 0.32 that is settled before connectors are made. 0.29 has two layouts, and a
+    function that tells which."""
+    layout = getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    if layout is not None:
+        return str(layout)
+    from vllm.v1.attention.backends import utils
+
+    return str(utils.get_kv_cache_layout()) if hasattr(utils, "get_kv_cache_layout") else "unknown"
 
 
 def check_shows_tables(what: str, version: str = vllm.__version__) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvbm_rs import CacheGroup, EngineMemory, Settings
@@ -160,7 +161,7 @@ def _fingerprint(vllm_config: "VllmConfig", config: Config, weights: str | None)
         "model": str(model.model),
         "weights": weights or _weights(model),
         "dtype": dtype,
-        "layouts": [_layout(group) for group in config.groups],
+        "layouts": [_layout(group, _order(vllm_config)) for group in config.groups],
         "tensor_world": config.world,
         "block_tokens": config.block_tokens,
         "rope_scaling": repr(getattr(model.hf_text_config, "rope_parameters", None)),
@@ -171,10 +172,20 @@ def _fingerprint(vllm_config: "VllmConfig", config: Config, weights: str | None)
     }
 
 
-def _layout(group: Group) -> tuple[int, str, list[int], list[int]]:
+def _layout(group: Group, order: str) -> tuple[int, str, list[int], list[int]]:
     layers = len(group.layers)
     layer_bytes = group.block_bytes // layers
-    return layers, "layer,byte", [layers, layer_bytes], [layer_bytes, 1]
+    return layers, f"layer,byte of {order}", [layers, layer_bytes], [layer_bytes, 1]
+
+
+def _order(vllm_config: "VllmConfig") -> str:
+    """What says how the numbers of a layer's block are ordered, whose bytes we do not look into: vLLM's layout, which is
+    settled before connectors are made, and the attention backend. Where none is asked for, the GPU decides on it."""
+    layout = versions.kv_cache_layout(vllm_config)
+    attention = getattr(vllm_config, "attention_config", None)
+    backend = getattr(attention, "backend", None)
+    capability = current_platform.get_device_capability()
+    return f"{layout} {backend or 'auto'} {current_platform.device_type} {capability or ''}".rstrip()
 
 
 def _weights(model: Any) -> str:

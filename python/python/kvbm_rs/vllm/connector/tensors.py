@@ -46,9 +46,19 @@ def parts_of(tensor: "torch.Tensor", slots: int) -> list[Part]:
 def block_dimension(tensor: "torch.Tensor", slots: int) -> int:
     """Which dimension of a layer's KV tensor counts blocks."""
     for dimension, extent in enumerate(tensor.shape):
-        if extent == slots and tensor[(0,) * (dimension + 1)].is_contiguous():
+        if extent == slots and _is_dense(tensor[(0,) * (dimension + 1)]):
             return dimension
     raise InvalidError(
         f"a KV tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has no {slots} blocks whose bytes "
         "lie together"
     )
+
+
+def _is_dense(block: "torch.Tensor") -> bool:
+    """Whether its numbers lie together, in whatever order of its dimensions: tokens or heads first."""
+    numbers = 1
+    for stride, extent in sorted(zip(block.stride(), block.shape)):
+        if extent > 1 and stride != numbers:
+            return False
+        numbers *= extent
+    return True
