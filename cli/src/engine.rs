@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use kvbm::table::SlotCounts;
 use kvbm::{
-    Allocation, BlockHash, Chain, ChainHasher, ErrorKind, Fingerprint, Hashing, JumpingClock, KvLayout,
-    Lease, Manager, ManualClock, Options, RequestId, RequestInfo, Tier, Transfer, Transferred,
+    Allocation, BlockHash, Chain, ChainHasher, ErrorKind, Fingerprint, Hashing, Hints, JumpingClock,
+    KvLayout, Lease, Manager, ManualClock, Options, RequestId, RequestInfo, Tier, Transfer, Transferred,
 };
 use kvbm_policies::{BLOCK_TOKENS, Request, Running};
 use kvbm_settings::Settings;
@@ -120,6 +120,8 @@ pub(crate) struct Engine {
     /// Most time that a transfer takes, if that is watched.
     longest_wait: Option<Duration>,
     hasher: ChainHasher,
+    /// Whose a request is, where that is known.
+    tenant: fn(&Request) -> Option<u32>,
     tiers: Vec<Tier>,
     /// Blocks on the device.
     device_blocks: usize,
@@ -165,6 +167,7 @@ impl Engine {
             chaos,
             longest_wait,
             hasher,
+            tenant: |_| None,
             tiers,
             device_blocks,
             below,
@@ -172,6 +175,12 @@ impl Engine {
             runtime,
             stop,
         })
+    }
+
+    /// One whose requests belong to tenants.
+    pub(crate) fn for_tenants(mut self, tenant: fn(&Request) -> Option<u32>) -> Self {
+        self.tenant = tenant;
+        self
     }
 
     /// Serves all `requests`, up to `concurrency` at a time and begun in their order. `observe` sees the tally
@@ -226,7 +235,8 @@ impl Engine {
         while let Some(ended) = arrivals.running.next_ended(request.timestamp_ms) {
             self.manager.finished(ended.request, ended.output_tokens);
         }
-        let info = RequestInfo { request: Some(arrivals.begin(&request)), ..RequestInfo::default() };
+        let (begun, tenant) = (arrivals.begin(&request), (self.tenant)(&request));
+        let info = RequestInfo { request: Some(begun), hints: Hints { tenant, ..Hints::default() } };
         self.manager.tick();
         Ok(Some(Arrival { request, info, hashes, room }))
     }

@@ -406,7 +406,7 @@ TRANSFERS = [
         "Overdue",
         "Copies whose medium has completed nothing for transfer.timeout_ms. Each holds the slot that it writes.",
         "short",
-        (f"sum by (from, to) ({of('kvbm_overdue_copies')})", ROUTE),
+        (f"sum by (from, to) ({of('kvbm_copies_overdue')})", ROUTE),
     ),
     lines(
         "Given up, and given back",
@@ -638,7 +638,7 @@ FAULTS = [
         "Overdue now",
         "Copies whose medium has completed nothing for transfer.timeout_ms.",
         "short",
-        (f"sum({of('kvbm_overdue_copies')})", ""),
+        (f"sum({of('kvbm_copies_overdue')})", ""),
         defaults=ZERO_IS_GOOD,
     ),
     stat(
@@ -684,7 +684,7 @@ FAULTS = [
         "Overdue copies",
         "Copies whose medium has completed nothing for transfer.timeout_ms, now.",
         "short",
-        (f"sum by (from, to) ({of('kvbm_overdue_copies')})", ROUTE),
+        (f"sum by (from, to) ({of('kvbm_copies_overdue')})", ROUTE),
     ),
     lines(
         "Breakers",

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from connectors import probe
 from engine import BLOCK, TINY_BLOCK_BYTES, Engine, offloading, prompt
 from offloading import PAGE, TOKENS, Offloading, chain
@@ -24,6 +25,12 @@ def tier(place: Path) -> dict:
         "disk.capacity": "256 blocks",
         "disk.dirs": str(place),
     }
+
+
+def test_all_of_them_fit_into_one_registry():
+    registry, kinds = CollectorRegistry(), {OffloadingCounterMetadata: Counter}
+    for name, told in tier_metrics.definitions().items():
+        kinds.get(type(told), Gauge)(name, told.documentation, told.labelnames, registry=registry)
 
 
 def described() -> dict[str, tuple[str, tuple[str, ...]]]:

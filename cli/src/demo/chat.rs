@@ -12,6 +12,8 @@ const SPAN_MS: u64 = HOUR_MS;
 const HOUR_MS: u64 = 3_600_000;
 /// Tokens of the system prompts; a session has one of them.
 const SYSTEM_TOKENS: [u32; 4] = [6 * BLOCK_TOKENS, 9 * BLOCK_TOKENS, 14 * BLOCK_TOKENS, 20 * BLOCK_TOKENS];
+/// By the numbers of their system prompts.
+pub(super) const TENANTS: [u32; 4] = [0, 1, 2, 3];
 /// Chats end when their history would not fit any more.
 const CONTEXT_TOKENS: u32 = 160 * BLOCK_TOKENS;
 
@@ -65,6 +67,12 @@ fn prompt(session: u64, system: usize, input_length: u32, output_length: u32, ti
     let id = |block| if block < shared { name(1, system as u64, block) } else { name(2, session, block) };
     let hash_ids = (0..u64::from(input_length / BLOCK_TOKENS)).map(id).collect();
     Request { timestamp_ms, input_length, output_length, hash_ids }
+}
+
+/// Whose chat it is: each system prompt is of another service.
+pub(super) fn tenant(request: &Request) -> Option<u32> {
+    let first = *request.hash_ids.first()?;
+    TENANTS.into_iter().find(|&tenant| name(1, u64::from(tenant), 0) == first)
 }
 
 fn name(kind: u64, owner: u64, block: u64) -> u64 {
@@ -124,6 +132,12 @@ mod tests {
             "prompts of system tokens alone may recur"
         );
         assert_eq!(more.len(), 2 * first.len());
+    }
+
+    #[test]
+    fn every_request_is_of_a_tenant() {
+        let tenants: HashSet<_> = requests().iter().map(|request| tenant(request).unwrap()).collect();
+        assert_eq!(tenants, TENANTS.into());
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use clap::Args;
 use kvbm::Options;
-use kvbm_settings::{Capacity, DeviceBackend, Settings};
+use kvbm_settings::{Capacity, DeviceBackend, Loader, Settings, WriteBudget};
 use kvbm_tiers::clock;
 use tempfile::NamedTempFile;
 
@@ -31,6 +31,11 @@ const BLOCK_BYTES: u64 = 64 << 10;
 const DEVICE_BLOCKS: u64 = 500;
 const HOST_BLOCKS: u64 = 1_500;
 const DISK_BLOCKS: u64 = 5_000;
+/// What there is to watch besides: an object store that fills up in minutes, and limits that are not reached.
+const OBJECT_BLOCKS: u64 = 10_000;
+const REQUESTS_PER_HOUR: u32 = 1_000_000;
+const WRITTEN_PER_DAY: u64 = 100 << 40;
+const QUOTA_BYTES: u64 = 256 << 20;
 /// How much faster than people chats go on: some twenty requests a second.
 const SPEED: f64 = 60.0;
 
@@ -50,7 +55,7 @@ pub(crate) fn run(args: DemoArgs, global: &Global) -> Result<(), Failure> {
     let stop = Stop::on_signals(&runtime)?;
     // Before the engine, so that it goes after it.
     let _scratch = Scratch::divert(&mut settings)?;
-    let engine = Engine::open(settings, Options::default(), runtime, stop.clone())?;
+    let engine = Engine::open(settings, Options::default(), runtime, stop.clone())?.for_tenants(chat::tenant);
     serve::tell(engine.manager());
     let record = play(&engine)?;
     write_page(page, &html::page(&record))?;
@@ -80,9 +85,20 @@ fn settings(global: &Global, objects: &Path, watched: Watched) -> Result<Setting
             .set("disk.dirs", |s| s.disk.dirs = vec![std::env::temp_dir()])
             .set("object.url", move |s| s.object.url = Some(url))
             .set("object.capacity", |s| s.object.capacity = None);
-        watched.apply(loader)
+        if watched.is_on() { watched.apply(worth_watching(loader)) } else { loader }
     })?;
     Ok(loaded.settings)
+}
+
+/// Every panel of the dashboards has something to show.
+fn worth_watching(loader: Loader) -> Loader {
+    let quotas = || chat::TENANTS.map(|tenant| (tenant, Capacity::Bytes(QUOTA_BYTES)));
+    loader
+        .set("object.capacity", |s| s.object.capacity = Some(Capacity::Blocks(OBJECT_BLOCKS)))
+        .set("object.put_budget", |s| s.object.put_budget = REQUESTS_PER_HOUR)
+        .set("object.get_budget", |s| s.object.get_budget = REQUESTS_PER_HOUR)
+        .set("disk.write_budget", |s| s.disk.write_budget = Some(WriteBudget::BytesPerDay(WRITTEN_PER_DAY)))
+        .set("tenant_quotas", move |s| s.tenant_quotas = quotas().into())
 }
 
 fn play(engine: &Engine) -> Result<Record, Failure> {

@@ -30,7 +30,7 @@ pub(crate) struct Gauges {
     flush_failures: IntGaugeVec,
     unflushed_blocks: IntGaugeVec,
     staging_slots: IntGaugeVec,
-    overdue_copies: IntGaugeVec,
+    copies_overdue: IntGaugeVec,
     completion_panics: IntGauge,
     full_reservations: IntGaugeVec,
     queue_blocks: IntGaugeVec,
@@ -100,7 +100,7 @@ impl Gauges {
                 "DRAM slots through which blocks bounce, by state.",
                 &["state"],
             )?,
-            overdue_copies: gauges("kvbm_overdue_copies", "Copies that are overdue now.", &route)?,
+            copies_overdue: gauges("kvbm_copies_overdue", "Copies that are overdue now.", &route)?,
             completion_panics: IntGauge::new(
                 "kvbm_completion_panics",
                 "Ends of copies whose handling panicked since the process started.",
@@ -142,7 +142,7 @@ impl Gauges {
             &self.flush_failures,
             &self.unflushed_blocks,
             &self.staging_slots,
-            &self.overdue_copies,
+            &self.copies_overdue,
             &self.completion_panics,
             &self.full_reservations,
             &self.queue_blocks,
@@ -172,7 +172,7 @@ impl Gauges {
                 self.queue_blocks.with_label_values(&labels).set(waiting as i64);
                 self.batches_in_flight.with_label_values(&labels).set(in_flight as i64);
                 let overdue = core.metrics().overdue_now((tier, to));
-                self.overdue_copies.with_label_values(&labels).set(overdue as i64);
+                self.copies_overdue.with_label_values(&labels).set(overdue as i64);
                 let is_open = core.is_left_alone((tier, to));
                 self.breaker_open.with_label_values(&labels).set(i64::from(is_open));
             }

@@ -229,7 +229,7 @@ impl fmt::Debug for CuFile {
 #[derive(Debug)]
 pub(super) struct Handle {
     cufile: Arc<CuFile>,
-    handle: CUfileHandle_t,
+    registered: CUfileHandle_t,
     /// What cuFile has of it; it stays open as long as the handle lives.
     _file: File,
 }
@@ -252,7 +252,7 @@ impl Handle {
         let mut handle = std::ptr::null_mut();
         // SAFETY: both pointers are valid for the call.
         unsafe { (cufile.register_file)(&raw mut handle, &raw mut description) }.result()?;
-        Ok(Self { cufile: Arc::clone(cufile), handle, _file: file })
+        Ok(Self { cufile: Arc::clone(cufile), registered: handle, _file: file })
     }
 
     /// Reads from the file to device memory; returns the number of bytes.
@@ -284,7 +284,7 @@ impl Handle {
         let base = std::ptr::with_exposed_provenance_mut(place.base);
         // SAFETY: as the caller promises.
         let moved =
-            unsafe { transfer(self.handle, base, bytes, at as libc::off_t, place.offset as libc::off_t) };
+            unsafe { transfer(self.registered, base, bytes, at as libc::off_t, place.offset as libc::off_t) };
         match moved {
             0.. => Ok(moved as usize),
             -1 => Err(io::Error::last_os_error().to_string()),
@@ -296,7 +296,7 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         // SAFETY: registered once, deregistered once.
-        unsafe { (self.cufile.deregister_file)(self.handle) };
+        unsafe { (self.cufile.deregister_file)(self.registered) };
     }
 }
 

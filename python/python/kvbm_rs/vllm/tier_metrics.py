@@ -24,7 +24,7 @@ _LABELS: dict[str, tuple[str, ...]] = {
             evicted_blocks declined_blocks quarantined_blocks unreadable_blocks flush_failures unflushed_blocks
             full_reservations index_failures_total""",
         ("from", "to"): """transfer_blocks_total transfer_bytes_total overdue_copies_total returned_copies_total
-            overdue_copies queue_blocks batches_in_flight breaker_open""",
+            copies_overdue queue_blocks batches_in_flight breaker_open""",
         ("from", "to", "kind"): "transfer_failures_total",
         ("reason", "tier"): "misses_total",
         ("reason",): "missed_tokens_total",

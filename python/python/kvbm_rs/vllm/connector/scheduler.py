@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds. An engine with nothing to do has time for the last blocks: memory takes them in milliseconds.
-_IDLE_WAIT = 0.05
+# Seconds.
 _CLOSE_WAIT = 5.0
 _RESET_WAIT = 1.0
 
@@ -329,9 +328,8 @@ class Scheduler:
                 if self._advance(known, stepped.step):
                     self._save(known)
             self._ending = [ending for ending in self._ending if not self._end(ending, stepped.step)]
+        # Nobody waits here for saves: the last answer goes out with this step.
         self._release()
-        if not self._requests and self._saving:
-            self._wait(_IDLE_WAIT)
 
     def _take_back(self, stepped: Stepped) -> None:
         """A load failed that the step waited for: nothing from its first bad block on may be used.
