@@ -674,7 +674,8 @@ FAULTS = [
         "What fires, and where.",
         "short",
         (
-            'count by (alertname, instance) (ALERTS{alertname=~"Kvbm.+", alertstate="firing"})',
+            'count by (alertname, instance) (ALERTS{alertname=~"Kvbm.+", alertstate="firing"})'
+            ' or label_replace(vector(0), "alertname", "none", "", "")',
             "{{alertname}} {{instance}}",
         ),
         stacked=True,

@@ -130,7 +130,8 @@ pub(crate) async fn open(
             device, host, specs, staging, trials, executor, roll_call, fallbacks, kept, objects, ..
         } = tiers;
         fallbacks.into_iter().for_each(|wanted| metrics.fell_back(wanted));
-        metrics.expect(routes.iter().map(|route| (route.from, route.to)));
+        let directories = if settings.disk.capacity.is_some() { settings.disk.dirs.len() } else { 0 };
+        metrics.expect(routes.iter().map(|route| (route.from, route.to)), directories);
         let table = Table::new(specs);
         let table = fingerprint.into_iter().fold(table, Table::with_fingerprint);
         objects.iter().try_for_each(|objects| objects.export(&registry))?;

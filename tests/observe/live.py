@@ -39,9 +39,6 @@ ABSENT = {
     "kvbm_rank_up": "the leader of a model that is spread over processes has it",
     "kvbm_shadow_blocks_total": "an engine that computes hits again has it",
     "kvbm_shadow_wrong_rate_bound": "an engine that computes hits again has it",
-    "kvbm_disk_directory_failures_total": "the disk has to fail in one of several directories",
-    "kvbm_index_failures_total": "the index of a kept tier has to be unwritable",
-    "kvbm_object_budget_refusals_total": "a budget has to be spent",
 }
 # Requests to a store that does not fail.
 NEVER_FAILED = 'outcome="failed"'

@@ -232,14 +232,23 @@ impl Metrics {
         })
     }
 
-    /// Failures of copies on these routes, and of the tiers that they come from, are counted from 0 on: a panel has
-    /// something to show before the first, and the first is an increase.
-    pub(crate) fn expect(&self, routes: impl IntoIterator<Item = Route>) {
+    /// Failures of copies on these routes, of the tiers that they come from and of so many directories are counted from 0
+    /// on: a panel has something to show before the first, and the first is an increase.
+    pub(crate) fn expect(&self, routes: impl IntoIterator<Item = Route>, directories: usize) {
         for (from, to) in routes {
+            let route = [from.name(), to.name()];
             for (kind, _) in FAILURES {
-                self.transfer_failures.with_label_values(&[from.name(), to.name(), kind]);
+                self.transfer_failures.with_label_values(&[route[0], route[1], kind]);
             }
+            self.overdue_copies.with_label_values(&route);
+            self.returned_copies.with_label_values(&route);
             self.checksum_failures.with_label_values(&[from.name()]);
+            if from > Tier::Device {
+                self.index_failures.with_label_values(&[from.name()]);
+            }
+        }
+        for directory in 0..directories {
+            self.directory_failures.with_label_values(&[&directory.to_string()]);
         }
     }
 

@@ -63,12 +63,9 @@ impl Collector for ObjectTraffic {
         catch_up(&self.bytes.with_label_values(&["sent"]), self.traffic.bytes_sent());
         catch_up(&self.bytes.with_label_values(&["received"]), self.traffic.bytes_received());
         for expense in Expense::ALL {
-            let refused = self.traffic.refused(expense);
-            if refused > 0 {
-                catch_up(&self.refusals.with_label_values(&[expense.name()]), refused);
-            }
             // Where there is no limit there is nothing to watch.
             if let Some(left) = self.traffic.budget_left(expense) {
+                catch_up(&self.refusals.with_label_values(&[expense.name()]), self.traffic.refused(expense));
                 self.left.with_label_values(&[expense.name()]).set(left);
             }
         }
