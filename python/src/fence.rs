@@ -6,12 +6,7 @@ use pyo3::prelude::*;
 use crate::errors::classes;
 
 /// An event of CUDA's that the engine recorded behind its work: an argument `ready` or `after`.
-pub(crate) struct Behind(Fence);
-
-/// Without an event the work has ended: on a CPU it has when the engine says so.
-pub(crate) fn fence(behind: Option<Behind>) -> Fence {
-    behind.map_or(Fence::Done, |behind| behind.0)
-}
+pub(crate) struct Behind(pub(crate) Fence);
 
 impl FromPyObject<'_, '_> for Behind {
     type Error = PyErr;
@@ -27,8 +22,8 @@ impl FromPyObject<'_, '_> for Behind {
                 "the event was not recorded: record it behind the work",
             ));
         }
-        // SAFETY: the docstrings ask for an event of the memory's GPU, recorded outside of captures; it lives as long as
-        // its Python object.
+        // SAFETY: the manager's docstring asks for an event of the memory's GPU, recorded outside of captures and not again;
+        // it lives as long as its Python object.
         #[allow(unsafe_code)]
         let fence = unsafe { Fence::event_of(handle, event.to_owned().unbind()) };
         Ok(Self(fence))

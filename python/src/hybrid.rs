@@ -29,7 +29,7 @@ impl CacheGroup {
     #[pyo3(signature = (name, memory, *, window=None))]
     fn new(name: String, memory: &EngineMemory, window: Option<u32>) -> Self {
         let kind = window.map_or(GroupKind::State, |blocks| GroupKind::Window { blocks });
-        Self(kvbm::CacheGroup { name, kind, memory: memory.0.clone(), share: None })
+        Self(kvbm::CacheGroup { name, kind, memory: memory.memory.clone(), share: None })
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kvbm::{Options, RankGroup, RequestId, SlotId, Tier};
+use kvbm::{Fence, Options, RankGroup, RequestId, SlotId, Tier};
 use prometheus::{Registry, TextEncoder};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -12,7 +12,7 @@ use pyo3::types::PyDict;
 use crate::chain::Chain;
 use crate::errors::{classes, of_manager};
 use crate::events::Events;
-use crate::fence::{Behind, fence};
+use crate::fence::Behind;
 use crate::fingerprint::fingerprint;
 use crate::hints::{Hints, request_info};
 use crate::hybrid::{self, CacheGroup, HybridLease, HybridLoad, HybridSave, Named};
@@ -36,11 +36,16 @@ use crate::transfer::{Load, Save, duration};
 ///         attention, but for `reset`, `drain` and `close`.
 ///
 /// Opening takes memory and files, and blocks meanwhile.
+///
+/// `ready` and `after` of its calls are events of CUDA's, such as `torch.cuda.Event`: of the GPU that the memory is on, recorded
+/// behind the engine's work and outside of captures, and not recorded again before the transfer has ended. What is not on
+/// this process's GPU takes none.
 #[pyclass(module = "kvbm_rs", frozen)]
 #[derive(Debug)]
 pub(crate) struct Manager {
-    manager: Arc<kvbm::Manager>,
+    inner: Arc<kvbm::Manager>,
     registry: Registry,
+    takes_events: bool,
 }
 
 #[pymethods]
@@ -56,7 +61,7 @@ impl Manager {
         ranks: Option<(PathBuf, u16, f64)>,
         groups: Vec<Bound<'_, CacheGroup>>,
     ) -> PyResult<Self> {
-        let registry = Registry::new();
+        let (registry, memory_is_on_gpu) = (Registry::new(), memory.is_on_gpu);
         let options = Options {
             registry: registry.clone(),
             block_tokens,
@@ -64,7 +69,7 @@ impl Manager {
             ranks: ranks.map(|(dir, world, seconds)| RankGroup { dir, world, limit: duration(seconds) }),
             ..Options::default()
         };
-        let (settings, memory, groups) = (settings.plain(), memory.0.clone(), hybrid::plain(&groups));
+        let (settings, memory, groups) = (settings.plain(), memory.memory.clone(), hybrid::plain(&groups));
         let runtime = tokio::runtime::Builder::new_current_thread().build()?;
         let opened = py.detach(|| {
             // Only with groups do its metrics say of which they are.
@@ -75,7 +80,7 @@ impl Manager {
             }
         });
         let manager = Arc::new(opened.map_err(|error| of_manager(&error))?);
-        Ok(Self { manager, registry })
+        Ok(Self { inner: manager, registry, takes_events: memory_is_on_gpu })
     }
 
     /// Pins the leading blocks of `chain` wherever they are, and counts as their use by `request`.
@@ -88,7 +93,7 @@ impl Manager {
         hints: Option<&Bound<'_, Hints>>,
     ) -> Lease {
         let info = request_info(request, hints.map(Bound::get));
-        let lease = py.detach(|| self.manager.lease_for(info, &chain.0));
+        let lease = py.detach(|| self.inner.lease_for(info, &chain.0));
         let held = lease.held();
         let by_tier = held.plan().map(|(tier, blocks)| (tier.name(), blocks.len())).collect();
         Lease { blocks: held.worth_loading(), by_tier, held: Some(lease) }
@@ -107,12 +112,12 @@ impl Manager {
     ) -> HybridLease {
         let info = request_info(request, hints.map(Bound::get));
         let chain = &chain.0[..most.map_or(chain.0.len(), |most| most.min(chain.0.len()))];
-        HybridLease::new(py.detach(|| self.manager.lease_hybrid(info, chain)))
+        HybridLease::new(py.detach(|| self.inner.lease_hybrid(info, chain)))
     }
 
     /// How many leading blocks of `chain` each tier holds, without counting as their use.
     fn matches(&self, py: Python<'_>, chain: &Chain) -> BTreeMap<&'static str, usize> {
-        let held = py.detach(|| self.manager.matches(&chain.0));
+        let held = py.detach(|| self.inner.matches(&chain.0));
         let by_tier = Tier::ALL.into_iter().map(|tier| (tier.name(), held.blocks(tier)));
         by_tier.filter(|&(_, held)| held > 0).collect()
     }
@@ -121,7 +126,7 @@ impl Manager {
     fn pin(&self, py: Python<'_>, lease: &mut Lease, seconds: f64) -> PyResult<()> {
         let lease = lease.take()?;
         let ttl_ms = u64::try_from(duration(seconds).as_millis()).unwrap_or(u64::MAX);
-        py.detach(|| self.manager.pin(lease, ttl_ms)).map_err(|error| of_manager(&error))
+        py.detach(|| self.inner.pin(lease, ttl_ms)).map_err(|error| of_manager(&error))
     }
 
     /// Brings what `lease` holds further down up to the host tier, when nothing more urgent is to be done. The lease is
@@ -129,7 +134,7 @@ impl Manager {
     fn prefetch(&self, py: Python<'_>, lease: &mut Lease) -> PyResult<()> {
         let lease = lease.take()?;
         // Whoever asks for the blocks later finds out what became of it.
-        drop(py.detach(|| self.manager.prefetch(lease, Tier::Host)));
+        drop(py.detach(|| self.inner.prefetch(lease, Tier::Host)));
         Ok(())
     }
 
@@ -144,10 +149,11 @@ impl Manager {
         slots: Vec<u32>,
         after: Option<Behind>,
     ) -> PyResult<Load> {
+        let after = self.fence(after)?;
         let taken = lease.take()?;
         let slots: Vec<_> = slots.into_iter().map(SlotId).collect();
         let blocks = first..first.saturating_add(slots.len());
-        Ok(Load(py.detach(|| self.manager.load_into(taken, blocks, &slots, fence(after)))))
+        Ok(Load(py.detach(|| self.inner.load_into(taken, blocks, &slots, after))))
     }
 
     /// Copies successive blocks of `chain`, from position `first` on, out of `slots`, which must not change until it has
@@ -164,11 +170,12 @@ impl Manager {
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
         ready: Option<Behind>,
-    ) -> Save {
+    ) -> PyResult<Save> {
+        let ready = self.fence(ready)?;
         let info = request_info(request, hints.map(Bound::get));
         let slots: Vec<_> = slots.into_iter().map(SlotId).collect();
         let end = first.saturating_add(slots.len()).min(chain.0.len());
-        Save(py.detach(|| self.manager.save_from(info, &chain.0[..end], first, &slots, fence(ready))))
+        Ok(Save(py.detach(|| self.inner.save_from(info, &chain.0[..end], first, &slots, ready))))
     }
 
     /// Copies what `lease` holds into an engine's slots, which nobody else may use until it has ended. `slots` has of each
@@ -183,8 +190,9 @@ impl Manager {
         slots: Vec<hybrid::Slots>,
         after: Option<Behind>,
     ) -> PyResult<HybridLoad> {
+        let after = self.fence(after)?;
         let (taken, named) = (lease.take()?, Named::new(slots));
-        Ok(HybridLoad(py.detach(|| self.manager.load_hybrid(taken, &named.slots(), &fence(after)))))
+        Ok(HybridLoad(py.detach(|| self.inner.load_hybrid(taken, &named.slots(), &after))))
     }
 
     /// Copies what a request has computed of `chain` out of `slots`, which must not change until it has ended: of full
@@ -202,13 +210,14 @@ impl Manager {
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
         ready: Option<Behind>,
-    ) -> HybridSave {
+    ) -> PyResult<HybridSave> {
+        let ready = self.fence(ready)?;
         let info = request_info(request, hints.map(Bound::get));
         let named = Named::new(slots);
         let slots = named.slots();
         let chain = &chain.0[..named.end_of_full().min(chain.0.len())];
-        let save = kvbm::HybridSave { info, chain, slots: &slots, is_end, ready: fence(ready) };
-        HybridSave(py.detach(|| self.manager.save_hybrid(&save)))
+        let save = kvbm::HybridSave { info, chain, slots: &slots, is_end, ready };
+        Ok(HybridSave(py.detach(|| self.inner.save_hybrid(&save))))
     }
 
     /// Says that a request has ended, and how many tokens it generated: policies learn from it. With `for_good`, that
@@ -216,30 +225,30 @@ impl Manager {
     #[pyo3(signature = (request, output_tokens, *, for_good=false))]
     fn finished(&self, py: Python<'_>, request: u64, output_tokens: u32, for_good: bool) {
         let finished = if for_good { kvbm::Manager::finished_for_good } else { kvbm::Manager::finished };
-        py.detach(|| finished(&self.manager, RequestId(request), output_tokens));
+        py.detach(|| finished(&self.inner, RequestId(request), output_tokens));
     }
 
     /// Begins the next epoch: no block that was there before is found again. Returns its number.
     fn reset(&self, py: Python<'_>) -> PyResult<u64> {
-        let epoch = self.manager.epoch() + 1;
-        py.detach(|| self.manager.reset(epoch)).map_err(|error| of_manager(&error))?;
+        let epoch = self.inner.epoch() + 1;
+        py.detach(|| self.inner.reset(epoch)).map_err(|error| of_manager(&error))?;
         Ok(epoch)
     }
 
     /// Writes what is to be written to the lower tiers, and waits for it, `seconds` at most. Whether nothing is left.
     fn drain(&self, py: Python<'_>, seconds: f64) -> bool {
         let limit = duration(seconds);
-        py.detach(|| self.manager.drain(limit)).is_complete()
+        py.detach(|| self.inner.drain(limit)).is_complete()
     }
 
     /// Blocks of each tier that were found at the start, left there by an earlier process.
     fn recovered(&self) -> BTreeMap<&'static str, usize> {
-        self.manager.recovered().iter().map(|report| (report.tier.name(), report.blocks)).collect()
+        self.inner.recovered().iter().map(|report| (report.tier.name(), report.blocks)).collect()
     }
 
     /// Slots of each tier: in all, and with a block that can be read.
     fn occupancy(&self) -> BTreeMap<&'static str, (u32, u32)> {
-        let tiers = Tier::ALL.into_iter().map(|tier| (tier.name(), self.manager.counts(tier)));
+        let tiers = Tier::ALL.into_iter().map(|tier| (tier.name(), self.inner.counts(tier)));
         tiers
             .filter(|(_, counts)| counts.total > 0)
             .map(|(tier, counts)| (tier, (counts.total, counts.resident)))
@@ -248,7 +257,7 @@ impl Manager {
 
     /// What comes to its tiers and leaves them from here on.
     fn events(&self) -> Events {
-        Events(self.manager.events())
+        Events(self.inner.events())
     }
 
     /// Its counters and gauges of docs/metrics.md: name, meaning, whether it only grows, and values by labels.
@@ -265,7 +274,20 @@ impl Manager {
     /// Ends everything, and waits `seconds` at most for what the media work on. `True`: nobody touches the memory any more.
     fn close(&self, py: Python<'_>, seconds: f64) -> bool {
         let limit = duration(seconds);
-        py.detach(|| self.manager.close(limit)).is_complete()
+        py.detach(|| self.inner.close(limit)).is_complete()
+    }
+}
+
+impl Manager {
+    /// Without an event the work has ended: on a CPU it has when the engine says so.
+    fn fence(&self, behind: Option<Behind>) -> PyResult<Fence> {
+        match behind {
+            None => Ok(Fence::Done),
+            Some(behind) if self.takes_events => Ok(behind.0),
+            Some(_) => Err(classes::InvalidError::new_err(
+                "the memory is not on a GPU of this process: call when the work has ended, without an event",
+            )),
+        }
     }
 }
 

@@ -18,7 +18,11 @@ use crate::errors::{classes, of_manager};
 /// The addresses must be right: what lies elsewhere is overwritten.
 #[pyclass(module = "kvbm_rs", frozen)]
 #[derive(Debug)]
-pub(crate) struct EngineMemory(pub(crate) kvbm::EngineMemory);
+pub(crate) struct EngineMemory {
+    pub(crate) memory: kvbm::EngineMemory,
+    /// Of this process's GPU: its events can be waited for.
+    pub(crate) is_on_gpu: bool,
+}
 
 #[pymethods]
 impl EngineMemory {
@@ -40,19 +44,26 @@ impl EngineMemory {
         // keeps the tensors; an engine leaves slots alone while a transfer names them.
         #[allow(unsafe_code)]
         let region = unsafe { DeviceRegion::adopt(map, space, owner) };
-        kvbm::EngineMemory::new(region, layers).map(Self).map_err(|error| of_manager(&error))
+        let memory = kvbm::EngineMemory::new(region, layers).map_err(|error| of_manager(&error))?;
+        Ok(Self { memory, is_on_gpu: device.is_some() })
     }
 
     /// For the leader of ranks, each of which brings its slice of `slots` slots.
     #[staticmethod]
     fn in_ranks(slots: u32, layers: u16) -> PyResult<Self> {
-        kvbm::EngineMemory::in_ranks(slots, layers).map(Self).map_err(|error| of_manager(&error))
+        kvbm::EngineMemory::in_ranks(slots, layers).map(Self::elsewhere).map_err(|error| of_manager(&error))
     }
 
     /// For the leader of ranks, each of which brings its slice of `slots` slots of a `CacheGroup`, of `block_bytes` bytes.
     #[staticmethod]
     fn group_in_ranks(slots: u32, layers: u16, block_bytes: u64) -> PyResult<Self> {
         let memory = kvbm::EngineMemory::group_in_ranks(slots, layers, block_bytes);
-        memory.map(Self).map_err(|error| of_manager(&error))
+        memory.map(Self::elsewhere).map_err(|error| of_manager(&error))
+    }
+}
+
+impl EngineMemory {
+    const fn elsewhere(memory: kvbm::EngineMemory) -> Self {
+        Self { memory, is_on_gpu: false }
     }
 }

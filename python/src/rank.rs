@@ -49,7 +49,7 @@ impl Rank {
         let group = RankGroup { dir, world, limit: duration(seconds) };
         let fingerprint = fingerprint.map(self::fingerprint).transpose()?;
         let options = RankOptions { group, rank, fingerprint, chaos: None };
-        let (settings, memory, groups) = (settings.plain(), memory.0.clone(), hybrid::plain(&groups));
+        let (settings, memory, groups) = (settings.plain(), memory.memory.clone(), hybrid::plain(&groups));
         let joined = py.detach(|| {
             if groups.is_empty() {
                 kvbm::Rank::join_with(&settings, options, &memory)

@@ -99,3 +99,11 @@ def test_hints_are_what_they_say() -> None:
     assert Hints(tenant=1) == Hints(tenant=1) != Hints(tenant=2)
     with pytest.raises(OverflowError):
         Hints(priority=1000)
+
+
+def test_memory_of_a_cpu_takes_no_events(manager: Manager) -> None:
+    class Event:
+        cuda_event = 1
+
+    with pytest.raises(InvalidError, match="not on a GPU"):
+        manager.save_from(chain(1), 0, range(5), ready=Event())

@@ -40,7 +40,8 @@ const QUOTA_BYTES: u64 = 256 << 20;
 const SPEED: f64 = 60.0;
 
 /// Plays an hour of a chat service as fast as it goes, compares every byte that comes back, and writes kvbm-demo.html.
-/// With --serve the chats go on after that, at sixty times their pace, until it is interrupted.
+/// With --serve the chats go on after that, at sixty times their pace, until it is interrupted, and there are quotas of
+/// tenants and budgets to watch, whatever the settings say of them.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct DemoArgs {
     #[command(flatten)]
@@ -72,7 +73,8 @@ pub(crate) fn run(args: DemoArgs, global: &Global) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The stage is always the same; how blocks move and leave is as the settings say.
+/// The stage is always the same; how blocks move and leave is as the settings say, but for what is there to be
+/// watched.
 fn settings(global: &Global, objects: &Path, watched: Watched) -> Result<Settings, Failure> {
     let url = file_url(objects)?;
     let loaded = global.load(|loader| {

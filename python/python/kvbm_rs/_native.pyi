@@ -2,7 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from typing import final
+from typing import Protocol, final
+
+class _Event(Protocol):
+    """Such as `torch.cuda.Event`."""
+
+    @property
+    def cuda_event(self) -> int: ...
 
 def version() -> str: ...
 @final
@@ -157,7 +163,7 @@ class Manager:
     def matches(self, chain: Chain) -> dict[str, int]: ...
     def pin(self, lease: Lease, seconds: float) -> None: ...
     def prefetch(self, lease: Lease) -> None: ...
-    def load_into(self, lease: Lease, first: int, slots: Sequence[int], *, after: object = None) -> Load: ...
+    def load_into(self, lease: Lease, first: int, slots: Sequence[int], *, after: _Event | None = None) -> Load: ...
     def save_from(
         self,
         chain: Chain,
@@ -166,10 +172,10 @@ class Manager:
         *,
         request: int | None = None,
         hints: Hints | None = None,
-        ready: object = None,
+        ready: _Event | None = None,
     ) -> Save: ...
     def load_hybrid(
-        self, lease: HybridLease, slots: Sequence[tuple[int, int, Sequence[int]]], *, after: object = None
+        self, lease: HybridLease, slots: Sequence[tuple[int, int, Sequence[int]]], *, after: _Event | None = None
     ) -> HybridLoad: ...
     def save_hybrid(
         self,
@@ -179,7 +185,7 @@ class Manager:
         is_end: bool = False,
         request: int | None = None,
         hints: Hints | None = None,
-        ready: object = None,
+        ready: _Event | None = None,
     ) -> HybridSave: ...
     def finished(self, request: int, output_tokens: int, *, for_good: bool = False) -> None: ...
     def reset(self) -> int: ...

@@ -387,8 +387,9 @@ impl Lane {
     fn copy(&mut self, table: &mut Table<Piece>) -> Result<(), DriverError> {
         if !self.rows.is_empty() {
             match self.copy_rows() {
-                Err(error) if !ends_the_context(error) => {
-                    tracing::warn!(%error, "the driver does not copy blocks as rows: they go by pieces from now on");
+                Err(error) if is_refusal(error) => {
+                    let gpu = &self.gpu;
+                    tracing::warn!(%error, ?gpu, "the driver does not copy blocks as rows: they go by pieces from now on");
                     self.rows.clear();
                 }
                 outcome => return outcome,
@@ -526,6 +527,12 @@ impl Desk {
             report(done, index, outcome.map_err(failed_copy));
         }
     }
+}
+
+/// Whether it would be the same next time.
+fn is_refusal(error: DriverError) -> bool {
+    use cudarc::driver::sys::CUresult;
+    matches!(error.0, CUresult::CUDA_ERROR_INVALID_VALUE | CUresult::CUDA_ERROR_NOT_SUPPORTED)
 }
 
 fn failed_copy(error: DriverError) -> CopyError {

@@ -18,7 +18,8 @@ use std::time::Duration;
 use cudarc::cufile::sys::{CUfileDescr_t, CUfileDrvProps_t, CUfileFileHandleType, CUfileHandle_t};
 use libloading::Library;
 use parking_lot::Mutex;
-use rustix::fs::{AtFlags, CWD};
+use rustix::fs::{AtFlags, CWD, FlockOperation};
+use rustix::io::Errno;
 
 use super::medium::{Medium, reached};
 use super::probe::{Availability, probe};
@@ -241,9 +242,9 @@ unsafe impl Sync for Handle {}
 
 impl Handle {
     pub(super) fn new(cufile: &Arc<CuFile>, file: BorrowedFd<'_>) -> Result<Self, String> {
-        let opened = open_plainly(file).map_err(|error| format!("it cannot be opened again: {error}"))?;
-        // The name goes when cuFile has opened it.
-        let (file, _name) = opened;
+        // The name goes when cuFile has opened the file by it.
+        let (file, _name) =
+            open_plainly(file).map_err(|error| format!("it cannot be opened by a name: {error}"))?;
         let mut description = CUfileDescr_t {
             type_: CUfileFileHandleType::CU_FILE_HANDLE_TYPE_OPAQUE_FD,
             handle: cudarc::cufile::sys::CUfileDescr_t__bindgen_ty_1 { fd: file.as_raw_fd() },
@@ -310,12 +311,14 @@ fn open_plainly(file: BorrowedFd<'_>) -> io::Result<(File, Option<PassingName>)>
     if rustix::fs::fstat(file)?.st_nlink > 0 {
         return Ok((open(&ours)?, None));
     }
+    // Others leave a file alone that is locked.
+    rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)?;
     let name = PassingName::of(&ours)?;
     Ok((open(&name.0)?, Some(name)))
 }
 
-/// A name of a file that has no other, until this is dropped. A process that dies before leaves it to the next one,
-/// which removes what is called so.
+/// A name of a file that never had one, until this is dropped. The kernel lends one once. A process that dies before leaves
+/// it to the next one, which removes what is called so and is not locked.
 struct PassingName(PathBuf);
 
 impl PassingName {
@@ -323,10 +326,16 @@ impl PassingName {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         // The directory that it was opened in, and a number in place of a name.
         let place = fs::read_link(file)?;
-        let (process, count) = (std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
-        let path = place.with_file_name(format!("kvbm-{process}-{count}.gds.partial"));
-        rustix::fs::linkat(CWD, file, CWD, &path, AtFlags::SYMLINK_FOLLOW)?;
-        Ok(Self(path))
+        loop {
+            // Processes in containers that share the directory may have the same number.
+            let (process, count) = (std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+            let path = place.with_file_name(format!("kvbm-{process}-{count}.gds.partial"));
+            match rustix::fs::linkat(CWD, file, CWD, &path, AtFlags::SYMLINK_FOLLOW) {
+                Ok(()) => return Ok(Self(path)),
+                Err(Errno::EXIST) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 }
 

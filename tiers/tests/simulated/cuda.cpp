@@ -370,6 +370,9 @@ API cuMemcpy2DAsync_v2(const Rows *rows, Stream *stream) {
     if (fault("rows-refused") || rows->from_kind != unified || rows->to_kind != unified) return INVALID_VALUE;
     if (rows->height > 1 && (rows->width > rows->from_pitch || rows->width > rows->to_pitch)) return INVALID_VALUE;
     if (rows->from_pitch > INT32_MAX || rows->to_pitch > INT32_MAX) return INVALID_VALUE;
+    const size_t last = rows->height ? rows->height - 1 : 0;
+    if (!addressable(rows->from, last * rows->from_pitch + rows->width)) return INVALID_VALUE;
+    if (!addressable(rows->to, last * rows->to_pitch + rows->width)) return INVALID_VALUE;
     for (size_t row = 0; row < rows->height; row++) {
         const uintptr_t to = rows->to + row * rows->to_pitch, from = rows->from + row * rows->from_pitch;
         if (int error = cuMemcpyAsync(to, from, rows->width, stream)) return error;

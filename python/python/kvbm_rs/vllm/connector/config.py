@@ -2,11 +2,13 @@
 
 import hashlib
 import os
+import platform
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import vllm
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -76,6 +78,7 @@ class Config:
         self.max_tokens: int = vllm_config.model_config.max_model_len
         self.slots: int = kv_cache_config.num_blocks
         self.block_tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self.waits_for_steps = not versions.holds_blocks_for_steps(transfer.is_kv_consumer)
         self.weights_never_change: bool = extra.get("weights_never_change", False)
         self.save_generated: bool = extra.get("save_generated", True)
         self.layerwise: bool = extra.get("layerwise", False)
@@ -157,11 +160,12 @@ def _fingerprint(vllm_config: "VllmConfig", config: Config, weights: str | None)
     model, cache = vllm_config.model_config, vllm_config.cache_config
     algorithm = cache.prefix_caching_hash_algo
     dtype = cache.cache_dtype if cache.cache_dtype != "auto" else str(model.dtype)
+    order = _order(vllm_config)
     return {
         "model": str(model.model),
         "weights": weights or _weights(model),
         "dtype": dtype,
-        "layouts": [_layout(group, _order(vllm_config)) for group in config.groups],
+        "layouts": [_layout(group, order) for group in config.groups],
         "tensor_world": config.world,
         "block_tokens": config.block_tokens,
         "rope_scaling": repr(getattr(model.hf_text_config, "rope_parameters", None)),
@@ -180,12 +184,16 @@ def _layout(group: Group, order: str) -> tuple[int, str, list[int], list[int]]:
 
 def _order(vllm_config: "VllmConfig") -> str:
     """What says how the numbers of a layer's block are ordered, whose bytes we do not look into: vLLM's layout, which is
-    settled before connectors are made, and the attention backend. Where none is asked for, the GPU decides on it."""
+    settled before connectors are made, and the attention backend. Where none is asked for, the processor decides on it, and on
+    CPUs on the order as well."""
     layout = versions.kv_cache_layout(vllm_config)
     attention = getattr(vllm_config, "attention_config", None)
     backend = getattr(attention, "backend", None)
-    capability = current_platform.get_device_capability()
-    return f"{layout} {backend or 'auto'} {current_platform.device_type} {capability or ''}".rstrip()
+    if current_platform.is_cpu():
+        processor = platform.machine() + (" amx" if torch.cpu._is_amx_tile_supported() else "")
+    else:
+        processor = current_platform.get_device_capability()
+    return f"{layout} {backend or 'auto'} {current_platform.device_type} {processor}"
 
 
 def _weights(model: Any) -> str:

@@ -83,8 +83,8 @@ class _Loading:
     lease: HybridLease
     # By cache group its number, the position of the first block, and a slot for each.
     slots: list[tuple[int, int, list[int]]]
-    # Steps that were under way when it was given its slots, up to this one, may still write there for whom they were
-    # taken from: a step is scheduled before it is known that a request of the one before has ended.
+    # The step up to which it waits: one that was under way when it was given its slots may still write there for whom they
+    # were taken from, unless vLLM sees to that.
     after: int
     load: HybridLoad | None = None
     end: HybridLoadEnd | None = None
@@ -232,7 +232,8 @@ class Scheduler:
             (given,) = slots
             self._layered.append(LayeredLoad(request.request_id, self.manager, lease, *given[1:]))
         else:
-            self._loading[request.request_id] = _Loading(lease, slots, self._computing)
+            after = self._computing if self._config.waits_for_steps else 0
+            self._loading[request.request_id] = _Loading(lease, slots, after)
             self._begin_loads()
 
     def _begin_loads(self) -> None:
