@@ -84,9 +84,24 @@ def test_it_shows_every_section_from_what_the_server_tells(page):
     assert page.run("return document.querySelectorAll('#flows g').length") == 6
     assert page.run("return document.querySelectorAll('#routes tbody tr').length") == 6
     assert page.wait("return document.querySelectorAll('#curves figure').length") == 3
+    order = page.run("return [...document.querySelectorAll('#curves b')].map(b => b.textContent)")
+    assert order == [tier for tier in ("Device", "Host", "Disk", "Object store") if tier in order]
+    assert "so far" in text(page, "#rate-span") and "a second are asked for" in text(page, "#now-rate-words")
     assert "made room for others" in text(page, "#misses")
     assert text(page, "#health") == "working"
     shoot(page, "wide")
+
+
+def test_why_blocks_were_not_found_is_of_late(page):
+    assert page.wait("return counted.misses.size > 0")
+    shown = page.run("""
+        const reason = "capacity", before = new Map(counted.misses);
+        counted.missed = [{ at: Date.now() - 120_000, misses: before }];
+        counted.misses.set(reason, (before.get(reason) ?? 0) + 7);
+        showMisses();
+        return [document.querySelector("#misses-words").textContent, document.querySelector("#misses").textContent]
+    """)
+    assert "in the last 2 min" in shown[0] and shown[1] == "there was no room for it100 %"
 
 
 def test_trouble_is_named_where_it_is(page, stub):

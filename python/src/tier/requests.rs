@@ -73,7 +73,14 @@ pub(super) struct Held {
     /// In a chunk.
     pub(super) tokens: u64,
     /// The keys of its chain, in order, where vLLM named them so.
-    pub(super) keys: Option<Py<PyList>>,
+    pub(super) keys: Option<Arc<Keys>>,
+}
+
+/// Keys as objects: one is told from another by where it lies, without a call of Python's.
+pub(super) struct Keys {
+    addresses: Vec<usize>,
+    /// Keeps them there.
+    _list: Py<PyList>,
 }
 
 /// A request that has ended.
@@ -88,7 +95,7 @@ struct Request {
     id: RequestId,
     chain: Arc<Vec<BlockHash>>,
     /// All keys that it is known by, in the order in which vLLM named them.
-    keys: Option<Py<PyList>>,
+    keys: Option<Arc<Keys>>,
     /// How many these are.
     known: usize,
     /// Blocks of its chain when it was first heard of: its prompt.
@@ -151,7 +158,12 @@ impl Requests {
         let all_follow = place(keys.get_item(count - 1)?)? == Some(next + count - known - 1);
         let chain = Arc::make_mut(&mut request.chain);
         chain.reserve(count - known);
-        for key in keys.iter().skip(known) {
+        let mut addresses = Vec::with_capacity(count);
+        for key in keys.iter() {
+            addresses.push(key.as_ptr() as usize);
+            if addresses.len() <= known {
+                continue;
+            }
             if all_follow {
                 chain.push(hash(&key)?);
             } else if place(key.clone())? == Some(next) {
@@ -159,7 +171,8 @@ impl Requests {
                 next += 1;
             }
         }
-        (request.keys, request.known) = (Some(keys.unbind()), count);
+        let keys = Keys { addresses, _list: keys.unbind() };
+        (request.keys, request.known) = (Some(Arc::new(keys)), count);
         if known == 0 {
             request.prompt = request.chain.len();
         }
@@ -169,7 +182,7 @@ impl Requests {
     /// Leading chunks of a request that can be loaded and fit the primary tier beside what others were promised. All of the
     /// request's chunks count, from its first on: which of them the engine has itself vLLM does not say, and those that the
     /// primary tier has may have to leave it for those that are loaded.
-    pub(super) fn reach(&mut self, py: Python<'_>, name: &str, manager: &Manager) -> Held {
+    pub(super) fn reach(&mut self, name: &str, manager: &Manager) -> Held {
         let room = self.room(name);
         let Some(tokens) = self.chunks.chained else { return Held::default() };
         let request = self.entry(name);
@@ -187,7 +200,7 @@ impl Requests {
         let held = request.pinned.as_ref().map_or(0, |lease| lease.held().worth_loading());
         let blocks = held.min(request.sound).min(room);
         let in_order = request.keys.as_ref().filter(|_| request.known == chain.len());
-        let keys = in_order.map(|keys| keys.clone_ref(py));
+        let keys = in_order.map(Arc::clone);
         self.promise(name, blocks);
         Held { blocks, tokens, keys }
     }
@@ -343,6 +356,13 @@ impl Request {
             sound: usize::MAX,
             unsound: HashSet::new(),
         }
+    }
+}
+
+impl Keys {
+    /// Whether `key` is the one at `place`, and not one that is equal.
+    pub(super) fn is(&self, place: usize, key: &Bound<'_, PyAny>) -> bool {
+        self.addresses.get(place) == Some(&(key.as_ptr() as usize))
     }
 }
 

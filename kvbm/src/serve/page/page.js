@@ -28,13 +28,15 @@ const MEAN_S = 10;
 // Larger than any tier with slots that were counted one by one: the object tier of unlimited size.
 const UNLIMITED_BLOCKS = 2 ** 29;
 const RECENT_FAULT_S = 300;
+const RECENT_MISS_MS = 600_000;
 // Pixels of the drawn flows: between lines side by side, and from those of neighbouring tiers to those that pass one by.
 const FLOW_PITCH = 7;
 const FLOW_LANE = 128;
 
 const $ = (id) => document.getElementById(id);
 const samples = [];
-const counted = { curves: new Map(), misses: new Map() };
+// What the metrics said last, and tokens missed by reason as they were said in the last ten minutes.
+const counted = { curves: new Map(), misses: new Map(), missed: [] };
 let paused = false;
 let answeredAt = null;
 let pointed = null;
@@ -155,7 +157,7 @@ function showGlance(state) {
   const { blocks_total: asked, hit_blocks_total: hits } = state.lookups;
   putFigure("now-rate", percent(minute?.all));
   put("now-rate-words", asked > 0
-    ? `of the prompt blocks of the last ${seen < 60 ? some(seen, "second") : "minute"} were found; ${percent(hits / asked)} since the start`
+    ? `of the prompt blocks of the last ${seen < 60 ? some(seen, "second") : "minute"} were found; ${percent(hits / asked)} since the start. ${many(speed((one) => one.lookups.blocks_total) ?? 0)} blocks a second are asked for`
     : "nothing has been asked for yet");
   const tokens = state.block_tokens || 1;
   putFigure("saved", many(hits * tokens));
@@ -339,6 +341,7 @@ function showRate() {
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.replaceChildren(rateAxes(box, x, y, newest, seconds), ...areas(points, tiers, x, y));
   svg.chart = { points, x, box, newest };
+  put("rate-span", seconds < chosenPeriod() ? `${duration(seconds)} so far` : "");
   $("rate-empty").hidden = points.some((point) => point.found);
   showPointed(svg);
   showRateLegend(tiers);
@@ -439,7 +442,8 @@ function stepAlong(event) {
 // ---- the rest
 
 function showCurves() {
-  const curves = [...counted.curves].map(([tier, points]) => ({ tier, points }));
+  const place = ({ tier }) => Object.keys(TIERS).indexOf(tier);
+  const curves = [...counted.curves].map(([tier, points]) => ({ tier, points })).sort((a, b) => place(a) - place(b));
   $("curves").replaceChildren(...(curves.length ? curves.map(drawCurve) : [make("p", { class: "empty" }, "Not enough requests yet.")]));
 }
 
@@ -463,14 +467,24 @@ function drawCurve({ tier, points }) {
     draw("title", {}, `${point.scale} times the size: ${percent(miss(point))} missed`)));
   const [now, more] = [sorted.find((point) => point.scale === 1), sorted.at(-1)];
   const gain = now ? now && more.hit_rate - now.hit_rate : 0;
-  const words = gain >= 0.005 ? `${more.scale}× saves ${percent(gain)}` : "no gain from more";
+  const words = gain >= 0.005 ? `${more.scale}×: ${(100 * gain).toFixed(gain < 0.0995 ? 1 : 0)} of 100 more` : "no gain from more";
   return make("figure", {}, make("figcaption", {}, make("b", {}, title(tier)), make("span", { class: "quiet" }, words)),
     draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title(tier)}: ${sorted.map((point) => `${point.scale} times the size, ${percent(miss(point))} missed`).join("; ")}` },
       axis, draw("path", { d: line, fill: "none", stroke: `var(--${tier})`, "stroke-width": 2 }), ...dots));
 }
 
+/// Tokens missed of late, by reason; since the start, if this page has seen none be missed.
+function recentMisses() {
+  const first = counted.missed[0];
+  const recent = [...counted.misses].map(([reason, tokens]) => ({ reason, tokens: tokens - (first?.misses.get(reason) ?? 0) }));
+  if (!recent.some((miss) => miss.tokens > 0)) return { since: "since the start", all: counted.misses };
+  return { since: `in the last ${duration(Math.max(1, (Date.now() - first.at) / 1000))}`, all: recent.map(({ reason, tokens }) => [reason, tokens]) };
+}
+
 function showMisses() {
-  const reasons = [...counted.misses].map(([reason, tokens]) => ({ reason, tokens })).filter((miss) => miss.tokens > 0).sort((a, b) => b.tokens - a.tokens);
+  const { since, all: counts } = recentMisses();
+  put("misses-words", `Tokens not found ${since}, by what became of the first block that was missing.`);
+  const reasons = [...counts].map(([reason, tokens]) => ({ reason, tokens })).filter((miss) => miss.tokens > 0).sort((a, b) => b.tokens - a.tokens);
   const all = reasons.reduce((sum, miss) => sum + miss.tokens, 0);
   if (!reasons.length) return void $("misses").replaceChildren(make("li", { class: "empty" }, "Nothing has been missed yet."));
   $("misses").replaceChildren(...reasons.map((miss) => {
@@ -601,6 +615,15 @@ function readMetrics(text) {
     if (name === "kvbm_missed_tokens_total") counted.misses.set(label.reason, Number(value));
     else counted.curves.set(label.tier, [...(counted.curves.get(label.tier) ?? []), { scale: Number(label.scale), hit_rate: Number(value) }]);
   }
+  rememberMisses();
+}
+
+function rememberMisses() {
+  const last = counted.missed.at(-1);
+  // Another process, whose counters begin anew.
+  if (last && [...last.misses].some(([reason, tokens]) => (counted.misses.get(reason) ?? 0) < tokens)) counted.missed.length = 0;
+  counted.missed.push({ at: Date.now(), misses: new Map(counted.misses) });
+  while (counted.missed[0].at < Date.now() - RECENT_MISS_MS) counted.missed.shift();
 }
 
 function show() {
