@@ -28,7 +28,8 @@ from browser import Browser, free_port
 HASTE = 20
 # Seconds of the replay: until then all is well but for bytes that change, and so long the disk hangs.
 CALM, HANG = 50, 60
-CHANGED = "disk.read:corrupt@15s+10s x5"
+# Fewer than the alert of copies that fail takes.
+CHANGED = "disk.read:corrupt@15s+10s x3"
 BY_CHANGE = {"KvbmChecksumFailures"}
 BY_HANG = {"KvbmCopiesOverdue", "KvbmSlotsLost", "KvbmTransfersFailing", "KvbmBreakerOpen"}
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
