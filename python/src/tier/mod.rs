@@ -258,7 +258,7 @@ impl Tier {
             Some(Running { manager, .. }) => {
                 let mut requests = self.requests.lock();
                 requests.learn(&name, &positions)?;
-                requests.reach(&name, manager)
+                requests.reach(py, &name, manager)
             }
             None => Held::default(),
         };
@@ -295,12 +295,15 @@ impl Tier {
 impl Asked {
     /// Whether `key` can be loaded.
     fn has(&mut self, key: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let py = key.py();
         // vLLM asks in the order of the prompt and by the objects that it named: then the place says all.
-        if self.held.keys.as_ref().is_some_and(|keys| keys.is(self.next, key)) {
+        if let Some(keys) = &self.held.keys
+            && keys.bind(py).get_item(self.next).is_ok_and(|next| next.is(key))
+        {
             self.next += 1;
             return Ok(self.next <= self.held.blocks);
         }
-        let Some(end) = self.ends.bind(key.py()).get_item(key)? else { return Ok(false) };
+        let Some(end) = self.ends.bind(py).get_item(key)? else { return Ok(false) };
         let end: u64 = end.extract()?;
         self.next = end.checked_div(self.held.tokens).map_or(usize::MAX, |next| next as usize);
         Ok(end <= self.held.blocks as u64 * self.held.tokens)

@@ -73,14 +73,7 @@ pub(super) struct Held {
     /// In a chunk.
     pub(super) tokens: u64,
     /// The keys of its chain, in order, where vLLM named them so.
-    pub(super) keys: Option<Arc<Keys>>,
-}
-
-/// Keys as objects: one is told from another by where it lies, without a call of Python's.
-pub(super) struct Keys {
-    addresses: Vec<usize>,
-    /// Keeps them there.
-    _list: Py<PyList>,
+    pub(super) keys: Option<Py<PyList>>,
 }
 
 /// A request that has ended.
@@ -95,7 +88,7 @@ struct Request {
     id: RequestId,
     chain: Arc<Vec<BlockHash>>,
     /// All keys that it is known by, in the order in which vLLM named them.
-    keys: Option<Arc<Keys>>,
+    keys: Option<Py<PyList>>,
     /// How many these are.
     known: usize,
     /// Blocks of its chain when it was first heard of: its prompt.
@@ -158,12 +151,7 @@ impl Requests {
         let all_follow = place(keys.get_item(count - 1)?)? == Some(next + count - known - 1);
         let chain = Arc::make_mut(&mut request.chain);
         chain.reserve(count - known);
-        let mut addresses = Vec::with_capacity(count);
-        for key in keys.iter() {
-            addresses.push(key.as_ptr() as usize);
-            if addresses.len() <= known {
-                continue;
-            }
+        for key in keys.iter().skip(known) {
             if all_follow {
                 chain.push(hash(&key)?);
             } else if place(key.clone())? == Some(next) {
@@ -171,8 +159,7 @@ impl Requests {
                 next += 1;
             }
         }
-        let keys = Keys { addresses, _list: keys.unbind() };
-        (request.keys, request.known) = (Some(Arc::new(keys)), count);
+        (request.keys, request.known) = (Some(keys.unbind()), count);
         if known == 0 {
             request.prompt = request.chain.len();
         }
@@ -182,7 +169,7 @@ impl Requests {
     /// Leading chunks of a request that can be loaded and fit the primary tier beside what others were promised. All of the
     /// request's chunks count, from its first on: which of them the engine has itself vLLM does not say, and those that the
     /// primary tier has may have to leave it for those that are loaded.
-    pub(super) fn reach(&mut self, name: &str, manager: &Manager) -> Held {
+    pub(super) fn reach(&mut self, py: Python<'_>, name: &str, manager: &Manager) -> Held {
         let room = self.room(name);
         let Some(tokens) = self.chunks.chained else { return Held::default() };
         let request = self.entry(name);
@@ -200,7 +187,7 @@ impl Requests {
         let held = request.pinned.as_ref().map_or(0, |lease| lease.held().worth_loading());
         let blocks = held.min(request.sound).min(room);
         let in_order = request.keys.as_ref().filter(|_| request.known == chain.len());
-        let keys = in_order.map(Arc::clone);
+        let keys = in_order.map(|keys| keys.clone_ref(py));
         self.promise(name, blocks);
         Held { blocks, tokens, keys }
     }
@@ -356,13 +343,6 @@ impl Request {
             sound: usize::MAX,
             unsound: HashSet::new(),
         }
-    }
-}
-
-impl Keys {
-    /// Whether `key` is the one at `place`, and not one that is equal.
-    pub(super) fn is(&self, place: usize, key: &Bound<'_, PyAny>) -> bool {
-        self.addresses.get(place) == Some(&(key.as_ptr() as usize))
     }
 }
 
