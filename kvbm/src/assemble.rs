@@ -131,7 +131,7 @@ pub(crate) async fn open(
         } = tiers;
         fallbacks.into_iter().for_each(|wanted| metrics.fell_back(wanted));
         let directories = if settings.disk.capacity.is_some() { settings.disk.dirs.len() } else { 0 };
-        metrics.expect(routes.iter().map(|route| (route.from, route.to)), directories);
+        metrics.count_from_zero(routes.iter().map(|route| (route.from, route.to)), directories);
         let table = Table::new(specs);
         let table = fingerprint.into_iter().fold(table, Table::with_fingerprint);
         objects.iter().try_for_each(|objects| objects.export(&registry))?;

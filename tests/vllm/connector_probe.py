@@ -87,46 +87,6 @@ def abort_after(engine, prompt: list[int], steps: int) -> None:
         asked.step()
 
 
-class _Loads:
-    """A manager of which is known how often it was asked to load."""
-
-    def __init__(self, manager) -> None:
-        self.manager, self.begun = manager, 0
-
-    def load_hybrid(self, *args, **kwargs):
-        self.begun += 1
-        return self.manager.load_hybrid(*args, **kwargs)
-
-    def __getattr__(self, name: str):
-        return getattr(self.manager, name)
-
-
-def load_beside_a_step(engine, running: list[int], arriving: list[int], waits: bool) -> list[int]:
-    """As where steps are scheduled ahead: a request that is served from below arrives while a step is under way. How many loads
-    have begun before that step has ended, then, and after the next."""
-    from vllm import SamplingParams
-
-    asked, core, ours = engine.llm.llm_engine, engine.core, _connector(engine)._scheduler
-    ours.manager = manager = _Loads(ours.manager)
-    ours._config.waits_for_steps = waits
-    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    asked.add_request("running", {"prompt_token_ids": running}, greedy)
-    for _ in range(2):
-        asked.step()
-    outputs = [core.scheduler.schedule()]
-    asked.add_request("arriving", {"prompt_token_ids": arriving}, greedy)
-    outputs.append(core.scheduler.schedule())
-    begun = [manager.begun]
-    for output in outputs:
-        computed = core.model_executor.execute_model(output, non_block=True).result()
-        core.scheduler.update_from_output(output, computed or core.model_executor.sample_tokens(None))
-        begun.append(manager.begun)
-    ours.manager = manager.manager
-    while asked.has_unfinished_requests():
-        asked.step()
-    return begun
-
-
 def load_times(engine, prompt: list[int], rounds: int) -> dict:
     """Seconds that the blocks of a prompt take from the host tier to slots that nobody uses, and as many bytes by memcpy, with as
     many threads. The engine has computed the prompt, and forgotten it."""

@@ -137,17 +137,6 @@ def test_a_hot_prefix_that_never_leaves_the_engine_stays_below(model):
 
 
 @pytest.mark.slow
-def test_a_load_waits_for_the_step_under_way_where_vllm_does_not_hold_its_blocks(model):
-    with Engine(model, **connector(host(64))) as engine:
-        for waits, wanted in [(True, [0, 1, 1]), (False, [1, 1, 1])]:
-            engine.generate(prompt(0, LENGTH))
-            assert engine.reset()
-            asked = {"running": prompt(1, LENGTH), "arriving": prompt(0, LENGTH)}
-            assert probe(engine, "load_beside_a_step", **asked, waits=waits) == wanted
-            assert is_at_rest(engine)
-
-
-@pytest.mark.slow
 def test_requests_that_are_aborted_leave_nothing(model, said):
     with Engine(model, **connector(host(64))) as engine:
         engine.generate(prompt(0, LENGTH))

@@ -94,13 +94,13 @@ fn settings(global: &Global, objects: &Path, watched: Watched) -> Result<Setting
 
 /// Every panel of the dashboards has something to show.
 fn worth_watching(loader: Loader) -> Loader {
-    let quotas = || chat::TENANTS.map(|tenant| (tenant, Capacity::Bytes(QUOTA_BYTES)));
+    let quota = |tenant| (tenant, Capacity::Bytes(QUOTA_BYTES));
     loader
         .set("object.capacity", |s| s.object.capacity = Some(Capacity::Blocks(OBJECT_BLOCKS)))
         .set("object.put_budget", |s| s.object.put_budget = REQUESTS_PER_HOUR)
         .set("object.get_budget", |s| s.object.get_budget = REQUESTS_PER_HOUR)
         .set("disk.write_budget", |s| s.disk.write_budget = Some(WriteBudget::BytesPerDay(WRITTEN_PER_DAY)))
-        .set("tenant_quotas", move |s| s.tenant_quotas = quotas().into())
+        .set("tenant_quotas", move |s| s.tenant_quotas = chat::TENANTS.map(quota).into())
 }
 
 fn play(engine: &Engine) -> Result<Record, Failure> {

@@ -234,7 +234,7 @@ impl Metrics {
 
     /// Failures of copies on these routes, of the tiers that they come from and of so many directories are counted from 0
     /// on: a panel has something to show before the first, and the first is an increase.
-    pub(crate) fn expect(&self, routes: impl IntoIterator<Item = Route>, directories: usize) {
+    pub(crate) fn count_from_zero(&self, routes: impl IntoIterator<Item = Route>, directories: usize) {
         for (from, to) in routes {
             let route = [from.name(), to.name()];
             for (kind, _) in FAILURES {

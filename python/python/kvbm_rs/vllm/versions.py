@@ -20,7 +20,15 @@ TESTED = "0.32.0"
 # The connector has run with them by hand: docs/vllm.md says what of it.
 TRIED = ("0.29.0",)
 
-__all__ = ["TESTED", "TRIED", "CacheHitSource", "KVConnectorTransferResults", "check_shows_tables", "holds_blocks_for_steps", "kv_cache_layout", "warn"]
+__all__ = [
+    "TESTED",
+    "TRIED",
+    "CacheHitSource",
+    "KVConnectorTransferResults",
+    "check_shows_tables",
+    "kv_cache_layout",
+    "warn",
+]
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -56,14 +64,6 @@ def kv_cache_layout(vllm_config: "VllmConfig") -> str:
     from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
     return str(get_kv_cache_layout())
-
-
-def holds_blocks_for_steps(is_consumer: bool) -> bool:
-    """Whether vLLM gives a block to nobody else while a step under way may still write it.
-
-    0.32 does that where steps are scheduled ahead and the connector loads (`defer_block_free`).
-    """
-    return is_consumer and hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager")
 
 
 def check_shows_tables(what: str, version: str = vllm.__version__) -> None:

@@ -78,7 +78,6 @@ class Config:
         self.max_tokens: int = vllm_config.model_config.max_model_len
         self.slots: int = kv_cache_config.num_blocks
         self.block_tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self.waits_for_steps = not versions.holds_blocks_for_steps(transfer.is_kv_consumer)
         self.weights_never_change: bool = extra.get("weights_never_change", False)
         self.save_generated: bool = extra.get("save_generated", True)
         self.layerwise: bool = extra.get("layerwise", False)

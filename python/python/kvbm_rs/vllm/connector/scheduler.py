@@ -80,13 +80,11 @@ _Stretch = tuple[int, list["KVCacheBlock"]]
 
 @dataclass
 class _Loading:
-    lease: HybridLease
+    # It may begin at once: vLLM gives a block to nobody else while a step under way may still write it (`defer_block_free`,
+    # 0.29 and 0.32).
+    load: HybridLoad
     # By cache group its number, the position of the first block, and a slot for each.
     slots: list[tuple[int, int, list[int]]]
-    # The step up to which it waits: one that was under way when it was given its slots may still write there for whom they
-    # were taken from, unless vLLM sees to that.
-    after: int
-    load: HybridLoad | None = None
     end: HybridLoadEnd | None = None
     # By cache group the slots that hold nothing that can be used.
     bad: list[set[int]] = field(default_factory=list)
@@ -150,10 +148,7 @@ class Scheduler:
         can_prefetch = "host" in tiers and len(tiers) > 1
         self._limits = Limits(config.max_tokens, config.is_hybrid, can_prefetch)
         self._max_pinned = min(slots for slots, _ in tiers.values()) // _MAX_PINNED_SHARE
-        # The last step, the last one that computes something, and the last one of these that is known to have ended.
         self._step = 0
-        self._computing = 0
-        self._computed = 0
         self._pool: BlockPool | None = None
         # vLLM 0.29 does not show it: a request's blocks are known at its end only, and are saved then.
         self._kv: KVCacheManager | None = None
@@ -232,15 +227,7 @@ class Scheduler:
             (given,) = slots
             self._layered.append(LayeredLoad(request.request_id, self.manager, lease, *given[1:]))
         else:
-            after = self._computing if self._config.waits_for_steps else 0
-            self._loading[request.request_id] = _Loading(lease, slots, after)
-            self._begin_loads()
-
-    def _begin_loads(self) -> None:
-        """Begins the loads whose slots nobody writes any more."""
-        for loading in self._loading.values():
-            if loading.load is None and loading.after <= self._computed:
-                loading.load = self.manager.load_hybrid(loading.lease, loading.slots)
+            self._loading[request.request_id] = _Loading(self.manager.load_hybrid(lease, slots), slots)
 
     def sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
         found = self._known(request).sources
@@ -265,8 +252,6 @@ class Scheduler:
     def step(self, output: Any) -> Ended:
         """Begins a step: notes what it computes, and tells the workers which loads have ended."""
         self._step += 1
-        if output.total_num_scheduled_tokens:
-            self._computing = self._step
         for name in output.preempted_req_ids or ():
             if name in self._requests:
                 # Its blocks are not its own any more.
@@ -295,8 +280,6 @@ class Scheduler:
         return told
 
     def _has_ended(self, loading: _Loading) -> bool:
-        if loading.load is None:
-            return False
         if loading.end is None:
             try:
                 loading.end = loading.load.poll()
@@ -322,8 +305,6 @@ class Scheduler:
     def stepped(self, stepped: Stepped | None) -> None:
         """A step has ended, with those before it: saves what it filled."""
         if stepped is not None:
-            self._computed = stepped.step
-            self._begin_loads()
             self._take_back(stepped)
             for known in self._requests.values():
                 if self._advance(known, stepped.step):
