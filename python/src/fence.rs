@@ -25,7 +25,7 @@ impl FromPyObject<'_, '_> for Behind {
         // SAFETY: the manager's docstring asks for an event of the memory's GPU, recorded outside of captures and not again;
         // it lives as long as its Python object.
         #[allow(unsafe_code)]
-        let fence = unsafe { Fence::event_of(handle, event.to_owned().unbind()) };
+        let fence = unsafe { Fence::event_kept_by(handle, event.to_owned().unbind()) };
         Ok(Self(fence))
     }
 }

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge
 from connectors import probe
 from engine import BLOCK, TINY_BLOCK_BYTES, Engine, offloading, prompt
 from offloading import PAGE, TOKENS, Offloading, chain
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata
 
 from kvbm_rs.vllm import tier_metrics

@@ -41,7 +41,7 @@ impl Fence {
     ///
     /// # Safety
     /// As for [`event`](Self::event), but the handle lives as long as its keeper.
-    pub unsafe fn event_of(handle: u64, keeper: impl Any + Send + Sync) -> Self {
+    pub unsafe fn event_kept_by(handle: u64, keeper: impl Any + Send + Sync) -> Self {
         Self::Event(EventFence::kept(handle, Arc::new(keeper)))
     }
 

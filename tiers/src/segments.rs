@@ -94,6 +94,12 @@ impl SegmentMap {
         &self.parts
     }
 
+    /// Of each part: where in a block its piece begins.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn offsets(&self) -> &[usize] {
+        &self.offsets
+    }
+
     /// The pieces of a slot's block, in order; `None`: there is no such slot.
     pub fn segments(&self, slot: SlotId) -> Option<impl Iterator<Item = Segment> + Clone + '_> {
         self.cut(slot, 0..self.block_bytes)

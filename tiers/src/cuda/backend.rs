@@ -258,7 +258,7 @@ impl Lane {
             flights: VecDeque::with_capacity(DESKS),
             idle: idle?,
             grain: (TABLE_PIECES / parts).max(1),
-            rows: rows(device.segments().parts(), |address| gpu.allocation_of(address)),
+            rows: rows(device.segments(), |address| gpu.allocation_of(address)),
             blocks: Vec::new(),
             pieces: Vec::new(),
             call: Call::default(),

@@ -189,6 +189,10 @@ impl Kernels {
 }
 
 impl Kernels {
+    /// Groups that share a column of the matrix that a vector is multiplied with.
+    #[cfg(any(test, feature = "baselines"))]
+    pub(crate) const MATVEC_PARTS: u32 = 64;
+
     /// Starts multiplying two matrices of `n` rows of floats.
     ///
     /// # Safety
@@ -221,10 +225,6 @@ impl Kernels {
         // SAFETY: these are the kernel's parameters; else as the caller promises.
         unsafe { stream.launch(self.matvec, grid, THREADS, parameters) }
     }
-
-    /// Groups that share a column.
-    #[cfg(any(test, feature = "baselines"))]
-    pub(crate) const MATVEC_PARTS: u32 = 64;
 }
 
 /// Groups over pieces, and groups that share a piece: as many as find something to do.

@@ -2,7 +2,7 @@
 //! one size, and mostly lie one after the other.
 
 use crate::copy::SlotId;
-use crate::segments::Part;
+use crate::segments::{Part, SegmentMap};
 
 /// Pieces of a block, in order: each as far behind the one before on the GPU, and as far in the block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,12 +30,14 @@ const WORTH: usize = 128 << 10;
 
 /// All pieces of a block as rows; none: on average they are too few for a call each. `allocation` says in which
 /// allocation an address is: the driver refuses rows of several.
-pub(super) fn rows(parts: &[Part], allocation: impl Fn(usize) -> u64) -> Vec<Rows> {
-    let mut left = Left::new(parts, allocation);
+pub(super) fn rows(segments: &SegmentMap, allocation: impl Fn(usize) -> u64) -> Vec<Rows> {
+    let parts = segments.parts();
+    let allocations = parts.iter().map(|part| allocation(part.base)).collect();
+    let is_there = vec![true; parts.len()];
+    let mut left = Left { parts, offsets: segments.offsets(), allocations, is_there };
     let all: Vec<_> = (0..parts.len()).filter_map(|first| left.take(first)).collect();
-    let block_bytes: usize = parts.iter().map(|part| part.bytes).sum();
     // Where none has a second piece, a call for all of them is better.
-    let is_worth_it = all.len() < parts.len() && block_bytes / all.len() >= WORTH;
+    let is_worth_it = all.len() < parts.len() && segments.block_bytes() / all.len() >= WORTH;
     if is_worth_it { all } else { Vec::new() }
 }
 
@@ -43,26 +45,12 @@ pub(super) fn rows(parts: &[Part], allocation: impl Fn(usize) -> u64) -> Vec<Row
 struct Left<'a> {
     parts: &'a [Part],
     /// Of each: where its piece begins in a block, its allocation, and whether it is still there.
-    offsets: Vec<usize>,
+    offsets: &'a [usize],
     allocations: Vec<u64>,
     is_there: Vec<bool>,
 }
 
-impl<'a> Left<'a> {
-    fn new(parts: &'a [Part], allocation: impl Fn(usize) -> u64) -> Self {
-        let mut end = 0;
-        let before = |part: &Part| {
-            end += part.bytes;
-            end - part.bytes
-        };
-        Self {
-            parts,
-            offsets: parts.iter().map(before).collect(),
-            allocations: parts.iter().map(|part| allocation(part.base)).collect(),
-            is_there: vec![true; parts.len()],
-        }
-    }
-
+impl Left<'_> {
     /// The most rows that begin with this part; `None`: it is in others.
     fn take(&mut self, first: usize) -> Option<Rows> {
         let from_here = |period| (self.follow(first, period), period);
@@ -126,14 +114,19 @@ mod tests {
     }
 
     fn rows_of(parts: &[Part]) -> Vec<Rows> {
-        rows(parts, |_| 0)
+        rows(&map(parts), |_| 0)
+    }
+
+    /// Of one slot, so that parts lie wherever a test wants them.
+    fn map(parts: &[Part]) -> SegmentMap {
+        SegmentMap::new(1, parts).unwrap()
     }
 
     #[test]
     fn rows_end_with_the_allocation() {
         let parts = tensors((0..8).map(|layer| layer * 4 * PIECE));
         let counts: Vec<_> =
-            rows(&parts, |address| u64::from(address >= 12 * PIECE)).iter().map(|r| r.count).collect();
+            rows(&map(&parts), |address| u64::from(address >= 12 * PIECE)).iter().map(|r| r.count).collect();
         assert_eq!(counts, [3, 5]);
     }
 
@@ -193,7 +186,7 @@ mod tests {
                 end += gap * 16 * PIECE;
                 Part { base: end, stride: bytes, bytes }
             }).collect();
-            let found = rows(&parts, |address| (address / (100 * PIECE)) as u64);
+            let found = rows(&map(&parts), |address| (address / (100 * PIECE)) as u64);
             // Pieces that are worth a call by themselves: there are rows unless nothing lies alike.
             if !found.is_empty() {
                 check(&parts, &found);

@@ -143,11 +143,6 @@ class Worker:
         # Whatever a load that failed left there must not be taken for keys and values.
         self._zero(told.bad)
 
-    def _synchronize(self) -> None:
-        event = self._computing()
-        if event is not None:
-            event.synchronize()
-
     def _computing(self) -> "torch.cuda.Event | None":
         """Behind what a GPU still computes; on a CPU the steps before have ended."""
         device = self._tensors[0][0].device
@@ -167,7 +162,9 @@ class Worker:
                     tensor.select(dimension, block).zero_()
         if any(bad):
             # The step may be known to have ended before a GPU gets to it, and the blocks be another load's.
-            self._synchronize()
+            computing = self._computing()
+            if computing is not None:
+                computing.synchronize()
 
     def wait_for_layer(self, name: str) -> None:
         """The layer is about to be computed."""
