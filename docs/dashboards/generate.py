@@ -139,6 +139,11 @@ def rate(by: str, metric: str, span: str = RATE) -> str:
     return f"sum{grouping} (rate({metric}[{span}]))"
 
 
+def instead(value: str, label: str, words: str) -> str:
+    """What a panel shows where there is nothing to count: that it is so, and not "No data", as of what is broken."""
+    return f' or label_replace({value}, "{label}", "{words}", "", "")'
+
+
 def quantile(share: float, by: str, metric: str) -> str:
     return f"histogram_quantile({share}, sum by ({by}, le) (rate({metric}[{RATE}])))"
 
@@ -675,7 +680,7 @@ FAULTS = [
         "short",
         (
             'count by (alertname, instance) (ALERTS{alertname=~"Kvbm.+", alertstate="firing"})'
-            ' or label_replace(vector(0), "alertname", "none", "", "")',
+            + instead("vector(0)", "alertname", "none"),
             "{{alertname}} {{instance}}",
         ),
         stacked=True,
@@ -714,22 +719,28 @@ FAULTS = [
     ),
     lines(
         "Ranks",
-        "1: there; 0: away, and nothing is copied. Only of a leader of ranks.",
+        "1: there; 0: away, and nothing is copied. The leader is the process that is scraped; most have no other ranks.",
         "short",
-        (of("kvbm_rank_up"), "{{instance}} {{rank}}"),
+        (of("kvbm_rank_up") + instead(of("up"), "rank", "leader"), "{{instance}} {{rank}}"),
         defaults=SHARE,
     ),
     lines(
         "Compared with the engine",
         "Hits that the engine computed again. Only where transfer.shadow_share is set.",
         "short",
-        (rate("tier, verdict", of("kvbm_shadow_blocks_total")), "{{tier}} {{verdict}}"),
+        (
+            rate("tier, verdict", of("kvbm_shadow_blocks_total")) + instead("vector(0)", "verdict", "nothing compared"),
+            "{{tier}} {{verdict}}",
+        ),
     ),
     lines(
         "Wrong blocks at most",
         "The share of wrong blocks is not larger, with 95 % confidence. Only where transfer.shadow_share is set.",
         "percentunit",
-        (f"max by (tier) ({of('kvbm_shadow_wrong_rate_bound')})", "{{tier}}"),
+        (
+            f"max by (tier) ({of('kvbm_shadow_wrong_rate_bound')})" + instead("vector(1)", "tier", "nothing compared"),
+            "{{tier}}",
+        ),
         log=True,
     ),
 ]
