@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvbm::{
     BlockHash, Chain, EngineMemory, Error, ErrorKind, Fence, HostFence, Loaded, Manager, Options,
-    RequestInfo, Saved, SlotId, Tier,
+    RequestInfo, Saved, SlotId, Tier, TransferId,
 };
 use kvbm_settings::{Capacity, EvictionPolicy, Settings};
 use kvbm_tests::rig::hash;
@@ -333,27 +333,77 @@ fn what_waits_can_be_cancelled() {
 }
 
 #[test]
-fn an_engine_that_polls_is_told_what_has_ended() {
-    let engine = Engine::new();
-    let (all, from) = (chain(1, 4), slots(0..4));
+fn an_engine_that_polls_is_told_what_has_ended_well_or_not() {
+    let engine = Engine::on_disk(None, TIMEOUT);
+    let (all, orphans, from) = (chain(1, 4), chain(2, 4), slots(0..4));
     engine.compute(&all, &from);
     let mut ended = Vec::new();
     engine.manager.completions(&mut ended);
-    let mut under_way = HashMap::new();
-    for _ in 0..3 {
-        let save = engine.manager.save_from(RequestInfo::default(), &all, 0, &from, Fence::Done);
-        under_way.insert(save.id().expect("it was begun"), save);
-    }
-    let began = Instant::now();
-    while !under_way.is_empty() {
-        assert!(began.elapsed() < SOON, "a transfer ends unheard");
-        engine.manager.completions(&mut ended);
-        for id in ended.drain(..) {
-            let mut save = under_way.remove(&id).expect("each is named once");
-            assert_eq!(save.try_take().expect("it has ended").unwrap().blocks, 4);
-        }
-    }
+    let save = |chain: &[BlockHash], first: usize, ready: Fence| {
+        engine.manager.save_from(RequestInfo::default(), chain, first, &from[first..], ready)
+    };
+    let mut saves: HashMap<_, _> = [
+        save(&all, 0, Fence::Done),
+        save(&all, 0, Fence::Done),
+        save(&orphans, 2, Fence::Done),
+        save(&orphans, 0, Fence::Host(HostFence::new())),
+    ]
+    .into_iter()
+    .map(|save| (save.id().expect("it was begun"), save))
+    .collect();
+    let told = |saved: Saved| (saved.copied + saved.duplicates, saved.orphans, saved.failed);
+    let mut counts = Vec::new();
+    poll(&engine.manager, saves.len(), |id| {
+        let mut save = saves.remove(&id).expect("each is named once");
+        counts.push(told(save.try_take().expect("it has ended").unwrap()));
+    });
+    counts.sort_unstable();
+    assert_eq!(counts, [(0, 0, 4), (0, 2, 0), (4, 0, 0), (4, 0, 0)]);
+
+    let kept = HostFence::new();
+    let load = |into: u32, after: Fence| {
+        let slots = slots(into..into + 4);
+        engine.manager.load_into(engine.manager.lease(&all), 0..4, &slots, after)
+    };
+    let late = load(20, Fence::Host(HostFence::new()));
+    let mut cancelled = load(30, Fence::Host(kept.clone()));
+    cancelled.cancel();
+    let nothing = engine.manager.load_into(engine.manager.lease(&all), 4..4, &[], Fence::Done);
+    let mut loads: HashMap<_, _> = [load(40, Fence::Done), late, cancelled, nothing]
+        .into_iter()
+        .map(|load| (load.id().expect("it was begun"), load))
+        .collect();
+    let mut arrived = Vec::new();
+    poll(&engine.manager, loads.len(), |id| {
+        let mut load = loads.remove(&id).expect("each is named once");
+        arrived.push(load.try_take().expect("it has ended").unwrap().arrived);
+    });
+    arrived.sort_unstable();
+    assert_eq!(arrived, [0, 0, 0, 4]);
+    kept.raise();
+
+    // What touches no memory of the engine's has no name, nor has what is refused.
+    let prefetch = engine.manager.prefetch(engine.manager.lease(&all), Tier::Host);
+    assert_eq!(prefetch.id(), None);
+    drop(prefetch.wait().unwrap());
+    assert_eq!(save(&all[..1], 0, Fence::Done).id(), None, "there are more slots than blocks");
+    let mut again = load(50, Fence::Done);
+    poll(&engine.manager, 1, |id| assert_eq!(Some(id), again.id(), "that load, and nothing of others"));
+    assert_eq!(again.try_take().expect("it has ended").unwrap().arrived, 4);
+    engine.assert_loads(&all, &slots(50..54));
     engine.assert_well();
+}
+
+/// Hears of `all` ends of transfers, and of no more.
+#[track_caller]
+fn poll(manager: &Manager, all: usize, mut hear: impl FnMut(TransferId)) {
+    let (began, mut heard, mut ended) = (Instant::now(), 0, Vec::new());
+    while heard < all {
+        assert!(began.elapsed() < SOON, "a transfer ends unheard");
+        manager.completions(&mut ended);
+        heard += ended.len();
+        ended.drain(..).for_each(&mut hear);
+    }
 }
 
 #[test]

@@ -464,6 +464,62 @@ fn one_answer_waits_for_all_groups_and_one_call_cancels_them() {
 }
 
 #[test]
+fn an_engine_that_polls_hears_of_all_groups_once_when_the_last_has_ended() {
+    let engine = Engine::new(6);
+    let all = chain(1, 18);
+    let mut ended = Vec::new();
+    engine.manager.completions(&mut ended);
+    let slots: Vec<_> = engine.compute(&all, &(0..18));
+    let slots = [0, 1, 2].map(|group| {
+        let first = if group == STATE { 17 } else { 0 };
+        GroupSlots { group: group as u8, first, slots: &slots[group] }
+    });
+    let info = RequestInfo::default();
+    let save = HybridSave { info, chain: &all, slots: &slots, is_end: true, ready: Fence::Done };
+    let mut save = engine.manager.save_hybrid(&save);
+    let saved = hear(&engine, &mut save);
+    assert_eq!((saved.full.blocks, saved.groups[0].whole, saved.groups[1].whole), (18, 5, 1));
+    drop(saved);
+
+    // Of full attention there is nothing to load: the state is still waited for.
+    let fence = HostFence::new();
+    let begin = |after: &Fence| {
+        let state = [SlotId(100)];
+        let given = |group, first, slots| GroupSlots { group, first, slots };
+        let slots = [given(0, 18, &[]), given(1, 18, &[]), given(2, 17, state.as_slice())];
+        engine.manager.load_hybrid(engine.lease(&all), &slots, after)
+    };
+    let mut load = begin(&Fence::Host(fence.clone()));
+    assert!(load.try_take().is_none());
+    engine.manager.completions(&mut ended);
+    assert_eq!(ended, [], "a part has ended, and the whole has not");
+    fence.raise();
+    assert!(hear(&engine, &mut load).is_whole);
+    assert!(engine.has(STATE, all[17], SlotId(100)));
+
+    let mut cancelled = begin(&Fence::Host(HostFence::new()));
+    cancelled.cancel();
+    assert!(!hear(&engine, &mut cancelled).is_whole);
+    // And then all is well again.
+    let mut load = engine.begin_load(engine.lease(&all), &Fence::Done);
+    assert!(hear(&engine, &mut load).is_whole);
+    engine.assert_loaded(&all, 18);
+    engine.assert_well();
+}
+
+/// What a transfer says when the engine hears of its end, and of nothing else.
+#[track_caller]
+fn hear<T>(engine: &Engine, transfer: &mut kvbm::Transfer<T>) -> T {
+    let (began, mut ended) = (Instant::now(), Vec::new());
+    while ended.is_empty() {
+        assert!(began.elapsed() < SOON, "it ends unheard");
+        engine.manager.completions(&mut ended);
+    }
+    assert_eq!(ended, [transfer.id().expect("it was begun")]);
+    transfer.try_take().expect("it has ended").unwrap()
+}
+
+#[test]
 fn a_reset_comes_to_all_groups_at_once() {
     let engine = Engine::new(6);
     let (all, other) = (chain(1, 18), chain(2, 18));

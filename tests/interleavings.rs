@@ -374,10 +374,11 @@ fn nothing_touches_an_engines_memory_before_its_fence() {
             let order = || Fence::Host(fence.clone());
             let lease = core.lease(Chain::from(&wanted), RequestInfo::default());
             let layers = 2.try_into().expect("above zero");
-            let load = LoadInto { lease, blocks: 0..3, slots: &slots[..3], after: order(), layers };
+            let load =
+                LoadInto { lease, blocks: 0..3, slots: &slots[..3], after: order(), layers, part_of: None };
             let mut load = core.load_into(load);
             let (info, chain) = (RequestInfo::default(), Chain::from(&computed));
-            let save = SaveFrom { info, chain, first: 0, slots: &slots[3..], ready: order() };
+            let save = SaveFrom { info, chain, first: 0, slots: &slots[3..], ready: order(), part_of: None };
             let mut save = core.save_from(Tier::Host, save);
             let raiser = thread::spawn(move || end_fence(fence, &hands_off));
             if shuttle::rand::thread_rng().gen_range(0..3) == 0 {

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use kvbm_tiers::{Tier, clock};
+use kvbm_tiers::clock;
 
 use crate::lease::Lease;
 use crate::table::TransferEnd;
@@ -30,22 +30,17 @@ pub struct Saved {
 }
 
 impl Saved {
-    pub(crate) fn new(ended: &TransferEnd, duplicates: usize, lease: Lease) -> Self {
+    pub(crate) fn new(ended: &TransferEnd, (duplicates, orphans): (usize, usize), lease: Lease) -> Self {
         Self {
             blocks: lease.blocks(ended.to),
             copied: ended.copied,
             duplicates,
-            orphans: 0,
+            orphans,
             declined: ended.declined,
             refused: ended.refused,
             failed: ended.blocks - ended.copied,
             lease,
         }
-    }
-
-    pub(crate) fn orphans(orphans: usize, to: Tier, lease: Lease) -> Self {
-        let blocks = lease.blocks(to);
-        Self { lease, blocks, copied: 0, duplicates: 0, orphans, declined: 0, refused: 0, failed: 0 }
     }
 }
 

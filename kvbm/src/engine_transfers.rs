@@ -1,6 +1,7 @@
 //! What an engine with memory of its own asks of a manager.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use kvbm_tiers::{Fence, SlotId, Tier};
 
@@ -9,7 +10,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::hash::Chain;
 use crate::lease::Lease;
 use crate::manager::Manager;
-use crate::scheduler::{LoadInto, SaveFrom};
+use crate::scheduler::{JoinedTransfer, LoadInto, SaveFrom};
 use crate::table::RequestInfo;
 use crate::task::TransferId;
 use crate::transfer::Transfer;
@@ -32,13 +33,19 @@ impl Manager {
         ready: Fence,
     ) -> Transfer<Saved> {
         let chain = chain.into();
+        self.begin_save(SaveFrom { info, chain, first, slots, ready, part_of: None })
+    }
+
+    /// [`save_from`](Self::save_from), perhaps as a part of a larger transfer.
+    pub(crate) fn begin_save(&self, save: SaveFrom<'_>) -> Transfer<Saved> {
+        let (chain, first, slots) = (save.chain, save.first, save.slots);
         let is_long_enough = first.checked_add(slots.len()).is_some_and(|end| end <= chain.len());
         let checked = self.engine().and_then(|engine| engine.check(slots)).and_then(|()| {
             let blocks = (slots.len(), chain.len());
             if is_long_enough { self.uppermost() } else { Err(too_short(first, blocks)) }
         });
         match checked {
-            Ok(to) => self.core().save_from(to, SaveFrom { info, chain, first, slots, ready }),
+            Ok(to) => self.core().save_from(to, save),
             Err(error) => Transfer::failed(error),
         }
     }
@@ -58,6 +65,17 @@ impl Manager {
         slots: &[SlotId],
         after: Fence,
     ) -> Transfer<Loaded> {
+        self.begin_load(lease, (blocks, slots), after, None)
+    }
+
+    /// [`load_into`](Self::load_into), perhaps as a part of a larger transfer.
+    pub(crate) fn begin_load(
+        &self,
+        lease: Lease,
+        (blocks, slots): (Range<usize>, &[SlotId]),
+        after: Fence,
+        part_of: Option<Arc<JoinedTransfer>>,
+    ) -> Transfer<Loaded> {
         let checked = self.engine().and_then(|engine| {
             engine.check(slots)?;
             // Two blocks that come into one slot mix. Saving one slot twice harms nobody, so it is not looked for.
@@ -70,13 +88,14 @@ impl Manager {
             }
         });
         match checked {
-            Ok(layers) => self.core().load_into(LoadInto { lease, blocks, slots, after, layers }),
+            Ok(layers) => self.core().load_into(LoadInto { lease, blocks, slots, after, layers, part_of }),
             Err(error) => Transfer::failed(error),
         }
     }
 
-    /// Adds the names of the saves from and loads into the engine's memory that have ended since the last call: for an
-    /// engine that polls. They are noted from the first call on.
+    /// Adds the names of the saves from and loads into the engine's memory that have ended since the last call, well or not:
+    /// for an engine that polls. One of all cache groups is named once, when the last of them has ended. They are noted
+    /// from the first call on.
     pub fn completions(&self, out: &mut Vec<TransferId>) {
         self.core().completions(out);
     }

@@ -83,12 +83,14 @@ impl<T> Transfer<T> {
         Self::new(transfer)
     }
 
-    /// Of several parts: `answer` makes one of their answers, which come in the order of the parts.
+    /// Of several parts, with the name of the first: `answer` makes one of their answers, which come in the order of the
+    /// parts.
     pub(crate) fn joined<P: Send + Sync + 'static>(
         mut parts: Vec<Transfer<P>>,
         answer: impl FnOnce(Vec<Result<P>>) -> Result<T> + Send + Sync + 'static,
     ) -> Self {
         let cancels: Vec<_> = parts.iter_mut().filter_map(|part| part.cancel.take()).collect();
+        let id = parts.first().and_then(Transfer::id);
         let joined = async move {
             let mut answers = Vec::with_capacity(parts.len());
             // They go on by themselves, whichever is waited for.
@@ -98,7 +100,7 @@ impl<T> Transfer<T> {
             answer(answers)
         };
         let state = State::Joined(Box::pin(joined));
-        Self { state, id: None, cancel: None, layers: Vec::new() }
+        Self { state, id, cancel: None, layers: Vec::new() }
             .cancelled_by(move || cancels.into_iter().for_each(|cancel| cancel()))
     }
 
@@ -124,7 +126,9 @@ impl<T> Transfer<T> {
         Self { layers: vec![(0, layers)], ..self }
     }
 
-    /// Its name in [`Manager::completions`](crate::Manager::completions); `None` if it was never begun.
+    /// Its name in [`Manager::completions`](crate::Manager::completions): of a save from or a load into the engine's own
+    /// memory, of all cache groups too. `None` for any other transfer, and for one that was refused: its answer, an error,
+    /// is there.
     pub const fn id(&self) -> Option<TransferId> {
         self.id
     }

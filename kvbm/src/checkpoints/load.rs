@@ -13,6 +13,7 @@ use crate::error::Result;
 use crate::layers::LayerCount;
 use crate::lease::Lease;
 use crate::manager::Manager;
+use crate::scheduler::JoinedTransfer;
 use crate::transfer::Transfer;
 
 /// How a [`Manager::load_hybrid`] ended.
@@ -26,6 +27,13 @@ pub struct HybridLoaded {
     pub usable: usize,
     /// Who may still write slots of blocks that failed.
     pub writers: Vec<Writers>,
+}
+
+/// What the loads of all groups have in common.
+struct LoadPart<'a> {
+    slots: &'a [GroupSlots<'a>],
+    after: &'a Fence,
+    joined: &'a Arc<JoinedTransfer>,
 }
 
 impl Manager {
@@ -49,14 +57,17 @@ impl Manager {
         }
         let HybridLease { blocks, full, groups } = lease;
         let first = find(slots, FULL).map_or(blocks, |given| given.first);
-        let mut loads = vec![(FULL, self.load_part(full, first..blocks, 0, slots, (FULL, after)))];
+        let joined = JoinedTransfer::of(self.core());
+        let common = LoadPart { slots, after, joined: &joined };
+        let mut loads = vec![(FULL, self.load_part(full, first..blocks, 0, &common, FULL))];
+        joined.name(loads[0].1.id());
         for GroupLease { number, parts } in groups {
             let Ok(group) = checkpoints.group(number) else { continue };
             let load = |(part, lease): (CheckpointPart, Lease)| {
                 let base = part.at - part.kept;
                 let first = find(slots, number).map_or(blocks, |given| given.first);
                 let wanted = part.wanted.start.max(first)..part.wanted.end;
-                (number, group.manager.load_part(lease, wanted, base, slots, (number, after)))
+                (number, group.manager.load_part(lease, wanted, base, &common, number))
             };
             loads.extend(parts.into_iter().map(load));
         }
@@ -69,14 +80,17 @@ impl Manager {
         lease: Lease,
         wanted: Range<usize>,
         base: usize,
-        slots: &[GroupSlots<'_>],
-        (group, after): (u8, &Fence),
+        common: &LoadPart<'_>,
+        group: u8,
     ) -> Transfer<Loaded> {
-        let Some(given) = find(slots, group).filter(|_| !wanted.is_empty()) else {
+        // That of full attention gives the whole its name, also where nothing is wanted of it.
+        let is_begun = group == FULL || !wanted.is_empty();
+        let Some(given) = find(common.slots, group).filter(|_| is_begun) else {
             return nothing_to_load(lease, self.engine().map_or(1, |engine| engine.layers().get()));
         };
         let slots = &given.slots[wanted.start - given.first..wanted.end - given.first];
-        self.load_into(lease, wanted.start - base..wanted.end - base, slots, after.clone())
+        let wanted = wanted.start - base..wanted.end - base;
+        self.begin_load(lease, (wanted, slots), common.after.clone(), Some(Arc::clone(common.joined)))
     }
 }
 

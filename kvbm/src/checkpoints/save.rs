@@ -1,13 +1,16 @@
 //! Saves of all cache groups as one transfer.
 
-use kvbm_tiers::Fence;
+use std::sync::Arc;
+
+use kvbm_tiers::{Fence, SlotId};
 
 use super::group::{Follower, Group};
 use super::{Checkpoints, FULL, GroupSlots, find, invalid};
 use crate::engine_results::Saved;
 use crate::error::{Error, Result};
-use crate::hash::BlockHash;
+use crate::hash::{BlockHash, Chain};
 use crate::manager::Manager;
+use crate::scheduler::{JoinedTransfer, SaveFrom};
 use crate::table::RequestInfo;
 use crate::transfer::Transfer;
 
@@ -66,6 +69,19 @@ struct Planned {
     kept: usize,
 }
 
+/// What the saves of all groups have in common.
+struct SavePart<'a> {
+    save: &'a HybridSave<'a>,
+    joined: &'a Arc<JoinedTransfer>,
+}
+
+impl SavePart<'_> {
+    fn of<'b>(&self, chain: Chain<'b>, (first, slots): (usize, &'b [SlotId])) -> SaveFrom<'b> {
+        let (info, ready) = (self.save.info, self.save.ready.clone());
+        SaveFrom { info, chain, first, slots, ready, part_of: Some(Arc::clone(self.joined)) }
+    }
+}
+
 impl Manager {
     /// Copies what a request has computed to the uppermost tier, in all cache groups, once `ready` has come: of full
     /// attention the blocks, as [`save_from`](Self::save_from) does; of the others checkpoints, on the grid
@@ -81,9 +97,11 @@ impl Manager {
         };
         let _epoch = checkpoints.in_one_epoch();
         let planned = checkpoints.plan(save);
-        let mut parts =
-            vec![self.save_from(save.info, save.chain, full.first, full.slots, save.ready.clone())];
-        parts.extend(planned.iter().map(|planned| checkpoints.save(planned, save)));
+        let joined = JoinedTransfer::of(self.core());
+        let part = SavePart { save, joined: &joined };
+        let mut parts = vec![self.begin_save(part.of(save.chain.into(), (full.first, full.slots)))];
+        joined.name(parts[0].id());
+        parts.extend(planned.iter().map(|planned| checkpoints.save(planned, &part)));
         let groups: Vec<u8> =
             save.slots.iter().map(|given| given.group).filter(|&group| group != FULL).collect();
         let others: Vec<Follower> = checkpoints.groups.iter().map(Group::follower).collect();
@@ -121,13 +139,14 @@ impl Checkpoints {
 }
 
 impl Checkpoints {
-    fn save(&self, planned: &Planned, save: &HybridSave<'_>) -> Transfer<Saved> {
-        let (Ok(group), Some(given)) = (self.group(planned.group), find(save.slots, planned.group)) else {
+    fn save(&self, planned: &Planned, part: &SavePart<'_>) -> Transfer<Saved> {
+        let given = find(part.save.slots, planned.group);
+        let (Ok(group), Some(given)) = (self.group(planned.group), given) else {
             return Transfer::failed(invalid(format!("there is no cache group {}", planned.group)));
         };
         let names = Group::names(planned.hash, planned.kept);
         let slots = &given.slots[planned.at - planned.kept - given.first..planned.at - given.first];
-        group.manager.save_from(save.info, group.chain(&names), 0, slots, save.ready.clone())
+        group.manager.begin_save(part.of(group.chain(&names), (0, slots)))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU16;
 use std::ops::Range;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use kvbm_tiers::{Fence, SlotId, SlotRef, Tier};
 
@@ -32,6 +32,8 @@ pub struct SaveFrom<'a> {
     pub slots: &'a [SlotId],
     /// When they are written.
     pub ready: Fence,
+    /// What it is a part of, if it is.
+    pub part_of: Option<Arc<JoinedTransfer>>,
 }
 
 /// A load into an engine's slots.
@@ -47,6 +49,16 @@ pub struct LoadInto<'a> {
     pub after: Fence,
     /// Layers of a block.
     pub layers: NonZeroU16,
+    /// What it is a part of, if it is.
+    pub part_of: Option<Arc<JoinedTransfer>>,
+}
+
+/// A transfer of several cache groups: it has ended, for an engine that polls, when no part holds this any more.
+#[derive(Debug)]
+pub struct JoinedTransfer {
+    // Weak: a medium that hangs keeps a part of one group, which must not keep a closed manager alive.
+    core: Weak<Core>,
+    id: OnceLock<TransferId>,
 }
 
 impl Core {
@@ -55,7 +67,7 @@ impl Core {
         if self.is_closed() {
             return Transfer::failed(Error::closed());
         }
-        let SaveFrom { info, chain, first, slots, ready } = save;
+        let SaveFrom { info, chain, first, slots, ready, part_of } = save;
         let slots = slot_refs(slots);
         let span = spans::of_transfer(Class::Save, to, info.request);
         let turn = self.planning.lock();
@@ -63,25 +75,17 @@ impl Core {
         let mut table = self.table();
         let chain = table.enter(chain);
         let pins = table.lease(chain, info);
-        let planned = table.plan_saving(to, chain, (first, &slots), pins);
+        let mut plan = table.plan_saving(to, chain, (first, &slots), pins);
         drop(table);
-        let mut plan = match planned {
-            Ok(plan) => plan,
-            Err(pins) => {
-                drop(turn);
-                self.metrics.orphaned(slots.len());
-                let lease = Lease::new(Arc::clone(&self.table), pins);
-                return Transfer::ended(Saved::orphans(slots.len(), to, lease));
-            }
-        };
-        self.send(Class::Save, to, &mut plan, Some(EngineOrder::after(&ready)));
-        let (id, duplicates) = (plan.transfer(), plan.duplicates());
-        self.metrics.duplicated(duplicates);
+        self.send(Class::Save, to, &mut plan, Some(EngineOrder::after(&ready).part_of(part_of)));
+        let (id, not_sent) = (plan.transfer(), (plan.duplicates(), plan.orphans()));
+        self.metrics.duplicated(not_sent.0);
+        self.metrics.orphaned(not_sent.1);
         self.spans.open(id, span);
-        let (reply, transfer) = self.reply_with(move |ended, lease| Saved::new(ended, duplicates, lease));
+        let (reply, transfer) = self.reply_with(move |ended, lease| Saved::new(ended, not_sent, lease));
         self.hand_over(plan, reply, (turn, started));
         self.go_after(id, ready);
-        self.cancellable(transfer, id)
+        self.cancellable(transfer, id).named(id)
     }
 
     /// Brings what a lease holds into an engine's slots.
@@ -89,7 +93,7 @@ impl Core {
         if self.is_closed() {
             return Transfer::failed(Error::closed());
         }
-        let LoadInto { lease, blocks, slots, after, layers } = load;
+        let LoadInto { lease, blocks, slots, after, layers, part_of } = load;
         let (with_media, wanted) = (Arc::new(()), blocks.len());
         // Of what is not held no layer comes: an engine that goes on with a layer must have it of all that it asked for.
         let count = Arc::new(LayerCount::new(layers.get(), wanted));
@@ -100,7 +104,7 @@ impl Core {
         let mut plan =
             TransferPlan::into_engine(lease.into_pins(), blocks.start, slot_refs(slots), with_media);
         while !self.table().trace(&mut plan) {}
-        let order = EngineOrder::after(&after).in_layers(layers, &count);
+        let order = EngineOrder::after(&after).in_layers(layers, &count).part_of(part_of);
         self.send(Class::Load, Tier::Device, &mut plan, Some(order));
         let id = plan.transfer();
         self.spans.open(id, span);
@@ -111,7 +115,7 @@ impl Core {
         });
         self.hand_over(plan, reply, (turn, started));
         self.go_after(id, after);
-        self.cancellable(transfer, id).in_layers(count)
+        self.cancellable(transfer, id).named(id).in_layers(count)
     }
 
     /// The copies of a transfer go once the engine is `ready`.
@@ -146,6 +150,26 @@ impl Core {
     pub(super) fn note_completion(&self, id: TransferId) {
         if let Some(completions) = &mut *self.completions.lock() {
             completions.push(id);
+        }
+    }
+}
+
+impl JoinedTransfer {
+    /// Its end is noted in `core`.
+    pub(crate) fn of(core: &Arc<Core>) -> Arc<Self> {
+        Arc::new(Self { core: Arc::downgrade(core), id: OnceLock::new() })
+    }
+
+    /// Gives it the name of its first part, which is of that core. Without one nothing is noted.
+    pub(crate) fn name(&self, id: Option<TransferId>) {
+        id.map(|id| self.id.get_or_init(|| id));
+    }
+}
+
+impl Drop for JoinedTransfer {
+    fn drop(&mut self) {
+        if let (Some(core), Some(&id)) = (self.core.upgrade(), self.id.get()) {
+            core.note_completion(id);
         }
     }
 }

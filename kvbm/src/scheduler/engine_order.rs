@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use kvbm_tiers::{Fence, Fences, Layers, Tier};
 
+use super::engine::JoinedTransfer;
 use crate::layers::LayerCount;
 use crate::task::{CopyTask, TransferId};
 
@@ -20,18 +21,24 @@ pub(super) struct EngineOrder {
     after: Fence,
     /// Tells how far its layers have come, where they come one by one.
     layers: Option<Layers>,
+    /// Until it is [open](EngineOrders::open).
+    part_of: Option<Arc<JoinedTransfer>>,
     /// A backend has a batch of it, or had.
     is_begun: AtomicBool,
 }
 
 impl EngineOrder {
     pub(super) fn after(fence: &Fence) -> Self {
-        Self { after: fence.clone(), layers: None, is_begun: AtomicBool::new(false) }
+        Self { after: fence.clone(), layers: None, part_of: None, is_begun: AtomicBool::new(false) }
     }
 
     pub(super) fn in_layers(self, layers: NonZeroU16, arrived: &Arc<LayerCount>) -> Self {
         let arrived = Arc::clone(arrived);
         Self { layers: Some(Layers::new(layers, move |layer, blocks| arrived.add(layer, blocks))), ..self }
+    }
+
+    pub(super) fn part_of(self, joined: Option<Arc<JoinedTransfer>>) -> Self {
+        Self { part_of: joined, ..self }
     }
 
     pub(super) const fn has_layers(&self) -> bool {
@@ -56,6 +63,8 @@ impl EngineOrder {
 #[derive(Debug)]
 struct Ordered {
     order: Arc<EngineOrder>,
+    /// Not in the order: batches keep that for as long as a medium has them.
+    part_of: Option<Arc<JoinedTransfer>>,
     /// The engine's fence is yet to come before anything is copied.
     lacks_fence: bool,
     /// Its time is not the tiers' alone.
@@ -71,6 +80,8 @@ pub(super) struct EndedOrder {
     pub(super) waited: bool,
     /// What was held back for it since it failed, and is in vain.
     pub(super) held: Vec<CopyTask>,
+    /// To be let go of when its caller was told.
+    pub(super) part_of: Option<Arc<JoinedTransfer>>,
 }
 
 /// All transfers of engines' slots.
@@ -87,15 +98,16 @@ impl EngineOrders {
     }
 
     /// Holds back a transfer that is being planned.
-    pub(super) fn open(&mut self, id: TransferId, order: EngineOrder, now: Duration) {
+    pub(super) fn open(&mut self, id: TransferId, mut order: EngineOrder, now: Duration) {
         let waits = !order.after.is_done();
+        let part_of = order.part_of.take();
         // A thread's fence is waited for here, everything else is left to the backend.
         let (lacks_fence, after) = match order.after {
             Fence::Host(fence) => (!fence.is_raised(), Fence::Done),
             other => (false, other),
         };
         let order = Arc::new(EngineOrder { after, ..order });
-        let ordered = Ordered { order, lacks_fence, waits, since: now, held: Vec::new() };
+        let ordered = Ordered { order, part_of, lacks_fence, waits, since: now, held: Vec::new() };
         self.transfers.insert(id, ordered);
     }
 
@@ -160,8 +172,8 @@ impl EngineOrders {
 
     /// A transfer has ended, perhaps one of these.
     pub(super) fn end(&mut self, id: TransferId) -> Option<EndedOrder> {
-        let Ordered { waits: waited, held, .. } = self.transfers.remove(&id)?;
-        Some(EndedOrder { waited, held })
+        let Ordered { waits: waited, held, part_of, .. } = self.transfers.remove(&id)?;
+        Some(EndedOrder { waited, held, part_of })
     }
 }
 

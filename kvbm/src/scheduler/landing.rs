@@ -241,11 +241,15 @@ impl Core {
         if let (Some(source), Some(took)) = (source, ended.took) {
             self.paces.learn(source, ended.copied, took, self.clock.uptime());
         }
-        let Some(EndedOrder { held, .. }) = of_engine else { return ended.report() };
+        let Some(EndedOrder { held, part_of, .. }) = of_engine else { return ended.report() };
         // Before the reply: who is told that it is over may find that its slots are free.
         self.drop_held(held);
         ended.report();
-        self.note_completion(id);
+        // The answer is there when the engine reads of it.
+        match part_of {
+            Some(joined) => drop(joined),
+            None => self.note_completion(id),
+        }
     }
 }
 

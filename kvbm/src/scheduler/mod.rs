@@ -94,7 +94,7 @@ use crate::task::{Class, TransferId};
 use crate::transfer::{Transfer, Transferred};
 
 pub use self::background::Drained;
-pub use self::engine::{LoadInto, SaveFrom};
+pub use self::engine::{JoinedTransfer, LoadInto, SaveFrom};
 pub use self::executor::Executor;
 pub use self::scrub::ScrubOptions;
 pub use self::staging::StagingCounts;
@@ -425,6 +425,7 @@ impl Core {
         self.cancellable(transfer, id)
     }
 
+    /// Blocks that have not arrived do not come.
     fn end_early(self: &Arc<Self>, id: TransferId) {
         let effects = self.table().cancel(id);
         self.apply(effects);
@@ -460,7 +461,7 @@ impl Core {
         }
     }
 
-    /// A transfer that its caller can name and cancel.
+    /// A transfer that its caller can cancel.
     fn cancellable<T>(self: &Arc<Self>, transfer: Transfer<T>, id: Option<TransferId>) -> Transfer<T> {
         // Weak: a caller may keep its handle for longer than the manager is there.
         let core = Arc::downgrade(self);
@@ -469,7 +470,7 @@ impl Core {
                 core.end_early(id);
             }
         };
-        transfer.named(id).cancelled_by(cancel)
+        transfer.cancelled_by(cancel)
     }
 
     /// Takes slots for all blocks of a plan, and sends the copies on their way, or has them wait for an engine.

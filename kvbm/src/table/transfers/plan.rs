@@ -88,6 +88,8 @@ pub struct TransferPlan {
     found_no_room: bool,
     /// The handles to the slots that an engine fills.
     frames: Vec<Frame>,
+    /// Blocks that nothing is there to hang on.
+    orphans: usize,
     /// What is asked for of the lease's chain, where that is not all.
     wanted: Range<usize>,
     /// Slots of the engine's own for these blocks; empty: they go into slots of the destination tier.
@@ -186,6 +188,7 @@ impl TransferPlan {
             failed: 0,
             found_no_room: false,
             frames: Vec::new(),
+            orphans: 0,
             wanted: 0..usize::MAX,
             engine_slots: Vec::new(),
             owner: None,
@@ -212,6 +215,11 @@ impl TransferPlan {
     /// Blocks that the engine brought and that the destination has or awaits without them.
     pub const fn duplicates(&self) -> usize {
         (self.before + self.known()).saturating_sub(self.wanted.start)
+    }
+
+    /// Blocks that the engine brought and that are not copied, since nothing is there to hang them on.
+    pub const fn orphans(&self) -> usize {
+        self.orphans
     }
 
     /// What the lease holds; nothing where an engine fills the blocks.
@@ -353,29 +361,33 @@ impl Table {
     }
 
     /// The plan to bring blocks from an engine's own slots into `to`: block `first` of `chain` from the first of
-    /// `slots`, and so on. `None`: the blocks before these are neither there nor on their way, and nothing can hang on
-    /// them.
+    /// `slots`, and so on. Where the blocks before these are neither there nor on their way, nothing can hang on them: all
+    /// are [orphans](TransferPlan::orphans).
     pub fn plan_saving(
         &mut self,
         to: Tier,
         chain: Chain<'_>,
         (first, slots): (usize, &[SlotRef]),
         pins: Pins,
-    ) -> std::result::Result<TransferPlan, Pins> {
-        let before = pins.held().blocks(to).clamp(first, first + slots.len());
-        let behind = before.checked_sub(1).map(|last| chain.key(last));
+    ) -> TransferPlan {
+        let held = pins.held().blocks(to);
+        let before = held.clamp(first, first + slots.len());
+        let last_of = |blocks: usize| blocks.checked_sub(1).map(|last| chain.key(last));
         let hangs = |key: BlockKey| self.find(key).is_some_and(|id| self.records.at(id).has_or_awaits(to));
-        if pins.held().blocks(to) < first && !behind.is_some_and(hangs) {
-            return Err(pins);
-        }
+        let are_orphans = held < first && !last_of(before).is_some_and(hangs);
         let mut plan = TransferPlan::copying(Class::Save, to, pins);
-        plan.owner = self.owners.number(plan.context.info.hints.tenant);
         plan.wanted = first..first + slots.len();
-        plan.before = before;
-        plan.behind = behind.or_else(|| self.parent_of_first(chain));
-        plan.keys = (before..plan.wanted.end).map(|at| chain.key(at)).collect();
-        plan.from = slots[before - first..].to_vec();
-        Ok(plan)
+        if are_orphans {
+            plan.orphans = slots.len();
+            plan.before = held;
+        } else {
+            plan.owner = self.owners.number(plan.context.info.hints.tenant);
+            plan.before = before;
+            plan.keys = (before..plan.wanted.end).map(|at| chain.key(at)).collect();
+            plan.from = slots[before - first..].to_vec();
+        }
+        plan.behind = last_of(plan.before).or_else(|| self.parent_of_first(chain));
+        plan
     }
 
     /// What comes before a chain that is known to begin in the middle of a longer one.
