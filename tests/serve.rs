@@ -150,7 +150,7 @@ fn a_request_larger_than_any_chain_is_refused_and_the_next_is_answered() {
     let mut answer = String::new();
     let read = stream.read_to_string(&mut answer);
     assert!(sent.is_err() || read.is_err() || answer.starts_with("HTTP/1.1 4"), "{answer}");
-    for wrong in ["", "?chain=", "?chain=12", "?chain=é", "?request=x", "?request=1&chain=00", "?other=1"] {
+    for wrong in ["", "?chain=", "?chain=12", "?chain=é", "?request=", "?request=1&chain=00", "?other=1"] {
         let (status, body) = get(address, &format!("/v1/why{wrong}"));
         assert!(status == 400 && body.contains("error"), "{wrong}: {status} {body}");
     }
@@ -208,6 +208,21 @@ fn why_says_what_was_found_and_why_the_next_block_was_not() {
     engine::serve(&manager, &chain(1));
     assert_eq!(why("request=77")["next"]["reason"], "evicted");
     assert_eq!(get(address, "/v1/why?request=78").0, 404);
+}
+
+#[test]
+fn a_request_is_asked_for_by_the_name_that_the_engine_gave_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (manager, address) = open(settings(dir.path()));
+    let name = "chatcmpl-0a/ä 1";
+    let info = RequestInfo { request: Some(RequestId::named(name)), ..RequestInfo::default() };
+    drop(manager.lease_for(info, &chain(1)));
+    let why = json(address, "/v1/why?request=chatcmpl-0a%2F%C3%A4%201");
+    assert_eq!(why["next"]["reason"], "never_seen");
+    let by_number = json(address, &format!("/v1/why?request={}", why["request"]));
+    assert_eq!(by_number["request"], why["request"], "its number is told");
+    let (status, other) = get(address, "/v1/why?request=chatcmpl-0b");
+    assert!(status == 404 && other.contains("chatcmpl-0b"), "{status} {other}");
 }
 
 #[test]

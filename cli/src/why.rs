@@ -25,15 +25,15 @@ struct What {
     /// Block hashes, root first, with commas between them
     #[arg(long, value_name = "HASH,…")]
     chain: Option<String>,
-    /// The number that the engine gave a request of late
-    #[arg(long, value_name = "NUMBER")]
-    request: Option<u64>,
+    /// What the engine named a request of late: a number, or text such as vLLM's chatcmpl-…
+    #[arg(long, value_name = "NAME")]
+    request: Option<String>,
 }
 
 pub(crate) fn run(args: &WhyArgs, global: &Global) -> Result<(), Failure> {
     let asked = match &args.what {
         What { chain: Some(chain), .. } => ("chain", chain.clone()),
-        What { request, .. } => ("request", request.unwrap_or_default().to_string()),
+        What { request, .. } => ("request", request.clone().unwrap_or_default()),
     };
     let answer = stop::runtime()?.block_on(args.process.get("v1/why", &[(asked.0, &asked.1)]))?;
     if global.json { output::print_json(&answer) } else { output::print(&text(&answer)) }

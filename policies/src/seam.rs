@@ -1,5 +1,7 @@
 //! What the owner of a tier and the tier's policies say to each other.
 
+use xxhash_rust::xxh3::xxh3_64;
+
 /// Memory is set aside for so many blocks at most, whatever a tier's nominal size. Beyond, policies grow as
 /// they are used.
 pub(crate) const PREPARED_BLOCKS: u32 = 1 << 20;
@@ -12,6 +14,20 @@ pub struct BlockId(pub u32);
 /// Names a request for as long as it lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
+
+impl RequestId {
+    /// Of a request that the engine names by text: a whole number is itself, other text its hash. That has 53 bits, which
+    /// every reader of JSON keeps.
+    ///
+    /// ```
+    /// # use kvbm_policies::RequestId;
+    /// assert_eq!(RequestId::named("17"), RequestId(17));
+    /// assert!(RequestId::named("chatcmpl-17").0 < 1 << 53);
+    /// ```
+    pub fn named(name: &str) -> Self {
+        Self(name.parse().unwrap_or_else(|_| xxh3_64(name.as_bytes()) >> (u64::BITS - 53)))
+    }
+}
 
 /// One request's use of one tier. It may come in parts, each with more of the path than the last.
 #[derive(Clone, Copy, Debug)]

@@ -14,6 +14,7 @@
 //! | `memory` | an engine's KV tensors, adopted |
 //! | `policy` | our eviction for engines that keep a cache of their own |
 //! | `rank` | processes of tensor parallelism |
+//! | `requests` | the numbers of requests that engines name by text |
 //! | `settings` | [`kvbm_settings::Settings`], from texts, dictionaries and variables |
 //! | `stats` | a manager's counts |
 //! | `tier` | chunks of vLLM's primary tier, kept below it |
@@ -39,6 +40,7 @@ mod manager;
 mod memory;
 mod policy;
 mod rank;
+mod requests;
 mod settings;
 mod stats;
 mod tier;
@@ -49,6 +51,8 @@ use pyo3::prelude::*;
 #[pymodule(name = "_native")]
 fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(version, module)?)?;
+    module.add_function(wrap_pyfunction!(requests::request_number, module)?)?;
+    module.add_function(wrap_pyfunction!(requests::vllm_request_numbers, module)?)?;
     policy::add(module)?;
     settings::add(module)?;
     blocks::add(module)?;

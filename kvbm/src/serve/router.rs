@@ -151,7 +151,7 @@ async fn state(Shared(view): Shared<View>) -> Answer<impl IntoResponse> {
 #[serde(deny_unknown_fields)]
 struct Asked {
     chain: Option<String>,
-    request: Option<u64>,
+    request: Option<String>,
 }
 
 impl Asked {
@@ -189,16 +189,19 @@ async fn why(Shared(view): Shared<View>, query: AskedFor) -> Answer<impl IntoRes
             let hashes = Asked::chain(&chain)?;
             view.observed.why(Chain::from(&hashes)).map(Json).ok_or_else(Refused::gone)
         }
-        Asked { chain: None, request: Some(request) } => {
-            view.observed.why_of(RequestId(request)).map(Json).ok_or_else(|| {
-                let error = format!(
-                    "request {request} is not among the last {MAX_REQUESTS} that named themselves: ask by its chain"
-                );
-                Refused::new(StatusCode::NOT_FOUND, error)
-            })
+        Asked { chain: None, request: Some(name) } if !name.is_empty() => {
+            view.observed.why_of(RequestId::named(&name)).map(Json).ok_or_else(|| unknown(&name))
         }
-        _ => Err(Refused::bad("give one of ?chain=HASH,HASH… and ?request=NUMBER")),
+        _ => Err(Refused::bad("give one of ?chain=HASH,HASH… and ?request=NAME")),
     }
+}
+
+fn unknown(request: &str) -> Refused {
+    let error = format!(
+        "request {} is not among the last {MAX_REQUESTS} that named themselves: ask by its chain",
+        shortened(request, 100)
+    );
+    Refused::new(StatusCode::NOT_FOUND, error)
 }
 
 /// Thirty-two digits as they are printed here, or more: the bytes of an engine's own hash.
@@ -206,7 +209,7 @@ fn parse_hash(text: &str) -> Answer<BlockHash> {
     /// A SHA-512, the largest that engines use.
     const MAX_DIGITS: usize = 128;
     let wrong = || {
-        let shown: String = text.chars().take(40).collect();
+        let shown = shortened(text, 40);
         Refused::bad(format!(
             "\"{shown}\" is no block hash: 32 hexadecimal digits, or those of an engine's own hash"
         ))
@@ -219,6 +222,11 @@ fn parse_hash(text: &str) -> Answer<BlockHash> {
     }
     let bytes = hex::decode(text).map_err(|_| wrong())?;
     BlockHash::from_engine(&bytes).map_err(|_| wrong())
+}
+
+/// Answers do not repeat all of what may be long.
+fn shortened(text: &str, max_chars: usize) -> String {
+    text.chars().take(max_chars).collect()
 }
 
 #[cfg(test)]

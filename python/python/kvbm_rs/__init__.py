@@ -25,6 +25,7 @@ from kvbm_rs._native import (
     Save,
     SaveEnd,
     Settings,
+    request_number,
     version,
 )
 
@@ -51,5 +52,6 @@ __all__ = [
     "SaveEnd",
     "Settings",
     "errors",
+    "request_number",
     "version",
 ]

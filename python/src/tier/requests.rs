@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::errors::{classes, of_manager};
+use crate::requests::vllm_request_numbers;
 
 /// Ends of keys are told in tokens, chunks of each cache group have so many, and the primary tier has so many chunks.
 #[derive(Clone, Copy, Debug)]
@@ -117,19 +118,11 @@ pub(super) struct Requests {
     /// Steps in which somebody asked.
     step: u64,
     asked_in_step: bool,
-    heard_of: u64,
 }
 
 impl Requests {
     pub(super) fn new(chunks: Chunks) -> Self {
-        Self {
-            chunks,
-            by_name: HashMap::new(),
-            promises: HashMap::new(),
-            step: 0,
-            asked_in_step: false,
-            heard_of: 0,
-        }
+        Self { chunks, by_name: HashMap::new(), promises: HashMap::new(), step: 0, asked_in_step: false }
     }
 
     /// Takes the keys that came to a request's `positions`.
@@ -324,10 +317,16 @@ impl Requests {
 
     fn entry(&mut self, name: &str) -> &mut Request {
         if !self.by_name.contains_key(name) {
-            self.heard_of += 1;
-            self.by_name.insert(name.to_owned(), Request::new(RequestId(self.heard_of)));
+            self.by_name.insert(name.to_owned(), Request::new(self.number(name)));
         }
         self.by_name.get_mut(name).expect("it is there now")
+    }
+
+    /// That of the id which the client has, unless another request that lives has the same one.
+    fn number(&self, name: &str) -> RequestId {
+        let (of_client, own) = vllm_request_numbers(name);
+        let is_taken = self.by_name.values().any(|request| request.id == RequestId(of_client));
+        RequestId(if is_taken { own } else { of_client })
     }
 }
 

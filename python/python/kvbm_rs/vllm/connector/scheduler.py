@@ -19,6 +19,7 @@ from kvbm_rs import (
     HybridSave,
     Manager,
 )
+from kvbm_rs._native import vllm_request_numbers
 from kvbm_rs.errors import KvbmError
 from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.events import Publisher
@@ -134,7 +135,6 @@ class Scheduler:
         self._publisher = None
         if config.publishes:
             self._publisher = Publisher(self.manager, config.block_tokens, config.groups[0].index)
-        self._numbers = itertools.count(1)
         self._requests: dict[str, _Request] = {}
         self._loading: dict[str, _Loading] = {}
         # Loads of the step that is being scheduled.
@@ -526,9 +526,14 @@ class Scheduler:
         known = self._requests.get(request.request_id)
         if known is None:
             asked = asked_by(request, self._limits)
-            known = _Request(next(self._numbers), request, asked, asked.for_manager())
+            known = _Request(self._number(request.request_id), request, asked, asked.for_manager())
             self._requests[request.request_id] = known
         return known
+
+    def _number(self, request_id: str) -> int:
+        """That of the id which the client has, unless another request that lives has the same one."""
+        of_client, own = vllm_request_numbers(request_id)
+        return own if any(known.number == of_client for known in self._requests.values()) else of_client
 
 
 def _until_gone(blocks: "Iterable[KVCacheBlock]") -> list["KVCacheBlock"]:
