@@ -84,7 +84,8 @@ impl Tiers {
             debts,
         };
         let keys = sealed::keys(settings)?;
-        let mut tiers = Self { namespace, keys, ..Self::default() };
+        let has_engine = engine.is_some();
+        let mut tiers = Self { namespace, keys, has_engine, ..Self::default() };
         tiers.count_slots(slots, staging, settings);
         let hook = on_loss.clone();
         let leader = Arc::new(Leader::open(options, move |_| hook.lost()).map_err(setup)?);
@@ -101,6 +102,10 @@ impl Tiers {
 
     fn count_slots(&mut self, slots: [u32; Tier::COUNT], staging: u32, settings: &Settings) {
         for tier in Tier::ALL {
+            // An engine's memory is no tier: it gives out its slots itself.
+            if tier == Tier::Device && self.has_engine {
+                continue;
+            }
             let mut pool = FramePool::new(tier, slots[tier.index()]).in_random_lives();
             if tier == Tier::Host {
                 self.staging.extend(pool.set_aside(staging));
@@ -109,7 +114,7 @@ impl Tiers {
                 self.add_tier(pool, settings);
             }
         }
-        if slots[Tier::Device.index()] > 0 {
+        if slots[Tier::Device.index()] > 0 && !self.has_engine {
             self.device = Some(Arc::new(Elsewhere));
         }
     }
