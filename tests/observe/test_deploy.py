@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -91,6 +92,82 @@ def test_kvbm_takes_the_settings(tmp_path):
         [KVBM, "config", "--config", tmp_path / "kvbm.toml"], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+# What takes root, the network or minutes: what a step of the page does in its place.
+STAND_INS = {
+    "useradd": "",
+    "chown": "",
+    "systemctl": "",
+    "cargo": "",
+    "python3": 'mkdir -p "$3/bin"; ln -s /bin/true "$3/bin/pip"',
+    "runuser": 'shift 3; exec "$@"',
+}
+
+
+def below(root: Path, text: str) -> str:
+    """With places of the machine in a directory."""
+    return re.sub(r"(?<![\w.>])/(?=(?:etc|mnt|opt|usr|dev/shm)\b)", f"{root}/", text)
+
+
+def checkout(root: Path, place: Path) -> None:
+    """What the page takes of a checkout, for a machine whose places are in a directory and whose bucket is memory."""
+    for name in ("docs/deploy/kvbm.toml", "docs/deploy/vllm-kvbm.service"):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(below(root, (ROOT / name).read_text()).replace("s3://kv-cache/kvbm", "memory:///"))
+    (place / "target/release").mkdir(parents=True)
+    (place / "target/release/kvbm").symlink_to(KVBM)
+
+
+def stand_ins(place: Path) -> None:
+    place.mkdir()
+    for name, does in STAND_INS.items():
+        (place / name).write_text(f"#!/bin/sh\n{does}\n")
+        (place / name).chmod(0o755)
+
+
+@pytest.mark.skipif(not KVBM.exists(), reason=f"{KVBM} is not built")
+def test_a_machine_is_set_up_as_it_is_written(tmp_path):
+    root, place, programs = tmp_path / "root", tmp_path / "checkout", tmp_path / "programs"
+    for directory in ("mnt/nvme1", "etc/systemd/system", "usr/local/bin", "opt", "dev/shm"):
+        (root / directory).mkdir(parents=True)
+    checkout(root, place)
+    stand_ins(programs)
+    page = (ROOT / "docs/deploy/README.md").read_text()
+    steps = "".join(re.findall(r"```sh by tests/observe/test_deploy.py\n(.*?)```", page, re.DOTALL))
+    script = below(root, steps).replace(" -o vllm -g vllm", "")
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=place,
+        env={"PATH": f"{programs}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "800GB in" in done.stdout, "doctor tells of the tiers"
+    for name in ("metrics-token", "secrets"):
+        assert (root / "etc/kvbm" / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_the_unit_may_write_where_vllm_and_the_tiers_do():
+    unit = (DEPLOY / "vllm-kvbm.service").read_text()
+    settings = tomllib.loads((DEPLOY / "kvbm.toml").read_text())
+    assert "ProtectSystem=strict\n" in unit
+    writable = re.search(r"^ReadWritePaths=(.*)", unit, re.MULTILINE)[1].split()
+    for place in (*settings["disk"]["dirs"], settings["host"]["persist"]):
+        assert place.startswith(tuple(writable)), place
+    # Sockets of vLLM lie in the directory for temporary files, what it compiles below the home or the cache.
+    assert "PrivateTmp=yes\n" in unit
+    cache = "/var/cache/" + re.search(r"^CacheDirectory=(.*)", unit, re.MULTILINE)[1]
+    assert f"Environment=HOME={cache} XDG_CACHE_HOME={cache}\n" in unit
+
+
+def test_the_users_of_image_and_pod_have_a_home_that_they_may_write_to():
+    text = (DEPLOY / "Containerfile").read_text()
+    home, user = re.search(r"HOME=(\S+)", text)[1], re.search(r"^USER (\d+):(\d+)", text, re.MULTILINE)
+    assert f"RUN install -d -o {user[1]} -g {user[2]} {home}\n" in text
+    assert of_kind("StatefulSet")["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == int(user[1])
 
 
 def test_variables_exist():
