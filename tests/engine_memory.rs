@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use kvbm::{
-    BlockHash, Chain, EngineMemory, Error, ErrorKind, Fence, HostFence, Loaded, Manager, Options,
-    RequestInfo, Saved, SlotId, Tier, TransferId,
+    BlockHash, Chain, EngineMemory, Error, ErrorKind, Fence, HostFence, Loaded, Manager, Options, Rank,
+    RankGroup, RankOptions, RequestInfo, Saved, SlotId, Tier, TransferId,
 };
 use kvbm_settings::{Capacity, EvictionPolicy, Settings};
 use kvbm_tests::rig::hash;
@@ -609,6 +609,36 @@ fn memory_that_does_not_lie_as_said_is_found_at_once() {
     view.write(SlotId(3), &[4; BLOCK]);
     drop(open(settings(), engine, None).unwrap());
     assert_eq!((view.read(SlotId(0)), view.read(SlotId(3))), (vec![3; BLOCK], vec![4; BLOCK]));
+}
+
+#[test]
+fn a_rank_whose_memory_does_not_lie_as_said_is_not_let_in_and_its_leader_waits_for_a_better_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let group = RankGroup { dir: dir.path().join("meet"), world: 1, limit: SOON };
+    let options = Options { ranks: Some(group.clone()), ..Options::default() };
+    let leading = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let memory = EngineMemory::in_ranks(128, LAYERS).unwrap();
+        runtime.block_on(Manager::open_with(settings(), options, memory)).unwrap()
+    });
+    let join = |memory: &EngineMemory| {
+        let options = RankOptions { group: group.clone(), rank: 0, fingerprint: None, chaos: None };
+        Rank::join_with(&settings(), options, memory)
+    };
+    let error = join(&EngineMemory::new(TwoFaced::region(BLOCK), LAYERS).unwrap()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.to_string().contains("came back changed"), "{error}");
+    assert!(!leading.is_finished(), "the leader has no rank");
+    let (engine, memory) = memory(128);
+    let rank = join(&engine).unwrap();
+    let engine = Engine { manager: leading.join().unwrap(), memory, _disk: None };
+    let all = chain(1, 12);
+    engine.compute(&all, &slots(0..12));
+    assert_eq!(engine.save(&all, 0, &slots(0..12)).copied, 12);
+    engine.assert_loads(&all, &slots(50..62));
+    engine.assert_well();
+    drop(engine);
+    rank.wait().unwrap();
 }
 
 #[test]

@@ -15,7 +15,7 @@ use kvbm::{
 use kvbm_settings::{Capacity, EvictionPolicy, Settings};
 use kvbm_tests::rig::{hash, metric};
 use kvbm_tiers::chaos::{Chaos, Episode, Schedule};
-use kvbm_tiers::testing::{TensorView, Tensors, fill_pattern, has_pattern};
+use kvbm_tiers::testing::{TensorView, Tensors, TwoFaced, fill_pattern, has_pattern};
 use prometheus::Registry;
 use proptest::prelude::*;
 
@@ -715,28 +715,51 @@ fn rank_group(dir: &Path) -> RankGroup {
     RankGroup { dir: dir.join("meet"), world: WORLD, limit: SOON }
 }
 
+fn rank_options(dir: &Path, rank: u16) -> RankOptions {
+    RankOptions { group: rank_group(dir), rank, fingerprint: None, chaos: None }
+}
+
 /// Joins on a thread of its own, since the leader waits for all.
 fn join(dir: &Path, rank: u16, window: usize) -> JoinHandle<(Rank, [TensorView; 3])> {
-    let options = RankOptions { group: rank_group(dir), rank, fingerprint: None, chaos: None };
+    let options = rank_options(dir, rank);
     std::thread::spawn(move || {
         let (groups, full, memory) = groups(window as u32);
         (Rank::join_hybrid(&settings(), &options, &full, groups).expect("it joins"), memory)
     })
 }
 
-#[test]
-fn groups_in_ranks_come_back_slice_by_slice_and_a_rank_that_is_lost_costs_misses() {
-    let dir = tempfile::tempdir().unwrap();
-    let joining: Vec<_> = (0..WORLD).map(|rank| join(dir.path(), rank, 6)).collect();
+/// Leads ranks whose window is one of six blocks.
+fn lead(dir: &Path) -> (Manager, Registry) {
     let (mut groups, ..) = groups(6);
     for (group, number) in groups.iter_mut().zip(1..) {
         group.memory = EngineMemory::group_in_ranks(SLOTS, LAYERS[number], BYTES[number] as u64).unwrap();
     }
     let registry = Registry::new();
-    let ranks = Some(rank_group(dir.path()));
+    let ranks = Some(rank_group(dir));
     let options = Options { ranks, registry: registry.clone(), ..Options::default() };
     let memory = EngineMemory::in_ranks(SLOTS, LAYERS[FULL]).unwrap();
-    let manager = open(settings(), options, memory, groups).expect("it opens");
+    (open(settings(), options, memory, groups).expect("it opens"), registry)
+}
+
+impl Engine {
+    /// Saves until all is there: each group hears of a lost rank by itself, and media that were lost are tried by one
+    /// block first.
+    #[track_caller]
+    fn heal(&self, chain: &[BlockHash]) {
+        let began = Instant::now();
+        while self.lease(chain).blocks() < chain.len() {
+            assert!(began.elapsed() < SOON, "it does not heal");
+            drop(self.save(chain, 0..chain.len(), true));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+#[test]
+fn groups_in_ranks_come_back_slice_by_slice_and_a_rank_that_is_lost_costs_misses() {
+    let dir = tempfile::tempdir().unwrap();
+    let joining: Vec<_> = (0..WORLD).map(|rank| join(dir.path(), rank, 6)).collect();
+    let (manager, registry) = lead(dir.path());
     let (mut ranks, memory): (Vec<_>, Vec<_>) =
         joining.into_iter().map(|joining| joining.join().expect("it joins")).unzip();
     let mut engine = Engine { manager, memory, window: 6, registry, _disk: None };
@@ -754,14 +777,61 @@ fn groups_in_ranks_come_back_slice_by_slice_and_a_rank_that_is_lost_costs_misses
     assert!(rank.is_serving());
     ranks.push(rank);
     *engine.memory.last_mut().expect("two ranks") = memory;
-    // Each group hears of the loss by itself, and media that were lost are tried by one block first.
-    while engine.lease(&all).blocks() < 18 {
-        assert!(began.elapsed() < SOON, "it does not heal");
-        drop(engine.save(&all, 0..18, true));
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    engine.heal(&all);
     engine.assert_loads(&all, 18);
     engine.assert_well();
+}
+
+/// The state's memory is not what it says it is.
+fn two_faced(mut groups: Vec<CacheGroup>) -> Vec<CacheGroup> {
+    let region = TwoFaced::region(2 * BYTES[FULL]);
+    groups[STATE - 1].memory = EngineMemory::new(region, LAYERS[STATE]).expect("layers of one size");
+    groups
+}
+
+#[track_caller]
+fn assert_came_back_changed<T: std::fmt::Debug>(opened: Result<T, Error>) {
+    let error = opened.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.to_string().contains("came back changed"), "{error}");
+}
+
+#[test]
+fn memory_of_one_group_that_does_not_lie_as_said_is_found_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut on_disk = settings();
+    on_disk.disk.capacity = Some(Capacity::Blocks(256));
+    on_disk.disk.dirs = vec![dir.path().to_owned()];
+    let (groups, full, _) = groups(6);
+    assert_came_back_changed(open(on_disk.clone(), Options::default(), full, two_faced(groups)));
+    // With the right memory it opens, in the same place.
+    let engine = Engine::with(6, on_disk, None);
+    let all = chain(1, 18);
+    engine.prefill(&all, 4);
+    engine.assert_loads(&all, 18);
+    engine.assert_well();
+}
+
+#[test]
+fn a_rank_with_a_bad_group_is_not_let_in_and_the_leader_waits_for_a_better_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = dir.path().to_owned();
+    let leading = std::thread::spawn(move || lead(&place));
+    let one = join(dir.path(), 0, 6);
+    let (groups, full, _) = groups(6);
+    let bad = Rank::join_hybrid(&settings(), &rank_options(dir.path(), 1), &full, two_faced(groups));
+    assert_came_back_changed(bad);
+    assert!(!leading.is_finished(), "a rank is missing");
+    let (ranks, memory): (Vec<_>, Vec<_>) =
+        [one, join(dir.path(), 1, 6)].map(|joining| joining.join().expect("it joins")).into_iter().unzip();
+    let (manager, registry) = leading.join().expect("it opens");
+    let engine = Engine { manager, memory, window: 6, registry, _disk: None };
+    let all = chain(1, 18);
+    engine.heal(&all);
+    engine.assert_loads(&all, 18);
+    engine.assert_well();
+    drop(engine);
+    ranks.iter().for_each(|rank| rank.wait().expect("the leader said goodbye"));
 }
 
 #[test]
