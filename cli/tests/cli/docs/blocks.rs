@@ -69,18 +69,28 @@ fn a_block_that_says_nothing_is_seen() {
     assert_eq!(rule(&block("sh", "check: it takes an hour")), Ok(Rule::Check));
 }
 
+const KVBM: &str = env!("CARGO_BIN_EXE_kvbm");
+
 /// Commands find `kvbm`, some traces and some directories, and `cargo run --release --` is the binary that is tested.
 fn shell(place: &Place) -> Command {
-    let bin = place.path("bin");
-    fs::create_dir(&bin).expect("a directory for programs");
-    symlink(env!("CARGO_BIN_EXE_kvbm"), bin.join("kvbm")).expect("a link");
-    let cargo = "#!/bin/sh\n[ \"$1 $2 $3\" = 'run --release --' ] || exit 2\nshift 3\nexec kvbm \"$@\"\n";
-    fs::write(bin.join("cargo"), cargo).expect("a program");
-    fs::set_permissions(bin.join("cargo"), fs::Permissions::from_mode(0o755)).expect("its mode");
+    let shell = shell_with_cargo(
+        place,
+        "[ \"$1 $2 $3\" = 'run --release --' ] || exit 2\nshift 3\nexec kvbm \"$@\"\n",
+    );
+    symlink(KVBM, place.path("bin/kvbm")).expect("a link");
     // Compressed or not, traces are known by their first bytes.
     for name in ["TRACE", "trace.jsonl", "trace.jsonl.gz", "conversation.jsonl.gz", "agentic.jsonl.gz"] {
         place.trace(name, 60, 6);
     }
+    shell
+}
+
+/// A shell to which `cargo` is what `cargo` says.
+fn shell_with_cargo(place: &Place, cargo: &str) -> Command {
+    let bin = place.path("bin");
+    fs::create_dir(&bin).expect("a directory for programs");
+    fs::write(bin.join("cargo"), format!("#!/bin/sh\n{cargo}")).expect("a program");
+    fs::set_permissions(bin.join("cargo"), fs::Permissions::from_mode(0o755)).expect("its mode");
     let path = std::env::var("PATH").expect("a path");
     let mut shell = place.program("bash");
     shell.args(["-euo", "pipefail"]).env("PATH", format!("{}:{path}", bin.display()));
@@ -90,12 +100,32 @@ fn shell(place: &Place) -> Command {
 #[test]
 fn commands_run() {
     let mut ran = 0;
-    for (block, place) in blocks("sh", |rule| *rule == Rule::Run) {
+    let is_alone = |(block, _): &(Block, Place)| !block.at.starts_with(QUICK_START);
+    for (block, place) in blocks("sh", |rule| *rule == Rule::Run).into_iter().filter(is_alone) {
         let output = shell(&place).args(["-c", &block.text]).output().expect("bash starts");
         assert_ok(&block, &output);
         ran += 1;
     }
     assert!(ran > 0, "no page has a command to run");
+}
+
+/// Its commands are run one after the other.
+const QUICK_START: &str = "docs/quick-start.md:";
+
+/// What a newcomer is told to do works from the first command to the last, with nothing there but what they made.
+#[test]
+fn the_quick_start_takes_nothing_for_granted() {
+    let all = blocks("sh", |rule| *rule == Rule::Run);
+    let steps: Vec<_> =
+        all.iter().map(|(block, _)| block).filter(|block| block.at.starts_with(QUICK_START)).collect();
+    let script: Vec<_> = steps.iter().map(|block| block.text.as_str()).collect();
+    let place = Place::new();
+    let cargo = format!(
+        "[ \"$*\" = 'build --release' ] || exit 2\nmkdir -p target/release\nln -s {KVBM} target/release/kvbm\n"
+    );
+    let output =
+        shell_with_cargo(&place, &cargo).args(["-c", &script.join("\n")]).output().expect("bash starts");
+    assert_ok(steps[0], &output);
 }
 
 /// The `kvbm` command lines of a block: their arguments, whatever else stands there.
