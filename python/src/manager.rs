@@ -100,8 +100,8 @@ impl Manager {
     }
 
     /// Pins the leading blocks of `chain`, the first `most` at most, that all cache groups can give back, and counts as their
-    /// use by `request`.
-    #[pyo3(signature = (chain, *, most=None, request=None, hints=None))]
+    /// use by `request`. With `again`, which waits for room and has asked before: metrics do not count it once more.
+    #[pyo3(signature = (chain, *, most=None, request=None, hints=None, again=false))]
     fn lease_hybrid(
         &self,
         py: Python<'_>,
@@ -109,10 +109,15 @@ impl Manager {
         most: Option<usize>,
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
+        again: bool,
     ) -> HybridLease {
         let info = request_info(request, hints.map(Bound::get));
         let chain = &chain.0[..most.map_or(chain.0.len(), |most| most.min(chain.0.len()))];
-        HybridLease::new(py.detach(|| self.inner.lease_hybrid(info, chain)))
+        let lease = py.detach(|| match again {
+            true => self.inner.lease_hybrid_again(info, chain),
+            false => self.inner.lease_hybrid(info, chain),
+        });
+        HybridLease::new(lease)
     }
 
     /// How many leading blocks of `chain` each tier holds, without counting as their use.

@@ -87,6 +87,32 @@ def abort_after(engine, prompt: list[int], steps: int) -> None:
         asked.step()
 
 
+def converse(engine, chunks: list[list[int]]) -> list[int]:
+    """Runs a session that is given its prompt in chunks, and says a token after each. Returns what it said: vLLM leaves each but
+    the last one out when it goes on."""
+    from vllm import SamplingParams
+
+    asked, said, name = engine.llm.llm_engine, [], None
+    greedy = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    for chunk in chunks:
+        request = asked.input_processor.process_inputs(
+            "session", {"prompt_token_ids": chunk}, greedy, supported_tasks=asked.get_supported_tasks(), resumable=True
+        )
+        request.request_id = name = name or "session-1"
+        said += _said(asked, request)
+    asked.engine_core.abort_requests([name])
+    return said
+
+
+def _said(asked, request) -> list[int]:
+    asked.engine_core.add_request(request)
+    for _ in range(1000):
+        for output in asked.engine_core.get_output().outputs:
+            if output.new_token_ids:
+                return list(output.new_token_ids)
+    raise TimeoutError("nothing was said")
+
+
 def load_times(engine, prompt: list[int], rounds: int) -> dict:
     """Seconds that the blocks of a prompt take from the host tier to slots that nobody uses, and as many bytes by memcpy, with as
     many threads. The engine has computed the prompt, and forgotten it."""
@@ -166,6 +192,13 @@ def metrics(engine) -> dict:
         if hasattr(metric, "value"):
             found.setdefault(metric.name, []).append((labels, metric.value))
     return found
+
+
+def requested_tokens(engine) -> int:
+    """Tokens that requests were counted with."""
+    found = _connector(engine)._scheduler.manager.samples()
+    (values,) = [values for name, *_, values in found if name == "kvbm_requested_tokens_total"]
+    return int(sum(value for *_, value in values))
 
 
 def occupancy(engine) -> dict:

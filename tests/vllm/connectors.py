@@ -1,5 +1,7 @@
 """What tests of `KvbmConnector` share: how an engine is given one, and what is looked at in its process."""
 
+from pathlib import Path
+
 import connector_probe
 from engine import BLOCK, TINY_BLOCK_BYTES, Engine
 
@@ -45,3 +47,18 @@ def is_at_rest(engine: Engine) -> bool:
     """Whether nothing of a finished request is left: no state, no block of the engine's held, no slot lost."""
     engine.settle()
     return probe(engine, "left") == {"requests": 0, "loading": 0, "saving": 0, "ending": 0, "pinning": 0, "used_blocks": 1}
+
+
+def spoil(place: Path, every: int = 1, block_bytes: int = TINY_BLOCK_BYTES) -> None:
+    """Changes a byte in the middle of one of so many blocks of a slot file, or of those below a directory."""
+    below = [file for file in place.rglob("*") if file.is_file() and file.stat().st_size >= 64 * block_bytes]
+    files = [place] if place.is_file() else below
+    assert files
+    for file in files:
+        with file.open("r+b") as slots:
+            for slot in range(every // 2, file.stat().st_size // block_bytes, every):
+                at = slot * block_bytes + block_bytes // 2
+                slots.seek(at)
+                byte = slots.read(1)
+                slots.seek(at)
+                slots.write(bytes([byte[0] ^ 0x40]))

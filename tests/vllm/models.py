@@ -1,6 +1,6 @@
 """Models with random weights, small enough for an engine on a CPU, and a tokenizer of bytes.
 
-    python tests/vllm/models.py DIRECTORY [--shape tiny|hybrid|bench]
+    python tests/vllm/models.py DIRECTORY [--shape tiny|hybrid|windowed|bench]
 """
 
 import argparse
@@ -9,8 +9,8 @@ from pathlib import Path
 
 # What a shape changes in the configuration of a Llama, or of a Gemma 3, which is told by its `layer_types`. `tiny` and `hybrid`
 # have weights of numbers wide apart, in float32: a wrong byte of KV changes their tokens, and the size of chunks does not. Four
-# layers of `hybrid` look back over 128 tokens only: vLLM keeps them as two cache groups beside that of the others. `bench` is large enough for times to mean something; an engine fills in
-# its weights (`load_format="dummy"`).
+# layers of `hybrid` look back over 128 tokens only: vLLM keeps them as two cache groups beside that of the others; all layers of
+# `windowed` do. `bench` is large enough for times to mean something; an engine fills in its weights (`load_format="dummy"`).
 SHAPES = {
     "tiny": {
         "hidden_size": 256,
@@ -30,6 +30,18 @@ SHAPES = {
         "query_pre_attn_scalar": 32,
         "sliding_window": 128,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "torch_dtype": "float32",
+    },
+    "windowed": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention"] * 4,
         "torch_dtype": "float32",
     },
     "bench": {

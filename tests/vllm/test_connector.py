@@ -2,7 +2,7 @@
 
 import pytest
 
-from connectors import LENGTH, SERVED, connector, host, is_at_rest, probe
+from connectors import LENGTH, SERVED, connector, disk, host, is_at_rest, probe, spoil
 from engine import BLOCK, TINY_BLOCK_BYTES, Engine, EngineError, prompt
 
 
@@ -95,6 +95,29 @@ def test_bytes_that_changed_are_computed_again(model, said, tmp_path):
         assert is_at_rest(engine)
 
 
+def test_where_a_load_that_fails_is_an_error_it_is_that_of_one_request(model, said, tmp_path):
+    # Nobody finds what is bad but who asks for it.
+    tiers = disk(tmp_path, **{"transfer.scrub_mib_per_second": 0})
+    with Engine(model, **connector(tiers)) as engine:
+        engine.generate(prompt(0, LENGTH))
+        assert probe(engine, "drain")
+    spoil(tmp_path)
+    arguments = connector(tiers)
+    arguments["kv_transfer_config"]["kv_load_failure_policy"] = "fail"
+    with Engine(model, **arguments) as engine:
+        answer = engine.generate(*(prompt(number, LENGTH) for number in range(4)))
+        assert answer.ended == ["error", *["length"] * 3]
+        assert answer.said[1:] == said[1:4]
+        # And then it heals: the next one computes it, and it is kept.
+        assert is_at_rest(engine)
+        for _ in range(2):
+            assert engine.generate(prompt(0, LENGTH)).said == [said[0]]
+            assert probe(engine, "drain") and engine.reset()
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
+        assert is_at_rest(engine)
+
+
 @pytest.mark.slow
 def test_a_wrong_byte_would_show(model, said):
     """The control of all others: with bytes that changed in the host tier behind everybody's back, tokens differ."""
@@ -167,17 +190,3 @@ def test_two_ranks_serve_together(model, said):
         warm = engine.generate(prompt(0, LENGTH))
         assert (warm.said, warm.scheduled) == (cold.said, SERVED)
         assert is_at_rest(engine)
-
-
-def spoil(directory) -> None:
-    """Changes a byte in the middle of each block of the slot files in `directory`."""
-    files = [file for file in directory.rglob("*") if file.is_file() and file.stat().st_size >= TINY_BLOCK_BYTES]
-    assert files
-    for file in files:
-        with file.open("r+b") as slots:
-            for start in range(0, file.stat().st_size, TINY_BLOCK_BYTES):
-                slots.seek(start + TINY_BLOCK_BYTES // 2)
-                byte = slots.read(1)
-                if byte:
-                    slots.seek(start + TINY_BLOCK_BYTES // 2)
-                    slots.write(bytes([byte[0] ^ 0x40]))

@@ -2,7 +2,7 @@
 
 import pytest
 from connectors import LENGTH, SERVED, connector, host, is_at_rest, probe
-from engine import BLOCK, TINY_BLOCK_BYTES, Engine, offloading, prompt
+from engine import BLOCK, TINY_BLOCK_BYTES, Engine, EngineError, offloading, prompt
 
 
 @pytest.mark.slow
@@ -114,3 +114,61 @@ def test_it_serves_beside_another_connector(model, said, ours_first):
         assert engine.reset(connector=True)
         cold = engine.generate(prompt(0, LENGTH))
         assert (cold.said, cold.scheduled) == ([said[0]], LENGTH + 7)
+
+
+def test_a_session_keeps_nothing_under_the_name_of_what_it_took_back(model):
+    """Of each chunk of a session but the last the token that was said is taken back: blocks are full of other tokens then."""
+    chunks = [prompt(0, 4 * BLOCK - 1), prompt(1, 4 * BLOCK), prompt(2, 2 * BLOCK + 3)]
+    whole = [token for chunk in chunks for token in chunk]
+    with Engine(model, dtype="float32") as engine:
+        taken_back = engine.generate(chunks[0], tokens=1).said[0]
+        assert taken_back != chunks[1][:1], "else the test tells nothing"
+        astray = chunks[0] + taken_back + prompt(3, 9)
+        said = [engine.generate(asked).said[0] for asked in (whole, astray)]
+    with Engine(model, **connector(host(64))) as engine:
+        assert probe(engine, "converse", chunks=chunks)[0] == taken_back[0]
+        assert engine.reset()
+        answers = [engine.generate(asked) for asked in (whole, astray)]
+        assert [answer.said[0] for answer in answers] == said
+        # All of the first is served, and of the second what it shares with it.
+        assert [answer.scheduled for answer in answers] == [len(whole) % BLOCK + 7, len(astray) - 3 * BLOCK + 7]
+        assert is_at_rest(engine)
+
+
+def test_a_request_that_waits_for_room_is_counted_once(model, said):
+    few = {"num_gpu_blocks_override": 24, "max_num_seqs": 6, "max_model_len": 16 * BLOCK}
+    with Engine(model, **connector(host(256)), **few) as engine:
+        answer = engine.generate(*(prompt(number, LENGTH) for number in range(10)))
+        assert answer.said == said
+        assert probe(engine, "requested_tokens") == 10 * (LENGTH // BLOCK * BLOCK)
+
+
+def test_salted_prompts_have_blocks_of_their_own(model, said):
+    with Engine(model, **connector(host(64))) as engine:
+        for salt in (None, "one", "other"):
+            cold = engine.generate(prompt(0, LENGTH), salt=salt)
+            assert (cold.said, cold.scheduled) == ([said[0]], LENGTH + 7)
+        assert engine.reset()
+        for salt in (None, "one", "other"):
+            warm = engine.generate(prompt(0, LENGTH), salt=salt)
+            assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
+
+
+@pytest.mark.slow
+def test_layer_by_layer_is_refused_where_a_failure_would_be_heard_of_too_late(model):
+    guessing = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    with pytest.raises(EngineError, match="layerwise is not for speculative decoding"):
+        Engine(model, **connector(host(64), layerwise=True), speculative_config=guessing)
+
+
+def test_context_parallelism_is_refused():
+    from kvbm_rs.errors import InvalidError
+    from kvbm_rs.vllm.connector.config import _check_parallel
+    from vllm.config import ParallelConfig
+
+    _check_parallel(ParallelConfig(tensor_parallel_size=2))
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"):
+        parallel = ParallelConfig(tensor_parallel_size=2)
+        setattr(parallel, name, 2)
+        with pytest.raises(InvalidError, match=name):
+            _check_parallel(parallel)

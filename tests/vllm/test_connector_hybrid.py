@@ -5,7 +5,7 @@ from pathlib import Path
 
 import models
 import pytest
-from connectors import LENGTH, SERVED, connector, is_at_rest, probe
+from connectors import LENGTH, SERVED, connector, is_at_rest, probe, spoil
 from engine import BLOCK, Engine, prompt
 
 # Of the model `hybrid`, of each of its three cache groups: two layers, keys and values of 4 heads of 32 numbers of 4 bytes.
@@ -143,7 +143,7 @@ def test_bytes_that_changed_are_computed_again(hybrid, said, tmp_path):
         assert probe(engine, "drain")
     window, _, full = sorted(tmp_path.glob("*.blocks"))
     for slots in (full, window):
-        spoil(slots)
+        spoil(slots, block_bytes=BLOCK_BYTES)
         with Engine(hybrid, **connector(disk(tmp_path))) as engine:
             probe(engine, "watch")
             answer = engine.generate(prompt(0, LENGTH))
@@ -196,13 +196,3 @@ def test_two_ranks_serve_together(hybrid, said):
         warm = engine.generate(prompt(0, LENGTH))
         assert (warm.said, warm.scheduled) == (cold.said, SERVED)
         assert is_at_rest(engine)
-
-
-def spoil(file: Path) -> None:
-    """Changes a byte in the middle of each block of a slot file."""
-    with file.open("r+b") as slots:
-        for start in range(BLOCK_BYTES // 2, file.stat().st_size, BLOCK_BYTES):
-            slots.seek(start)
-            byte = slots.read(1)
-            slots.seek(start)
-            slots.write(bytes([byte[0] ^ 0x40]))

@@ -1,7 +1,7 @@
 """`KvbmConnector` that loads what lies in memory while the engine computes, in real engines."""
 
 import pytest
-from connectors import LENGTH, SERVED, connector, disk, host, is_at_rest, probe
+from connectors import LENGTH, SERVED, connector, disk, host, is_at_rest, probe, spoil
 from engine import BLOCK, TINY_BLOCK_BYTES, Engine, EngineError, prompt
 
 LAYERS = 4
@@ -94,15 +94,3 @@ def test_what_lies_below_memory_keeps_nobody_waiting(model, said, tmp_path):
 def test_layers_of_ranks_are_not_waited_for(model):
     with pytest.raises(EngineError, match="layerwise is for one cache group and one worker"):
         Engine(model, **connector(host(64), layerwise=True), tensor_parallel_size=2)
-
-
-def spoil(directory, every: int) -> None:
-    """Changes a byte in the middle of one of so many blocks that lie in memory."""
-    (file,) = [file for file in directory.rglob("*") if file.is_file() and file.stat().st_size >= 64 * TINY_BLOCK_BYTES]
-    with file.open("r+b") as slots:
-        for slot in range(every // 2, file.stat().st_size // TINY_BLOCK_BYTES, every):
-            at = slot * TINY_BLOCK_BYTES + TINY_BLOCK_BYTES // 2
-            slots.seek(at)
-            byte = slots.read(1)
-            slots.seek(at)
-            slots.write(bytes([byte[0] ^ 0x40]))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvbm_rs.errors import InvalidError
-from kvbm_rs.vllm.connector.config import Group, _layout, _order
+from kvbm_rs.vllm.connector.config import Group, _groups, _keeps_all, _layout, _order
 from kvbm_rs.vllm.connector.tensors import adopt, block_dimension, parts_of
 
 LAYERS, BLOCKS, HEADS, TOKENS, NUMBERS = 3, 7, 4, 16, 64
@@ -23,7 +23,7 @@ def layers(order: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 def test_a_block_is_a_piece_of_each_layer_in_any_order_of_its_numbers(order):
     tensors = layers(order)
-    adopt(tensors, BLOCKS, LAYERS * PIECE)
+    adopt(tensors, BLOCKS, (PIECE,) * LAYERS, LAYERS)
     for tensor in tensors:
         assert block_dimension(tensor, BLOCKS) == 0
         ((base, stride, piece),) = parts_of(tensor, BLOCKS)
@@ -39,7 +39,7 @@ def test_a_block_whose_bytes_do_not_lie_together_is_refused(order):
 
 
 def test_blocks_of_another_layout_have_another_name():
-    group = Group(0, ("a", "b"), 2 * PIECE, 0)
+    group = Group(0, ("a", "b"), (PIECE, PIECE), 0)
 
     def named(layout: str, backend: str | None) -> tuple:
         cache, attention = SimpleNamespace(kv_cache_layout=layout), SimpleNamespace(backend=backend)
@@ -47,3 +47,28 @@ def test_blocks_of_another_layout_have_another_name():
 
     names = [named("LBHNC", None), named("LBNHC", None), named("LBHNC", "TRITON_ATTN")]
     assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
+def test_layers_that_differ_have_blocks_of_their_own_sizes(layout):
+    """vLLM tells the worker of all layers at once, and the scheduler of one of them: both find the same sizes."""
+    from vllm.config import VllmConfig
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    def spec(heads: int) -> FullAttentionSpec:
+        return FullAttentionSpec(block_size=TOKENS, num_kv_heads=heads, head_size=NUMBERS, dtype=torch.bfloat16)
+
+    config = VllmConfig()
+    config.cache_config.kv_cache_layout = layout
+    groups = kv_cache_utils.get_kv_cache_groups(config, {"a": spec(4), "b": spec(2), "c": spec(4)})
+    of_worker = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, 1 << 24)
+    of_scheduler = kv_cache_utils.generate_scheduler_kv_cache_config([of_worker])
+    ((found,), (again,)) = _groups(of_worker), _groups(of_scheduler)
+    assert found == again
+    assert (found.layer_bytes, found.shares) == ((2 * PIECE, PIECE, 2 * PIECE), 1)
+    assert all(_keeps_all(groups.kv_cache_groups[0]) for groups in (of_worker, of_scheduler))
+    # They are adopted as they are, and nobody else's blocks are taken for theirs.
+    tensors = [torch.zeros(BLOCKS, size, dtype=torch.uint8) for size in found.layer_bytes]
+    adopt(tensors, BLOCKS, found.layer_bytes, found.shares)
+    assert _layout(found, "order") != _layout(Group(0, found.layers, (PIECE, 2 * PIECE, 2 * PIECE), 0), "order")

@@ -10,6 +10,7 @@ use super::group::Group;
 use crate::hash::{BlockHash, Chain};
 use crate::lease::Lease;
 use crate::manager::Manager;
+use crate::scheduler::Core;
 use crate::table::RequestInfo;
 
 /// So many blocks from the deepest on are each looked at for a checkpoint, then those of the grid alone. Prompts and turns
@@ -68,23 +69,45 @@ impl Manager {
     /// Checkpoints are looked for at each of the last 256 blocks that are held, and before these on the grid
     /// (`hybrid.checkpoint_blocks`).
     pub fn lease_hybrid<'a>(&self, info: RequestInfo, chain: impl Into<Chain<'a>>) -> HybridLease {
-        let (chain, checkpoints) = (chain.into(), self.checkpoints());
+        let chain = chain.into();
+        let lease = self.lease_groups(info, chain, Core::lease);
+        let most = lease.full.held().worth_loading().min(chain.len());
+        self.core().metrics().out_of_reach(most - lease.blocks);
+        lease
+    }
+
+    /// [`lease_hybrid`](Self::lease_hybrid), for a request that has leased before: one that waits for room asks again and
+    /// again. It uses what is there now, and neither metrics nor the curve of hit rates take it for another request.
+    pub fn lease_hybrid_again<'a>(&self, info: RequestInfo, chain: impl Into<Chain<'a>>) -> HybridLease {
+        self.lease_groups(info, chain.into(), Core::lease_uncounted)
+    }
+
+    fn lease_groups(&self, info: RequestInfo, chain: Chain<'_>, lease: Lessor) -> HybridLease {
+        let checkpoints = self.checkpoints();
         let _epoch = checkpoints.in_one_epoch();
-        let full = self.core().lease(chain, info);
+        let full = lease(self.core(), chain, info);
         let most = full.held().worth_loading().min(chain.len());
-        let found = checkpoints.deepest(&chain.hashes[..most], info);
+        let found = checkpoints.deepest(&chain.hashes[..most], info, lease);
         let (blocks, groups) = found.unwrap_or_else(|| (0, checkpoints.no_leases()));
-        self.core().metrics().out_of_reach(most - blocks);
         HybridLease { blocks, full, groups }
     }
 }
 
+/// How leases are taken: counted as a request, or not.
+type Lessor = fn(&Core, Chain<'_>, RequestInfo) -> Lease;
+
 impl Checkpoints {
     /// The deepest position at which every group has a checkpoint.
-    fn deepest(&self, hashes: &[BlockHash], info: RequestInfo) -> Option<(usize, Vec<GroupLease>)> {
+    fn deepest(
+        &self,
+        hashes: &[BlockHash],
+        info: RequestInfo,
+        lessor: Lessor,
+    ) -> Option<(usize, Vec<GroupLease>)> {
         let all = |at| self.groups.iter().all(|group| self.is_whole(group, hashes, at));
-        let lease =
-            |at| self.groups.iter().map(|group| self.lease(group, hashes, at, info)).collect::<Option<_>>();
+        let lease = |at| {
+            self.groups.iter().map(|group| self.lease(group, hashes, at, info, lessor)).collect::<Option<_>>()
+        };
         // What is seen may be gone when it is to be pinned.
         self.candidates(hashes.len()).filter(|&at| all(at)).find_map(|at| Some((at, lease(at)?)))
     }
@@ -103,10 +126,17 @@ impl Checkpoints {
         self.grid().cover(at, group.window).all(|part| group.has(&hashes[part.at - 1]))
     }
 
-    fn lease(&self, group: &Group, hashes: &[BlockHash], at: usize, info: RequestInfo) -> Option<GroupLease> {
+    fn lease(
+        &self,
+        group: &Group,
+        hashes: &[BlockHash],
+        at: usize,
+        info: RequestInfo,
+        lessor: Lessor,
+    ) -> Option<GroupLease> {
         let lease = |part: CheckpointPart| {
             let names = Group::names(hashes[part.at - 1], part.kept);
-            let lease = group.manager.core().lease(group.chain(&names), info);
+            let lease = lessor(group.manager.core(), group.chain(&names), info);
             (lease.held().longest() == part.kept).then_some((part, lease))
         };
         let parts = self.grid().cover(at, group.window).map(lease).collect::<Option<_>>()?;

@@ -7,11 +7,12 @@ from kvbm_rs.errors import InvalidError
 
 
 def weights_of(model: str) -> str:
-    """What tells the weights of `model` from others: of a directory the names, sizes and times of its files, of a model of the
-    hub its commit. Engines do not say which commit they serve, so only one may be in the cache.
+    """What tells the weights of `model` from others: of a file or a directory names, sizes and times, of a model of the hub its
+    commit. It is for engines that do not say which commit they serve, so only one may be in the cache.
     """
-    if Path(model).is_dir():
-        return f"files {digest_of_files(Path(model))}"
+    place = Path(model)
+    if place.exists():
+        return f"files {digest_of_files(place)}"
     commits = commits_of(model)
     if len(commits) == 1:
         return f"commit {commits[0]}"
@@ -20,19 +21,41 @@ def weights_of(model: str) -> str:
     raise InvalidError(message)
 
 
-def digest_of_files(directory: Path) -> str:
+def weights_at(model: str, revision: str | None) -> str:
+    """`weights_of`, where the engine says which revision of the hub it serves; `None` is the branch `main`."""
+    commit = None if Path(model).exists() else commit_at(model, revision or "main")
+    return f"commit {commit}" if commit else weights_of(model)
+
+
+def digest_of_files(place: Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+    for path in [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file()):
         stat = path.stat()
-        digest.update(f"{path.relative_to(directory)}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+        digest.update(f"{path.relative_to(place)}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
     return digest.hexdigest()
 
 
 def commits_of(model: str) -> list[str]:
     """The commits of a model of the hub that are in its cache: `models--OWNER--NAME/snapshots/COMMIT`."""
+    kept = _kept_of(model)
+    snapshots = kept / "snapshots" if kept else None
+    return [path.name for path in snapshots.iterdir()] if snapshots and snapshots.is_dir() else []
+
+
+def commit_at(model: str, revision: str) -> str | None:
+    """The commit that a branch, a tag or a commit of the hub is in its cache, if it is there: `refs/BRANCH` has it."""
+    kept = _kept_of(model)
+    if kept is None:
+        return None
+    if (kept / "snapshots" / revision).is_dir():
+        return revision
+    branch = kept / "refs" / revision
+    return branch.read_text().strip() if branch.is_file() else None
+
+
+def _kept_of(model: str) -> Path | None:
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
     except ImportError:
-        return []
-    snapshots = Path(HF_HUB_CACHE, f"models--{model.replace('/', '--')}", "snapshots")
-    return [path.name for path in snapshots.iterdir()] if snapshots.is_dir() else []
+        return None
+    return Path(HF_HUB_CACHE, f"models--{model.replace('/', '--')}")

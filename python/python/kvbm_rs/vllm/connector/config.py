@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvbm_rs import CacheGroup, EngineMemory, Settings
 from kvbm_rs.errors import InvalidError
 from kvbm_rs.vllm import versions
+from kvbm_rs.weights import weights_at
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,9 +41,19 @@ class Group:
     # Its place among vLLM's groups.
     index: int
     layers: tuple[str, ...]
-    block_bytes: int
+    # Bytes of a block in each layer.
+    layer_bytes: tuple[int, ...]
     # Full blocks that a token looks back into; 0: every block is kept.
     window: int
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(self.layer_bytes)
+
+    @property
+    def shares(self) -> int:
+        """Equal shares of a block's bytes, in the order of layers: one for each layer, unless they differ."""
+        return len(self.layers) if len(set(self.layer_bytes)) == 1 else 1
 
 
 class Config:
@@ -64,13 +75,14 @@ class Config:
         extra = transfer.kv_connector_extra_config
         _check(extra)
         parallel = vllm_config.parallel_config
-        if parallel.pipeline_parallel_size > 1:
-            raise InvalidError("KvbmConnector has no pipeline parallelism: set pipeline_parallel_size to 1")
+        _check_parallel(parallel)
         # The one that keeps every block comes first, and has number 0.
-        self.groups = _groups(kv_cache_config.kv_cache_groups)
+        self.groups = _groups(kv_cache_config)
         self.is_hybrid = len(self.groups) > 1
-        if self.is_hybrid:
-            versions.check_shows_tables("a hybrid model")
+        # What a load must bring as a whole: behind blocks that left a window nothing can be computed but from the start.
+        self.is_windowed = self.is_hybrid or not _keeps_all(kv_cache_config.kv_cache_groups[0])
+        if self.is_windowed:
+            versions.check_shows_tables("a model with sliding windows")
         self.engine = transfer.engine_id
         self.world: int = parallel.tensor_parallel_size
         # With one worker in the scheduler's process, the manager copies itself.
@@ -113,11 +125,19 @@ def _check(extra: dict[str, Any]) -> None:
             raise InvalidError(f"kv_connector_extra_config: {name} is a {kind.__name__}, not {value!r}")
 
 
-def _groups(specs: "list[KVCacheGroupSpec]") -> list[Group]:
+def _check_parallel(parallel: Any) -> None:
+    # Of context parallelism a block's tokens are spread over ranks, and its size is not the one that hashes are of.
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise InvalidError(f"KvbmConnector has no {name.removesuffix('_size').replace('_', ' ')}ism: set {name} to 1")
+
+
+def _groups(cache: "KVCacheConfig") -> list[Group]:
     """By our numbers. A single one may keep what it likes: its chain is what is there of it."""
+    specs = cache.kv_cache_groups
     if len(specs) == 1:
-        return [_group(0, specs[0], window=0)]
-    groups = [_group(index, spec, _window(spec)) for index, spec in enumerate(specs)]
+        return [_group(0, specs[0], cache, window=0)]
+    groups = [_group(index, spec, cache, _window(spec)) for index, spec in enumerate(specs)]
     if sum(group.window == 0 for group in groups) != 1:
         raise InvalidError("of several cache groups KvbmConnector wants exactly one to keep every block: use KvbmTier")
     if len({spec.kv_cache_spec.block_size for spec in specs}) != 1:
@@ -125,8 +145,24 @@ def _groups(specs: "list[KVCacheGroupSpec]") -> list[Group]:
     return sorted(groups, key=lambda group: group.window != 0)
 
 
-def _group(index: int, spec: "KVCacheGroupSpec", window: int) -> Group:
-    return Group(index, tuple(spec.layer_names), spec.kv_cache_spec.page_size_bytes * len(spec.layer_names), window)
+def _group(index: int, spec: "KVCacheGroupSpec", cache: "KVCacheConfig", window: int) -> Group:
+    known = _pages(cache)
+    # Where vLLM does not say it, 0.29, all layers are alike.
+    pages = [known.get(name, spec.kv_cache_spec.page_size_bytes) for name in spec.layer_names]
+    return Group(index, tuple(spec.layer_names), tuple(pages), window)
+
+
+def _pages(cache: "KVCacheConfig") -> dict[str, int]:
+    """Bytes of a block by layer. Specs do not tell them where layers differ: the worker is given one for all of them, and
+    the scheduler that of one layer."""
+    tensors = [tensor for tensor in cache.kv_cache_tensors if hasattr(tensor, "layer_stride")]
+    # Either layers or blocks are what lies together.
+    return {name: min(tensor.layer_stride, tensor.block_stride) for tensor in tensors for name in tensor.layers}
+
+
+def _keeps_all(spec: "KVCacheGroupSpec") -> bool:
+    kept = spec.kv_cache_spec
+    return isinstance(kept.first_spec if isinstance(kept, UniformTypeKVCacheSpecs) else kept, FullAttentionSpec)
 
 
 def _window(spec: "KVCacheGroupSpec") -> int:
@@ -145,8 +181,12 @@ def _window(spec: "KVCacheGroupSpec") -> int:
 
 def _check_layerwise(config: Config, vllm_config: "VllmConfig") -> None:
     versions.check_shows_tables("layerwise")
-    if config.is_hybrid or not config.is_alone:
-        wanted = "is for one cache group and one worker in the engine's process: leave it out"
+    (first, *others) = config.groups
+    if config.is_windowed or others or first.shares != len(first.layers) or not config.is_alone:
+        wanted = "is for full attention in layers that are alike, and one worker in the engine's process: leave it out"
+    elif vllm_config.speculative_config is not None:
+        # vLLM asks what did not come before the step has waited for it.
+        wanted = "is not for speculative decoding: leave it out"
     elif vllm_config.scheduler_config.async_scheduling:
         # A step that uses what did not come would be under way before it is known.
         wanted = "is for steps that follow each other: set async_scheduling to false (--no-async-scheduling)"
@@ -162,7 +202,7 @@ def _fingerprint(vllm_config: "VllmConfig", config: Config, weights: str | None)
     order = _order(vllm_config)
     return {
         "model": str(model.model),
-        "weights": weights or _weights(model),
+        "weights": _weights(vllm_config, weights),
         "dtype": dtype,
         "layouts": [_layout(group, order) for group in config.groups],
         "tensor_world": config.world,
@@ -177,7 +217,9 @@ def _fingerprint(vllm_config: "VllmConfig", config: Config, weights: str | None)
 
 def _layout(group: Group, order: str) -> tuple[int, str, list[int], list[int]]:
     layers = len(group.layers)
-    layer_bytes = group.block_bytes // layers
+    if group.shares != layers:
+        return layers, f"byte of layers of {group.layer_bytes} of {order}", [group.block_bytes], [1]
+    layer_bytes = group.layer_bytes[0]
     return layers, f"layer,byte of {order}", [layers, layer_bytes], [layer_bytes, 1]
 
 
@@ -195,19 +237,24 @@ def _order(vllm_config: "VllmConfig") -> str:
     return f"{layout} {backend or 'auto'} {current_platform.device_type} {processor}"
 
 
-def _weights(model: Any) -> str:
-    """Names weights: the files of a directory by name, size and time, anything else by its revision."""
-    directory = Path(model.model)
-    if not directory.is_dir():
-        return str(model.revision or "main")
-    digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(directory.iterdir()):
-        if file.suffix in (".safetensors", ".bin", ".pt", ".gguf") or file.name == "config.json":
-            stat = file.stat()
-            digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    # Weights that are made up are made of the seed.
-    digest.update(f"{model.seed}".encode())
-    return digest.hexdigest()
+def _weights(vllm_config: "VllmConfig", named: str | None) -> str:
+    """Names the weights, and what is made of them as they are loaded."""
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    overrides = model.hf_overrides
+    if callable(overrides):
+        overrides = f"{overrides.__module__}.{overrides.__qualname__}"
+    parts = [
+        named or weights_at(str(model.model), model.revision),
+        f"quantization {model.quantization}",
+        f"overrides {overrides!r}",
+        f"loaded {vllm_config.load_config.load_format}",
+        # Weights that are made up are made of the seed.
+        f"seed {model.seed}",
+    ]
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and str(draft.model) != str(model.model):
+        parts.append(f"draft {draft.model} {named or weights_at(str(draft.model), draft.revision)}")
+    return ", ".join(parts)
 
 
 def _seed(algorithm: str) -> bytes:

@@ -139,7 +139,7 @@ class Publisher:
         for tier, medium in _MEDIA.items():
             hashes = [maybe_convert_block_hash(block.hash) for block in blocks.values() if tier in block.tiers]
             if hashes:
-                yield BlockRemoved(block_hashes=hashes, medium=medium, group_idx=0)
+                yield BlockRemoved(block_hashes=hashes, medium=medium, group_idx=self._group)
         for name, block in blocks.items():
             block.tiers.clear()
             self._expect(name, block)

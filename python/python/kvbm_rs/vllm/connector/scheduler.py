@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 # Seconds.
 _CLOSE_WAIT = 5.0
 _RESET_WAIT = 1.0
+
+# Seconds that a step waits for a load where nothing computes: vLLM asks again at once, and asking takes a processor from the copy.
+_IDLE_WAIT = 0.002
 
 # One block of so many may be pinned: what is pinned makes no room.
 _MAX_PINNED_SHARE = 4
@@ -62,6 +65,10 @@ class _Request:
     asked: Asked
     hints: Hints | None
     chain: Chain = field(default_factory=Chain)
+    # The engine's name of the chain's last block.
+    last: "BlockHash | None" = None
+    # It was looked up, and counted.
+    is_counted: bool = False
     # From a look-up, until its blocks are loaded.
     lease: HybridLease | None = None
     sources: dict[CacheHitSource, int] = field(default_factory=dict)
@@ -191,7 +198,11 @@ class Scheduler:
         # The last token is always computed: it gives the next one.
         most = (request.num_tokens - 1) // self._config.block_tokens
         chain = self._chain(known)
-        known.lease = self.manager.lease_hybrid(chain, most=most, request=known.number, hints=known.hints)
+        # vLLM asks again in each step in which it has no room for the request, and when it goes on after a preemption.
+        known.lease = self.manager.lease_hybrid(
+            chain, most=most, request=known.number, hints=known.hints, again=known.is_counted
+        )
+        known.is_counted = True
         if self._publisher:
             self._publisher.find(known.chain)
         more = known.lease.blocks * self._config.block_tokens - num_computed_tokens
@@ -221,13 +232,18 @@ class Scheduler:
         slots = []
         for number, group in enumerate(self._config.groups):
             # What the engine has of a window itself stays as it is.
-            start = max(first, lease.wanted(number)[0])
+            start = self._since(tables[group.index], max(first, lease.wanted(number)[0]), end)
             slots.append((number, start, tables[group.index][start:end]))
         if self._is_layered(lease):
             (given,) = slots
             self._layered.append(LayeredLoad(request.request_id, self.manager, lease, *given[1:]))
         else:
             self._loading[request.request_id] = _Loading(self.manager.load_hybrid(lease, slots), slots)
+
+    def _since(self, table: list[int], start: int, end: int) -> int:
+        """Where the blocks begin that a window has not left: of the others there is none to load into."""
+        null = self._pool.null_block.block_id
+        return next((at for at in range(start, end) if table[at] != null), end)
 
     def sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
         found = self._known(request).sources
@@ -268,8 +284,11 @@ class Scheduler:
                 known.steps.append((self._step, computed))
         told = Ended(self._step, self._layered)
         self._layered = []
+        is_idle = not output.total_num_scheduled_tokens and not any(known.steps for known in self._requests.values())
+        seconds = _IDLE_WAIT if is_idle else 0.0
         for name, loading in list(self._loading.items()):
-            if self._has_ended(loading):
+            has_ended, seconds = self._has_ended(loading, seconds), 0.0
+            if has_ended:
                 del self._loading[name]
                 told.loaded.add(name)
                 if loading.bad:
@@ -279,10 +298,10 @@ class Scheduler:
                         self._requests[name].has_failed = True
         return told
 
-    def _has_ended(self, loading: _Loading) -> bool:
+    def _has_ended(self, loading: _Loading, seconds: float) -> bool:
         if loading.end is None:
             try:
-                loading.end = loading.load.poll()
+                loading.end = loading.load.wait(seconds)
             except KvbmError:
                 # It was never begun: a reset, or a shutdown, came first.
                 logger.exception("a load was refused")
@@ -297,7 +316,7 @@ class Scheduler:
 
     def _bad(self, slots: list[tuple[int, int, list[int]]], usable: int) -> list[set[int]]:
         """Of a load that is not whole, by cache group the slots that must not be used."""
-        if self._config.is_hybrid:
+        if self._config.is_windowed:
             # vLLM computes all of it: windows are as of a position that was not reached.
             return [set(given) for _, _, given in slots]
         return [set(given[max(0, usable - first) :]) for _, first, given in slots]
@@ -363,8 +382,10 @@ class Scheduler:
     def _stretches(self, known: _Request, tables: "Sequence[Sequence[KVCacheBlock]]", end: int) -> list[_Stretch]:
         """By cache group the blocks before `end` that are to be saved, of vLLM's tables."""
         full, *windows = [tables[group.index] for group in self._config.groups]
-        # From the chain's root at first: what the tiers lack there is filled with the engine's own blocks.
-        stretches = [(known.saved, _until_gone(full[known.saved : end]))]
+        # From the chain's root at first: what the tiers lack there is filled with the engine's own blocks. What left a window
+        # before it was saved is lacking, unless the tiers have it.
+        kept = _since_gone(full[known.saved : end])
+        stretches = [(end - len(kept), kept)]
         since = min(known.saved, end - 1) // self._grid * self._grid
         for window in windows:
             there = _since_gone(window[since:end])
@@ -501,6 +522,7 @@ class Scheduler:
         self.manager.reset()
         # What was computed with the weights of before must not come into the new epoch.
         for known in self._requests.values():
+            known.lease = None
             begins_anew = known.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             known.saved = 0 if begins_anew else _ALL
         for ending in self._ending:
@@ -516,8 +538,13 @@ class Scheduler:
 
     def _chain(self, known: _Request) -> Chain:
         """Its chain, with the blocks that have become full."""
-        first = len(known.chain)
-        known.chain.extend(known.request.block_hashes[first:])
+        hashes, first = known.request.block_hashes, len(known.chain)
+        if first and (first > len(hashes) or hashes[first - 1] != known.last):
+            # A session goes on without the last token that was said: no block that was computed has it.
+            known.chain, first = Chain(), 0
+            known.saved = min(known.saved, known.computed // self._config.block_tokens)
+        known.chain.extend(hashes[first:])
+        known.last = hashes[-1] if hashes else None
         if self._publisher and len(known.chain) > first:
             self._publisher.note(known.request, known.chain, first)
         return known.chain
@@ -536,20 +563,15 @@ class Scheduler:
         return own if any(known.number == of_client for known in self._requests.values()) else of_client
 
 
-def _until_gone(blocks: "Iterable[KVCacheBlock]") -> list["KVCacheBlock"]:
-    """Those before the first one that left a sliding window: without it, nothing behind it can be kept."""
-    return list(itertools.takewhile(lambda block: not block.is_null, blocks))
-
-
 def _since_gone(blocks: "Sequence[KVCacheBlock]") -> list["KVCacheBlock"]:
     """Those behind the last one that left a sliding window."""
-    return _until_gone(reversed(blocks))[::-1]
+    return list(itertools.takewhile(lambda block: not block.is_null, reversed(blocks)))[::-1]
 
 
 def _in_ranks(config: Config) -> list[EngineMemory]:
     """The memory that workers in other processes adopt, by cache group."""
     full, *others = config.groups
-    memories = [EngineMemory.in_ranks(config.slots, len(full.layers))]
+    memories = [EngineMemory.in_ranks(config.slots, full.shares)]
     for group in others:
-        memories.append(EngineMemory.group_in_ranks(config.slots, len(group.layers), group.block_bytes))
+        memories.append(EngineMemory.group_in_ranks(config.slots, group.shares, group.block_bytes))
     return memories

@@ -12,21 +12,22 @@ if TYPE_CHECKING:
 Part = tuple[int, int, int]
 
 
-def adopt(tensors: list["torch.Tensor"], slots: int, block_bytes: int) -> EngineMemory:
-    """The memory of `tensors`, one for each layer, with one piece or several of each of `slots` blocks.
+def adopt(tensors: list["torch.Tensor"], slots: int, layer_bytes: tuple[int, ...], shares: int) -> EngineMemory:
+    """The memory of `tensors`, one for each layer, with one piece or several of each of `slots` blocks: `layer_bytes` of a block
+    in each of them, together as so many equal shares.
 
     The bytes are opaque: whatever a backend of vLLM keeps in them comes back as it was.
     """
-    parts = [part for tensor in tensors for part in parts_of(tensor, slots)]
-    found = sum(part[2] for part in parts)
-    if found != block_bytes:
+    by_layer = [parts_of(tensor, slots) for tensor in tensors]
+    found = tuple(sum(part[2] for part in parts) for parts in by_layer)
+    if found != layer_bytes:
         raise InvalidError(
-            f"a block has {found} bytes in the KV tensors, and {block_bytes} by vLLM's page size: "
+            f"a block has {found} bytes in the KV tensors of the layers, and {layer_bytes} by vLLM's page sizes: "
             "this layout is not known"
         )
     device = tensors[0].device
     ordinal = device.index if device.type == "cuda" else None
-    return EngineMemory(slots, len(tensors), parts, owner=tensors, device=ordinal)
+    return EngineMemory(slots, shares, list(itertools.chain(*by_layer)), owner=tensors, device=ordinal)
 
 
 def parts_of(tensor: "torch.Tensor", slots: int) -> list[Part]:

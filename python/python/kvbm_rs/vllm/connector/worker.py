@@ -108,7 +108,8 @@ class Worker:
         config = self._config
         self._tensors = [[kv_caches[name] for name in group.layers] for group in config.groups]
         memories = [
-            adopt(tensors, config.slots, group.block_bytes) for tensors, group in zip(self._tensors, config.groups)
+            adopt(tensors, config.slots, group.layer_bytes, group.shares)
+            for tensors, group in zip(self._tensors, config.groups)
         ]
         if config.is_alone:
             _adopted[config.engine] = memories
@@ -186,12 +187,12 @@ class Worker:
     def results(self) -> KVConnectorTransferResults:
         if self._told is None:
             return KVConnectorTransferResults()
-        # A window is as of one position, so vLLM takes loads of several cache groups as a whole.
-        failed = self._told.failed if self._config.is_hybrid else set()
+        # A window is as of one position, so vLLM takes such loads as a whole.
+        failed = self._told.failed if self._config.is_windowed else set()
         return KVConnectorTransferResults(finished_recving=self._told.loaded, failed_recving=failed)
 
     def bad_blocks(self) -> set[int]:
-        if self._told is None or self._config.is_hybrid:
+        if self._told is None or self._config.is_windowed:
             return set()
         return self._stepped.bad.union(*self._told.bad)
 

@@ -1,0 +1,62 @@
+"""What `KvbmConnector` tells blocks apart by: kept bytes of other weights are never found."""
+
+from types import SimpleNamespace
+
+import pytest
+from kvbm_rs.errors import InvalidError
+from kvbm_rs.vllm.connector.config import _weights
+from kvbm_rs.weights import weights_at, weights_of
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A cache of the hub with two commits of a model, of which one is the branch `main`."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--owner--name"
+    for commit in ("abc", "def"):
+        (model / "snapshots" / commit).mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
+    return model
+
+
+def test_a_branch_that_moves_is_other_weights(hub):
+    before = weights_at("owner/name", None)
+    assert before == weights_at("owner/name", "main") == weights_at("owner/name", "abc")
+    (hub / "refs" / "main").write_text("def")
+    assert weights_at("owner/name", None) != before
+    # Who does not say which one is served cannot tell.
+    with pytest.raises(InvalidError, match="2 commits of it"):
+        weights_of("owner/name")
+    with pytest.raises(InvalidError, match="nothing of it.*Name them"):
+        weights_at("owner/other", None)
+
+
+def test_files_that_change_are_other_weights(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"one")
+    before = weights_of(str(file)), weights_of(str(tmp_path))
+    file.write_bytes(b"other")
+    assert weights_of(str(file)) != before[0] and weights_of(str(tmp_path)) != before[1]
+
+
+def test_what_is_made_of_weights_counts_too(tmp_path):
+    def named(named: str | None = None, **changed) -> str:
+        draft = changed.pop("draft", None)
+        speculative = draft and SimpleNamespace(draft_model_config=SimpleNamespace(model=str(draft), revision=None))
+        model = {"model": str(tmp_path), "revision": None, "quantization": None, "hf_overrides": {}, "seed": 0}
+        load = SimpleNamespace(load_format=changed.pop("load_format", "auto"))
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(**model | changed), load_config=load, speculative_config=speculative
+        )
+        return _weights(config, named)
+
+    (tmp_path / "draft").mkdir()
+    changes = [{"quantization": "fp8"}, {"hf_overrides": {"a": 1}}, {"seed": 1}, {"load_format": "dummy"}, {"draft": tmp_path / "draft"}]
+    names = [named(), *(named(**change) for change in changes)]
+    # Also where the weights are named.
+    names += [named("mine"), *(named("mine", **change) for change in changes)]
+    assert len(set(names)) == len(names)
+    assert named("mine", model="owner/name") == named("mine")

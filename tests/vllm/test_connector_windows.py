@@ -1,0 +1,68 @@
+"""`KvbmConnector` with a model all of whose layers look back over a window: one cache group, which lets blocks go."""
+
+import models
+import pytest
+from connectors import LENGTH, SERVED, connector, disk, host, is_at_rest, probe, spoil
+from engine import BLOCK, Engine, prompt
+
+BLOCKS = LENGTH // BLOCK
+
+
+@pytest.fixture(scope="module")
+def windowed(model):
+    return models.make(model.parent / "windowed", "windowed")
+
+
+@pytest.fixture(scope="module")
+def said(windowed) -> list[list[int]]:
+    with Engine(windowed, dtype="float32") as engine:
+        return [engine.generate(prompt(number, LENGTH), tokens=3 * BLOCK).said[0] for number in range(4)]
+
+
+def test_blocks_that_a_window_left_are_not_loaded(windowed, said):
+    with Engine(windowed, **connector(host(256))) as engine:
+        for number in range(4):
+            assert engine.generate(prompt(number, LENGTH), tokens=3 * BLOCK).said == [said[number]]
+        assert engine.reset()
+        probe(engine, "watch")
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said[0], warm.scheduled) == (said[0][:8], SERVED)
+        assert probe(engine, "watched")["sources"] == {"host": BLOCKS * BLOCK}
+        # Beside others that compute and have blocks behind their windows, too.
+        assert engine.reset()
+        mixed = engine.generate(*(prompt(number, LENGTH) for number in range(4)), tokens=3 * BLOCK)
+        assert mixed.said == said
+        # What follows on a prompt that was loaded is kept, though its beginning is not there any more.
+        turn = prompt(0, LENGTH) + said[0] + prompt(9, 9)
+        assert engine.reset()
+        cold = engine.generate(turn)
+        assert engine.reset()
+        warm = engine.generate(turn)
+        assert (warm.said, warm.scheduled) == (cold.said, len(turn) % BLOCK + 7)
+        assert is_at_rest(engine)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_load_that_fails_is_that_of_one_request(windowed, said, tmp_path, policy):
+    tiers = disk(tmp_path, **{"transfer.scrub_mib_per_second": 0})
+    with Engine(windowed, **connector(tiers)) as engine:
+        engine.generate(prompt(0, LENGTH))
+        assert probe(engine, "drain")
+    spoil(tmp_path)
+    arguments = connector(tiers)
+    arguments["kv_transfer_config"]["kv_load_failure_policy"] = policy
+    with Engine(windowed, **arguments) as engine:
+        # The others have blocks behind their windows when it fails.
+        answer = engine.generate(*(prompt(number, LENGTH) for number in (1, 2, 0)), tokens=3 * BLOCK)
+        assert answer.said[:2] == said[1:3]
+        assert answer.ended == ["length", "length", "error" if policy == "fail" else "length"]
+        if policy == "recompute":
+            assert answer.said[2] == said[0]
+        # And then it heals.
+        assert is_at_rest(engine)
+        assert engine.reset()
+        assert engine.generate(prompt(0, LENGTH), tokens=3 * BLOCK).said == [said[0]]
+        assert engine.reset()
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said[0], warm.scheduled) == (said[0][:8], SERVED)
+        assert is_at_rest(engine)
