@@ -196,8 +196,13 @@ fn a_leader_says_which_ranks_it_waits_for_in_vain() {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir(dir.path().join("slots")).unwrap();
     let group = RankGroup { limit: Duration::from_secs(3), ..group(dir.path()) };
-    let _one = Process::start("1", dir.path());
+    let one = Process::start("1", dir.path());
     let error = open(dir.path(), group, &Registry::new()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().ends_with("0, 2, 3"), "{error}");
+    // And then all come: it too starts anew, as after any leader's end.
+    drop(one);
+    let mut fleet = Fleet::open(dir.path(), settings(dir.path()), self::group(dir.path()), None);
+    fleet.assert_heals(&chain(1));
+    fleet.end();
 }

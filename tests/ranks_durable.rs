@@ -15,6 +15,7 @@ use kvbm_tests::process::{Process, role, say};
 use kvbm_tests::rig::metric;
 use kvbm_tiers::Mount;
 use kvbm_tiers::testing::skip;
+use prometheus::Registry;
 use tempfile::TempDir;
 
 /// Blocks of the disk tier: four chains.
@@ -269,6 +270,45 @@ fn a_leader_whose_index_was_removed_starts_cold_and_then_it_heals() {
     assert_eq!(report(&fleet.manager).blocks, 0);
     assert_eq!(fleet.serve(&chain(1)), computed());
     assert_heals(fleet, home.path(), &[1, 2]);
+}
+
+#[test]
+fn a_rank_that_hangs_or_dies_while_its_leader_asks_costs_a_cold_start_and_then_it_heals() {
+    for dies in [true, false] {
+        let home = tempfile::tempdir().unwrap();
+        leave(home.path(), &[1, 2]);
+        // Long enough for all to come, and not too long for a test to wait for one that does not answer.
+        let asking = RankGroup { limit: Duration::from_secs(5), ..group(home.path()) };
+        let place = home.path().to_owned();
+        let leading = thread::spawn(move || {
+            let registry = Registry::new();
+            let manager = fleet::lead(settings(&place), asking, fingerprint(&place), &registry);
+            (manager.expect("it starts without what was kept"), registry)
+        });
+        let start = |rank: u16| Process::start(&rank.to_string(), home.path());
+        let joined = |mut rank: Process| {
+            assert_eq!(rank.hear(), "joined");
+            rank
+        };
+        let mut ranks: Vec<_> = (0..WORLD - 1).map(start).map(joined).collect();
+        ranks[1].stop();
+        // It asks when the last one is there.
+        ranks.push(joined(start(WORLD - 1)));
+        if dies {
+            thread::sleep(Duration::from_millis(100));
+            std::mem::replace(&mut ranks[1], start(1)).kill();
+        }
+        let (manager, registry) = leading.join().unwrap();
+        if dies {
+            assert_eq!(ranks[1].hear(), "joined");
+        } else {
+            ranks[1].signal("CONT");
+        }
+        let mut fleet = Fleet::over(manager, registry, ranks, home.path());
+        assert_eq!(report(&fleet.manager).blocks, 0);
+        assert_eq!(fleet.serve(&chain(1)).wrong, 0);
+        assert_heals(fleet, home.path(), &[1, 2]);
+    }
 }
 
 /// Copies all of a rank's files to another directory, or back.

@@ -100,27 +100,42 @@ type Answer = (u16, Option<Inventory>);
 
 /// Where the thread that listens to ranks leaves what they hold, while somebody waits for it.
 #[derive(Debug, Default)]
-pub(super) struct Answers(Mutex<Option<Sender<Answer>>>);
+pub(super) struct Answers(Mutex<Asking>);
+
+#[derive(Debug, Default)]
+enum Asking {
+    #[default]
+    NotYet,
+    Now(Sender<Answer>),
+    Before,
+}
 
 impl Answers {
     fn expect(&self) -> Receiver<Answer> {
         let (sender, answers) = channel();
-        *self.0.lock() = Some(sender);
+        *self.0.lock() = Asking::Now(sender);
         answers
     }
 
     fn close(&self) {
-        *self.0.lock() = None;
+        *self.0.lock() = Asking::Before;
     }
 
-    /// Returns whether anybody has asked.
+    /// Returns whether anybody has asked. A rank that hung may answer when nobody waits any more: that is no reason to do
+    /// without it.
     pub(super) fn told(&self, rank: u16, inventory: Inventory) -> bool {
-        let waiting = self.0.lock();
-        waiting.as_ref().is_some_and(|sender| sender.send((rank, Some(inventory))).is_ok())
+        match &*self.0.lock() {
+            Asking::NotYet => false,
+            Asking::Now(waiting) => waiting.send((rank, Some(inventory))).is_ok(),
+            Asking::Before => true,
+        }
     }
 
     pub(super) fn lost(&self, rank: u16) {
-        self.0.lock().iter().for_each(|sender| _ = sender.send((rank, None)));
+        if let Asking::Now(waiting) = &*self.0.lock() {
+            // Who stopped waiting need not know.
+            let _ = waiting.send((rank, None));
+        }
     }
 }
 

@@ -113,7 +113,10 @@ struct Fleet {
 
 impl Fleet {
     fn new(world: u16) -> Self {
-        let dir = tempfile::tempdir().unwrap();
+        Self::new_in(tempfile::tempdir().unwrap(), world)
+    }
+
+    fn new_in(dir: TempDir, world: u16) -> Self {
         let at = dir.path().to_owned();
         let joining: Vec<_> = (0..world)
             .map(|rank| {
@@ -320,6 +323,8 @@ fn a_leader_whose_ranks_do_not_come_names_them() {
         let error = Leader::open(leader_options(dir, world), |_| ()).unwrap_err();
         assert_eq!(error.kind(), SetupErrorKind::Invalid);
     }
+    // And then they come.
+    Fleet::new_in(dir, 3).assert_works();
 }
 
 #[test]
@@ -346,6 +351,8 @@ fn a_rank_without_a_leader_says_so_in_time() {
     let error = Member::join(options, HashMap::new()).unwrap_err();
     assert_eq!(error.kind(), SetupErrorKind::Unavailable);
     assert!(error.to_string().contains("no leader listens in"), "{error}");
+    // And then there is one.
+    Fleet::new_in(dir, 1).assert_works();
 }
 
 /// Says something to a leader, and returns the first thing that it answers.
@@ -485,4 +492,8 @@ fn a_rank_that_does_not_say_what_it_has_is_named_in_time_and_nothing_is_agreed_o
     let lost = leader.agree(Tier::Host, vec![entry(0, 1)]).unwrap_err();
     assert!(matches!(lost, Disagreement::Lost(0)), "{lost}");
     closing.join().unwrap();
+    // And then it comes again, and works.
+    let rank = Rank::join(dir.path(), membership(0, 1)).unwrap();
+    let mut fleet = Fleet { dir, leader, ranks: vec![Some(rank)], lost: Arc::default() };
+    fleet.assert_works();
 }
