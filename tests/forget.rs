@@ -4,7 +4,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kvbm::{BlockHash, ErrorKind, Fingerprint, Hints, Manager, Options, RequestInfo, Tier};
+use kvbm::{
+    BlockHash, CacheEvent, ErrorKind, Fingerprint, Hints, Manager, Options, RemoveReason, RequestInfo, Tier,
+};
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine::{Served, push_down, serve_for, settings};
 use kvbm_tests::rig::hash;
@@ -176,6 +178,30 @@ fn what_is_on_its_way_lands_nowhere() {
     settle(&manager);
     push_down(&manager, &chain(ONE));
     assert_served(&manager, ONE, BLOCKS);
+}
+
+#[test]
+fn listeners_hear_of_each_block_that_is_forgotten() {
+    let dir = tempfile::tempdir().unwrap();
+    let manager = open(lower(dir.path(), Lowest::Disk));
+    [ONE, OTHER].into_iter().for_each(|tenant| assert_served(&manager, tenant, 0));
+    settle(&manager);
+    let mut gone: Vec<_> = Tier::ALL
+        .into_iter()
+        .flat_map(|tier| chain(ONE)[..manager.matches(&chain(ONE)).blocks(tier)].to_vec())
+        .collect();
+    assert_eq!(gone.len(), 3 * BLOCKS as usize, "on the device, in memory and on disk");
+    let mut events = manager.events();
+    manager.forget(ONE).unwrap();
+    settle(&manager);
+    let removed = |event| match event {
+        CacheEvent::Removed { block, reason: RemoveReason::Forgotten } => block.hash,
+        other => panic!("nothing else happens: {other:?}"),
+    };
+    let mut told: Vec<_> = std::iter::from_fn(|| events.try_next()).map(removed).collect();
+    gone.sort_unstable();
+    told.sort_unstable();
+    assert!(told == gone, "{} were told of {}", told.len(), gone.len());
 }
 
 #[test]

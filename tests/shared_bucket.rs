@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use kvbm::{BlockHash, Fingerprint, Manager, Options, Tier};
+use kvbm::{BlockHash, CacheEvent, CachedBlock, Fingerprint, Manager, Options, StoreReason, Tier};
 use kvbm_settings::Settings;
 use kvbm_tests::rig::hash;
 use kvbm_tests::{engine, process};
@@ -272,6 +272,24 @@ fn what_another_stores_is_found_while_both_live() {
     assert_eq!((serve(&first), serve(&second)), (ALL, ALL));
     assert_eq!(known(&other), 0, "another model's blocks are no use to it");
     assert_eq!((first.audit(), second.audit()), (vec![], vec![]));
+}
+
+#[test]
+fn listeners_hear_of_what_another_stores() {
+    let home = tempfile::tempdir().unwrap();
+    let (first, second) = (worker(home.path()), worker(home.path()));
+    let mut events = second.events();
+    fill(&first, 0..1);
+    hears(&second, BLOCKS as usize);
+    let told: Vec<_> = std::iter::from_fn(|| events.try_next()).collect();
+    let hashes = chain(0);
+    let parents = std::iter::once(None).chain(hashes.iter().copied().map(Some));
+    let restored = hashes.iter().zip(parents).map(|(&hash, parent)| CacheEvent::Stored {
+        block: CachedBlock { tier: Tier::Object, group: 0, hash, parent },
+        request: None,
+        reason: StoreReason::Restored,
+    });
+    assert_eq!(told, restored.collect::<Vec<_>>());
 }
 
 #[test]

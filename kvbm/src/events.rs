@@ -79,7 +79,8 @@ pub enum StoreReason {
     Prefetched,
     /// It was copied down in the background.
     Flushed,
-    /// An earlier process left it there.
+    /// Another process left it there: a worker that shares the store. What an earlier one left was there before anybody
+    /// could listen.
     Restored,
 }
 
