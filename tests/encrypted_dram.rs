@@ -91,7 +91,13 @@ fn process() {
         }
     }
     for line in stdin().lines() {
-        let served = serve(&manager, line.unwrap().parse().unwrap());
+        let line = line.unwrap();
+        if line == "reset" {
+            manager.reset(manager.epoch() + 1).unwrap();
+            say("reset");
+            continue;
+        }
+        let served = serve(&manager, line.parse().unwrap());
         // What was drained is in the index.
         assert!(manager.drain(LIMIT).is_complete());
         say(&format!("{} {}", served.saved, served.wrong));
@@ -152,6 +158,23 @@ fn a_killed_process_left_nothing_to_read_and_the_next_is_warm() {
         let told = manager.routes().iter().find(to_device).unwrap();
         assert_eq!(told.backend.ends_with(", encrypted with key 1"), is_encrypted, "{told:?}");
     }
+}
+
+#[test]
+fn an_epoch_is_in_sealed_memory_before_a_reset_returns() {
+    let Some(home) = home() else { return };
+    let mut process = Process::start("engine", home.path());
+    assert_eq!(process.hear(), "open");
+    assert_eq!(process.ask("2"), "8 0");
+    assert_eq!(process.ask("reset"), "reset");
+    process.kill();
+    let (manager, _) = open(home.path()).unwrap();
+    assert_eq!((manager.epoch(), manager.matches(&chain(2)).longest()), (1, 0));
+    assert_served(&manager, 2, 0);
+    assert!(manager.close(LIMIT).is_complete());
+    drop(manager);
+    // And what is of the new epoch is found.
+    assert_served(&open(home.path()).unwrap().0, 2, 8);
 }
 
 /// In the block, its checksum, its tag and all that is in the clear.

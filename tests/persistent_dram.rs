@@ -56,7 +56,13 @@ fn process() {
         return be_busy(&manager);
     }
     for line in stdin().lines() {
-        let n = line.unwrap().parse().unwrap();
+        let line = line.unwrap();
+        if let Some(epoch) = line.strip_prefix("reset ") {
+            manager.reset(epoch.parse().unwrap()).unwrap();
+            say("reset");
+            continue;
+        }
+        let n = line.parse().unwrap();
         let served = engine::serve(&manager, &chain(n));
         // What was drained is in the index.
         assert!(manager.drain(LIMIT).is_complete());
@@ -116,6 +122,28 @@ fn what_a_killed_process_had_in_memory_is_served_by_the_next() {
     leave(home.path(), [3]);
     let (manager, _) = open(home.path()).unwrap();
     assert_eq!([1, 2, 3].map(|n| engine::serve(&manager, &chain(n)).hit), [8, 8, 8]);
+}
+
+#[test]
+fn an_epoch_is_in_memory_before_a_reset_returns() {
+    let Some(home) = shm() else { return };
+    for epoch in 1..4 {
+        let mut process = Process::start("engine", home.path());
+        assert_eq!(process.hear(), "open");
+        assert_eq!(process.ask("1"), "8 0");
+        assert_eq!(process.ask(&format!("reset {epoch}")), "reset");
+        process.kill();
+        let (manager, _) = open(home.path()).unwrap();
+        assert_eq!((manager.epoch(), manager.matches(&chain(1)).longest()), (epoch, 0));
+        let served = engine::serve(&manager, &chain(1));
+        assert_eq!((served.hit, served.wrong, served.computed), (0, 0, 8));
+        assert_eq!(manager.audit(), []);
+        // And what is of the new epoch is found.
+        assert!(manager.close(LIMIT).is_complete());
+        drop(manager);
+        let (again, _) = open(home.path()).unwrap();
+        assert_eq!((again.epoch(), engine::serve(&again, &chain(1)).hit), (epoch, 8));
+    }
 }
 
 #[test]
