@@ -8,9 +8,10 @@ use kvbm::{
     RankGroup, RankOptions, RequestInfo, Saved, SlotId, Tier, TransferId,
 };
 use kvbm_settings::{Capacity, EvictionPolicy, Settings};
-use kvbm_tests::rig::hash;
+use kvbm_tests::rig::{hash, metric};
 use kvbm_tiers::chaos::{Chaos, Episode, Schedule};
 use kvbm_tiers::testing::{TensorView, Tensors, TwoFaced, fill_pattern, has_pattern};
+use prometheus::Registry;
 use proptest::prelude::*;
 
 const BLOCK: usize = 4096;
@@ -159,6 +160,29 @@ fn chunks_of_a_prefill_add_up_and_what_nothing_hangs_on_is_an_orphan() {
     let saved = engine.save(&all, 0, &from);
     assert_eq!((saved.copied, saved.duplicates, saved.orphans, saved.blocks), (4, 8, 0, 12));
     drop(saved);
+    engine.assert_loads(&all, &slots(50..62));
+    engine.assert_well();
+}
+
+#[test]
+fn orphans_and_duplicates_are_counted() {
+    let (registry, (engine, memory)) = (Registry::new(), memory(128));
+    let options = Options { registry: registry.clone(), ..Options::default() };
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let manager = runtime.block_on(Manager::open_with(settings(), options, engine)).unwrap();
+    let engine = Engine { manager, memory, _disk: None };
+    let (all, from) = (chain(1, 12), slots(0..12));
+    engine.compute(&all, &from);
+    let counted = || {
+        ["kvbm_orphan_blocks_total", "kvbm_duplicate_blocks_total"].map(|name| metric(&registry, name, &[]))
+    };
+    assert_eq!(counted(), [0, 0]);
+    assert_eq!(engine.save(&all, 5, &from[5..]).orphans, 7);
+    assert_eq!(counted(), [7, 0]);
+    assert_eq!(engine.save(&all[..4], 0, &from[..4]).copied, 4);
+    assert_eq!(counted(), [7, 0]);
+    assert_eq!(engine.save(&all, 1, &from[1..]).duplicates, 3);
+    assert_eq!(counted(), [7, 3]);
     engine.assert_loads(&all, &slots(50..62));
     engine.assert_well();
 }
@@ -576,7 +600,7 @@ fn bad_input_is_named() {
     let other = Engine::new();
     let foreign = engine.manager.load_into(other.manager.lease(&all), 0..1, &slots(0..1), Fence::Done);
     named(foreign.wait().unwrap_err(), "another manager");
-    let without = kvbm_tests::engine::open(settings(), &prometheus::Registry::new()).unwrap();
+    let without = kvbm_tests::engine::open(settings(), &Registry::new()).unwrap();
     let error =
         without.save_from(RequestInfo::default(), &all, 0, &slots(0..4), Fence::Done).wait().unwrap_err();
     named(error, "open_with");
@@ -593,6 +617,14 @@ fn bad_input_is_named() {
     let uneven = EngineMemory::new(Tensors::new(4, BLOCK, 2).into_region(), 7).unwrap_err();
     named(uneven, "4096 bytes has no 7 layers");
     named(EngineMemory::new(Tensors::new(4, BLOCK, 2).into_region(), 0).unwrap_err(), "no 0 layers");
+
+    // Nothing has leaked, and all works.
+    let counts = engine.manager.counts(Tier::Host);
+    assert_eq!((counts.free, counts.resident), (64, 0));
+    engine.compute(&all, &slots(0..4));
+    assert_eq!(engine.save(&all, 0, &slots(0..4)).copied, 4);
+    engine.assert_loads(&all, &slots(20..24));
+    engine.assert_well();
 }
 
 #[test]
