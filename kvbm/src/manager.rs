@@ -200,12 +200,14 @@ impl Manager {
         self.cores().for_each(|core| core.table().finished(&ended));
     }
 
-    /// Brings what the lease holds in any tier onto the device. The answer's lease holds it there.
+    /// Brings what the lease holds in any tier onto the device. The answer's lease holds it there. It is an error of kind
+    /// [`Invalid`](ErrorKind::Invalid) if the lease is of another manager, of kind [`Stale`](ErrorKind::Stale) if it is from
+    /// before a [`reset`](Self::reset), and of kind [`Closed`](ErrorKind::Closed) after [`close`](Self::close).
     pub fn load(&self, lease: Lease) -> Transfer<Transferred> {
         self.core.transfer(Class::Load, Tier::Device, lease)
     }
 
-    /// Copies what the lease holds to the uppermost tier below the device.
+    /// Copies what the lease holds to the uppermost tier below the device. Errors are those of [`load`](Self::load).
     pub fn save(&self, lease: Lease) -> Transfer<Transferred> {
         self.core.transfer(Class::Save, self.below_device().unwrap_or(Tier::Device), lease)
     }
@@ -241,7 +243,8 @@ impl Manager {
         })
     }
 
-    /// Brings what the lease holds further down up to `to`, when nothing more urgent is to be done.
+    /// Brings what the lease holds further down up to `to`, when nothing more urgent is to be done. Errors are those of
+    /// [`load`](Self::load).
     pub fn prefetch(&self, lease: Lease, to: Tier) -> Transfer<Transferred> {
         self.core.transfer(Class::Prefetch, to, lease)
     }
@@ -285,7 +288,8 @@ impl Manager {
     }
 
     /// Shows the bytes of a block on the device: block `position` of `chain`, which `lease` holds there. `None` if
-    /// it does not, it is of another manager or from before a [`reset`](Self::reset), or the GPU failed.
+    /// it does not, it is of another manager or from before a [`reset`](Self::reset), or the GPU failed. With ranks always:
+    /// each has its slice, which [`Rank::read_device`](crate::Rank::read_device) shows.
     pub fn read_device<'a, R>(
         &self,
         lease: &Lease,
@@ -303,7 +307,8 @@ impl Manager {
     }
 
     /// In which slot of the device the block `position` of `chain` is, which `lease` holds there: for engines that read
-    /// it themselves, and for ranks. `None` as for [`read_device`](Self::read_device).
+    /// it themselves, and for ranks. `None`: it is not held there, or the lease is of another manager or from before a
+    /// [`reset`](Self::reset).
     pub fn device_slot<'a>(
         &self,
         lease: &Lease,
@@ -329,21 +334,23 @@ impl Manager {
     /// # Errors
     /// [`ErrorKind::Invalid`] unless `epoch` is greater than the present one: whoever meant to exchange the weights and
     /// did not must learn it, and no epoch comes twice. Nothing has changed then.
-    /// [`ErrorKind::Unavailable`]: the epoch has begun, but a tier that outlives the process could not be told: if that
-    /// ends before it can, blocks of past epochs are found again. It is tried again in the background.
+    /// [`ErrorKind::Unavailable`]: the epoch has begun, but a tier that outlives the process could not be told within 30 s
+    /// in all (of a hybrid model, within a second more for each cache group): if the process ends before it can, blocks of
+    /// past epochs are found again. It is tried again in the background.
     pub fn reset(&self, epoch: u64) -> Result<()> {
         self.checkpoints.reset_with(&self.core, epoch)?;
         self.shadow.reset();
         self.pinned.end_past(self.core.namespace());
-        let settled = self.tell_epoch(epoch);
+        let left = countdown(MAX_RESET);
+        let settled = self.tell_epoch(epoch, left());
         // All, also where one cannot be told: that is tried again.
-        self.checkpoints.managers().map(|group| group.tell_epoch(epoch)).fold(settled, Result::and)
+        self.checkpoints.managers().map(|group| group.tell_epoch(epoch, left())).fold(settled, Result::and)
     }
 
     /// Tells tiers that outlive the process, and those who share them.
-    fn tell_epoch(&self, epoch: u64) -> Result<()> {
+    fn tell_epoch(&self, epoch: u64, limit: Duration) -> Result<()> {
         let told = self.store.begin_epoch(epoch, 0);
-        self.durable.settle(MAX_RESET).and(told)
+        self.durable.settle(limit.max(MIN_SETTLE)).and(told)
     }
 
     /// Forgets what a tenant stored, in every tier and for good: what requests brought that named him (see
@@ -567,15 +574,22 @@ impl Manager {
     /// Stops everything: background work ends, what waits for its turn is not copied, and every [`Transfer`] has its
     /// answer soon. What is asked for afterwards is refused as [`ErrorKind::Closed`]. Copies that a medium works on are
     /// waited for, at most for `limit`; they end by themselves and keep their memory until then. Only when none is left
-    /// may somebody else use the tiers' files and objects. What tiers that outlive the process hold is on their media then.
+    /// may somebody else use the tiers' files and objects. What tiers that outlive the process hold is on their media then:
+    /// what they have is written down whatever the `limit`, within 5 s if that is shorter (of a hybrid model, within a second
+    /// more for each cache group).
     pub fn close(&self, limit: Duration) -> Closing {
+        let (left, left_to_write) = (countdown(limit), countdown(limit.max(MIN_CLOSE)));
+        self.close_within(&left, &left_to_write)
+    }
+
+    fn close_within(&self, left: &dyn Fn() -> Duration, left_to_write: &dyn Fn() -> Duration) -> Closing {
         drop(self.background.lock().take());
         self.core.close();
         self.pinned.clear();
-        let left = countdown(limit);
-        let copies_left = self.core.wait_for_media(limit);
-        self.durable.close(left().max(MIN_CLOSE));
-        let of_groups = self.checkpoints.managers().map(|group| group.close(left()).copies_left);
+        let copies_left = self.core.wait_for_media(left());
+        self.durable.close(left_to_write().max(MIN_SETTLE));
+        let of_groups =
+            self.checkpoints.managers().map(|group| group.close_within(left, left_to_write).copies_left);
         let copies_left = copies_left + of_groups.sum::<u64>();
         // Last: until here it says that it is closed, and what is still to be waited for.
         *self.server.lock() = None;
@@ -674,7 +688,8 @@ impl Allocation {
     }
 
     /// Lets `fill` write block `position` into its slot. False: it is not among [`blocks`](Self::blocks), or the GPU
-    /// failed.
+    /// failed. With ranks always: [`Rank::fill_device`](crate::Rank::fill_device) writes their slices, and
+    /// [`mark_filled`](Self::mark_filled) says so.
     pub fn fill(&mut self, position: usize, mut fill: impl FnMut(&mut [u8])) -> bool {
         let place = position.checked_sub(self.blocks().start);
         let reserved = self.slots.as_mut().map(|(reserved, _)| reserved);

@@ -149,9 +149,10 @@ impl<T> Transfer<T> {
     /// Blocks the thread until the work has ended. An async program awaits instead: a thread of its runtime has other work.
     ///
     /// # Errors
-    /// [`ErrorKind::Closed`](crate::ErrorKind::Closed) if the manager was shut down first;
-    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) if what was asked for makes no sense: a lease of another
-    /// manager.
+    /// What was asked for was not begun: [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) if it makes no sense (a lease of
+    /// another manager, slots or ranges that are not there), [`ErrorKind::Stale`](crate::ErrorKind::Stale) if the lease is
+    /// from before a reset, [`ErrorKind::Closed`](crate::ErrorKind::Closed) if the manager was shut down first. What fails
+    /// later is no error: the answer counts it.
     pub fn wait(mut self) -> Result<T> {
         // There is no end to that wait but the answer.
         self.wait_for(Duration::MAX).unwrap_or_else(|| Err(Error::closed()))
