@@ -52,7 +52,9 @@ pub(super) fn connect(
 }
 
 /// Sends a block of a known pattern through the first and the last slot, and compares what comes back. What was in the
-/// slots goes back there. Each of its copies may take as long as `limit`: a driver that hangs must not hang the start.
+/// slots goes back there. It finds memory that nothing here can copy to, that is not there, or whose slots share bytes. It
+/// does not find a base or stride that is wrong and leads to other memory of the engine: the same parts say where to write and
+/// where to read. Only the engine knows what it meant. Each of its copies may take as long as `limit`: a driver that hangs must not hang the start.
 pub(super) fn try_out(
     engine: &DeviceRegion,
     (backend, limit): (&Arc<dyn Backend>, Duration),
@@ -69,7 +71,7 @@ pub(super) fn try_out(
     // A slot of the tier may hold what an earlier process left.
     let before = pool.is_some().then(|| host.read(&frame).map(<[u8]>::to_vec)).flatten();
     let mut canary = Canary { backend, limit, host, frame, hangs: false };
-    // The ends: a wrong size or stride shows at the far one.
+    // The ends: where a size or stride is so wrong that there is no memory, it shows at the far one.
     let mut slots = vec![SlotId(0), SlotId(engine.segments().slots() - 1)];
     slots.dedup();
     let outcome = canary.fly(&slots);
