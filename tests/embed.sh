@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Engines that embed kvbm: the example of docs/embedding.md says with kvbm what it says without, and what that saves;
-# `get` beside memcpy; an engine's own memory beside memcpy of the same pieces; what ranks cost. The last line is one JSON
+# Engines that embed kvbm: the tests of engines with memory of their own, ranks and cache groups; the example of
+# docs/embedding.md says with kvbm what it says without, and what that saves; `get` beside memcpy; an engine's own memory
+# beside memcpy of the same pieces; what ranks cost. The last line is one JSON
 # object; exits 0 only if all that it says holds, 1 where something is wrong, and 3 if nothing is but a figure falls short
 # in the median of three runs.
 #
 #   tests/embed.sh [--long] [--profile PROFILE]
 #
 # --long measures five times, whatever comes out. The example builds an engine of some hundred crates: where cargo cannot
-# fetch them it is skipped aloud, unless KVBM_REQUIRE names llama.
+# fetch them it is skipped aloud and named in `left_out`, unless KVBM_REQUIRE names llama: then that is a failure.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -122,6 +123,7 @@ if not (place / "llama.skipped").exists():
 print(json.dumps({
     "holds": not wrong and not short,
     "failed": wrong + short,
+    "left_out": ["examples/llama"] if llama is None else [],
     "get_over_memcpy": {name: None if ratio is None else round(ratio, 3) for name, ratio in ratios.items()},
     **{name: None if figure is None else round(figure, 3) for name, figure in figures.items()},
     "ranks_over_one_process": by_size,
@@ -130,6 +132,11 @@ print(json.dumps({
 sys.exit(1 if wrong else 3 if short else 0)
 PYTHON
 }
+
+say 'engines with memory of their own, ranks and cache groups'
+# With the packages of the other tests, whose builds it finds.
+expect 'engines are driven through good times and bad' cargo test --quiet --profile "$profile" \
+    --workspace --exclude kvbm-bench --test embedded --test engine_memory --test hybrid --test ranks >&2
 
 say 'a Llama that gets the KV cache of prompts from kvbm'
 fetch() { cargo fetch --quiet --manifest-path "$example" || cargo fetch --quiet --offline --manifest-path "$example"; }
