@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What operators look at: dashboards, rules and the runbook agree with the metrics; the live page holds in a real browser; and a
-# replay whose disk hangs for a minute, watched by a real Prometheus and Alertmanager: each query returns data, alerts fire and end.
+# real Prometheus and Alertmanager watch the demo, in which each query returns data and no alert fires, and a replay whose disk hangs
+# for a minute: alerts fire and end.
 # The last line is one JSON object; exits 0 only if all that it says holds, 1 where something is wrong, and 3 if nothing is but a
 # figure falls short.
 #
@@ -8,7 +9,7 @@
 #
 # --install has apt install what is missing of prometheus, prometheus-alertmanager, chromium and chromium-driver, which takes root;
 # without it they are skipped aloud, unless KVBM_REQUIRE names prometheus or chromium. --quick leaves out the replay and the
-# bench of metrics (seven minutes).
+# bench of metrics (seven minutes); Prometheus watches the demo, for less than a minute.
 # KVBM_OBSERVE_VENV says where the environment of the tests is or is to be made (target/observe), KVBM_SHOTS where pictures of the page go.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -92,14 +93,24 @@ else
     expect 'it is timed' "$kvbm" bench observe --json >"$scratch/bench.json"
 fi
 
+# Watches what $1 names: arguments of live.py follow.
+watch() {
+    local what=$1 status=0
+    shift
+    mkdir "$scratch/$what"
+    timeout 400 "$python" tests/observe/live.py "$what" "$kvbm" "$@" "$scratch/$what" >"$scratch/$what.json" || status=$?
+    ((status == 0 || status == 1 || status == 3)) || failed+=("the $what is watched to its end")
+}
+
+if $prometheus; then
+    say 'the demo that Prometheus watches'
+    watch demo
+fi
 if $prometheus && ! $quick; then
     say 'a replay that Prometheus watches'
     trace=$(a_trace "$scratch")
-    mkdir "$scratch/live"
-    status=0
-    timeout 400 "$python" tests/observe/live.py "$kvbm" "$(realpath "$trace")" "$scratch/live" >"$scratch/live.json" || status=$?
-    ((status == 0 || status == 1 || status == 3)) || failed+=("the replay is watched to its end")
-    if [[ -n ${KVBM_SHOTS:-} && -e $scratch/live/page.png ]]; then cp "$scratch/live/page.png" "$KVBM_SHOTS/replay.png"; fi
+    watch replay "$(realpath "$trace")"
+    if [[ -n ${KVBM_SHOTS:-} && -e $scratch/replay/page.png ]]; then cp "$scratch/replay/page.png" "$KVBM_SHOTS/replay.png"; fi
 fi
 
 "$python" - "$scratch" "$(printf '%s\n' "${skipped[@]}")" "${failed[@]}" <<'PYTHON'
@@ -113,14 +124,18 @@ try:
         counts = {name: count + int(suite.get(name, 0)) for name, count in counts.items()}
 except (OSError, ElementTree.ParseError):
     wrong.append("no report of the tests")
-live = {}
-if (place / "live.json").exists():
+live, short = {}, []
+for what in ("demo", "replay"):
+    if not (place / f"{what}.json").exists():
+        continue
     try:
-        live = json.loads((place / "live.json").read_text())
+        seen = json.loads((place / f"{what}.json").read_text())
     except ValueError:
-        wrong.append("no result of the replay")
-wrong += live.pop("wrong", [])
-short = live.pop("short", [])
+        wrong.append(f"no result of the {what}")
+        continue
+    wrong += seen.pop("wrong", [])
+    short += seen.pop("short", [])
+    live |= seen
 if (place / "bench.json").exists() and not wrong:
     rows = {row["watch"]: row for row in json.loads((place / "bench.json").read_text())["rows"]}
     ratio = rows["metrics"]["throughput_ratio"]

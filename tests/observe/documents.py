@@ -51,8 +51,8 @@ def questions() -> list[tuple[str, str]]:
     return [("docs/metrics.md", line) for block in blocks for line in block.splitlines()]
 
 
-def rules() -> list[dict]:
-    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+def rules(text: str | None = None) -> list[dict]:
+    return [rule for group in yaml.safe_load(text or RULES.read_text())["groups"] for rule in group["rules"]]
 
 
 def alerts() -> list[dict]:

@@ -1,9 +1,12 @@
-"""A replay with a disk that hangs for a while, watched by a real Prometheus, Alertmanager and browser. Prints one JSON object.
+"""What a real Prometheus, Alertmanager and browser see of a process. Prints one JSON object.
 
-    python tests/observe/live.py KVBM TRACE DIRECTORY
+    python tests/observe/live.py replay KVBM TRACE DIRECTORY
+    python tests/observe/live.py demo KVBM DIRECTORY
 
-Every query of docs/dashboards and docs/alerts has to return data, but for those that need what no replay has (`ABSENT`);
-alerts have to fire while the disk hangs, and to end after it. Time in the rules runs twenty times as fast as in docs/alerts.
+A replay has a disk that hangs for a while: alerts have to fire while it does, and to end after it. The demo is the one that the
+quick start has people watch, for less than a minute: no alert may fire. In both every query of docs/dashboards and docs/alerts
+has to return data, but for those that need what neither has (`ABSENT`). Time in the rules runs twenty times as fast as in
+docs/alerts.
 """
 
 import json
@@ -41,8 +44,14 @@ ABSENT = {
     "kvbm_shadow_blocks_total": "an engine that computes hits again has it",
     "kvbm_shadow_wrong_rate_bound": "an engine that computes hits again has it",
 }
-# Requests to a store that does not fail.
-NEVER_FAILED = 'outcome="failed"'
+# What is there when something is wrong, which it is not in the demo.
+WITHOUT_FAULTS = ("ALERTS",)
+# Requests to a store that does not fail, and what is compared with what was an hour ago.
+NEVER_FAILED, HOUR_AGO = 'outcome="failed"', f"offset {3600 // HASTE}s"
+# What a panel shows in place of nothing.
+STAND_IN = re.compile(r" or (?:vector\(0\)|label_replace\((?:vector\(\d\)|up\{[^}]*\})(?:, \"[^\"]*\"){4}\))")
+# Seconds within which the demo is to have data in every panel, and so long it is watched at least, for alerts.
+DEMO, DEMO_AT_LEAST = 45, 30
 LIMITS = {"first_paint_ms": 1000, "page_bytes": 200 << 10, "scrape_ms": 5.0}
 
 
@@ -165,6 +174,12 @@ class Prometheus:
         answer = json.loads(fetch(f"{self.url}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"))
         return answer["data"]["result"]
 
+    def broken(self) -> list[str]:
+        """Rules that could not be evaluated, and why."""
+        groups = json.loads(fetch(f"{self.url}/api/v1/rules"))["data"]["groups"]
+        rules = [rule for group in groups for rule in group["rules"]]
+        return [f"{rule['name']}: {rule.get('lastError')}" for rule in rules if rule["health"] == "err"]
+
     def has(self, expression: str) -> bool:
         """Whether a query returns a number at all."""
         return any(one["value"][1] != "NaN" for one in self.query(expression))
@@ -174,28 +189,35 @@ def filled_in(expression: str, board: dict) -> str:
     typed = {f"${one['name']}": one["query"] for one in board["templating"]["list"] if one["type"] == "textbox"}
     for name, value in sorted((VARIABLES | typed).items(), key=lambda pair: -len(pair[0])):
         expression = expression.replace(name, value)
-    # What stands in where there is no data is none.
-    return expression.replace(" or vector(0)", "")
+    return STAND_IN.sub("", expression)
+
+
+def loosened(expression: str) -> str:
+    """An alert's expression with comparisons that keep what does not hold: it returns data where its parts fit together."""
+    parts = re.split(r"(\{[^}]*\})", expression)
+    parts[::2] = [re.sub(r"(==|!=|>=|<=|>|<)(?! *bool)", r"\1 bool", part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def asked() -> dict[str, str]:
-    """All queries, by where they are: those of panels and of recorded rules as they are, and of alerts each metric."""
+    """All queries, by where they are: those of panels and of recorded rules as they are, of alerts the whole and each metric."""
     found = {}
     for name, board in documents.dashboards().items():
         for panel in board["panels"]:
             for target in panel["targets"]:
                 found[f"{name}: {panel['title']} {target['refId']}"] = filled_in(target["expr"], board)
-    for rule in documents.rules():
+    for rule in documents.rules(hastened(documents.RULES.read_text())):
         if "record" in rule:
             found[rule["record"]] = rule["record"]
             continue
+        found[rule["alert"]] = loosened(rule["expr"])
         for metric, selector in documents.METRIC.findall(rule["expr"]):
             found[f"{rule['alert']}: {metric}{selector}"] = metric + selector
     return found
 
 
-def is_excused(expression: str) -> bool:
-    return NEVER_FAILED in expression or any(metric in expression for metric in ABSENT)
+def is_excused(expression: str, absent=()) -> bool:
+    return any(part in expression for part in (NEVER_FAILED, HOUR_AGO, *ABSENT, *absent))
 
 
 def look_at(url: str, place: Path) -> dict:
@@ -281,8 +303,8 @@ def watch(kvbm: str, trace: str, place: Path) -> dict:
         )
         series = int(prometheus.query('max_over_time(scrape_samples_scraped{job="kvbm"}[10m])')[0]["value"][1])
         still = replay.poll() is None
-    empty = {where: queries[where] for where in sorted(set(queries) - seen)}
-    without = [where for where, query in empty.items() if not is_excused(query)]
+        broken = prometheus.broken()
+    without = unexcused(queries, seen)
     checks = {
         "it was ready": ready,
         "alerts fired while the disk hung": fired,
@@ -293,6 +315,7 @@ def watch(kvbm: str, trace: str, place: Path) -> dict:
         "the state had the faults": bool(state["faults"]),
         "the replay went on": still,
         "every query returns data": not without,
+        "no rule is broken": not broken,
     }
     if page:
         checks |= {
@@ -312,11 +335,49 @@ def watch(kvbm: str, trace: str, place: Path) -> dict:
         "series": series,
         "queries": len(queries),
         "without_data": without,
-        "excused": sorted(set(empty) - set(without)),
+        "excused": sorted(set(queries) - seen - set(without)),
+        "broken": broken,
         "fired": sorted(receiver.names("firing")),
         "resolved": sorted(receiver.names("resolved")),
         "page": page,
     }
+
+
+def watch_demo(kvbm: str, place: Path) -> dict:
+    port, receiver, queries, seen = free_port(), Receiver(), asked(), set()
+    with Services(place) as services:
+        demo, began = services.start("demo", [kvbm, "demo", f"--serve=127.0.0.1:{port}"]), time.monotonic()
+        prometheus = Prometheus(services, f"127.0.0.1:{port}", receiver)
+        if not until(30, lambda: prometheus.has('up{job="kvbm"} == 1')):
+            return {"wrong": ["nothing is scraped"], "log": (place / "demo.log").read_text()[-2000:]}
+
+        def is_complete() -> bool:
+            seen.update(where for where, query in queries.items() if where not in seen and prometheus.has(query))
+            return not unexcused(queries, seen, WITHOUT_FAULTS)
+
+        complete = until(DEMO, is_complete)
+        time.sleep(max(0.0, DEMO_AT_LEAST - (time.monotonic() - began)))
+        broken, still = prometheus.broken(), demo.poll() is None
+    fired = sorted(receiver.names("firing"))
+    checks = {
+        "every query of the demo returns data": complete,
+        "no rule is broken": not broken,
+        "no alert fires": not fired,
+        "the demo goes on": still,
+    }
+    return {
+        "wrong": [name for name, holds in checks.items() if not holds],
+        "demo_queries": len(queries),
+        "demo_without_data": unexcused(queries, seen, WITHOUT_FAULTS),
+        "demo_excused": sorted(set(queries) - seen),
+        "demo_fired": fired,
+        "demo_broken": broken,
+    }
+
+
+def unexcused(queries: dict[str, str], seen: set[str], absent=()) -> list[str]:
+    """Where queries have returned nothing so far that are to return something."""
+    return [where for where in sorted(set(queries) - seen) if not is_excused(queries[where], absent)]
 
 
 def fetch_whatever(url: str) -> str:
@@ -328,7 +389,8 @@ def fetch_whatever(url: str) -> str:
 
 
 if __name__ == "__main__":
-    kvbm, trace, place = sys.argv[1:]
-    told = watch(kvbm, trace, Path(place))
+    what, kvbm, *trace, place = sys.argv[1:]
+    watches = {"replay": watch, "demo": watch_demo}
+    told = watches[what](kvbm, *trace, Path(place))
     print(json.dumps(told))
-    sys.exit(1 if told["wrong"] else 3 if told["short"] else 0)
+    sys.exit(1 if told["wrong"] else 3 if told.get("short") else 0)
