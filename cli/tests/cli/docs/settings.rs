@@ -21,7 +21,7 @@ fn is_setting(word: &str) -> bool {
     let is_key =
         |key: &str| !key.is_empty() && key.chars().all(|letter| letter == '_' || letter.is_ascii_lowercase());
     // Names of files.
-    if [".md", ".rs", ".keys", ".leader"].iter().any(|suffix| word.ends_with(suffix)) {
+    if [".md", ".rs", ".json", ".keys", ".leader"].iter().any(|suffix| word.ends_with(suffix)) {
         return false;
     }
     // A prefix such as `DYN_KVBM_` stands for all that begin so.
