@@ -85,7 +85,7 @@ impl Tiers {
         };
         let keys = sealed::keys(settings)?;
         let has_engine = engine.is_some();
-        let mut tiers = Self { namespace, keys, has_engine, ..Self::default() };
+        let mut tiers = Self { has_engine, namespace, keys, ..Self::default() };
         tiers.count_slots(slots, staging, settings);
         let hook = on_loss.clone();
         let leader = Arc::new(Leader::open(options, move |_| hook.lost()).map_err(setup)?);
