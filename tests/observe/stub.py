@@ -23,7 +23,9 @@ POLICY = (
     "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
 )
 BLOCK_BYTES, BLOCK_TOKENS = 2 << 20, 16
-SIZES = {"device": 12_000, "host": 32_000, "disk": 400_000, "object": None}
+# Slots of an object tier without a limit.
+UNLIMITED = 1_073_741_816
+SIZES = {"device": 12_000, "host": 32_000, "disk": 400_000, "object": UNLIMITED}
 SHARES = {"device": 0.21, "host": 0.18, "disk": 0.12, "object": 0.05}
 ROUTES = {
     ("device", "host"): ("memcpy", 220),
@@ -34,18 +36,26 @@ ROUTES = {
     ("object", "host"): ("objects", 12),
 }
 FAULTS = [
-    ("timed_out", "disk", 3),
-    ("transfer_failed", "host>disk", 16),
-    ("breaker_opened", "host>disk", 1),
+    ("copy_timed_out", "host>disk", 3),
+    ("copy_io", "host>disk", 16),
+    ("directory", "disk.dirs[1]", 1),
     ("checksum", "disk", 1),
 ]
 SETTINGS = {
     "block_bytes": "2MiB",
     "eviction": "hazard",
-    "host": {"capacity": "64GB", "huge_pages": True, "staging_blocks": 64},
-    "disk": {"capacity": "800GB", "dirs": ["/nvme0/kvbm", "/nvme1/kvbm"], "backend": "auto", "write_budget": None},
-    "object": {"url": "s3://cache/llama", "access_key": "(set)", "secret_key": "(set)", "put_budget": 10000},
-    "transfer": {"timeout_ms": 5000, "max_concurrent": 4},
+    "host.capacity": "64GB",
+    "host.huge_pages": "true",
+    "host.staging_blocks": "64",
+    "disk.capacity": "800GB",
+    "disk.dirs": "/nvme0/kvbm, /nvme1/kvbm",
+    "disk.backend": "auto",
+    "object.url": "s3://cache/llama",
+    "object.access_key": "(set)",
+    "object.secret_key": "(set)",
+    "object.put_budget": "10000",
+    "transfer.timeout_ms": "5000",
+    "transfer.max_concurrent": "4",
 }
 
 
@@ -203,8 +213,9 @@ class Handler(BaseHTTPRequestHandler):
         self.tell("application/json", json.dumps(answers.get(path, dict)()).encode())
 
     def why(self) -> dict:
-        missing = {"block": "9c1f77a0b2", "reason": "evicted", "tier": "host", "age_s": 42, "policy": "hazard"}
-        return {"found": [{"tier": "device", "blocks": 12}, {"tier": "disk", "blocks": 40}], "next": missing}
+        found = [{"tier": "device", "blocks": 12}, {"tier": "disk", "blocks": 40}]
+        missing = {"block": "9c1f77a0b2", "position": 40, "reason": "evicted", "tier": "host", "age_s": 42}
+        return {"blocks": 60, "found": found, "next": missing | {"policy": "eviction = hazard"}}
 
     def tell(self, kind: str, body: bytes) -> None:
         self.send_response(200)

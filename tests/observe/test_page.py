@@ -108,7 +108,7 @@ def test_trouble_is_named_where_it_is(page, stub):
     become(stub, "trouble")
     assert page.wait("return document.querySelector('#health').textContent === 'degraded'")
     assert "disk: writes rest" in text(page, "#trouble")
-    assert "timed out (3 times)" in text(page, "#faults") and "host → disk" in text(page, "#faults")
+    assert "a copy took too long (3 times)" in text(page, "#faults") and "host → disk" in text(page, "#faults")
     assert page.wait("return document.querySelector('#faults-now').textContent") == "21"
     assert "900 lost for now" in text(page, "#tiers")
     assert "resting" in text(page, "#routes")
@@ -231,7 +231,7 @@ def test_why_is_answered_in_words(page):
     page.run("const i = document.querySelector('#why-what'); i.value = '42'; i.form.requestSubmit()")
     assert page.wait("return document.querySelector('#why-answer').textContent.includes('Found')")
     assert "12 blocks in device, 40 blocks in disk" in text(page, "#why-answer")
-    assert "made room for others (last in host, gone for 42 s, policy hazard)" in text(page, "#why-answer")
+    assert "made room for others (last in host, gone for 42 s, eviction = hazard)" in text(page, "#why-answer")
 
 
 def test_settings_are_filtered(page):

@@ -20,6 +20,20 @@ const REASONS = {
   forgotten: "was a tenant’s that was forgotten",
   in_flight: "was still on its way",
 };
+const FAULTS = {
+  copy_io: "the medium failed at a copy",
+  copy_corrupt: "a copy found changed bytes, which were thrown away",
+  copy_no_space: "a copy found no space",
+  copy_unavailable: "the store did not answer a copy",
+  copy_timed_out: "a copy took too long",
+  copy_over_budget: "a copy would have cost more than the budget",
+  copy_refused: "a copy was refused",
+  checksum: "bytes had changed, and were thrown away",
+  shadow_wrong: "the engine computed something else than was served",
+  index_write: "the index could not be written",
+  directory: "a directory failed, and is not used",
+  background_panic: "work in the background broke off: a defect of kvbm",
+};
 const PERIOD_MS = 1000;
 const ANSWER_LIMIT_MS = 5000;
 const REMEMBERED_S = 3600;
@@ -197,7 +211,7 @@ function updateTier(item, tier, state) {
   const [, , full] = item.firstChild.children;
   const bar = item.children[1];
   const capacity = tier.capacity_blocks;
-  const endless = capacity == null || capacity > UNLIMITED_BLOCKS;
+  const endless = capacity > UNLIMITED_BLOCKS;
   const share = (blocks) => (capacity ? Math.min(1, blocks / capacity) : 0);
   bar.classList.toggle("endless", endless && tier.resident_blocks > 0);
   const dirty = Math.min(tier.dirty_blocks, tier.resident_blocks);
@@ -499,22 +513,15 @@ function showFaults(state) {
   if (!faults.length) return void $("faults").replaceChildren(make("li", { class: "empty" }, "Nothing went wrong."));
   $("faults").replaceChildren(...faults.map((fault) => make("li", {},
     make("time", {}, `${duration(Math.max(0, state.uptime_s - fault.at_s))} ago`),
-    make("span", {}, plain(fault.what), (fault.count ?? 1) > 1 ? ` (${count(fault.count)} times)` : ""),
+    make("span", {}, FAULTS[fault.what] ?? plain(fault.what), (fault.count ?? 1) > 1 ? ` (${count(fault.count)} times)` : ""),
     make("span", { class: "where" }, (fault.where ?? "").replace(">", " → ")))));
 }
 
-/// Nested objects as `section.key`.
-function flat(settings, prefix = "") {
-  return Object.entries(settings ?? {}).flatMap(([key, value]) => (value && typeof value === "object" && !Array.isArray(value)
-    ? flat(value, `${prefix}${key}.`)
-    : [[prefix + key, Array.isArray(value) ? value.join(", ") : value === null ? "none" : String(value)]]));
-}
-
 function showSettings(state) {
-  const text = JSON.stringify(state.settings ?? {});
+  const text = JSON.stringify(state.settings);
   if (text === shownSettings) return;
   shownSettings = text;
-  $("settings").tBodies[0].replaceChildren(...flat(state.settings).map(([key, value]) => make("tr", {}, make("th", { scope: "row" }, key), make("td", {}, value))));
+  $("settings").tBodies[0].replaceChildren(...Object.entries(state.settings).map(([key, value]) => make("tr", {}, make("th", { scope: "row" }, key), make("td", {}, value))));
   filterSettings();
 }
 
@@ -565,7 +572,7 @@ function whyWords({ found: parts, next }) {
     : "Nothing of it was found.")];
   if (!next) words.push(make("p", {}, "Nothing was missing."));
   else {
-    const facts = [next.tier && `last in ${title(next.tier).toLowerCase()}`, next.age_s != null && `gone for ${duration(next.age_s)}`, next.policy && `policy ${next.policy}`].filter(Boolean);
+    const facts = [next.tier && `last in ${title(next.tier).toLowerCase()}`, next.age_s != null && `gone for ${duration(next.age_s)}`, next.policy].filter(Boolean);
     words.push(make("p", {}, `The next block ${REASONS[next.reason] ?? plain(next.reason)}${facts.length ? ` (${facts.join(", ")})` : ""}.`),
       make("p", { class: "quiet" }, `Block ${next.block}`));
   }
