@@ -119,6 +119,19 @@ def test_where_a_load_that_fails_is_an_error_it_is_that_of_one_request(model, sa
 
 
 @pytest.mark.slow
+def test_objects_serve_the_next_process(model, said, tmp_path):
+    objects = {"object.url": f"file://{tmp_path}/objects", "object.keep": True, "flush.interval_ms": 10}
+    with Engine(model, **connector(objects)) as engine:
+        engine.generate(prompt(0, LENGTH))
+        assert probe(engine, "drain")
+        engine.kill()
+    with Engine(model, **connector(objects)) as engine:
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
+        assert is_at_rest(engine)
+
+
+@pytest.mark.slow
 def test_a_wrong_byte_would_show(model, said):
     """The control of all others: with bytes that changed in the host tier behind everybody's back, tokens differ."""
     with Engine(model, **connector(host(64))) as engine:
@@ -182,11 +195,35 @@ def test_what_is_wrong_with_the_configuration_is_said(model):
 
 
 @pytest.mark.slow
-def test_two_ranks_serve_together(model, said):
-    two = {"tensor_parallel_size": 2}
-    with Engine(model, environment={"OMP_NUM_THREADS": "1"}, **connector({"host.capacity": "16MiB"}), **two) as engine:
+def test_two_ranks_serve_together_and_so_do_the_next_two(model, said, tmp_path):
+    tiers = {"host.capacity": "16MiB", **disk(tmp_path)}
+    two = {"tensor_parallel_size": 2, "environment": {"OMP_NUM_THREADS": "1"}}
+    with Engine(model, **connector(tiers), **two) as engine:
         cold = engine.generate(prompt(0, LENGTH))
         assert engine.reset()
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said, warm.scheduled) == (cold.said, SERVED)
+        assert is_at_rest(engine)
+        assert probe(engine, "drain")
+        engine.kill()
+    with Engine(model, **connector(tiers), **two) as engine:
+        probe(engine, "watch")
+        warm = engine.generate(prompt(0, LENGTH))
+        assert (warm.said, warm.scheduled) == (cold.said, SERVED)
+        assert probe(engine, "watched")["sources"] == {"disk": LENGTH // BLOCK * BLOCK}
+        # Requests that are taken back while both ranks load.
+        for steps in range(4):
+            assert engine.reset()
+            probe(engine, "abort_after", prompt=prompt(0, LENGTH), steps=steps)
+            assert is_at_rest(engine)
+        engine.kill()
+    # What one rank cannot give back is lacking in both, and is computed again.
+    spoil(sorted(place for place in tmp_path.rglob("*") if place.is_dir() and place.name.startswith("rank"))[1])
+    with Engine(model, **connector(tiers), **two) as engine:
+        again = engine.generate(prompt(0, LENGTH))
+        assert again.said == cold.said
+        assert again.scheduled >= LENGTH + 7
+        assert probe(engine, "drain") and engine.reset()
         warm = engine.generate(prompt(0, LENGTH))
         assert (warm.said, warm.scheduled) == (cold.said, SERVED)
         assert is_at_rest(engine)

@@ -58,10 +58,14 @@ def test_a_load_that_fails_is_that_of_one_request(windowed, said, tmp_path, poli
         assert answer.ended == ["length", "length", "error" if policy == "fail" else "length"]
         if policy == "recompute":
             assert answer.said[2] == said[0]
-        # And then it heals.
-        assert is_at_rest(engine)
-        assert engine.reset()
-        assert engine.generate(prompt(0, LENGTH), tokens=3 * BLOCK).said == [said[0]]
+        # And then it heals. A load brings the end of what is there, so each finds what is bad there, and the next asks for less.
+        for _ in range(4):
+            assert is_at_rest(engine)
+            assert engine.reset()
+            answer = engine.generate(prompt(0, LENGTH), tokens=3 * BLOCK)
+            if answer.ended == ["length"]:
+                break
+        assert answer.said == [said[0]]
         assert engine.reset()
         warm = engine.generate(prompt(0, LENGTH))
         assert (warm.said[0], warm.scheduled) == (said[0][:8], SERVED)

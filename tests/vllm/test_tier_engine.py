@@ -119,6 +119,45 @@ def test_prompts_larger_than_the_primary_tier_are_served_in_part(model, place):
         assert engine.generate(*crowd).said == said
 
 
+def test_a_hybrid_model_is_served_below(model, place):
+    import models
+
+    hybrid = models.make(model.parent / "hybrid", "hybrid")
+    prompts = [prompt(number, 20 * BLOCK + TAIL) for number in range(3)]
+    with Engine(hybrid, dtype="float32") as engine:
+        said = engine.generate(*prompts).said
+    with Engine(hybrid, below(place, chunks=512), dtype="float32") as engine:
+        cold = engine.generate(*prompts)
+        assert cold.said == said
+        evict(engine)
+        warm = engine.generate(*prompts)
+        assert (warm.said, warm.scheduled) == (said, 3 * REST)
+        engine.settle()
+        engine.kill()
+    with Engine(hybrid, below(place, chunks=512), dtype="float32") as engine:
+        warm = engine.generate(*prompts)
+        assert (warm.said, warm.scheduled) == (said, 3 * REST), "from disk, after kill -9"
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.slow
+def test_it_serves_next_to_vllms_own_files(model, place, ours_first):
+    wanted = prompt(1, 20 * BLOCK + TAIL)
+    tiers = [tier(place), {"type": "fs", "root_dir": str(place / "fs")}]
+    together = offloading(64 * TINY_BLOCK_BYTES, *(tiers if ours_first else reversed(tiers)))
+    with Engine(model, together) as engine:
+        cold = engine.generate(wanted)
+        for _ in range(2):
+            evict(engine)
+            warm = engine.generate(wanted)
+            assert (warm.said, warm.scheduled) == (cold.said, REST)
+    # Each of them has all of it.
+    for alone in tiers:
+        with Engine(model, offloading(64 * TINY_BLOCK_BYTES, alone)) as engine:
+            warm = engine.generate(wanted)
+            assert (warm.said, warm.scheduled) == (cold.said, REST), alone["type"]
+
+
 @pytest.mark.slow
 def test_a_typo_is_an_error_at_start(model, place):
     with pytest.raises(EngineError, match="disk.capacity"):
