@@ -271,11 +271,7 @@ fn what_more_memory_would_bring_is_told_beside_an_object_store_without_a_limit()
 #[test]
 fn what_is_broken_is_named_and_then_it_heals() {
     let dir = tempfile::tempdir().unwrap();
-    let chaos = Chaos::new(Schedule::scripted(["disk:enospc@0s+1h".parse().unwrap()]));
-    let options = Options { chaos: Some(chaos.clone()), ..Options::default() };
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    let manager = runtime.block_on(Manager::open(settings(dir.path()), options)).unwrap();
-    let address = manager.serving_at().unwrap();
+    let (manager, address, chaos) = open_with_fault(settings(dir.path()), "disk:enospc@0s+1h");
     chaos.start();
     let until = |what: &str, holds: &dyn Fn(&Value) -> bool| {
         for n in 1.. {
@@ -301,6 +297,62 @@ fn what_is_broken_is_named_and_then_it_heals() {
     chaos.heal();
     until("the disk is well", &|ready| ready["degraded"] == serde_json::json!([]));
     assert!(open(&json(address, "/v1/state")).is_empty());
+}
+
+/// A manager in which `fault` is the state of things from [`Chaos::start`] on.
+fn open_with_fault(settings: Settings, fault: &str) -> (Manager, SocketAddr, Chaos) {
+    let chaos = Chaos::new(Schedule::scripted([fault.parse().unwrap()]));
+    let options = Options { chaos: Some(chaos.clone()), ..Options::default() };
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let manager = runtime.block_on(Manager::open(settings, options)).unwrap();
+    let address = manager.serving_at().unwrap();
+    (manager, address, chaos)
+}
+
+/// Has chains come and go until `/readyz` answers as wanted.
+fn until_ready_says(manager: &Manager, address: SocketAddr, wanted: impl Fn(u16, &Value) -> bool) {
+    let began = Instant::now();
+    for n in (1..5).cycle() {
+        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", get(address, "/readyz"));
+        engine::serve(manager, &chain(n));
+        let _ = manager.drain(Duration::from_millis(50));
+        let (status, body) = get(address, "/readyz");
+        if wanted(status, &serde_json::from_str(&body).expect("JSON")) {
+            return;
+        }
+    }
+}
+
+#[test]
+fn a_manager_that_can_serve_from_no_tier_is_not_ready() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = settings(dir.path());
+    settings.host.capacity = None;
+    let (manager, address, chaos) = open_with_fault(settings, "disk:eio@0s+1h");
+    until_ready_says(&manager, address, |status, _| status == 200);
+    chaos.start();
+    until_ready_says(&manager, address, |status, ready| {
+        status == 503 && ready["ready"] == false && ready["degraded"][0]["what"] == "disk"
+    });
+    assert_eq!(get(address, "/healthz").0, 200, "it is not to be restarted for that");
+    chaos.heal();
+    until_ready_says(&manager, address, |status, ready| status == 200 && ready["ready"] == true);
+}
+
+#[test]
+fn a_directory_that_is_left_alone_is_named() {
+    let home = tempfile::tempdir().unwrap();
+    let mut settings = settings(home.path());
+    settings.disk.dirs = ["a", "b"].map(|name| home.path().join(name)).into();
+    settings.transfer.timeout_ms = 300;
+    let (manager, address, chaos) = open_with_fault(settings, "disk1:hang@0s+1h");
+    chaos.start();
+    until_ready_says(&manager, address, |status, ready| {
+        let degraded = ready["degraded"].as_array().unwrap();
+        status == 200 && degraded.iter().any(|one| one["what"] == "disk.dirs[1]")
+    });
+    chaos.heal();
+    until_ready_says(&manager, address, |_, ready| ready["degraded"] == serde_json::json!([]));
 }
 
 const OPENAPI: &str = include_str!("../kvbm/src/serve/openapi.json");
