@@ -308,9 +308,9 @@ TIERS = [
     ),
     lines(
         "Misses by reason",
-        "Chains held in part or not at all, by why the first missing block was not there, and the tier that had it last (`none`: no tier).",
+        "Chains held in part or not at all, by why the first missing block was not there, and the tier that had it last (`none`, shown with all tiers: no tier).",
         "short",
-        (rate("tier, reason", of("kvbm_misses_total")), "{{tier}} {{reason}}"),
+        (rate("tier, reason", of_tier("kvbm_misses_total")), "{{tier}} {{reason}}"),
         stacked=True,
     ),
     panel(

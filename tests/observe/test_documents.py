@@ -114,6 +114,14 @@ def test_panels_are_templated_and_say_what_they_show(name):
     assert len(set(taken)) == len(taken) and max(x for x, _ in taken) < 24, "panels lie on each other"
 
 
+@pytest.mark.parametrize("panel", BOARDS["tiers"]["panels"], ids=lambda panel: panel["title"])
+def test_panels_of_tiers_show_those_that_are_chosen(panel):
+    for target in panel["targets"]:
+        for name, selector in METRIC.findall(target["expr"]):
+            if "tier" in KNOWN[documents.without_suffix(name, KNOWN)][1]:
+                assert 'tier=~"$tier"' in selector, target["expr"]
+
+
 @pytest.mark.parametrize(("where", "expression"), EXPRESSIONS + QUESTIONS)
 def test_queries_ask_for_what_there_is(where, expression):
     for metric, selector in METRIC.findall(expression):
