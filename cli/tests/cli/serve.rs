@@ -27,6 +27,16 @@ fn a_replay_can_be_watched() {
         "{}",
         text(&why.stderr)
     );
+    let chain = "0".repeat(32);
+    let of_chain = place.run(&["why", "--url", &url, "--chain", &chain]);
+    assert!(of_chain.status.success(), "{}", text(&of_chain.stderr));
+    assert!(
+        text(&of_chain.stdout).ends_with("of 1\nblock 0 (000000…): never_seen\n"),
+        "{}",
+        text(&of_chain.stdout)
+    );
+    let of_neither = place.run(&["why", "--url", &url, "--chain", &chain, "--request", "0"]);
+    assert_eq!(of_neither.status.code(), Some(2));
     let top = place.run(&["top", "--url", &url]);
     assert!(top.status.success(), "{}", text(&top.stderr));
     for expected in ["hit rate", "\nhost ", "\ndevice>host ", "no faults"] {
@@ -37,7 +47,7 @@ fn a_replay_can_be_watched() {
     assert!(state["uptime_s"].as_f64().expect("a number") > 0.0);
     let nobody = place.run(&["top", "--url", "http://127.0.0.1:1"]);
     assert!(nobody.status.code() == Some(2) && text(&nobody.stderr).contains("does not answer"));
-    let unknown = place.run(&["why", "--url", &url, "--request", "4000000000"]);
+    let unknown = place.run(&["why", "--url", &url, "--request", "chatcmpl-17"]);
     assert!(unknown.status.code() == Some(2) && text(&unknown.stderr).contains("ask by its chain"));
     let nobody = place.run(&["why", "--url", "http://127.0.0.1:1", "--request", "0"]);
     assert!(nobody.status.code() == Some(2) && text(&nobody.stderr).contains("does not answer"));
