@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change is merged: formatting, lints, tests, interleavings, documentation,
 # dependencies, features, and a replay of a trace. What this machine cannot do is skipped aloud; KVBM_REQUIRE
-# (a list such as uring,cuda) turns skips of tests into failures.
+# (a list such as uring,cuda, or of the tools deny,mdbook) turns such skips into failures.
 #
 #   tests/run.sh [--quick]
 #
-# It begins by saying how long each part takes, and ends by saying how long each took. --quick is for while you work: at most
-# five minutes where everything is built, and what it leaves out is in the table below.
+# It begins by saying how long each part takes and what --quick leaves out, and ends by saying how long each took. --quick is for
+# while you work: at most five minutes where everything is built.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # In the order in which they run: the function; seconds where crates of others are built and ours are not (their first build adds
 # some eight minutes to the first two parts), and where everything is; what --quick does of it; what it is. Taken on two cores
-# with nothing else at work, but for the second figures of interleavings, dependencies, features, replay and operators and
-# both of spans, which are estimates.
+# with nothing else at work, but for the second figures of interleavings, dependencies, features and replay, and both of spans and
+# operators, which are estimates.
 readonly PARTS='
 formatting    |   1 |   1 | all  | formatting
 lints         |  13 |  13 | all  | lints
 tests         | 330 | 180 | all  | tests
 interleavings | 108 |   5 | none | interleavings
-spans         | 180 |   5 | none | spans for a collector
+spans         | 250 |   8 | none | spans for a collector, ranges for a profiler
 documentation |  20 |  20 | none | documentation
 dependencies  |  10 |  10 | all  | dependencies
 features      | 151 |  20 | none | each feature alone
@@ -28,7 +28,7 @@ chaos         |  64 |  64 | none | a minute of chaos
 durability    |  40 |  40 | none | what outlives a process
 embedding     | 464 | 172 | none | engines that embed kvbm
 backends      | 229 | 137 | none | transfer backends
-operators     | 133 |  50 | none | what operators look at
+operators     | 165 |  85 | none | what operators look at
 vllm          | 874 | 710 | none | vLLM, the real engine
 sglang        | 300 | 150 | none | SGLang, and TensorRT-LLM by a stand-in
 '
@@ -55,6 +55,11 @@ readonly TESTED=(--workspace --exclude kvbm-bench)
 
 skip() { printf 'SKIPPED: %s\n' "$1" | tee -a "$scratch/skipped"; }
 has() { cargo "$1" --version >/dev/null 2>&1; }
+# A tool that is not here, and what is not checked for want of it.
+lacks() {
+    skip "$1 is not installed: $2"
+    [[ ,${KVBM_REQUIRE:-}, != *,$1,* ]] || { echo "$1 is required (KVBM_REQUIRE)" >&2 && exit 1; }
+}
 clock() { printf '%d:%02d' $(($1 / 60)) $(($1 % 60)); }
 
 mapfile -t rows < <(sed -E '/^$/d; s/ *\| */|/g' <<<"$PARTS")
@@ -129,11 +134,13 @@ interleavings() {
 
 spans() {
     run_tests cargo test --profile checked "${TESTED[@]}" --features kvbm-tests/otel --test otel
+    # The command refuses ranges unless it is built with them.
+    run_tests cargo test --profile checked --package kvbm-cli --features nvtx --test cli nvtx::
 }
 
 documentation() {
     RUSTDOCFLAGS='-D warnings' cargo doc --profile checked --workspace --no-deps --quiet
-    if command -v mdbook >/dev/null; then mdbook build docs; else skip 'mdbook is not installed: the book'; fi
+    if command -v mdbook >/dev/null; then mdbook build docs; else lacks mdbook 'the book'; fi
 }
 
 dependencies() {
@@ -141,7 +148,7 @@ dependencies() {
         cargo deny --workspace check --hide-inclusion-graph licenses bans sources
         unless_offline 'the advisories cannot be fetched: whether a dependency has a known hole' cargo deny --workspace check advisories
     else
-        skip 'cargo-deny is not installed: licences and advisories'
+        lacks deny 'licences and advisories (cargo install cargo-deny)'
     fi
     tests/sbom.sh "$scratch/sbom"
     # That each crate could be published. It is built by the parts above.
@@ -212,14 +219,15 @@ sglang() {
 cold_sum=0
 warm_sum=0
 foretell() {
-    local name=$1 cold=$2 warm=$3 of_quick=$4
+    local name=$1 cold=$2 warm=$3 of_quick=$4 note=
     if $quick && [[ $of_quick == none ]]; then
         printf '%-14s %7s %7s\n' "$name" '-' '-'
         return
     fi
     cold_sum=$((cold_sum + cold))
     warm_sum=$((warm_sum + warm))
-    printf '%-14s %7s %7s\n' "$name" "$(clock "$cold")" "$(clock "$warm")"
+    [[ $of_quick == none ]] && note='not with --quick'
+    printf '%-14s %7s %7s%s\n' "$name" "$(clock "$cold")" "$(clock "$warm")" "${note:+   $note}"
 }
 
 run_part() {
