@@ -24,11 +24,11 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def opened(port: int, directory: Path) -> Manager:
+def opened(port: int, directory: Path, **more: str) -> Manager:
     memory = ctypes.create_string_buffer(SLOTS * BLOCK_BYTES)
     parts = [(ctypes.addressof(memory), BLOCK_BYTES, BLOCK_BYTES)]
     tiers = {"block_bytes": BLOCK_BYTES, "disk.capacity": 16 * BLOCK_BYTES, "disk.dirs": str(directory)}
-    environment = {"DYN_KVBM_METRICS": "true", "DYN_KVBM_METRICS_PORT": str(port)}
+    environment = {"DYN_KVBM_METRICS": "true", "DYN_KVBM_METRICS_PORT": str(port), **more}
     return Manager(Settings(tiers, environment=environment), EngineMemory(SLOTS, 1, parts, owner=memory), block_tokens=4)
 
 
@@ -68,6 +68,12 @@ def test_an_engine_that_is_asked_to_serves_its_metrics_and_the_page(manager: Man
 def test_a_port_that_is_taken_is_an_error_that_names_the_variable(manager: Manager, port: int, tmp_path: Path) -> None:
     with pytest.raises(KvbmError, match="DYN_KVBM_METRICS_PORT"):
         opened(port, tmp_path / "other")
+
+
+@pytest.mark.parametrize("variable", ["DYN_KVBM_TRACES", "DYN_KVBM_TRACES_NVTX"])
+def test_traces_which_nobody_here_would_take_are_refused(port: int, tmp_path: Path, variable: str) -> None:
+    with pytest.raises(KvbmError, match=f"{variable}.*built without"):
+        opened(port, tmp_path, **{variable: "true"})
 
 
 def test_a_request_is_asked_for_by_its_name(manager: Manager, port: int) -> None:
