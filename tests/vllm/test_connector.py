@@ -95,6 +95,7 @@ def test_bytes_that_changed_are_computed_again(model, said, tmp_path):
         assert is_at_rest(engine)
 
 
+@pytest.mark.slow
 def test_where_a_load_that_fails_is_an_error_it_is_that_of_one_request(model, said, tmp_path):
     # Nobody finds what is bad but who asks for it.
     tiers = disk(tmp_path, **{"transfer.scrub_mib_per_second": 0})
@@ -218,7 +219,8 @@ def test_two_ranks_serve_together_and_so_do_the_next_two(model, said, tmp_path):
             assert is_at_rest(engine)
         engine.kill()
     # What one rank cannot give back is lacking in both, and is computed again.
-    spoil(sorted(place for place in tmp_path.rglob("*") if place.is_dir() and place.name.startswith("rank"))[1])
+    (slots,) = tmp_path.glob("*rank1of2.blocks")
+    spoil(slots, block_bytes=TINY_BLOCK_BYTES // 2)
     with Engine(model, **connector(tiers), **two) as engine:
         again = engine.generate(prompt(0, LENGTH))
         assert again.said == cold.said

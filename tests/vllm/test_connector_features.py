@@ -135,6 +135,7 @@ def test_a_session_keeps_nothing_under_the_name_of_what_it_took_back(model):
         assert is_at_rest(engine)
 
 
+@pytest.mark.slow
 def test_a_request_that_waits_for_room_is_counted_once(model, said):
     few = {"num_gpu_blocks_override": 24, "max_num_seqs": 6, "max_model_len": 16 * BLOCK}
     with Engine(model, **connector(host(256)), **few) as engine:
@@ -143,6 +144,7 @@ def test_a_request_that_waits_for_room_is_counted_once(model, said):
         assert probe(engine, "requested_tokens") == 10 * (LENGTH // BLOCK * BLOCK)
 
 
+@pytest.mark.slow
 def test_salted_prompts_have_blocks_of_their_own(model, said):
     with Engine(model, **connector(host(64))) as engine:
         for salt in (None, "one", "other"):

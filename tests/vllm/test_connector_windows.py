@@ -42,6 +42,7 @@ def test_blocks_that_a_window_left_are_not_loaded(windowed, said):
         assert is_at_rest(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_load_that_fails_is_that_of_one_request(windowed, said, tmp_path, policy):
     tiers = disk(tmp_path, **{"transfer.scrub_mib_per_second": 0})

@@ -119,6 +119,7 @@ def test_prompts_larger_than_the_primary_tier_are_served_in_part(model, place):
         assert engine.generate(*crowd).said == said
 
 
+@pytest.mark.slow
 def test_a_hybrid_model_is_served_below(model, place):
     import models
 
