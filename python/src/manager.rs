@@ -113,11 +113,8 @@ impl Manager {
     ) -> HybridLease {
         let info = request_info(request, hints.map(Bound::get));
         let chain = &chain.0[..most.map_or(chain.0.len(), |most| most.min(chain.0.len()))];
-        let lease = py.detach(|| match again {
-            true => self.inner.lease_hybrid_again(info, chain),
-            false => self.inner.lease_hybrid(info, chain),
-        });
-        HybridLease::new(lease)
+        let lease = if again { kvbm::Manager::lease_hybrid_again } else { kvbm::Manager::lease_hybrid };
+        HybridLease::new(py.detach(|| lease(&self.inner, info, chain)))
     }
 
     /// How many leading blocks of `chain` each tier holds, without counting as their use.
