@@ -174,3 +174,35 @@ def test_context_parallelism_is_refused():
         setattr(parallel, name, 2)
         with pytest.raises(InvalidError, match=name):
             _check_parallel(parallel)
+
+
+def test_what_steps_under_way_compute_of_a_token_that_was_taken_back_is_not_kept():
+    """Under asynchronous scheduling, which CPUs have not, a step is under way with the token that a session takes back."""
+    from types import SimpleNamespace
+
+    from kvbm_rs.vllm.connector.scheduler import Scheduler, _Request
+
+    def output(computed: int, scheduled: int) -> SimpleNamespace:
+        cached = SimpleNamespace(req_ids=["session"], num_computed_tokens=[computed])
+        return SimpleNamespace(
+            preempted_req_ids=None,
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens={"session": scheduled},
+            scheduled_spec_decode_tokens={},
+            total_num_scheduled_tokens=scheduled,
+        )
+
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler._step, scheduler._layered, scheduler._loading = 0, [], {}
+    request = SimpleNamespace(num_tokens=4 * BLOCK, num_computed_tokens=4 * BLOCK)
+    known = _Request(1, request, None, None)
+    scheduler._requests = {"session": known}
+    # The prompt but for a block's last token; that token, which was said; and what comes in its place.
+    for computed, scheduled in ((0, 2 * BLOCK - 1), (2 * BLOCK - 1, 1), (2 * BLOCK - 1, BLOCK)):
+        scheduler.step(output(computed, scheduled))
+    filled = []
+    for step in (1, 2, 3):
+        assert scheduler._advance(known, step)
+        filled.append(known.computed // BLOCK)
+    assert filled == [1, 1, 2]

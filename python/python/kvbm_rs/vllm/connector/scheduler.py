@@ -281,6 +281,9 @@ class Scheduler:
             if known is not None and name in before:
                 drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
                 computed = min(before[name] + scheduled - drafts, known.request.num_tokens)
+                if known.steps and known.steps[-1][1] > before[name]:
+                    # A session goes on before what steps under way compute: that is of a token that was taken back.
+                    known.steps = deque((step, min(done, before[name])) for step, done in known.steps)
                 known.steps.append((self._step, computed))
         told = Ended(self._step, self._layered)
         self._layered = []
