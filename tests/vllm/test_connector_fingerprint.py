@@ -27,6 +27,10 @@ def test_a_branch_that_moves_is_other_weights(hub):
     assert before == weights_at("owner/name", "main") == weights_at("owner/name", "abc")
     (hub / "refs" / "main").write_text("def")
     assert weights_at("owner/name", None) != before
+    # A cache of its own (`--download-dir`).
+    with pytest.raises(InvalidError, match="nothing of it"):
+        weights_at("owner/name", None, cache=str(hub))
+    assert weights_at("owner/name", None, cache=str(hub.parent)) == "commit def"
     # Who does not say which one is served cannot tell.
     with pytest.raises(InvalidError, match="2 commits of it"):
         weights_of("owner/name")
@@ -47,7 +51,7 @@ def test_what_is_made_of_weights_counts_too(tmp_path):
         draft = changed.pop("draft", None)
         speculative = draft and SimpleNamespace(draft_model_config=SimpleNamespace(model=str(draft), revision=None))
         model = {"model": str(tmp_path), "revision": None, "quantization": None, "hf_overrides": {}, "seed": 0}
-        load = SimpleNamespace(load_format=changed.pop("load_format", "auto"))
+        load = SimpleNamespace(load_format=changed.pop("load_format", "auto"), download_dir=None)
         config = SimpleNamespace(
             model_config=SimpleNamespace(**model | changed), load_config=load, speculative_config=speculative
         )

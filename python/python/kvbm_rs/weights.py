@@ -6,14 +6,15 @@ from pathlib import Path
 from kvbm_rs.errors import InvalidError
 
 
-def weights_of(model: str) -> str:
+def weights_of(model: str, cache: str | None = None) -> str:
     """What tells the weights of `model` from others: of a file or a directory names, sizes and times, of a model of the hub its
-    commit. It is for engines that do not say which commit they serve, so only one may be in the cache.
+    commit. It is for engines that do not say which commit they serve, so only one may be in the cache: `cache`, or where
+    the hub's lies.
     """
     place = Path(model)
     if place.exists():
         return f"files {digest_of_files(place)}"
-    commits = commits_of(model)
+    commits = commits_of(model, cache)
     if len(commits) == 1:
         return f"commit {commits[0]}"
     found = f"{len(commits)} commits of it" if commits else "nothing of it"
@@ -21,10 +22,10 @@ def weights_of(model: str) -> str:
     raise InvalidError(message)
 
 
-def weights_at(model: str, revision: str | None) -> str:
+def weights_at(model: str, revision: str | None, cache: str | None = None) -> str:
     """`weights_of`, where the engine says which revision of the hub it serves; `None` is the branch `main`."""
-    commit = None if Path(model).exists() else commit_at(model, revision or "main")
-    return f"commit {commit}" if commit else weights_of(model)
+    commit = None if Path(model).exists() else commit_at(model, revision or "main", cache)
+    return f"commit {commit}" if commit else weights_of(model, cache)
 
 
 def digest_of_files(place: Path) -> str:
@@ -35,16 +36,16 @@ def digest_of_files(place: Path) -> str:
     return digest.hexdigest()
 
 
-def commits_of(model: str) -> list[str]:
+def commits_of(model: str, cache: str | None = None) -> list[str]:
     """The commits of a model of the hub that are in its cache: `models--OWNER--NAME/snapshots/COMMIT`."""
-    kept = _kept_of(model)
+    kept = _kept_of(model, cache)
     snapshots = kept / "snapshots" if kept else None
     return [path.name for path in snapshots.iterdir()] if snapshots and snapshots.is_dir() else []
 
 
-def commit_at(model: str, revision: str) -> str | None:
+def commit_at(model: str, revision: str, cache: str | None = None) -> str | None:
     """The commit that a branch, a tag or a commit of the hub is in its cache, if it is there: `refs/BRANCH` has it."""
-    kept = _kept_of(model)
+    kept = _kept_of(model, cache)
     if kept is None:
         return None
     if (kept / "snapshots" / revision).is_dir():
@@ -53,9 +54,10 @@ def commit_at(model: str, revision: str) -> str | None:
     return branch.read_text().strip() if branch.is_file() else None
 
 
-def _kept_of(model: str) -> Path | None:
-    try:
-        from huggingface_hub.constants import HF_HUB_CACHE
-    except ImportError:
-        return None
-    return Path(HF_HUB_CACHE, f"models--{model.replace('/', '--')}")
+def _kept_of(model: str, cache: str | None) -> Path | None:
+    if cache is None:
+        try:
+            from huggingface_hub.constants import HF_HUB_CACHE as cache
+        except ImportError:
+            return None
+    return Path(cache, f"models--{model.replace('/', '--')}")

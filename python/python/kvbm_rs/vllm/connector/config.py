@@ -243,8 +243,9 @@ def _weights(vllm_config: "VllmConfig", named: str | None) -> str:
     overrides = model.hf_overrides
     if callable(overrides):
         overrides = f"{overrides.__module__}.{overrides.__qualname__}"
+    cache = vllm_config.load_config.download_dir
     parts = [
-        named or weights_at(str(model.model), model.revision),
+        named or weights_at(str(model.model), model.revision, cache),
         f"quantization {model.quantization}",
         f"overrides {overrides!r}",
         f"loaded {vllm_config.load_config.load_format}",
@@ -253,7 +254,7 @@ def _weights(vllm_config: "VllmConfig", named: str | None) -> str:
     ]
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None and str(draft.model) != str(model.model):
-        parts.append(f"draft {draft.model} {named or weights_at(str(draft.model), draft.revision)}")
+        parts.append(f"draft {draft.model} {named or weights_at(str(draft.model), draft.revision, cache)}")
     return ", ".join(parts)
 
 
