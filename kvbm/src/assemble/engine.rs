@@ -52,9 +52,11 @@ pub(super) fn connect(
 }
 
 /// Sends a block of a known pattern through the first and the last slot, and compares what comes back. What was in the
-/// slots goes back there. It finds memory that nothing here can copy to, that is not there, or whose slots share bytes. It
-/// does not find a base or stride that is wrong and leads to other memory of the engine: the same parts say where to write and
-/// where to read. Only the engine knows what it meant. Each of its copies may take as long as `limit`: a driver that hangs must not hang the start.
+/// slots goes back there. Each of its copies may take as long as `limit`: a driver that hangs must not hang the start.
+///
+/// It finds memory that nothing here can copy to, that is not there, or whose slots share bytes. It does not find a base or
+/// stride that is wrong and leads to other memory of the engine: the same parts say where to write and where to read, and
+/// only the engine knows what it meant.
 pub(super) fn try_out(
     engine: &DeviceRegion,
     (backend, limit): (&Arc<dyn Backend>, Duration),
