@@ -100,7 +100,8 @@ class Engine:
         while self.core.scheduler.has_requests():
             if time.perf_counter() - began > limit:
                 raise TimeoutError(f"still busy after {limit} s")
-            self.llm.llm_engine.engine_core.get_output()
+            # Not of the core alone: what it counted would be lost.
+            self.llm.llm_engine.step()
         return {"seconds": time.perf_counter() - began}
 
     def stop(self) -> None:

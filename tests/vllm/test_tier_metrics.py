@@ -80,7 +80,7 @@ def test_a_request_counts_once_whatever_it_does(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_engine_shows_them(model: Path, tmp_path: Path) -> None:
-    with Engine(model, offloading(16 * TINY_BLOCK_BYTES, tier(tmp_path))) as engine:
+    with Engine(model, offloading(16 * TINY_BLOCK_BYTES, tier(tmp_path)), disable_log_stats=False) as engine:
 
         def metric(name: str, **labels: str) -> float:
             found = probe(engine, "metrics").get(f"vllm:kvbm_tier_{name}", [])

@@ -96,6 +96,8 @@ struct Request {
     prompt: usize,
     /// Keeps what it was promised where it is.
     pinned: Option<Lease>,
+    /// It was looked up.
+    is_counted: bool,
     /// A load failed there: no more than these leading blocks are promised again, else it would be asked for forever.
     sound: usize,
     /// The same, of blocks without a chain.
@@ -171,11 +173,10 @@ impl Requests {
         // Who asks again and again uses it once.
         if pinned.is_none_or(|pinned| manager.matches(chain).longest() > pinned) {
             let info = RequestInfo { request: Some(request.id), ..RequestInfo::default() };
-            let lease = match pinned {
-                None => manager.lease_for(info, chain),
-                Some(_) => manager.lease_again(info, chain),
-            };
-            request.pinned = Some(lease);
+            // A load takes the pins along, and vLLM asks again when it has ended: that is no other request.
+            let lease = if request.is_counted { Manager::lease_again } else { Manager::lease_for };
+            request.pinned = Some(lease(manager, info, chain));
+            request.is_counted = true;
         }
         let held = request.pinned.as_ref().map_or(0, |lease| lease.held().worth_loading());
         let blocks = held.min(request.sound).min(room);
@@ -339,6 +340,7 @@ impl Request {
             known: 0,
             prompt: 0,
             pinned: None,
+            is_counted: false,
             sound: usize::MAX,
             unsound: HashSet::new(),
         }
