@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Engines that embed kvbm: the tests of engines with memory of their own, ranks and cache groups; the example of
 # docs/embedding.md says with kvbm what it says without, and what that saves; `get` beside memcpy; an engine's own memory
-# beside memcpy of the same pieces; what ranks cost. The last line is one JSON
-# object; exits 0 only if all that it says holds, 1 where something is wrong, and 3 if nothing is but a figure falls short
-# in the median of three runs.
+# beside memcpy of the same pieces; what ranks cost. The last line is one JSON object; exits 0 only if all that it says holds,
+# 1 where something is wrong, and 3 if nothing is but a figure falls short in the median of three runs.
 #
 #   tests/embed.sh [--long] [--profile PROFILE]
 #

@@ -81,7 +81,6 @@ def size(text: str) -> float:
     return int(number) * {None: 1, "G": 10**9, "Gi": 2**30, "T": 10**12, "Ti": 2**40}[unit]
 
 
-@pytest.mark.skipif(not KVBM.exists(), reason=f"{KVBM} is not built")
 def test_kvbm_takes_the_settings(tmp_path):
     (tmp_path / "kvbm.toml").write_text(of_kind("ConfigMap")["data"]["kvbm.toml"])
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DYN_KVBM_")}
@@ -126,7 +125,6 @@ def stand_ins(place: Path) -> None:
         (place / name).chmod(0o755)
 
 
-@pytest.mark.skipif(not KVBM.exists(), reason=f"{KVBM} is not built")
 def test_a_machine_is_set_up_as_it_is_written(tmp_path):
     root, place, programs = tmp_path / "root", tmp_path / "checkout", tmp_path / "programs"
     for directory in ("mnt/nvme1", "etc/systemd/system", "usr/local/bin", "opt", "dev/shm"):

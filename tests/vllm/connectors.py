@@ -3,21 +3,21 @@
 from pathlib import Path
 
 import connector_probe
-from engine import BLOCK, TINY_BLOCK_BYTES, Engine
+from engine import BLOCK, TINY_BLOCK_BYTES, Engine, prompt
 
 LENGTH = 10 * BLOCK + 5
 # What a prompt costs that is served as far as it can be: the tokens behind its last full block, and those generated.
 SERVED = 5 + 7
 
 
-def connector(settings: dict, **extra) -> dict:
+def connector(settings: dict, failure_policy: str = "recompute", **extra) -> dict:
     """Arguments of an engine with tiers of these settings."""
     return {
         "kv_transfer_config": {
             "kv_connector": "KvbmConnector",
             "kv_connector_module_path": "kvbm_rs.vllm.connector",
             "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
+            "kv_load_failure_policy": failure_policy,
             "kv_connector_extra_config": {"settings": settings, **extra},
         },
         # As it was made: `auto` halves it.
@@ -62,3 +62,13 @@ def spoil(place: Path, every: int = 1, block_bytes: int = TINY_BLOCK_BYTES) -> N
                 byte = slots.read(1)
                 slots.seek(at)
                 slots.write(bytes([byte[0] ^ 0x40]))
+
+
+def spoiled_disk(model: Path, directory: Path) -> dict:
+    """A disk tier that an engine left the first prompt in, with a byte of each block changed. Nobody finds that but who asks."""
+    tiers = disk(directory, **{"transfer.scrub_mib_per_second": 0})
+    with Engine(model, **connector(tiers)) as engine:
+        engine.generate(prompt(0, LENGTH))
+        assert probe(engine, "drain")
+    spoil(directory)
+    return tiers

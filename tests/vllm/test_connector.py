@@ -2,7 +2,7 @@
 
 import pytest
 
-from connectors import LENGTH, SERVED, connector, disk, host, is_at_rest, probe, spoil
+from connectors import LENGTH, SERVED, connector, disk, host, is_at_rest, probe, spoil, spoiled_disk
 from engine import BLOCK, TINY_BLOCK_BYTES, Engine, EngineError, prompt
 
 
@@ -78,12 +78,8 @@ def test_persistent_memory_serves_the_next_process(model, said, shared_memory):
 
 
 def test_bytes_that_changed_are_computed_again(model, said, tmp_path):
-    disk = {"disk.capacity": 64 * TINY_BLOCK_BYTES, "disk.dirs": str(tmp_path), "disk.keep": True}
-    with Engine(model, **connector(disk | {"flush.interval_ms": 10})) as engine:
-        engine.generate(prompt(0, LENGTH))
-        assert probe(engine, "drain")
-    spoil(tmp_path)
-    with Engine(model, **connector(disk)) as engine:
+    tiers = spoiled_disk(model, tmp_path)
+    with Engine(model, **connector(tiers)) as engine:
         answer = engine.generate(prompt(0, LENGTH))
         assert answer.said == [said[0]]
         assert answer.scheduled >= LENGTH + 7, "computed again, after a load that failed"
@@ -97,15 +93,8 @@ def test_bytes_that_changed_are_computed_again(model, said, tmp_path):
 
 @pytest.mark.slow
 def test_where_a_load_that_fails_is_an_error_it_is_that_of_one_request(model, said, tmp_path):
-    # Nobody finds what is bad but who asks for it.
-    tiers = disk(tmp_path, **{"transfer.scrub_mib_per_second": 0})
-    with Engine(model, **connector(tiers)) as engine:
-        engine.generate(prompt(0, LENGTH))
-        assert probe(engine, "drain")
-    spoil(tmp_path)
-    arguments = connector(tiers)
-    arguments["kv_transfer_config"]["kv_load_failure_policy"] = "fail"
-    with Engine(model, **arguments) as engine:
+    tiers = spoiled_disk(model, tmp_path)
+    with Engine(model, **connector(tiers, failure_policy="fail")) as engine:
         answer = engine.generate(*(prompt(number, LENGTH) for number in range(4)))
         assert answer.ended == ["error", *["length"] * 3]
         assert answer.said[1:] == said[1:4]

@@ -2,7 +2,7 @@
 
 import models
 import pytest
-from connectors import LENGTH, SERVED, connector, disk, host, is_at_rest, probe, spoil
+from connectors import LENGTH, SERVED, connector, host, is_at_rest, probe, spoiled_disk
 from engine import BLOCK, Engine, prompt
 
 BLOCKS = LENGTH // BLOCK
@@ -45,14 +45,8 @@ def test_blocks_that_a_window_left_are_not_loaded(windowed, said):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_load_that_fails_is_that_of_one_request(windowed, said, tmp_path, policy):
-    tiers = disk(tmp_path, **{"transfer.scrub_mib_per_second": 0})
-    with Engine(windowed, **connector(tiers)) as engine:
-        engine.generate(prompt(0, LENGTH))
-        assert probe(engine, "drain")
-    spoil(tmp_path)
-    arguments = connector(tiers)
-    arguments["kv_transfer_config"]["kv_load_failure_policy"] = policy
-    with Engine(windowed, **arguments) as engine:
+    tiers = spoiled_disk(windowed, tmp_path)
+    with Engine(windowed, **connector(tiers, failure_policy=policy)) as engine:
         # The others have blocks behind their windows when it fails.
         answer = engine.generate(*(prompt(number, LENGTH) for number in (1, 2, 0)), tokens=3 * BLOCK)
         assert answer.said[:2] == said[1:3]

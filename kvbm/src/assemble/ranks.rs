@@ -86,7 +86,12 @@ impl Tiers {
         let keys = sealed::keys(settings)?;
         let has_engine = engine.is_some();
         let mut tiers = Self { has_engine, namespace, keys, ..Self::default() };
-        tiers.count_slots(slots, staging, settings);
+        let mut of_tiers = slots;
+        if has_engine {
+            // An engine's memory is no tier: it gives out its slots itself.
+            of_tiers[Tier::Device.index()] = 0;
+        }
+        tiers.count_slots(of_tiers, staging, settings);
         let hook = on_loss.clone();
         let leader = Arc::new(Leader::open(options, move |_| hook.lost()).map_err(setup)?);
         on_loss.begin();
@@ -102,10 +107,6 @@ impl Tiers {
 
     fn count_slots(&mut self, slots: [u32; Tier::COUNT], staging: u32, settings: &Settings) {
         for tier in Tier::ALL {
-            // An engine's memory is no tier: it gives out its slots itself.
-            if tier == Tier::Device && self.has_engine {
-                continue;
-            }
             let mut pool = FramePool::new(tier, slots[tier.index()]).in_random_lives();
             if tier == Tier::Host {
                 self.staging.extend(pool.set_aside(staging));
@@ -114,7 +115,7 @@ impl Tiers {
                 self.add_tier(pool, settings);
             }
         }
-        if slots[Tier::Device.index()] > 0 && !self.has_engine {
+        if slots[Tier::Device.index()] > 0 {
             self.device = Some(Arc::new(Elsewhere));
         }
     }

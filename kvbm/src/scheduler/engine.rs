@@ -78,11 +78,12 @@ impl Core {
         let mut plan = table.plan_saving(to, chain, (first, &slots), pins);
         drop(table);
         self.send(Class::Save, to, &mut plan, Some(EngineOrder::after(&ready).part_of(part_of)));
-        let (id, not_sent) = (plan.transfer(), (plan.duplicates(), plan.orphans()));
-        self.metrics.duplicated(not_sent.0);
-        self.metrics.orphaned(not_sent.1);
+        let (id, duplicates, orphans) = (plan.transfer(), plan.duplicates(), plan.orphans());
+        self.metrics.duplicated(duplicates);
+        self.metrics.orphaned(orphans);
         self.spans.open(id, span);
-        let (reply, transfer) = self.reply_with(move |ended, lease| Saved::new(ended, not_sent, lease));
+        let (reply, transfer) =
+            self.reply_with(move |ended, lease| Saved::new(ended, (duplicates, orphans), lease));
         self.hand_over(plan, reply, (turn, started));
         self.go_after(id, ready);
         self.cancellable(transfer, id).named(id)

@@ -181,8 +181,8 @@ def _window(spec: "KVCacheGroupSpec") -> int:
 
 def _check_layerwise(config: Config, vllm_config: "VllmConfig") -> None:
     versions.check_shows_tables("layerwise")
-    (first, *others) = config.groups
-    if config.is_windowed or others or first.shares != len(first.layers) or not config.is_alone:
+    group = config.groups[0]
+    if config.is_windowed or group.shares != len(group.layers) or not config.is_alone:
         wanted = "is for full attention in layers that are alike, and one worker in the engine's process: leave it out"
     elif vllm_config.speculative_config is not None:
         # vLLM asks what did not come before the step has waited for it.

@@ -232,7 +232,7 @@ class Scheduler:
         slots = []
         for number, group in enumerate(self._config.groups):
             # What the engine has of a window itself stays as it is.
-            start = self._since(tables[group.index], max(first, lease.wanted(number)[0]), end)
+            start = self._first_kept(tables[group.index], max(first, lease.wanted(number)[0]), end)
             slots.append((number, start, tables[group.index][start:end]))
         if self._is_layered(lease):
             (given,) = slots
@@ -240,8 +240,8 @@ class Scheduler:
         else:
             self._loading[request.request_id] = _Loading(self.manager.load_hybrid(lease, slots), slots)
 
-    def _since(self, table: list[int], start: int, end: int) -> int:
-        """Where the blocks begin that a window has not left: of the others there is none to load into."""
+    def _first_kept(self, table: list[int], start: int, end: int) -> int:
+        """The first position whose block no window has left: before it there is none to load into."""
         null = self._pool.null_block.block_id
         return next((at for at in range(start, end) if table[at] != null), end)
 
