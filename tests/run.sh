@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # In the order in which they run: the function; seconds where crates of others are built and ours are not (their first build adds
 # some eight minutes to the first two parts), and where everything is; what --quick does of it; what it is. Taken on two cores
-# with nothing else at work, but for the second figures of interleavings, dependencies, features and replay, and both of spans and
+# with nothing else at work, but for the second figures of interleavings, dependencies, features and replay, and both of spans, vLLM and
 # operators, which are estimates.
 readonly PARTS='
 formatting    |   1 |   1 | all  | formatting
@@ -29,7 +29,7 @@ durability    |  40 |  40 | none | what outlives a process
 embedding     | 464 | 172 | none | engines that embed kvbm
 backends      | 229 | 137 | none | transfer backends
 operators     | 165 |  85 | none | what operators look at
-vllm          | 874 | 710 | none | vLLM, the real engine
+vllm          | 1050 | 950 | none | vLLM, the real engine
 sglang        | 300 | 150 | none | SGLang, and TensorRT-LLM by a stand-in
 '
 

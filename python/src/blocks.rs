@@ -73,7 +73,7 @@ impl Blocks {
         request: Option<u64>,
     ) -> PyResult<usize> {
         let into = HostBytes::of(into)?.writable()?;
-        let wanted = BlockChain::from(&chain.0).prefix(into.blocks(self.block_bytes())?);
+        let wanted = BlockChain::from(&chain.hashes).prefix(into.blocks(self.block_bytes())?);
         let copied = py.detach(|| {
             let copy = |position, block: &[u8]| fits(into.write(position, block));
             self.blocks.get_for(info(request), wanted, copy)
@@ -93,7 +93,7 @@ impl Blocks {
         request: Option<u64>,
     ) -> PyResult<usize> {
         let from = HostBytes::of(blocks)?;
-        let given = BlockChain::from(&chain.0).prefix(from.blocks(self.block_bytes())?);
+        let given = BlockChain::from(&chain.hashes).prefix(from.blocks(self.block_bytes())?);
         let kept = py.detach(|| {
             let copy = |position, slot: &mut [u8]| fits(from.read(position, slot));
             self.blocks.put_for(info(request), given, copy)
@@ -103,7 +103,7 @@ impl Blocks {
 
     /// How many leading blocks of `chain` each tier holds, without counting as their use.
     fn matches(&self, py: Python<'_>, chain: &Chain) -> BTreeMap<&'static str, usize> {
-        let held = py.detach(|| self.blocks.manager().matches(&chain.0));
+        let held = py.detach(|| self.blocks.manager().matches(&chain.hashes));
         Tier::ALL
             .into_iter()
             .map(|tier| (tier.name(), held.blocks(tier)))

@@ -11,16 +11,20 @@ use crate::errors::of_manager;
 ///
 /// Args:
 ///     hashes: an engine's own chained hashes, of at least 16 bytes each.
+///     salt: what the blocks depend on besides, and the hashes do not have: with another salt they are other blocks.
 #[pyclass(module = "kvbm_rs")]
 #[derive(Debug, Default)]
-pub(crate) struct Chain(pub(crate) Vec<BlockHash>);
+pub(crate) struct Chain {
+    pub(crate) hashes: Vec<BlockHash>,
+    salt: Vec<u8>,
+}
 
 #[pymethods]
 impl Chain {
     #[new]
-    #[pyo3(signature = (hashes=None))]
-    fn new(hashes: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
-        let mut chain = Self::default();
+    #[pyo3(signature = (hashes=None, *, salt=Vec::new()))]
+    fn new(hashes: Option<&Bound<'_, PyAny>>, salt: Vec<u8>) -> PyResult<Self> {
+        let mut chain = Self { hashes: Vec::new(), salt };
         if let Some(hashes) = hashes {
             chain.extend(hashes)?;
         }
@@ -32,19 +36,25 @@ impl Chain {
         let mut more = Vec::new();
         for hash in hashes.try_iter()? {
             let hash = hash?;
-            let hash = BlockHash::from_engine(hash.cast::<PyBytes>()?.as_bytes());
-            more.push(hash.map_err(|error| of_manager(&error))?);
+            more.push(self.name(hash.cast::<PyBytes>()?.as_bytes()).map_err(|error| of_manager(&error))?);
         }
-        self.0.append(&mut more);
+        self.hashes.append(&mut more);
         Ok(())
     }
 
     /// By which names `Events` tell of its blocks, from position `first` on.
     fn names(&self, first: usize) -> Vec<u128> {
-        self.0.iter().skip(first).map(|hash| hash.get()).collect()
+        self.hashes.iter().skip(first).map(|hash| hash.get()).collect()
     }
 
     fn __len__(&self) -> usize {
-        self.0.len()
+        self.hashes.len()
+    }
+}
+
+impl Chain {
+    fn name(&self, hash: &[u8]) -> Result<BlockHash, kvbm::Error> {
+        let own = BlockHash::from_engine(hash)?;
+        if self.salt.is_empty() { Ok(own) } else { BlockHash::from_engine(&[&self.salt, hash].concat()) }
     }
 }

@@ -93,7 +93,7 @@ impl Manager {
         hints: Option<&Bound<'_, Hints>>,
     ) -> Lease {
         let info = request_info(request, hints.map(Bound::get));
-        let lease = py.detach(|| self.inner.lease_for(info, &chain.0));
+        let lease = py.detach(|| self.inner.lease_for(info, &chain.hashes));
         let held = lease.held();
         let by_tier = held.plan().map(|(tier, blocks)| (tier.name(), blocks.len())).collect();
         Lease { blocks: held.worth_loading(), by_tier, held: Some(lease) }
@@ -112,14 +112,14 @@ impl Manager {
         again: bool,
     ) -> HybridLease {
         let info = request_info(request, hints.map(Bound::get));
-        let chain = &chain.0[..most.map_or(chain.0.len(), |most| most.min(chain.0.len()))];
+        let chain = &chain.hashes[..most.map_or(chain.hashes.len(), |most| most.min(chain.hashes.len()))];
         let lease = if again { kvbm::Manager::lease_hybrid_again } else { kvbm::Manager::lease_hybrid };
         HybridLease::new(py.detach(|| lease(&self.inner, info, chain)))
     }
 
     /// How many leading blocks of `chain` each tier holds, without counting as their use.
     fn matches(&self, py: Python<'_>, chain: &Chain) -> BTreeMap<&'static str, usize> {
-        let held = py.detach(|| self.inner.matches(&chain.0));
+        let held = py.detach(|| self.inner.matches(&chain.hashes));
         let by_tier = Tier::ALL.into_iter().map(|tier| (tier.name(), held.blocks(tier)));
         by_tier.filter(|&(_, held)| held > 0).collect()
     }
@@ -176,8 +176,8 @@ impl Manager {
         let ready = self.fence(ready)?;
         let info = request_info(request, hints.map(Bound::get));
         let slots: Vec<_> = slots.into_iter().map(SlotId).collect();
-        let end = first.saturating_add(slots.len()).min(chain.0.len());
-        Ok(Save(py.detach(|| self.inner.save_from(info, &chain.0[..end], first, &slots, ready))))
+        let end = first.saturating_add(slots.len()).min(chain.hashes.len());
+        Ok(Save(py.detach(|| self.inner.save_from(info, &chain.hashes[..end], first, &slots, ready))))
     }
 
     /// Copies what `lease` holds into an engine's slots, which nobody else may use until it has ended. `slots` has of each
@@ -217,7 +217,7 @@ impl Manager {
         let info = request_info(request, hints.map(Bound::get));
         let named = Named::new(slots);
         let slots = named.slots();
-        let chain = &chain.0[..named.end_of_full().min(chain.0.len())];
+        let chain = &chain.hashes[..named.end_of_full().min(chain.hashes.len())];
         let save = kvbm::HybridSave { info, chain, slots: &slots, is_end, ready };
         Ok(HybridSave(py.detach(|| self.inner.save_hybrid(&save))))
     }

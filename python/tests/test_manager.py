@@ -54,6 +54,14 @@ def test_what_is_pinned_stays(manager: Manager) -> None:
     manager.finished(1, 10, for_good=True)
 
 
+def test_blocks_of_another_salt_are_others(manager: Manager) -> None:
+    salted = [Chain((bytes([1, at]) * 16 for at in range(5)), salt=salt) for salt in (b"", b"one", b"other")]
+    assert salted[0].names(0) == chain(1).names(0)
+    assert len({name for one in salted for name in one.names(0)}) == 15
+    assert manager.save_from(salted[1], 0, range(5)).wait(10.0).blocks == 5
+    assert [manager.matches(one).get("host", 0) for one in salted] == [0, 5, 0]
+
+
 def test_a_pin_ends(manager: Manager) -> None:
     save(manager, 1)
     manager.pin(manager.lease(chain(1)), 0.05)

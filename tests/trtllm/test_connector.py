@@ -114,6 +114,18 @@ def test_what_tokens_do_not_say(make):
     assert executor.loaded_tokens == 48
 
 
+def test_what_was_computed_with_an_adapter_is_found_by_the_same_engine_alone(make):
+    executor = make()
+    for adapter in (None, 1):
+        executor.generate(Request(PROMPT, lora_task_id=adapter), 2)
+    # In which the number may be that of other weights.
+    again = make()
+    again.generate(Request(PROMPT, lora_task_id=1), 2)
+    assert again.loaded_tokens == 0
+    again.generate(Request(PROMPT), 2)
+    assert again.loaded_tokens == 48
+
+
 def test_an_abort_while_it_loads(make):
     executor = make()
     executor.generate(Request(PROMPT), 2)

@@ -83,8 +83,12 @@ class Engine:
             self.stop()
         self.kill()
 
-    def generate(self, *prompts: list[int], tokens: int = 8, salt: str | None = None) -> Answer:
-        return Answer(**self._ask({"generate": list(prompts), "tokens": tokens, "salt": salt}))
+    def generate(
+        self, *prompts: list[int], tokens: int = 8, salt: str | None = None, adapter: Path | None = None
+    ) -> Answer:
+        """`adapter` is a directory of a LoRA adapter, which has its name."""
+        lora = None if adapter is None else str(adapter)
+        return Answer(**self._ask({"generate": list(prompts), "tokens": tokens, "salt": salt, "adapter": lora}))
 
     def reset(self, connector: bool = False) -> bool:
         """Makes the engine forget its own prefix cache, and with `connector` vLLM's primary tier too."""

@@ -63,7 +63,7 @@ def kvcr(place: Path, chunks: int) -> dict:
 
 
 def contenders() -> dict:
-    """`kvcr` where it is installed: pip install --no-deps kvcr==0.1.1 nixl==1.5.0 nixl-cu12==1.5.0 nixl-cu13==1.5.0"""
+    """`kvcr` where it is installed, as tests/vllm.sh does."""
     found = {"kvbm": kvbm, "fs": fs}
     return found | {"kvcr": kvcr, "kvbm_dram": kvbm_dram} if importlib.util.find_spec("kvcr") else found
 

@@ -90,6 +90,29 @@ def write_model(directory: Path, shape: str) -> None:
     model(config).to(torch.float32).save_pretrained(directory)
 
 
+def write_adapter(directory: Path, seed: int, shape: str = "tiny") -> Path:
+    """Writes a LoRA adapter of made-up weights, over one that may be there. Returns the directory."""
+    import torch
+    from safetensors.torch import save_file
+
+    rank, of = 8, SHAPES[shape]
+    width, heads = of["hidden_size"], of["num_attention_heads"]
+    keys = width // heads * of["num_key_value_heads"]
+    outputs = {"q_proj": width, "k_proj": keys, "v_proj": keys, "o_proj": width}
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(of["num_hidden_layers"]):
+        for module, rows in outputs.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(rank, width, generator=random)
+            weights[f"{name}.lora_B.weight"] = torch.randn(rows, rank, generator=random) * 0.2
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "target_modules": list(outputs)}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
 def write_tokenizer(directory: Path) -> None:
     """One token for each byte, so that any text is a prompt, and as many without a meaning as the model can say."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -4,7 +4,7 @@ The first line says how the engine is opened (the arguments of `vllm.LLM`). Ever
 
 | line | does |
 |---|---|
-| `{"generate": [[tokens], …], "tokens": n}` | runs the prompts together; returns what they said and what was scheduled |
+| `{"generate": [[tokens], …], "tokens": n}` | runs the prompts together; returns what they said and what was scheduled. May have a `salt`, and the directory of an `adapter` |
 | `{"reset": {"reset_connector": bool}}` | forgets the engine's own prefix cache |
 | `{"settle": {}}` | steps until nothing is under way, also below the engine |
 | `{"call": "module:function", "with": {…}}` | calls a function of a test with the engine |
@@ -57,6 +57,7 @@ class Engine:
 
     def __init__(self, llm):
         self.llm = llm
+        self.adapters = {}
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduled = 0
         schedule = self.core.scheduler.schedule
@@ -70,7 +71,7 @@ class Engine:
 
     def do(self, request: dict):
         if "generate" in request:
-            return self.generate(request["generate"], request.get("tokens", 1), request.get("salt"))
+            return self.generate(request["generate"], request["tokens"], request["salt"], request["adapter"])
         if "reset" in request:
             return {"done": bool(self.llm.reset_prefix_cache(**request["reset"]))}
         if "settle" in request:
@@ -78,14 +79,19 @@ class Engine:
         module, function = request["call"].split(":")
         return getattr(importlib.import_module(module), function)(self, **request.get("with", {}))
 
-    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None) -> dict:
+    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None, adapter: str | None) -> dict:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         salted = {} if salt is None else {"cache_salt": salt}
         prompts = [{"prompt_token_ids": prompt, **salted} for prompt in prompts]
+        lora = None
+        if adapter is not None:
+            number = 1 + self.adapters.setdefault(adapter, len(self.adapters))
+            lora = LoRARequest(os.path.basename(adapter), number, adapter)
         before, began = self.scheduled, time.perf_counter()
-        outputs = self.llm.generate(prompts, greedy, use_tqdm=False)
+        outputs = self.llm.generate(prompts, greedy, use_tqdm=False, lora_request=lora)
         return {
             "seconds": time.perf_counter() - began,
             "scheduled": self.scheduled - before,
@@ -113,14 +119,15 @@ class EngineApart(Engine):
 
     def __init__(self, llm):
         self.llm = llm
+        self.adapters = {}
 
     def core_process(self) -> int:
         (process,) = self.llm.llm_engine.engine_core.resources.engine_manager.processes
         return process.pid
 
-    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None) -> dict:
+    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None, adapter: str | None) -> dict:
         self.scheduled = self._computed()
-        answer = super().generate(prompts, tokens, salt)
+        answer = super().generate(prompts, tokens, salt, adapter)
         # The first token of an answer is the prompt's.
         generated = sum(len(said) - 1 for said in answer["said"])
         return answer | {"scheduled": self._computed() - self.scheduled + generated}

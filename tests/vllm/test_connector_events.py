@@ -67,6 +67,7 @@ def router():
         listening.socket.close(0)
 
 
+@pytest.mark.slow
 def test_a_router_learns_what_the_tiers_hold(model, tmp_path, router):
     tiers = host(16) | disk(tmp_path)
     with Engine(model, **connector(tiers), **router.arguments()) as engine:

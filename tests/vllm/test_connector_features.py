@@ -116,6 +116,7 @@ def test_it_serves_beside_another_connector(model, said, ours_first):
         assert (cold.said, cold.scheduled) == ([said[0]], LENGTH + 7)
 
 
+@pytest.mark.slow
 def test_a_session_keeps_nothing_under_the_name_of_what_it_took_back(model):
     """Of each chunk of a session but the last the token that was said is taken back: blocks are full of other tokens then."""
     chunks = [prompt(0, 4 * BLOCK - 1), prompt(1, 4 * BLOCK), prompt(2, 2 * BLOCK + 3)]
@@ -180,6 +181,7 @@ def test_what_steps_under_way_compute_of_a_token_that_was_taken_back_is_not_kept
     """Under asynchronous scheduling, which CPUs have not, a step is under way with the token that a session takes back."""
     from types import SimpleNamespace
 
+    from kvbm_rs.vllm.connector.adapters import Adapters
     from kvbm_rs.vllm.connector.scheduler import Scheduler, _Request
 
     def output(computed: int, scheduled: int) -> SimpleNamespace:
@@ -195,8 +197,9 @@ def test_what_steps_under_way_compute_of_a_token_that_was_taken_back_is_not_kept
 
     scheduler = Scheduler.__new__(Scheduler)
     scheduler._step, scheduler._layered, scheduler._loading = 0, [], {}
+    scheduler._adapters = Adapters(None)
     request = SimpleNamespace(num_tokens=4 * BLOCK, num_computed_tokens=4 * BLOCK)
-    known = _Request(1, request, None, None)
+    known = _Request(1, request, None, None, b"")
     scheduler._requests = {"session": known}
     # The prompt but for a block's last token; that token, which was said; and what comes in its place.
     for computed, scheduled in ((0, 2 * BLOCK - 1), (2 * BLOCK - 1, 1), (2 * BLOCK - 1, BLOCK)):
@@ -206,3 +209,49 @@ def test_what_steps_under_way_compute_of_a_token_that_was_taken_back_is_not_kept
         assert scheduler._advance(known, step)
         filled.append(known.computed // BLOCK)
     assert filled == [1, 1, 2]
+
+
+@pytest.mark.parametrize("status", ["RUNNING", "WAITING"])
+def test_a_session_that_lived_through_a_reset_is_not_kept_when_it_goes_on(status):
+    """Its blocks, and what is computed behind them, are of the weights of before."""
+    from types import SimpleNamespace
+
+    from kvbm_rs.vllm.connector.scheduler import _ALL, Scheduler, _Request
+    from vllm.v1.request import RequestStatus
+
+    hashes = [bytes([at]) * 32 for at in range(4)]
+    request = SimpleNamespace(
+        block_hashes=hashes, num_tokens=4 * BLOCK, num_computed_tokens=4 * BLOCK, status=RequestStatus[status]
+    )
+    known = _Request(1, request, None, None, b"", saved=4, computed=4 * BLOCK)
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler._config = SimpleNamespace(weights_never_change=False, block_tokens=BLOCK)
+    scheduler._publisher, scheduler._requests, scheduler._ending = None, {"session": known}, []
+    scheduler._pinning, scheduler._pinned = [], []
+    scheduler.manager = SimpleNamespace(reset=lambda: None)
+    scheduler._chain(known)
+    assert scheduler.reset()
+    # The last token of its last block is another one now.
+    request.block_hashes = [*hashes[:3], bytes(32)]
+    assert len(scheduler._chain(known)) == 4
+    assert known.saved == _ALL
+
+
+def test_images_that_vllm_only_numbers_are_not_kept():
+    """Without caches of its own vLLM names them by the order in which they came: another process's first one is another image."""
+    from types import SimpleNamespace
+
+    from kvbm_rs.vllm.connector.adapters import Adapters
+    from kvbm_rs.vllm.connector.config import _names_media
+    from kvbm_rs.vllm.connector.scheduler import Scheduler
+
+    def config(gigabytes: float, prefix_caching: bool) -> SimpleNamespace:
+        model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=gigabytes))
+        return SimpleNamespace(model_config=model, cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching))
+
+    assert [_names_media(config(*asked)) for asked in ((4, True), (4, False), (0, True), (0, False))] == [True] * 3 + [False]
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler._adapters = Adapters(None)
+    for names_media, media, salt in ((True, ["image"], b""), (False, ["image"], None), (False, [], b"")):
+        scheduler._config = SimpleNamespace(names_media=names_media)
+        assert scheduler._salt(SimpleNamespace(mm_features=media, lora_request=None)) == salt

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from kvbm_rs.errors import InvalidError
-from kvbm_rs.vllm.connector.config import _weights
+from kvbm_rs.vllm.connector.config import _dtype, _positions, _weights
 from kvbm_rs.weights import weights_at, weights_of
 
 
@@ -51,6 +51,7 @@ def test_what_is_made_of_weights_counts_too(tmp_path):
         draft = changed.pop("draft", None)
         speculative = draft and SimpleNamespace(draft_model_config=SimpleNamespace(model=str(draft), revision=None))
         model = {"model": str(tmp_path), "revision": None, "quantization": None, "hf_overrides": {}, "seed": 0}
+        model["multimodal_config"] = SimpleNamespace(mm_processor_kwargs=changed.pop("media", None))
         load = SimpleNamespace(load_format=changed.pop("load_format", "auto"), download_dir=None)
         config = SimpleNamespace(
             model_config=SimpleNamespace(**model | changed), load_config=load, speculative_config=speculative
@@ -58,9 +59,51 @@ def test_what_is_made_of_weights_counts_too(tmp_path):
         return _weights(config, named)
 
     (tmp_path / "draft").mkdir()
-    changes = [{"quantization": "fp8"}, {"hf_overrides": {"a": 1}}, {"seed": 1}, {"load_format": "dummy"}, {"draft": tmp_path / "draft"}]
+    (tmp_path / "config").mkdir()
+    changes = [
+        {"quantization": "fp8"},
+        {"quantization_config": {"ignored_layers": ["a"]}},
+        {"hf_overrides": {"a": 1}},
+        {"hf_config_path": str(tmp_path / "config")},
+        {"seed": 1},
+        {"load_format": "dummy"},
+        {"draft": tmp_path / "draft"},
+        {"media": {"max_pixels": 100}},
+    ]
     names = [named(), *(named(**change) for change in changes)]
     # Also where the weights are named.
     names += [named("mine"), *(named("mine", **change) for change in changes)]
     assert len(set(names)) == len(names)
     assert named("mine", model="owner/name") == named("mine")
+
+
+def test_how_long_prompts_may_be_counts_where_positions_go_by_it():
+    def said(architecture: str, rope: str, longest: int, fitted: int | None = None) -> str:
+        text = SimpleNamespace(rope_parameters={"rope_type": rope})
+        generates = {"generation_config": "auto", "override_generation_config": {}, "original_max_model_len": fitted}
+        return _positions(
+            SimpleNamespace(hf_text_config=text, architectures=[architecture], max_model_len=longest, **generates)
+        )
+
+    # What is left to vLLM follows from how much memory is free: of other models it must not count.
+    assert said("LlamaForCausalLM", "llama3", 4096) == said("LlamaForCausalLM", "llama3", 8192)
+    for asked in (("Phi3ForCausalLM", "longrope"), ("Llama4ForCausalLM", "llama3")):
+        assert said(*asked, 4096) != said(*asked, 8192)
+        assert said(*asked, 4096, -1) == said(*asked, 8192, -1) != said(*asked, 8192)
+
+
+def test_what_workers_make_of_the_configuration_is_not_counted():
+    """They come to it when they make the model. The scheduler, which does not, would take them for others."""
+
+    def of_rope(**rope) -> str:
+        return _positions(SimpleNamespace(hf_text_config=SimpleNamespace(rope_parameters=rope), architectures=None))
+
+    assert of_rope(rope_type="yarn", factor=40) == of_rope(rope_type="deepseek_yarn", factor=40) != of_rope(factor=20)
+
+    def of_cache(asked: str, spec: str) -> str:
+        model, cache = SimpleNamespace(dtype="bfloat16"), SimpleNamespace(cache_dtype=asked)
+        specs = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(dtype=spec))])
+        return _dtype(SimpleNamespace(model_config=model, cache_config=cache), specs)
+
+    assert of_cache("auto", "uint8") == of_cache("fp8", "uint8") != of_cache("fp8_e5m2", "uint8")
+    assert of_cache("auto", "bfloat16") != of_cache("auto", "uint8")

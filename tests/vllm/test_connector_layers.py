@@ -42,6 +42,7 @@ def test_what_lies_in_memory_is_loaded_while_the_engine_computes(model, said):
         assert is_at_rest(engine)
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_while_the_engine_computes_is_computed_again(model, said, shared_memory):
     # Nobody finds what is bad but who asks for it.
     tiers = host(64, **{"host.persist": str(shared_memory), "transfer.scrub_mib_per_second": 0})
@@ -92,5 +93,5 @@ def test_what_lies_below_memory_keeps_nobody_waiting(model, said, tmp_path):
 
 @pytest.mark.slow
 def test_layers_of_ranks_are_not_waited_for(model):
-    with pytest.raises(EngineError, match="layerwise is for one cache group and one worker"):
+    with pytest.raises(EngineError, match="layerwise is for full attention in layers that are alike, and one worker"):
         Engine(model, **connector(host(64), layerwise=True), tensor_parallel_size=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kvbm_rs.errors import InvalidError
 from kvbm_rs.vllm.connector.config import Group, _groups, _keeps_all, _layout, _order
-from kvbm_rs.vllm.connector.tensors import adopt, block_dimension, parts_of
+from kvbm_rs.vllm.connector.tensors import adopt, block_dimension, by_blocks, parts_of
 
 LAYERS, BLOCKS, HEADS, TOKENS, NUMBERS = 3, 7, 4, 16, 64
 # Bytes of a layer's block.
@@ -30,6 +30,41 @@ def test_a_block_is_a_piece_of_each_layer_in_any_order_of_its_numbers(order):
         assert (base, stride, piece) == (tensor.data_ptr(), tensor.stride(0) * 2, PIECE)
     # Where blocks come first, all of a block lies together.
     assert (stride == LAYERS * PIECE) == order.startswith("B")
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
+def test_a_block_that_kernels_take_in_parts_is_one_block_if_their_size_does_not_order_it(layout):
+    """As vLLM shows it to a backend that has no kernel for so many tokens, such as FlashInfer's for more than 64."""
+    from vllm.config import VllmConfig
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, create_kv_cache_views
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=NUMBERS, dtype=torch.bfloat16)
+    config = VllmConfig()
+    config.cache_config.kv_cache_layout = layout
+    groups = kv_cache_utils.get_kv_cache_groups(config, {"a": spec, "b": spec})
+    cache = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, 1 << 22)
+    (group,) = _groups(cache)
+    tensors = {}
+    for tensor in cache.kv_cache_tensors:
+        raw = torch.arange(tensor.size, dtype=torch.int64).to(torch.int8)
+        views = create_kv_cache_views(
+            raw, spec, cache.num_blocks, KVCacheLayout[layout], tensor, kernel_block_size=TOKENS // 2
+        )
+        tensors.update(zip(tensor.layers, views))
+    shown = [tensors[name] for name in group.layers]
+    assert all(tensor.shape[0] == 2 * cache.num_blocks for tensor in shown)
+    if layout == "LBHNC":
+        with pytest.raises(InvalidError, match="set VLLM_KV_CACHE_LAYOUT to LBNHC, or --block-size to 8"):
+            by_blocks(shown[0], cache.num_blocks)
+        return
+    blocks = [by_blocks(tensor, cache.num_blocks) for tensor in shown]
+    adopt(blocks, cache.num_blocks, group.layer_bytes, group.shares)
+    for whole, parts in zip(blocks, shown):
+        # All of a block, and nothing of another one.
+        whole.select(block_dimension(whole, cache.num_blocks), 3).zero_()
+        assert (parts[6:8] == 0).all() and (parts[5] != 0).any() and (parts[8] != 0).any()
 
 
 @pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])

@@ -9,7 +9,7 @@ from vllm.v1.kv_hints.protocol import KvHintAction, KvHintsEnvelope
 from kvbm_rs import Hints
 from kvbm_rs.vllm.connector.hints import Asked, Limits, asked_by
 
-LIMITS = Limits(output_tokens=4096, can_prefetch=True, is_hybrid=False)
+LIMITS = Limits(output_tokens=4096, can_prefetch=True, why_not_held="")
 
 
 def ask(said=None, *actions: KvHintAction, limits: Limits = LIMITS) -> Asked:
@@ -70,7 +70,7 @@ def test_what_is_wrong_is_refused_and_takes_nothing_else_along(name: str, value:
 
 
 def test_no_prefetch_without_tiers_for_it() -> None:
-    asked = ask({"prefetch": True}, limits=Limits(output_tokens=1, can_prefetch=False, is_hybrid=False))
+    asked = ask({"prefetch": True}, limits=Limits(output_tokens=1, can_prefetch=False, why_not_held=""))
     assert not asked.prefetch
     assert "host.capacity" in asked.answers()["kvbm"]["hints"]["prefetch"]["why"]
 

@@ -47,6 +47,7 @@ def test_what_an_old_version_does_not_show_is_refused(monkeypatch: pytest.Monkey
         versions.check_shows_tables("layerwise", "0.29.0")
 
 
+@pytest.mark.slow
 def test_a_connector_that_is_shown_the_pool_alone_keeps_what_ends(model: Path, said: list[list[int]]) -> None:
     """As vLLM 0.29 has it, without tables of requests that run: blocks are saved when their request ends."""
     arguments = connector(host(64))

@@ -28,9 +28,10 @@ def weights_at(model: str, revision: str | None, cache: str | None = None) -> st
     return f"commit {commit}" if commit else weights_of(model, cache)
 
 
-def digest_of_files(place: Path) -> str:
+def digest_of_files(place: Path, pattern: str = "**/*") -> str:
+    """Of names, sizes and times: of a file, or of those of a directory that `pattern` says."""
     digest = hashlib.sha256()
-    for path in [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file()):
+    for path in [place] if place.is_file() else sorted(path for path in place.glob(pattern) if path.is_file()):
         stat = path.stat()
         digest.update(f"{path.relative_to(place)}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
     return digest.hexdigest()

@@ -20,8 +20,9 @@ use object_store::{
 
 use crate::clock;
 
-/// Directories vanish with their last file, possibly between our making one and a file in it.
-const MAX_ATTEMPTS: u32 = 16;
+/// Directories vanish with their last file, possibly between our making one and a file in it; on a busy machine many
+/// times in a row.
+const MAX_ATTEMPTS: u32 = 256;
 
 /// Ends names that [`LocalFileSystem`] takes for no object.
 pub(super) const STAGED: &str = "#1";

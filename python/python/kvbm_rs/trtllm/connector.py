@@ -9,6 +9,7 @@ that does not come, the engine is stopped by an error rather than served wrong b
 
 import itertools
 import logging
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,8 @@ class KvbmScheduler(KvCacheConnectorScheduler):
         self._engine = engine_of(llm_args)
         self._requests: dict[int, _Request] = {}
         self._numbers = itertools.count(1)
+        # Tells this engine from all others.
+        self._engine_id = os.urandom(16)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         known = self._arrive(request)
@@ -90,7 +93,8 @@ class KvbmScheduler(KvCacheConnectorScheduler):
         if not is_known_by_tokens(request):
             return None
         tokens = list(request.get_tokens(0))
-        known = _Request(next(self._numbers), Names(request, self._engine.block_tokens), prompt=len(tokens))
+        names = Names(request, self._engine.block_tokens, self._engine_id)
+        known = _Request(next(self._numbers), names, prompt=len(tokens))
         known.names.extend(tokens)
         self._requests[request.request_id] = known
         return known

@@ -14,11 +14,15 @@ from kvbm_rs import Chain
 class Names:
     """A request's chain, which grows with its tokens: SHA-256 over the name before and the tokens."""
 
-    def __init__(self, request: Any, block_tokens: int) -> None:
+    def __init__(self, request: Any, block_tokens: int, engine: bytes) -> None:
+        """`engine` tells this one from all others."""
         self.chain = Chain()
         self._block_tokens = block_tokens
         # What its KV depends on besides tokens: nobody else is served with it.
         depends = [getattr(request, name, None) for name in ("lora_task_id", "cache_salt_id", "cache_salt")]
+        if depends[0] is not None:
+            # Programs number adapters, the next one otherwise: what is computed with one is found by this engine alone.
+            depends.append(engine)
         self._last = hashlib.sha256(repr(depends).encode()).digest()
 
     def extend(self, tokens: Sequence[int]) -> None:

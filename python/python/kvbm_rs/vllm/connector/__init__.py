@@ -6,6 +6,7 @@ several each worker is a rank that copies its slice.
 
 | module | holds |
 |---|---|
+| `adapters` | which weights a LoRA adapter has |
 | `config` | what `kv_connector_extra_config` may say, and what the bytes of blocks depend on |
 | `tensors` | where the pieces of a block lie in the KV tensors |
 | `events` | what comes to the tiers and leaves them, as vLLM's KV events |

@@ -100,7 +100,12 @@ class Config:
         self.settings = Settings.from_environment(
             {**extra.get("settings", {}), "block_bytes": self.groups[0].block_bytes}
         )
-        self.fingerprint = _fingerprint(vllm_config, self, extra.get("weights"))
+        lora = vllm_config.lora_config
+        # How adapters are used: of what type their weights are made, and for which layers.
+        self.adapter_options = lora and lora.compute_hash()
+        self.names_media = _names_media(vllm_config)
+        dtype = _dtype(vllm_config, kv_cache_config)
+        self.fingerprint = _fingerprint(vllm_config, self, dtype, extra.get("weights"))
 
     def others(self, memories: list[EngineMemory]) -> list[CacheGroup]:
         """The groups beside the first, with the memory of each."""
@@ -160,9 +165,14 @@ def _pages(cache: "KVCacheConfig") -> dict[str, int]:
     return {name: min(tensor.layer_stride, tensor.block_stride) for tensor in tensors for name in tensor.layers}
 
 
-def _keeps_all(spec: "KVCacheGroupSpec") -> bool:
-    kept = spec.kv_cache_spec
-    return isinstance(kept.first_spec if isinstance(kept, UniformTypeKVCacheSpecs) else kept, FullAttentionSpec)
+def _spec(group: "KVCacheGroupSpec") -> Any:
+    """That of one layer of the group."""
+    kept = group.kv_cache_spec
+    return kept.first_spec if isinstance(kept, UniformTypeKVCacheSpecs) else kept
+
+
+def _keeps_all(group: "KVCacheGroupSpec") -> bool:
+    return isinstance(_spec(group), FullAttentionSpec)
 
 
 def _window(spec: "KVCacheGroupSpec") -> int:
@@ -195,10 +205,20 @@ def _check_layerwise(config: Config, vllm_config: "VllmConfig") -> None:
     raise InvalidError(f"kv_connector_extra_config: layerwise {wanted}")
 
 
-def _fingerprint(vllm_config: "VllmConfig", config: Config, weights: str | None) -> dict[str, Any]:
+def _dtype(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str:
+    """Of the model's numbers, and of those in its cache. Workers set `cache_dtype` when they make the model, and the scheduler does not
+    hear of it: both find the same in the specs, but for which form of FP8 it is."""
+    said = [str(vllm_config.model_config.dtype)]
+    for group in kv_cache_config.kv_cache_groups:
+        spec = _spec(group)
+        said += (str(getattr(spec, name, None)) for name in ("dtype", "kv_quant_mode", "cache_dtype_str"))
+    said += ["e5m2"] if "e5m2" in vllm_config.cache_config.cache_dtype else []
+    return " ".join(said)
+
+
+def _fingerprint(vllm_config: "VllmConfig", config: Config, dtype: str, weights: str | None) -> dict[str, Any]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     algorithm = cache.prefix_caching_hash_algo
-    dtype = cache.cache_dtype if cache.cache_dtype != "auto" else str(model.dtype)
     order = _order(vllm_config)
     return {
         "model": str(model.model),
@@ -207,7 +227,7 @@ def _fingerprint(vllm_config: "VllmConfig", config: Config, weights: str | None)
         "layouts": [_layout(group, order) for group in config.groups],
         "tensor_world": config.world,
         "block_tokens": config.block_tokens,
-        "rope_scaling": repr(getattr(model.hf_text_config, "rope_parameters", None)),
+        "rope_scaling": _positions(model),
         "engine": "vllm",
         "engine_version": vllm.__version__,
         "hash_algorithm": algorithm,
@@ -230,11 +250,55 @@ def _order(vllm_config: "VllmConfig") -> str:
     layout = versions.kv_cache_layout(vllm_config)
     attention = getattr(vllm_config, "attention_config", None)
     backend = getattr(attention, "backend", None)
+    # By kind of layer, which not every version of vLLM has.
+    kinds = getattr(attention, "backend_per_kind", None)
     if current_platform.is_cpu():
         processor = platform.machine() + (" amx" if torch.cpu._is_amx_tile_supported() else "")
     else:
         processor = current_platform.get_device_capability()
-    return f"{layout} {backend or 'auto'} {current_platform.device_type} {processor}"
+    backends = f"{backend or 'auto'}{sorted(kinds.items()) if kinds else ''}"
+    return f"{layout} {backends} {current_platform.device_type} {processor}"
+
+
+def _positions(model: Any) -> str:
+    """What keys are rotated and scaled by."""
+    rope, architectures = getattr(model.hf_text_config, "rope_parameters", None), model.architectures or []
+    said = repr(_unmade(rope))
+    if "longrope" in repr(rope) or any(name.startswith("Llama4") for name in architectures):
+        # These go by how long the engine lets prompts be; and Llama 4 by how it is to generate. Where vLLM makes them fit the
+        # memory that is free, that comes after.
+        is_fitted = getattr(model, "original_max_model_len", None) == -1
+        longest = "what fits" if is_fitted else model.max_model_len
+        said += f" up to {longest} {model.generation_config} {model.override_generation_config!r}"
+    return said
+
+
+def _unmade(rope: Any) -> Any:
+    """Without the kind, which some models replace when they are made: by workers, and not by the scheduler. Files of the model
+    that name another kind are other weights."""
+    if not isinstance(rope, dict):
+        return rope
+    return {name: _unmade(value) for name, value in sorted(rope.items()) if name not in ("type", "rope_type")}
+
+
+# Settings of vLLM's model that say what is made of its weights, and of images, videos and sounds before they are its input.
+_LOADED_BY = ("quantization", "quantization_config", "config_format", "model_impl", "model_class_overrides", "code_revision")
+_MEDIA_READ_BY = (
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+
+
+def _names_media(vllm_config: "VllmConfig") -> bool:
+    """Whether vLLM names images, videos and sounds by what they are. Without caches of its own it numbers them, from 1 in each
+    process."""
+    media = vllm_config.model_config.multimodal_config
+    return media is None or media.mm_processor_cache_gb > 0 or vllm_config.cache_config.enable_prefix_caching
 
 
 def _weights(vllm_config: "VllmConfig", named: str | None) -> str:
@@ -246,12 +310,17 @@ def _weights(vllm_config: "VllmConfig", named: str | None) -> str:
     cache = vllm_config.load_config.download_dir
     parts = [
         named or weights_at(str(model.model), model.revision, cache),
-        f"quantization {model.quantization}",
+        *(f"{name} {getattr(model, name, None)!r}" for name in _LOADED_BY),
         f"overrides {overrides!r}",
         f"loaded {vllm_config.load_config.load_format}",
         # Weights that are made up are made of the seed.
         f"seed {model.seed}",
     ]
+    if getattr(model, "hf_config_path", None):
+        revision = getattr(model, "_hf_config_revision", None) or model.revision
+        parts.append(f"configured by {model.hf_config_path} {named or weights_at(str(model.hf_config_path), revision, cache)}")
+    if model.multimodal_config is not None:
+        parts += (f"{name} {getattr(model.multimodal_config, name, None)!r}" for name in _MEDIA_READ_BY)
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None and str(draft.model) != str(model.model):
         parts.append(f"draft {draft.model} {named or weights_at(str(draft.model), draft.revision, cache)}")

@@ -29,8 +29,6 @@ _ACTION, _ACTION_VERSION = "kvbm.hints", "1.0"
 
 _MAX_PIN_SECONDS = 3600.0
 
-_NOT_HYBRID = "it is for models of one cache group, and this one has several"
-
 Answer = dict[str, Any]
 
 
@@ -43,8 +41,8 @@ class Limits:
     """What the engine and its tiers have room for."""
 
     output_tokens: int
-    # Of a hybrid model only full attention could be pinned or brought up, which is of no use without the windows.
-    is_hybrid: bool
+    # Why nothing is pinned or brought up; empty: it is.
+    why_not_held: str
     # Whether there are a host tier, and a tier below it.
     can_prefetch: bool
 
@@ -163,14 +161,14 @@ def _truth(value: Any, limits: Limits) -> bool:
 def _prefetch(value: Any, limits: Limits) -> bool:
     if _truth(value, limits) and not limits.can_prefetch:
         raise _Refused("it takes memory (host.capacity) and a tier below it")
-    if limits.is_hybrid:
-        raise _Refused(_NOT_HYBRID)
+    if limits.why_not_held:
+        raise _Refused(limits.why_not_held)
     return value
 
 
 def _seconds(value: Any, limits: Limits) -> float:
-    if limits.is_hybrid:
-        raise _Refused(_NOT_HYBRID)
+    if limits.why_not_held:
+        raise _Refused(limits.why_not_held)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise _Refused(f"it is a time in seconds, not {value!r:.80}")
     return min(value, _MAX_PIN_SECONDS)

@@ -4,7 +4,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -21,6 +21,7 @@ from kvbm_rs import (
 )
 from kvbm_rs._native import vllm_request_numbers
 from kvbm_rs.errors import KvbmError
+from kvbm_rs.vllm.connector.adapters import Adapters
 from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.events import Publisher
 from kvbm_rs.vllm.connector.hints import Asked, Limits, asked_by
@@ -50,8 +51,13 @@ _IDLE_WAIT = 0.002
 # One block of so many may be pinned: what is pinned makes no room.
 _MAX_PINNED_SHARE = 4
 
-# More blocks than any request has: of one that is not saved any more.
+# More blocks than any request has: of one that is not saved, or not any more.
 _ALL = 1 << 62
+
+# Why a request's blocks are neither pinned nor brought up. Of a hybrid model only full attention could be, which is of no use
+# without the windows.
+_NOT_HYBRID = "it is for models of one cache group, and this one has several"
+_NOT_KEPT = "it is not known what its blocks are computed from, so they are not kept"
 
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
@@ -64,7 +70,9 @@ class _Request:
     request: "Request"
     asked: Asked
     hints: Hints | None
-    chain: Chain = field(default_factory=Chain)
+    # What sets its blocks apart from others that vLLM names alike. `None`: that is not known, so it is neither served nor kept.
+    salt: bytes | None
+    chain: Chain = field(init=False)
     # The engine's name of the chain's last block.
     last: "BlockHash | None" = None
     # It was looked up, and counted.
@@ -80,6 +88,17 @@ class _Request:
     # Steps that are under way, each with the leading tokens whose keys and values are there when it has ended.
     steps: deque[tuple[int, int]] = field(default_factory=deque)
     computed: int = 0
+
+    def __post_init__(self) -> None:
+        self.forget_chain()
+        if self.salt is None:
+            self.keep_nothing()
+
+    def keep_nothing(self) -> None:
+        self.salt, self.saved = None, _ALL
+
+    def forget_chain(self) -> None:
+        self.chain = Chain(salt=self.salt or b"")
 
 
 # The blocks of a cache group from a position of the chain on.
@@ -139,6 +158,7 @@ class Scheduler:
         # A checkpoint of a window keeps what came after the one of the grid before it.
         self._grid = int(config.settings["hybrid.checkpoint_blocks"])
         self._reader = Reader(self.manager)
+        self._adapters = Adapters(config.adapter_options)
         self._publisher = None
         if config.publishes:
             self._publisher = Publisher(self.manager, config.block_tokens, config.groups[0].index)
@@ -153,7 +173,7 @@ class Scheduler:
         self._pinned: list[tuple[float, int]] = []
         tiers = self.manager.occupancy()
         can_prefetch = "host" in tiers and len(tiers) > 1
-        self._limits = Limits(config.max_tokens, config.is_hybrid, can_prefetch)
+        self._limits = Limits(config.max_tokens, _NOT_HYBRID if config.is_hybrid else "", can_prefetch)
         self._max_pinned = min(slots for slots, _ in tiers.values()) // _MAX_PINNED_SHARE
         self._step = 0
         self._pool: BlockPool | None = None
@@ -193,7 +213,7 @@ class Scheduler:
         This is also where a chain's use is noted, so it happens for requests that need nothing from below as well.
         """
         known = self._known(request)
-        if known.has_failed:
+        if known.has_failed or not self._still_has_its_salt(known):
             return 0, False
         # The last token is always computed: it gives the next one.
         most = (request.num_tokens - 1) // self._config.block_tokens
@@ -268,6 +288,7 @@ class Scheduler:
     def step(self, output: Any) -> Ended:
         """Begins a step: notes what it computes, and tells the workers which loads have ended."""
         self._step += 1
+        self._adapters.look_again()
         for name in output.preempted_req_ids or ():
             if name in self._requests:
                 # Its blocks are not its own any more.
@@ -326,6 +347,7 @@ class Scheduler:
 
     def stepped(self, stepped: Stepped | None) -> None:
         """A step has ended, with those before it: saves what it filled."""
+        self._adapters.look_again()
         if stepped is not None:
             self._take_back(stepped)
             for known in self._requests.values():
@@ -396,6 +418,8 @@ class Scheduler:
         return stretches
 
     def _start(self, known: _Request, stretches: list[_Stretch], is_end: bool) -> None:
+        if not self._still_has_its_salt(known):
+            return
         first, full = stretches[0]
         known.saved = first + len(full)
         if is_end:
@@ -476,6 +500,9 @@ class Scheduler:
         return known.asked.answers()
 
     def _ask_pin(self, known: _Request, blocks: int) -> None:
+        if known.salt is None:
+            known.asked.clip_pin(f"none of its {blocks} blocks: {_NOT_KEPT}")
+            return
         now = time.monotonic()
         self._pinned = [(until, pinned) for until, pinned in self._pinned if until > now]
         pinned = sum(pinned for _, pinned in self._pinned)
@@ -494,10 +521,12 @@ class Scheduler:
         still = []
         for pinning in self._pinning:
             known = pinning.known
+            if known.salt is None:
+                continue
             if known.number in busy:
                 still.append(pinning)
                 continue
-            chain = Chain(known.request.block_hashes[: pinning.blocks])
+            chain = Chain(known.request.block_hashes[: pinning.blocks], salt=known.salt)
             try:
                 self.manager.pin(self.manager.lease(chain), known.asked.pin_seconds)
             except KvbmError:
@@ -526,8 +555,10 @@ class Scheduler:
         # What was computed with the weights of before must not come into the new epoch.
         for known in self._requests.values():
             known.lease = None
-            begins_anew = known.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            known.saved = 0 if begins_anew else _ALL
+            # One whose load has ended, or a session, waits too.
+            waits = known.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            begins_anew = waits and not known.request.num_computed_tokens
+            known.saved = 0 if begins_anew and known.salt is not None else _ALL
         for ending in self._ending:
             self._let_go(ending)
         self._ending = []
@@ -544,8 +575,10 @@ class Scheduler:
         hashes, first = known.request.block_hashes, len(known.chain)
         if first and (first > len(hashes) or hashes[first - 1] != known.last):
             # A session goes on without the last token that was said: no block that was computed has it.
-            known.chain, first = Chain(), 0
-            known.saved = min(known.saved, known.computed // self._config.block_tokens)
+            known.forget_chain()
+            first = 0
+            if known.saved != _ALL:
+                known.saved = min(known.saved, known.computed // self._config.block_tokens)
         known.chain.extend(hashes[first:])
         known.last = hashes[-1] if hashes else None
         if self._publisher and len(known.chain) > first:
@@ -555,10 +588,23 @@ class Scheduler:
     def _known(self, request: "Request") -> _Request:
         known = self._requests.get(request.request_id)
         if known is None:
-            asked = asked_by(request, self._limits)
-            known = _Request(self._number(request.request_id), request, asked, asked.for_manager())
+            number, salt = self._number(request.request_id), self._salt(request)
+            limits = self._limits if salt is not None else replace(self._limits, why_not_held=_NOT_KEPT)
+            asked = asked_by(request, limits)
+            known = _Request(number, request, asked, asked.for_manager(), salt)
             self._requests[request.request_id] = known
         return known
+
+    def _salt(self, request: "Request") -> bytes | None:
+        if request.mm_features and not self._config.names_media:
+            return None
+        return self._adapters.salt(request.lora_request)
+
+    def _still_has_its_salt(self, known: _Request) -> bool:
+        """Whether its blocks still have the names that they had when it came. If not, it keeps nothing from here on."""
+        if known.salt is not None and self._salt(known.request) != known.salt:
+            known.keep_nothing()
+        return known.salt is not None
 
     def _number(self, request_id: str) -> int:
         """That of the id which the client has, unless another request that lives has the same one."""

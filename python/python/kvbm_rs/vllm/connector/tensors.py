@@ -30,6 +30,25 @@ def adopt(tensors: list["torch.Tensor"], slots: int, layer_bytes: tuple[int, ...
     return EngineMemory(slots, shares, list(itertools.chain(*by_layer)), owner=tensors, device=ordinal)
 
 
+def by_blocks(tensor: "torch.Tensor", slots: int) -> "torch.Tensor":
+    """The same memory, counted in blocks. For kernels that take fewer tokens at a time vLLM counts in parts of blocks, as many of
+    each.
+
+    Not where heads come before tokens: how many tokens a kernel takes is nowhere told, and bytes lie by it.
+    """
+    parts, rest = divmod(tensor.shape[0], slots)
+    if rest or parts < 2 or tensor.dim() != 4:
+        return tensor
+    _, heads, tokens, _ = tensor.shape
+    _, of_head, of_token, _ = tensor.stride()
+    if heads > 1 and of_head > of_token:
+        raise InvalidError(
+            f"vLLM's attention takes a block in {parts} parts, with heads before tokens: set VLLM_KV_CACHE_LAYOUT to LBNHC, or "
+            f"--block-size to {tokens}"
+        )
+    return tensor.unflatten(0, (slots, parts))
+
+
 def parts_of(tensor: "torch.Tensor", slots: int) -> list[Part]:
     """The pieces of a layer's block: address, bytes from slot to slot, and bytes of a piece.
 

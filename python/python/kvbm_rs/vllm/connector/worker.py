@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from kvbm_rs import EngineMemory, HybridLease, HybridLoad, Manager, Rank
 from kvbm_rs.errors import KvbmError
 from kvbm_rs.vllm.connector.config import Config
-from kvbm_rs.vllm.connector.tensors import adopt, block_dimension
+from kvbm_rs.vllm.connector.tensors import adopt, block_dimension, by_blocks
 from kvbm_rs.vllm.versions import KVConnectorTransferResults
 
 if TYPE_CHECKING:
@@ -106,7 +106,9 @@ class Worker:
 
     def adopt(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         config = self._config
-        self._tensors = [[kv_caches[name] for name in group.layers] for group in config.groups]
+        self._tensors = [
+            [by_blocks(kv_caches[name], config.slots) for name in group.layers] for group in config.groups
+        ]
         memories = [
             adopt(tensors, config.slots, group.layer_bytes, group.shares)
             for tensors, group in zip(self._tensors, config.groups)
