@@ -38,6 +38,8 @@ fn settings() -> Settings {
         Settings { block_bytes: Some(BLOCK as u64), eviction: EvictionPolicy::Lru, ..Settings::default() };
     settings.host.capacity = Some(Capacity::Blocks(64));
     settings.host.huge_pages = false;
+    // What a test does to the next read is meant for its own.
+    settings.transfer.scrub_mib_per_second = 0;
     settings
 }
 
