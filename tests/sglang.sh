@@ -23,8 +23,8 @@ install() {
     [[ -x $python ]] || python3 -m venv "$venv"
     "$python" -c 'import sglang, pytest' 2>/dev/null && "$python" -m maturin --version >/dev/null 2>&1 && return
     "$python" -m pip install --quiet uv &&
-        "$python" -m uv pip install --quiet --python "$python" -r tests/sglang/requirements.txt pytest 'maturin>=1.9.4,<2' &&
-        "$python" -m uv pip install --quiet --python "$python" --no-deps sglang==0.5.23
+        "$python" -m uv pip install --quiet --compile-bytecode --python "$python" -r tests/sglang/requirements.txt pytest 'maturin>=1.9.4,<2' &&
+        "$python" -m uv pip install --quiet --compile-bytecode --python "$python" --no-deps sglang==0.5.23
 }
 
 say 'an environment with SGLang 0.5.23'

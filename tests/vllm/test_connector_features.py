@@ -116,7 +116,6 @@ def test_it_serves_beside_another_connector(model, said, ours_first):
         assert (cold.said, cold.scheduled) == ([said[0]], LENGTH + 7)
 
 
-@pytest.mark.slow
 def test_a_session_keeps_nothing_under_the_name_of_what_it_took_back(model):
     """Of each chunk of a session but the last the token that was said is taken back: blocks are full of other tokens then."""
     chunks = [prompt(0, 4 * BLOCK - 1), prompt(1, 4 * BLOCK), prompt(2, 2 * BLOCK + 3)]

@@ -137,7 +137,6 @@ def test_a_process_that_was_killed_leaves_its_blocks_to_the_next(hybrid, said, t
             assert is_at_rest(engine)
 
 
-@pytest.mark.slow
 def test_bytes_that_changed_are_computed_again(hybrid, said, tmp_path):
     with Engine(hybrid, **connector(disk(tmp_path))) as engine:
         engine.generate(prompt(0, LENGTH))

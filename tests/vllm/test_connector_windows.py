@@ -19,7 +19,6 @@ def said(windowed) -> list[list[int]]:
         return [engine.generate(prompt(number, LENGTH), tokens=3 * BLOCK).said[0] for number in range(4)]
 
 
-@pytest.mark.slow
 def test_blocks_that_a_window_left_are_not_loaded(windowed, said):
     with Engine(windowed, **connector(host(256))) as engine:
         for number in range(4):
