@@ -172,7 +172,7 @@ def _hashes(engine, prompt) -> list[bytes]:
 
     connector.get_num_new_matched_tokens = noted
     try:
-        engine.generate([prompt], 1, None)
+        engine.generate([prompt], 1)
     finally:
         del connector.get_num_new_matched_tokens
     assert engine.settle() and engine.llm.reset_prefix_cache()

@@ -79,7 +79,9 @@ class Engine:
         module, function = request["call"].split(":")
         return getattr(importlib.import_module(module), function)(self, **request.get("with", {}))
 
-    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None, adapter: str | None) -> dict:
+    def generate(
+        self, prompts: list[list[int]], tokens: int, salt: str | None = None, adapter: str | None = None
+    ) -> dict:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -125,7 +127,9 @@ class EngineApart(Engine):
         (process,) = self.llm.llm_engine.engine_core.resources.engine_manager.processes
         return process.pid
 
-    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None, adapter: str | None) -> dict:
+    def generate(
+        self, prompts: list[list[int]], tokens: int, salt: str | None = None, adapter: str | None = None
+    ) -> dict:
         self.scheduled = self._computed()
         answer = super().generate(prompts, tokens, salt, adapter)
         # The first token of an answer is the prompt's.

@@ -31,6 +31,11 @@ def test_what_the_engine_forgot_comes_from_below(model, said):
         assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
         assert is_at_rest(engine)
 
+        # What the figures ask of a load can be asked, and nothing is wrong after it.
+        assert engine.reset()
+        assert len(probe(engine, "load_times", prompt=prompt(0, LENGTH), rounds=2)["ratios"]) == 2
+        assert engine.generate(prompt(0, LENGTH)).said == [said[0]]
+
 
 @pytest.mark.slow
 def test_generated_tokens_are_kept_unless_told_not_to(model):
