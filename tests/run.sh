@@ -29,7 +29,7 @@ durability    |  40 |  40 | none | what outlives a process
 embedding     | 464 | 172 | none | engines that embed kvbm
 backends      | 229 | 137 | none | transfer backends
 operators     | 165 |  85 | none | what operators look at
-vllm          | 1050 | 950 | none | vLLM, the real engine
+vllm          | 600 | 540 | none | vLLM, the real engine
 sglang        | 300 | 150 | none | SGLang, and TensorRT-LLM by a stand-in
 '
 
