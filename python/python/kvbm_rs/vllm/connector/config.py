@@ -263,7 +263,7 @@ def _order(vllm_config: "VllmConfig") -> str:
 def _positions(model: Any) -> str:
     """What keys are rotated and scaled by."""
     rope, architectures = getattr(model.hf_text_config, "rope_parameters", None), model.architectures or []
-    said = repr(_unmade(rope))
+    said = repr(_without_kind(rope))
     if "longrope" in repr(rope) or any(name.startswith("Llama4") for name in architectures):
         # These go by how long the engine lets prompts be; and Llama 4 by how it is to generate. Where vLLM makes them fit the
         # memory that is free, that comes after.
@@ -273,12 +273,12 @@ def _positions(model: Any) -> str:
     return said
 
 
-def _unmade(rope: Any) -> Any:
-    """Without the kind, which some models replace when they are made: by workers, and not by the scheduler. Files of the model
-    that name another kind are other weights."""
+def _without_kind(rope: Any) -> Any:
+    """Some models replace the kind when they are made: by workers, and not by the scheduler. Files of the model that name another
+    kind are other weights."""
     if not isinstance(rope, dict):
         return rope
-    return {name: _unmade(value) for name, value in sorted(rope.items()) if name not in ("type", "rope_type")}
+    return {name: _without_kind(value) for name, value in sorted(rope.items()) if name not in ("type", "rope_type")}
 
 
 # Settings of vLLM's model that say what is made of its weights, and of images, videos and sounds before they are its input.
