@@ -215,19 +215,18 @@ impl World {
         chains.flat_map(keys).collect()
     }
 
-    /// A block, and all that may hang on it.
+    /// A block, and all that hangs on it.
     fn below(&self, key: BlockKey) -> HashSet<BlockKey> {
-        let mut below = HashSet::new();
-        for n in 0..CHAINS {
-            let hashes = self.scale.chain(n);
-            let chain = self.table.enter(Chain::from(&hashes));
-            below.extend((0..chain.len()).map(|at| chain.key(at)).skip_while(|&other| other != key));
+        let mut found: Vec<_> = self.table.find(key).into_iter().collect();
+        let mut looked_at = 0;
+        while let Some(&above) = found.get(looked_at) {
+            found.extend(self.table.records.children(above));
+            looked_at += 1;
         }
-        below
+        found.into_iter().map(|record| self.table.records.at(record).key()).collect()
     }
 
-    /// What tiers have now of some names, or may get by copies that are planned, is never found again: but for copies of
-    /// what an engine computed of a block behind one that is wrong, if it hangs on another by the time.
+    /// What tiers have now of some names is never found again.
     fn kill(&mut self, is_one: impl Fn(BlockKey) -> bool) {
         let mut dying = Vec::new();
         for (_, record) in self.table.records.live().filter(|(_, record)| is_one(record.key())) {
@@ -275,7 +274,7 @@ impl World {
         let pins = self.lease(n, &hashes);
         let chain = self.table.enter(Chain::from(&hashes));
         let end = first.saturating_add(blocks).min(hashes.len());
-        let slot = |at: usize| SlotId(self.next_slot + at as u32);
+        let slot = |at: usize| SlotId(self.next_slot + 1 + at as u32);
         let wanted: Vec<_> = (first..end).map(|at| (chain.key(at), slot(at))).collect();
         self.next_slot += hashes.len() as u32;
         let into = |&(_, slot): &(BlockKey, SlotId)| SlotRef { tier: Tier::Device, slot, generation: 0 };
