@@ -450,7 +450,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     #[test]
     fn what_was_dropped_in_steps_is_in_no_tier(steps in prop::collection::vec(step(), 1..80)) {
