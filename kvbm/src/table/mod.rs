@@ -176,7 +176,7 @@ impl Table {
         }
     }
 
-    /// Has plans go in other steps than by default: tests have others come between any two of them.
+    /// Has plans and drops go in other steps than by default: tests have others come between any two of them.
     #[must_use]
     pub fn in_steps(self, steps: Steps) -> Self {
         Self { steps, ..self }

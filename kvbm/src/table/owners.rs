@@ -9,7 +9,6 @@ use kvbm_tiers::{Owner, SlotId, Tier};
 
 use super::Table;
 use super::index::RecordId;
-use super::quarantine::MAX_DROPPED;
 use super::tier_set::TierSet;
 use super::transfers::TransferCursor;
 use crate::task::Defect;
@@ -183,7 +182,7 @@ impl Table {
         let mut dropped = 0;
         for (record, key) in topmost {
             for tier in Tier::ALL.into_iter().filter(|&tier| self.has(tier)).collect::<Vec<_>>() {
-                if dropped >= MAX_DROPPED || self.is_dropping() {
+                if dropped >= self.steps.dropped || self.is_dropping() {
                     return Some(record.0);
                 }
                 dropped += self.quarantine_resident(tier, key, Defect::Forgotten);

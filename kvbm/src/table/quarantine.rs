@@ -35,8 +35,6 @@ struct Dropping {
     at: BlockKey,
 }
 
-/// Blocks dropped in one step: some 200 µs.
-pub(super) const MAX_DROPPED: usize = 256;
 /// Slots of a lost directory looked at in one step.
 const LOOKED_AT: usize = 2_048;
 /// Blocks passed in one step on the way down to a leaf.
@@ -125,7 +123,8 @@ impl Table {
     /// they are too many for one step: then no match finds them, and [`drop_more`](Self::drop_more) goes on.
     pub fn quarantine(&mut self, key: BlockKey, found: SlotRef, defect: Defect) -> usize {
         let Some(bad) = self.resident_in(key, found) else { return 0 };
-        if self.count_from(found.tier, bad, MAX_DROPPED) <= MAX_DROPPED {
+        let most = self.steps.dropped;
+        if self.count_from(found.tier, bad, most) <= most {
             return self.drop_from(found.tier, bad, defect);
         }
         // Several readers of the block may find it bad, one after another.
@@ -247,7 +246,7 @@ impl Table {
         let Some(mut lost) = self.quarantines.lost.pop() else { return false };
         let (mut dropped, shards) = (0, self.tier(lost.tier).pool.shards() as u32);
         for _ in 0..LOOKED_AT {
-            if dropped >= MAX_DROPPED || self.is_dropping() {
+            if dropped >= self.steps.dropped || self.is_dropping() {
                 break;
             }
             let held = self.tier(lost.tier);
@@ -308,17 +307,17 @@ impl Table {
 
     /// The uppermost ancestor of `leaf` up to `top` that has few enough descendants to drop them in one step.
     fn small_part(&self, tier: Tier, top: RecordId, leaf: RecordId) -> RecordId {
-        let (mut part, mut size) = (leaf, 1);
+        let (mut part, mut size, most) = (leaf, 1, self.steps.dropped);
         while part != top {
             let Some(parent) = self.records.at(part).parent() else { break };
             size += 1;
             for sibling in self.resident_children(tier, parent).filter(|&child| child != part) {
-                size += self.count_from(tier, sibling, MAX_DROPPED);
-                if size > MAX_DROPPED {
+                size += self.count_from(tier, sibling, most);
+                if size > most {
                     break;
                 }
             }
-            if size > MAX_DROPPED {
+            if size > most {
                 break;
             }
             part = parent;
