@@ -395,13 +395,12 @@ impl World {
     /// Lets everything end; then every slot can be emptied.
     fn end(mut self) {
         self.finish_forgetting();
-        while !(self.plans.is_empty() && self.copies.is_empty()) {
+        while !(self.plans.is_empty() && self.copies.is_empty()) || self.table.is_dropping() {
             self.step_plan(0);
+            self.table.drop_more();
             self.settle();
             self.land(0, 9);
         }
-        while self.table.drop_more() {}
-        self.settle();
         self.dead.extend(std::mem::take(&mut self.dying));
         self.check();
         while self.table.sweep() {}
@@ -413,7 +412,8 @@ impl World {
             let counts = self.table.counts(tier);
             assert_eq!(counts.free, counts.total, "{tier} cannot be emptied: {counts:?}");
         }
-        assert!(self.table.is_empty() && self.table.transfers.is_empty());
+        assert!(self.table.is_empty(), "{} left", self.table.len());
+        assert!(self.table.transfers.is_empty(), "{:?}", self.table.transfers);
     }
 }
 

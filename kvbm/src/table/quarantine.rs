@@ -162,9 +162,8 @@ impl Table {
 
     /// Whether nothing may come under a record's name, since what the table knows by it is dropped, at once or in steps.
     pub(super) fn is_dropped(&self, record: RecordId) -> bool {
-        let is_dropping = |key| self.quarantines.dropping.iter().any(|bad| bad.key == key);
         self.owners.is_forgotten(record)
-            || (self.is_dropping() && is_dropping(self.records.at(record).key()))
+            || self.quarantines.dropping.iter().any(|bad| self.lies_in(bad.found, record))
     }
 
     /// The same of a block that a reader found bad where it is now; nothing, if it is not there any more.
@@ -266,13 +265,14 @@ impl Table {
 
     /// The record of a block in this life of a slot.
     fn resident_in(&self, key: BlockKey, found: SlotRef) -> Option<RecordId> {
-        let is_there = |&r: &RecordId| {
-            let known = self.records.at(r);
-            known.resident().has(found.tier)
-                && known.slot(found.tier) == found.slot
-                && self.tier(found.tier).pool.resident_ref(found.slot) == Some(found)
-        };
-        self.find(key).filter(is_there)
+        self.find(key).filter(|&record| self.lies_in(found, record))
+    }
+
+    fn lies_in(&self, found: SlotRef, record: RecordId) -> bool {
+        let known = self.records.at(record);
+        known.resident().has(found.tier)
+            && known.slot(found.tier) == found.slot
+            && self.tier(found.tier).pool.resident_ref(found.slot) == Some(found)
     }
 
     fn resident_children(&self, tier: Tier, record: RecordId) -> impl Iterator<Item = RecordId> {
