@@ -417,6 +417,131 @@ impl World {
     }
 }
 
+/// A tenant's chain in the host tier, traced to be copied to disk.
+fn traced() -> (World, Vec<BlockHash>) {
+    let (mut world, n) = (World::new(), 1);
+    world.save(n, 0, (0, usize::MAX));
+    world.finish_plans();
+    world.bring(n, Tier::Disk);
+    while !world.plans[0].is_traced {
+        world.step_plan(0);
+    }
+    (world, chain(n))
+}
+
+impl World {
+    fn finish_plans(&mut self) {
+        while !(self.plans.is_empty() && self.copies.is_empty()) {
+            self.step_plan(0);
+            self.settle();
+            self.land(0, 9);
+        }
+    }
+
+    fn held(&self, hashes: &[BlockHash]) -> usize {
+        self.table.matches(Chain::from(hashes)).longest()
+    }
+}
+
+#[test]
+fn what_is_forgotten_before_the_first_step_of_its_copy_stays_so() {
+    let (mut world, hashes) = traced();
+    world.take(&Step::Forget(1));
+    world.finish_forgetting();
+    world.finish_plans();
+    assert_eq!(world.held(&hashes), 0);
+    world.take(&Step::DropMore);
+    world.end();
+}
+
+#[test]
+fn what_is_found_wrong_before_the_first_step_of_its_copy_stays_gone() {
+    for at in 0..3 {
+        let (mut world, hashes) = traced();
+        world.take(&Step::Wrong { chain: 1, at });
+        while world.table.drop_more() {}
+        world.finish_plans();
+        assert_eq!(world.held(&hashes), at);
+        world.end();
+    }
+}
+
+/// The engine asked for four blocks, the third of which is found wrong while all are on their way.
+#[test]
+fn an_engine_is_not_given_what_was_found_wrong_meanwhile() {
+    let (mut world, hashes) = traced();
+    world.finish_plans();
+    world.load(1, 0, (0, 4));
+    while !world.plans.is_empty() {
+        world.step_plan(0);
+        world.settle();
+    }
+    let id = *world.loads.keys().next().expect("it is under way");
+    world.table.drop_wrong(Chain::from(&hashes).key(2));
+    let copies = std::mem::take(&mut world.copies).into_iter().map(|task| task.ended(Outcome::Arrived));
+    let effects = world.table.land(copies, Duration::ZERO);
+    let ended = effects.ended.into_iter().find(|ended| ended.id == id).expect("it has ended");
+    assert_eq!((ended.blocks, ended.copied), (4, 2));
+}
+
+#[test]
+fn the_end_of_a_load_is_given_although_its_blocks_leave_meanwhile() {
+    let (mut world, hashes) = traced();
+    world.finish_plans();
+    world.load(1, 0, (0, 4));
+    while !world.plans.is_empty() {
+        world.step_plan(0);
+        world.settle();
+    }
+    let id = *world.loads.keys().next().expect("it is under way");
+    let copies = std::mem::take(&mut world.copies);
+    let mut copied = 0;
+    // The last block first: it waits for those before it.
+    for task in copies.into_iter().rev() {
+        let effects = world.table.land([task.ended(Outcome::Arrived)], Duration::ZERO);
+        copied += effects.ended.iter().filter(|ended| ended.id == id).map(|ended| ended.copied).sum::<usize>();
+        TIERS.iter().for_each(|&(tier, _)| _ = world.table.evict(tier, hashes.len()));
+    }
+    assert_eq!(copied, 4);
+}
+
+/// A lease that is of more than the table has: the engine gets none of it, and least of all in the slots of others.
+#[test]
+fn a_lease_of_more_than_there_is_gives_nothing() {
+    let mut world = World::new();
+    world.save(0, 0, (0, 4));
+    world.finish_plans();
+    let hashes = chain(0);
+    let mut pins = world.lease(0, &hashes);
+    let deepest = pins.deepest(Tier::Host).expect("four blocks are held");
+    pins.hold(Tier::Host, deepest, 6);
+    let slot = |at: u32| SlotRef { tier: Tier::Device, slot: SlotId(100 + at), generation: 0 };
+    let mut plan = TransferPlan::into_engine(pins, 0, (0..6).map(slot).collect(), Arc::new(()));
+    while !world.table.trace(&mut plan) {}
+    assert_eq!(plan.sources().count(), 0);
+}
+
+/// A record here tells no depth beyond three.
+#[test]
+fn a_chain_without_its_beginning_is_not_the_whole_however_long() {
+    let hashes = chain(6);
+    for skip in 1..hashes.len() {
+        let mut world = World::new();
+        world.save(6, skip, (0, usize::MAX));
+        world.finish_plans();
+        assert_eq!(world.held(&hashes), 0);
+        assert_eq!(world.held(&hashes[skip..]), hashes.len() - skip);
+        for begin in skip..hashes.len() {
+            assert_eq!(world.held(&hashes[begin..]), hashes.len() - begin, "a part of what is there");
+        }
+        // And then the beginning is saved: it is new, and the rest is of another chain until that leaves.
+        world.save(6, 0, (0, skip));
+        world.finish_plans();
+        assert_eq!(world.held(&hashes), skip);
+        world.end();
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
