@@ -170,7 +170,12 @@ fn make_core(
 
 /// Makes a chain resident in a tier, as if it had been brought there.
 pub fn seed(core: &Arc<Core>, tier: Tier, chain: Chain<'_>) {
-    let mut reserved = core.reserve(tier, chain, RequestInfo::default());
+    seed_for(core, RequestInfo::default(), tier, chain);
+}
+
+/// The same, brought by a request.
+pub fn seed_for(core: &Arc<Core>, info: RequestInfo, tier: Tier, chain: Chain<'_>) {
+    let mut reserved = core.reserve(tier, chain, info);
     let blocks = reserved.frames.len();
     let mut table = core.table();
     let mut effects = table.fill(reserved.transfer, 0, reserved.frames.drain(..));

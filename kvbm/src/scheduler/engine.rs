@@ -49,6 +49,8 @@ pub struct LoadInto<'a> {
     pub after: Fence,
     /// Layers of a block.
     pub layers: NonZeroU16,
+    /// Goes when no medium has any of the slots any more.
+    pub with_media: Arc<()>,
     /// What it is a part of, if it is.
     pub part_of: Option<Arc<JoinedTransfer>>,
 }
@@ -94,8 +96,8 @@ impl Core {
         if self.is_closed() {
             return Transfer::failed(Error::closed());
         }
-        let LoadInto { lease, blocks, slots, after, layers, part_of } = load;
-        let (with_media, wanted) = (Arc::new(()), blocks.len());
+        let LoadInto { lease, blocks, slots, after, layers, with_media, part_of } = load;
+        let wanted = blocks.len();
         // Of what is not held no layer comes: an engine that goes on with a layer must have it of all that it asked for.
         let count = Arc::new(LayerCount::new(layers.get(), wanted));
         let writers = Writers::new(&with_media);

@@ -8,7 +8,7 @@ use crate::table::{Table, TransferCursor};
 impl Core {
     /// Forgets what a tenant stored, and returns how often that was done by now. Takes time in proportion to the table,
     /// in steps between which others use it. Who reads a block of it now may end that.
-    pub(crate) fn forget(self: &Arc<Self>, tenant: u32) -> u32 {
+    pub fn forget(self: &Arc<Self>, tenant: u32) -> u32 {
         // From here on no copy of it is planned: once what is under way has ended, nothing more comes to what is found.
         let life = self.table().begin_forgetting(tenant);
         let mut under_way = Some(TransferCursor::default());

@@ -180,7 +180,7 @@ impl Core {
 
     /// A block of a chain is not what its name says: it leaves every tier with its descendants, and no copy of it that is
     /// under way lands.
-    pub(crate) fn drop_wrong(self: &Arc<Self>, chain: Chain<'_>, position: usize) {
+    pub fn drop_wrong(self: &Arc<Self>, chain: Chain<'_>, position: usize) {
         self.drop_block(chain, position, Table::drop_wrong);
     }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm_policies::{EvictionKind, Hints, Trigger};
+use kvbm_tiers::object::{FoundBlock, Intake};
 use kvbm_tiers::{BlockKey, FramePool, SlotId, SlotRef, Tier};
 use proptest::prelude::*;
 
@@ -48,22 +49,48 @@ fn tenant_of(n: u8) -> Option<u32> {
 #[derive(Clone, Debug)]
 enum Step {
     /// An engine saves blocks that it computed, perhaps without the beginning.
-    Save { chain: u8, skip: usize, first: usize, blocks: usize },
-    Load { chain: u8, skip: usize, first: usize, blocks: usize },
-    Bring { chain: u8, to: usize },
+    Save {
+        chain: u8,
+        skip: usize,
+        first: usize,
+        blocks: usize,
+    },
+    Load {
+        chain: u8,
+        skip: usize,
+        first: usize,
+        blocks: usize,
+    },
+    Bring {
+        chain: u8,
+        to: usize,
+    },
     /// One step of a plan.
     Plan(usize),
-    Land { which: usize, outcome: u8 },
-    Wrong { chain: u8, at: usize },
+    Land {
+        which: usize,
+        outcome: u8,
+    },
+    Wrong {
+        chain: u8,
+        at: usize,
+    },
     /// A medium lost a block.
-    Corrupt { chain: u8, at: usize, tier: usize },
+    Corrupt {
+        chain: u8,
+        at: usize,
+        tier: usize,
+    },
     DropMore,
     Forget(u32),
     /// One step of what was begun to be forgotten.
     Forgetting,
     Reset,
     Flush(usize),
-    Evict { tier: usize, blocks: usize },
+    Evict {
+        tier: usize,
+        blocks: usize,
+    },
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -235,10 +262,7 @@ impl World {
     }
 
     fn info(n: u8) -> RequestInfo {
-        RequestInfo {
-            hints: Hints { tenant: tenant_of(n), ..Hints::default() },
-            ..RequestInfo::default()
-        }
+        RequestInfo { hints: Hints { tenant: tenant_of(n), ..Hints::default() }, ..RequestInfo::default() }
     }
 
     fn lease(&mut self, n: u8, hashes: &[BlockHash]) -> Pins {
@@ -356,8 +380,12 @@ impl World {
         for (id, from) in effects.cancelled {
             let is_in_vain = |task: &CopyTask| task.id.transfer == id && task.id.block >= from;
             // Only half of them wait in a queue: the media have the others.
-            let dropped: Vec<CopyTask> =
-                self.copies.iter().copied().filter(|task| is_in_vain(task) && task.id.block % 2 == 0).collect();
+            let dropped: Vec<CopyTask> = self
+                .copies
+                .iter()
+                .copied()
+                .filter(|task| is_in_vain(task) && task.id.block % 2 == 0)
+                .collect();
             self.copies.retain(|task| !dropped.iter().any(|other| other.id == task.id));
             let effects = self.table.land(dropped.into_iter().map(CopyTask::dropped), Duration::ZERO);
             self.apply(effects);
@@ -499,7 +527,8 @@ fn the_end_of_a_load_is_given_although_its_blocks_leave_meanwhile() {
     // The last block first: it waits for those before it.
     for task in copies.into_iter().rev() {
         let effects = world.table.land([task.ended(Outcome::Arrived)], Duration::ZERO);
-        copied += effects.ended.iter().filter(|ended| ended.id == id).map(|ended| ended.copied).sum::<usize>();
+        copied +=
+            effects.ended.iter().filter(|ended| ended.id == id).map(|ended| ended.copied).sum::<usize>();
         TIERS.iter().for_each(|&(tier, _)| _ = world.table.evict(tier, hashes.len()));
     }
     assert_eq!(copied, 4);
@@ -519,6 +548,26 @@ fn a_lease_of_more_than_there_is_gives_nothing() {
     let mut plan = TransferPlan::into_engine(pins, 0, (0..6).map(slot).collect(), Arc::new(()));
     while !world.table.trace(&mut plan) {}
     assert_eq!(plan.sources().count(), 0);
+}
+
+/// What others stored is listed, and then its tenant is forgotten: nobody knows whether it was stored before.
+#[test]
+fn what_was_listed_before_its_tenant_was_forgotten_is_not_taken_in() {
+    let mut world = World::new();
+    let found = |n| {
+        let (hashes, tenant) = (chain(n), tenant_of(n));
+        let chain = Chain::from(&hashes);
+        let parent = |at: usize| at.checked_sub(1).map(|above| chain.key(above).hash);
+        let block = |at| FoundBlock { block: chain.key(at), parent: parent(at), tenant };
+        (0..chain.len()).map(block).collect::<Vec<_>>()
+    };
+    world.take(&Step::Forget(1));
+    world.finish_forgetting();
+    let intakes = world.table.take_in(Tier::Object, &found(1), &mut |_, _| panic!("a slot stands for it"));
+    assert!(intakes.iter().all(|&intake| intake == Intake::Declined), "{intakes:?}");
+    let intakes = world.table.take_in(Tier::Object, &found(2), &mut |_, _| {});
+    assert!(intakes.iter().all(|&intake| intake == Intake::Taken), "another tenant's: {intakes:?}");
+    assert_eq!([1, 2].map(|n| world.held(&chain(n))), [0, chain(2).len()]);
 }
 
 /// A record here tells no depth beyond three.

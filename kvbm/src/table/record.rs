@@ -148,12 +148,7 @@ pub(super) struct Records {
 
 impl Records {
     pub(super) fn with_room_for(records: usize) -> Self {
-        Self {
-            all: HugeVec::with_capacity(records).populated(),
-            deep: BTreeMap::new(),
-            free: NONE,
-            live: 0,
-        }
+        Self { all: HugeVec::with_capacity(records).populated(), deep: BTreeMap::new(), free: NONE, live: 0 }
     }
 
     pub(super) const fn len(&self) -> usize {

@@ -144,7 +144,7 @@ impl Table {
         transfer.is_open = false;
         transfer.caller = caller.map(|(pins, reply)| Caller { pins, reply });
         let kept = transfer.kept;
-        let sources = if transfer.is_read() { transfer.sources.take() } else { None };
+        let sources = if transfer.away == 0 { transfer.sources.take() } else { None };
         sources.into_iter().for_each(|pins| self.release(pins));
         kept.into_iter().for_each(|(kept, _)| self.end_plan(kept, None));
         self.end_if_done(id);
@@ -215,7 +215,7 @@ impl Table {
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         transfer.away -= 1;
         // An open transfer may get more blocks, which read the same sources.
-        let sources = if transfer.is_read() { transfer.sources.take() } else { None };
+        let sources = if transfer.away == 0 && !transfer.is_open { transfer.sources.take() } else { None };
         let source = transfer.blocks[block].source.take();
         source.into_iter().for_each(|slot| self.unpin(Tier::Host, slot));
         sources.into_iter().for_each(|pins| self.release(pins));
@@ -452,14 +452,12 @@ impl Table {
             return;
         };
         transfer.has_ended = true;
-        let sources = if transfer.is_read() { transfer.sources.take() } else { None };
         let (tier, parent, namespace) = (transfer.to, transfer.parent, transfer.namespace);
         let copied = if namespace == present { transfer.published } else { 0 };
         // Whatever comes home later finds nobody to tell: the end is reported once.
         let caller = transfer.caller.take();
         let account = std::mem::take(&mut transfer.account);
         let (class, blocks) = (transfer.class, account.blocks);
-        sources.into_iter().for_each(|pins| self.release(pins));
         let (pins, reply) = match caller {
             Some(Caller { pins, reply }) if namespace != present => {
                 self.unpin_parent(tier, parent);

@@ -486,12 +486,6 @@ impl Transfer {
         !self.is_open && !matches!(self.parent, Parent::Awaited(_)) && self.published == self.alive
     }
 
-    /// Whether nothing of it is read any more, nor looked at where it was read.
-    const fn is_read(&self) -> bool {
-        let is_into_engine = self.with_media.is_some();
-        self.away == 0 && !self.is_open && (!is_into_engine || self.published == self.alive)
-    }
-
     /// The block of the host tier in which its `block`-th one stays on its way.
     fn kept_block(&self, block: usize) -> Option<(TransferId, usize)> {
         let (id, first) = self.kept?;

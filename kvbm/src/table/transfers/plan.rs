@@ -400,8 +400,7 @@ impl Table {
             Some(last) => Some(chain.key(last)),
             None => self.parent_of_first(chain),
         };
-        let planned =
-            |at| PlannedBlock { key: chain.key(at), position: at as u32, source: Source::Filled };
+        let planned = |at| PlannedBlock { key: chain.key(at), position: at as u32, source: Source::Filled };
         plan.blocks = (plan.before..chain.len()).map(planned).collect();
         plan
     }
