@@ -11,7 +11,7 @@ use super::batch::Batch;
 use super::breaker::Passage;
 use super::{Core, spans};
 use crate::sync::{AtomicUsize, Mutex};
-use crate::table::{Effects, Table};
+use crate::table::{Budget, Effects, Table};
 use crate::task::{Class, CopyTask};
 
 /// Where blocks go down only when they leave, one slot in so many is kept free.
@@ -127,11 +127,11 @@ impl Core {
         self.provide_memory();
         self.learn();
         self.demand.take_up();
-        while self.drop_more() {}
+        while self.hold(|table, _| table.drop_more()) {}
         self.try_directories();
-        while self.table().reconsider_reopened() {}
+        while self.hold(Table::reconsider_reopened) {}
         while self.drop_lost_some() {
-            while self.drop_more() {}
+            while self.hold(|table, _| table.drop_more()) {}
         }
         self.sweep_some();
         for from in Tier::ALL {
@@ -170,16 +170,6 @@ impl Core {
         }
     }
 
-    /// Drops descendants of bad blocks, a step of them.
-    fn drop_more(self: &Arc<Self>) -> bool {
-        let mut table = self.table();
-        let has_more = table.drop_more();
-        let effects = table.take_effects();
-        drop(table);
-        self.apply(effects);
-        has_more
-    }
-
     /// Has policies learn. They collect what they learn from in steps, between which others get the table.
     fn learn(&self) {
         if self.learner.is_busy() {
@@ -212,7 +202,7 @@ impl Core {
         if is_blocked {
             return self.probe_flush(from, to);
         }
-        self.table().revive_flushes(from, false);
+        while self.hold(|table, hold| table.revive_flushes(from, hold)) {}
         self.set_goal(from, all);
         while self.flush_some(from, to) {}
         self.keep_headroom(from, to);
@@ -230,16 +220,20 @@ impl Core {
         if self.pass((from, to)) == Passage::Blocked {
             return;
         }
+        // What failed may be all that there is to try it with.
+        self.hold(|table, hold| {
+            table.end_pauses(from);
+            table.revive_flushes(from, hold);
+        });
         let turn = self.planning.lock();
-        let mut table = self.table();
+        let (mut table, mut hold) = (self.table(), Budget::of_a_hold());
         table.block_flushes(from, false);
-        table.take_probe(from, self.trigger());
-        let mut effects = table.take_effects();
-        if effects.tasks.is_empty() {
+        table.take_probe(from, self.trigger(), &mut hold);
+        if !table.has_tasks() {
             let slots = headroom(&table, from);
-            table.make_headroom(from, slots, 1);
-            effects = table.take_effects();
+            table.make_headroom(from, slots, 1, &mut hold);
         }
+        let mut effects = table.take_effects();
         table.block_flushes(from, true);
         drop(table);
         drop(turn);
@@ -260,7 +254,7 @@ impl Core {
             let turn = self.planning.lock();
             let mut table = self.table();
             let slots = headroom(&table, from);
-            is_short = table.make_headroom(from, slots, copies);
+            is_short = table.make_headroom(from, slots, copies, &mut Budget::of_a_hold());
             let effects = table.take_effects();
             drop(table);
             drop(turn);
@@ -302,21 +296,31 @@ impl Core {
         if room < goal {
             return false;
         }
-        let turn = self.planning.lock();
-        let mut table = self.table();
-        let before = table.dirty(from);
-        table.take_flush(from, goal, self.trigger());
-        let (effects, after) = (table.take_effects(), table.dirty(from));
-        drop(table);
-        drop(turn);
+        let (mut tasks, mut looked_at, mut has_more) = (Vec::new(), 0, goal > 0);
+        while has_more {
+            let _turn = self.planning.lock();
+            let mut table = self.table();
+            let (planned, before) = (tasks.len(), table.dirty(from));
+            table.take_flush(from, goal - planned, self.trigger(), &mut Budget::of_a_hold());
+            let mut effects = table.take_effects();
+            // Before others have the table: what ends is taken off again.
+            in_flight.fetch_add(effects.tasks.len(), Ordering::AcqRel);
+            let done = before.saturating_sub(table.dirty(from));
+            drop(table);
+            tasks.append(&mut effects.tasks);
+            self.apply(effects);
+            looked_at += done;
+            has_more = tasks.len() < goal && (done > 0 || tasks.len() > planned);
+        }
         {
             let mut goals = self.flushing.goals.lock();
-            goals[from.index()] = goals[from.index()].saturating_sub(before.saturating_sub(after));
+            goals[from.index()] = goals[from.index()].saturating_sub(looked_at);
         }
-        let started = !effects.tasks.is_empty();
-        self.start_flushes(to, effects);
         // Where a rule refuses all that it was asked about, there is more to ask about.
-        started || after < before
+        let has_begun = looked_at > 0 || !tasks.is_empty();
+        self.trace_flushes(to, &tasks);
+        self.queue(tasks);
+        has_begun
     }
 
     pub(super) fn flush_is_due(&self, table: &Table, from: Tier) -> bool {
@@ -343,7 +347,7 @@ impl Core {
     fn unflushed(&self, tier: Tier) -> usize {
         let (mut unflushed, mut from) = (0, Some(0));
         while let Some(slot) = from {
-            let (more, next) = self.table().unflushed(tier, slot);
+            let (more, next) = self.table().unflushed(tier, slot, &mut Budget::of_a_hold());
             unflushed += more;
             from = next;
         }
@@ -364,7 +368,7 @@ impl Core {
         for tier in Tier::ALL {
             let mut from = Some(0);
             while let Some(slot) = from {
-                from = self.table().want_flush_of_all(tier, slot);
+                from = self.hold(|table, hold| table.want_flush_of_all(tier, slot, hold));
             }
         }
         let mut retry_at = Duration::ZERO;
@@ -372,7 +376,7 @@ impl Core {
             let now = self.clock.uptime();
             if now >= retry_at {
                 retry_at = now + DRAIN_RETRY;
-                Tier::ALL.into_iter().for_each(|tier| self.table().revive_flushes(tier, true));
+                Tier::ALL.into_iter().for_each(|tier| self.table().end_pauses(tier));
             }
             Tier::ALL.into_iter().for_each(|tier| self.flush(tier, true));
             if self.is_drained() || self.clock.uptime() >= deadline {

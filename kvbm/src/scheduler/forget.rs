@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use super::Core;
-use crate::table::Table;
 
 impl Core {
     /// Forgets what a tenant stored, and returns how often that was done by now. Takes time in proportion to the table,
@@ -18,26 +17,17 @@ impl Core {
     fn forget_found(self: &Arc<Self>, tenant: u32) -> usize {
         let (mut found, mut next) = (0, Some(0));
         while let Some(place) = next {
-            next = self.step(|table| table.end_forgotten(tenant, place));
+            next = self.hold(|table, _| table.end_forgotten(tenant, place));
             found += usize::from(next.is_some());
         }
         next = Some(0);
         while let Some(record) = next {
-            let (blocks, then) = self.step(|table| table.drop_forgotten(tenant, record));
+            let (blocks, then) = self.hold(|table, hold| table.drop_forgotten(tenant, record, hold));
             found += blocks;
             next = then;
             // At once: a match looks at each block of which more is to be dropped.
-            while self.step(Table::drop_more) {}
+            while self.hold(|table, _| table.drop_more()) {}
         }
         found
-    }
-
-    fn step<T>(self: &Arc<Self>, step: impl FnOnce(&mut Table) -> T) -> T {
-        let mut table = self.table();
-        let done = step(&mut table);
-        let effects = table.take_effects();
-        drop(table);
-        self.apply(effects);
-        done
     }
 }

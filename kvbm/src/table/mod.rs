@@ -13,6 +13,7 @@
 //! | `prefix` | the match: leading blocks per tier, found by galloping |
 //! | `boundary_hints` | where that begins |
 //! | `pins` | leases: the deepest block of a chain in each tier, pinned |
+//! | `budget` | what one hold of the table's lock may do |
 //! | `transfers` | blocks on their way into a tier, from the plan to the landing, published in chain order |
 //! | `evict` | eviction |
 //! | `namespace` | under which names blocks are known, and how a reset changes them |
@@ -20,6 +21,7 @@
 //! | `owners` | whose blocks are, and how a tenant is forgotten |
 //! | `quarantine` | bad blocks, and who still reads them |
 //! | `flush` | which dirty blocks to copy down next, root-first |
+//! | `flush_queue` | in which order they wait |
 //! | `request` | whose use something is: the request, and what the engine says about it |
 //! | `policy` | every call to a tier's policies |
 //! | `insertion` | which blocks a full tier takes in |
@@ -33,10 +35,12 @@
 
 mod audit;
 mod boundary_hints;
+mod budget;
 mod demotion;
 mod events;
 mod evict;
 mod flush;
+mod flush_queue;
 mod forgotten;
 mod index;
 mod insertion;
@@ -65,6 +69,7 @@ use kvbm_policies::{Ended, Upkeep};
 use kvbm_tiers::{BlockKey, Loan, SlotId, SlotRef, Tier};
 
 pub use self::audit::Violation;
+pub use self::budget::Budget;
 pub use self::forgotten::Unflushed;
 pub use self::index::RecordId;
 pub use self::journal::{Journal, Note, Notes};

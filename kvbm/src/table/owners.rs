@@ -5,15 +5,13 @@
 
 use std::collections::HashMap;
 
-use kvbm_tiers::{Owner, SlotId, Tier};
+use kvbm_tiers::{BlockKey, Owner, SlotId, Tier};
 
 use super::Table;
+use super::budget::Budget;
 use super::index::RecordId;
 use super::tier_set::TierSet;
 use crate::task::Defect;
-
-/// Records looked at in one step.
-const LOOKED_AT: usize = 2_048;
 
 /// Who owns which record.
 #[derive(Debug, Default)]
@@ -140,23 +138,40 @@ impl Table {
     }
 
     /// Drops the topmost blocks of what is forgotten among the records from number `from` on, and what hangs on them, as
-    /// far as a step goes; [`drop_more`](Self::drop_more) ends what is too much for one. Returns how many, and where the
-    /// next step goes on.
-    pub fn drop_forgotten(&mut self, tenant: u32, from: u32) -> (usize, Option<u32>) {
-        let is_forgotten = |record: RecordId| self.owners.is_forgotten(record, tenant);
-        let is_topmost = |&(record, _): &(RecordId, &super::record::Record)| {
-            self.records.at(record).resident() != TierSet::default()
-                && is_forgotten(record)
-                && !self.records.at(record).parent().is_some_and(is_forgotten)
-        };
-        let among = self.records.live_among(from, LOOKED_AT).filter(is_topmost);
-        let topmost: Vec<_> = among.map(|(_, record)| record.key()).collect();
-        for &key in &topmost {
-            for tier in Tier::ALL.into_iter().filter(|&tier| self.has(tier)).collect::<Vec<_>>() {
-                self.quarantine_resident(tier, key, Defect::Forgotten);
+    /// far as the hold goes; [`drop_more`](Self::drop_more) ends what is too much for one. Returns how many, and where the
+    /// next hold goes on.
+    pub fn drop_forgotten(
+        &mut self,
+        tenant: u32,
+        from: u32,
+        hold: &mut Budget,
+    ) -> (usize, Option<u32>) {
+        let (mut dropped, mut next) = (0, from);
+        while self.records.has_beyond(next) {
+            if !hold.look() {
+                return (dropped, Some(next));
             }
+            if let Some(key) = self.topmost_forgotten(tenant, RecordId(next)) {
+                dropped += 1;
+                for tier in Tier::ALL {
+                    let blocks = self.quarantine_resident(tier, key, Defect::Forgotten);
+                    hold.pay_changes(blocks + 1);
+                    // Each tier may have many of them; and a match looks at each block of which more is to be dropped.
+                    if hold.is_spent() || self.is_dropping() {
+                        return (dropped, Some(next));
+                    }
+                }
+            }
+            next += 1;
         }
-        let next = from + LOOKED_AT as u32;
-        (topmost.len(), self.records.has_beyond(next).then_some(next))
+        (dropped, None)
+    }
+
+    /// The name of a record, if its block is forgotten and what comes before it is not.
+    fn topmost_forgotten(&self, tenant: u32, record: RecordId) -> Option<BlockKey> {
+        let is_forgotten = |record: RecordId| self.owners.is_forgotten(record, tenant);
+        let known = Some(self.records.at(record)).filter(|known| known.resident() != TierSet::default())?;
+        let is_topmost = is_forgotten(record) && !known.parent().is_some_and(is_forgotten);
+        is_topmost.then(|| known.key())
     }
 }

@@ -11,7 +11,7 @@ use kvbm_tiers::{BlockKey, Checksums, Frame, FramePool, IndexEntry, SlotId, Tier
 use proptest::prelude::*;
 
 use super::{
-    Effects, Journal, Match, MissReason, Note, Notes, Pins, Reply, RequestInfo, Restored, Table, TierSet,
+    Budget, Effects, Journal, Match, MissReason, Note, Notes, Pins, Reply, RequestInfo, Restored, Table, TierSet,
     TierSpec, TransferPlan,
 };
 use crate::hash::{BlockHash, Chain};
@@ -132,11 +132,11 @@ impl History {
                 self.settle();
             }
             Step::Flush { tier, blocks } => {
-                self.table.take_flush(Tier::ALL[tier], blocks, Trigger::Used);
+                self.table.take_flush(Tier::ALL[tier], blocks, Trigger::Used, &mut Budget::of_a_hold());
                 self.settle();
             }
             Step::Headroom { tier, slots } => {
-                self.table.make_headroom(Tier::ALL[tier], slots, 4);
+                self.table.make_headroom(Tier::ALL[tier], slots, 4, &mut Budget::of_a_hold());
                 self.settle();
             }
             Step::Block { tier, blocked } => {
@@ -260,8 +260,12 @@ impl History {
     /// Lets everything end, or closes it; then every slot can be emptied again.
     fn end(mut self, closes: bool) {
         if closes {
-            let effects = self.table.close();
-            self.apply(effects);
+            self.table.close();
+            let mut from = Some(0);
+            while let Some(place) = from {
+                from = self.table.end_next(place, &mut Budget::of_a_hold());
+                self.settle();
+            }
             assert_eq!(self.ended, self.begun, "closing answers everybody");
         }
         while !(self.filling.is_empty() && self.copies.is_empty()) {
@@ -404,7 +408,7 @@ fn what_lies_in_a_closed_directory_does_not_leave_for_room_that_it_cannot_make()
         assert_eq!(held(&table)[0], 4, "{eviction:?}");
         // And then all its slots take blocks again.
         table.close_directory(Tier::Disk, 0, false);
-        while table.reconsider_reopened() {}
+        while table.reconsider_reopened(&mut Budget::of_a_hold()) {}
         for n in [2, 3, 6, 7] {
             assert_eq!(fill(&mut table, Tier::Disk, &chain(n)[..4].to_vec()), 0, "{eviction:?}");
         }
@@ -504,10 +508,10 @@ fn a_long_chain_goes_down_in_steps() {
     assert_eq!(fill(&mut table, Tier::Host, &chain), 0);
     let mut from = Some(0);
     while let Some(slot) = from {
-        from = table.want_flush_of_all(Tier::Host, slot);
+        from = table.want_flush_of_all(Tier::Host, slot, &mut Budget::of_a_hold());
     }
     for step in 0..200 {
-        table.take_flush(Tier::Host, 64, Trigger::Leaving);
+        table.take_flush(Tier::Host, 64, Trigger::Leaving, &mut Budget::of_a_hold());
         let tasks = table.take_effects().tasks;
         assert!(tasks.len() <= 256 + 64, "{} blocks in step {step}", tasks.len());
         let effects = table.land(tasks.into_iter().map(|task| task.ended(Outcome::Arrived)), Duration::ZERO);

@@ -114,6 +114,9 @@ struct Transfer {
     published: usize,
     /// Blocks from here on have failed.
     alive: usize,
+    /// Blocks from here on have been given up: their records do not tell of them any more. Those between have failed and
+    /// are given up in their turn.
+    recorded: usize,
     /// Copies that a queue or a medium still has, and blocks that an engine fills.
     away: usize,
     /// How its blocks come, as those who listen are told.
@@ -262,6 +265,8 @@ pub(super) struct Transfers {
     effects: Effects,
     /// Transfers of which blocks can become resident.
     ready: Vec<TransferId>,
+    /// Transfers of which blocks are to be given up. One that hangs on another comes after it, and goes first.
+    failed: Vec<TransferId>,
     is_closed: bool,
     /// Blocks that leave are noted.
     notes_left: bool,
@@ -400,6 +405,7 @@ impl Transfer {
             blocks: Vec::new(),
             published: 0,
             alive: 0,
+            recorded: 0,
             away: 0,
             reason: store_reason(class),
             is_open: true,
@@ -415,6 +421,7 @@ impl Transfer {
 
     fn add(&mut self, record: Option<RecordId>, slot: SlotId, frame: Option<Frame>) {
         debug_assert_eq!(self.alive, self.blocks.len(), "a block was added behind one that failed");
+        self.recorded += 1;
         self.blocks.push(Block { record, slot, frame, state: BlockState::Coming, source: None });
         self.alive += 1;
         self.away += 1;
@@ -437,7 +444,14 @@ impl Transfer {
 
     /// Whether nothing of it can become resident any more.
     const fn is_done(&self) -> bool {
-        !self.is_open && !matches!(self.parent, Parent::Awaited(_)) && self.published == self.alive
+        let is_given_up = self.recorded == self.alive;
+        !self.is_open && !matches!(self.parent, Parent::Awaited(_)) && self.published == self.alive && is_given_up
+    }
+
+    /// The last block that failed and has not been given up, with its tier and its record.
+    fn last_failed(&self) -> Option<(Tier, usize, Option<RecordId>)> {
+        let last = self.recorded.checked_sub(1).filter(|&last| last >= self.alive)?;
+        Some((self.to, last, self.blocks[last].record))
     }
 
     /// The block of the host tier in which its `block`-th one stays on its way.

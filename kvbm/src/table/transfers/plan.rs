@@ -13,7 +13,10 @@ use kvbm_tiers::{BlockKey, Frame, Route, SlotId, SlotRef, Tier};
 use super::{Account, Parent, Reply, Transfer, Waiter};
 use crate::events::StoreReason;
 use crate::hash::Chain;
+use crate::table::budget::Budget;
+use crate::table::evict::NoSlot;
 use crate::table::index::RecordId;
+use crate::table::insertion::Admitted;
 use crate::table::namespace::NamespaceId;
 use crate::table::owners::OwnerId;
 use crate::table::pins::Pins;
@@ -22,7 +25,7 @@ use crate::table::tier_set::TierSet;
 use crate::table::{MissReason, Table};
 use crate::task::{Class, CopyTask, TaskId, TransferId};
 
-/// How long the steps of plans are, in blocks.
+/// How long the steps of plans are, in blocks, where the hold's [budget](Budget) does not end them before.
 #[derive(Clone, Copy, Debug)]
 pub struct Steps {
     /// Blocks for which slots are taken.
@@ -78,6 +81,8 @@ pub struct TransferPlan {
     /// The last block that has its place.
     above: Option<RecordId>,
     placed: usize,
+    /// Blocks that a full tier may still decline, once the first is next.
+    unweighed: usize,
     admitted: usize,
     keeping: Keeping,
     recompute: usize,
@@ -180,6 +185,7 @@ impl TransferPlan {
             transfer: None,
             above: None,
             placed: 0,
+            unweighed: 0,
             admitted: usize::MAX,
             keeping: if class == Class::Load { Keeping::NotYet } else { Keeping::No },
             recompute: 0,
@@ -482,23 +488,29 @@ impl Table {
             plan.admitted = plan.known() + plan.placed;
             return true;
         }
+        let mut hold = Budget::of_a_hold();
+        if plan.unweighed > 0 && !self.weigh(plan, &mut hold) {
+            return false;
+        }
+        self.set_room_aside(plan, id);
         // An engine waits for its first layer: those who copy a few blocks wake up while the others are planned.
         let is_first_of_engine = plan.is_into_engine() && plan.placed == 0;
         let most = if is_first_of_engine { FIRST_INTO_ENGINE } else { usize::MAX };
         let step = plan.next(self.steps.placed.min(most));
         self.transfers.effects.tasks.reserve(if plan.from.is_empty() { 0 } else { step.len() });
-        let placed = step.clone().take_while(|&at| self.place_next(plan, id, at)).count();
-        if placed < step.len() {
-            // No room, or a chain that names a block twice or under another parent than before: none at all.
-            self.miss_history.note(
-                plan.keys[step.start + placed],
-                MissReason::Capacity,
-                plan.to,
-                self.now_ms,
-            );
-            plan.refused += plan.keys.len().min(plan.admitted) - (step.start + placed);
-            plan.found_no_room = true;
-            plan.admitted = step.start + placed;
+        for at in step {
+            match self.place_next(plan, (id, at), &mut hold) {
+                Ok(()) => {}
+                Err(NoSlot::Later) => return false,
+                Err(NoSlot::Refused) => {
+                    // No room, or a chain that names a block twice or under another parent than before: none at all.
+                    self.miss_history.note(plan.keys[at], MissReason::Capacity, plan.to, self.now_ms);
+                    plan.refused += plan.keys.len().min(plan.admitted) - at;
+                    plan.found_no_room = true;
+                    plan.admitted = at;
+                    break;
+                }
+            }
         }
         plan.next(1).is_empty()
     }
@@ -544,40 +556,55 @@ impl Table {
         plan.above = above;
         // A policy is shown new blocks below one that is resident; one that is on its way it does not know yet.
         if matches!(parent, Some(Parent::Root | Parent::Resident(_))) {
-            self.admit(plan);
+            plan.unweighed = if self.has(plan.to) { plan.next(WEIGHED).len() } else { 0 };
         }
         let mut transfer = plan.open(plan.to, parent.unwrap_or(Parent::Root));
-        transfer.blocks.reserve_exact(plan.next(usize::MAX).len());
         transfer.sources = plan.sources.take();
         transfer.with_media.clone_from(&plan.with_media);
         if plan.from.is_empty() {
             transfer.reason = StoreReason::Filled;
-            plan.frames.reserve_exact(plan.next(usize::MAX).len());
         }
         let id = self.transfers.open(transfer);
         plan.transfer = Some(id);
         id
     }
 
-    /// Asks a full tier which of the new blocks it takes in.
-    fn admit(&mut self, plan: &mut TransferPlan) {
-        let new = plan.next(WEIGHED);
-        if !self.has(plan.to) || new.is_empty() {
-            return;
-        }
-        let admitted = self.admit_new(plan.to, plan.above, &plan.keys[new.clone()], plan.context);
-        if admitted < new.len() {
-            plan.admitted = new.start + admitted;
+    /// Asks a full tier which of the new blocks it takes in, as far as the hold goes. True when that is known.
+    fn weigh(&mut self, plan: &mut TransferPlan, hold: &mut Budget) -> bool {
+        let new = plan.next(plan.unweighed);
+        let Admitted { blocks, has_more } =
+            self.admit_new(plan.to, plan.above, &plan.keys[new.clone()], plan.context, hold);
+        if blocks < new.len() {
+            plan.admitted = new.start + blocks;
             plan.declined = plan.keys.len() - plan.admitted;
             let first = plan.keys[plan.admitted];
             self.miss_history.note(first, MissReason::Admission, plan.to, self.now_ms);
         }
+        plan.unweighed = if has_more { blocks } else { 0 };
+        plan.unweighed == 0
+    }
+
+    /// For all blocks to come, once: a large array that grows is moved, with the table locked.
+    fn set_room_aside(&mut self, plan: &mut TransferPlan, id: TransferId) {
+        if plan.placed > 0 {
+            return;
+        }
+        let blocks = plan.next(usize::MAX).len();
+        self.transfers.at_mut(id).into_iter().for_each(|transfer| transfer.blocks.reserve_exact(blocks));
+        if plan.from.is_empty() {
+            plan.frames.reserve_exact(blocks);
+        }
     }
 
     /// Takes a slot for block `at` of a plan, and has it copied there or filled by the engine.
-    fn place_next(&mut self, plan: &mut TransferPlan, id: TransferId, at: usize) -> bool {
+    fn place_next(
+        &mut self,
+        plan: &mut TransferPlan,
+        (id, at): (TransferId, usize),
+        hold: &mut Budget,
+    ) -> Result<(), NoSlot> {
         let key = plan.keys[at];
-        let Some(Placed { record, to, is_recorded, frame }) = self.place_in(plan, at) else { return false };
+        let Placed { record, to, is_recorded, frame } = self.place_in(plan, at, hold)?;
         let block = plan.placed as u32;
         let from = plan.from.get(at).copied();
         let kept_here = match frame {
@@ -597,28 +624,29 @@ impl Table {
             let (class, parent, owner) = (plan.class, self.parent_hash(record), self.owners.of(record));
             let task = CopyTask { id, class, block: key, parent, owner, from, to, via: None, is_probe };
             if from.tier > Tier::Host && plan.through_host.has(from.tier) {
-                self.pass_host(plan, record, task);
+                self.pass_host(plan, record, task, hold);
             } else {
                 self.send(plan, task);
             }
         }
-        true
+        Ok(())
     }
 
-    /// Where block `at` of a plan goes. `None`: there is no room, or what was to be read is gone.
-    fn place_in(&mut self, plan: &TransferPlan, at: usize) -> Option<Placed> {
+    /// Where block `at` of a plan goes. Refused also where what was to be read is gone.
+    fn place_in(&mut self, plan: &TransferPlan, at: usize, hold: &mut Budget) -> Result<Placed, NoSlot> {
         if plan.is_into_engine() {
-            let record = *plan.records.get(at)?;
+            hold.change();
+            let record = *plan.records.get(at).ok_or(NoSlot::Refused)?;
             // Bad blocks may have been dropped since they were traced, and their records be others' by now.
             let known = self.records.at(record);
             if !known.is(plan.keys[at]) || known.is_nowhere() {
-                return None;
+                return Err(NoSlot::Refused);
             }
-            let to = *plan.engine_slots.get(at)?;
-            return Some(Placed { record, to, is_recorded: false, frame: None });
+            let to = *plan.engine_slots.get(at).ok_or(NoSlot::Refused)?;
+            return Ok(Placed { record, to, is_recorded: false, frame: None });
         }
-        let (record, frame) = self.place(plan.to, plan.keys[at], plan.above, plan.owner)?;
-        Some(Placed { record, to: frame.slot_ref(), is_recorded: true, frame: Some(frame) })
+        let (record, frame) = self.place(plan.to, plan.keys[at], plan.above, plan.owner, hold)?;
+        Ok(Placed { record, to: frame.slot_ref(), is_recorded: true, frame: Some(frame) })
     }
 
     /// By the name that the table knows it by.
@@ -633,7 +661,13 @@ impl Table {
     }
 
     /// Sends a block through the host tier, where it stays if there is room and its ancestors are there.
-    fn pass_host(&mut self, plan: &mut TransferPlan, record: RecordId, mut task: CopyTask) {
+    fn pass_host(
+        &mut self,
+        plan: &mut TransferPlan,
+        record: RecordId,
+        mut task: CopyTask,
+        hold: &mut Budget,
+    ) {
         let known = *self.records.at(record);
         if matches!(plan.keeping, Keeping::NotYet) {
             let has = |parent: RecordId| self.records.at(parent).has_or_awaits(Tier::Host);
@@ -657,14 +691,14 @@ impl Table {
             plan.keeping = Keeping::No;
         }
         if let Keeping::Into(kept) = plan.keeping {
-            match self.place(Tier::Host, task.block, known.parent(), plan.owner) {
-                Some((record, frame)) => {
+            match self.place(Tier::Host, task.block, known.parent(), plan.owner, hold) {
+                Ok((record, frame)) => {
                     task.via = Some(frame.slot_ref());
                     let slot = frame.slot();
                     let kept = self.transfers.at_mut(kept).expect("it is open until the plan is finished");
                     kept.add(Some(record), slot, Some(frame));
                 }
-                None => plan.keeping = Keeping::No,
+                Err(_) => plan.keeping = Keeping::No,
             }
         }
         self.send(plan, task);
@@ -703,11 +737,12 @@ impl Table {
         records: &[RecordId],
         (parent, pins): (Parent, Pins),
         is_probe: bool,
+        hold: &mut Budget,
     ) -> usize {
         let mut placed = Vec::with_capacity(records.len());
         for &record in records {
             let known = *self.records.at(record);
-            let Some((_, frame)) = self.place(to, known.key(), known.parent(), None) else { break };
+            let Ok((_, frame)) = self.place(to, known.key(), known.parent(), None, hold) else { break };
             placed.push((record, frame));
         }
         let blocks = placed.len();
@@ -742,16 +777,17 @@ impl Table {
         blocks
     }
 
-    /// Takes a slot of `tier` for a block behind `above`. `None`: there is none, or the tier knows the block.
+    /// Takes a slot of `tier` for a block behind `above`.
     pub(super) fn place(
         &mut self,
         tier: Tier,
         key: BlockKey,
         above: Option<RecordId>,
         owner: Option<OwnerId>,
-    ) -> Option<(RecordId, Frame)> {
+        hold: &mut Budget,
+    ) -> Result<(RecordId, Frame), NoSlot> {
         // The slot first: a block that finds no room needs no record.
-        let frame = self.claim(tier, above)?;
+        let frame = self.claim(tier, above, hold)?;
         let record = self.intern(key, above, owner).filter(|&record| {
             // A chain that names a block twice, or under another parent than before, is no chain.
             let known = self.records.at(record);
@@ -759,10 +795,10 @@ impl Table {
         });
         let Some(record) = record else {
             self.tier_mut(tier).pool.give_back(frame);
-            return None;
+            return Err(NoSlot::Refused);
         };
         self.records.at_mut(record).begin(tier, frame.slot());
-        Some((record, frame))
+        Ok((record, frame))
     }
 
     /// Hands a transfer over to its caller: `reply` is called with its end. What is left of the plan is to be dropped with
