@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::Core;
+use crate::table::Coming;
 
 impl Core {
     /// Forgets what a tenant stored, and returns how often that was done by now. Takes time in proportion to the table,
@@ -15,12 +16,13 @@ impl Core {
     }
 
     fn forget_found(self: &Arc<Self>, tenant: u32) -> usize {
-        let (mut found, mut next) = (0, Some(0));
-        while let Some(place) = next {
-            next = self.hold(|table, _| table.end_forgotten(tenant, place));
-            found += usize::from(next.is_some());
+        let (mut found, mut next) = (0, Some(Coming::default()));
+        while let Some(coming) = next {
+            let (has_ended, then) = self.hold(|table, hold| table.end_forgotten(tenant, coming, hold));
+            found += usize::from(has_ended);
+            next = then;
         }
-        next = Some(0);
+        let mut next = Some(0);
         while let Some(record) = next {
             let (blocks, then) = self.hold(|table, hold| table.drop_forgotten(tenant, record, hold));
             found += blocks;

@@ -56,6 +56,7 @@ mod scrub;
 mod spans;
 mod staging;
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -87,8 +88,8 @@ use crate::metrics::{Metrics, TenantLeases};
 use crate::recent::RecentRequests;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
 use crate::table::{
-    Budget, Journal, LeftBlock, Match, Reply, RequestInfo, Reserved, SharedTable, Table, TableGuard, TransferEnd,
-    TransferPlan,
+    Budget, Journal, LeftBlock, Match, Reply, RequestInfo, Reserved, SharedTable, Table, TableGuard,
+    TransferEnd, TransferPlan,
 };
 use crate::task::{Class, TransferId};
 use crate::transfer::{Transfer, Transferred};
@@ -146,7 +147,7 @@ pub struct Core {
     queues: Mutex<RouteQueues>,
     orders: Mutex<EngineOrders>,
     /// Transfers of an engine's slots that have ended, since it asks for them.
-    completions: Mutex<Option<Vec<TransferId>>>,
+    completions: Mutex<Option<VecDeque<TransferId>>>,
     executor: Arc<Executor>,
     /// Of tiers that outlive the process.
     journals: [Option<Journal>; Tier::COUNT],

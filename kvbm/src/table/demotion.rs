@@ -66,7 +66,9 @@ impl Table {
         let record = self.tier(tier).at(leaf).record;
         let is_clean = self.tier(tier).is_clean(leaf, &self.records);
         if !is_clean {
-            let Some(mut blocks) = self.missing_beginning(tier, to, leaf, hold) else { return Demotion::Later };
+            let Some(mut blocks) = self.missing_beginning(tier, to, leaf, hold) else {
+                return Demotion::Later;
+            };
             hold.pay_changes(ASKED);
             blocks.truncate(MAX_SENT);
             let is_whole = blocks.last() == Some(&record);

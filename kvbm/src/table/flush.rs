@@ -231,7 +231,12 @@ impl Table {
     }
 
     /// Sends a group of successive blocks down. Returns those that find no room below now.
-    pub(super) fn launch(&mut self, (tier, to): Route, group: &mut Group, hold: &mut Budget) -> Vec<RecordId> {
+    pub(super) fn launch(
+        &mut self,
+        (tier, to): Route,
+        group: &mut Group,
+        hold: &mut Budget,
+    ) -> Vec<RecordId> {
         let next = Group { is_probe: group.is_probe, ..Group::default() };
         let Group { blocks: mut group, info, is_probe } = std::mem::replace(group, next);
         // A medium that may still hang is tried with one block: each costs a slot until it ends.

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use kvbm_tiers::{Ahead, HugeVec, SlotId};
 
+use super::budget::touched;
 use super::index::RecordId;
 use super::request::RequestInfo;
 
@@ -193,6 +194,7 @@ impl Entries {
     }
 
     fn get(&self, number: u32) -> Option<&Entry> {
+        touched();
         self.chunks.get(number as usize / CHUNK)?.get(number as usize % CHUNK)
     }
 

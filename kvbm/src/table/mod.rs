@@ -66,7 +66,7 @@ mod tier_set;
 mod transfers;
 
 use kvbm_policies::{Ended, Upkeep};
-use kvbm_tiers::{BlockKey, Loan, SlotId, SlotRef, Tier};
+use kvbm_tiers::{BlockKey, Loan, Owner, SlotId, SlotRef, Tier};
 
 pub use self::audit::Violation;
 pub use self::budget::Budget;
@@ -88,14 +88,16 @@ pub use self::shared::SharedTable;
 pub use self::tier::{TierSpec, TierStats};
 pub use self::tier_set::TierSet;
 pub(crate) use self::transfers::LeftBlock;
-pub use self::transfers::{Dropped, Effects, Filled, Reply, Reserved, Steps, TransferEnd, TransferPlan};
+pub use self::transfers::{
+    Coming, Dropped, Effects, Filled, Reply, Reserved, Steps, TransferEnd, TransferPlan,
+};
 
 use self::boundary_hints::BoundaryHints;
 use self::index::{Index, KeyHash};
 use self::miss_history::MissHistory;
 use self::namespace::Namespace;
+use self::owners::Owners;
 pub use self::owners::TenantCounts;
-use self::owners::{OwnerId, Owners};
 use self::quarantine::Quarantines;
 use self::record::Records;
 use self::tier::TierTable;
@@ -229,12 +231,7 @@ impl Table {
     }
 
     /// The record of a block, made if no tier knows it. `None` if the index cannot take another.
-    fn intern(
-        &mut self,
-        key: BlockKey,
-        parent: Option<RecordId>,
-        owner: Option<OwnerId>,
-    ) -> Option<RecordId> {
+    fn intern(&mut self, key: BlockKey, parent: Option<RecordId>, owner: Option<Owner>) -> Option<RecordId> {
         self.find(key).or_else(|| {
             // The index holds numbers of records, so the record is made first, and given up if the index is full.
             let record = self.records.add(key, parent);

@@ -10,7 +10,7 @@ use kvbm_policies::{Access, BlockId, Candidates, Ended, Forest, Standing, TierPo
 use kvbm_tiers::{BlockKey, FramePool, SlotId, Tier};
 
 use super::Table;
-use super::budget::Budget;
+use super::budget::{Budget, touched};
 use super::forgotten::Forgotten;
 use super::record::Records;
 use super::request::RequestInfo;
@@ -143,6 +143,7 @@ impl Forest for Structure<'_> {
     }
 
     fn standing(&self, block: BlockId) -> Standing {
+        touched();
         let held = self.slots[block.0 as usize];
         let is_clean = || {
             let (forgotten, pool) = self.forgotten;

@@ -2,6 +2,7 @@
 
 use kvbm_tiers::{Ahead, BlockKey, HugeVec, SlotId, Tier};
 
+use super::budget::touched;
 use super::index::{RecordId, soon};
 use super::tier_set::{TierSet, bit};
 
@@ -225,10 +226,12 @@ impl Records {
     }
 
     pub(super) fn at(&self, id: RecordId) -> &Record {
+        touched();
         &self.all[id.0 as usize]
     }
 
     pub(super) fn at_mut(&mut self, id: RecordId) -> &mut Record {
+        touched();
         &mut self.all[id.0 as usize]
     }
 

@@ -11,8 +11,8 @@ use kvbm_tiers::{BlockKey, Checksums, Frame, FramePool, IndexEntry, SlotId, Tier
 use proptest::prelude::*;
 
 use super::{
-    Budget, Effects, Journal, Match, MissReason, Note, Notes, Pins, Reply, RequestInfo, Restored, Table, TierSet,
-    TierSpec, TransferPlan,
+    Budget, Effects, Journal, Match, MissReason, Note, Notes, Pins, Reply, RequestInfo, Restored, Table,
+    TierSet, TierSpec, TransferPlan,
 };
 use crate::hash::{BlockHash, Chain};
 use crate::task::{Class, CopyTask, Defect, Outcome, TransferId};

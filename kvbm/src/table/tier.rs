@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use kvbm_policies::{Admission, Eviction, TierPolicies};
 use kvbm_tiers::{Ahead, FramePool, HugeVec, SlotId, Tier};
 
-use super::budget::Budget;
+use super::budget::{Budget, touched};
 use super::demotion::Climb;
 use super::flush_queue::{Dirty, FlushQueue};
 use super::forgotten::Forgotten;
@@ -215,10 +215,12 @@ impl TierTable {
     }
 
     pub(super) fn at(&self, slot: SlotId) -> &Slot {
+        touched();
         &self.slots[slot.0 as usize]
     }
 
     pub(super) fn at_mut(&mut self, slot: SlotId) -> &mut Slot {
+        touched();
         &mut self.slots[slot.0 as usize]
     }
 

@@ -20,6 +20,7 @@ use std::time::Duration;
 
 use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
 
+use super::budget::Budget;
 use super::forgotten::Unflushed;
 use super::index::RecordId;
 use super::namespace::NamespaceId;
@@ -65,6 +66,14 @@ enum BlockState {
     Overdue,
     /// It is resident, or it failed and its slot is free.
     Ended,
+}
+
+/// A block of a transfer: where a search among all that are on their way goes on.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Coming {
+    /// Of the transfer.
+    place: u32,
+    block: usize,
 }
 
 /// A block whose turn has come.
@@ -272,6 +281,13 @@ pub(super) struct Transfers {
     notes_left: bool,
 }
 
+impl Coming {
+    /// The first block of the next transfer.
+    pub(super) const fn after(id: TransferId) -> Self {
+        Self { place: id.place + 1, block: 0 }
+    }
+}
+
 impl Transfers {
     /// Has blocks that leave a tier noted from here on.
     pub(super) const fn note_left_blocks(&mut self) {
@@ -343,20 +359,31 @@ impl Transfers {
         Some(TransferId { place, life: *life })
     }
 
-    /// The first at place `from` or behind it that has a block on its way whose record is what is looked for, and which
-    /// of its blocks.
+    /// The first block on its way, of those from `from` on, whose record is what is looked for. Else where the next hold
+    /// goes on, if this one is over before all were looked at.
     pub(super) fn next_with(
         &self,
-        from: u32,
+        mut from: Coming,
         is_it: impl Fn(RecordId) -> bool,
-    ) -> Option<(TransferId, usize)> {
-        let first = |transfer: &Transfer| {
-            let coming = transfer.blocks.iter().enumerate().take(transfer.alive).skip(transfer.published);
-            coming.filter_map(|(at, block)| Some((at, block.record?))).find(|&(_, record)| is_it(record))
-        };
-        let id = self.next(from, |transfer| first(transfer).is_some())?;
-        let transfer = self.places.get(id.place as usize)?.1.as_ref()?;
-        first(transfer).map(|(at, _)| (id, at))
+        hold: &mut Budget,
+    ) -> Result<(TransferId, usize), Option<Coming>> {
+        while let Some((life, held)) = self.places.get(from.place as usize) {
+            let first = held.as_ref().map_or(0, |held| held.published.max(from.block).min(held.alive));
+            let coming = held.as_ref().map_or(&[][..], |held| &held.blocks[first..held.alive]);
+            for (at, block) in (first..).zip(coming) {
+                if block.record.is_some_and(&is_it) {
+                    return Ok((TransferId { place: from.place, life: *life }, at));
+                }
+                if !hold.look() {
+                    return Err(Some(Coming { block: at, ..from }));
+                }
+            }
+            from = Coming { place: from.place + 1, block: 0 };
+            if !hold.look() {
+                return Err(Some(from));
+            }
+        }
+        Err(None)
     }
 
     /// Whether none is on the books.
@@ -445,7 +472,10 @@ impl Transfer {
     /// Whether nothing of it can become resident any more.
     const fn is_done(&self) -> bool {
         let is_given_up = self.recorded == self.alive;
-        !self.is_open && !matches!(self.parent, Parent::Awaited(_)) && self.published == self.alive && is_given_up
+        !self.is_open
+            && !matches!(self.parent, Parent::Awaited(_))
+            && self.published == self.alive
+            && is_given_up
     }
 
     /// The last block that failed and has not been given up, with its tier and its record.

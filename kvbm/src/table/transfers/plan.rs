@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::{BlockKey, Frame, Route, SlotId, SlotRef, Tier};
+use kvbm_tiers::{BlockKey, Frame, Owner, Route, SlotId, SlotRef, Tier};
 
 use super::{Account, Parent, Reply, Transfer, Waiter};
 use crate::events::StoreReason;
@@ -18,7 +18,6 @@ use crate::table::evict::NoSlot;
 use crate::table::index::RecordId;
 use crate::table::insertion::Admitted;
 use crate::table::namespace::NamespaceId;
-use crate::table::owners::OwnerId;
 use crate::table::pins::Pins;
 use crate::table::request::{RequestContext, RequestInfo};
 use crate::table::tier_set::TierSet;
@@ -100,7 +99,7 @@ pub struct TransferPlan {
     /// Slots of the engine's own for these blocks; empty: they go into slots of the destination tier.
     engine_slots: Vec<SlotRef>,
     /// Whose the blocks are that come new.
-    owner: Option<OwnerId>,
+    owner: Option<Owner>,
     /// Goes when no medium has a slot of the transfer any more.
     with_media: Option<Arc<()>>,
 }
@@ -356,7 +355,7 @@ impl Table {
         let chain = self.enter(chain);
         let context = RequestContext { info: self.named(info), path: chain.len() as u32 };
         let mut plan = TransferPlan::new(Class::Save, to, context, self.namespace());
-        plan.owner = self.owners.number(info.hints.tenant);
+        plan.owner = self.owners.present(info.hints.tenant);
         plan.before = self.matches(chain).blocks(to);
         plan.behind = match plan.before.checked_sub(1) {
             Some(last) => Some(chain.key(last)),
@@ -387,7 +386,7 @@ impl Table {
             plan.orphans = slots.len();
             plan.before = held;
         } else {
-            plan.owner = self.owners.number(plan.context.info.hints.tenant);
+            plan.owner = self.owners.present(plan.context.info.hints.tenant);
             plan.before = before;
             plan.keys = (before..plan.wanted.end).map(|at| chain.key(at)).collect();
             plan.from = slots[before - first..].to_vec();
@@ -783,7 +782,7 @@ impl Table {
         tier: Tier,
         key: BlockKey,
         above: Option<RecordId>,
-        owner: Option<OwnerId>,
+        owner: Option<Owner>,
         hold: &mut Budget,
     ) -> Result<(RecordId, Frame), NoSlot> {
         // The slot first: a block that finds no room needs no record.
