@@ -214,7 +214,7 @@ mod tests {
             let mut table =
                 Table::new([spec(Tier::Host, eviction, Some(Tier::Disk)), spec(Tier::Disk, eviction, None)]);
             for n in 0..SLOTS {
-                assert_eq!(save(&mut table, Tier::Host, &chain(n, 1)), 1);
+                assert_eq!(save(&mut table, Tier::Host, &chain(n, 1)), 1, "{eviction}");
             }
             assert_eq!(
                 save(&mut table, Tier::Host, &chain(SLOTS, 64)),
