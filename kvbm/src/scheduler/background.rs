@@ -134,6 +134,9 @@ impl Core {
             while self.hold(|table, _| table.drop_more()) {}
         }
         self.sweep_some();
+        for tier in Tier::ALL {
+            while self.hold(|table, hold| table.renew_indices(tier, hold)) {}
+        }
         for from in Tier::ALL {
             self.flush(from, false);
         }

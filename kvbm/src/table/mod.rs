@@ -72,7 +72,7 @@ pub use self::audit::Violation;
 pub use self::budget::Budget;
 pub use self::forgotten::Unflushed;
 pub use self::index::RecordId;
-pub use self::journal::{Journal, Note, Notes};
+pub use self::journal::{Journal, Note, Notes, Taken};
 pub use self::lock_times::TableGuard;
 #[cfg(feature = "lock-times")]
 pub use self::lock_times::longest_hold;

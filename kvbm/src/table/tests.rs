@@ -633,7 +633,7 @@ proptest! {
             let mut left = residents(&history.table, tier);
             left.sort_by_key(|entry| entry.slot);
             let mut told = BTreeMap::new();
-            for (at, note) in notes.iter().enumerate().flat_map(|(at, notes)| notes.take().0.map(move |note| (at, note))) {
+            for (at, note) in notes.iter().enumerate().flat_map(|(at, notes)| notes.take().notes().map(move |note| (at, note))) {
                 let slot = match note {
                     Note::Stored(entry) => {
                         told.insert(entry.slot, IndexEntry { generation: 0, ..entry });
@@ -655,6 +655,51 @@ proptest! {
             prop_assert_eq!(again.audit(), []);
         }
     }
+}
+
+#[test]
+fn notes_that_nobody_writes_are_bounded_and_the_index_begins_anew() {
+    let mut table = small_table(EvictionKind::default(), None);
+    let notes = [(); 2].map(|()| Arc::<Notes>::default());
+    table.keep_journal(Tier::Object, Journal::of_ranks(notes.clone().map(Some)));
+    let churn = |table: &mut Table, blocks: std::ops::Range<u128>| {
+        blocks.for_each(|n| _ = fill(table, Tier::Object, &vec![BlockHash::from_u128(n << 64)]));
+    };
+    let mut told = BTreeMap::new();
+    let mut take = |told: &mut BTreeMap<SlotId, BlockKey>| {
+        let mut most = 0;
+        for (share, notes) in (0..).zip(&notes) {
+            let taken = notes.take();
+            if taken.begins_anew.is_some() {
+                told.retain(|slot, _| slot.0 % 2 != share);
+            }
+            let notes: Vec<_> = taken.notes().collect();
+            most = most.max(notes.len());
+            for note in notes {
+                match note {
+                    Note::Stored(entry) => drop(told.insert(entry.slot, entry.block)),
+                    Note::Removed { slot, .. } => drop(told.remove(&slot)),
+                    Note::Reset(_) => unreachable!("there was none"),
+                }
+            }
+        }
+        most
+    };
+    churn(&mut table, 1..100);
+    assert!(take(&mut told) > 0);
+    // The writer hangs.
+    churn(&mut table, 100..30_000);
+    assert_eq!(take(&mut told), 0, "they are too many to be kept");
+    churn(&mut table, 30_000..30_010);
+    while table.renew_indices(Tier::Object, &mut Budget::of_a_hold()) {}
+    take(&mut told);
+    let held = |table: &Table| -> BTreeMap<_, _> {
+        residents(table, Tier::Object).into_iter().map(|entry| (entry.slot, entry.block)).collect()
+    };
+    assert_eq!(told, held(&table));
+    churn(&mut table, 40_000..40_100);
+    take(&mut told);
+    assert_eq!(told, held(&table), "and then all is as before");
 }
 
 #[test]
