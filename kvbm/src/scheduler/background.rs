@@ -148,7 +148,8 @@ impl Core {
     /// would serve on for days, with fewer slots each hour.
     fn audit_some(&self) {
         let mut violations = Vec::new();
-        let next = self.table().audit_some(self.audit.next.load(Ordering::Relaxed) as u32, &mut violations);
+        let from = self.audit.next.load(Ordering::Relaxed) as u32;
+        let next = self.table().audit_some(from, &mut violations, &mut Budget::of_a_hold());
         for violation in &violations {
             tracing::error!(%violation, "the block table has lost count: please report this");
         }

@@ -538,7 +538,7 @@ fn a_table_that_has_lost_count_is_found_out_in_steps() {
     let pass = |table: &Table| {
         let (mut violations, mut next, mut steps) = (Vec::new(), Some(0), 0);
         while let Some(from) = next {
-            next = table.audit_some(from, &mut violations);
+            next = table.audit_some(from, &mut violations, &mut Budget::of_a_hold());
             steps += 1;
         }
         (violations, steps)
@@ -666,7 +666,7 @@ fn notes_that_nobody_writes_are_bounded_and_the_index_begins_anew() {
         blocks.for_each(|n| _ = fill(table, Tier::Object, &vec![BlockHash::from_u128(n << 64)]));
     };
     let mut told = BTreeMap::new();
-    let mut take = |told: &mut BTreeMap<SlotId, BlockKey>| {
+    let take = |told: &mut BTreeMap<SlotId, BlockKey>| {
         let mut most = 0;
         for (share, notes) in (0..).zip(&notes) {
             let taken = notes.take();
