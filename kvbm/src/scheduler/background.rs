@@ -103,6 +103,21 @@ impl Drop for Draining<'_> {
     }
 }
 
+/// Flushes that are sent together, however many holds of the table it took to plan them: also where one of these panicked, since
+/// the table counts on them.
+struct PlannedFlushes<'a> {
+    core: &'a Arc<Core>,
+    to: Tier,
+    tasks: Vec<CopyTask>,
+}
+
+impl Drop for PlannedFlushes<'_> {
+    fn drop(&mut self) {
+        self.core.trace_flushes(self.to, &self.tasks);
+        self.core.queue(std::mem::take(&mut self.tasks));
+    }
+}
+
 /// Between two tries of what failed, while somebody waits for everything to be flushed.
 const DRAIN_RETRY: Duration = Duration::from_millis(20);
 
@@ -300,31 +315,30 @@ impl Core {
         if room < goal {
             return false;
         }
-        let (mut tasks, mut looked_at, mut has_more) = (Vec::new(), 0, goal > 0);
+        let mut planned = PlannedFlushes { core: self, to, tasks: Vec::new() };
+        let (mut looked_at, mut has_more) = (0, goal > 0);
         while has_more {
             let _turn = self.planning.lock();
             let mut table = self.table();
-            let (planned, before) = (tasks.len(), table.dirty(from));
-            table.take_flush(from, goal - planned, self.trigger(), &mut Budget::of_a_hold());
+            let (so_far, before) = (planned.tasks.len(), table.dirty(from));
+            table.take_flush(from, goal - so_far, self.trigger(), &mut Budget::of_a_hold());
             let mut effects = table.take_effects();
             // Before others have the table: what ends is taken off again.
             in_flight.fetch_add(effects.tasks.len(), Ordering::AcqRel);
             let done = before.saturating_sub(table.dirty(from));
             drop(table);
-            tasks.append(&mut effects.tasks);
+            planned.tasks.append(&mut effects.tasks);
             self.apply(effects);
             looked_at += done;
-            has_more = tasks.len() < goal && (done > 0 || tasks.len() > planned);
+            let count = planned.tasks.len();
+            has_more = count < goal && (done > 0 || count > so_far);
         }
         {
             let mut goals = self.flushing.goals.lock();
             goals[from.index()] = goals[from.index()].saturating_sub(looked_at);
         }
         // Where a rule refuses all that it was asked about, there is more to ask about.
-        let has_begun = looked_at > 0 || !tasks.is_empty();
-        self.trace_flushes(to, &tasks);
-        self.queue(tasks);
-        has_begun
+        looked_at > 0 || !planned.tasks.is_empty()
     }
 
     pub(super) fn flush_is_due(&self, table: &Table, from: Tier) -> bool {

@@ -612,13 +612,18 @@ impl Core {
     pub fn close(self: &Arc<Self>) {
         // First of all: whoever queues or starts a batch looks at it afterwards (`dispatch.rs`). So nothing slips by.
         self.closed.store(1, Ordering::Release);
+        self.drop_waiting();
+        self.batches.all().iter().for_each(|batch| self.give_up(batch));
+        self.table().close();
+        self.end_transfers();
+    }
+
+    /// What waits for its turn, or for an engine, is not sent.
+    fn drop_waiting(self: &Arc<Self>) {
         let waiting = self.queues.lock().take_all();
         self.drop_tasks(waiting);
         let held = self.orders.lock().take_all();
         self.drop_held(held);
-        self.batches.all().iter().for_each(|batch| self.give_up(batch));
-        self.table().close();
-        self.end_transfers();
     }
 
     /// Ends the transfers of past namespaces, or all when the table is closed. One at a time: there may be thousands, and

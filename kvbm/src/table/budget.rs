@@ -84,8 +84,8 @@ mod tests {
 
     use super::*;
     use crate::hash::{BlockHash, Chain};
-    use crate::table::{Coming, Effects, Pins, Reply, RequestInfo, Table, TierSpec, TransferPlan};
-    use crate::task::{Class, Outcome};
+    use crate::table::{Coming, Effects, Pins, Reply, RequestInfo, Table, TierSet, TierSpec, TransferPlan};
+    use crate::task::{Class, Defect, Outcome};
 
     /// Records, slots and entries that a hold may touch, however it spends its budget: a change touches a block, its
     /// parent and its neighbours in several tiers. The tables below have several times as many blocks.
@@ -256,6 +256,20 @@ mod tests {
     }
 
     #[test]
+    fn a_bad_block_is_dropped_without_a_look_at_what_follows_it_elsewhere() {
+        let mut table = host_above_disk();
+        let root = chain(0, 1);
+        for n in 1..SLOTS {
+            save(&mut table, Tier::Disk, &[&root[..], &chain(n, 1)].concat());
+        }
+        save(&mut table, Tier::Host, &root);
+        let key = table.enter(Chain::from(&root)).key(0);
+        assert_eq!(hold(|_| table.quarantine_resident(Tier::Host, key, Defect::Corrupt)), 1);
+        assert_eq!(table.matches(Chain::from(&root)).blocks(Tier::Disk), 1);
+        assert_eq!(table.audit(), []);
+    }
+
+    #[test]
     fn all_of_a_tier_is_evicted_in_bounded_holds() {
         let mut table = Table::new([spec(Tier::Host, EvictionKind::Hazard, None)]);
         (0..SLOTS / 50).for_each(|n| _ = save(&mut table, Tier::Host, &chain(n, 50)));
@@ -296,6 +310,24 @@ mod tests {
         let grown = [&chain(0, 1)[..], &chain(slots, 3)].concat();
         assert_eq!(save(&mut table, Tier::Disk, &grown), 4);
         assert_eq!(table.audit(), []);
+    }
+
+    #[test]
+    fn a_long_load_stays_in_a_full_host_all_of_it() {
+        let tiers = [Tier::Device, Tier::Host, Tier::Disk];
+        let mut table = Table::new(tiers.map(|tier| spec(tier, EvictionKind::Lru, None)));
+        for n in 0..SLOTS / 50 {
+            save(&mut table, Tier::Host, &chain(n, 50));
+            save(&mut table, Tier::Device, &chain(n, 50));
+        }
+        let hashes = chain(SLOTS, 2_000);
+        save(&mut table, Tier::Disk, &hashes);
+        let mut load = TransferPlan::copying(Class::Load, Tier::Device, lease(&mut table, &hashes));
+        while !hold(|_| table.trace(&mut load)) {}
+        load.pass_host_from(TierSet::default().with(Tier::Disk));
+        while !hold(|_| table.extend(&mut load)) {}
+        let tasks = table.take_effects().tasks;
+        assert_eq!(tasks.iter().filter(|task| task.via.is_some()).count(), hashes.len());
     }
 
     #[test]

@@ -246,7 +246,10 @@ impl Table {
     }
 
     fn resident_children(&self, tier: Tier, record: RecordId) -> impl Iterator<Item = RecordId> {
-        self.records.children(record).filter(move |&child| self.records.at(child).resident().has(tier))
+        // No further than to the last of them: a shared prefix may have thousands of children that only other tiers have.
+        let count = self.tier(tier).children(self.records.at(record).slot(tier)) as usize;
+        let is_there = move |&child: &RecordId| self.records.at(child).resident().has(tier);
+        self.records.children(record).filter(is_there).take(count)
     }
 
     /// How many blocks `tier` has of `top` and below; more than `max` are not told apart.

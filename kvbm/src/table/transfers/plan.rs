@@ -45,6 +45,10 @@ impl Default for Steps {
 /// far as there is room: it is the last that would be asked for again.
 const WEIGHED: usize = 1_024;
 
+/// Looks that the hold must have left for a block that stays in the host tier on its way: it has its place in the destination by
+/// the time that the host tier is asked, and cannot wait.
+const FOR_HOST: usize = 512;
+
 /// Blocks of the first step of a load into an engine's own memory.
 const FIRST_INTO_ENGINE: usize = 32;
 
@@ -321,6 +325,10 @@ impl TransferPlan {
         next..self.keys.len().min(self.admitted).min(next.saturating_add(most)).max(next)
     }
 
+    const fn looks_for_host(&self) -> usize {
+        if matches!(self.keeping, Keeping::No) { 0 } else { FOR_HOST }
+    }
+
     fn last_known(&self) -> Option<BlockKey> {
         self.known().checked_sub(1).map_or(self.behind, |last| Some(self.keys[last]))
     }
@@ -498,6 +506,9 @@ impl Table {
         let step = plan.next(self.steps.placed.min(most));
         self.transfers.effects.tasks.reserve(if plan.from.is_empty() { 0 } else { step.len() });
         for at in step {
+            if hold.looks_left() < plan.looks_for_host() {
+                return false;
+            }
             match self.place_next(plan, (id, at), &mut hold) {
                 Ok(()) => {}
                 Err(NoSlot::Later) => return false,
