@@ -9,7 +9,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use kvbm::scheduler::Tuning;
-use kvbm::table::Match;
+use kvbm::table::{Budget, Match};
 use kvbm::{BlockHash, Chain, Class, Clock, ErrorKind, Lease, RequestInfo, Tier, Transfer, Transferred};
 use kvbm_policies::AdmissionKind;
 use kvbm_tests::follower::Follower;
@@ -493,7 +493,7 @@ impl System {
         self.check(model, quarantined);
         self.leases.clear();
         let mut table = self.rig.core.table();
-        while table.sweep() {}
+        while table.sweep(&mut Budget::of_a_hold()) {}
         for tier in Tier::ALL {
             table.block_flushes(tier, true);
         }

@@ -98,7 +98,7 @@ impl Manager {
 
     /// Adds the names of the saves from and loads into the engine's memory that have ended since the last call, well or not:
     /// for an engine that polls. One of all cache groups is named once, when the last of them has ended. They are noted
-    /// from the first call on.
+    /// from the first call on, the last 65,536 of them.
     pub fn completions(&self, out: &mut Vec<TransferId>) {
         self.core().completions(out);
     }

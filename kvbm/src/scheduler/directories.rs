@@ -16,6 +16,7 @@ use super::Core;
 use super::batch::Batch;
 use super::errand::{Purpose, overdue};
 use crate::sync::{AtomicBool, AtomicUsize, Mutex};
+use crate::table::Budget;
 
 /// All of them; none, where there are not several.
 #[derive(Debug)]
@@ -404,7 +405,7 @@ impl Core {
     /// Drops some of the blocks of directories that are lost. Returns whether there are more.
     pub(super) fn drop_lost_some(self: &Arc<Self>) -> bool {
         let mut table = self.table();
-        let has_more = table.drop_lost();
+        let has_more = table.drop_lost(&mut Budget::of_a_hold());
         let mut effects = table.take_effects();
         drop(table);
         // They were told of together.

@@ -31,7 +31,7 @@ impl Core {
         self.pump();
         if self.is_closed() {
             // It was closed while this was planned.
-            self.close();
+            self.drop_waiting();
         }
     }
 

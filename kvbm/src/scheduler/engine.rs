@@ -19,6 +19,9 @@ use crate::table::{RequestInfo, TransferEnd, TransferPlan};
 use crate::task::{Class, CopyTask, TransferId};
 use crate::transfer::Transfer;
 
+/// So many completions wait for an engine that polls.
+const MAX_COMPLETIONS: usize = 1 << 16;
+
 /// A save from an engine's slots.
 #[derive(Debug)]
 pub struct SaveFrom<'a> {
@@ -147,12 +150,16 @@ impl Core {
     /// Adds the transfers of an engine's slots that have ended since the last call, of those since the first call.
     pub(crate) fn completions(&self, out: &mut Vec<TransferId>) {
         // Collected from the first call on: whoever never asks must not have them pile up.
-        out.append(self.completions.lock().get_or_insert_default());
+        out.extend(self.completions.lock().get_or_insert_default().drain(..));
     }
 
     pub(super) fn note_completion(&self, id: TransferId) {
         if let Some(completions) = &mut *self.completions.lock() {
-            completions.push(id);
+            // Nor whoever asks no more.
+            if completions.len() == MAX_COMPLETIONS {
+                completions.pop_front();
+            }
+            completions.push_back(id);
         }
     }
 }

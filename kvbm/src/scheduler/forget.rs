@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::Core;
-use crate::table::{Table, TransferCursor};
+use crate::table::TransferCursor;
 
 impl Core {
     /// Forgets what a tenant stored, and returns how often that was done by now. Takes time in proportion to the table,
@@ -13,23 +13,14 @@ impl Core {
         let life = self.table().begin_forgetting(tenant);
         let mut under_way = Some(TransferCursor::default());
         while let Some(from) = under_way {
-            under_way = self.step(|table| table.end_forgotten(from));
+            under_way = self.hold(|table, hold| table.end_forgotten(from, hold));
         }
         let mut next = Some(0);
         while let Some(record) = next {
-            next = self.step(|table| table.drop_forgotten(record));
+            next = self.hold(|table, hold| table.drop_forgotten(record, hold));
             // At once: a match looks at each block of which more is to be dropped.
-            while self.step(Table::drop_more) {}
+            while self.hold(|table, _| table.drop_more()) {}
         }
         life
-    }
-
-    fn step<T>(self: &Arc<Self>, step: impl FnOnce(&mut Table) -> T) -> T {
-        let mut table = self.table();
-        let done = step(&mut table);
-        let effects = table.take_effects();
-        drop(table);
-        self.apply(effects);
-        done
     }
 }

@@ -13,7 +13,7 @@ use crate::hash::Chain;
 use crate::table::{Dropped, Effects, Table, TransferEnd};
 use crate::task::{Class, Defect, Outcome, TaskResult};
 
-/// Tasks that are dropped land so many at a time.
+/// Copies that ended together land so many at a time.
 const MAX_LANDED: usize = 256;
 
 impl Core {
@@ -35,9 +35,7 @@ impl Core {
                 }
             }
         }
-        if !landed.is_empty() {
-            self.land(landed);
-        }
+        self.land_all(landed);
         self.tasks_left(batch, left);
     }
 
@@ -117,10 +115,13 @@ impl Core {
                 let halfway = task.halfway;
                 self.outcome(task, Outcome::Failed { halfway, defect: None })
             });
-            let dropped: Vec<TaskResult> = dropped.collect();
-            // A prompt of thousands of blocks may be dropped at once: others get the table in between.
-            dropped.chunks(MAX_LANDED).for_each(|dropped| self.land(dropped.iter().copied()));
+            self.land_all(dropped.collect());
         }
+    }
+
+    /// A prompt of thousands of blocks may end at once: others get the table in between.
+    fn land_all(self: &Arc<Self>, results: Vec<TaskResult>) {
+        results.chunks(MAX_LANDED).for_each(|results| self.land(results.iter().copied()));
     }
 
     /// Nobody waits for the batch's copies any more. What the medium may still touch stays theirs.

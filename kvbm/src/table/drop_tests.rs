@@ -11,7 +11,7 @@ use kvbm_tiers::{BlockKey, FramePool, SlotId, SlotRef, Tier};
 use proptest::prelude::*;
 
 use super::{
-    Effects, Pins, Reply, RequestInfo, Steps, Table, TierSet, TierSpec, TransferCursor, TransferPlan,
+    Budget, Effects, Pins, Reply, RequestInfo, Steps, Table, TierSet, TierSpec, TransferCursor, TransferPlan,
 };
 use crate::hash::{BlockHash, Chain};
 use crate::task::{Class, CopyTask, Defect, Outcome, TransferId};
@@ -205,7 +205,9 @@ impl World {
                     next = self.table.end_past(from);
                 }
             }
-            Step::Flush(tier) => self.table.take_flush(TIERS[tier].0, 5, Trigger::Used),
+            Step::Flush(tier) => {
+                self.table.take_flush(TIERS[tier].0, 5, Trigger::Used, &mut Budget::of_a_hold())
+            }
             Step::Evict { tier, blocks } => _ = self.table.evict(TIERS[tier].0, blocks),
         }
         self.settle();
@@ -347,14 +349,16 @@ impl World {
         self.forgetting = match self.forgetting.take() {
             None => None,
             Some(Forgetting::UnderWay(from)) => {
-                let next = self.table.end_forgotten(from);
+                let next = self.table.end_forgotten(from, &mut Budget::of_a_hold());
                 Some(next.map_or(Forgetting::Records(0), Forgetting::UnderWay))
             }
             Some(Forgetting::Records(from)) if self.table.is_dropping() => {
                 self.table.drop_more();
                 Some(Forgetting::Records(from))
             }
-            Some(Forgetting::Records(from)) => self.table.drop_forgotten(from).map(Forgetting::Records),
+            Some(Forgetting::Records(from)) => {
+                self.table.drop_forgotten(from, &mut Budget::of_a_hold()).map(Forgetting::Records)
+            }
         };
     }
 

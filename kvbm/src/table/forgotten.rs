@@ -4,17 +4,12 @@
 //! the tier's slots, in steps, or sooner where somebody needs room; one that is read then comes back when its last
 //! reader leaves. Blocks leave leaf-first here as well.
 
-use std::collections::{BTreeMap, VecDeque};
-
 use kvbm_tiers::{FramePool, SlotId, Tier};
 
 use super::Table;
-use super::tier::{Dirty, Slot, TierTable};
-
-/// Slots looked at in one step.
-const LOOKED_AT: usize = 2_048;
-/// Blocks that leave in one step: some 200 µs.
-const MAX_SWEPT: usize = 256;
+use super::budget::Budget;
+use super::flush_queue::Entries;
+use super::tier::{Slot, TierTable};
 
 /// The forgotten blocks of a tier.
 #[derive(Debug, Default)]
@@ -46,15 +41,12 @@ impl Forgotten {
 /// Blocks of a tier that were to be flushed when a reset forgot them. There may be a million: they are dropped with the
 /// table unlocked.
 #[derive(Debug)]
-pub struct Unflushed {
-    dirty: VecDeque<Dirty>,
-    retries: BTreeMap<(u64, u64), Dirty>,
-}
+pub struct Unflushed(Entries);
 
 impl Unflushed {
     /// How many.
     pub fn blocks(&self) -> usize {
-        self.dirty.len() + self.retries.len()
+        self.0.len()
     }
 }
 
@@ -64,7 +56,7 @@ impl TierTable {
         self.forgotten.blocks += std::mem::take(&mut self.resident);
         self.forgotten.pass = Some(Pass { lives: self.pool.lives(), left: self.slots.len() as u32 });
         self.pressed = false;
-        Unflushed { dirty: std::mem::take(&mut self.dirty), retries: std::mem::take(&mut self.retries) }
+        Unflushed(self.flushes.take_all())
     }
 
     /// Whether the block in `slot` is forgotten.
@@ -97,20 +89,21 @@ impl TierTable {
 }
 
 impl Table {
-    /// Lets forgotten blocks go that nobody reads, a step of them. Returns whether there is more to look at.
-    pub fn sweep(&mut self) -> bool {
-        // One step a call: the tiers after the first that wants another wait for their turn.
-        Tier::ALL.into_iter().any(|tier| self.has(tier) && self.sweep_tier(tier, MAX_SWEPT))
+    /// Lets forgotten blocks go that nobody reads, as many as the hold has time for. Returns whether there is more to look
+    /// at.
+    pub fn sweep(&mut self, hold: &mut Budget) -> bool {
+        // The tiers after the first that takes all of the hold wait for their turn.
+        Tier::ALL.into_iter().any(|tier| self.has(tier) && self.sweep_tier(tier, usize::MAX, hold))
     }
 
-    /// Lets up to `most` of them leave `tier`, as far as one step goes. Returns whether there is more to look at.
-    pub(super) fn sweep_tier(&mut self, tier: Tier, most: usize) -> bool {
+    /// Lets up to `most` of them leave `tier`. Returns whether there is more to look at.
+    pub(super) fn sweep_tier(&mut self, tier: Tier, most: usize, hold: &mut Budget) -> bool {
         let mut swept = 0;
-        for _ in 0..LOOKED_AT {
+        while swept < most && hold.look() {
             let Some(slot) = self.tier_mut(tier).next_to_sweep() else { return false };
-            swept += usize::from(self.sweep_slot(tier, slot));
-            if swept == most {
-                return true;
+            if self.sweep_slot(tier, slot) {
+                hold.change();
+                swept += 1;
             }
         }
         true

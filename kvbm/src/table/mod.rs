@@ -13,6 +13,7 @@
 //! | `prefix` | the match: leading blocks per tier, found by galloping |
 //! | `boundary_hints` | where that begins |
 //! | `pins` | leases: the deepest block of a chain in each tier, pinned |
+//! | `budget` | what one hold of the table's lock may do |
 //! | `transfers` | blocks on their way into a tier, from the plan to the landing, published in chain order |
 //! | `evict` | eviction |
 //! | `namespace` | under which names blocks are known, and how a reset changes them |
@@ -20,6 +21,7 @@
 //! | `owners` | whose blocks are, and how a tenant is forgotten |
 //! | `quarantine` | bad blocks, and who still reads them |
 //! | `flush` | which dirty blocks to copy down next, root-first |
+//! | `flush_queue` | in which order they wait |
 //! | `request` | whose use something is: the request, and what the engine says about it |
 //! | `policy` | every call to a tier's policies |
 //! | `insertion` | which blocks a full tier takes in |
@@ -33,12 +35,14 @@
 
 mod audit;
 mod boundary_hints;
+mod budget;
 mod demotion;
 #[cfg(test)]
 mod drop_tests;
 mod events;
 mod evict;
 mod flush;
+mod flush_queue;
 mod forgotten;
 mod index;
 mod insertion;
@@ -64,12 +68,13 @@ mod tier_set;
 mod transfers;
 
 use kvbm_policies::{Ended, Upkeep};
-use kvbm_tiers::{BlockKey, Loan, SlotId, SlotRef, Tier};
+use kvbm_tiers::{BlockKey, Loan, Owner, SlotId, SlotRef, Tier};
 
 pub use self::audit::Violation;
+pub use self::budget::Budget;
 pub use self::forgotten::Unflushed;
 pub use self::index::RecordId;
-pub use self::journal::{Journal, Note, Notes};
+pub use self::journal::{Journal, Note, Notes, Taken};
 pub use self::lock_times::TableGuard;
 #[cfg(feature = "lock-times")]
 pub use self::lock_times::longest_hold;
@@ -93,8 +98,8 @@ use self::boundary_hints::BoundaryHints;
 use self::index::{Index, KeyHash};
 use self::miss_history::MissHistory;
 use self::namespace::Namespace;
+use self::owners::Owners;
 pub use self::owners::TenantCounts;
-use self::owners::{OwnerId, Owners};
 use self::quarantine::Quarantines;
 use self::record::Records;
 use self::tier::TierTable;
@@ -229,12 +234,7 @@ impl Table {
 
     /// The record of a block that is about to come, made if no tier knows it. `None` if the index cannot take another, or what
     /// the table knows by this name is being dropped.
-    fn intern(
-        &mut self,
-        key: BlockKey,
-        parent: Option<RecordId>,
-        owner: Option<OwnerId>,
-    ) -> Option<RecordId> {
+    fn intern(&mut self, key: BlockKey, parent: Option<RecordId>, owner: Option<Owner>) -> Option<RecordId> {
         if let Some(known) = self.find(key) {
             return (!self.is_dropped(known)).then_some(known);
         }

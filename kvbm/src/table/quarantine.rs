@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use kvbm_tiers::{BlockKey, SlotId, SlotRef, Tier};
 
+use super::budget::Budget;
 use super::index::RecordId;
 use super::prefix::Found;
 use super::tier::Slot;
@@ -35,8 +36,8 @@ struct Dropping {
     at: BlockKey,
 }
 
-/// Slots of a lost directory looked at in one step.
-const LOOKED_AT: usize = 2_048;
+/// Looks that it takes to rank a leaf anew.
+const CONSIDERED: usize = 4;
 /// Blocks passed in one step on the way down to a leaf.
 const MAX_DESCENT: usize = 2_048;
 
@@ -216,17 +217,18 @@ impl Table {
 
     /// Has policies consider some of the leaves in directories that are open again: while they were closed these were
     /// passed over. Returns whether there are more.
-    pub fn reconsider_reopened(&mut self) -> bool {
+    pub fn reconsider_reopened(&mut self, hold: &mut Budget) -> bool {
         let Some(mut walk) = self.quarantines.reopened.pop() else { return false };
         let held = self.tier_mut(walk.tier);
         let shards = held.pool.shards() as u32;
-        for _ in 0..LOOKED_AT {
+        while hold.look() {
             if walk.next as usize >= held.slots.len() {
                 return !self.quarantines.reopened.is_empty();
             }
             let slot = SlotId(walk.next);
             if held.at(slot).record != Slot::EMPTY.record {
                 held.reconsider(slot);
+                hold.pay(CONSIDERED);
             }
             walk.next += shards;
         }
@@ -241,13 +243,10 @@ impl Table {
 
     /// Drops some of what lies in directories that are [lost](Self::lose_directory), with all descendants. Returns whether
     /// there is more, which is to wait until there is nothing to [drop](Self::drop_more) besides.
-    pub fn drop_lost(&mut self) -> bool {
+    pub fn drop_lost(&mut self, hold: &mut Budget) -> bool {
         let Some(mut lost) = self.quarantines.lost.pop() else { return false };
-        let (mut dropped, shards) = (0, self.tier(lost.tier).pool.shards() as u32);
-        for _ in 0..LOOKED_AT {
-            if dropped >= self.steps.dropped || self.is_dropping() {
-                break;
-            }
+        let shards = self.tier(lost.tier).pool.shards() as u32;
+        while !self.is_dropping() && hold.look() {
             let held = self.tier(lost.tier);
             if lost.next as usize >= held.slots.len() {
                 return !self.quarantines.lost.is_empty();
@@ -255,7 +254,8 @@ impl Table {
             let slot = SlotId(lost.next);
             let record = held.at(slot).record;
             if let Some(found) = held.pool.resident_ref(slot).filter(|_| record != Slot::EMPTY.record) {
-                dropped += self.quarantine(self.records.at(record).key(), found, Defect::Unreadable);
+                let dropped = self.quarantine(self.records.at(record).key(), found, Defect::Unreadable);
+                hold.pay_changes(dropped);
             }
             lost.next += shards;
         }
@@ -276,7 +276,10 @@ impl Table {
     }
 
     fn resident_children(&self, tier: Tier, record: RecordId) -> impl Iterator<Item = RecordId> {
-        self.records.children(record).filter(move |&child| self.records.at(child).resident().has(tier))
+        // No further than to the last of them: a shared prefix may have thousands of children that only other tiers have.
+        let count = self.tier(tier).children(self.records.at(record).slot(tier)) as usize;
+        let is_there = move |&child: &RecordId| self.records.at(child).resident().has(tier);
+        self.records.children(record).filter(is_there).take(count)
     }
 
     /// How many blocks `tier` has of `top` and below; more than `max` are not told apart.
@@ -433,7 +436,8 @@ impl Table {
     /// Transfers that hang on a doomed block will never be published.
     fn abort_transfers_on(&mut self, tier: Tier, slots: &HashSet<SlotId>) {
         let hanging = self.transfers.hanging_on(tier, |slot| slots.contains(&slot));
-        hanging.into_iter().for_each(|(id, from)| self.abort(id, from));
+        hanging.into_iter().for_each(|(id, from)| self.fail(id, from));
+        self.give_up_failed(&mut Budget::of_a_hold());
     }
 
     fn hold_quarantined(&mut self, tier: Tier, quarantine: Quarantine) {

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use kvbm_tiers::{Ahead, BlockKey, HugeVec, SlotId, Tier};
 
+use super::budget::touched;
 use super::index::{RecordId, soon};
 use super::tier_set::{TierSet, bit};
 
@@ -253,22 +254,18 @@ impl Records {
     }
 
     pub(super) fn at(&self, id: RecordId) -> &Record {
+        touched();
         &self.all[id.0 as usize]
     }
 
     pub(super) fn at_mut(&mut self, id: RecordId) -> &mut Record {
+        touched();
         &mut self.all[id.0 as usize]
     }
 
     /// All records that some tier has or awaits.
     pub(super) fn live(&self) -> impl Iterator<Item = (RecordId, &Record)> {
-        self.live_among(0, self.all.len())
-    }
-
-    /// Those of them among `count` records from number `from` on.
-    pub(super) fn live_among(&self, from: u32, count: usize) -> impl Iterator<Item = (RecordId, &Record)> {
-        let some = self.all.get(from as usize..).unwrap_or_default().iter().take(count);
-        (from..).map(RecordId).zip(some).filter(|(_, record)| !record.is_nowhere())
+        (0..).map(RecordId).zip(self.all.iter()).filter(|(_, record)| !record.is_nowhere())
     }
 
     /// Whether there are records from number `next` on.

@@ -99,7 +99,7 @@ impl Table {
             return Err(Intake::Declined);
         }
         let frame = self.tier_mut(tier).pool.take().ok_or(Intake::Waits)?;
-        let owner = self.owners.number(tenant);
+        let owner = self.owners.present(tenant);
         let Some(record) = self.intern(block, parent, owner) else {
             self.tier_mut(tier).pool.give_back(frame);
             return Err(Intake::Waits);
@@ -150,7 +150,7 @@ impl Table {
             return Fate::Dropped;
         }
         let Some(frame) = pending.frame.take() else { return Fate::Dropped };
-        let owner = self.owners.number(tenant);
+        let owner = self.owners.present(tenant);
         let Some(record) = self.intern(block, parent, owner) else {
             self.tier_mut(tier).pool.give_back(frame);
             return Fate::Dropped;

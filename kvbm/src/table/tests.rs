@@ -11,8 +11,8 @@ use kvbm_tiers::{BlockKey, Checksums, Frame, FramePool, IndexEntry, SlotId, Tier
 use proptest::prelude::*;
 
 use super::{
-    Effects, Journal, Match, MissReason, Note, Notes, Pins, Reply, RequestInfo, Restored, Table, TierSet,
-    TierSpec, TransferPlan,
+    Budget, Effects, Journal, Match, MissReason, Note, Notes, Pins, Reply, RequestInfo, Restored, Table,
+    TierSet, TierSpec, TransferPlan,
 };
 use crate::hash::{BlockHash, Chain};
 use crate::task::{Class, CopyTask, Defect, Outcome, TransferId};
@@ -132,11 +132,11 @@ impl History {
                 self.settle();
             }
             Step::Flush { tier, blocks } => {
-                self.table.take_flush(Tier::ALL[tier], blocks, Trigger::Used);
+                self.table.take_flush(Tier::ALL[tier], blocks, Trigger::Used, &mut Budget::of_a_hold());
                 self.settle();
             }
             Step::Headroom { tier, slots } => {
-                self.table.make_headroom(Tier::ALL[tier], slots, 4);
+                self.table.make_headroom(Tier::ALL[tier], slots, 4, &mut Budget::of_a_hold());
                 self.settle();
             }
             Step::Block { tier, blocked } => {
@@ -260,8 +260,12 @@ impl History {
     /// Lets everything end, or closes it; then every slot can be emptied again.
     fn end(mut self, closes: bool) {
         if closes {
-            let effects = self.table.close();
-            self.apply(effects);
+            self.table.close();
+            let mut from = Some(0);
+            while let Some(place) = from {
+                from = self.table.end_next(place, &mut Budget::of_a_hold());
+                self.settle();
+            }
             assert_eq!(self.ended, self.begun, "closing answers everybody");
         }
         while !(self.filling.is_empty() && self.copies.is_empty()) {
@@ -404,7 +408,7 @@ fn what_lies_in_a_closed_directory_does_not_leave_for_room_that_it_cannot_make()
         assert_eq!(held(&table)[0], 4, "{eviction:?}");
         // And then all its slots take blocks again.
         table.close_directory(Tier::Disk, 0, false);
-        while table.reconsider_reopened() {}
+        while table.reconsider_reopened(&mut Budget::of_a_hold()) {}
         for n in [2, 3, 6, 7] {
             assert_eq!(fill(&mut table, Tier::Disk, &chain(n)[..4].to_vec()), 0, "{eviction:?}");
         }
@@ -504,10 +508,10 @@ fn a_long_chain_goes_down_in_steps() {
     assert_eq!(fill(&mut table, Tier::Host, &chain), 0);
     let mut from = Some(0);
     while let Some(slot) = from {
-        from = table.want_flush_of_all(Tier::Host, slot);
+        from = table.want_flush_of_all(Tier::Host, slot, &mut Budget::of_a_hold());
     }
     for step in 0..200 {
-        table.take_flush(Tier::Host, 64, Trigger::Leaving);
+        table.take_flush(Tier::Host, 64, Trigger::Leaving, &mut Budget::of_a_hold());
         let tasks = table.take_effects().tasks;
         assert!(tasks.len() <= 256 + 64, "{} blocks in step {step}", tasks.len());
         let effects = table.land(tasks.into_iter().map(|task| task.ended(Outcome::Arrived)), Duration::ZERO);
@@ -534,7 +538,7 @@ fn a_table_that_has_lost_count_is_found_out_in_steps() {
     let pass = |table: &Table| {
         let (mut violations, mut next, mut steps) = (Vec::new(), Some(0), 0);
         while let Some(from) = next {
-            next = table.audit_some(from, &mut violations);
+            next = table.audit_some(from, &mut violations, &mut Budget::of_a_hold());
             steps += 1;
         }
         (violations, steps)
@@ -629,7 +633,7 @@ proptest! {
             let mut left = residents(&history.table, tier);
             left.sort_by_key(|entry| entry.slot);
             let mut told = BTreeMap::new();
-            for (at, note) in notes.iter().enumerate().flat_map(|(at, notes)| notes.take().0.map(move |note| (at, note))) {
+            for (at, note) in notes.iter().enumerate().flat_map(|(at, notes)| notes.take().notes().map(move |note| (at, note))) {
                 let slot = match note {
                     Note::Stored(entry) => {
                         told.insert(entry.slot, IndexEntry { generation: 0, ..entry });
@@ -651,6 +655,51 @@ proptest! {
             prop_assert_eq!(again.audit(), []);
         }
     }
+}
+
+#[test]
+fn notes_that_nobody_writes_are_bounded_and_the_index_begins_anew() {
+    let mut table = small_table(EvictionKind::default(), None);
+    let notes = [(); 2].map(|()| Arc::<Notes>::default());
+    table.keep_journal(Tier::Object, Journal::of_ranks(notes.clone().map(Some)));
+    let churn = |table: &mut Table, blocks: std::ops::Range<u128>| {
+        blocks.for_each(|n| _ = fill(table, Tier::Object, &vec![BlockHash::from_u128(n << 64)]));
+    };
+    let mut told = BTreeMap::new();
+    let take = |told: &mut BTreeMap<SlotId, BlockKey>| {
+        let mut most = 0;
+        for (share, notes) in (0..).zip(&notes) {
+            let taken = notes.take();
+            if taken.begins_anew.is_some() {
+                told.retain(|slot, _| slot.0 % 2 != share);
+            }
+            let notes: Vec<_> = taken.notes().collect();
+            most = most.max(notes.len());
+            for note in notes {
+                match note {
+                    Note::Stored(entry) => drop(told.insert(entry.slot, entry.block)),
+                    Note::Removed { slot, .. } => drop(told.remove(&slot)),
+                    Note::Reset(_) => unreachable!("there was none"),
+                }
+            }
+        }
+        most
+    };
+    churn(&mut table, 1..100);
+    assert!(take(&mut told) > 0);
+    // The writer hangs.
+    churn(&mut table, 100..30_000);
+    assert_eq!(take(&mut told), 0, "they are too many to be kept");
+    churn(&mut table, 30_000..30_010);
+    while table.renew_indices(Tier::Object, &mut Budget::of_a_hold()) {}
+    take(&mut told);
+    let held = |table: &Table| -> BTreeMap<_, _> {
+        residents(table, Tier::Object).into_iter().map(|entry| (entry.slot, entry.block)).collect()
+    };
+    assert_eq!(told, held(&table));
+    churn(&mut table, 40_000..40_100);
+    take(&mut told);
+    assert_eq!(told, held(&table), "and then all is as before");
 }
 
 #[test]

@@ -76,7 +76,7 @@ impl Eviction for Hazard {
 
     fn victim(&mut self, forest: &dyn Forest, reuse: &ReuseModel) -> Option<BlockId> {
         self.rerank_some(reuse);
-        while let Some(path) = self.queue.first().map(PathId) {
+        while let Some(path) = self.queue.first().map(PathId).filter(|_| forest.may_look()) {
             let tail = reuse.tail(path).filter(|&tail| forest.standing(tail) == Standing::Evictable);
             if tail.is_some() {
                 return tail;

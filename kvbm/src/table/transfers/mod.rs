@@ -20,6 +20,7 @@ use std::time::Duration;
 
 use kvbm_tiers::{BlockKey, Frame, SlotId, SlotRef, Tier};
 
+use super::budget::Budget;
 use super::forgotten::Unflushed;
 use super::index::RecordId;
 use super::namespace::NamespaceId;
@@ -85,12 +86,11 @@ impl Block {
     }
 }
 
-/// How far a look at all blocks on their way has come.
+/// A block of a transfer: where a search among all that are on their way goes on.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TransferCursor {
-    /// Place of a transfer.
+    /// Of the transfer.
     place: u32,
-    /// Its blocks before this one were looked at.
     block: usize,
 }
 
@@ -132,6 +132,9 @@ struct Transfer {
     published: usize,
     /// Blocks from here on have failed.
     alive: usize,
+    /// Blocks from here on have been given up: their records do not tell of them any more. Those between have failed and
+    /// are given up in their turn.
+    recorded: usize,
     /// Copies that a queue or a medium still has, and blocks that an engine fills.
     away: usize,
     /// How its blocks come, as those who listen are told.
@@ -280,9 +283,18 @@ pub(super) struct Transfers {
     effects: Effects,
     /// Transfers of which blocks can become resident.
     ready: Vec<TransferId>,
+    /// Transfers of which blocks are to be given up. One that hangs on another comes after it, and goes first.
+    failed: Vec<TransferId>,
     is_closed: bool,
     /// Blocks that leave are noted.
     notes_left: bool,
+}
+
+impl TransferCursor {
+    /// The first block of the next transfer.
+    pub(super) const fn after(id: TransferId) -> Self {
+        Self { place: id.place + 1, block: 0 }
+    }
 }
 
 impl Transfers {
@@ -362,23 +374,6 @@ impl Transfers {
         Some(TransferId { place, life: *life })
     }
 
-    /// The next transfer, its next `most` blocks that are on their way into a tier, and where to go on.
-    pub(super) fn coming_from(
-        &self,
-        from: TransferCursor,
-        most: usize,
-    ) -> Option<(TransferId, impl Iterator<Item = (usize, RecordId)> + '_, TransferCursor)> {
-        let id = self.next(from.place, |_| true)?;
-        let transfer = self.places.get(id.place as usize)?.1.as_ref()?;
-        let first = if id.place == from.place { from.block } else { 0 }.max(transfer.published);
-        let end = transfer.alive.min(first + most);
-        let is_last = end == transfer.alive || first >= end;
-        let next = if is_last { (id.place + 1, 0) } else { (id.place, end) };
-        let blocks = (first..).zip(transfer.blocks.get(first..end).unwrap_or_default());
-        let coming = blocks.filter_map(|(at, block)| Some((at, block.record()?)));
-        Some((id, coming, TransferCursor { place: next.0, block: next.1 }))
-    }
-
     /// The transfer that brings a block into `tier`, and which of its blocks it is. Those of a transfer follow one another in
     /// a chain: `depth_of` tells where.
     pub(super) fn bringing(
@@ -396,6 +391,33 @@ impl Transfers {
         };
         let mut into_tier = self.iter().filter(|(_, transfer)| transfer.to == tier);
         into_tier.find_map(|(id, transfer)| Some((id, place_in(transfer)?)))
+    }
+
+    /// The first block on its way, of those from `from` on, whose record is what is looked for. Else where the next hold
+    /// goes on, if this one is over before all were looked at.
+    pub(super) fn next_with(
+        &self,
+        mut from: TransferCursor,
+        is_it: impl Fn(RecordId) -> bool,
+        hold: &mut Budget,
+    ) -> Result<(TransferId, usize), Option<TransferCursor>> {
+        while let Some((life, held)) = self.places.get(from.place as usize) {
+            let first = held.as_ref().map_or(0, |held| held.published.max(from.block).min(held.alive));
+            let coming = held.as_ref().map_or(&[][..], |held| &held.blocks[first..held.alive]);
+            for (at, block) in (first..).zip(coming) {
+                if block.record().is_some_and(&is_it) {
+                    return Ok((TransferId { place: from.place, life: *life }, at));
+                }
+                if !hold.look() {
+                    return Err(Some(TransferCursor { block: at, ..from }));
+                }
+            }
+            from = TransferCursor { place: from.place + 1, block: 0 };
+            if !hold.look() {
+                return Err(Some(from));
+            }
+        }
+        Err(None)
     }
 
     /// Whether none is on the books.
@@ -444,6 +466,7 @@ impl Transfer {
             blocks: Vec::new(),
             published: 0,
             alive: 0,
+            recorded: 0,
             away: 0,
             reason: store_reason(class),
             is_open: true,
@@ -459,6 +482,7 @@ impl Transfer {
 
     fn add(&mut self, destination: Destination, slot: SlotId, frame: Option<Frame>) {
         debug_assert_eq!(self.alive, self.blocks.len(), "a block was added behind one that failed");
+        self.recorded += 1;
         self.blocks.push(Block { destination, slot, frame, state: BlockState::Coming, source: None });
         self.alive += 1;
         self.away += 1;
@@ -483,7 +507,17 @@ impl Transfer {
 
     /// Whether nothing of it can become resident any more.
     const fn is_done(&self) -> bool {
-        !self.is_open && !matches!(self.parent, Parent::Awaited(_)) && self.published == self.alive
+        let is_given_up = self.recorded == self.alive;
+        !self.is_open
+            && !matches!(self.parent, Parent::Awaited(_))
+            && self.published == self.alive
+            && is_given_up
+    }
+
+    /// The last block that failed and has not been given up, with its tier and its record.
+    fn last_failed(&self) -> Option<(Tier, usize, Option<RecordId>)> {
+        let last = self.recorded.checked_sub(1).filter(|&last| last >= self.alive)?;
+        Some((self.to, last, self.blocks[last].record()))
     }
 
     /// The block of the host tier in which its `block`-th one stays on its way.

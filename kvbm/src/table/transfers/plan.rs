@@ -8,21 +8,23 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::{BlockKey, Frame, Route, SlotId, SlotRef, Tier};
+use kvbm_tiers::{BlockKey, Frame, Owner, Route, SlotId, SlotRef, Tier};
 
 use super::{Account, Destination, Parent, Reply, Transfer, Waiter};
 use crate::events::StoreReason;
 use crate::hash::Chain;
+use crate::table::budget::Budget;
+use crate::table::evict::NoSlot;
 use crate::table::index::RecordId;
+use crate::table::insertion::Admitted;
 use crate::table::namespace::NamespaceId;
-use crate::table::owners::OwnerId;
 use crate::table::pins::Pins;
 use crate::table::request::{RequestContext, RequestInfo};
 use crate::table::tier_set::TierSet;
 use crate::table::{MissReason, Table};
 use crate::task::{Class, CopyTask, TaskId, TransferId};
 
-/// How long the steps of plans and drops are, in blocks.
+/// How long the steps of plans and drops are, in blocks, where the hold's [budget](Budget) does not end them before.
 #[derive(Clone, Copy, Debug)]
 pub struct Steps {
     /// Blocks for which slots are taken.
@@ -44,6 +46,10 @@ impl Default for Steps {
 /// A full last tier weighs so many newcomers against what it has. What a longer chain has behind these is taken in as
 /// far as there is room: it is the last that would be asked for again.
 const WEIGHED: usize = 1_024;
+
+/// Looks that the hold must have left for a block that stays in the host tier on its way: it has its place in the destination by
+/// the time that the host tier is asked, and cannot wait.
+const FOR_HOST: usize = 512;
 
 /// Blocks of the first step of a load into an engine's own memory.
 const FIRST_INTO_ENGINE: usize = 32;
@@ -107,6 +113,8 @@ pub struct TransferPlan {
     /// The last block that has its place.
     above: Option<RecordId>,
     placed: usize,
+    /// Blocks that a full tier may still decline, once the first is next.
+    unweighed: usize,
     admitted: usize,
     keeping: Keeping,
     recompute: usize,
@@ -124,7 +132,7 @@ pub struct TransferPlan {
     /// Slots of the engine's own for these blocks; empty: they go into slots of the destination tier.
     engine_slots: Vec<SlotRef>,
     /// Whose the blocks are that come new.
-    owner: Option<OwnerId>,
+    owner: Option<Owner>,
     /// Goes when no medium has a slot of the transfer any more.
     with_media: Option<Arc<()>>,
 }
@@ -163,10 +171,21 @@ struct Placed {
 /// Why a block has no place.
 #[derive(Clone, Copy, Debug)]
 enum Unplaced {
+    /// The hold is over: there may be a slot in the next.
+    Later,
     /// There is no room for it, or it names what the tier knows as another.
     NoRoom,
     /// What was to be read is not there any more.
     Gone,
+}
+
+impl From<NoSlot> for Unplaced {
+    fn from(why: NoSlot) -> Self {
+        match why {
+            NoSlot::Later => Self::Later,
+            NoSlot::Refused => Self::NoRoom,
+        }
+    }
 }
 
 /// Slots that an engine fills.
@@ -215,6 +234,7 @@ impl TransferPlan {
             transfer: None,
             above: None,
             placed: 0,
+            unweighed: 0,
             admitted: usize::MAX,
             keeping: if class == Class::Load { Keeping::NotYet } else { Keeping::No },
             recompute: 0,
@@ -359,6 +379,10 @@ impl TransferPlan {
         next..self.blocks.len().min(self.admitted).min(next.saturating_add(most)).max(next)
     }
 
+    const fn looks_for_host(&self) -> usize {
+        if matches!(self.keeping, Keeping::No) { 0 } else { FOR_HOST }
+    }
+
     fn last_known(&self) -> Option<BlockKey> {
         self.known().checked_sub(1).map_or(self.behind, |last| Some(self.blocks[last].key))
     }
@@ -394,7 +418,7 @@ impl Table {
         let chain = self.enter(chain);
         let context = RequestContext { info: self.named(info), path: chain.len() as u32 };
         let mut plan = TransferPlan::new(Class::Save, to, context, self.namespace());
-        plan.owner = self.owners.number(info.hints.tenant);
+        plan.owner = self.owners.present(info.hints.tenant);
         plan.before = self.matches(chain).blocks(to);
         plan.behind = match plan.before.checked_sub(1) {
             Some(last) => Some(chain.key(last)),
@@ -426,7 +450,7 @@ impl Table {
             plan.orphans = slots.len();
             plan.before = held;
         } else {
-            plan.owner = self.owners.number(plan.context.info.hints.tenant);
+            plan.owner = self.owners.present(plan.context.info.hints.tenant);
             plan.before = before;
             let planned = |(at, &slot)| PlannedBlock {
                 key: chain.key(at),
@@ -532,15 +556,27 @@ impl Table {
             plan.admitted = plan.known() + plan.placed;
             return true;
         }
+        let mut hold = Budget::of_a_hold();
+        if plan.unweighed > 0 && !self.weigh(plan, &mut hold) {
+            return false;
+        }
+        self.set_room_aside(plan, id);
         // An engine waits for its first layer: those who copy a few blocks wake up while the others are planned.
         let is_first_of_engine = plan.is_into_engine() && plan.placed == 0;
         let most = if is_first_of_engine { FIRST_INTO_ENGINE } else { usize::MAX };
         let step = plan.next(self.steps.placed.min(most));
         self.transfers.effects.tasks.reserve(if plan.is_filled() { 0 } else { step.len() });
         for at in step {
-            if let Err(why) = self.place_next(plan, id, at) {
-                self.end_placing(plan, at, why);
-                break;
+            if hold.looks_left() < plan.looks_for_host() {
+                return false;
+            }
+            match self.place_next(plan, (id, at), &mut hold) {
+                Ok(()) => {}
+                Err(Unplaced::Later) => return false,
+                Err(why) => {
+                    self.end_placing(plan, at, why);
+                    break;
+                }
             }
         }
         plan.next(1).is_empty()
@@ -551,6 +587,7 @@ impl Table {
         let left = plan.blocks.len().min(plan.admitted) - at;
         plan.admitted = at;
         match why {
+            Unplaced::Later => unreachable!("the next hold goes on"),
             Unplaced::NoRoom => {
                 self.miss_history.note(plan.blocks[at].key, MissReason::Capacity, plan.to, self.now_ms);
                 plan.refused += left;
@@ -601,41 +638,55 @@ impl Table {
         plan.above = above;
         // A policy is shown new blocks below one that is resident; one that is on its way it does not know yet.
         if matches!(parent, Some(Parent::Root | Parent::Resident(_))) {
-            self.admit(plan);
+            plan.unweighed = if self.has(plan.to) { plan.next(WEIGHED).len() } else { 0 };
         }
         let mut transfer = plan.open(plan.to, parent.unwrap_or(Parent::Root));
-        transfer.blocks.reserve_exact(plan.next(usize::MAX).len());
         transfer.sources = plan.sources.take();
         transfer.with_media.clone_from(&plan.with_media);
         if plan.is_filled() {
             transfer.reason = StoreReason::Filled;
-            plan.frames.reserve_exact(plan.next(usize::MAX).len());
         }
         let id = self.transfers.open(transfer);
         plan.transfer = Some(id);
         id
     }
 
-    /// Asks a full tier which of the new blocks it takes in.
-    fn admit(&mut self, plan: &mut TransferPlan) {
-        let new = plan.next(WEIGHED);
-        if !self.has(plan.to) || new.is_empty() {
+    /// Asks a full tier which of the new blocks it takes in, as far as the hold goes. True when that is known.
+    fn weigh(&mut self, plan: &mut TransferPlan, hold: &mut Budget) -> bool {
+        let new = plan.next(plan.unweighed);
+        let keys: Vec<_> = plan.blocks[new.clone()].iter().map(|block| block.key).collect();
+        let Admitted { blocks, has_more } = self.admit_new(plan.to, plan.above, &keys, plan.context, hold);
+        if blocks < new.len() {
+            plan.admitted = new.start + blocks;
+            plan.declined = plan.blocks.len() - plan.admitted;
+            let first = keys[blocks];
+            self.miss_history.note(first, MissReason::Admission, plan.to, self.now_ms);
+        }
+        plan.unweighed = if has_more { blocks } else { 0 };
+        plan.unweighed == 0
+    }
+
+    /// For all blocks to come, once: a large array that grows is moved, with the table locked.
+    fn set_room_aside(&mut self, plan: &mut TransferPlan, id: TransferId) {
+        if plan.placed > 0 {
             return;
         }
-        let keys: Vec<_> = plan.blocks[new.clone()].iter().map(|block| block.key).collect();
-        let admitted = self.admit_new(plan.to, plan.above, &keys, plan.context);
-        if admitted < new.len() {
-            plan.admitted = new.start + admitted;
-            plan.declined = plan.blocks.len() - plan.admitted;
-            let first = keys[admitted];
-            self.miss_history.note(first, MissReason::Admission, plan.to, self.now_ms);
+        let blocks = plan.next(usize::MAX).len();
+        self.transfers.at_mut(id).into_iter().for_each(|transfer| transfer.blocks.reserve_exact(blocks));
+        if plan.is_filled() {
+            plan.frames.reserve_exact(blocks);
         }
     }
 
     /// Takes a slot for block `at` of a plan, and has it copied there or filled by the engine.
-    fn place_next(&mut self, plan: &mut TransferPlan, id: TransferId, at: usize) -> Result<(), Unplaced> {
+    fn place_next(
+        &mut self,
+        plan: &mut TransferPlan,
+        (id, at): (TransferId, usize),
+        hold: &mut Budget,
+    ) -> Result<(), Unplaced> {
         let planned = plan.blocks[at];
-        let Placed { record, to, destination, frame } = self.place_planned(plan, planned)?;
+        let Placed { record, to, destination, frame } = self.place_planned(plan, planned, hold)?;
         let block = plan.placed as u32;
         let kept_here = match frame {
             Some(frame) if plan.is_filled() => {
@@ -655,7 +706,7 @@ impl Table {
             let task =
                 CopyTask { id, class, block: planned.key, parent, owner, from, to, via: None, is_probe };
             if from.tier > Tier::Host && plan.through_host.has(from.tier) {
-                self.pass_host(plan, record, task);
+                self.pass_host(plan, record, task, hold);
             } else {
                 self.send(plan, task);
             }
@@ -664,10 +715,14 @@ impl Table {
     }
 
     /// Where a block of a plan goes. What the plan found about it is asked again: others had the table since.
-    fn place_planned(&mut self, plan: &TransferPlan, block: PlannedBlock) -> Result<Placed, Unplaced> {
+    fn place_planned(
+        &mut self,
+        plan: &TransferPlan,
+        block: PlannedBlock,
+        hold: &mut Budget,
+    ) -> Result<Placed, Unplaced> {
         let Source::Tier(source) = block.source else {
-            let (record, frame) =
-                self.place_new(plan.to, block.key, plan.above, plan.owner).ok_or(Unplaced::NoRoom)?;
+            let (record, frame) = self.place_new(plan.to, block.key, plan.above, plan.owner, hold)?;
             let to = frame.slot_ref();
             return Ok(Placed { record, to, destination: Destination::Tier(record), frame: Some(frame) });
         };
@@ -676,10 +731,11 @@ impl Table {
         }
         let record = self.tier(source.tier).at(source.slot).record;
         if plan.is_into_engine() {
+            hold.change();
             let to = plan.engine_slot(block).ok_or(Unplaced::Gone)?;
             return Ok(Placed { record, to, destination: Destination::Engine { source }, frame: None });
         }
-        let frame = self.place(plan.to, record, plan.above).ok_or(Unplaced::NoRoom)?;
+        let frame = self.place(plan.to, record, plan.above, hold)?;
         let to = frame.slot_ref();
         Ok(Placed { record, to, destination: Destination::Tier(record), frame: Some(frame) })
     }
@@ -696,7 +752,13 @@ impl Table {
     }
 
     /// Sends a block through the host tier, where it stays if there is room and its ancestors are there.
-    fn pass_host(&mut self, plan: &mut TransferPlan, record: RecordId, mut task: CopyTask) {
+    fn pass_host(
+        &mut self,
+        plan: &mut TransferPlan,
+        record: RecordId,
+        mut task: CopyTask,
+        hold: &mut Budget,
+    ) {
         let known = *self.records.at(record);
         if matches!(plan.keeping, Keeping::NotYet) {
             let has = |parent: RecordId| self.records.at(parent).has_or_awaits(Tier::Host);
@@ -720,14 +782,14 @@ impl Table {
             plan.keeping = Keeping::No;
         }
         if let Keeping::Into(kept) = plan.keeping {
-            match self.place(Tier::Host, record, known.parent()) {
-                Some(frame) => {
+            match self.place(Tier::Host, record, known.parent(), hold) {
+                Ok(frame) => {
                     task.via = Some(frame.slot_ref());
                     let slot = frame.slot();
                     let kept = self.transfers.at_mut(kept).expect("it is open until the plan is finished");
                     kept.add(Destination::Tier(record), slot, Some(frame));
                 }
-                None => plan.keeping = Keeping::No,
+                Err(_) => plan.keeping = Keeping::No,
             }
         }
         self.send(plan, task);
@@ -765,11 +827,12 @@ impl Table {
         records: &[RecordId],
         (parent, pins): (Parent, Pins),
         is_probe: bool,
+        hold: &mut Budget,
     ) -> usize {
         let mut placed = Vec::with_capacity(records.len());
         for &record in records {
             let known = *self.records.at(record);
-            let Some(frame) = self.place(to, record, known.parent()) else { break };
+            let Ok(frame) = self.place(to, record, known.parent(), hold) else { break };
             placed.push((record, frame));
         }
         let blocks = placed.len();
@@ -804,10 +867,16 @@ impl Table {
         blocks
     }
 
-    /// Takes a slot of `tier` for a copy of a block behind `above`. `None`: there is none, or the tier knows the block.
-    fn place(&mut self, tier: Tier, record: RecordId, above: Option<RecordId>) -> Option<Frame> {
-        let frame = self.claim(tier, above)?;
-        self.begin_in(frame, record, above)
+    /// Takes a slot of `tier` for a copy of a block behind `above`.
+    fn place(
+        &mut self,
+        tier: Tier,
+        record: RecordId,
+        above: Option<RecordId>,
+        hold: &mut Budget,
+    ) -> Result<Frame, NoSlot> {
+        let frame = self.claim(tier, above, hold)?;
+        self.begin_in(frame, record, above).ok_or(NoSlot::Refused)
     }
 
     /// The same for a block that comes from elsewhere, and need not be known.
@@ -816,15 +885,16 @@ impl Table {
         tier: Tier,
         key: BlockKey,
         above: Option<RecordId>,
-        owner: Option<OwnerId>,
-    ) -> Option<(RecordId, Frame)> {
+        owner: Option<Owner>,
+        hold: &mut Budget,
+    ) -> Result<(RecordId, Frame), NoSlot> {
         // The slot first: a block that finds no room needs no record.
-        let frame = self.claim(tier, above)?;
+        let frame = self.claim(tier, above, hold)?;
         let Some(record) = self.intern(key, above, owner) else {
             self.tier_mut(tier).pool.give_back(frame);
-            return None;
+            return Err(NoSlot::Refused);
         };
-        Some((record, self.begin_in(frame, record, above)?))
+        Ok((record, self.begin_in(frame, record, above).ok_or(NoSlot::Refused)?))
     }
 
     /// Has a block come into a slot, whose handle goes back if it must not.
