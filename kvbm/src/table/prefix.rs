@@ -238,7 +238,7 @@ impl Table {
         probe: impl Fn(u32, KeyHash, Bucket) -> TierSet,
     ) -> Boundaries {
         let blocks = chain.len().min(MAX_BLOCKS) as u32;
-        let high = Tier::ALL.map(|tier| if self.has(tier) { blocks } else { 0 });
+        let high = Tier::ALL.map(|tier| if self.is_in_use(tier) { blocks } else { 0 });
         let mut search = Search { low: [0; Tier::COUNT], high };
         if let Some(boundaries) = hint {
             self.probe(chain, &Round::around(boundaries, blocks), &mut search, &probe);

@@ -1,6 +1,6 @@
 //! One tier of the table: its slots, who sits in them, and the policy that ranks them.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 use kvbm_policies::{Admission, Eviction, TierPolicies};
 use kvbm_tiers::{Ahead, FramePool, HugeVec, SlotId, Tier};
@@ -10,6 +10,7 @@ use super::index::{RecordId, soon};
 use super::journal::Journal;
 use super::record::Records;
 use super::request::RequestInfo;
+use super::tally::{SlotLimits, Tally};
 
 /// What the table is told about a tier.
 #[derive(Debug)]
@@ -49,97 +50,75 @@ pub struct TierStats {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slot {
     pub(super) record: RecordId,
-    /// Pins in the upper 16 bits, then 12 bits of children, flags below.
-    state: u32,
+    /// As far as the slot counts them itself: see [`Tally`].
+    pins: u16,
+    children: u8,
+    flags: u8,
 }
 
 const _: () = assert!(size_of::<Slot>() == 8, "a slot has outgrown its budget");
 
-const QUARANTINED: u32 = 1;
-const SKIPS_FLUSH: u32 = 2;
-const QUEUED: u32 = 4;
-const FORGOTTEN: u32 = 8;
-const ONE_CHILD: u32 = 1 << 4;
-const ONE_PIN: u32 = 1 << 16;
-/// What a slot counts itself: most blocks have one child. Tests meet crowds of a few.
-const MANY_CHILDREN: u32 = if cfg!(test) { 2 } else { ONE_PIN / ONE_CHILD - 1 };
+const QUARANTINED: u8 = 1;
+const SKIPS_FLUSH: u8 = 2;
+const QUEUED: u8 = 4;
+const FORGOTTEN: u8 = 8;
 
 impl Slot {
-    pub(super) const EMPTY: Self = Self { record: RecordId(u32::MAX), state: 0 };
+    pub(super) const EMPTY: Self = Self::holding(RecordId(u32::MAX));
 
     pub(super) const fn holding(record: RecordId) -> Self {
-        Self { record, state: 0 }
+        Self { record, pins: 0, children: 0, flags: 0 }
     }
 
     /// Whether no block of the tier hangs on it.
     pub(super) const fn is_leaf(self) -> bool {
-        self.children() == 0
+        self.children == 0
     }
 
-    /// Blocks of the tier that hang on it, as far as it counts them itself.
-    const fn children(self) -> u32 {
-        self.state % ONE_PIN / ONE_CHILD
-    }
-
-    pub(super) const fn pins(self) -> u32 {
-        self.state / ONE_PIN
-    }
-
-    /// False when the count is at its limit (65,535 leases of one block).
-    pub(super) const fn pin(&mut self) -> bool {
-        let (state, overflow) = self.state.overflowing_add(ONE_PIN);
-        if !overflow {
-            self.state = state;
-        }
-        !overflow
-    }
-
-    /// Whether this was the last pin.
-    pub(super) const fn unpin(&mut self) -> bool {
-        debug_assert!(self.pins() > 0, "a lease was released twice");
-        self.state -= ONE_PIN;
-        self.pins() == 0
+    /// Whether somebody keeps it where it is.
+    pub(super) const fn is_pinned(self) -> bool {
+        self.pins > 0
     }
 
     /// Its bytes are bad: nobody new may find it, its readers may finish.
     pub(super) const fn is_quarantined(self) -> bool {
-        self.state & QUARANTINED != 0
+        self.flags & QUARANTINED != 0
     }
 
     pub(super) const fn set_quarantined(&mut self) {
-        self.state |= QUARANTINED;
+        self.flags |= QUARANTINED;
     }
 
     /// It is to be flushed after all.
     pub(super) const fn want_flush(&mut self) {
-        self.state &= !SKIPS_FLUSH;
+        self.flags &= !SKIPS_FLUSH;
     }
 
     /// It may be evicted although the tier below lacks it.
     pub(super) const fn skips_flush(self) -> bool {
-        self.state & SKIPS_FLUSH != 0
+        self.flags & SKIPS_FLUSH != 0
     }
 
     pub(super) const fn skip_flush(&mut self) {
-        self.state |= SKIPS_FLUSH;
+        self.flags |= SKIPS_FLUSH;
     }
 
     /// It waits in the queue of dirty blocks: once is enough, however often it is used.
     pub(super) const fn is_queued(self) -> bool {
-        self.state & QUEUED != 0
+        self.flags & QUEUED != 0
     }
 
     /// A reset forgot it: marked when the pass over the tier comes by, see [`TierTable::is_forgotten`].
     pub(super) const fn is_forgotten(self) -> bool {
-        self.state & FORGOTTEN != 0
+        self.flags & FORGOTTEN != 0
     }
 
     pub(super) const fn set_forgotten(&mut self) {
-        self.state |= FORGOTTEN;
+        self.flags |= FORGOTTEN;
     }
 
     const fn set_queued(&mut self, queued: bool) {
-        self.state = if queued { self.state | QUEUED } else { self.state & !QUEUED };
+        self.flags = if queued { self.flags | QUEUED } else { self.flags & !QUEUED };
     }
 }
 
@@ -174,10 +153,12 @@ pub(super) struct TierTable {
     pub(super) total: u32,
     pub(super) pool: FramePool,
     pub(super) slots: HugeVec<Slot>,
-    /// Children beyond those that a slot counts itself.
-    crowds: HashMap<SlotId, u32>,
+    pins: Tally,
+    children: Tally,
     pub(super) policies: TierPolicies,
     pub(super) flush_to: Option<Tier>,
+    /// What it gives is wrong: see [`Table::withdraw`](super::Table::withdraw).
+    pub(super) is_withdrawn: bool,
     pub(super) dirty: VecDeque<Dirty>,
     /// Failed flushes by when they are due; the second number tells those of one time apart, in their order.
     pub(super) retries: BTreeMap<(u64, u64), Dirty>,
@@ -201,15 +182,18 @@ pub(super) struct TierTable {
 impl TierTable {
     pub(super) fn new(spec: TierSpec) -> Self {
         let total = spec.pool.total() - spec.pool.out();
+        let limits = SlotLimits::default();
         Self {
             tier: spec.pool.tier(),
             total,
             // Addresses only: the kernel provides memory as far as it is used.
             slots: HugeVec::with_capacity((spec.pool.total() as usize).min(RESERVED_SLOTS)),
-            crowds: HashMap::new(),
+            pins: Tally::up_to(limits.pins),
+            children: Tally::up_to(limits.children.into()),
             pool: spec.pool,
             policies: TierPolicies::new(spec.policy, spec.admission),
             flush_to: spec.flush_to,
+            is_withdrawn: false,
             dirty: VecDeque::new(),
             retries: BTreeMap::new(),
             put_off: 0,
@@ -241,30 +225,43 @@ impl TierTable {
         &mut self.slots[slot.0 as usize]
     }
 
+    /// Has slots count so far themselves. For a table without blocks.
+    pub(super) fn count_up_to(&mut self, limits: SlotLimits) {
+        (self.pins, self.children) = (Tally::up_to(limits.pins), Tally::up_to(limits.children.into()));
+    }
+
+    /// Keeps the block in `slot` where it is.
+    pub(super) fn pin(&mut self, slot: SlotId) {
+        self.slots[slot.0 as usize].pins = self.pins.add(slot, self.at(slot).pins);
+    }
+
+    /// Ends a pin. Returns whether it was the last.
+    pub(super) fn unpin(&mut self, slot: SlotId) -> bool {
+        self.slots[slot.0 as usize].pins = self.pins.take(slot, self.at(slot).pins);
+        !self.at(slot).is_pinned()
+    }
+
+    /// Those who keep the block in `slot` where it is.
+    pub(super) fn pins(&self, slot: SlotId) -> u64 {
+        self.pins.total(slot, self.at(slot).pins)
+    }
+
     /// A block of the tier hangs on that in `slot` from now on.
     pub(super) fn gain_child(&mut self, slot: SlotId) {
-        if self.at(slot).children() == MANY_CHILDREN {
-            *self.crowds.entry(slot).or_default() += 1;
-        } else {
-            self.at_mut(slot).state += ONE_CHILD;
-        }
+        let own = self.at(slot).children;
+        self.at_mut(slot).children = self.children.add(slot, own.into()) as u8;
     }
 
     /// One less. Returns whether it was the last.
     pub(super) fn lose_child(&mut self, slot: SlotId) -> bool {
-        debug_assert!(!self.at(slot).is_leaf(), "a block lost a child that it did not have");
-        let is_crowded = self.at(slot).children() == MANY_CHILDREN;
-        match self.crowds.get_mut(&slot).filter(|_| is_crowded) {
-            Some(1) => _ = self.crowds.remove(&slot),
-            Some(crowd) => *crowd -= 1,
-            None => self.at_mut(slot).state -= ONE_CHILD,
-        }
+        let own = self.at(slot).children;
+        self.at_mut(slot).children = self.children.take(slot, own.into()) as u8;
         self.at(slot).is_leaf()
     }
 
     /// Blocks of the tier that hang on that in `slot`.
-    pub(super) fn children(&self, slot: SlotId) -> u32 {
-        self.at(slot).children() + self.crowds.get(&slot).copied().unwrap_or(0)
+    pub(super) fn children(&self, slot: SlotId) -> u64 {
+        self.children.total(slot, self.at(slot).children.into())
     }
 
     /// The slots from `from` on that hold blocks, as far as one step of `most` slots goes, and where the next begins.
@@ -281,8 +278,10 @@ impl TierTable {
         if index >= self.slots.len() {
             self.make_room_for(index + 1);
         }
-        debug_assert!(!self.crowds.contains_key(&slot), "a block left before its children");
+        debug_assert!(self.children.is_within(slot), "a block left before its children");
+        debug_assert!(self.pins.is_within(slot), "a block left before its readers");
         self.slots[index] = Slot::holding(record);
+        self.forgotten.renew(slot);
         self.resident += 1;
         self.stats.published += 1;
     }
@@ -406,6 +405,7 @@ impl TierTable {
         let held = self.at(slot);
         let lacks = |below: Tier| !records.at(held.record).resident().has(below);
         held.is_queued()
+            && !self.is_withdrawn
             && !self.is_forgotten(slot)
             && !self.policies.has_admission()
             && self.flush_to.is_some_and(lacks)

@@ -331,6 +331,21 @@ impl Transfers {
         places.filter_map(|(place, (life, held))| Some((TransferId { place, life: *life }, held.as_ref()?)))
     }
 
+    /// The one at a place, if `is_it` finds it to be what is looked for: it is shown where the transfer goes, what pins its
+    /// sources, and whether some of its copies read what passes the host tier. `None`: there is no such place.
+    pub(super) fn at_place(
+        &self,
+        place: u32,
+        is_it: impl Fn(Tier, Option<&Pins>, &dyn Fn() -> bool) -> bool,
+    ) -> Option<Option<TransferId>> {
+        let (life, held) = self.places.get(place as usize)?;
+        let is_it = |held: &&Transfer| {
+            let passes = || held.blocks.iter().any(|block| block.source.is_some());
+            !held.has_ended && is_it(held.to, held.sources.as_ref(), &passes)
+        };
+        Some(held.as_ref().filter(is_it).map(|_| TransferId { place, life: *life }))
+    }
+
     /// The first at place `from` or behind it that is what is looked for.
     fn next(&self, from: u32, is_it: impl Fn(&Transfer) -> bool) -> Option<TransferId> {
         let mut places = (from..).zip(self.places.get(from as usize..)?);
