@@ -54,6 +54,12 @@ impl Pins {
         self.deepest[tier.index()]
     }
 
+    /// Tiers in which something is pinned.
+    pub(super) fn tiers(&self) -> TierSet {
+        let pinned = Tier::ALL.into_iter().filter(|&tier| self.deepest(tier).is_some());
+        pinned.fold(TierSet::default(), TierSet::with)
+    }
+
     /// The namespace that its blocks have their names in.
     pub(crate) const fn namespace(&self) -> NamespaceId {
         self.namespace

@@ -6,8 +6,9 @@
 
 use kvbm_tiers::Tier;
 
+use super::Table;
+use super::tier_set::TierSet;
 use super::transfers::Effects;
-use super::{Pins, Table};
 
 impl Table {
     /// Withdraws `tier` until the next [reset](Self::reset). [`end_withdrawn`](Self::end_withdrawn) ends what is under way.
@@ -24,18 +25,16 @@ impl Table {
     /// Ends the transfer at place `from`, if it reads a withdrawn tier or fills one. Returns where the next step goes on.
     /// `None`: there are no more.
     pub fn end_withdrawn(&mut self, from: u32) -> Option<u32> {
-        let concerned = self.transfers.at_place(from, |to, sources, passes| {
-            self.is_withdrawn(to)
-                || sources.is_some_and(|pins| self.reads_withdrawn(pins))
-                || (self.is_withdrawn(Tier::Host) && passes())
-        })?;
-        concerned.into_iter().for_each(|id| self.abort(id, 0));
+        let (id, tiers) = self.transfers.tiers_at(from)?;
+        if self.are_withdrawn(tiers) {
+            self.abort(id, 0);
+        }
         Some(from + 1)
     }
 
-    /// Whether a pin is on a block of a withdrawn tier.
-    pub(super) fn reads_withdrawn(&self, pins: &Pins) -> bool {
-        Tier::ALL.into_iter().any(|tier| self.is_withdrawn(tier) && pins.deepest(tier).is_some())
+    /// Whether some of these are withdrawn.
+    pub(super) fn are_withdrawn(&self, tiers: TierSet) -> bool {
+        Tier::ALL.into_iter().any(|tier| tiers.has(tier) && self.is_withdrawn(tier))
     }
 
     /// Whether what `tier` gives is wrong.

@@ -434,7 +434,8 @@ impl Table {
         // Who goes down is decided where blocks are flushed.
         let is_source = |tier: Tier| tier != to && (class != Class::Prefetch || tier > to);
         let held = |tier: Tier| if is_source(tier) { pins.held().blocks(tier) } else { 0 };
-        let is_taken_up = !self.is_withdrawn(to);
+        // What a withdrawn destination has counts as missing: it is refused.
+        let is_in_use = !self.is_withdrawn(to);
         let mut trace = match plan.trace.take().filter(|trace| trace.quarantines == quarantines) {
             Some(trace) => trace,
             None => {
@@ -449,7 +450,7 @@ impl Table {
             // A chain may begin in the middle of a longer one: what comes before its first block is not its own.
             let record = trace.at.filter(|_| trace.before > plan.wanted.start);
             let record = record.map(|id| (id, self.records.at(id)));
-            let Some((id, record)) = record.filter(|(_, record)| !(is_taken_up && record.resident().has(to)))
+            let Some((id, record)) = record.filter(|(_, record)| !(is_in_use && record.resident().has(to)))
             else {
                 plan.before = trace.before;
                 // In the engine's own memory blocks hang on nothing.
@@ -482,7 +483,7 @@ impl Table {
         let is_owner_past = plan.owner.is_some_and(|owner| self.owners.is_past(owner));
         let is_past = plan.namespace != self.namespace() || is_owner_past;
         if plan.transfer.is_none() {
-            if is_past || plan.sources.as_ref().is_some_and(|pins| self.reads_withdrawn(pins)) {
+            if is_past || plan.sources.as_ref().is_some_and(|pins| self.are_withdrawn(pins.tiers())) {
                 plan.fail();
             } else if self.is_withdrawn(plan.to) {
                 plan.refuse_all();
