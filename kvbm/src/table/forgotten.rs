@@ -97,10 +97,10 @@ impl TierTable {
     /// Forgets all blocks of the tier, and what of them was to be flushed.
     pub(super) fn forget_all(&mut self) -> Unflushed {
         self.forgotten.blocks += std::mem::take(&mut self.resident);
-        let _noted = self.forgotten.begin_pass(self.slots.len() as u32);
+        let noted = self.forgotten.begin_pass(self.slots.len() as u32);
         self.pressed = false;
         let (dirty, retries) = (std::mem::take(&mut self.dirty), std::mem::take(&mut self.retries));
-        Unflushed { dirty, retries, _noted }
+        Unflushed { dirty, retries, _noted: noted }
     }
 
     /// Whether the block in `slot` is forgotten.

@@ -32,7 +32,8 @@ pub(super) struct Tally {
 
 impl Tally {
     pub(super) fn up_to(limit: u16) -> Self {
-        Self { limit, beyond: HashMap::new() }
+        // A slot tells whether there is any.
+        Self { limit: limit.max(1), beyond: HashMap::new() }
     }
 
     /// One more of `slot`, which counts `own` itself. Returns what it counts from now on.
