@@ -672,6 +672,58 @@ fn a_restart_finds_checkpoints_again_that_were_made_by_the_same_rule() {
     engine.assert_well();
 }
 
+/// An engine of full attention and two windows alike, named in this order.
+fn twins(dir: &Path, names: [&str; 2]) -> (Manager, [TensorView; 3]) {
+    let mut settings = settings();
+    settings.disk.capacity = Some(Capacity::Blocks(256));
+    settings.disk.dirs = vec![dir.to_owned()];
+    settings.disk.keep = true;
+    let [full, one, two] = [FULL, WINDOW, WINDOW].map(memory);
+    let group = |name: &str, memory| CacheGroup {
+        name: name.to_owned(),
+        kind: GroupKind::Window { blocks: 6 },
+        memory,
+        share: Some(0.3),
+    };
+    let groups = vec![group(names[0], one.0), group(names[1], two.0)];
+    let known =
+        Fingerprint { model: "m".into(), weights: "w".into(), block_tokens: 16, ..Fingerprint::default() };
+    let options = Options { fingerprint: Some(known), ..Options::default() };
+    let manager = open(settings, options, full.0, groups).expect("it opens");
+    (manager, [full.1, one.1, two.1])
+}
+
+#[test]
+fn groups_alike_find_none_of_each_other_s_files_after_a_swap() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let (manager, memory) = twins(dir.path(), ["one", "two"]);
+    let all = chain(1, 6);
+    let slots: Vec<SlotId> = (0..6).map(SlotId).collect();
+    for (group, memory) in memory.iter().enumerate() {
+        slots.iter().for_each(|&slot| memory.write(slot, &vec![group as u8 + 1; memory.read(slot).len()]));
+    }
+    let given = [0, 1, 2].map(|group| GroupSlots { group, first: 0, slots: &slots });
+    let save = HybridSave {
+        info: RequestInfo::default(),
+        chain: &all,
+        slots: &given,
+        is_end: true,
+        ready: Fence::Done,
+    };
+    assert_eq!(manager.save_hybrid(&save).wait().unwrap().full.copied, 6);
+    assert!(manager.drain(SOON).is_complete() && manager.close(SOON).is_complete());
+    drop(manager);
+    let (manager, _) = twins(dir.path(), ["two", "one"]);
+    let lease = manager.lease_hybrid(RequestInfo::default(), &all);
+    assert_eq!(lease.blocks(), 0, "blocks are named by their group's number, which another has now");
+    drop((lease, manager));
+    let (manager, memory) = twins(dir.path(), ["one", "two"]);
+    let lease = manager.lease_hybrid(RequestInfo::default(), &all);
+    assert_eq!(lease.blocks(), 6, "and in the old order all is there");
+    assert!(manager.load_hybrid(lease, &given, &Fence::Done).wait().unwrap().is_whole);
+    assert_eq!([0, 1, 2].map(|group| memory[group].read(SlotId(5))[0]), [1, 2, 3]);
+}
+
 #[test]
 fn closing_closes_all_groups() {
     let engine = Engine::new(6);

@@ -645,6 +645,53 @@ fn an_engine_is_given_each_positions_own_bytes_or_none() {
     });
 }
 
+/// Loads from the host tier and past it, what comes to it and what goes down from it, begun before or after it is
+/// withdrawn: from then on nothing of it arrives anywhere, and what lies below it does.
+#[test]
+fn nothing_of_a_withdrawn_tier_lands_once_it_is() {
+    check(|| {
+        let machine = Machine::start(Sizes { tiers: [12, 6, 12, 12], staging: 2 }, None);
+        seed(&machine.core, Tier::Host, Chain::from(&chain(1)));
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(2)));
+        seed(&machine.core, Tier::Device, Chain::from(&chain(3)));
+        let there = |core: &Core, tier| core.matches(Chain::from(&chain(1))).blocks(tier);
+        let core = Arc::clone(&machine.core);
+        let withdrawal = thread::spawn(move || {
+            core.withdraw(Tier::Host);
+            assert_eq!([1, 2, 3].map(|n| core.matches(Chain::from(&chain(n))).blocks(Tier::Host)), [0; 3]);
+            [Tier::Device, Tier::Disk].map(|tier| there(&core, tier))
+        });
+        let core = Arc::clone(&machine.core);
+        let flusher = thread::spawn(move || {
+            let _ = core.drain(Duration::ZERO);
+        });
+        let past = machine.transfer(Class::Load, Tier::Device, chain(2));
+        let others = [
+            machine.transfer(Class::Load, Tier::Device, chain(1)),
+            machine.transfer(Class::Prefetch, Tier::Host, chain(2)),
+            machine.transfer(Class::Save, Tier::Host, chain(3)),
+        ];
+        assert_eq!(past.join().unwrap(), 3, "what lies below is loaded");
+        let [on_device, on_disk] = withdrawal.join().unwrap();
+        flusher.join().unwrap();
+        others.into_iter().for_each(|other| assert!(other.join().unwrap() <= 3));
+        let (core, _) = machine.stop();
+        assert!(there(&core, Tier::Disk) <= on_disk, "more went down than the {on_disk} of before");
+        // What had gone down comes up from there.
+        let most = on_device.max(on_disk);
+        assert!(there(&core, Tier::Device) <= most, "more came up than the {most} of before");
+        // And then it heals.
+        core.reset(1).expect("a greater epoch");
+        core.tick();
+        for tier in Tier::ALL {
+            let counts = core.table().counts(tier);
+            assert_eq!(counts.free, counts.total, "{tier}: {counts:?}");
+        }
+        seed(&core, Tier::Host, Chain::from(&chain(1)));
+        assert_eq!(there(&core, Tier::Host), 3);
+    });
+}
+
 /// Well, or by the reset.
 fn answered(answer: kvbm::Result<kvbm::Transferred>) {
     match answer {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvbm::scheduler::{Core, Executor, Parts, ScrubOptions, Tuning};
-use kvbm::table::{Reserved, Steps, Table, TierSpec};
+use kvbm::table::{Reserved, SlotLimits, Steps, Table, TierSpec};
 use kvbm::{BlockHash, Chain, Clock, ManualClock, Metrics, RequestInfo, Transfer, Transferred};
 use kvbm_policies::AdmissionKind;
 use kvbm_policies::admission::{TierPair, TierShape};
@@ -147,6 +147,10 @@ pub fn bare_core(sizes: Sizes, tuning: Tuning, backend: &Arc<dyn Backend>) -> Ar
     make_core((pools, None), sizes.staging, tuning, backends, clock, &Registry::new())
 }
 
+/// Slots count next to nothing themselves, and lives begin anew all the time.
+const LIMITS: SlotLimits = SlotLimits { pins: 2, children: 1 };
+const LIVES: u32 = 37;
+
 /// Staging slots are taken from the host's pool first; what is left is the tier's.
 fn make_core(
     (mut pools, rule): ([FramePool; Tier::COUNT], Option<AdmissionKind>),
@@ -163,7 +167,8 @@ fn make_core(
     // Others come between the steps of even a short plan; but one batch is still sent as one.
     let (placed, looked_at) = ((tuning.max_batch - 1).max(1), tuning.max_batch);
     let steps = Steps { placed, looked_at, ..Steps::default() };
-    let table = Table::new(pools.map(|pool| specify(pool, rule))).in_steps(steps);
+    let specs = pools.map(|pool| specify(pool.with_lives(LIVES), rule));
+    let table = Table::new(specs).in_steps(steps).with_slot_limits(LIMITS);
     let scrub = ScrubOptions::default();
     Core::new(Parts { table, executor, staging, trials: Vec::new(), scrub, clock, metrics, tuning })
 }

@@ -271,6 +271,44 @@ fn what_nobody_filled_is_not_published() {
     assert_eq!(allocation.blocks(), 2..4, "the others can be computed again");
 }
 
+/// A manager over a disk to which nothing goes by itself, and a chain in its host tier.
+fn above_a_disk(dir: &tempfile::TempDir, chain: &[BlockHash]) -> kvbm::Manager {
+    let mut settings = settings();
+    settings.host.staging_blocks = 4;
+    settings.disk.capacity = Some(Capacity::Blocks(16));
+    settings.disk.dirs = vec![dir.path().to_owned()];
+    settings.flush.interval_ms = 3_600_000;
+    settings.flush.dirty_watermark = 1.0;
+    let manager = engine::open(settings, &Registry::new()).unwrap();
+    engine::serve(&manager, chain);
+    manager
+}
+
+#[test]
+fn a_drain_after_a_close_says_at_once_what_is_left() {
+    let (dir, chain) = (tempfile::tempdir().unwrap(), chain(1, 4));
+    let manager = above_a_disk(&dir, &chain);
+    assert!(manager.close(Duration::from_secs(20)).is_complete());
+    // It would be waited for.
+    let drained = manager.drain(Duration::MAX);
+    assert_eq!((drained.unflushed[Tier::Host.index()], drained.in_flight), (4, false));
+    assert_eq!(manager.stats(Tier::Host).flush_failures, 0, "nothing was tried");
+}
+
+#[test]
+fn a_prefetch_brings_blocks_up_and_never_down() {
+    let (dir, chain) = (tempfile::tempdir().unwrap(), chain(1, 4));
+    let manager = above_a_disk(&dir, &chain);
+    let prefetched = manager.prefetch(manager.lease(&chain), Tier::Disk).wait().unwrap();
+    assert_eq!((prefetched.copied, manager.counts(Tier::Disk).resident), (0, 0));
+    drop(prefetched);
+    assert!(manager.drain(Duration::from_secs(20)).is_complete());
+    manager.evict(Tier::Device, 16);
+    manager.evict(Tier::Host, 16);
+    let prefetched = manager.prefetch(manager.lease(&chain), Tier::Host).wait().unwrap();
+    assert_eq!((prefetched.copied, prefetched.blocks), (4, 4));
+}
+
 #[test]
 fn misuse_is_an_error_that_says_what_is_wrong() {
     let (one, two) = (manager(), manager());

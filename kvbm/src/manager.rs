@@ -243,8 +243,8 @@ impl Manager {
         })
     }
 
-    /// Brings what the lease holds further down up to `to`, when nothing more urgent is to be done. Errors are those of
-    /// [`load`](Self::load).
+    /// Brings what the lease holds further down up to `to`, when nothing more urgent is to be done. What it holds above stays
+    /// there: it goes down by the rules of flushing. Errors are those of [`load`](Self::load).
     pub fn prefetch(&self, lease: Lease, to: Tier) -> Transfer<Transferred> {
         self.core.transfer(Class::Prefetch, to, lease)
     }
@@ -392,8 +392,8 @@ impl Manager {
     }
 
     /// Flushes everything dirty and waits until nothing is in flight, at most for `limit`. Tells what did not get
-    /// there: a tier that is away is waited for until then. What did get to a tier that outlives the process is found
-    /// by the next one.
+    /// there: a tier that is away is waited for until then, but not once the manager is closed. What did get to a tier that
+    /// outlives the process is found by the next one.
     pub fn drain(&self, limit: Duration) -> Drained {
         let left = countdown(limit);
         let drained = self.core.drain(limit);
@@ -452,8 +452,8 @@ impl Manager {
 
     /// Compares a block that was served with what the engine computed for the same tokens, both as they lie in its
     /// memory. One that is further off than two computations are ([`Elements::tolerance`]) leaves every tier with what
-    /// followed it. A tier of which more than one block in a thousand is wrong, with a confidence of 95 %, gives nothing
-    /// any more until the next [`reset`](Self::reset).
+    /// followed it. A tier of which more than one block in a thousand is wrong, with a confidence of 95 %, neither gives nor
+    /// takes anything any more until the next [`reset`](Self::reset).
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`]: these are no two computations of one block.

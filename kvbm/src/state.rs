@@ -93,11 +93,11 @@ pub struct RouteState {
     pub failed_total: u64,
     /// Copies that are overdue now.
     pub overdue_now: u64,
-    /// Whether the lower tier's medium is left alone in this direction.
+    /// Whether the lower tier is left alone in this direction.
     pub breaker: BreakerState,
 }
 
-/// Whether a medium is left alone.
+/// Whether a tier is left alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BreakerState {
@@ -364,14 +364,20 @@ fn degraded(core: &Core) -> Vec<Degraded> {
     let mut degraded = Vec::new();
     let mut note = |what: String, why: String| degraded.push(Degraded { what, why });
     for tier in tiers(core) {
-        if tier > Tier::Device && core.is_left_alone((tier, Tier::Device)) {
-            note(tier.to_string(), "it is not read: copies from it failed, and it is tried again".to_owned());
-        }
-        if tier > Tier::Device && core.is_left_alone((Tier::Device, tier)) {
-            note(
-                tier.to_string(),
-                "it is not written: copies to it failed, and it is tried again".to_owned(),
-            );
+        let is_left_alone = |route| tier > Tier::Device && core.is_left_alone(route);
+        if core.is_withdrawn(tier) {
+            let why =
+                "it neither gives nor takes anything until the next reset: too many of its blocks were wrong";
+            note(tier.to_string(), why.to_owned());
+        } else {
+            if is_left_alone((tier, Tier::Device)) {
+                let why = "it is not read: copies from it failed, and it is tried again";
+                note(tier.to_string(), why.to_owned());
+            }
+            if is_left_alone((Tier::Device, tier)) {
+                let why = "it is not written: copies to it failed, and it is tried again";
+                note(tier.to_string(), why.to_owned());
+            }
         }
         let lost = core.table().counts(tier).lost;
         if lost > 0 {

@@ -383,6 +383,10 @@ impl Core {
     }
 
     fn drain_until(self: &Arc<Self>, deadline: Duration) {
+        // Nothing goes down any more, however long one waits.
+        if self.is_closed() {
+            return;
+        }
         for tier in Tier::ALL {
             let mut from = Some(0);
             while let Some(slot) = from {
@@ -397,7 +401,7 @@ impl Core {
                 Tier::ALL.into_iter().for_each(|tier| self.table().end_pauses(tier));
             }
             Tier::ALL.into_iter().for_each(|tier| self.flush(tier, true));
-            if self.is_drained() || self.clock.uptime() >= deadline {
+            if self.is_drained() || self.is_closed() || self.clock.uptime() >= deadline {
                 return;
             }
             // Copies end on other threads; a look five times a millisecond costs nothing that a drain would feel.

@@ -558,6 +558,15 @@ impl Core {
         intakes
     }
 
+    /// Waits until the index of `tier` knows what has left it, for as long as a copy to the tier would be waited for. False:
+    /// it does not, and slots must not be written yet.
+    pub(crate) fn removals_are_noted(&self, tier: Tier) -> bool {
+        let Some(journal) = &self.journals[tier.index()] else { return true };
+        let (told, noted) = std::sync::mpsc::sync_channel(1);
+        journal.after_removals(move || _ = told.send(()));
+        noted.recv_timeout(self.tuning.timeout).is_ok()
+    }
+
     /// Makes the first `filled` blocks resident for which slots were reserved, as the last part of their chain. The
     /// others' slots are given back.
     pub fn publish(

@@ -22,7 +22,6 @@ impl Core {
     pub fn reset(self: &Arc<Self>, epoch: u64) -> Result<()> {
         let effects = self.table().reset(epoch)?;
         self.forgotten(effects);
-        self.breakers.reinstate();
         Ok(())
     }
 
@@ -33,9 +32,15 @@ impl Core {
         self.forgotten(effects);
     }
 
-    /// Nothing is read from a tier any more until the next [`reset`](Self::reset): what it gives is wrong.
-    pub(crate) fn withdraw(&self, tier: Tier) {
-        self.breakers.withdraw(tier);
+    /// Nothing is read from a tier any more, nor does anything come to it, until the next [`reset`](Self::reset): what it
+    /// gives is wrong. What is under way from it or to it lands nowhere.
+    pub fn withdraw(self: &Arc<Self>, tier: Tier) {
+        let effects = self.table().withdraw(tier);
+        self.apply(effects);
+        let mut from = Some(0);
+        while let Some(place) = from {
+            from = self.hold(|table, _| table.end_withdrawn(place));
+        }
     }
 
     /// The present namespace.

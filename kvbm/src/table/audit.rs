@@ -102,7 +102,7 @@ impl Table {
             let there = |child: &RecordId| self.records.at(*child).resident().has(tier);
             let counted = self.records.children(id).filter(there).count();
             let slot = record.slot(tier);
-            let agrees = self.tier(tier).children(slot) as usize == counted;
+            let agrees = self.tier(tier).children(slot) == counted as u64;
             expect(agrees, || format!("{tier} slot {} miscounts its children", slot.0), violations);
         }
         children

@@ -41,8 +41,10 @@ impl Table {
     /// that are among the [effects](Self::take_effects), or these are `copies`, or the hold is over. Returns whether
     /// there is more to do. Nothing, where blocks go down as soon as they come.
     pub fn make_headroom(&mut self, tier: Tier, slots: usize, copies: usize, hold: &mut Budget) -> bool {
-        let held = self.tiers[tier.index()].as_ref().filter(|held| held.policies.has_admission());
-        let Some(to) = held.and_then(|held| held.flush_to) else { return false };
+        let Some(to) = self.flushes_to(tier) else { return false };
+        if !self.tier(tier).policies.has_admission() {
+            return false;
+        }
         let mut promised = 0;
         while !hold.is_spent() {
             let is_enough = self.tier(tier).pool.free() as usize + promised >= slots;

@@ -133,7 +133,7 @@ impl Table {
             let (held, records) = self.tier_and_records(tier);
             let slot = records.at(record).slot(tier);
             let block = held.at(slot);
-            let is_free = block.is_leaf() && block.pins() == 0 && !block.is_quarantined();
+            let is_free = block.is_leaf() && !block.is_pinned() && !block.is_quarantined();
             if !is_free || !(go_unflushed || held.is_clean(slot, records)) {
                 return None;
             }

@@ -34,15 +34,15 @@ impl Table {
 
     /// Whether any block of `tier` waits to be flushed, or for another try.
     pub fn has_dirty(&self, tier: Tier) -> bool {
-        let held = self.tiers[tier.index()].as_ref().filter(|held| held.flush_to.is_some());
+        let held = self.flushes_to(tier).and(self.tiers[tier.index()].as_ref());
         held.is_some_and(|held| !held.flushes.is_empty())
     }
 
     /// Counts the blocks of `tier` that the tier below is to have and lacks, from slot `from` on, and says where the
     /// next step goes on: `None` after the last one.
     pub fn unflushed(&self, tier: Tier, from: u32, hold: &mut Budget) -> (usize, Option<u32>) {
-        let Some(held) = &self.tiers[tier.index()] else { return (0, None) };
-        let Some(to) = held.flush_to else { return (0, None) };
+        let held = self.tiers[tier.index()].as_ref().filter(|held| !held.is_withdrawn);
+        let Some((held, to)) = held.and_then(|held| Some((held, held.flush_to?))) else { return (0, None) };
         let is_missing = |slot: &u32| {
             let at = held.at(SlotId(*slot));
             let is_wanted = !at.is_quarantined() && !held.is_forgotten(SlotId(*slot));
@@ -54,6 +54,7 @@ impl Table {
 
     /// Says whether the tier below `tier` cannot be written now. While that is so, blocks may leave without it.
     pub fn block_flushes(&mut self, tier: Tier, blocked: bool) {
+        let blocked = blocked || self.flushes_to(tier).is_none();
         let Some(held) = &mut self.tiers[tier.index()] else { return };
         if std::mem::replace(&mut held.is_flush_blocked, blocked) && !blocked {
             // It is well again: what failed need not wait out its pause.
@@ -76,7 +77,7 @@ impl Table {
     /// Whether the blocks that wait in `tier` should be flushed now: one waits longer than `interval_ms`,
     /// they are more than `watermark` blocks, or somebody found no room because of them.
     pub fn flush_is_due(&self, tier: Tier, interval_ms: u64, watermark: usize) -> bool {
-        let Some(held) = &self.tiers[tier.index()] else { return false };
+        let Some(held) = self.flushes_to(tier).and(self.tiers[tier.index()].as_ref()) else { return false };
         let Some(oldest) = held.flushes.first() else { return false };
         held.pressed || held.flushes.waiting() > watermark || oldest.since_ms + interval_ms <= self.now_ms
     }
@@ -245,16 +246,11 @@ impl Table {
         let context = RequestContext { info: self.named(info), path: self.records.depth(last) };
         // The deepest source is pinned first: claiming slots below must not make room out of it above.
         let (source, deepest) = self.source_of(tier, last);
-        if !self.tier_mut(source).at_mut(deepest).pin() {
-            return Vec::new();
-        }
+        self.tier_mut(source).pin(deepest);
         let mut pins = Pins::of_nothing(context, self.namespace());
         pins.hold(source, deepest, 0);
         let above = self.records.at(first).parent();
-        let Some(parent) = self.pin_parent(to, above) else {
-            self.release(pins);
-            return [group, rest].concat();
-        };
+        let parent = self.pin_parent(to, above);
         let mut admitted = group.len();
         if !matches!(parent, Parent::Awaited(_)) {
             let keys: Vec<_> = group.iter().map(|&record| self.records.at(record).key()).collect();
@@ -278,7 +274,8 @@ impl Table {
     fn source_of(&self, tier: Tier, deepest: RecordId) -> (Tier, SlotId) {
         let known = self.records.at(deepest);
         // DRAM is read in passing; reading the disk for the object store would take from loads.
-        let source = if known.resident().has(Tier::Host) { Tier::Host } else { tier };
+        let is_in_host = known.resident().has(Tier::Host) && self.is_in_use(Tier::Host);
+        let source = if is_in_host { Tier::Host } else { tier };
         (source, known.slot(source))
     }
 

@@ -10,6 +10,7 @@
 //! | `provision` | memory of these ahead of its need, made while the table is unlocked |
 //! | `record` | a block: key, parent, slots, where it is resident or filling |
 //! | `tier` | a tier's slots: children, pins, flags; its policy and its queue of dirty blocks |
+//! | `tally` | counts that have few bits in a slot |
 //! | `prefix` | the match: leading blocks per tier, found by galloping |
 //! | `boundary_hints` | where that begins |
 //! | `pins` | leases: the deepest block of a chain in each tier, pinned |
@@ -20,6 +21,7 @@
 //! | `forgotten` | what a reset leaves behind in its slots |
 //! | `owners` | whose blocks are, and how a tenant is forgotten |
 //! | `quarantine` | bad blocks, and who still reads them |
+//! | `withdrawal` | tiers that give what is wrong |
 //! | `flush` | which dirty blocks to copy down next, root-first |
 //! | `flush_queue` | in which order they wait |
 //! | `request` | whose use something is: the request, and what the engine says about it |
@@ -61,11 +63,13 @@ mod request;
 mod restore;
 mod scrub;
 mod shared;
+mod tally;
 #[cfg(test)]
 mod tests;
 mod tier;
 mod tier_set;
 mod transfers;
+mod withdrawal;
 
 use kvbm_policies::{Ended, Upkeep};
 use kvbm_tiers::{BlockKey, Loan, Owner, SlotId, SlotRef, Tier};
@@ -87,6 +91,7 @@ pub use self::request::{RequestContext, RequestInfo};
 pub use self::restore::Restored;
 pub use self::scrub::Scrubbed;
 pub use self::shared::SharedTable;
+pub use self::tally::SlotLimits;
 pub use self::tier::{TierSpec, TierStats};
 pub use self::tier_set::TierSet;
 pub(crate) use self::transfers::LeftBlock;
@@ -187,6 +192,13 @@ impl Table {
         Self { steps, ..self }
     }
 
+    /// Has slots count so far themselves, in an empty table: tests meet counts that go on elsewhere.
+    #[must_use]
+    pub fn with_slot_limits(mut self, limits: SlotLimits) -> Self {
+        self.tiers.iter_mut().flatten().for_each(|held| held.count_up_to(limits));
+        self
+    }
+
     /// No more than so many records are set aside at the start, whatever a tier's nominal size.
     const RESERVED_RECORDS: u32 = 1 << 20;
 
@@ -219,11 +231,15 @@ impl Table {
         let chain = self.enter(chain);
         let first = Some(held.longest()).filter(|&first| first < chain.len())?;
         let key = chain.key(first);
-        let filling = self.find(key).map(|record| self.records.at(record).filling());
-        let awaited = Tier::ALL.into_iter().find(|&tier| filling.is_some_and(|tiers| tiers.has(tier)));
-        Some(match awaited {
-            Some(_) => Miss { reason: MissReason::InFlight, tier: awaited, age_s: None },
-            None => self.miss_history.find(key, self.now_ms),
+        let known = self.find(key).map(|record| self.records.at(record));
+        let awaited =
+            Tier::ALL.into_iter().find(|&tier| known.is_some_and(|known| known.filling().has(tier)));
+        let is_there = |&tier: &Tier| known.is_some_and(|known| known.resident().has(tier));
+        let withdrawn = Tier::ALL.into_iter().filter(|&tier| self.is_withdrawn(tier)).find(is_there);
+        Some(match (awaited, withdrawn) {
+            (Some(_), _) => Miss { reason: MissReason::InFlight, tier: awaited, age_s: None },
+            (None, Some(_)) => Miss { reason: MissReason::Withdrawn, tier: withdrawn, age_s: None },
+            (None, None) => self.miss_history.find(key, self.now_ms),
         })
     }
 
@@ -268,12 +284,19 @@ impl Table {
         self.tier(tier).pool.resident_ref(slot).expect("the table names resident slots only")
     }
 
+    /// Where a block lies in `tier`, if the tier gives it.
+    pub(super) fn slot_of(&self, tier: Tier, key: BlockKey) -> Option<SlotId> {
+        let known = self.records.at(self.find(key).filter(|_| self.is_in_use(tier))?);
+        known.resident().has(tier).then(|| known.slot(tier))
+    }
+
     /// Lends a resident block's slot for reading, and pins it meanwhile. `None`: `tier` does not have it.
     pub fn lend(&mut self, tier: Tier, key: BlockKey) -> Option<Loan> {
-        let record = self.find(key).filter(|&r| self.records.at(r).resident().has(tier))?;
-        let slot = self.records.at(record).slot(tier);
+        let slot = self.slot_of(tier, key)?;
         let held = self.tier_mut(tier);
-        held.at_mut(slot).pin().then(|| held.pool.lend(slot))?
+        let loan = held.pool.lend(slot)?;
+        held.pin(slot);
+        Some(loan)
     }
 
     /// Ends a loan of a slot of `tier`.
@@ -295,9 +318,10 @@ impl Table {
         self.tiers.iter_mut().flatten().any(|held| held.upkeep(work))
     }
 
-    /// The tier into which the blocks of `tier` are flushed.
+    /// The tier into which the blocks of `tier` are flushed now.
     pub fn flushes_to(&self, tier: Tier) -> Option<Tier> {
-        self.tiers[tier.index()].as_ref().and_then(|held| held.flush_to)
+        let to = self.tiers[tier.index()].as_ref().and_then(|held| held.flush_to);
+        to.filter(|&to| self.is_in_use(tier) && self.is_in_use(to))
     }
 
     /// Whether blocks are on their way into `tier`.

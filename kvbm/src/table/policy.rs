@@ -25,7 +25,6 @@ impl TierTable {
     ) -> (&'a mut TierPolicies, Structure<'a>) {
         // Nothing is awaited while the tier below cannot be written: a disk that is away must not close the host tier.
         let awaited = self.flush_to.filter(|_| !self.policies.has_admission() && !self.is_flush_blocked);
-        // The pool knows a slot's life, by which what a reset forgot is told from what came later, without a pass.
         let forgotten = (&self.forgotten, &self.pool);
         let looks = Cell::new(usize::MAX);
         let structure = Structure { tier: self.tier, slots: &self.slots, awaited, forgotten, records, looks };
@@ -110,7 +109,7 @@ impl TierTable {
     pub(super) fn reconsider(&mut self, slot: SlotId) {
         let held = self.at(slot);
         // Who is pinned still is reconsidered when the last pin goes; who has children, when the last of them does.
-        if !held.is_leaf() || held.pins() > 0 || held.is_quarantined() {
+        if !held.is_leaf() || held.is_pinned() || held.is_quarantined() {
             return;
         }
         // Nobody finds it any more: it leaves with the next sweep, whatever its rank.
@@ -146,8 +145,8 @@ impl Forest for Structure<'_> {
         touched();
         let held = self.slots[block.0 as usize];
         let is_clean = || {
-            let (forgotten, pool) = self.forgotten;
-            let is_wanted = || !held.skips_flush() && !forgotten.has(SlotId(block.0), held, pool);
+            let (forgotten, _) = self.forgotten;
+            let is_wanted = || !held.skips_flush() && !forgotten.has(SlotId(block.0), held);
             let awaited = self.awaited.filter(|_| is_wanted());
             awaited.is_none_or(|below| self.records.at(held.record).resident().has(below))
         };
@@ -156,7 +155,7 @@ impl Forest for Structure<'_> {
         match held {
             held if !held.is_leaf() => Standing::Interior,
             // No room comes of it where no slot is given out.
-            held if held.pins() == 0 && !is_closed() && is_clean() => Standing::Evictable,
+            held if !held.is_pinned() && !is_closed() && is_clean() => Standing::Evictable,
             _ => Standing::Busy,
         }
     }

@@ -74,6 +74,8 @@ impl Match {
 /// Where each tier's boundary can still be: between `low` (held) and `high` (not held). An index that
 /// overstates can make them cross; the confirmation then fails.
 struct Search {
+    /// Tiers that give nothing are not searched.
+    tiers: TierSet,
     low: [u32; Tier::COUNT],
     high: [u32; Tier::COUNT],
 }
@@ -155,7 +157,7 @@ impl Search {
     }
 
     fn learn(&mut self, position: u32, held: TierSet) {
-        for tier in Tier::ALL {
+        for tier in Tier::ALL.into_iter().filter(|&tier| self.tiers.has(tier)) {
             let t = tier.index();
             // A probe for one tier says something of the others as well, wherever it lies in their intervals.
             if held.has(tier) {
@@ -237,8 +239,10 @@ impl Table {
         probe: impl Fn(u32, KeyHash, Bucket) -> TierSet,
     ) -> Boundaries {
         let blocks = chain.len().min(MAX_BLOCKS) as u32;
-        let high = Tier::ALL.map(|tier| if self.has(tier) { blocks } else { 0 });
-        let mut search = Search { low: [0; Tier::COUNT], high };
+        let in_use = Tier::ALL.into_iter().filter(|&tier| self.is_in_use(tier));
+        let tiers = in_use.fold(TierSet::default(), TierSet::with);
+        let high = Tier::ALL.map(|tier| if tiers.has(tier) { blocks } else { 0 });
+        let mut search = Search { tiers, low: [0; Tier::COUNT], high };
         if let Some(boundaries) = hint {
             self.probe(chain, &Round::around(boundaries, blocks), &mut search, &probe);
         }

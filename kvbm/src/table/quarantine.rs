@@ -19,7 +19,7 @@ use crate::task::Defect;
 struct Quarantine {
     /// Each with how many blocks below the anchor it was.
     slots: HashMap<SlotId, u32>,
-    pins: u32,
+    pins: u64,
     /// The pinned parent of the topmost of them.
     anchor: Option<SlotId>,
 }
@@ -85,6 +85,11 @@ struct DirectoryWalk {
 impl Quarantines {
     pub(super) const fn so_far(&self) -> u64 {
         self.so_far
+    }
+
+    /// What was traced is to be looked at again, as after a quarantine.
+    pub(super) const fn have_traces_begin_anew(&mut self) {
+        self.so_far += 1;
     }
 
     /// Slots of `tier` whose blocks are gone and whose readers are not.
@@ -340,7 +345,7 @@ impl Table {
         }
         self.quarantines.so_far += 1;
         let slots_of_doomed: HashSet<_> = doomed.iter().map(|&(slot, _)| slot).collect();
-        let pins = doomed.iter().map(|&(slot, _)| self.tier(tier).at(slot).pins()).sum();
+        let pins = doomed.iter().map(|&(slot, _)| self.tier(tier).pins(slot)).sum();
         let anchor = if pins > 0 { self.pin_parent_of(tier, bad) } else { None };
         // While they are linked: afterwards nobody can tell how deep each of them was.
         let slots = self.depths_below(tier, bad, &doomed);
@@ -398,7 +403,8 @@ impl Table {
     fn pin_parent_of(&mut self, tier: Tier, record: RecordId) -> Option<SlotId> {
         let parent = self.records.at(record).parent()?;
         let slot = self.records.at(parent).slot(tier);
-        self.tier_mut(tier).at_mut(slot).pin().then_some(slot)
+        self.tier_mut(tier).pin(slot);
+        Some(slot)
     }
 
     /// Ends the residency of a block with all its descendants, leaves first.

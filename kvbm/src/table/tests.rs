@@ -11,8 +11,8 @@ use kvbm_tiers::{BlockKey, Checksums, Frame, FramePool, IndexEntry, SlotId, Tier
 use proptest::prelude::*;
 
 use super::{
-    Budget, Effects, Journal, Match, MissReason, Note, Notes, Pins, Reply, RequestInfo, Restored, Table,
-    TierSet, TierSpec, TransferPlan,
+    Budget, Effects, Journal, Match, MissReason, Note, Notes, Pins, Reply, RequestInfo, Restored, SlotLimits,
+    Table, TierSet, TierSpec, TransferPlan,
 };
 use crate::hash::{BlockHash, Chain};
 use crate::task::{Class, CopyTask, Defect, Outcome, TransferId};
@@ -24,9 +24,13 @@ const SLOTS: [(Tier, u32, Option<Tier>); 4] = [
     (Tier::Object, 64, None),
 ];
 
+/// Slots count next to nothing themselves, and lives begin anew all the time.
+const LIMITS: SlotLimits = SlotLimits { pins: 2, children: 2 };
+const LIVES: u32 = 5;
+
 fn small_table(eviction: EvictionKind, admission: Option<AdmissionKind>) -> Table {
-    Table::new(SLOTS.map(|(tier, slots, flush_to)| TierSpec {
-        pool: FramePool::new(tier, slots),
+    let table = Table::new(SLOTS.map(|(tier, slots, flush_to)| TierSpec {
+        pool: FramePool::new(tier, slots).with_lives(LIVES),
         policy: eviction.build(slots),
         flush_to,
         admission: admission.map(|kind| {
@@ -35,7 +39,8 @@ fn small_table(eviction: EvictionKind, admission: Option<AdmissionKind>) -> Tabl
                 lower: TierShape { capacity: 2 * slots, eviction },
             })
         }),
-    }))
+    }));
+    table.with_slot_limits(LIMITS)
 }
 
 /// Chain number `n`: four families that share their first three blocks, in members of different length.
@@ -60,6 +65,9 @@ enum Step {
     Headroom { tier: usize, slots: usize },
     Block { tier: usize, blocked: bool },
     Evict { tier: usize, blocks: usize },
+    Withdraw { tier: usize },
+    Reset,
+    Sweep,
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -78,6 +86,9 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (1..3usize, 1..9usize).prop_map(|(tier, slots)| Step::Headroom { tier, slots }),
         1 => (1..3usize, any::<bool>()).prop_map(|(tier, blocked)| Step::Block { tier, blocked }),
         1 => (0..4usize, 1..5usize).prop_map(|(tier, blocks)| Step::Evict { tier, blocks }),
+        1 => (1..4usize).prop_map(|tier| Step::Withdraw { tier }),
+        1 => Just(Step::Reset),
+        1 => Just(Step::Sweep),
     ]
 }
 
@@ -126,7 +137,7 @@ impl History {
             }
             Step::Quarantine { tier, chain: n, depth } => {
                 let hashes = chain(n);
-                let key = Chain::from(&hashes).key(depth.min(hashes.len() - 1));
+                let key = self.table.enter(Chain::from(&hashes)).key(depth.min(hashes.len() - 1));
                 let defect = if depth % 2 == 0 { Defect::Corrupt } else { Defect::Unreadable };
                 quarantine(&mut self.table, Tier::ALL[tier], key, defect);
                 self.settle();
@@ -145,7 +156,28 @@ impl History {
             Step::Evict { tier, blocks } => {
                 self.table.evict(Tier::ALL[tier], blocks);
             }
+            Step::Withdraw { tier } => {
+                let effects = self.table.withdraw(Tier::ALL[tier]);
+                self.apply(effects);
+                self.end_each(Table::end_withdrawn);
+            }
+            Step::Reset => {
+                let effects = self.table.reset(self.table.epoch() + 1).unwrap();
+                self.apply(effects);
+                self.end_each(Table::end_past);
+            }
+            Step::Sweep => {
+                self.table.sweep();
+            }
             Step::Release(_) | Step::Cancel(_) => {}
+        }
+    }
+
+    fn end_each(&mut self, end_next: impl Fn(&mut Table, u32) -> Option<u32>) {
+        let mut from = Some(0);
+        while let Some(place) = from {
+            from = end_next(&mut self.table, place);
+            self.settle();
         }
     }
 
@@ -249,8 +281,9 @@ impl History {
 
     /// The match by asking for every block.
     fn linear_match(&self, chain: Chain<'_>) -> Match {
+        let chain = self.table.enter(chain);
         let held = |tier: Tier, i: usize| {
-            let record = self.table.find(chain.key(i));
+            let record = self.table.find(chain.key(i)).filter(|_| !self.table.is_withdrawn(tier));
             record.is_some_and(|record| self.table.records.at(record).resident().has(tier))
         };
         let blocks = |tier| (0..chain.len()).take_while(|&i| held(tier, i)).count() as u32;
@@ -281,13 +314,15 @@ impl History {
             self.table.release(pins);
         }
         self.check();
+        while self.table.sweep() {}
         for tier in Tier::ALL {
             self.table.block_flushes(tier, true);
         }
         for (tier, slots, _) in SLOTS {
             self.table.evict(tier, slots as usize);
             let counts = self.table.counts(tier);
-            assert_eq!((counts.resident, counts.filling), (0, 0), "{tier} cannot be emptied: {counts:?}");
+            let left = (counts.resident, counts.filling, counts.forgotten);
+            assert_eq!(left, (0, 0, 0), "{tier} cannot be emptied: {counts:?}");
             assert_eq!(counts.free, counts.total);
         }
         assert!(self.table.is_empty());
@@ -628,7 +663,8 @@ proptest! {
             notes
         });
         let mut history = History::new(table);
-        steps.iter().for_each(|step| history.take(step));
+        let within_an_epoch = |step: &&Step| !matches!(step, Step::Reset);
+        steps.iter().filter(within_an_epoch).for_each(|step| history.take(step));
         for (tier, notes) in kept.into_iter().zip(notes) {
             let mut left = residents(&history.table, tier);
             left.sort_by_key(|entry| entry.slot);
@@ -722,4 +758,77 @@ fn of_two_that_contradict_each_other_the_later_counts() {
     assert_eq!(table.restore(Tier::Disk, &[entry(7, 2), entry(2, 3)]), Restored { blocks: 1, dropped: 1 });
     assert_eq!(table.matches(Chain::from(&hashes)).blocks(Tier::Disk), 3);
     assert_eq!(table.audit(), []);
+}
+
+#[test]
+fn a_block_is_leased_and_flushed_however_many_pins_it_has() {
+    let mut table = small_table(EvictionKind::Lru, None);
+    let hashes = vec![BlockHash::from_u128(1)];
+    let chain = Chain::from(&hashes);
+    assert_eq!(fill(&mut table, Tier::Host, &hashes), 0);
+    let leases: Vec<_> = (0..100).map(|_| table.lease(chain, RequestInfo::default())).collect();
+    assert!(leases.iter().all(|lease| lease.held().blocks(Tier::Host) == 1));
+    table.take_flush(Tier::Host, 8, Trigger::Used);
+    let tasks = table.take_effects().tasks;
+    assert_eq!(tasks.len(), 1, "it goes down");
+    let _ = table.land(tasks.into_iter().map(|task| task.ended(Outcome::Arrived)), Duration::ZERO);
+    assert_eq!((table.matches(chain).blocks(Tier::Disk), table.has_dirty(Tier::Host)), (1, false));
+    for lease in leases {
+        assert_eq!(table.evict(Tier::Host, 1), 0, "somebody reads it still");
+        table.release(lease);
+    }
+    assert_eq!((table.evict(Tier::Host, 1), table.counts(Tier::Host).free), (1, 16));
+    assert_eq!(table.audit(), []);
+}
+
+#[test]
+fn all_slots_come_back_after_a_reset_whatever_their_age() {
+    for lives in 0..2 * LIVES + 2 {
+        let mut table = small_table(EvictionKind::Lru, None);
+        let (old, new) = (chain(0), chain(1));
+        assert_eq!(fill(&mut table, Tier::Host, &old), 0);
+        // Others come and leave meanwhile.
+        for _ in 0..lives {
+            let pool = &mut table.tier_mut(Tier::Host).pool;
+            let frame = pool.take().unwrap();
+            pool.give_back(frame);
+        }
+        for epoch in 1..4 {
+            let _ = table.reset(epoch).unwrap();
+            assert_eq!(fill(&mut table, Tier::Host, &new), 0);
+            assert_eq!(table.matches(Chain::from(&new)).blocks(Tier::Host), new.len());
+        }
+        while table.sweep() {}
+        let counts = table.counts(Tier::Host);
+        assert_eq!((counts.resident as usize, counts.forgotten), (new.len(), 0), "after {lives} lives");
+        assert_eq!(counts.free + counts.resident, counts.total);
+        assert_eq!(table.audit(), []);
+    }
+}
+
+#[test]
+fn a_withdrawn_tier_is_like_an_absent_one_until_a_reset() {
+    let mut table = small_table(EvictionKind::Lru, None);
+    let hashes = chain(0);
+    let chain = Chain::from(&hashes);
+    assert_eq!((fill(&mut table, Tier::Host, &hashes), fill(&mut table, Tier::Disk, &hashes)), (0, 0));
+    let early = table.lease(chain, RequestInfo::default());
+    let reserved = table.reserve(Tier::Device, chain, RequestInfo::default());
+    let _ = table.withdraw(Tier::Host);
+    table.end_plan(reserved.transfer, None);
+    let key = chain.key(0);
+    assert!(table.lend(Tier::Host, key).is_none() && table.pin_resident(Tier::Host, key).is_none());
+    assert!(table.scrub_next(Tier::Host, 0).0.is_none());
+    assert_eq!((table.matches(chain).blocks(Tier::Host), table.matches(chain).blocks(Tier::Disk)), (0, 7));
+    assert_eq!((table.flushes_to(Tier::Host), table.flushes_to(Tier::Disk)), (None, Some(Tier::Object)));
+    let refused = table.reserve(Tier::Host, chain, RequestInfo::default());
+    assert_eq!((refused.frames.len(), refused.refused), (0, 7));
+    table.end_plan(refused.transfer, None);
+    let mut plan = TransferPlan::copying(Class::Load, Tier::Device, early);
+    while !table.trace(&mut plan) {}
+    assert!(plan.sources().iter().all(|from| from.tier == Tier::Disk));
+    let _ = table.reset(1).unwrap();
+    assert_eq!(table.flushes_to(Tier::Host), Some(Tier::Disk));
+    assert_eq!(fill(&mut table, Tier::Host, &hashes), 0);
+    assert_eq!(table.matches(chain).blocks(Tier::Host), 7);
 }

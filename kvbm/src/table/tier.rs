@@ -1,7 +1,5 @@
 //! One tier of the table: its slots, who sits in them, and the policy that ranks them.
 
-use std::collections::HashMap;
-
 use kvbm_policies::{Admission, Eviction, TierPolicies};
 use kvbm_tiers::{Ahead, FramePool, HugeVec, SlotId, Tier};
 
@@ -12,6 +10,7 @@ use super::forgotten::Forgotten;
 use super::index::{RecordId, soon};
 use super::journal::Journal;
 use super::record::Records;
+use super::tally::{SlotLimits, Tally};
 
 /// What the table is told about a tier.
 #[derive(Debug)]
@@ -51,87 +50,65 @@ pub struct TierStats {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slot {
     pub(super) record: RecordId,
-    /// Pins in the upper 16 bits, then 12 bits of children, flags below.
-    state: u32,
+    /// As far as the slot counts them itself: see [`Tally`].
+    pins: u16,
+    children: u8,
+    flags: u8,
 }
 
 const _: () = assert!(size_of::<Slot>() == 8, "a slot has outgrown its budget");
 
-const QUARANTINED: u32 = 1;
-const SKIPS_FLUSH: u32 = 2;
-const FORGOTTEN: u32 = 4;
-const ONE_CHILD: u32 = 1 << 4;
-const ONE_PIN: u32 = 1 << 16;
-/// What a slot counts itself: most blocks have one child. Tests meet crowds of a few.
-const MANY_CHILDREN: u32 = if cfg!(test) { 2 } else { ONE_PIN / ONE_CHILD - 1 };
+const QUARANTINED: u8 = 1;
+const SKIPS_FLUSH: u8 = 2;
+const FORGOTTEN: u8 = 4;
 
 impl Slot {
-    pub(super) const EMPTY: Self = Self { record: RecordId(u32::MAX), state: 0 };
+    pub(super) const EMPTY: Self = Self::holding(RecordId(u32::MAX));
 
     pub(super) const fn holding(record: RecordId) -> Self {
-        Self { record, state: 0 }
+        Self { record, pins: 0, children: 0, flags: 0 }
     }
 
     /// Whether no block of the tier hangs on it.
     pub(super) const fn is_leaf(self) -> bool {
-        self.children() == 0
+        self.children == 0
     }
 
-    /// Blocks of the tier that hang on it, as far as it counts them itself.
-    const fn children(self) -> u32 {
-        self.state % ONE_PIN / ONE_CHILD
-    }
-
-    pub(super) const fn pins(self) -> u32 {
-        self.state / ONE_PIN
-    }
-
-    /// False when the count is at its limit (65,535 leases of one block).
-    pub(super) const fn pin(&mut self) -> bool {
-        let (state, overflow) = self.state.overflowing_add(ONE_PIN);
-        if !overflow {
-            self.state = state;
-        }
-        !overflow
-    }
-
-    /// Whether this was the last pin.
-    pub(super) const fn unpin(&mut self) -> bool {
-        debug_assert!(self.pins() > 0, "a lease was released twice");
-        self.state -= ONE_PIN;
-        self.pins() == 0
+    /// Whether somebody keeps it where it is.
+    pub(super) const fn is_pinned(self) -> bool {
+        self.pins > 0
     }
 
     /// Its bytes are bad: nobody new may find it, its readers may finish.
     pub(super) const fn is_quarantined(self) -> bool {
-        self.state & QUARANTINED != 0
+        self.flags & QUARANTINED != 0
     }
 
     pub(super) const fn set_quarantined(&mut self) {
-        self.state |= QUARANTINED;
+        self.flags |= QUARANTINED;
     }
 
     /// It is to be flushed after all.
     pub(super) const fn want_flush(&mut self) {
-        self.state &= !SKIPS_FLUSH;
+        self.flags &= !SKIPS_FLUSH;
     }
 
     /// It may be evicted although the tier below lacks it.
     pub(super) const fn skips_flush(self) -> bool {
-        self.state & SKIPS_FLUSH != 0
+        self.flags & SKIPS_FLUSH != 0
     }
 
     pub(super) const fn skip_flush(&mut self) {
-        self.state |= SKIPS_FLUSH;
+        self.flags |= SKIPS_FLUSH;
     }
 
     /// A reset forgot it: marked when the pass over the tier comes by, see [`TierTable::is_forgotten`].
     pub(super) const fn is_forgotten(self) -> bool {
-        self.state & FORGOTTEN != 0
+        self.flags & FORGOTTEN != 0
     }
 
     pub(super) const fn set_forgotten(&mut self) {
-        self.state |= FORGOTTEN;
+        self.flags |= FORGOTTEN;
     }
 }
 
@@ -156,13 +133,15 @@ pub(super) struct TierTable {
     pub(super) total: u32,
     pub(super) pool: FramePool,
     pub(super) slots: HugeVec<Slot>,
-    /// Children beyond those that a slot counts itself.
-    crowds: HashMap<SlotId, u32>,
+    pins: Tally,
+    children: Tally,
     pub(super) policies: TierPolicies,
     pub(super) flush_to: Option<Tier>,
     /// Blocks that the tier below lacks.
     pub(super) flushes: FlushQueue,
     pub(super) climbed: Option<Climb>,
+    /// What it gives is wrong: see [`Table::withdraw`](super::Table::withdraw).
+    pub(super) is_withdrawn: bool,
     /// When failed flushes are tried again, and how much later if they fail once more.
     retry_at_ms: u64,
     retry_pause_ms: u64,
@@ -183,17 +162,20 @@ impl TierTable {
     pub(super) fn new(spec: TierSpec) -> Self {
         let total = spec.pool.total() - spec.pool.out();
         let reserved = (spec.pool.total() as usize).min(RESERVED_SLOTS);
+        let limits = SlotLimits::default();
         Self {
             tier: spec.pool.tier(),
             total,
             // Addresses only: the kernel provides memory as far as it is used.
             slots: HugeVec::with_capacity(reserved),
-            crowds: HashMap::new(),
+            pins: Tally::up_to(limits.pins),
+            children: Tally::up_to(limits.children.into()),
             pool: spec.pool,
             policies: TierPolicies::new(spec.policy, spec.admission),
             flush_to: spec.flush_to,
             flushes: FlushQueue::with_room_for(if spec.flush_to.is_some() { reserved } else { 0 }),
             climbed: None,
+            is_withdrawn: false,
             retry_at_ms: 0,
             retry_pause_ms: FIRST_PAUSE_MS,
             is_flush_blocked: false,
@@ -224,30 +206,43 @@ impl TierTable {
         &mut self.slots[slot.0 as usize]
     }
 
+    /// Has slots count so far themselves. For a table without blocks.
+    pub(super) fn count_up_to(&mut self, limits: SlotLimits) {
+        (self.pins, self.children) = (Tally::up_to(limits.pins), Tally::up_to(limits.children.into()));
+    }
+
+    /// Keeps the block in `slot` where it is.
+    pub(super) fn pin(&mut self, slot: SlotId) {
+        self.slots[slot.0 as usize].pins = self.pins.add(slot, self.at(slot).pins);
+    }
+
+    /// Ends a pin. Returns whether it was the last.
+    pub(super) fn unpin(&mut self, slot: SlotId) -> bool {
+        self.slots[slot.0 as usize].pins = self.pins.take(slot, self.at(slot).pins);
+        !self.at(slot).is_pinned()
+    }
+
+    /// Those who keep the block in `slot` where it is.
+    pub(super) fn pins(&self, slot: SlotId) -> u64 {
+        self.pins.total(slot, self.at(slot).pins)
+    }
+
     /// A block of the tier hangs on that in `slot` from now on.
     pub(super) fn gain_child(&mut self, slot: SlotId) {
-        if self.at(slot).children() == MANY_CHILDREN {
-            *self.crowds.entry(slot).or_default() += 1;
-        } else {
-            self.at_mut(slot).state += ONE_CHILD;
-        }
+        let own = self.at(slot).children;
+        self.at_mut(slot).children = self.children.add(slot, own.into()) as u8;
     }
 
     /// One less. Returns whether it was the last.
     pub(super) fn lose_child(&mut self, slot: SlotId) -> bool {
-        debug_assert!(!self.at(slot).is_leaf(), "a block lost a child that it did not have");
-        let is_crowded = self.at(slot).children() == MANY_CHILDREN;
-        match self.crowds.get_mut(&slot).filter(|_| is_crowded) {
-            Some(1) => _ = self.crowds.remove(&slot),
-            Some(crowd) => *crowd -= 1,
-            None => self.at_mut(slot).state -= ONE_CHILD,
-        }
+        let own = self.at(slot).children;
+        self.at_mut(slot).children = self.children.take(slot, own.into()) as u8;
         self.at(slot).is_leaf()
     }
 
     /// Blocks of the tier that hang on that in `slot`.
-    pub(super) fn children(&self, slot: SlotId) -> u32 {
-        self.at(slot).children() + self.crowds.get(&slot).copied().unwrap_or(0)
+    pub(super) fn children(&self, slot: SlotId) -> u64 {
+        self.children.total(slot, self.at(slot).children.into())
     }
 
     /// The slots from `from` on that hold blocks, as far as the hold goes, and where the next one begins.
@@ -265,8 +260,10 @@ impl TierTable {
         if index >= self.slots.len() {
             self.make_room_for(index + 1);
         }
-        debug_assert!(!self.crowds.contains_key(&slot), "a block left before its children");
+        debug_assert!(self.children.is_within(slot), "a block left before its children");
+        debug_assert!(self.pins.is_within(slot), "a block left before its readers");
         self.slots[index] = Slot::holding(record);
+        self.forgotten.renew(slot);
         self.resident += 1;
         self.stats.published += 1;
     }
@@ -355,6 +352,7 @@ impl TierTable {
         let held = self.at(slot);
         let lacks = |below: Tier| !records.at(held.record).resident().has(below);
         self.flushes.has(slot)
+            && !self.is_withdrawn
             && !self.is_forgotten(slot)
             && !self.policies.has_admission()
             && self.flush_to.is_some_and(lacks)

@@ -19,6 +19,7 @@ const REASONS = {
   unreadable: "could not be read any more",
   forgotten: "was a tenant’s that was forgotten",
   in_flight: "was still on its way",
+  withdrawn: "is in a tier of which too much was wrong",
 };
 const FAULTS = {
   copy_io: "the medium failed at a copy",

@@ -273,13 +273,9 @@ impl Table {
     /// The block that a transfer waited for is resident.
     fn hang_on(&mut self, id: TransferId, tier: Tier, record: RecordId) {
         let parent = self.pin_parent(tier, Some(record));
-        match (self.transfers.at_mut(id), parent) {
-            (Some(transfer), Some(parent)) => transfer.parent = parent,
-            (Some(transfer), None) => {
-                transfer.parent = Parent::Root;
-                self.fail(id, 0);
-            }
-            (None, parent) => parent.into_iter().for_each(|parent| self.unpin_parent(tier, parent)),
+        match self.transfers.at_mut(id) {
+            Some(transfer) => transfer.parent = parent,
+            None => self.unpin_parent(tier, parent),
         }
     }
 
@@ -296,22 +292,22 @@ impl Table {
         let depth = self.records.depth(record);
         let (held, records) = self.tier_and_records(tier);
         // The new pin before the old one goes: the ancestors must not be evictable in between.
-        let pinned = held.at_mut(slot).pin();
-        debug_assert!(pinned, "a block that was just published has no pins yet");
+        held.pin(slot);
         let access = context.access(now_ms, slot, depth, inserted as u32);
         held.touch(&access, records);
         self.unpin_parent(tier, old);
     }
 
-    /// Holds on to the block that a transfer will hang on; `None` if it cannot be pinned.
-    pub(in crate::table) fn pin_parent(&mut self, tier: Tier, parent: Option<RecordId>) -> Option<Parent> {
-        let Some(parent) = parent else { return Some(Parent::Root) };
+    /// Holds on to the block that a transfer will hang on.
+    pub(in crate::table) fn pin_parent(&mut self, tier: Tier, parent: Option<RecordId>) -> Parent {
+        let Some(parent) = parent else { return Parent::Root };
         let record = self.records.at(parent);
         if record.filling().has(tier) {
-            return Some(Parent::Awaited(parent));
+            return Parent::Awaited(parent);
         }
         let slot = record.slot(tier);
-        self.tier_mut(tier).at_mut(slot).pin().then_some(Parent::Resident(slot))
+        self.tier_mut(tier).pin(slot);
+        Parent::Resident(slot)
     }
 
     pub(in crate::table) fn unpin_parent(&mut self, tier: Tier, parent: Parent) {
@@ -542,8 +538,8 @@ impl Table {
 
     /// Pins the slot of a block that `tier` holds. `None`: it does not.
     fn pin_resident_slot(&mut self, tier: Tier, key: kvbm_tiers::BlockKey) -> Option<SlotId> {
-        let record = self.find(key).filter(|&r| self.records.at(r).resident().has(tier))?;
-        let slot = self.records.at(record).slot(tier);
-        self.tier_mut(tier).at_mut(slot).pin().then_some(slot)
+        let slot = self.slot_of(tier, key)?;
+        self.tier_mut(tier).pin(slot);
+        Some(slot)
     }
 }

@@ -26,6 +26,7 @@ use super::index::RecordId;
 use super::namespace::NamespaceId;
 use super::pins::Pins;
 use super::request::RequestContext;
+use super::tier_set::TierSet;
 use crate::events::{Buffer, StoreReason};
 use crate::hash::BlockHash;
 use crate::task::{Class, CopyTask, Defect, TaskId, TransferId};
@@ -367,6 +368,14 @@ impl Transfers {
         places.filter_map(|(place, (life, held))| Some((TransferId { place, life: *life }, held.as_ref()?)))
     }
 
+    /// The transfer at a place that has not ended, with the tiers that it fills and reads; none, if there is no transfer.
+    /// `None`: there is no such place.
+    pub(super) fn tiers_at(&self, place: u32) -> Option<(TransferId, TierSet)> {
+        let (life, held) = self.places.get(place as usize)?;
+        let tiers = held.as_ref().filter(|held| !held.has_ended).map(Transfer::tiers).unwrap_or_default();
+        Some((TransferId { place, life: *life }, tiers))
+    }
+
     /// The first at place `from` or behind it that is what is looked for.
     fn next(&self, from: u32, is_it: impl Fn(&Transfer) -> bool) -> Option<TransferId> {
         let mut places = (from..).zip(self.places.get(from as usize..)?);
@@ -478,6 +487,14 @@ impl Transfer {
             with_media: None,
             account: Account::default(),
         }
+    }
+
+    /// Those that it fills and reads.
+    fn tiers(&self) -> TierSet {
+        let tiers = self.sources.as_ref().map(Pins::tiers).unwrap_or_default().with(self.to);
+        // Copies may read what was to pass the host tier, and is there.
+        let reads_host = self.blocks.iter().any(|block| block.source.is_some());
+        if reads_host { tiers.with(Tier::Host) } else { tiers }
     }
 
     fn add(&mut self, destination: Destination, slot: SlotId, frame: Option<Frame>) {

@@ -356,10 +356,19 @@ impl TransferPlan {
         Transfer::new(self.class, to, (self.context, self.namespace), parent)
     }
 
-    /// A reset closed the namespace of its blocks: none of them comes.
+    /// A reset closed the namespace of its blocks, or what was to be read is withdrawn: none of them comes.
     fn fail(&mut self) {
-        self.failed += self.cut(0);
+        self.failed += self.cut_all();
+    }
+
+    /// The destination is withdrawn: it takes none of them.
+    fn refuse_all(&mut self) {
+        self.refused += self.cut_all();
+    }
+
+    fn cut_all(&mut self) -> usize {
         (self.before, self.behind, self.resident, self.in_flight) = (0, None, 0, 0);
+        self.cut(0)
     }
 
     /// For so many blocks, once: a large array that grows is moved, with the table locked.
@@ -484,14 +493,18 @@ impl Table {
     }
 
     fn trace_lease(&mut self, plan: &mut TransferPlan, pins: &mut Pins) -> bool {
-        let to = plan.to;
+        let (to, class) = (plan.to, plan.class);
         let quarantines = self.quarantines.so_far();
         if plan.trace.as_ref().is_none_or(|trace| trace.quarantines != quarantines) {
             self.drop_quarantined(pins);
             plan.blocks.clear();
         }
         // Up from the deepest block, since only a parent is one step away; the lease's pins keep all of them in place.
-        let held = |tier: Tier| if tier == to { 0 } else { pins.held().blocks(tier) };
+        // Who goes down is decided where blocks are flushed.
+        let is_source = |tier: Tier| tier != to && (class != Class::Prefetch || tier > to);
+        let held = |tier: Tier| if is_source(tier) { pins.held().blocks(tier) } else { 0 };
+        // What a withdrawn destination has counts as missing: it is refused.
+        let is_in_use = !self.is_withdrawn(to);
         let mut trace = match plan.trace.take().filter(|trace| trace.quarantines == quarantines) {
             Some(trace) => trace,
             None => {
@@ -506,7 +519,7 @@ impl Table {
             // A chain may begin in the middle of a longer one: what comes before its first block is not its own.
             let record = trace.at.filter(|_| trace.before > plan.wanted.start);
             let record = record.map(|id| self.records.at(id));
-            let Some(record) = record.filter(|record| !record.resident().has(to)) else {
+            let Some(record) = record.filter(|record| !(is_in_use && record.resident().has(to))) else {
                 if trace.at.is_none() && trace.before > plan.wanted.start {
                     // The chain begins behind the first block that the lease speaks of: it is not there, nor what follows.
                     plan.failed += plan.cut(0);
@@ -542,8 +555,12 @@ impl Table {
         // What a tenant was about to store when he was forgotten does not come after all.
         let is_owner_past = plan.owner.is_some_and(|owner| self.owners.is_past(owner));
         let is_past = plan.namespace != self.namespace() || is_owner_past;
-        if is_past && plan.transfer.is_none() {
-            plan.fail();
+        if plan.transfer.is_none() {
+            if is_past || plan.sources.as_ref().is_some_and(|pins| self.are_withdrawn(pins.tiers())) {
+                plan.fail();
+            } else if self.is_withdrawn(plan.to) {
+                plan.refuse_all();
+            }
         }
         if plan.transfer.is_none() && !self.pass_known(plan) {
             return false;
@@ -631,16 +648,16 @@ impl Table {
         let above = behind.and_then(|key| self.find(key));
         let has = |record: RecordId| self.records.at(record).has_or_awaits(plan.to);
         let is_rooted = behind.is_none() || above.is_some_and(has);
-        let parent = if is_rooted { self.pin_parent(plan.to, above) } else { None };
-        if parent.is_none() {
+        let parent = if is_rooted { self.pin_parent(plan.to, above) } else { Parent::Root };
+        if !is_rooted {
             plan.refuse_behind(plan.known());
         }
         plan.above = above;
         // A policy is shown new blocks below one that is resident; one that is on its way it does not know yet.
-        if matches!(parent, Some(Parent::Root | Parent::Resident(_))) {
+        if is_rooted && !matches!(parent, Parent::Awaited(_)) {
             plan.unweighed = if self.has(plan.to) { plan.next(WEIGHED).len() } else { 0 };
         }
-        let mut transfer = plan.open(plan.to, parent.unwrap_or(Parent::Root));
+        let mut transfer = plan.open(plan.to, parent);
         transfer.sources = plan.sources.take();
         transfer.with_media.clone_from(&plan.with_media);
         if plan.is_filled() {
@@ -762,8 +779,10 @@ impl Table {
         let known = *self.records.at(record);
         if matches!(plan.keeping, Keeping::NotYet) {
             let has = |parent: RecordId| self.records.at(parent).has_or_awaits(Tier::Host);
-            let may_stay = self.has(Tier::Host) && known.parent().is_none_or(has);
-            plan.keeping = if may_stay { Keeping::Known } else { Keeping::No };
+            plan.keeping = if known.parent().is_none_or(has) { Keeping::Known } else { Keeping::No };
+        }
+        if !self.is_in_use(Tier::Host) {
+            plan.keeping = Keeping::No;
         }
         if matches!(plan.keeping, Keeping::Known) {
             if known.filling().has(Tier::Host) {
@@ -796,12 +815,11 @@ impl Table {
     }
 
     fn copy_from_host(&mut self, plan: &mut TransferPlan, slot: SlotId, mut task: CopyTask) {
-        if self.tier_mut(Tier::Host).at_mut(slot).pin() {
-            task.from = self.slot_ref(Tier::Host, slot);
-            // It says nothing of the medium that was to be tried.
-            task.is_probe = false;
-            self.transfers.read_from(task.id, slot);
-        }
+        self.tier_mut(Tier::Host).pin(slot);
+        task.from = self.slot_ref(Tier::Host, slot);
+        // It says nothing of the medium that was to be tried.
+        task.is_probe = false;
+        self.transfers.read_from(task.id, slot);
         self.send(plan, task);
     }
 
@@ -812,7 +830,7 @@ impl Table {
         if !parent.is_none_or(has) {
             return Keeping::No;
         }
-        let Some(parent) = self.pin_parent(Tier::Host, parent) else { return Keeping::No };
+        let parent = self.pin_parent(Tier::Host, parent);
         let kept = self.transfers.open(plan.open(Tier::Host, parent));
         let transfer = self.transfers.at_mut(task.transfer).expect("it is being planned");
         transfer.kept = Some((kept, task.block as usize));
