@@ -16,7 +16,7 @@ use proptest::prelude::*;
 
 const BLOCK: usize = 4096;
 const LAYERS: u16 = 8;
-const SOON: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_mins(1);
 /// The shortest that the settings take.
 const TIMEOUT: Duration = Duration::from_millis(100);
 

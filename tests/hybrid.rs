@@ -26,7 +26,7 @@ const FULL: usize = 0;
 const WINDOW: usize = 1;
 const STATE: usize = 2;
 const SLOTS: u32 = 256;
-const SOON: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_mins(1);
 /// Blocks from one checkpoint to the next.
 const EVERY: usize = 4;
 

@@ -26,6 +26,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;
 
 use self::hosts::KnownHosts;
+pub use self::router::TIER_COLORS;
 use self::router::View;
 use self::token::Token;
 use crate::error::{Error, ErrorKind, Result};

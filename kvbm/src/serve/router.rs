@@ -54,7 +54,7 @@ fn guarded() -> [Endpoint; 4] {
     ]
 }
 
-fn open() -> [Endpoint; 6] {
+fn open() -> [Endpoint; 7] {
     [
         ("/healthz", get(async || "ok")),
         ("/readyz", get(readiness)),
@@ -62,8 +62,12 @@ fn open() -> [Endpoint; 6] {
         ("/", get(async || asset("text/html; charset=utf-8", include_str!("page/index.html")))),
         ("/page.js", get(async || asset("text/javascript; charset=utf-8", include_str!("page/page.js")))),
         ("/page.css", get(async || asset("text/css; charset=utf-8", include_str!("page/page.css")))),
+        ("/tiers.css", get(async || asset("text/css; charset=utf-8", TIER_COLORS))),
     ]
 }
+
+/// CSS that gives each tier its colour, light and dark, in a variable of the tier's name: `--host`.
+pub const TIER_COLORS: &str = include_str!("page/tiers.css");
 
 const OPENAPI: &str = include_str!("openapi.json");
 
@@ -256,6 +260,15 @@ mod tests {
         let (guarded, open) = (guarded(), open());
         let served: BTreeSet<&str> = guarded.iter().chain(&open).map(|(path, _)| *path).collect();
         assert_eq!(described, served);
+    }
+
+    #[test]
+    fn one_sheet_gives_all_tiers_their_colours() {
+        for tier in kvbm_tiers::Tier::ALL {
+            let variable = format!("--{}:", tier.name());
+            assert_eq!(TIER_COLORS.matches(&variable).count(), 1, "{variable}");
+            assert!(!include_str!("page/page.css").contains(&variable), "{variable}");
+        }
     }
 
     #[test]
