@@ -259,6 +259,7 @@ fn a_full_disk_is_not_tried_all_the_time() {
     let window = TIGHT.max_concurrent * TIGHT.max_batch;
     assert!(tried <= window as u64 + 3, "{tried} copies tried a full disk");
     faulty.disk.heal();
+    faulty.rig.clock.pass(16 * LIMIT);
     assert!(faulty.rig.core.drain(LIMIT).is_complete());
 }
 
@@ -284,6 +285,7 @@ fn one_block_tries_whether_the_disk_is_well_again() {
     }
     assert_eq!(tried() - before, 1, "the pause ended once, and one block went");
     faulty.disk.heal();
+    faulty.rig.clock.pass(4 * LIMIT);
     assert!(faulty.rig.core.drain(LIMIT).is_complete());
     assert_eq!(faulty.held(&hashes, Tier::Disk), 6);
 }
