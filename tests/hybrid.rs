@@ -26,7 +26,7 @@ const FULL: usize = 0;
 const WINDOW: usize = 1;
 const STATE: usize = 2;
 const SLOTS: u32 = 256;
-const SOON: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_mins(1);
 /// Blocks from one checkpoint to the next.
 const EVERY: usize = 4;
 
@@ -407,9 +407,9 @@ fn what_does_not_come_in_one_group_is_used_in_none() {
 
 #[test]
 fn a_medium_that_hangs_in_one_group_costs_a_miss_and_then_it_heals() {
-    let faults = chaos(&["memory.write:hang@0s+600ms x1"]);
+    let faults = chaos(&["memory.write:hang@0s+6s x1"]);
     let mut settings = settings();
-    settings.transfer.timeout_ms = 100;
+    settings.transfer.timeout_ms = 2_000;
     let engine = Engine::with(6, settings, Some(faults.clone()));
     let all = chain(1, 18);
     faults.start();

@@ -12,7 +12,7 @@ use prometheus::Registry;
 
 const BLOCK: usize = 4096;
 const BLOCKS: u32 = 6;
-const LIMIT: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_mins(1);
 
 fn settings(share: f64) -> Settings {
     let mut settings = engine::settings(BLOCK as u64, 8, 2_000);

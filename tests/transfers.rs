@@ -208,7 +208,7 @@ fn waiting_for_an_engine_does_not_count_as_the_pace_of_a_tier() {
     let reserved = system.core.reserve(Tier::Device, Chain::from(&one[..3]), RequestInfo::default());
     let load = system.transfer(Class::Load, Tier::Device, &one);
     system.finish_all();
-    std::thread::sleep(Duration::from_millis(200));
+    system.clock.pass(Duration::from_millis(200));
     let lease = system.core.lease(Chain::from(&one[..3]), RequestInfo::default());
     drop(system.core.publish(reserved, 3, lease).wait());
     assert_eq!(load.wait().unwrap().blocks, 6);
@@ -224,7 +224,7 @@ fn an_overdue_copy_is_counted_with_the_source_that_it_pins() {
     let chain = chain(1, 3);
     system.seed(Tier::Host, &chain);
     let load = system.transfer(Class::Load, Tier::Device, &chain);
-    std::thread::sleep(Duration::from_millis(1));
+    system.clock.pass(Duration::from_millis(1));
     system.core.tick();
     assert_eq!(load.wait().unwrap().failed, 3);
     assert_eq!(system.core.table().counts(Tier::Device).lost, 3);

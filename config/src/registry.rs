@@ -625,6 +625,14 @@ pub(crate) static KEYS: &[Key] = &[
         in_use: true,
     },
     Key {
+        path: "metrics.allowed_hosts",
+        field: Field::Hosts(|s| &mut s.metrics.allowed_hosts),
+        variables: &[own("DYN_KVBM_METRICS_ALLOWED_HOSTS", Form::Plain)],
+        doc: "Further names by which requests may address it (`Host`), for a proxy on this machine. An IP address and `localhost` \
+              always do; at `127.0.0.1` and `::1`, and wherever names are listed, other names are refused: docs/observe.md.",
+        in_use: true,
+    },
+    Key {
         path: "metrics.token_file",
         field: Field::Text(|s| &mut s.metrics.token_file),
         variables: &[own("DYN_KVBM_METRICS_TOKEN_FILE", Form::Plain)],
@@ -897,6 +905,7 @@ mod tests {
             Field::Parameters(_) => texts(["any text"]),
             Field::Directory(_) => texts(["/dev/shm/kvbm", NONE]),
             Field::Directories(_) => texts(["/a", "/a:/b", "/a, /b"]),
+            Field::Hosts(_) => texts(["kvbm", "kvbm.example, node-1", NONE]),
             Field::Choice(_) => texts(field.valid().split(", ")),
         }
     }
@@ -993,7 +1002,11 @@ mod tests {
         let many = (0..65).map(|dir| format!("/{dir}")).collect::<Vec<_>>().join(":");
         for key in KEYS {
             let text = match key.field {
-                Field::Text(_) | Field::Secret(_) | Field::Parameters(_) | Field::Directory(_) => &long,
+                Field::Text(_)
+                | Field::Secret(_)
+                | Field::Parameters(_)
+                | Field::Directory(_)
+                | Field::Hosts(_) => &long,
                 Field::Directories(_) => &many,
                 _ => continue,
             };

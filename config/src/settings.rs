@@ -580,6 +580,8 @@ pub struct MetricsSettings {
     pub host: IpAddr,
     /// Port to bind.
     pub port: u16,
+    /// Further names by which requests may address it.
+    pub allowed_hosts: Vec<String>,
     /// A file of the token that readers show. One is needed where others than this machine can reach the address.
     pub token_file: Option<String>,
     /// The token itself.
@@ -590,7 +592,7 @@ pub struct MetricsSettings {
 impl Default for MetricsSettings {
     fn default() -> Self {
         let host = IpAddr::V4(Ipv4Addr::LOCALHOST);
-        Self { enabled: false, host, port: 6880, token_file: None, token: None }
+        Self { enabled: false, host, port: 6880, allowed_hosts: Vec::new(), token_file: None, token: None }
     }
 }
 
@@ -600,6 +602,7 @@ impl fmt::Debug for MetricsSettings {
             .field("enabled", &self.enabled)
             .field("host", &self.host)
             .field("port", &self.port)
+            .field("allowed_hosts", &self.allowed_hosts)
             .field("token_file", &self.token_file)
             .field("token", &self.token.as_ref().map(|_| SECRET_SET))
             .finish()

@@ -404,7 +404,7 @@ mod tests {
                 let (batch, reports) = write_of(slot);
                 batches.send(batch).unwrap_or_else(|_| panic!("the ring is gone"));
                 wake();
-                reports.recv_timeout(Duration::from_secs(10)).expect("the ring slept on").1.unwrap();
+                reports.recv_timeout(Duration::from_mins(1)).expect("the ring slept on").1.unwrap();
                 thread::sleep(Duration::from_millis(5));
             }
             drop(batches);

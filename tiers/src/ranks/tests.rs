@@ -210,7 +210,7 @@ fn a_rank_that_left_makes_copies_unavailable_until_it_is_back() {
 #[test]
 fn a_rank_that_hangs_is_waited_for() {
     let mut fleet = Fleet::new(2);
-    fleet.rank(1).faults.inject(Fault::Slow(Duration::from_millis(100)), &[SAVE]);
+    fleet.rank(1).faults.inject(Fault::Slow(Duration::from_secs(2)), &[SAVE]);
     let reports = start(&fleet.leader, vec![op(SAVE, 0)]);
     assert_eq!(reports.recv_timeout(Duration::from_millis(20)).unwrap_err(), RecvTimeoutError::Timeout);
     assert!(reports.recv_timeout(LIMIT).unwrap().1.is_ok());
@@ -313,7 +313,7 @@ fn a_leader_whose_ranks_do_not_come_names_them() {
         let _refused = Rank::join(&at, Membership { block_bytes: 1, ..membership(2, 3) }).err();
         Rank::join(&at, membership(1, 3)).map(|rank| rank.service.join().unwrap()).unwrap()
     });
-    let options = LeaderOptions { limit: Duration::from_millis(500), ..leader_options(dir.path(), 3) };
+    let options = LeaderOptions { limit: Duration::from_secs(3), ..leader_options(dir.path(), 3) };
     let error = Leader::open(options, |_| ()).unwrap_err();
     assert_eq!(error.kind(), SetupErrorKind::Invalid);
     let words = format!("0, 2 (refused: process {}: its block_bytes is 1", std::process::id());
@@ -480,7 +480,7 @@ fn a_rank_that_does_not_say_what_it_has_is_named_in_time_and_nothing_is_agreed_o
         stream.write_all(&frame(&hello)).unwrap();
         stream
     });
-    let options = LeaderOptions { limit: Duration::from_millis(300), ..leader_options(dir.path(), 1) };
+    let options = LeaderOptions { limit: Duration::from_secs(3), ..leader_options(dir.path(), 1) };
     let leader = Leader::open(options, |_| ()).unwrap();
     let stream = join.join().unwrap();
     let late = leader.agree(Tier::Host, vec![entry(0, 1)]).unwrap_err();
