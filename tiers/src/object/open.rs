@@ -16,7 +16,7 @@ use url::Url;
 use super::address::{ENDPOINT, FORMS, StoreOptions, URL, invalid, parse, path_of, secrets};
 use super::error::{Secrets, StoreError, is_an_answer, local_kind, remote_kind};
 use super::executor::Executor;
-use super::files::{PrivateFiles, make_directory};
+use super::files::{PrivateFiles, Trust, make_directory};
 use super::names::SegmentNames;
 use super::s3::open_s3;
 use crate::copy::{CopyError, CopyErrorKind};
@@ -122,6 +122,11 @@ impl Store {
     /// Whether a network lies between.
     pub(super) const fn is_remote(&self) -> bool {
         matches!(self.place, Where::Service)
+    }
+
+    /// Whether objects are listed by their names, and those behind a name without those before it.
+    pub(super) const fn lists_in_order(&self) -> bool {
+        !matches!(self.place, Where::Directory { .. })
     }
 
     /// Where the objects of a directory lie as files; `None`: they do not.
@@ -272,7 +277,8 @@ fn open_directory(url: &Url, make: bool) -> Result<(PrivateFiles, Where), SetupE
     if make {
         make_directory(&path).map_err(|e| fail(e.into()))?;
     }
-    let files = PrivateFiles::open(&path).map_err(|e| fail(e.into()))?;
+    let trust = if make { Trust::OwnOnly } else { Trust::Anybody };
+    let files = PrivateFiles::open(&path, trust).map_err(|e| fail(e.into()))?;
     Ok((files, Where::Directory { path, created }))
 }
 
