@@ -333,8 +333,11 @@ async fn fetch_tail(
     if range.is_empty() {
         return Ok(Bytes::new());
     }
+    let wanted = range.end - range.start;
     let tail = timeout_at(deadline, store.client.get_range(&meta.location, range)).await;
-    tail.map_err(StoreError::from)?.map_err(|error| FooterError::of(store, &error))
+    let tail = tail.map_err(StoreError::from)?.map_err(|error| FooterError::of(store, &error))?;
+    // Part of an answer says nothing of the segment.
+    if tail.len() as u64 == wanted { Ok(tail) } else { Err(StoreError::new("the answer was cut off").into()) }
 }
 
 /// Which segment of those that were read, and which of its blocks.

@@ -192,9 +192,13 @@ impl Store {
     fn probe(&self) -> Result<(), SetupError> {
         let path = self.probe_path();
         let client = Arc::clone(&self.client);
+        // A file that is written may still be another user's, as on a network drive, and not be read for that.
+        let reads = !self.is_remote();
         let write_and_delete = async move {
             client.put_opts(&path, "kvbm".into(), PutMode::Create.into()).await?;
-            client.delete(&path).await
+            let read = if reads { client.head(&path).await.map(drop) } else { Ok(()) };
+            client.delete(&path).await?;
+            read
         };
         match self.executor.wait(PROBE_LIMIT, write_and_delete) {
             Some(Ok(())) => Ok(()),

@@ -270,7 +270,7 @@ pub(super) fn keep_up(shared: &Arc<Shared>) {
             if ticket.sleep(if is_known { until_due } else { pause.min(until_due) }).await {
                 return;
             }
-            pause = if is_known { FIRST_PAUSE } else { pause * 2 };
+            pause = if is_known { FIRST_PAUSE } else { (pause * 2).min(share.sharing.renewal) };
         }
     });
 }

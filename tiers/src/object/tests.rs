@@ -3,6 +3,7 @@
 mod compaction;
 mod faults;
 mod fsck;
+mod scale;
 mod server;
 mod sharing;
 mod starts;

@@ -2,6 +2,7 @@
 
 use super::server::Server;
 use super::*;
+use crate::copy::Owner;
 use crate::object::segment::Provenance;
 use crate::object::{
     Discovered, EpochStanding, FoundBlock, Intake, OlderEpoch, RequestKind, RequestOutcome, Sharing, TakeIn,
@@ -57,6 +58,15 @@ impl Worker {
         let ops = seeds.iter().zip(parents).zip(0..).map(|((&seed, parent), at)| {
             self.heap.fill(at, seed);
             CopyOp { parent, ..op((Tier::Host, at), (Tier::Object, first + at), seed) }
+        });
+        run(&self.verified, ops.collect())
+    }
+
+    /// Writes first blocks of chains, each for its tenant, into slots from `first` on.
+    pub(super) fn write_owned(&self, first: u32, blocks: &[(u32, Owner)]) -> Results {
+        let ops = blocks.iter().zip(0..).map(|(&(seed, owner), at)| {
+            self.heap.fill(at, seed);
+            CopyOp { owner: Some(owner), ..op((Tier::Host, at), (Tier::Object, first + at), seed) }
         });
         run(&self.verified, ops.collect())
     }

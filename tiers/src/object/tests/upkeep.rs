@@ -1,9 +1,11 @@
 //! What workers do to a bucket beside storing: markers, deletions, looks, compactions, and the end of forked children.
 
-use super::sharing::{TakeAll, Worker, files, seeds, shared};
+use super::sharing::{TakeAll, TakeNone, Worker, files, seeds, shared};
 use super::*;
-use crate::object::segment::encode_footer;
+use crate::copy::Owner;
+use crate::object::segment::{FooterKeys, encode_footer};
 use crate::object::{RequestKind, RequestOutcome, Sharing};
+use crate::sealed::KeyRing;
 use crate::testing::holds_in_a_child;
 
 /// What nobody relies on stays for the length of a test.
@@ -103,6 +105,69 @@ fn a_deletion_that_is_tried_again_asks_again_who_relies_on_it() {
     settle(&first.object);
     assert!(store.names(".kvseg").contains(&dead), "it is left to the one that relies on it");
     assert_eq!(second.read_found(), second.found().blocks.len());
+}
+
+#[test]
+fn what_a_forgotten_tenant_stores_anew_is_not_linked_to_what_was_forgotten() {
+    let ring = KeyRing::parse(&format!("1:{}", "0123456789abcdef".repeat(4))).unwrap();
+    let keys = Some(FooterKeys::new(Arc::new(ring), "model/tp0"));
+    let options = ObjectOptions { keys, ..lasting(2) };
+    let objects = Arc::new(InMemory::new());
+    let start = || Worker::start(Store::with_client(Arc::clone(&objects) as _).unwrap(), &options);
+    let (first, second) = (start(), start());
+    second.object.keep_looking(Arc::new(TakeNone));
+    let tenant = |tenant, life| Owner { tenant, life };
+    let linked = || second.object.stats().linked_blocks;
+    // A block of a tenant that stays tells when what lies beside it is known.
+    let meets = |seed, slot, links| {
+        eventually("nothing is linked", || {
+            assert!(all_ok(&second.write_owned(slot, &[(seed, tenant(8, 0))])));
+            linked() == links
+        });
+    };
+    assert!(all_ok(&first.write_owned(0, &[(42, tenant(7, 0)), (43, tenant(8, 0))])));
+    meets(43, 0, 1);
+    assert!(all_ok(&second.write_owned(1, &[(42, tenant(7, 1))])));
+    assert_eq!(linked(), 1, "it is stored");
+    // Nor to what is found later, and may be of that time.
+    assert!(all_ok(&first.write_owned(2, &[(44, tenant(7, 0)), (45, tenant(8, 0))])));
+    meets(45, 2, 2);
+    assert!(all_ok(&second.write_owned(3, &[(44, tenant(7, 1))])));
+    assert_eq!(linked(), 2, "it is stored");
+    assert!(all_ok(&second.read(&[(0, 43), (1, 42), (2, 45), (3, 44)])));
+    // And who was told before it stored anything knows as much.
+    second.object.forget_tenant(8, 1);
+    assert!(all_ok(&first.write_owned(4, &[(46, tenant(8, 0)), (47, tenant(9, 0))])));
+    eventually("nothing is linked", || {
+        assert!(all_ok(&second.write_owned(5, &[(47, tenant(9, 0))])));
+        linked() == 3
+    });
+    assert!(all_ok(&second.write_owned(6, &[(46, tenant(8, 1))])));
+    assert_eq!(linked(), 3);
+}
+
+#[test]
+fn one_worker_collects_and_another_takes_over_from_it() {
+    let objects = Arc::new(InMemory::new());
+    let start = |options: &ObjectOptions| {
+        Worker::start(Store::with_client(Arc::clone(&objects) as _).unwrap(), options)
+    };
+    let leases = || {
+        let all: Vec<_> =
+            objects.list(Some(&Path::from("model/tp0/collector"))).collect().now_or_never().unwrap();
+        all.into_iter().map(|meta| meta.unwrap().location.to_string()).collect::<Vec<_>>()
+    };
+    let first = start(&shared(4));
+    eventually("nobody collects", || leases().len() == 1);
+    let second = start(&shared(4));
+    // Its holder goes on as long as it lives.
+    let before = leases();
+    eventually("the lease is not renewed", || leases().iter().all(|term| !before.contains(term)));
+    assert!(all_ok(&first.write(0, &seeds(1..5))));
+    drop(first);
+    // What it stored is garbage once it is taken for gone.
+    eventually("nobody takes over", || second.object.stats().collected == 1);
+    assert!(all_ok(&second.write(0, &seeds(1..5))));
 }
 
 #[test]
