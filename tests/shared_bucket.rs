@@ -255,9 +255,7 @@ fn a_start_that_cannot_read_the_epochs_says_so_and_follows_when_it_can() {
         degraded.iter().any(|degraded| degraded.what == "object" && degraded.why.contains("epochs")),
         "{degraded:?}"
     );
-    let before = files(home.path(), ".kvseg");
     engine::serve(&second, &chain(500));
-    assert_eq!(files(home.path(), ".kvseg"), before, "nothing is stored by a worker that does not know");
     chaos.heal();
     hears(&second, ALL);
     // A tier that refused what was to be flushed there is left alone for a moment.
