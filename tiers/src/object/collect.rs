@@ -18,7 +18,7 @@ use super::names::SegmentName;
 use super::share::{Others, Share};
 use super::shared::Shared;
 
-/// Segments that a collection has in mind, 300 bytes each: the oldest. The next one goes on.
+/// Segments that a collection notices, 300 bytes each: the oldest. The next one deletes them, and notices as many more.
 const MAX_CANDIDATES: usize = 1 << 16;
 /// Deletions at a time.
 const CONCURRENCY: usize = 16;
@@ -50,8 +50,8 @@ impl Shared {
         if !self.take_lease(share).await? {
             return Ok(());
         }
-        let garbage = self.garbage(share).await?;
         let suspects = std::mem::take(&mut *self.suspects.lock());
+        let garbage = self.garbage(share, &suspects).await?;
         let (sure, new): (Vec<_>, Vec<_>) = garbage.into_iter().partition(|old| suspects.contains(&old.name));
         *self.suspects.lock() = new.iter().chain(&sure).map(|old| old.name).collect();
         let files = self.store.files_below(&share.namespace);
@@ -66,10 +66,14 @@ impl Shared {
     }
 
     /// Segments that no living worker relies on, old enough or too much: the oldest of them.
-    async fn garbage(&self, share: &Share) -> Result<Vec<ListedSegment>, StoreError> {
+    async fn garbage(
+        &self,
+        share: &Share,
+        suspects: &HashSet<SegmentName>,
+    ) -> Result<Vec<ListedSegment>, StoreError> {
         let own: HashSet<SegmentName> = self.locations.lock().segments().map(|id| id.name).collect();
         self.hear_others(share).await?;
-        let (mut bytes, mut oldest) = (0, Least::new(MAX_CANDIDATES));
+        let (mut bytes, mut oldest, mut candidates) = (0, Least::new(MAX_CANDIDATES), Vec::new());
         for directory in [&self.directory, &self.former_directory] {
             let mut listing = self.store.listing(directory, None, self.limit);
             loop {
@@ -80,7 +84,12 @@ impl Shared {
                 let others = share.others.lock().await;
                 for segment in page.into_iter().filter_map(ListedSegment::new) {
                     bytes += segment.meta.size;
-                    if !own.contains(&segment.name) && others.may_go(&segment, share) {
+                    if own.contains(&segment.name) || !others.may_go(&segment, share) {
+                        continue;
+                    }
+                    if suspects.contains(&segment.name) {
+                        candidates.push(segment);
+                    } else {
                         oldest.push(segment);
                     }
                 }
@@ -89,7 +98,8 @@ impl Shared {
         // Once more: somebody may have said since that it relies on one of them.
         self.hear_others(share).await?;
         let others = share.others.lock().await;
-        let mut candidates = oldest.into_sorted();
+        candidates.extend(oldest.into_sorted());
+        candidates.sort_unstable();
         candidates.retain(|segment| {
             let is_too_much = share.sharing.collect_above.is_some_and(|most| bytes > most);
             let is_old = others.is_older(segment, share.sharing.collect_after);
