@@ -8,8 +8,8 @@ use std::str::FromStr;
 
 use crate::nixl::{parameter_name, plugin_name};
 use crate::settings::{
-    AdmissionMode, DeviceBackend, DiskBackend, EvictionPolicy, ObjectBackend, SECRET_SET, Settings,
-    URL_HIDDEN, may_hold_credentials, shown_parameter, shown_url,
+    AdmissionMode, DeviceBackend, DiskBackend, EvictionPolicy, ObjectBackend, OlderEpoch, SECRET_SET,
+    Settings, URL_HIDDEN, may_hold_credentials, shown_parameter, shown_url,
 };
 use crate::tenants;
 use crate::value::{
@@ -367,7 +367,7 @@ macro_rules! choice {
     )*};
 }
 
-choice!(AdmissionMode, DeviceBackend, DiskBackend, EvictionPolicy, ObjectBackend);
+choice!(AdmissionMode, DeviceBackend, DiskBackend, EvictionPolicy, ObjectBackend, OlderEpoch);
 
 #[cfg(test)]
 mod tests {

@@ -495,6 +495,16 @@ pub(crate) static KEYS: &[Key] = &[
         in_use: true,
     },
     Key {
+        path: "object.older_epoch",
+        field: Field::Choice(|s| &mut s.object.older_epoch),
+        variables: &[own("DYN_KVBM_OBJECT_OLDER_EPOCH", Form::Plain)],
+        doc: "What if the store is in a later epoch than the fingerprint of a process that starts: its weights were \
+              exchanged since. `refuse`: the start fails; `follow`: it goes on in the store's, for engines that count no \
+              epochs; `keep`: it goes on in its own, with weights that were there before. Python's engines that name no \
+              epoch follow.",
+        in_use: true,
+    },
+    Key {
         path: "encryption.key_file",
         field: Field::Text(|s| &mut s.encryption.key_file),
         variables: &[own("DYN_KVBM_ENCRYPTION_KEY_FILE", Form::Plain)],

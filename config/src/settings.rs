@@ -246,6 +246,8 @@ pub struct ObjectSettings {
     pub collect_after_ms: u64,
     /// Size of all objects above which these are deleted sooner; `None`: any.
     pub collect_above: Option<Capacity>,
+    /// What if the store is in a later epoch than the process that starts.
+    pub older_epoch: OlderEpoch,
 }
 
 impl Default for ObjectSettings {
@@ -269,6 +271,7 @@ impl Default for ObjectSettings {
             discover_ms: 30_000,
             collect_after_ms: 7 * 24 * 3_600_000,
             collect_above: None,
+            older_epoch: OlderEpoch::Refuse,
         }
     }
 }
@@ -306,6 +309,7 @@ impl fmt::Debug for ObjectSettings {
             .field("discover_ms", &self.discover_ms)
             .field("collect_after_ms", &self.collect_after_ms)
             .field("collect_above", &self.collect_above)
+            .field("older_epoch", &self.older_epoch)
             .finish()
     }
 }
@@ -357,6 +361,33 @@ impl ObjectBackend {
         match self {
             Self::Native => "native",
             Self::Nixl => "nixl",
+        }
+    }
+}
+
+/// What becomes of a process that starts in an older epoch than its object store is in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OlderEpoch {
+    /// The start fails.
+    #[default]
+    Refuse,
+    /// It goes on in the store's.
+    Follow,
+    /// It goes on in its own.
+    Keep,
+}
+
+impl OlderEpoch {
+    /// Every choice.
+    pub const ALL: &'static [Self] = &[Self::Refuse, Self::Follow, Self::Keep];
+
+    /// How the choice is written.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Refuse => "refuse",
+            Self::Follow => "follow",
+            Self::Keep => "keep",
         }
     }
 }

@@ -124,7 +124,8 @@ impl Manager {
         assemble::export(&options.registry, &assembled.core, (&observed, options.block_tokens))?;
         let device = assembled.device.as_ref().map(|device| device.name());
         let observed =
-            Observed::new(&assembled.core, assembled.routes, device, observed, options.block_tokens);
+            Observed::new(&assembled.core, assembled.routes, device, observed, options.block_tokens)
+                .with_store(assembled.store.clone());
         let pinned = Arc::new(PinnedChains::default());
         let background = Background::start(&assembled.core, &pinned)?;
         Ok(Self {
@@ -377,6 +378,7 @@ impl Manager {
 
     fn forget_in_group(&self, tenant: u32) -> Result<()> {
         let life = self.core.forget(tenant);
+        self.store.forget_tenant(tenant, life);
         let destroyed = self.tenants.destroy_keys(tenant, life);
         destroyed.and(self.durable.settle(MAX_RESET))
     }

@@ -49,9 +49,9 @@ impl Blocks {
         fingerprint: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let registry = Registry::new();
+        let settings = settings.for_fingerprint(fingerprint)?;
         let fingerprint = fingerprint.map(self::fingerprint).transpose()?;
         let options = Options { registry: registry.clone(), block_tokens, fingerprint, ..Options::default() };
-        let settings = settings.plain();
         let blocks = py.detach(|| blocking::Blocks::open(settings, options));
         Ok(Self { blocks: blocks.map_err(|error| of_manager(&error))?, registry })
     }

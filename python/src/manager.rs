@@ -69,7 +69,8 @@ impl Manager {
             ranks: ranks.map(|(dir, world, seconds)| RankGroup { dir, world, limit: duration(seconds) }),
             ..Options::default()
         };
-        let (settings, memory, groups) = (settings.plain(), memory.memory.clone(), hybrid::plain(&groups));
+        let settings = settings.for_fingerprint(fingerprint)?;
+        let (memory, groups) = (memory.memory.clone(), hybrid::plain(&groups));
         let runtime = tokio::runtime::Builder::new_current_thread().build()?;
         let opened = py.detach(|| {
             // Only with groups do its metrics say of which they are.

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use kvbm_settings::{Argument, Capacity, Loaded, Loader, Origin, Row};
+use kvbm_settings::{Argument, Capacity, Loaded, Loader, OlderEpoch, Origin, Row};
 use pyo3::exceptions::{PyKeyError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyMapping, PyString, PyTuple};
+use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyMapping, PyString, PyTuple};
 
 use crate::errors::of_settings;
 
@@ -126,6 +126,24 @@ impl Settings {
     /// What a manager is opened with.
     pub(crate) fn plain(&self) -> kvbm_settings::Settings {
         self.0.settings.clone()
+    }
+
+    /// The same for an engine that counts no epochs: it goes on in that of an object store, unless it is told otherwise.
+    pub(crate) fn without_epochs(&self) -> kvbm_settings::Settings {
+        let mut settings = self.plain();
+        if !self.0.origins.contains_key("object.older_epoch") {
+            settings.object.older_epoch = OlderEpoch::Follow;
+        }
+        settings
+    }
+
+    /// The one or the other, as a fingerprint says.
+    pub(crate) fn for_fingerprint(
+        &self,
+        fingerprint: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<kvbm_settings::Settings> {
+        let counts_epochs = fingerprint.map(|fingerprint| fingerprint.contains("epoch")).transpose()?;
+        Ok(if counts_epochs == Some(true) { self.plain() } else { self.without_epochs() })
     }
 
     fn load(loader: Loader, values: Option<&Bound<'_, PyMapping>>) -> PyResult<Self> {

@@ -376,7 +376,7 @@ impl KeptTier {
         Ok(())
     }
 
-    fn epochs(&self) -> impl Iterator<Item = (u64, u64)> {
+    pub(super) fn epochs(&self) -> impl Iterator<Item = (u64, u64)> {
         self.indices.iter().flatten().map(|(_, found)| found.epoch)
     }
 

@@ -90,7 +90,7 @@ impl Tier {
         let memory = opening::Memory::of(view)?;
         let (slots, chunk_bytes) = (memory.slots, memory.chunk_bytes as u64);
         let chunks = Chunks::new(&tokens_per_chunk, slots as usize, margin)?;
-        let (settings, registry) = (settings.plain(), Registry::new());
+        let (settings, registry) = (settings.without_epochs(), Registry::new());
         let counted = registry.clone();
         let manager =
             py.detach(move || opening::open(settings, identity, memory, chunks.tokens(), counted))?;

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::executor::Ticket;
-use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Done, SlotId};
+use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Done, Owner, SlotId};
 use crate::memory::Memory;
 
 /// An operation that was accepted and not reported yet. Dropping it reports it, as refused unless it was
@@ -25,7 +25,7 @@ pub(super) struct Pending {
     /// Hash of the block before it in its chain.
     pub(super) parent: Option<u128>,
     /// Whose it is.
-    pub(super) tenant: Option<u32>,
+    pub(super) owner: Option<Owner>,
     /// Its slot in memory.
     pub(super) memory: SlotId,
     /// Its slot in the object tier.
@@ -58,7 +58,7 @@ impl Pending {
             done,
             block: op.block,
             parent: op.parent,
-            tenant: op.owner.map(|owner| owner.tenant),
+            owner: op.owner,
             memory,
             object,
         })

@@ -21,7 +21,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 const CONCURRENCY: usize = 32;
 /// Keys that a start looks at. What is sealed with others is found when it is read.
 const MAX_KEYS: usize = 1 << 16;
-const EXTENSION: &str = ".kvkey";
+pub(super) const EXTENSION: &str = ".kvkey";
 
 /// Objects `<url>/<namespace>/keys/<tenant>-<id>.kvkey`: the tenant in 8 hexadecimal digits or `shared`, the key's name
 /// in 32.

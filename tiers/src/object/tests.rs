@@ -3,8 +3,11 @@
 mod compaction;
 mod faults;
 mod fsck;
+mod scale;
 mod server;
 mod sharing;
+mod starts;
+mod upkeep;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fmt;
@@ -178,7 +181,8 @@ fn open_directory(dir: &FilePath) -> Store {
 }
 
 fn segment_files(dir: &FilePath) -> Vec<PathBuf> {
-    let Ok(files) = std::fs::read_dir(dir.join("model/tp0/segments")) else { return Vec::new() };
+    let Ok(epochs) = std::fs::read_dir(dir.join("model/tp0/blocks")) else { return Vec::new() };
+    let files = epochs.flat_map(|epoch| std::fs::read_dir(epoch.unwrap().path()).unwrap());
     files.map(|file| file.unwrap().path()).collect()
 }
 
@@ -255,8 +259,8 @@ fn segments_are_private_in_a_directory_that_was_there() {
     let backend = backend(open_directory(dir.path()), &heap, &options(4));
     assert!(all_ok(&write(&backend, &heap, &[(0, 1), (1, 2)])));
     let file = &segment_files(dir.path())[0];
-    let modes: Vec<_> = file.ancestors().take(5).map(mode).collect();
-    assert_eq!(modes, [0o600, 0o700, 0o700, 0o700, 0o755]);
+    let modes: Vec<_> = file.ancestors().take(6).map(mode).collect();
+    assert_eq!(modes, [0o600, 0o700, 0o700, 0o700, 0o700, 0o755]);
     // Only the owner may change a directory's mode: what is open to others stays so.
     drop(backend);
     assert_eq!(mode(dir.path()), 0o755);
@@ -464,6 +468,8 @@ enum Fault {
     DeletesSlowly(Duration),
     /// Returns the first question for an object when it is healed.
     HoldsFirstGet(AtomicBool),
+    /// Deletes nothing until it is healed.
+    KeepsAll,
 }
 
 impl Faulty {
@@ -480,6 +486,14 @@ impl Faulty {
 
     fn is_healed(&self) -> bool {
         self.healed.load(Ordering::Relaxed)
+    }
+
+    /// Names of the objects of a kind.
+    fn names(&self, kind: &str) -> Vec<String> {
+        let listing = self.inner.list(None).map(|object| object.unwrap().location.to_string()).collect();
+        let mut names: Vec<String> = FutureExt::now_or_never(listing).unwrap();
+        names.retain(|name| name.ends_with(kind));
+        names
     }
 
     /// Bytes of the objects that there are.
@@ -560,6 +574,9 @@ impl ObjectStore for Faulty {
         &self,
         locations: BoxStream<'static, object_store::Result<Path>>,
     ) -> BoxStream<'static, object_store::Result<Path>> {
+        if matches!(self.fault, Fault::KeepsAll) && !self.is_healed() {
+            return locations.map(|_| Err(failure())).boxed();
+        }
         if let Fault::DeletesSlowly(pause) = self.fault {
             let slowly = move |location| async move {
                 tokio::time::sleep(pause).await;
