@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
 
 use crossbeam_channel::Sender;
 
@@ -16,6 +15,7 @@ use crate::clock;
 use crate::copy::{CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
 use crate::disk::DiskRegion;
 use crate::error::{SetupError, SetupErrorKind};
+use crate::fork::{ProcessBound, ServiceThread};
 use crate::memory::Memory;
 
 /// Slots whose segments are prepared together: 4 ms of work, 4 MiB of memory.
@@ -30,9 +30,9 @@ const SPAN: u32 = 1 << 16;
 pub struct NixlBackend {
     name: &'static str,
     routes: [Route; 2],
-    /// `None` once the backend is shutting down.
-    batches: Option<Sender<Batch>>,
-    thread: Option<JoinHandle<()>>,
+    // Before the thread, which finishes what was submitted.
+    batches: ProcessBound<Sender<Batch>>,
+    _thread: ServiceThread,
 }
 
 impl NixlBackend {
@@ -96,11 +96,12 @@ impl NixlBackend {
             mover.serve(&incoming);
             at_end();
         };
-        let thread = clock::spawn("kvbm-nixl", serve).map_err(|error| {
+        let thread = ServiceThread::spawn("kvbm-nixl", serve).map_err(|error| {
             let message = "cannot start a thread for NIXL: raise the limit on processes";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         })?;
-        Ok(Self { name: name_of(plugin.plugin()), routes, batches: Some(batches), thread: Some(thread) })
+        let batches = ProcessBound::new(batches);
+        Ok(Self { name: name_of(plugin.plugin()), routes, batches, _thread: thread })
     }
 }
 
@@ -149,20 +150,7 @@ unsafe impl Backend for NixlBackend {
     }
 
     fn submit(&self, ops: Vec<CopyOp>, done: Done) {
-        let Some(batches) = &self.batches else { unreachable!("taken in drop only") };
         // What nobody receives any more is refused when it is dropped.
-        let _ = batches.send(Batch::new(ops, done));
-    }
-}
-
-/// Finishes what was submitted.
-impl Drop for NixlBackend {
-    fn drop(&mut self) {
-        self.batches = None;
-        let Some(thread) = self.thread.take() else { return };
-        // A completion may have dropped the last handle of the backend: a thread cannot wait for itself.
-        if thread.thread().id() != thread::current().id() && thread.join().is_err() {
-            tracing::error!("the NIXL thread died of a panic");
-        }
+        let _ = self.batches.send(Batch::new(ops, done));
     }
 }
