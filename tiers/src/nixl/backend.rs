@@ -13,7 +13,7 @@ use super::spans::Spans;
 use crate::backend::Backend;
 use crate::clock;
 use crate::copy::{CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
-use crate::disk::DiskRegion;
+use crate::disk::{DiskRegion, check_fit};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fork::{ProcessBound, ServiceThread};
 use crate::memory::Memory;
@@ -48,20 +48,19 @@ impl NixlBackend {
         disk: Arc<DiskRegion>,
         depth: u32,
     ) -> Result<Self, SetupError> {
-        let (ours, theirs) = (memory.block_bytes(), disk.geometry().block_bytes());
-        if ours != theirs {
-            let message =
-                format!("{} blocks of {ours} bytes do not fit disk blocks of {theirs}", memory.tier());
-            return Err(SetupError::new(SetupErrorKind::Invalid, message));
-        }
+        check_fit(&*memory, &disk)?;
         let stride = memory.stride();
         let files = Registration::files(plugin, &disk)?;
         let slots = disk.geometry().slots();
+        let region = Arc::clone(&disk);
+        let is_there = move |slot| region.place(slot).is_some();
         let place = move |slot: u32| {
+            // A list has an entry for every slot, by number. That of a slot that is not there is never named.
             let (file, offset) = disk.place(SlotId(slot)).unwrap_or_default();
             Segment { address: offset as usize, bytes: stride, device: device_of(disk.file(file)) }
         };
-        let far = Spans::new(slots, SPAN, Box::new(move |slots| SegmentList::far(&files, slots.map(&place))));
+        let prepare = move |slots: std::ops::Range<u32>| SegmentList::far(&files, slots.map(&place));
+        let far = Spans::new(slots, SPAN, Box::new(prepare)).only(is_there);
         let near = near(plugin, &memory, stride)?;
         Self::start(plugin, Ends { memory, near, other: Tier::Disk, far }, depth, || {})
     }

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io;
 use std::path::Path;
 use std::time::Duration;
 
@@ -22,7 +21,7 @@ pub struct NotForgotten {
     /// By number, with the reason.
     ranks: Vec<(u16, String)>,
     /// Why the next leader will not know.
-    unwritten: Option<io::Error>,
+    unwritten: Option<SetupError>,
 }
 
 impl fmt::Display for NotForgotten {
@@ -121,7 +120,7 @@ impl Debts {
         Ok(Self { owed: Mutex::new(owed), changed: Condvar::new(), file })
     }
 
-    fn owe(&self, tenant: u32, life: u32) -> io::Result<()> {
+    fn owe(&self, tenant: u32, life: u32) -> Result<(), SetupError> {
         let mut owed = self.owed.lock();
         for owed in &mut *owed {
             owed.tenants.insert(tenant, Debt { life, failed: None });
@@ -129,7 +128,7 @@ impl Debts {
         self.write(&owed)
     }
 
-    fn write(&self, owed: &[Owed]) -> io::Result<()> {
+    fn write(&self, owed: &[Owed]) -> Result<(), SetupError> {
         let Some(file) = &self.file else { return Ok(()) };
         let of_rank = |(rank, owed): (u16, &Owed)| {
             owed.tenants.keys().map(move |&tenant| (rank, tenant)).collect::<Vec<_>>()
