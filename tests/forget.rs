@@ -131,10 +131,10 @@ fn who_is_forgotten_is_found_in_no_tier_now_and_later_and_others_are() {
 fn forget_while_nobody_works(settings: &Settings, tenant: u32) -> usize {
     let Some(url) = &settings.object.url else {
         let files = KeyFiles::open_all(&settings.disk.dirs, Duration::from_secs(10)).unwrap();
-        return files.iter().map(|files| files.destroy(tenant).unwrap()).sum();
+        return files.iter().map(|files| files.destroy(tenant, &[]).unwrap()).sum();
     };
     let store = Store::open(url, &StoreOptions::default()).unwrap();
-    store.all_keys().unwrap().iter().map(|keys| keys.destroy(tenant).unwrap()).sum()
+    store.all_keys().unwrap().iter().map(|keys| keys.destroy(tenant, &[]).unwrap()).sum()
 }
 
 #[test]

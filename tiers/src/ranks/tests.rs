@@ -329,6 +329,46 @@ fn a_leader_whose_ranks_do_not_come_names_them() {
     Fleet::new_in(dir, 3).assert_works();
 }
 
+/// A store of keys may take its time.
+#[test]
+fn a_rank_that_forgets_somebody_goes_on_copying() {
+    let dir = tempfile::tempdir().unwrap();
+    let (device, host) = (
+        Arc::new(DramRegion::emulated_device(options(SLOTS, BYTES)).unwrap()),
+        Arc::new(DramRegion::host(options(SLOTS, BYTES)).unwrap()),
+    );
+    let regions = vec![device as Arc<dyn Memory>, host as _];
+    let backend: Arc<dyn Backend> = Arc::new(MemcpyBackend::new(regions, 1).unwrap());
+    let backends = backend.routes().iter().map(|&route| (route, Arc::clone(&backend))).collect();
+    let at = dir.path().to_owned();
+    let (begun, begins) = std::sync::mpsc::channel();
+    let (go_on, goes_on) = crossbeam_channel::unbounded::<()>();
+    let service = thread::spawn(move || {
+        let member = Member::join(join_options(&at, membership(0, 1)), backends).unwrap();
+        let member = member.forgetting(move |tenant, life| {
+            begun.send((tenant, life)).unwrap();
+            let goes_on = goes_on.clone();
+            Box::new(move || goes_on.recv().map_err(|_| "the store is away".to_owned()))
+        });
+        member.unwrap().serve()
+    });
+    let leader = Leader::open(leader_options(dir.path(), 1), |_| ()).unwrap();
+    thread::scope(|scope| {
+        let forgetting = scope.spawn(|| leader.forget(7, 3, LIMIT));
+        assert_eq!(begins.recv(), Ok((7, 3)));
+        // Its keys are being destroyed meanwhile.
+        (0..4).for_each(|slot| run(&leader, vec![op(SAVE, slot)]).remove(0).unwrap());
+        assert!(!forgetting.is_finished());
+        go_on.send(()).unwrap();
+        forgetting.join().unwrap().unwrap();
+    });
+    drop(go_on);
+    let error = leader.forget(7, 4, LIMIT).unwrap_err();
+    assert!(error.to_string().contains("rank 0 says: the store is away"), "{error}");
+    drop(leader);
+    service.join().unwrap().unwrap();
+}
+
 /// What somebody put in a directory's place, or in it.
 #[test]
 fn nothing_is_written_through_what_strangers_put_there() {

@@ -90,7 +90,7 @@ impl Namespace {
             (MANIFESTS, _) if is_direct && worker_of(&meta.location).is_some() => self.manifests.push(meta),
             (EPOCHS, _) if is_direct && parse_epoch(&meta.location).is_some() => {}
             // What blocks are encrypted with: whoever removes one makes them unreadable.
-            (KEYS, _) if is_direct && is_key(&meta.location) => {}
+            (KEYS, _) if is_key(&meta.location) => {}
             // Slots of a tier on NIXL: nobody but the process that wrote them knows what they mean.
             (NIXL, _) if !is_direct => {}
             _ => self.foreign.push(meta.location),
