@@ -67,7 +67,7 @@ impl Cipher {
 
     /// Seals a block along with its checksum into `room`, which is `SEAL_BYTES` longer: what is written there is never in the
     /// clear, and no copy of the block is made for it.
-    pub(super) fn seal(
+    pub(crate) fn seal(
         &self,
         (block, owner): (BlockKey, Option<Owner>),
         (content, crc): (&[u8], u32),
@@ -89,7 +89,7 @@ impl Cipher {
 
     /// Opens what was sealed as this block, in place, and returns the block's checksum. What is in `room` after an error
     /// means nothing.
-    pub(super) fn open(&self, block: BlockKey, room: &mut [u8]) -> Result<u32, CopyError> {
+    pub(crate) fn open(&self, block: BlockKey, room: &mut [u8]) -> Result<u32, CopyError> {
         let Parts { hidden, tag, header } = self.parts();
         let header = room.get(header).filter(|header| header.starts_with(&MAGIC));
         let header = header.ok_or_else(|| corrupt("it was never sealed".to_owned()))?;

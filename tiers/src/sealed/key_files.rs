@@ -554,7 +554,7 @@ mod tests {
             gone.push(keys.to_seal(owner(7)).unwrap().0);
             keys.forget(7, 1).unwrap();
         }
-        assert_eq!(size(a.path()), sizes.iter().next().unwrap().0 + 4 * RECORD_BYTES as u64);
+        assert_eq!(size(a.path()), sizes.iter().next().unwrap().0 + 5 * RECORD_BYTES as u64);
         assert_eq!(fs::read(path(b.path())).unwrap(), before);
         let keys = open(&dirs);
         assert!(gone.iter().all(|&id| !has(&keys, id)) && has(&keys, kept));
