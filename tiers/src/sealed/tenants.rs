@@ -207,7 +207,7 @@ pub struct TenantKeys {
 struct Known {
     by_id: HashMap<KeyId, Key>,
     tenants: HashMap<Option<u32>, TenantState>,
-    /// Names that were read in a destroyed key's place: the answer stays the same.
+    /// Names that were read in a destroyed key's place, and of keys that were forgotten here.
     destroyed: HashSet<KeyId>,
     /// What the store is being asked about.
     asked: HashSet<Subject>,
@@ -570,8 +570,9 @@ impl Known {
     fn condemn(&mut self, tenant: u32, life: u32) {
         self.forgets += 1;
         let at = self.forgets;
-        let is_left = |key: &Key| key.tenant != Some(tenant) || key.life.is_some_and(|made| made >= life);
-        self.by_id.retain(|_, key| is_left(key));
+        let is_past = |key: &Key| key.tenant == Some(tenant) && key.life.is_none_or(|made| made < life);
+        let gone: Vec<_> = self.by_id.extract_if(|_, key| is_past(key)).map(|(id, _)| id).collect();
+        gone.into_iter().for_each(|id| self.note_destroyed(id));
         let is_known = |id: &KeyId| self.by_id.contains_key(id);
         let state = self.tenants.entry(Some(tenant)).or_default();
         state.current = state.current.filter(is_known);
