@@ -70,7 +70,7 @@ impl Leader {
     ///
     /// # Errors
     /// `Invalid`: no ranks, or too many; or some were refused, which the message names. `InUse`: the directory has a
-    /// leader. `NotWritable`: the directory, or the file of debts. `Unavailable`: ranks that the message names have not come in time; or no
+    /// leader. `NotWritable`: the directory, or the file of debts, or others may write them. `Unavailable`: ranks that the message names have not come in time; or no
     /// thread.
     pub fn open(
         options: LeaderOptions,
