@@ -378,6 +378,7 @@ impl Manager {
 
     fn forget_in_group(&self, tenant: u32) -> Result<()> {
         let life = self.core.forget(tenant);
+        self.tenants.begin_forgetting(tenant, life);
         self.store.forget_tenant(tenant, life);
         let destroyed = self.tenants.destroy_keys(tenant, life);
         destroyed.and(self.durable.settle(MAX_RESET))

@@ -3,33 +3,29 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::io;
-use std::mem;
 use std::num::NonZeroU16;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::{self, JoinHandle};
 
 use crossbeam_channel::Sender;
 use parking_lot::Mutex;
 
-use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done};
 use crate::fence::Layers;
-use crate::fork::Maker;
+use crate::fork::{ProcessBound, ServiceThread};
 
 /// A pool of threads in which every thread takes the next few operations of the oldest batch until none is
 /// left: a large batch occupies all threads, and a slow operation holds up nobody. Batches of one load in layers go
 /// together.
 #[derive(Debug)]
 pub(crate) struct CopyThreads {
-    /// `None` once the pool is shutting down.
-    queue: Option<Sender<Arc<Batch>>>,
+    // Before the threads, which finish what was submitted.
+    queue: ProcessBound<Sender<Arc<Batch>>>,
     layered: Arc<LayeredBatches>,
-    threads: Vec<JoinHandle<()>>,
+    threads: Vec<ServiceThread>,
     grain: usize,
-    maker: Maker,
 }
 
 /// Executes one operation, or a share of it, to its end.
@@ -98,13 +94,12 @@ impl CopyThreads {
     ) -> io::Result<Self> {
         let (queue, batches) = crossbeam_channel::unbounded();
         let (grain, layered) = (grain.max(1), Arc::<LayeredBatches>::default());
-        let mut pool =
-            Self { queue: Some(queue), layered, threads: Vec::new(), grain, maker: Maker::this_process() };
+        let mut pool = Self { queue: ProcessBound::new(queue), layered, threads: Vec::new(), grain };
         for number in 0..threads.max(1) {
             let (batches, execute) = (batches.clone(), Arc::clone(execute));
             let layered = Arc::clone(&pool.layered);
             let work = move || batches.iter().for_each(|batch| layered.work(&batch, &*execute));
-            pool.threads.push(clock::spawn(format!("{name}-{number}"), work)?);
+            pool.threads.push(ServiceThread::spawn(format!("{name}-{number}"), work)?);
         }
         Ok(pool)
     }
@@ -116,28 +111,10 @@ impl CopyThreads {
         for _ in 0..batch.units().min(self.threads.len()) {
             // One message per helper and not per operation: each takes a grain of what is left when it comes, so
             // that a slow one holds up nobody.
-            let sent = self.queue.as_ref().is_some_and(|queue| queue.send(Arc::clone(&batch)).is_ok());
-            if !sent {
+            if self.queue.send(Arc::clone(&batch)).is_err() {
                 // Panics end no thread, but if all were gone nobody else would complete the rest.
                 let dead = |_: &CopyOp, _| Err(CopyError::new(CopyErrorKind::Refused, "copy threads died"));
                 self.layered.work(&batch, &dead);
-            }
-        }
-    }
-}
-
-/// Finishes what was submitted.
-impl Drop for CopyThreads {
-    fn drop(&mut self) {
-        if !self.maker.is_this_process() {
-            return mem::forget((self.queue.take(), mem::take(&mut self.threads)));
-        }
-        self.queue = None;
-        let own = thread::current().id();
-        // A completion may have dropped the last handle of the pool: a thread cannot wait for itself.
-        for thread in self.threads.drain(..).filter(|thread| thread.thread().id() != own) {
-            if thread.join().is_err() {
-                tracing::error!("a copy thread died of a panic");
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::mem;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 
 use crossbeam_channel::{Receiver, Sender, select_biased, unbounded};
@@ -92,7 +93,7 @@ fn work(arrived: &Receiver<Job>, departing: &Receiver<Job>) {
         if arrivals_in_a_row >= MAX_ARRIVALS_IN_A_ROW {
             arrivals_in_a_row = 0;
             // Else a reader that never stops starves all flushes.
-            departing.try_iter().take(1).for_each(|job| job());
+            departing.try_iter().take(1).for_each(run);
         }
         // Biased: the plain macro picks at random among those that are ready.
         let job = select_biased! {
@@ -106,9 +107,16 @@ fn work(arrived: &Receiver<Job>, departing: &Receiver<Job>) {
             }
         };
         match job {
-            Ok(job) => job(),
+            Ok(job) => run(job),
             Err(_) => return,
         }
+    }
+}
+
+/// A job that panics takes its copy along, which will be overdue, and not the thread: others wait behind it.
+fn run(job: Job) {
+    if catch_unwind(AssertUnwindSafe(job)).is_err() {
+        tracing::error!("a job on a block panicked");
     }
 }
 
@@ -146,6 +154,21 @@ mod tests {
         }
         drop((release, report, verifiers));
         std::iter::from_fn(|| reports.recv_timeout(Duration::from_secs(10)).ok()).collect()
+    }
+
+    #[test]
+    fn a_job_that_panics_takes_no_thread_along() {
+        let verifiers = Verifiers::with_threads("test", 1).unwrap();
+        let (report, reports) = mpsc::channel();
+        for number in 0..3 {
+            let report = report.clone();
+            let job = move || {
+                assert!(number != 1, "a panic, on purpose");
+                report.send(number).unwrap();
+            };
+            assert!(verifiers.verify(Box::new(job)).is_none());
+        }
+        assert_eq!([reports.recv(), reports.recv()], [Ok(0), Ok(2)]);
     }
 
     #[test]

@@ -40,6 +40,8 @@ struct Shared<B> {
     scratch: Scratch,
     cipher: Cipher,
     threads: Verifiers,
+    /// For blocks whose keys a store is to be asked for, which may take seconds: no other block waits for these.
+    askers: Verifiers,
     /// Blocks that the backend inside gets together, at most or, if it asked for several, always.
     run_blocks: usize,
     whole_runs: bool,
@@ -109,16 +111,27 @@ impl<B: Backend + 'static> Sealed<B> {
         }
         let routes =
             inner.routes().iter().copied().filter(|&route| other_end(route, ours).is_some()).collect();
-        let threads = Verifiers::named("kvbm-seal", FEWEST_THREADS).map_err(|error| {
+        let no_threads = |error| {
             let message = "cannot start threads for encryption: raise the limit on processes";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
-        })?;
+        };
+        let threads = Verifiers::named("kvbm-seal", FEWEST_THREADS).map_err(no_threads)?;
+        let askers = Verifiers::named("kvbm-keys", 1).map_err(no_threads)?;
         let grain = (GRAIN_BYTES / sizes[0]).max(1);
         let whole_runs = run_blocks > 1;
         let run_blocks = run_blocks.max(grain).min(scratch.out.slots());
-        let shared =
-            Shared { inner, memory, sealed, scratch, cipher, threads, run_blocks, whole_runs, routes };
-        Ok(Self(Arc::new(shared)))
+        Ok(Self(Arc::new(Shared {
+            inner,
+            memory,
+            sealed,
+            scratch,
+            cipher,
+            threads,
+            askers,
+            run_blocks,
+            whole_runs,
+            routes,
+        })))
     }
 }
 
@@ -197,15 +210,31 @@ impl<B: Backend + 'static> Shared<B> {
         let ready = Mutex::new(ops.iter().map(|_| None).collect());
         let departure = Arc::new(Departure { shared: Arc::clone(self), fences, done, ready, left });
         for (number, ops) in ops.chunks(grain).enumerate() {
-            let blocks: Vec<_> = ops.iter().copied().zip(frames.drain(..ops.len())).collect();
+            let mut blocks: Vec<_> = ops.iter().copied().zip(frames.drain(..ops.len())).collect();
+            let have_keys = blocks.iter_mut().all(|((_, op), frame)| self.has_key(Way::Out, op, frame));
             let departure = Arc::clone(&departure);
-            self.work(Way::Out, Box::new(move || departure.prepare(number * grain, blocks)));
+            self.work(Way::Out, have_keys, Box::new(move || departure.prepare(number * grain, blocks)));
+        }
+    }
+
+    /// Whether a block can be sealed or opened without a word with the store of keys.
+    fn has_key(&self, way: Way, op: &CopyOp, frame: &mut Frame) -> bool {
+        match (self.sealed, way) {
+            (End::Medium, Way::Out) | (End::Memory, Way::Back) => self.cipher.can_seal(op.owner),
+            (End::Medium, Way::Back) => {
+                self.scratch.room(frame).map_or(true, |room| self.cipher.can_open(room))
+            }
+            (End::Memory, Way::Out) => self.memory.slot(op.from.slot).is_none_or(|slot| {
+                // SAFETY: the slot is of an operation that is submitted and not completed: nobody writes it now.
+                self.cipher.can_open(unsafe { slot.as_ref() })
+            }),
         }
     }
 
     /// An engine waits for what is opened, and nobody for what is sealed.
-    fn work(&self, way: Way, job: Job) {
+    fn work(&self, way: Way, has_keys: bool, job: Job) {
         let undone = match (self.sealed, way) {
+            _ if !has_keys => self.askers.verify(job),
             (End::Medium, Way::Out) | (End::Memory, Way::Back) => self.threads.sum(job),
             (End::Medium, Way::Back) | (End::Memory, Way::Out) => self.threads.verify(job),
         };
@@ -245,11 +274,12 @@ impl<B: Backend + 'static> Shared<B> {
 
     fn finish_aside(self: &Arc<Self>, mut block: OnItsWay, done: Done) {
         let shared = Arc::clone(self);
+        let has_key = self.has_key(Way::Back, &block.op, &mut block.frame);
         let job = move || {
             let finished = shared.finish(&mut block);
             shared.end(Way::Back, block, &done, finished);
         };
-        self.work(Way::Back, Box::new(job));
+        self.work(Way::Back, has_key, Box::new(job));
     }
 
     /// The slot in the scratch is free again before anybody is told, and goes to who waits after.

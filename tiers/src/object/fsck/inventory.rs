@@ -116,7 +116,7 @@ impl Namespace {
             }
             (COLLECTOR, _) if is_direct && parse_term(&meta.location).is_some() => {}
             // What blocks are encrypted with: whoever removes one makes them unreadable.
-            (KEYS, _) if is_direct && is_key(&meta.location) => {}
+            (KEYS, _) if is_key(&meta.location) => {}
             // Slots of a tier on NIXL: nobody but the process that wrote them knows what they mean.
             (NIXL, _) if !is_direct => {}
             _ => self.foreign.push(meta.location),
