@@ -163,6 +163,30 @@ def test_layer_by_layer_is_refused_where_a_failure_would_be_heard_of_too_late(mo
         Engine(model, **connector(host(64), layerwise=True), speculative_config=guessing)
 
 
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_a_role_that_is_not_both_is_refused(role):
+    """Also by vLLM's factory, as it makes the connector of a scheduler."""
+    from types import SimpleNamespace
+
+    from kvbm_rs.errors import InvalidError
+    from kvbm_rs.vllm.connector.config import Config
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(
+        kv_connector="KvbmConnector", kv_connector_module_path="kvbm_rs.vllm.connector", kv_role=role
+    )
+    with pytest.raises(InvalidError, match=f"{role}.*Set kv_both"):
+        Config(SimpleNamespace(kv_transfer_config=transfer), None)
+
+
+@pytest.mark.slow
+def test_an_engine_that_produces_alone_does_not_start(model):
+    arguments = connector(host(64))
+    arguments["kv_transfer_config"]["kv_role"] = "kv_producer"
+    with pytest.raises(EngineError, match="kv_role: KvbmConnector saves and loads, which kv_producer does not say"):
+        Engine(model, **arguments)
+
+
 def test_context_parallelism_is_refused():
     from kvbm_rs.errors import InvalidError
     from kvbm_rs.vllm.connector.config import _check_parallel

@@ -1,7 +1,6 @@
 """What `--hicache-storage-backend-extra-config` may say, and what the bytes of pages depend on."""
 
 import json
-import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -9,14 +8,13 @@ import sglang
 
 from kvbm_rs import Settings
 from kvbm_rs.errors import InvalidError
+from kvbm_rs.sglang import logger
 from kvbm_rs.weights import weights_of
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
     from kvbm_rs.sglang.pages import Layout
-
-logger = logging.getLogger(__name__)
 
 _RUN_WITH = "0.5.23"
 
