@@ -28,7 +28,7 @@ pub(crate) fn opened(manager: &Manager) -> Vec<String> {
         lines.push(format!("{tier}: {blocks} blocks, {size}{place}{found}"));
     }
     let routes =
-        state.routes.iter().map(|route| format!("{} to {} by {}", route.from, route.to, route.backend));
+        state.routes.iter().map(|route| format!("{} to {} ({})", route.from, route.to, route.backend));
     lines.push(format!("routes: {}", routes.collect::<Vec<_>>().join(", ")));
     lines
 }

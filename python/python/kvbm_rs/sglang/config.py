@@ -68,7 +68,8 @@ class Config:
             fixed |= {"disk.capacity": "0", "host.persist": None}
         if not self._serves_metrics(pool):
             fixed["metrics.enabled"] = False
-        settings = self._read(pool if self.has_own(pool) else None, fixed)
+        # With attention in data parallel its ranks have the same tensor ranks; of servers beside each other SGLang tells nothing.
+        settings = self._read(pool if self.has_own(pool) else None, fixed).of_replica(self.storage.dp_rank)
         for remark in settings.remarks():
             logger.warning("%s", remark)
         return settings if self.has_own(pool) else settings.scaled(share)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
@@ -73,6 +74,10 @@ class Config:
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         transfer = vllm_config.kv_transfer_config
         _check_role(transfer.kv_role)
+        # A worker also sees what a `MultiConnector` around it is, by which vLLM's scheduler goes.
+        around = get_current_vllm_config_or_none()
+        if around is not None and around.kv_transfer_config is not None:
+            _check_role(around.kv_transfer_config.kv_role)
         extra = transfer.kv_connector_extra_config
         _check(extra)
         parallel = vllm_config.parallel_config
