@@ -42,25 +42,25 @@ fn log_to(py: Python<'_>, tell: Py<PyAny>) {
     // The first one stays.
     let _ = TELL.set(py, tell);
     // A program that embeds this module may listen by itself.
-    let _ = tracing::subscriber::set_global_default(Listener);
+    let _ = tracing::subscriber::set_global_default(LogSubscriber);
 }
 
 /// Waits until what was said is told, a few seconds at most.
 #[pyfunction]
 fn flush_log(py: Python<'_>) {
-    py.detach(|| outlet().flush());
+    py.detach(|| queue().flush());
 }
 
 /// Tells the rest, and nothing from here on: the interpreter is about to end.
 #[pyfunction]
 fn end_log(py: Python<'_>) {
-    py.detach(|| outlet().end());
+    py.detach(|| queue().end());
 }
 
 /// Takes our events, and no spans.
-struct Listener;
+struct LogSubscriber;
 
-impl Subscriber for Listener {
+impl Subscriber for LogSubscriber {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         metadata.is_event() && *metadata.level() <= Level::INFO && metadata.target().starts_with("kvbm")
     }
@@ -70,10 +70,10 @@ impl Subscriber for Listener {
     }
 
     fn event(&self, event: &Event<'_>) {
-        let outlet = outlet();
-        if outlet.admits(event.metadata()) {
+        let queue = queue();
+        if queue.admits(event.metadata()) {
             // With no lock taken: what is shown may have something to say itself.
-            outlet.push(event.metadata(), Line::of(event));
+            queue.push(event.metadata(), LogRecord::of(event));
         }
     }
 
@@ -88,7 +88,7 @@ impl Subscriber for Listener {
 }
 
 #[derive(Clone)]
-struct Line {
+struct LogRecord {
     /// As Python numbers them.
     level: u32,
     file: &'static str,
@@ -96,7 +96,7 @@ struct Line {
     text: String,
 }
 
-impl Line {
+impl LogRecord {
     fn of(event: &Event<'_>) -> Self {
         let metadata = event.metadata();
         let level = match *metadata.level() {
@@ -104,7 +104,7 @@ impl Line {
             Level::WARN => 30,
             _ => 20,
         };
-        let mut text = Text(String::new());
+        let mut text = EventText(String::new());
         event.record(&mut text);
         let (file, line) = (metadata.file().unwrap_or_default(), metadata.line().unwrap_or_default());
         Self { level, file, line, text: text.0 }
@@ -118,9 +118,9 @@ impl Line {
 }
 
 /// The message, and fields behind it.
-struct Text(String);
+struct EventText(String);
 
-impl Visit for Text {
+impl Visit for EventText {
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
         let Self(text) = self;
         // Writing to a text does not fail.
@@ -132,20 +132,20 @@ impl Visit for Text {
     }
 }
 
-/// Lines of a process on their way. A child of a fork has an outlet of its own: it has no thread of its parent's, and of its locks
+/// Lines of a process on their way. A child of a fork has a queue of its own: it has no thread of its parent's, and of its locks
 /// copies that may stay locked.
-struct Outlet {
+struct LogQueue {
     process: u32,
-    state: Mutex<OutletState>,
+    state: Mutex<LogQueueState>,
     changed: Condvar,
     of_child: OnceLock<Box<Self>>,
 }
 
 #[derive(Default)]
-struct OutletState {
-    waiting: Vec<Line>,
+struct LogQueueState {
+    waiting: Vec<LogRecord>,
     /// Said of late, by place in the code.
-    places: HashMap<Identifier, Place>,
+    sites: HashMap<Identifier, LogSite>,
     /// Did not fit.
     lost: u64,
     has_thread: bool,
@@ -155,25 +155,25 @@ struct OutletState {
 }
 
 /// A place in the code that had something to say.
-struct Place {
+struct LogSite {
     since: Instant,
     admitted: u32,
     more: u64,
     /// The latest of those that were admitted.
-    last: Option<Line>,
+    last: Option<LogRecord>,
 }
 
-fn outlet() -> &'static Outlet {
-    static FIRST: OnceLock<Outlet> = OnceLock::new();
+fn queue() -> &'static LogQueue {
+    static FIRST: OnceLock<LogQueue> = OnceLock::new();
     let process = std::process::id();
-    let mut outlet = FIRST.get_or_init(|| Outlet::new(process));
-    while outlet.process != process {
-        outlet = outlet.of_child.get_or_init(|| Box::new(Outlet::new(process)));
+    let mut queue = FIRST.get_or_init(|| LogQueue::new(process));
+    while queue.process != process {
+        queue = queue.of_child.get_or_init(|| Box::new(LogQueue::new(process)));
     }
-    outlet
+    queue
 }
 
-impl Outlet {
+impl LogQueue {
     fn new(process: u32) -> Self {
         Self { process, state: Mutex::default(), changed: Condvar::new(), of_child: OnceLock::new() }
     }
@@ -184,20 +184,26 @@ impl Outlet {
         if state.is_over {
             return false;
         }
-        let place = state.place(metadata);
-        if place.admitted < BURST {
-            place.admitted += 1;
+        let site = state.site(metadata);
+        if site.admitted < BURST {
+            site.admitted += 1;
             return true;
         }
-        place.more += 1;
-        // The thread has a time to wait for.
-        self.changed.notify_all();
+        site.more += 1;
+        if site.more == 1 {
+            // The thread has a time to wait for.
+            self.changed.notify_all();
+        }
         false
     }
 
-    fn push(&'static self, metadata: &Metadata<'_>, line: Line) {
+    fn push(&'static self, metadata: &Metadata<'_>, line: LogRecord) {
         let mut state = self.state.lock();
-        state.place(metadata).last = Some(line.clone());
+        // It may have come while the line was made.
+        if state.is_over {
+            return;
+        }
+        state.site(metadata).last = Some(line.clone());
         if state.waiting.len() < MAX_WAITING {
             state.waiting.push(line);
         } else {
@@ -227,7 +233,7 @@ impl Outlet {
     }
 
     /// Waits for lines. Whether they are the last ones.
-    fn next_lines(&self) -> (Vec<Line>, bool) {
+    fn next_lines(&self) -> (Vec<LogRecord>, bool) {
         let mut state = self.state.lock();
         loop {
             let lines = state.take_lines(clock::now());
@@ -252,7 +258,7 @@ impl Outlet {
         self.wait_while(|state| state.has_thread);
     }
 
-    fn wait_while(&self, is_busy: impl Fn(&OutletState) -> bool) {
+    fn wait_while(&self, is_busy: impl Fn(&LogQueueState) -> bool) {
         let deadline = clock::now() + END_LIMIT;
         let mut state = self.state.lock();
         while state.has_thread && is_busy(&state) {
@@ -263,27 +269,27 @@ impl Outlet {
     }
 }
 
-impl OutletState {
-    fn place(&mut self, metadata: &Metadata<'_>) -> &mut Place {
+impl LogQueueState {
+    fn site(&mut self, metadata: &Metadata<'_>) -> &mut LogSite {
         let now = clock::now();
-        let place = self.places.entry(metadata.callsite()).or_insert_with(|| Place::new(now));
+        let site = self.sites.entry(metadata.callsite()).or_insert_with(|| LogSite::new(now));
         // Those beyond are told first.
-        if place.more == 0 && now >= place.since + PERIOD {
-            *place = Place::new(now);
+        if site.more == 0 && now >= site.since + PERIOD {
+            *site = LogSite::new(now);
         }
-        place
+        site
     }
 
     /// Those that wait, and how many more there were where the period has ended.
-    fn take_lines(&mut self, now: Instant) -> Vec<Line> {
+    fn take_lines(&mut self, now: Instant) -> Vec<LogRecord> {
         let mut lines = std::mem::take(&mut self.waiting);
         let lost = std::mem::take(&mut self.lost);
         if let Some(last) = lines.last_mut().filter(|_| lost > 0) {
             let _ = write!(last.text, " (and {lost} lines that are not told)");
         }
-        for place in self.places.values_mut() {
-            if place.more > 0 && (self.is_over || now >= place.since + PERIOD) {
-                let more = std::mem::replace(place, Place::new(now));
+        for site in self.sites.values_mut() {
+            if site.more > 0 && (self.is_over || now >= site.since + PERIOD) {
+                let more = std::mem::replace(site, LogSite::new(now));
                 lines.extend(more.counted(now));
             }
         }
@@ -292,18 +298,18 @@ impl OutletState {
 
     /// When a period ends in which there was more.
     fn next_count(&self) -> Option<Instant> {
-        self.places.values().filter(|place| place.more > 0).map(|place| place.since + PERIOD).min()
+        self.sites.values().filter(|site| site.more > 0).map(|site| site.since + PERIOD).min()
     }
 }
 
-impl Place {
+impl LogSite {
     const fn new(since: Instant) -> Self {
         Self { since, admitted: 0, more: 0, last: None }
     }
 
-    fn counted(self, now: Instant) -> Option<Line> {
+    fn counted(self, now: Instant) -> Option<LogRecord> {
         let seconds = now.duration_since(self.since).as_secs_f64();
         let last = self.last?;
-        Some(Line { text: format!("{} more in {seconds:.0} s like: {}", self.more, last.text), ..last })
+        Some(LogRecord { text: format!("{} more in {seconds:.0} s like: {}", self.more, last.text), ..last })
     }
 }
