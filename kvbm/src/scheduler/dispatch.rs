@@ -67,7 +67,7 @@ impl Core {
         let span = spans::of_batch(class, route, backend, tasks.len());
         let batch = self.batches.start((route, class), tasks, self.clock.uptime(), span);
         let report = self.report(&batch);
-        let done = Done::together(move |completions| report.copies_ended(completions));
+        let done = Done::new(move |completions| report.copies_ended(completions));
         let executor = Arc::clone(&self.executor);
         // Nobody knows what became of a batch whose backend panicked: its copies will be overdue. The request that
         // happened to pump, and all the others, must not suffer for it.

@@ -55,7 +55,9 @@ impl Core {
         let errand = Errand { op, state: Mutex::new(State::Working(purpose, staging)) };
         let batch = self.batches.start_errand(errand, self.clock.uptime());
         let report = self.report(&batch);
-        let done = Done::new(move |_, result| report.errand_ended(result.as_ref().err()));
+        let done = Done::new(move |ended| {
+            ended.into_iter().for_each(|(_, result)| report.errand_ended(result.as_ref().err()));
+        });
         self.executor.submit(op.route(), vec![op], Fences::default(), &done);
         if self.is_closed() {
             // It was closed since this was decided: nobody else will give it up.

@@ -56,7 +56,7 @@ impl ParkedBackend {
         let (Pending { op, .. }, index, done) = parked.operations.remove(place);
         // The report may submit again.
         drop(parked);
-        done.complete(index, result.and_then(|()| self.copy(&op)));
+        done.report(vec![(index, result.and_then(|()| self.copy(&op)))]);
         true
     }
 
