@@ -89,7 +89,7 @@ impl Core {
             other => return *state = other,
         };
         self.staging.lock().lose_lent();
-        self.metrics.went_overdue(batch.route);
+        self.metrics.went_overdue(batch.route, 1);
         let dir = if let Purpose::Trial(dir) = purpose { Some(dir) } else { None };
         *state = State::Overdue(purpose, staging);
         drop(state);
@@ -106,7 +106,7 @@ impl Core {
             Purpose::Trial(dir) => self.trial_came_back(dir),
         }
         self.staging.lock().regain(staging);
-        self.metrics.came_back(batch.route);
+        self.metrics.came_back(batch.route, 1);
         self.breakers.revived(batch.route, self.clock.uptime());
         self.flushing.wake();
         self.pump();
