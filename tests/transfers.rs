@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use kvbm::scheduler::Tuning;
+use kvbm::table::locks_taken;
 use kvbm::{BlockHash, Chain, Class, ErrorKind, RequestInfo, Tier};
 use kvbm_settings::Capacity;
 use kvbm_tests::engine;
@@ -360,4 +361,35 @@ fn fill(manager: &kvbm::Manager, chain: &[BlockHash]) -> kvbm::Lease {
         assert!(allocation.fill(position, |block| block.fill(1)));
     }
     allocation.publish().unwrap().wait().unwrap().lease
+}
+
+/// A backend that ends all blocks of a batch at one wake-up: a save into the host tier, a read from disk by way of DRAM, and a
+/// load.
+#[test]
+fn what_ends_together_takes_the_table_once_and_few_locks() {
+    let tuning = Tuning { max_batch: 17, ..PATIENT };
+    let system = Parked::new(Sizes { tiers: [32, 32, 32, 64], staging: 16 }, tuning);
+    let chain = chain(1, 16);
+    let ends = |class, to| {
+        let transfer = system.transfer(class, to, &chain);
+        let mut wake_ups = Vec::new();
+        while !system.pending().is_empty() {
+            wake_ups.push(locks_taken(|| system.parked.finish_together()).1);
+        }
+        assert_eq!(transfer.wait().unwrap().blocks, 16);
+        wake_ups
+    };
+    system.seed(Tier::Device, &chain);
+    let save = ends(Class::Save, Tier::Host);
+    system.core.table().evict(Tier::Device, 16);
+    let load = ends(Class::Load, Tier::Device);
+    system.seed(Tier::Disk, &chain);
+    system.core.table().evict(Tier::Device, 16);
+    system.core.table().block_flushes(Tier::Host, true);
+    system.core.table().evict(Tier::Host, 16);
+    let read = ends(Class::Load, Tier::Device);
+    assert_eq!((save.len(), load.len(), read.len()), (1, 1, 2), "a read takes a second leg to the device");
+    for taken in [save, load, read].concat() {
+        assert!(taken.table <= 1 && taken.all <= 12, "{taken:?}");
+    }
 }

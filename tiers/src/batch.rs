@@ -203,7 +203,7 @@ impl Batch {
 
     fn copy_blocks(&self, grain: usize, execute: &Execute) {
         let ended = self.ops_of(grain).map(|(index, op)| (index, caught(op, Share::WHOLE, execute)));
-        self.done.complete_all(ended.collect());
+        self.done.report(ended.collect());
     }
 
     fn copy_layer(&self, layered: &Layered, unit: usize, execute: &Execute) {
@@ -217,7 +217,7 @@ impl Batch {
         layered.layer_copied(layer, self.ops.len());
         if layered.of_grain[grain].fetch_sub(1, Ordering::AcqRel) == 1 {
             let outcome = |index| layered.failed.lock().get(&index).cloned().map_or(Ok(()), Err);
-            self.done.complete_all(self.ops_of(grain).map(|(index, _)| (index, outcome(index))).collect());
+            self.done.report(self.ops_of(grain).map(|(index, _)| (index, outcome(index))).collect());
         }
     }
 }
@@ -254,7 +254,7 @@ mod tests {
 
     use super::*;
     use crate::copy::{SlotId, SlotRef, Tier};
-    use crate::testing::order;
+    use crate::testing::{each, order};
 
     /// Two threads that panic for the slot 1.
     fn pool() -> CopyThreads {
@@ -275,7 +275,7 @@ mod tests {
         let pool = pool();
         for _ in 0..3 {
             let (report, reports) = mpsc::channel();
-            pool.submit(ops(), None, Done::new(move |op, result| report.send((op, result)).unwrap()));
+            pool.submit(ops(), None, each(move |op, result| report.send((op, result)).unwrap()));
             let mut ended: Vec<_> = reports.into_iter().collect();
             ended.sort_unstable_by_key(|&(op, _)| op);
             assert_eq!(ended.len(), 64);
@@ -294,14 +294,14 @@ mod tests {
             pool.submit(
                 ops(),
                 None,
-                Done::new(move |op, _| {
+                each(move |op, _| {
                     assert!(op % 8 != 0, "as the test wants");
                     report.send(op).unwrap();
                 }),
             );
             let deadline = Duration::from_secs(10);
             let ended = std::iter::from_fn(|| reports.recv_timeout(deadline).ok()).count();
-            assert_eq!(ended, 64 - 8);
+            assert_eq!(ended, 64 - 2 * 8, "two blocks are reported together");
         }
         assert!(Done::panics() >= panics + 3 * 8);
     }
@@ -321,7 +321,7 @@ mod tests {
             layers.lock().push((layer, so_far.lock().len()));
         });
         let (report, reports) = mpsc::channel();
-        pool.submit(ops(), Some(layers), Done::new(move |op, result| report.send((op, result)).unwrap()));
+        pool.submit(ops(), Some(layers), each(move |op, result| report.send((op, result)).unwrap()));
         assert_eq!(reports.into_iter().filter(|(_, result)| result.is_ok()).count(), 64);
         let expected: Vec<_> = (0..4).flat_map(|layer| (0..64).map(move |slot| (layer, slot))).collect();
         assert_eq!(*copied.lock(), expected);
@@ -349,7 +349,7 @@ mod tests {
         let count = NonZeroU16::new(3).unwrap();
         let layers = Layers::new(count, move |layer, blocks| layers.lock().push((layer, blocks)));
         let (report, reports) = mpsc::channel();
-        let done = Done::new(move |op, result| report.send((op, result)).unwrap());
+        let done = each(move |op, result| report.send((op, result)).unwrap());
         let mut first = ops();
         let others = first.split_off(1);
         pool.submit(first, Some(layers.clone()), done.clone());
@@ -377,7 +377,7 @@ mod tests {
             let layers = Arc::clone(&arrived);
             let layers = Layers::new(NonZeroU16::new(4).unwrap(), move |layer, _| layers.lock().push(layer));
             let (report, reports) = mpsc::channel();
-            pool.submit(ops(), Some(layers), Done::new(move |op, result| report.send((op, result)).unwrap()));
+            pool.submit(ops(), Some(layers), each(move |op, result| report.send((op, result)).unwrap()));
             let failed: Vec<_> = reports.into_iter().filter(|(_, result)| result.is_err()).collect();
             assert_eq!(failed.iter().map(|&(op, _)| op).collect::<Vec<_>>(), [5]);
             assert!(!arrived.lock().contains(&2), "{arrived:?}");

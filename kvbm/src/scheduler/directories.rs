@@ -253,11 +253,13 @@ impl Directories {
 }
 
 impl Core {
-    /// A copy arrived.
-    pub(super) fn directory_answers(&self, op: &CopyOp, now: Duration) {
-        let Some(dir) = self.directories.of(op) else { return };
-        let hanging = self.directories.succeeded(dir, now);
-        hanging.into_iter().for_each(|dir| self.directory_hangs(dir));
+    /// Copies arrived.
+    pub(super) fn directories_answer(&self, ops: impl Iterator<Item = CopyOp>, now: Duration) {
+        let mut dirs: Vec<_> = ops.filter_map(|op| self.directories.of(&op)).collect();
+        dirs.sort_unstable();
+        dirs.dedup();
+        let hanging = dirs.into_iter().flat_map(|dir| self.directories.succeeded(dir, now));
+        hanging.for_each(|dir| self.directory_hangs(dir));
     }
 
     /// A copy that was overdue has ended.

@@ -30,8 +30,8 @@
 //! | `observe` | what is told to those who look |
 //! | `learner` | fits of policies, on a thread of their own |
 //!
-//! Locks, outermost first: the turn to plan, a task's state in its batch, the table, the queues; innermost, one at a
-//! time, those of the staging slots and of a breaker. Callbacks of backends take them for microseconds and never wait
+//! Locks, outermost first: the turn to plan, a batch's tasks, the table, the queues, the staging slots;
+//! innermost, one at a time, those of breakers and directories. Callbacks of backends take them for microseconds and never wait
 //! for I/O.
 
 mod background;

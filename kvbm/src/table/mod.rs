@@ -49,7 +49,7 @@ mod forgotten;
 mod index;
 mod insertion;
 mod journal;
-mod lock_times;
+pub(crate) mod lock_times;
 mod miss_history;
 mod namespace;
 mod owners;
@@ -81,7 +81,7 @@ pub use self::index::RecordId;
 pub use self::journal::{Journal, Note, Notes, Taken};
 pub use self::lock_times::TableGuard;
 #[cfg(feature = "lock-times")]
-pub use self::lock_times::longest_hold;
+pub use self::lock_times::{LocksTaken, locks_taken, longest_hold};
 pub use self::miss_history::{Miss, MissReason};
 pub use self::namespace::{NamespaceId, Naming};
 pub use self::pins::Pins;

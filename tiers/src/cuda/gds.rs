@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 use std::os::fd::AsFd;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -249,10 +248,7 @@ impl Transfer {
             Some(ends) if self.op.to.tier == Tier::Device => arrived.and_then(|()| ends.verify(&self.op)),
             _ => arrived,
         };
-        // Others wait behind this one, whatever happens to it.
-        if catch_unwind(AssertUnwindSafe(|| self.done.complete(self.index, outcome))).is_err() {
-            tracing::error!("a completion panicked");
-        }
+        self.done.report(vec![(self.index, outcome)]);
     }
 }
 

@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use super::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
 use crate::backend::Backend;
-use crate::copy::{CopyErrorKind, Done, SlotId, Tier};
+use crate::copy::{CopyErrorKind, SlotId, Tier};
 use crate::dram::{DramOptions, DramRegion};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::frame::Frame;
 use crate::geometry::Geometry;
 use crate::memory::Memory;
 use crate::testing::conformance::{self, Pair};
-use crate::testing::{Child, holds_in_a_child};
+use crate::testing::{Child, each, holds_in_a_child};
 use crate::testing::{fill_pattern, has_pattern, host, order, run, skip, start};
 use crate::verify::Verified;
 
@@ -299,7 +299,7 @@ fn a_read_does_not_wait_for_the_writes_before_it() {
     let submit = |ops: Vec<crate::CopyOp>, what, report: mpsc::Sender<_>| {
         backend.submit(
             ops,
-            Done::new(move |_, result| {
+            each(move |_, result| {
                 result.unwrap();
                 report.send(what).unwrap();
             }),

@@ -7,7 +7,7 @@ use crossbeam_channel::Sender;
 use rustix::event::EventfdFlags;
 
 use crate::backend::Backend;
-use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route};
+use crate::copy::{CopyOp, Done, Route};
 use crate::disk::ring::{self, Batch, Ring};
 use crate::disk::{DiskRegion, transfer};
 use crate::error::{SetupError, SetupErrorKind};
@@ -112,9 +112,7 @@ impl Drop for UringBackend {
 impl Batch {
     /// The ring thread is gone, which is a defect; but no operation may be lost.
     fn refuse(self) {
-        for op in 0..self.ops.len() {
-            self.done.complete(op, Err(CopyError::new(CopyErrorKind::Refused, "the ring thread died")));
-        }
+        self.done.refuse(0..self.ops.len(), "the ring thread died");
     }
 }
 

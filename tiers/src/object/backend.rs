@@ -278,8 +278,7 @@ impl ObjectBackend {
         true
     }
 
-    /// `None`: it was refused and reported.
-    fn accept(&self, index: usize, op: &CopyOp, done: &Done) -> Option<Pending> {
+    fn accept(&self, index: usize, op: &CopyOp, done: &Done) -> Result<Pending, CopyError> {
         let (memory, object) = match op.route() {
             route if route == self.routes[0] => (op.from.slot, op.to.slot),
             route if route == self.routes[1] => (op.to.slot, op.from.slot),
@@ -289,11 +288,10 @@ impl ObjectBackend {
         let pending = (object.0 < MAX_SLOTS)
             .then(|| Pending::new((index, done.clone()), (&self.memory, memory), op, object, ticket))
             .flatten();
-        if pending.is_none() {
+        pending.ok_or_else(|| {
             let message = format!("the object tier cannot copy {} to {}", op.from, op.to);
-            done.complete(index, Err(CopyError::new(CopyErrorKind::Refused, message)));
-        }
-        pending
+            CopyError::new(CopyErrorKind::Refused, message)
+        })
     }
 
     fn write(&self, blocks: Vec<Pending>, deadline: Instant) {
@@ -330,11 +328,15 @@ unsafe impl Backend for ObjectBackend {
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
         let deadline = Instant::now() + self.shared.limit;
-        let (mut writes, mut reads) = (Vec::new(), Vec::new());
+        let (mut writes, mut reads, mut refused) = (Vec::new(), Vec::new(), Vec::new());
         for (index, op) in batch.iter().enumerate() {
             let accepted = if op.to.tier == Tier::Object { &mut writes } else { &mut reads };
-            accepted.extend(self.accept(index, op, &done));
+            match self.accept(index, op, &done) {
+                Ok(pending) => accepted.push(pending),
+                Err(error) => refused.push((index, Err(error))),
+            }
         }
+        done.report(refused);
         self.write(writes, deadline);
         self.read(reads, deadline);
     }

@@ -215,14 +215,9 @@ fn file_error(context: &str, error: io::Error) -> CopyError {
 
 /// Copies a chunk to the blocks that it belongs to and reports those that it completes.
 fn deliver(blocks: &mut VecDeque<Wanted>, at: u64, chunk: &[u8]) {
-    while let Some(wanted) = blocks.front_mut() {
-        if !wanted.take(at, chunk) {
-            return;
-        }
-        if let Some(wanted) = blocks.pop_front() {
-            wanted.pending.finish(Ok(()));
-        }
-    }
+    let complete = std::iter::from_fn(|| blocks.pop_front_if(|wanted| wanted.take(at, chunk)));
+    let complete: Vec<_> = complete.map(|wanted| wanted.pending).collect();
+    finish_all(complete, &Ok(()));
 }
 
 #[cfg(test)]

@@ -34,9 +34,10 @@ use super::segment::decode_footer;
 use super::{Budgets, OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions};
 use crate::backend::Backend;
 use crate::checksum::{Checksums, checksum};
-use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
+use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, SlotId, SlotRef, Tier};
 use crate::geometry::{ALIGNMENT, Geometry};
 use crate::memory::Memory;
+use crate::testing::each;
 use crate::verify::Verified;
 
 /// Not a multiple of the alignment: the bytes between slots must not travel.
@@ -124,7 +125,7 @@ type Results = Vec<Result<(), CopyError>>;
 fn run(backend: &dyn Backend, batch: Vec<CopyOp>) -> Results {
     let count = batch.len();
     let (send, receive) = std::sync::mpsc::channel();
-    backend.submit(batch, Done::new(move |op, result| send.send((op, result)).unwrap()));
+    backend.submit(batch, each(move |op, result| send.send((op, result)).unwrap()));
     // The channel closes when the backend has dropped the last clone of `Done`: no report is missed or doubled.
     let mut reports: Vec<_> = receive.iter().collect();
     reports.sort_by_key(|(op, _)| *op);
@@ -393,7 +394,7 @@ fn a_write_ends_when_the_client_lets_go_of_the_bytes() {
     let backend = backend(Store::with_client(faulty.clone()).unwrap(), &heap, &options(8));
     heap.fill(0, 1);
     let (send, receive) = std::sync::mpsc::channel();
-    let done = Done::new(move |_, result| send.send(result).unwrap());
+    let done = each(move |_, result| send.send(result).unwrap());
     backend.submit(vec![op((Tier::Host, 0), (Tier::Object, 0), 1)], done);
     while backend.stats().segments == 0 {
         std::thread::yield_now();
@@ -422,7 +423,7 @@ fn closing_ends_every_operation() {
     let backend = backend(store, &heap, &options(1));
     let ops = (0..SLOTS).map(|i| op((Tier::Host, i), (Tier::Object, i), i)).collect();
     let (send, receive) = std::sync::mpsc::channel();
-    backend.submit(ops, Done::new(move |_, result| send.send(result).unwrap()));
+    backend.submit(ops, each(move |_, result| send.send(result).unwrap()));
     drop(backend);
     let results: Results = receive.try_iter().collect();
     assert_eq!(results.len(), SLOTS as usize);

@@ -54,7 +54,7 @@ pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>, deadline: 
 /// Has the slots of blocks that another worker has stored stand for these. What is left is to be stored.
 fn link_known(shared: &Shared, blocks: Vec<Pending>) -> Vec<Pending> {
     let Some(share) = &shared.share else { return blocks };
-    let mut left = Vec::with_capacity(blocks.len());
+    let (mut left, mut linked) = (Vec::with_capacity(blocks.len()), Vec::new());
     for pending in blocks {
         let mut known = share.known.lock();
         if let Some(Owner { tenant, life }) = pending.owner {
@@ -67,8 +67,9 @@ fn link_known(shared: &Shared, blocks: Vec<Pending>) -> Vec<Pending> {
             continue;
         };
         shared.stand_for(pending.object, spot);
-        pending.finish(Ok(()));
+        linked.push(pending);
     }
+    finish_all(linked, &Ok(()));
     left
 }
 

@@ -24,7 +24,7 @@ use super::recovery::Answers;
 use super::socket::Meeting;
 use crate::backend::Backend;
 use crate::clock;
-use crate::copy::{Completion, CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fork::ServiceThread;
 
@@ -168,11 +168,7 @@ unsafe impl Backend for Leader {
             return self.shared.send(&batch, done);
         }
         for (ops, first) in batch.chunks(MAX_OPS).zip((0..).step_by(MAX_OPS)) {
-            let done = done.clone();
-            let report = move |ended: Vec<Completion>| {
-                done.complete_all(ended.into_iter().map(|(op, result)| (first + op, result)).collect());
-            };
-            self.shared.send(ops, Done::together(report));
+            self.shared.send(ops, done.clone().renumbered(move |op| first + op));
         }
     }
 }
@@ -315,7 +311,7 @@ impl Shared {
             Err(rank) => {
                 drop(state);
                 let away = CopyError::new(CopyErrorKind::Unavailable, format!("rank {rank} is not there"));
-                return done.complete_all((0..ops.len()).map(|op| (op, Err(away.clone()))).collect());
+                return done.report((0..ops.len()).map(|op| (op, Err(away.clone()))).collect());
             }
         };
         let batch = state.pending.add(ops.len(), done);

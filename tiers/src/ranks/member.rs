@@ -256,7 +256,7 @@ impl Member {
         let Some(backend) = backend.filter(|_| !started.is_empty()) else { return };
         let ops = started.iter().map(|&(_, op)| op).collect();
         let work = Arc::clone(&self.work);
-        let done = Done::together(move |completions| {
+        let done = Done::new(move |completions| {
             work.ended(
                 batch,
                 completions.into_iter().map(|(index, result)| {

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::backend::Backend;
 use crate::checksum::{Checksums, checksum};
-use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Owner, Route, Tier};
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Owner, Route, Tier};
 use crate::disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
 use crate::dram::DramRegion;
 use crate::error::SetupErrorKind;
@@ -23,8 +23,8 @@ use crate::memcpy::MemcpyBackend;
 use crate::memory::Memory;
 use crate::testing::conformance::{self, Pair};
 use crate::testing::{
-    Fault, FaultBackend, MemoryStore, ParkedBackend, fill_pattern, has_pattern, host, options, order, run,
-    skip, start,
+    Fault, FaultBackend, MemoryStore, ParkedBackend, each, fill_pattern, has_pattern, host, options, order,
+    run, skip, start,
 };
 use crate::verify::Verified;
 
@@ -143,7 +143,7 @@ fn memory_holds_nothing_to_read_and_a_bad_block_costs_no_other() {
     };
     let load = || {
         let (report, reports) = std::sync::mpsc::channel();
-        let done = Done::new(move |op, result| report.send((op, result)).unwrap());
+        let done = each(move |op, result| report.send((op, result)).unwrap());
         sealed.submit_fenced(back.clone(), fences(), done);
         let mut results: Vec<_> = reports.iter().take(4).collect();
         results.sort_by_key(|(op, _)| *op);

@@ -152,7 +152,7 @@ fn drop_in_completion(pair: Pair) {
     let (dropped, is_dropped) = mpsc::channel::<()>();
     // The sender goes after the backend, as the order of the fields says.
     let held = (Arc::clone(&backend), dropped);
-    let done = Done::new(move |_, _| {
+    let done = Done::new(move |_| {
         let _: &(Arc<dyn Backend>, mpsc::Sender<()>) = &held;
     });
     backend.submit(batch, done);

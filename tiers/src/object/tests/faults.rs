@@ -2,7 +2,7 @@
 
 use super::server::{Mood, Server};
 use super::*;
-use crate::testing::host;
+use crate::testing::{each, host};
 
 /// Short, but many times what a healthy request takes on a busy machine.
 const LIMIT: Duration = Duration::from_secs(2);
@@ -203,7 +203,7 @@ fn dropping_the_backend_does_not_wait_for_a_silent_store() {
     server.feel(Mood::Silent);
     let (send, receive) = std::sync::mpsc::channel();
     let ops = (0..4).map(|slot| op((Tier::Object, slot), (Tier::Host, slot), slot)).collect();
-    backend.submit(ops, Done::new(move |_, result| send.send(result).unwrap()));
+    backend.submit(ops, each(move |_, result| send.send(result).unwrap()));
     eventually("no request arrived", || server.requests("GET") == 3);
 
     let region = Arc::downgrade(&heap);
