@@ -1,7 +1,7 @@
 //! Whose blocks are: of whom brought each first, so that what a tenant stored can be found and forgotten.
 //!
 //! Nothing is kept while no request names a tenant, then four bytes for each record. A tenant that was forgotten and comes
-//! back is another owner: what he stored before is found by its number, and not taken for what comes now.
+//! back is another owner: what it stored before is found by its number, and not taken for what comes now.
 
 use std::collections::HashMap;
 
@@ -22,7 +22,7 @@ pub(super) struct Owners {
     /// For each record the number of its owner and one, 0: nobody.
     of: Vec<u32>,
     all: Vec<KnownOwner>,
-    /// Of each tenant the number that his blocks get now.
+    /// Of each tenant the number that its blocks get now.
     current: HashMap<u32, u32>,
     /// How often each was forgotten.
     lives: HashMap<u32, u32>,
@@ -42,9 +42,9 @@ struct KnownOwner {
 /// What a tier has of a tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TenantCounts {
-    /// Blocks that are charged to him.
+    /// Blocks that are charged to it.
     pub charged: u32,
-    /// Blocks evicted since the start, of those that he brought first.
+    /// Blocks evicted since the start, of those that it brought first.
     pub evicted: u64,
 }
 
