@@ -114,7 +114,7 @@ impl Quarantines {
         self.of(tier, slot).1.pins += 1;
     }
 
-    /// A reader of a quarantined slot left. The last one takes the quarantine with him.
+    /// A reader of a quarantined slot left. The last one takes the quarantine along.
     fn remove_reader(&mut self, tier: Tier, slot: SlotId) -> Option<Quarantine> {
         let (at, quarantine) = self.of(tier, slot);
         quarantine.pins -= 1;

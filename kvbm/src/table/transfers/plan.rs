@@ -552,7 +552,7 @@ impl Table {
     /// Takes slots for the next blocks of a plan; the tasks to copy them are among the
     /// [effects](Table::take_effects). True when there are no more.
     pub fn extend(&mut self, plan: &mut TransferPlan) -> bool {
-        // What a tenant was about to store when he was forgotten does not come after all.
+        // What a tenant was about to store when it was forgotten does not come after all.
         let is_owner_past = plan.owner.is_some_and(|owner| self.owners.is_past(owner));
         let is_past = plan.namespace != self.namespace() || is_owner_past;
         if plan.transfer.is_none() {
