@@ -117,8 +117,8 @@ impl Objects {
     }
 
     /// Makes resident what was found, if the epoch is still the present one; `None`: nothing was looked for.
-    pub(super) fn restore(mut self, table: &mut Table) -> Result<Option<RecoveryReport>> {
-        let Some(mut found) = self.found.take() else { return Ok(None) };
+    pub(super) fn restore(mut self, table: &mut Table) -> Option<RecoveryReport> {
+        let mut found = self.found.take()?;
         let (epoch, forgotten) = table.naming().epoch;
         let all = found.blocks.len();
         // Nobody can read what a tenant stored whose key was destroyed.
@@ -143,7 +143,7 @@ impl Objects {
             report.past = all;
         }
         tracing::info!(?report, segments = found.segments, "found blocks in the object store");
-        Ok(Some(report))
+        Some(report)
     }
 }
 

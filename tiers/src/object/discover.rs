@@ -31,8 +31,10 @@ const MAX_FOOTER: u64 = 16 << 20;
 const MAX_BLOCKS: usize = 1 << 21;
 /// Names that are in memory at a time: 300 bytes each.
 const MAX_LISTED: usize = 1 << 14;
-/// How long ago the first segments were written that are listed.
-const FIRST_SPAN_MS: u64 = 60_000;
+/// The time whose segments are listed first.
+const FIRST_WIDTH_MS: u64 = 60_000;
+/// The least time whose segments are listed together.
+const MIN_WIDTH_MS: u64 = 1_000;
 /// Bytes that are fetched of a segment's end at least.
 pub(super) const TAIL: u64 = 16 << 10;
 
@@ -140,9 +142,9 @@ impl Shared {
         footers
     }
 
-    /// Stores list names from the oldest on. So what was written lately is listed first, then what was up to eight times
-    /// as long ago, and so on: as many requests as what there is has pages, and ten more at most. Returns whether that
-    /// was all.
+    /// Stores list names from the oldest on. So what was written in the last minute is listed first, then the time before
+    /// that, and so on: eight times as much of it where that held few segments, and as much as holds a page where it held
+    /// more. Returns whether that was all.
     async fn survey_into(
         &self,
         footers: &mut Footers,
@@ -150,16 +152,23 @@ impl Shared {
         deadline: Instant,
     ) -> Result<bool, StoreError> {
         let now_ms = now_ms();
-        let (mut span_ms, mut before) = (FIRST_SPAN_MS, None);
+        let (mut width_ms, mut before) = (FIRST_WIDTH_MS, None::<SegmentName>);
         loop {
+            let until_ms = before.map_or(now_ms, SegmentName::millis);
             // Where nothing is in order a part takes as long as all.
-            let from = now_ms.checked_sub(span_ms).filter(|_| self.store.lists_in_order());
+            let from = until_ms.checked_sub(width_ms).filter(|_| self.store.lists_in_order());
             let from = from.map(SegmentName::first_of);
             let newest = timeout_at(deadline, self.newest(epoch, from, before)).await;
             let Newest { listed, has_more } = newest??;
             let newest_ms = listed.iter().map(|segment| segment.written_ms(now_ms)).max();
             footers.newest_ms = footers.newest_ms.max(newest_ms);
-            before = listed.last().filter(|_| has_more).map(|oldest| oldest.name).or(from);
+            let oldest = listed.last().filter(|_| has_more).map(|oldest| oldest.name);
+            width_ms = match oldest {
+                Some(oldest) => until_ms.saturating_sub(oldest.millis()).max(MIN_WIDTH_MS),
+                None if listed.len() < MAX_LISTED / 8 => width_ms.saturating_mul(8),
+                None => width_ms,
+            };
+            before = oldest.or(from);
             self.read_footers(footers, epoch, listed, deadline).await;
             if footers.blocks >= MAX_BLOCKS || before.is_none() {
                 return Ok(true);
@@ -167,7 +176,6 @@ impl Shared {
             if Instant::now() >= deadline {
                 return Ok(false);
             }
-            span_ms = if has_more { span_ms } else { span_ms.saturating_mul(8) };
         }
     }
 

@@ -228,8 +228,7 @@ fn delete_durably(root: &FilePath, path: &FilePath) -> io::Result<()> {
 
 /// Has the medium know of a new name: in its directory, and of those in theirs, up to that of `root`.
 fn sync_names(root: &FilePath, path: &FilePath) -> io::Result<()> {
-    let directories = path.ancestors().skip(1).take_while(|directory| directory.starts_with(root));
-    directories.map(sync).collect::<io::Result<()>>()?;
+    path.ancestors().skip(1).take_while(|directory| directory.starts_with(root)).try_for_each(sync)?;
     // The root may be ours, in a directory that we may not open.
     let _ = root.parent().map(sync);
     Ok(())

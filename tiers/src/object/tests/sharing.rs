@@ -98,7 +98,7 @@ pub(super) fn seeds(range: std::ops::Range<u32>) -> Vec<u32> {
     range.collect()
 }
 
-pub(super) fn files(dir: &FilePath, kind: &str) -> usize {
+fn files(dir: &FilePath, kind: &str) -> usize {
     if kind == "blocks" {
         return segment_files(dir).len();
     }
