@@ -17,7 +17,7 @@ use proptest::prelude::*;
 const BLOCK: usize = 4096;
 const LAYERS: u16 = 8;
 const SOON: Duration = Duration::from_mins(1);
-/// The shortest that the settings take.
+/// Of copies: many times what one takes on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
 fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {

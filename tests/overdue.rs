@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 
 use kvbm::scheduler::Tuning;
 use kvbm::{BlockHash, Chain, Class, ErrorKind, RequestInfo, Tier, Transfer, Transferred};
-use kvbm_tests::parked::Parked;
 use kvbm_tests::rig::{DISK, Rig, Sizes, TIGHT, hash};
 use kvbm_tiers::testing::{Fault, FaultBackend, MemoryStore};
 use kvbm_tiers::{Backend, MemcpyBackend};
@@ -144,20 +143,18 @@ fn a_slow_disk_costs_no_slot() {
 /// A disk may be busy for longer than the limit: what counts is that it gets on.
 #[test]
 fn a_long_queue_makes_nothing_overdue() {
-    let tuning = Tuning { timeout: LIMIT, max_concurrent: 1, queue_blocks: 2_000, ..TIGHT };
-    let system = Parked::new(SIZES, tuning);
+    // Of real time: the medium sets the pace.
+    let limit = Duration::from_secs(1);
+    let tuning = Tuning { timeout: limit, object_timeout: limit, queue_blocks: 2_000, ..TIGHT };
+    let system = System::with(SIZES, tuning);
     let prompt = chain(1, 48);
-    system.seed(Tier::Disk, &prompt);
-    let load = system.transfer(Class::Load, Tier::Device, &prompt);
+    system.sink(&prompt);
     // One copy after another: the last of a batch waits for the others.
-    while let Some(&(id, route)) = system.pending().last() {
-        if route == FROM_DISK {
-            system.clock.pass(LIMIT / 2);
-            system.core.tick();
-        }
-        system.finish(id, Ok(()));
-    }
-    assert_eq!(load.wait().unwrap().blocks, 48);
+    system.disk.inject(Fault::Slow(Duration::from_millis(300)), &[FROM_DISK]);
+    let began = Instant::now();
+    let transferred = system.wait(system.load(&prompt));
+    assert_eq!((transferred.blocks, system.rig.metric("kvbm_overdue_copies_total", &[])), (48, 0));
+    assert!(began.elapsed() > limit * 2);
 }
 
 #[test]
