@@ -665,16 +665,17 @@ fn nothing_of_a_withdrawn_tier_lands_once_it_is() {
         let flusher = thread::spawn(move || {
             let _ = core.drain(Duration::ZERO);
         });
-        let past = machine.transfer(Class::Load, Tier::Device, chain(2));
         let others = [
             machine.transfer(Class::Load, Tier::Device, chain(1)),
+            machine.transfer(Class::Load, Tier::Device, chain(2)),
             machine.transfer(Class::Prefetch, Tier::Host, chain(2)),
             machine.transfer(Class::Save, Tier::Host, chain(3)),
         ];
-        assert_eq!(past.join().unwrap(), 3, "what lies below is loaded");
         let [on_device, on_disk] = withdrawal.join().unwrap();
         flusher.join().unwrap();
         others.into_iter().for_each(|other| assert!(other.join().unwrap() <= 3));
+        let past = machine.transfer(Class::Load, Tier::Device, chain(2));
+        assert_eq!(past.join().unwrap(), 3, "what lies below is loaded");
         let (core, _) = machine.stop();
         assert!(there(&core, Tier::Disk) <= on_disk, "more went down than the {on_disk} of before");
         // What had gone down comes up from there.
