@@ -294,8 +294,8 @@ mod tests {
 
     #[test]
     fn a_chain_waits_in_bounded_holds_for_room_in_its_own_directory() {
-        // One in 32 of a directory's slots may be free while a chain of the other waits.
-        let slots = 2 * SLOTS;
+        // One in 32 of a directory's slots may be free while a chain of the other waits: 2,500.
+        let slots = 8 * SLOTS;
         let pool = FramePool::sharded(Tier::Disk, slots, 2);
         let policy = EvictionKind::Lru.build(slots);
         let mut table = Table::new([TierSpec { pool, policy, flush_to: None, admission: None }]);
