@@ -120,7 +120,12 @@ async fn read(client: &dyn ObjectStore, path: &Path) -> object_store::Result<Opt
         return Ok(None);
     }
     let bytes = object.bytes().await?;
-    Ok(bytes.as_ref().try_into().ok().and_then(WrappedKey::parse))
+    // An answer that is cut off says nothing of the key.
+    let record = bytes.as_ref().try_into().map_err(|error| object_store::Error::Generic {
+        store: "keys",
+        source: Box::new(error),
+    })?;
+    Ok(WrappedKey::parse(record))
 }
 
 async fn read_all(client: &dyn ObjectStore, directory: &Path) -> object_store::Result<Vec<WrappedKey>> {

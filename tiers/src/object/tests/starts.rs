@@ -4,7 +4,7 @@ use super::sharing::{RENEWAL, TakeAll, Worker, following, seeds, shared};
 use super::*;
 use crate::chaos::{Chaos, Kind, Schedule};
 use crate::object::{EpochStanding, OlderEpoch, Sharing, TakeIn};
-use crate::sealed::{KeyRing, RECORD_BYTES, TenantKeys};
+use crate::sealed::{FoundKey, KeyId, KeyStore, RECORD_BYTES};
 
 /// A request that takes longer is given up. Nothing here depends on how long that is.
 const LIMIT: Duration = Duration::from_millis(150);
@@ -15,21 +15,23 @@ fn impatient(options: ObjectOptions) -> ObjectOptions {
     ObjectOptions { operation_limit: LIMIT, sharing, ..options }
 }
 
-fn main_keys() -> Arc<KeyRing> {
-    Arc::new(KeyRing::parse(&format!("1:{}", "0123456789abcdef".repeat(4))).unwrap())
-}
-
-fn keys_in(store: &Store) -> std::io::Result<TenantKeys> {
-    TenantKeys::open(main_keys(), "model/tp0", Box::new(store.keys("model/tp0")))
-        .map_err(|error| std::io::Error::other(error.to_string()))
-}
-
 /// A bucket in its ninth epoch, with blocks of that one, blocks of an earlier one, and a key.
 struct Bucket {
     objects: Arc<InMemory>,
 }
 
-const KEY: &str = "model/tp0/keys/00000007-0123456789abcdef0123456789abcdef.kvkey";
+/// Of tenant 7.
+const KEY: KeyId = [0, 0, 0, 0, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11];
+
+fn key_path() -> Path {
+    Path::from(format!("model/tp0/keys/0000000008/{}.kvkey", hex::encode(KEY)))
+}
+
+fn wrapped_key() -> Vec<u8> {
+    let mut bytes = vec![7; RECORD_BYTES];
+    bytes[..4].copy_from_slice(b"KVK1");
+    bytes
+}
 
 const PAST: std::ops::Range<u32> = 1..9;
 const PRESENT: std::ops::Range<u32> = 21..25;
@@ -45,14 +47,14 @@ impl Bucket {
         let present = Worker::start(open(), &shared(4));
         present.object.begin_epoch(9, 0).unwrap();
         assert!(all_ok(&present.write(0, &seeds(PRESENT))));
-        let put = async { objects.put(&Path::from(KEY), vec![7; RECORD_BYTES].into()).await };
+        let put = async { objects.put(&key_path(), wrapped_key().into()).await };
         put.now_or_never().unwrap().unwrap();
         Self { objects }
     }
 
     fn has_its_key(&self) -> bool {
-        let bytes = async { self.objects.get(&Path::from(KEY)).await?.bytes().await };
-        bytes.now_or_never().unwrap().is_ok_and(|bytes| bytes == vec![7; RECORD_BYTES])
+        let bytes = async { self.objects.get(&key_path()).await?.bytes().await };
+        bytes.now_or_never().unwrap().is_ok_and(|bytes| bytes == wrapped_key())
     }
 
     fn open(&self) -> Store {
@@ -67,8 +69,9 @@ fn start(bucket: &Bucket, options: &ObjectOptions, script: &str, spared: u64) ->
     chaos.spare(spared);
     chaos.start();
     let store = chaos.around_store(bucket.open());
-    // A key that cannot be read at the start is read when it is needed.
-    let keys = keys_in(&store);
+    let keys = store.keys("model/tp0");
+    let asked = keys.find(KEY);
+    assert!(matches!(asked, Err(_) | Ok(FoundKey::Live(_))), "{script} {spared}: a key is lost: {asked:?}");
     let worker = Worker::start(store, options);
     let all = Arc::new(TakeAll::default());
     worker.object.keep_looking(Arc::clone(&all) as Arc<dyn TakeIn>);
@@ -97,7 +100,7 @@ fn start(bucket: &Bucket, options: &ObjectOptions, script: &str, spared: u64) ->
     assert_eq!(worker.read_found(), found.blocks.len());
     assert!(all_ok(&worker.write(50, &seeds(51..55))));
     assert!(all_ok(&worker.read(&[(50, 51), (53, 54)])));
-    assert!(keys.is_ok() || keys_in(&bucket.open()).is_ok(), "{script} {spared}");
+    assert!(matches!(keys.find(KEY), Ok(FoundKey::Live(_))), "{script} {spared}");
     assert!(bucket.has_its_key(), "{script} {spared}: a key is lost");
     was_hit.then_some(knew)
 }
