@@ -35,7 +35,7 @@ impl Core {
                 }
             }
         }
-        self.land_all(landed);
+        self.land_all(&landed);
         self.tasks_left(batch, left);
     }
 
@@ -115,12 +115,12 @@ impl Core {
                 let halfway = task.halfway;
                 self.outcome(task, Outcome::Failed { halfway, defect: None })
             });
-            self.land_all(dropped.collect());
+            self.land_all(&dropped.collect::<Vec<_>>());
         }
     }
 
     /// A prompt of thousands of blocks may end at once: others get the table in between.
-    fn land_all(self: &Arc<Self>, results: Vec<TaskResult>) {
+    fn land_all(self: &Arc<Self>, results: &[TaskResult]) {
         results.chunks(MAX_LANDED).for_each(|results| self.land(results.iter().copied()));
     }
 

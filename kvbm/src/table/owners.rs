@@ -126,9 +126,14 @@ impl Table {
 
     /// Ends the next transfer of what is forgotten, from its first such block on, as far as the hold goes. Returns whether
     /// there was one, and where the next hold goes on.
-    pub fn end_forgotten(&mut self, tenant: u32, from: Coming, hold: &mut Budget) -> (bool, Option<Coming>) {
+    pub fn end_forgotten(
+        &mut self,
+        tenant: u32,
+        from: Coming,
+        budget: &mut Budget,
+    ) -> (bool, Option<Coming>) {
         let (transfers, owners) = (&self.transfers, &self.owners);
-        match transfers.next_with(from, |record| owners.is_forgotten(record, tenant), hold) {
+        match transfers.next_with(from, |record| owners.is_forgotten(record, tenant), budget) {
             Ok((id, block)) => {
                 self.abort(id, block);
                 (true, Some(Coming::after(id)))
@@ -140,19 +145,19 @@ impl Table {
     /// Drops the topmost blocks of what is forgotten among the records from number `from` on, and what hangs on them, as
     /// far as the hold goes; [`drop_more`](Self::drop_more) ends what is too much for one. Returns how many, and where the
     /// next hold goes on.
-    pub fn drop_forgotten(&mut self, tenant: u32, from: u32, hold: &mut Budget) -> (usize, Option<u32>) {
+    pub fn drop_forgotten(&mut self, tenant: u32, from: u32, budget: &mut Budget) -> (usize, Option<u32>) {
         let (mut dropped, mut next) = (0, from);
         while self.records.has_beyond(next) {
-            if !hold.look() {
+            if !budget.look() {
                 return (dropped, Some(next));
             }
             if let Some(key) = self.topmost_forgotten(tenant, RecordId(next)) {
                 dropped += 1;
                 for tier in Tier::ALL {
                     let blocks = self.quarantine_resident(tier, key, Defect::Forgotten);
-                    hold.pay_changes(blocks + 1);
+                    budget.pay_changes(blocks + 1);
                     // Each tier may have many of them; and a match looks at each block of which more is to be dropped.
-                    if hold.is_spent() || self.is_dropping() {
+                    if budget.is_spent() || self.is_dropping() {
                         return (dropped, Some(next));
                     }
                 }

@@ -365,7 +365,7 @@ impl Transfers {
         &self,
         mut from: Coming,
         is_it: impl Fn(RecordId) -> bool,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Result<(TransferId, usize), Option<Coming>> {
         while let Some((life, held)) = self.places.get(from.place as usize) {
             let first = held.as_ref().map_or(0, |held| held.published.max(from.block).min(held.alive));
@@ -374,12 +374,12 @@ impl Transfers {
                 if block.record.is_some_and(&is_it) {
                     return Ok((TransferId { place: from.place, life: *life }, at));
                 }
-                if !hold.look() {
+                if !budget.look() {
                     return Err(Some(Coming { block: at, ..from }));
                 }
             }
             from = Coming { place: from.place + 1, block: 0 };
-            if !hold.look() {
+            if !budget.look() {
                 return Err(Some(from));
             }
         }

@@ -495,8 +495,8 @@ impl Table {
             plan.admitted = plan.known() + plan.placed;
             return true;
         }
-        let mut hold = Budget::of_a_hold();
-        if plan.unweighed > 0 && !self.weigh(plan, &mut hold) {
+        let mut budget = Budget::of_a_hold();
+        if plan.unweighed > 0 && !self.weigh(plan, &mut budget) {
             return false;
         }
         self.set_room_aside(plan, id);
@@ -506,10 +506,10 @@ impl Table {
         let step = plan.next(self.steps.placed.min(most));
         self.transfers.effects.tasks.reserve(if plan.from.is_empty() { 0 } else { step.len() });
         for at in step {
-            if hold.looks_left() < plan.looks_for_host() {
+            if budget.looks_left() < plan.looks_for_host() {
                 return false;
             }
-            match self.place_next(plan, (id, at), &mut hold) {
+            match self.place_next(plan, (id, at), &mut budget) {
                 Ok(()) => {}
                 Err(NoSlot::Later) => return false,
                 Err(NoSlot::Refused) => {
@@ -580,10 +580,10 @@ impl Table {
     }
 
     /// Asks a full tier which of the new blocks it takes in, as far as the hold goes. True when that is known.
-    fn weigh(&mut self, plan: &mut TransferPlan, hold: &mut Budget) -> bool {
+    fn weigh(&mut self, plan: &mut TransferPlan, budget: &mut Budget) -> bool {
         let new = plan.next(plan.unweighed);
         let Admitted { blocks, has_more } =
-            self.admit_new(plan.to, plan.above, &plan.keys[new.clone()], plan.context, hold);
+            self.admit_new(plan.to, plan.above, &plan.keys[new.clone()], plan.context, budget);
         if blocks < new.len() {
             plan.admitted = new.start + blocks;
             plan.declined = plan.keys.len() - plan.admitted;
@@ -611,10 +611,10 @@ impl Table {
         &mut self,
         plan: &mut TransferPlan,
         (id, at): (TransferId, usize),
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Result<(), NoSlot> {
         let key = plan.keys[at];
-        let Placed { record, to, is_recorded, frame } = self.place_in(plan, at, hold)?;
+        let Placed { record, to, is_recorded, frame } = self.place_in(plan, at, budget)?;
         let block = plan.placed as u32;
         let from = plan.from.get(at).copied();
         let kept_here = match frame {
@@ -634,7 +634,7 @@ impl Table {
             let (class, parent, owner) = (plan.class, self.parent_hash(record), self.owners.of(record));
             let task = CopyTask { id, class, block: key, parent, owner, from, to, via: None, is_probe };
             if from.tier > Tier::Host && plan.through_host.has(from.tier) {
-                self.pass_host(plan, record, task, hold);
+                self.pass_host(plan, record, task, budget);
             } else {
                 self.send(plan, task);
             }
@@ -643,9 +643,9 @@ impl Table {
     }
 
     /// Where block `at` of a plan goes. Refused also where what was to be read is gone.
-    fn place_in(&mut self, plan: &TransferPlan, at: usize, hold: &mut Budget) -> Result<Placed, NoSlot> {
+    fn place_in(&mut self, plan: &TransferPlan, at: usize, budget: &mut Budget) -> Result<Placed, NoSlot> {
         if plan.is_into_engine() {
-            hold.change();
+            budget.change();
             let record = *plan.records.get(at).ok_or(NoSlot::Refused)?;
             // Bad blocks may have been dropped since they were traced, and their records be others' by now.
             let known = self.records.at(record);
@@ -655,7 +655,7 @@ impl Table {
             let to = *plan.engine_slots.get(at).ok_or(NoSlot::Refused)?;
             return Ok(Placed { record, to, is_recorded: false, frame: None });
         }
-        let (record, frame) = self.place(plan.to, plan.keys[at], plan.above, plan.owner, hold)?;
+        let (record, frame) = self.place(plan.to, plan.keys[at], plan.above, plan.owner, budget)?;
         Ok(Placed { record, to: frame.slot_ref(), is_recorded: true, frame: Some(frame) })
     }
 
@@ -676,7 +676,7 @@ impl Table {
         plan: &mut TransferPlan,
         record: RecordId,
         mut task: CopyTask,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) {
         let known = *self.records.at(record);
         if matches!(plan.keeping, Keeping::NotYet) {
@@ -701,7 +701,7 @@ impl Table {
             plan.keeping = Keeping::No;
         }
         if let Keeping::Into(kept) = plan.keeping {
-            match self.place(Tier::Host, task.block, known.parent(), plan.owner, hold) {
+            match self.place(Tier::Host, task.block, known.parent(), plan.owner, budget) {
                 Ok((record, frame)) => {
                     task.via = Some(frame.slot_ref());
                     let slot = frame.slot();
@@ -747,12 +747,12 @@ impl Table {
         records: &[RecordId],
         (parent, pins): (Parent, Pins),
         is_probe: bool,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> usize {
         let mut placed = Vec::with_capacity(records.len());
         for &record in records {
             let known = *self.records.at(record);
-            let Ok((_, frame)) = self.place(to, known.key(), known.parent(), None, hold) else { break };
+            let Ok((_, frame)) = self.place(to, known.key(), known.parent(), None, budget) else { break };
             placed.push((record, frame));
         }
         let blocks = placed.len();
@@ -794,10 +794,10 @@ impl Table {
         key: BlockKey,
         above: Option<RecordId>,
         owner: Option<Owner>,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Result<(RecordId, Frame), NoSlot> {
         // The slot first: a block that finds no room needs no record.
-        let frame = self.claim(tier, above, hold)?;
+        let frame = self.claim(tier, above, budget)?;
         let record = self.intern(key, above, owner).filter(|&record| {
             // A chain that names a block twice, or under another parent than before, is no chain.
             let known = self.records.at(record);
