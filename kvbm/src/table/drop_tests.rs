@@ -527,8 +527,7 @@ fn the_end_of_a_load_is_given_although_its_blocks_leave_meanwhile() {
     // The last block first: it waits for those before it.
     for task in copies.into_iter().rev() {
         let effects = world.table.land([task.ended(Outcome::Arrived)], Duration::ZERO);
-        copied +=
-            effects.ended.iter().filter(|ended| ended.id == id).map(|ended| ended.copied).sum::<usize>();
+        given += effects.ended.iter().filter(|ended| ended.id == id).map(|ended| ended.copied).sum::<usize>();
         TIERS.iter().for_each(|&(tier, _)| _ = world.table.evict(tier, hashes.len()));
     }
     assert_eq!(given, 4);
