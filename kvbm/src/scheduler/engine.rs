@@ -1,5 +1,6 @@
 //! Transfers between the tiers and an engine's own memory: the engine names its slots, and nothing is recorded of them.
 
+use std::any::Any;
 use std::num::NonZeroU16;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock, Weak};
@@ -64,6 +65,8 @@ pub struct JoinedTransfer {
     // Weak: a medium that hangs keeps a part of one group, which must not keep a closed manager alive.
     core: Weak<Core>,
     id: OnceLock<TransferId>,
+    /// Is dropped before its end is noted.
+    until_end: Option<Box<dyn Any + Send + Sync>>,
 }
 
 impl Core {
@@ -167,7 +170,13 @@ impl Core {
 impl JoinedTransfer {
     /// Its end is noted in `core`.
     pub(crate) fn of(core: &Arc<Core>) -> Arc<Self> {
-        Arc::new(Self { core: Arc::downgrade(core), id: OnceLock::new() })
+        Arc::new(Self { core: Arc::downgrade(core), id: OnceLock::new(), until_end: None })
+    }
+
+    /// The same, which keeps something until its end.
+    pub(crate) fn keeping(core: &Arc<Core>, kept: impl Any + Send + Sync) -> Arc<Self> {
+        let until_end: Option<Box<dyn Any + Send + Sync>> = Some(Box::new(kept));
+        Arc::new(Self { core: Arc::downgrade(core), id: OnceLock::new(), until_end })
     }
 
     /// Gives it the name of its first part, which is of that core. Without one nothing is noted.
@@ -178,6 +187,7 @@ impl JoinedTransfer {
 
 impl Drop for JoinedTransfer {
     fn drop(&mut self) {
+        drop(self.until_end.take());
         if let (Some(core), Some(&id)) = (self.core.upgrade(), self.id.get()) {
             core.note_completion(id);
         }

@@ -222,7 +222,7 @@ impl World {
     }
 
     fn names(&self, is_of: impl Fn(u8) -> bool) -> HashSet<BlockKey> {
-        let chains = (0..CHAINS).filter(|&n| is_of(n)).map(|n| chain(n));
+        let chains = (0..CHAINS).filter(|&n| is_of(n)).map(chain);
         let keys = |hashes: Vec<BlockHash>| {
             let chain = self.table.enter(Chain::from(&hashes));
             (0..chain.len()).map(|at| chain.key(at)).collect::<Vec<_>>()
@@ -527,15 +527,14 @@ fn the_end_of_a_load_is_given_although_its_blocks_leave_meanwhile() {
     }
     let id = *world.loads.keys().next().expect("it is under way");
     let copies = std::mem::take(&mut world.copies);
-    let mut copied = 0;
+    let mut given = 0;
     // The last block first: it waits for those before it.
     for task in copies.into_iter().rev() {
         let effects = world.table.land([task.ended(Outcome::Arrived)], Duration::ZERO);
-        copied +=
-            effects.ended.iter().filter(|ended| ended.id == id).map(|ended| ended.copied).sum::<usize>();
+        given += effects.ended.iter().filter(|ended| ended.id == id).map(|ended| ended.copied).sum::<usize>();
         TIERS.iter().for_each(|&(tier, _)| _ = world.table.evict(tier, hashes.len()));
     }
-    assert_eq!(copied, 4);
+    assert_eq!(given, 4);
 }
 
 /// A lease that is of more than the table has: the engine gets none of it, and least of all in the slots of others.
