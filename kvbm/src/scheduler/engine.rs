@@ -1,5 +1,6 @@
 //! Transfers between the tiers and an engine's own memory: the engine names its slots, and nothing is recorded of them.
 
+use std::any::Any;
 use std::num::NonZeroU16;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock, Weak};
@@ -49,6 +50,8 @@ pub struct LoadInto<'a> {
     pub after: Fence,
     /// Layers of a block.
     pub layers: NonZeroU16,
+    /// Goes when no medium has any of the slots any more.
+    pub with_media: Arc<()>,
     /// What it is a part of, if it is.
     pub part_of: Option<Arc<JoinedTransfer>>,
 }
@@ -59,6 +62,8 @@ pub struct JoinedTransfer {
     // Weak: a medium that hangs keeps a part of one group, which must not keep a closed manager alive.
     core: Weak<Core>,
     id: OnceLock<TransferId>,
+    /// Is dropped before its end is noted.
+    until_end: Option<Box<dyn Any + Send + Sync>>,
 }
 
 impl Core {
@@ -94,8 +99,8 @@ impl Core {
         if self.is_closed() {
             return Transfer::failed(Error::closed());
         }
-        let LoadInto { lease, blocks, slots, after, layers, part_of } = load;
-        let (with_media, wanted) = (Arc::new(()), blocks.len());
+        let LoadInto { lease, blocks, slots, after, layers, with_media, part_of } = load;
+        let wanted = blocks.len();
         // Of what is not held no layer comes: an engine that goes on with a layer must have it of all that it asked for.
         let count = Arc::new(LayerCount::new(layers.get(), wanted));
         let writers = Writers::new(&with_media);
@@ -158,7 +163,13 @@ impl Core {
 impl JoinedTransfer {
     /// Its end is noted in `core`.
     pub(crate) fn of(core: &Arc<Core>) -> Arc<Self> {
-        Arc::new(Self { core: Arc::downgrade(core), id: OnceLock::new() })
+        Arc::new(Self { core: Arc::downgrade(core), id: OnceLock::new(), until_end: None })
+    }
+
+    /// The same, which keeps something until its end.
+    pub(crate) fn keeping(core: &Arc<Core>, kept: impl Any + Send + Sync) -> Arc<Self> {
+        let until_end: Option<Box<dyn Any + Send + Sync>> = Some(Box::new(kept));
+        Arc::new(Self { core: Arc::downgrade(core), id: OnceLock::new(), until_end })
     }
 
     /// Gives it the name of its first part, which is of that core. Without one nothing is noted.
@@ -169,6 +180,7 @@ impl JoinedTransfer {
 
 impl Drop for JoinedTransfer {
     fn drop(&mut self) {
+        drop(self.until_end.take());
         if let (Some(core), Some(&id)) = (self.core.upgrade(), self.id.get()) {
             core.note_completion(id);
         }
