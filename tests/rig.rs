@@ -161,7 +161,8 @@ fn make_core(
     backends.iter().for_each(|backend| executor.add(backend));
     let metrics = Metrics::new(registry, BLOCK_BYTES as u64, 1).expect("a registry of its own");
     // Others come between the steps of even a short plan; but one batch is still sent as one.
-    let steps = Steps { placed: (tuning.max_batch - 1).max(1), looked_at: tuning.max_batch };
+    let (placed, looked_at) = ((tuning.max_batch - 1).max(1), tuning.max_batch);
+    let steps = Steps { placed, looked_at, ..Steps::default() };
     let table = Table::new(pools.map(|pool| specify(pool, rule))).in_steps(steps);
     let scrub = ScrubOptions::default();
     Core::new(Parts { table, executor, staging, trials: Vec::new(), scrub, clock, metrics, tuning })
@@ -169,7 +170,12 @@ fn make_core(
 
 /// Makes a chain resident in a tier, as if it had been brought there.
 pub fn seed(core: &Arc<Core>, tier: Tier, chain: Chain<'_>) {
-    let mut reserved = core.reserve(tier, chain, RequestInfo::default());
+    seed_for(core, RequestInfo::default(), tier, chain);
+}
+
+/// The same, brought by a request.
+pub fn seed_for(core: &Arc<Core>, info: RequestInfo, tier: Tier, chain: Chain<'_>) {
+    let mut reserved = core.reserve(tier, chain, info);
     let blocks = reserved.frames.len();
     let mut table = core.table();
     let mut effects = table.fill(reserved.transfer, 0, reserved.frames.drain(..));

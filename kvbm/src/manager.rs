@@ -477,7 +477,7 @@ impl Manager {
         self.core.metrics().shadowed(tier, wrong.is_some(), counts.upper_bound());
         if let Some(distance) = wrong {
             tracing::error!(%tier, distance, "a block is not what its name says: it is dropped");
-            Tier::ALL.into_iter().for_each(|tier| self.core.drop_wrong(tier, chain, sample.position));
+            self.core.drop_wrong(chain, sample.position);
         }
         if is_guilty {
             tracing::error!(%tier, ?counts, "too many blocks of a tier are wrong: it gives nothing any more");

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::{Completion, CopyError, CopyErrorKind, Tier};
+use kvbm_tiers::{BlockKey, Completion, CopyError, CopyErrorKind, Tier};
 
 use super::Core;
 use super::batch::{Batch, Completed, Overdue};
 use super::engine_order::EndedOrder;
 use super::routed::RoutedTask;
 use crate::hash::Chain;
-use crate::table::{Dropped, Effects, TransferEnd};
+use crate::table::{Dropped, Effects, Table, TransferEnd};
 use crate::task::{Class, Defect, Outcome, TaskResult};
 
 /// Tasks that are dropped land so many at a time.
@@ -173,14 +173,26 @@ impl Core {
     /// A block of a chain that was lent for reading is not what it was: it leaves `tier` with its descendants.
     pub(crate) fn lent_is_corrupt(self: &Arc<Self>, tier: Tier, chain: Chain<'_>, position: usize) {
         self.metrics.found_corrupt(tier);
-        self.drop_wrong(tier, chain, position);
+        self.drop_block(chain, position, |table, key| {
+            table.quarantine_resident(tier, key, Defect::Corrupt);
+        });
     }
 
-    /// A block of a chain is not what its name says: it leaves `tier` with its descendants, if it is there.
-    pub(crate) fn drop_wrong(self: &Arc<Self>, tier: Tier, chain: Chain<'_>, position: usize) {
+    /// A block of a chain is not what its name says: it leaves every tier with its descendants, and no copy of it that is
+    /// under way lands.
+    pub fn drop_wrong(self: &Arc<Self>, chain: Chain<'_>, position: usize) {
+        self.drop_block(chain, position, Table::drop_wrong);
+    }
+
+    fn drop_block(
+        self: &Arc<Self>,
+        chain: Chain<'_>,
+        position: usize,
+        drop_from: impl FnOnce(&mut Table, BlockKey),
+    ) {
         let mut table = self.table.lock();
-        let chain = table.enter(chain);
-        table.quarantine_resident(tier, chain.key(position), Defect::Corrupt);
+        let key = table.enter(chain).key(position);
+        drop_from(&mut table, key);
         let (is_dropping, effects) = (table.is_dropping(), table.take_effects());
         drop(table);
         self.apply(effects);

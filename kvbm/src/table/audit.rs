@@ -70,6 +70,9 @@ impl Table {
         // It may overstate, where a neighbour has the same tag. It must hide nothing.
         let agrees = noted.union(record.resident()) == noted;
         expect(agrees, || format!("the index hides where {id:?} is resident"), violations);
+        let above = record.parent().map(|parent| self.records.depth(parent));
+        let is_below = above.is_none_or(|above| self.records.depth(id) == above + 1);
+        expect(is_below, || format!("{id:?} is not one deeper than its parent"), violations);
         expect(self.records.is_linked(id), || format!("{id:?} is no child of its parent"), violations);
     }
 

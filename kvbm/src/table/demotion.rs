@@ -84,7 +84,7 @@ impl Table {
     /// How many blocks of a path that the tier below `tier` lacks are admitted there.
     pub(super) fn admitted(&mut self, tier: Tier, path: &[RecordId], trigger: Trigger) -> usize {
         let Some(&last) = path.last() else { return 0 };
-        let (blocks, depth) = (path.len() as u32, self.records.at(last).depth());
+        let (blocks, depth) = (path.len() as u32, self.records.depth(last));
         let candidates = Candidates { last: self.block_id(tier, last), blocks, depth };
         let now_ms = self.now_ms;
         let (held, records) = self.tier_and_records(tier);

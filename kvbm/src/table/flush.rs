@@ -234,7 +234,7 @@ impl Table {
         // A medium that may still hang is tried with one block: each costs a slot until it ends.
         let rest = if is_probe && group.len() > 1 { group.split_off(1) } else { Vec::new() };
         let Some((&first, &last)) = group.first().zip(group.last()) else { return Vec::new() };
-        let context = RequestContext { info: self.named(info), path: self.records.at(last).depth() };
+        let context = RequestContext { info: self.named(info), path: self.records.depth(last) };
         // The deepest source is pinned first: claiming slots below must not make room out of it above.
         let (source, deepest) = self.source_of(tier, last);
         if !self.tier_mut(source).at_mut(deepest).pin() {

@@ -30,7 +30,7 @@ impl Table {
         if takes_all || keys.len() <= held.pool.free() as usize {
             return keys.len();
         }
-        let depth = parent.map_or(0, |parent| self.records.at(parent).depth());
+        let depth = parent.map_or(0, |parent| self.records.depth(parent));
         let parent = parent.map(|parent| BlockId(self.records.at(parent).slot(tier).0));
         // Beyond all slots, those for staging included: no block of the tier has such an id.
         let first = held.pool.total();

@@ -34,6 +34,8 @@
 mod audit;
 mod boundary_hints;
 mod demotion;
+#[cfg(test)]
+mod drop_tests;
 mod events;
 mod evict;
 mod flush;
@@ -83,7 +85,9 @@ pub use self::shared::SharedTable;
 pub use self::tier::{TierSpec, TierStats};
 pub use self::tier_set::TierSet;
 pub(crate) use self::transfers::LeftBlock;
-pub use self::transfers::{Dropped, Effects, Filled, Reply, Reserved, Steps, TransferEnd, TransferPlan};
+pub use self::transfers::{
+    Dropped, Effects, Filled, Reply, Reserved, Steps, TransferCursor, TransferEnd, TransferPlan,
+};
 
 use self::boundary_hints::BoundaryHints;
 use self::index::{Index, KeyHash};
@@ -172,7 +176,7 @@ impl Table {
         }
     }
 
-    /// Has plans go in other steps than by default: tests have others come between any two of them.
+    /// Has plans and drops go in other steps than by default: tests have others come between any two of them.
     #[must_use]
     pub fn in_steps(self, steps: Steps) -> Self {
         Self { steps, ..self }
@@ -223,24 +227,26 @@ impl Table {
         self.index.find(hash, self.index.first(hash), |record| self.records.at(record).is(key))
     }
 
-    /// The record of a block, made if no tier knows it. `None` if the index cannot take another.
+    /// The record of a block that is about to come, made if no tier knows it. `None` if the index cannot take another, or what
+    /// the table knows by this name is being dropped.
     fn intern(
         &mut self,
         key: BlockKey,
         parent: Option<RecordId>,
         owner: Option<OwnerId>,
     ) -> Option<RecordId> {
-        self.find(key).or_else(|| {
-            // The index holds numbers of records, so the record is made first, and given up if the index is full.
-            let record = self.records.add(key, parent);
-            self.owners.set(record, owner);
-            let hash_of = |record| KeyHash::of(self.records.at(record).key());
-            if !self.index.insert(KeyHash::of(key), record, hash_of) {
-                self.records.remove(record);
-                return None;
-            }
-            Some(record)
-        })
+        if let Some(known) = self.find(key) {
+            return (!self.is_dropped(known)).then_some(known);
+        }
+        // The index holds numbers of records, so the record is made first, and given up if the index is full.
+        let record = self.records.add(key, parent);
+        self.owners.set(record, owner);
+        let hash_of = |record| KeyHash::of(self.records.at(record).key());
+        if !self.index.insert(KeyHash::of(key), record, hash_of) {
+            self.records.remove(record);
+            return None;
+        }
+        Some(record)
     }
 
     /// Brings the index up to date with a record's residence.

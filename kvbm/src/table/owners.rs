@@ -1,7 +1,7 @@
 //! Whose blocks are: of whom brought each first, so that what a tenant stored can be found and forgotten.
 //!
 //! Nothing is kept while no request names a tenant, then four bytes for each record. A tenant that was forgotten and comes
-//! back is another owner: what he stored before is found by its number, and not taken for what comes now.
+//! back is another owner: what it stored before is found by its number, and not taken for what comes now.
 
 use std::collections::HashMap;
 
@@ -10,9 +10,10 @@ use kvbm_tiers::{Owner, SlotId, Tier};
 use super::Table;
 use super::index::RecordId;
 use super::tier_set::TierSet;
+use super::transfers::TransferCursor;
 use crate::task::Defect;
 
-/// Records looked at in one step.
+/// Records, or blocks of a transfer, looked at in one step.
 const LOOKED_AT: usize = 2_048;
 
 /// Who owns which record.
@@ -20,8 +21,8 @@ const LOOKED_AT: usize = 2_048;
 pub(super) struct Owners {
     /// For each record the number of its owner and one, 0: nobody.
     of: Vec<u32>,
-    all: Vec<Owner>,
-    /// Of each tenant the number that his blocks get now.
+    all: Vec<KnownOwner>,
+    /// Of each tenant the number that its blocks get now.
     current: HashMap<u32, u32>,
     /// How often each was forgotten.
     lives: HashMap<u32, u32>,
@@ -31,12 +32,19 @@ pub(super) struct Owners {
     evicted: [Vec<u64>; Tier::COUNT],
 }
 
+#[derive(Debug)]
+struct KnownOwner {
+    owner: Owner,
+    /// The tenant was forgotten since: so is every block of this owner, at once, however many there are.
+    is_past: bool,
+}
+
 /// What a tier has of a tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TenantCounts {
-    /// Blocks that are charged to him.
+    /// Blocks that are charged to it.
     pub charged: u32,
-    /// Blocks evicted since the start, of those that he brought first.
+    /// Blocks evicted since the start, of those that it brought first.
     pub evicted: u64,
 }
 
@@ -50,7 +58,7 @@ impl Owners {
         let tenant = tenant?;
         let number = *self.current.entry(tenant).or_insert_with(|| {
             let life = self.lives.get(&tenant).copied().unwrap_or(0);
-            self.all.push(Owner { tenant, life });
+            self.all.push(KnownOwner { owner: Owner { tenant, life }, is_past: false });
             self.all.len() as u32 - 1
         });
         Some(OwnerId(number))
@@ -70,8 +78,27 @@ impl Owners {
     }
 
     pub(super) fn of(&self, record: RecordId) -> Option<Owner> {
+        self.known(record).map(|known| known.owner)
+    }
+
+    fn known(&self, record: RecordId) -> Option<&KnownOwner> {
         let number = self.of.get(record.0 as usize)?.checked_sub(1)?;
-        self.all.get(number as usize).copied()
+        self.all.get(number as usize)
+    }
+
+    /// From here on what the tenant's number names is forgotten. Returns how often that was so by now.
+    fn forget(&mut self, tenant: u32) -> u32 {
+        let life = self.lives.entry(tenant).or_default();
+        *life += 1;
+        if let Some(number) = self.current.remove(&tenant) {
+            self.all[number as usize].is_past = true;
+        }
+        *life
+    }
+
+    /// Whether a tenant was ever forgotten.
+    pub(super) fn was_forgotten(&self, tenant: u32) -> bool {
+        self.lives.contains_key(&tenant)
     }
 
     /// A record's block is evicted.
@@ -87,13 +114,12 @@ impl Owners {
 
     /// Whether what this number named is forgotten.
     pub(super) fn is_past(&self, OwnerId(number): OwnerId) -> bool {
-        self.all.get(number as usize).is_none_or(|owner| self.current.get(&owner.tenant) != Some(&number))
+        self.all.get(number as usize).is_none_or(|known| known.is_past)
     }
 
-    /// Whether a record is of a tenant, from before he was forgotten last.
-    fn is_forgotten(&self, record: RecordId, tenant: u32) -> bool {
-        let life = self.lives.get(&tenant).copied().unwrap_or(0);
-        self.of(record).is_some_and(|owner| owner.tenant == tenant && owner.life < life)
+    /// Whether a record is of a tenant, from before it was forgotten last.
+    pub(super) fn is_forgotten(&self, record: RecordId) -> bool {
+        self.known(record).is_some_and(|known| known.is_past)
     }
 }
 
@@ -122,41 +148,47 @@ impl Table {
         self.owners.note_evicted(tier, record);
     }
 
-    /// From here on what the tenant stored is another's. Returns how often he was forgotten by now.
+    /// From here on what the tenant stored is forgotten: nothing more of it comes to any tier by a copy that is not planned
+    /// yet. Returns how often it was forgotten by now. [`end_forgotten`](Self::end_forgotten) ends what is under way, and then
+    /// [`drop_forgotten`](Self::drop_forgotten) drops what is there.
     pub fn begin_forgetting(&mut self, tenant: u32) -> u32 {
-        let life = self.owners.lives.entry(tenant).or_default();
-        *life += 1;
-        self.owners.current.remove(&tenant);
-        *life
+        self.owners.forget(tenant)
     }
 
-    /// Ends a transfer of what is forgotten, the one at place `from` or behind it, from its first such block on. Returns
-    /// where the next step goes on. `None`: there are no more.
-    pub fn end_forgotten(&mut self, tenant: u32, from: u32) -> Option<u32> {
-        let (transfers, owners) = (&self.transfers, &self.owners);
-        let (id, block) = transfers.next_with(from, |record| owners.is_forgotten(record, tenant))?;
-        self.abort(id, block);
-        Some(id.place + 1)
+    /// Ends a transfer of what is forgotten from its first such block on, as far as a step goes. Returns where the next step
+    /// goes on. `None`: there are no more.
+    pub fn end_forgotten(&mut self, from: TransferCursor) -> Option<TransferCursor> {
+        let (id, mut coming, next) = self.transfers.coming_from(from, LOOKED_AT)?;
+        let forgotten = coming.find(|&(_, record)| self.owners.is_forgotten(record));
+        drop(coming);
+        if let Some((block, _)) = forgotten {
+            self.abort(id, block);
+        }
+        Some(next)
     }
 
     /// Drops the topmost blocks of what is forgotten among the records from number `from` on, and what hangs on them, as
-    /// far as a step goes; [`drop_more`](Self::drop_more) ends what is too much for one. Returns how many, and where the
-    /// next step goes on.
-    pub fn drop_forgotten(&mut self, tenant: u32, from: u32) -> (usize, Option<u32>) {
-        let is_forgotten = |record: RecordId| self.owners.is_forgotten(record, tenant);
+    /// far as a step goes; [`drop_more`](Self::drop_more) ends what is too much for one. Returns where the next step goes
+    /// on.
+    pub fn drop_forgotten(&mut self, from: u32) -> Option<u32> {
+        let is_forgotten = |record: RecordId| self.owners.is_forgotten(record);
         let is_topmost = |&(record, _): &(RecordId, &super::record::Record)| {
             self.records.at(record).resident() != TierSet::default()
                 && is_forgotten(record)
                 && !self.records.at(record).parent().is_some_and(is_forgotten)
         };
         let among = self.records.live_among(from, LOOKED_AT).filter(is_topmost);
-        let topmost: Vec<_> = among.map(|(_, record)| record.key()).collect();
-        for &key in &topmost {
+        let topmost: Vec<_> = among.map(|(id, record)| (id, record.key())).collect();
+        let mut dropped = 0;
+        for (record, key) in topmost {
             for tier in Tier::ALL.into_iter().filter(|&tier| self.has(tier)).collect::<Vec<_>>() {
-                self.quarantine_resident(tier, key, Defect::Forgotten);
+                if dropped >= self.steps.dropped || self.is_dropping() {
+                    return Some(record.0);
+                }
+                dropped += self.quarantine_resident(tier, key, Defect::Forgotten);
             }
         }
         let next = from + LOOKED_AT as u32;
-        (topmost.len(), self.records.has_beyond(next).then_some(next))
+        self.records.has_beyond(next).then_some(next)
     }
 }

@@ -63,7 +63,7 @@ impl TierTable {
     /// Reports a use to the policies.
     pub(super) fn touch(&mut self, access: &Access, records: &Records) {
         // A lease may be of a chain that begins in the middle of a longer one: policies count from the root.
-        let depth = records.at(self.at(SlotId(access.deepest.0)).record).depth();
+        let depth = records.depth(self.at(SlotId(access.deepest.0)).record);
         let access = Access { depth, path: access.path.max(depth), ..*access };
         let (policies, structure) = self.policies_and_structure(records);
         policies.touch(&access, &structure);
@@ -85,7 +85,7 @@ impl TierTable {
     /// Else the tier below could charge it to nobody, and would take its coming for a use by somebody new.
     pub(super) fn last_user(&self, slot: SlotId, records: &Records) -> RequestInfo {
         // The depth spares the model a search along the block's path.
-        let depth = records.at(self.at(slot).record).depth();
+        let depth = records.depth(self.at(slot).record);
         let last = self.policies.last_use(BlockId(slot.0), depth);
         last.map_or_else(RequestInfo::default, |last| RequestInfo {
             request: last.request,

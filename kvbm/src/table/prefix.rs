@@ -11,7 +11,6 @@ use kvbm_tiers::Tier;
 use super::Table;
 use super::boundary_hints::Boundaries;
 use super::index::{Bucket, EMPTY, KeyHash, RecordId};
-use super::record::MAX_DEPTH;
 use super::tier_set::TierSet;
 use crate::hash::Chain;
 
@@ -208,13 +207,13 @@ impl Table {
     /// Whether as many blocks come before a record as its position in the chain says: else the chain that it belongs to
     /// begins in between.
     fn is_of_chain(&self, record: RecordId, chain: Chain<'_>, position: u32) -> bool {
-        let depth = self.records.at(record).depth();
-        // A chain may begin in the middle of a longer one.
-        let is_below_first = || {
-            let first = self.find(chain.key(0))?;
-            Some(depth == (self.records.at(first).depth() + position).min(MAX_DEPTH))
-        };
-        depth == (position + 1).min(MAX_DEPTH) || is_below_first().unwrap_or(false)
+        let depth = self.records.depth(record);
+        depth == position + 1 || self.depth_of_first(chain).is_some_and(|first| depth == first + position)
+    }
+
+    /// More than one, if a chain begins in the middle of a longer one. `None`: its first block is not known.
+    pub(super) fn depth_of_first(&self, chain: Chain<'_>) -> Option<u32> {
+        self.find(chain.key(0)).map(|first| self.records.depth(first))
     }
 
     /// The records at the boundaries; `None` if one of them is not resident there, or not of the chain.

@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use kvbm_tiers::{Frame, SlotId, Tier};
 
-use super::{BlockState, Caller, Effects, Parent, Ready, Reply, Spent, Transfer, TransferEnd, Waiter};
+use super::{
+    Block, BlockState, Caller, Destination, Effects, Parent, Reply, Spent, Transfer, TransferEnd, Waiter,
+};
 use crate::events::StoreReason;
 use crate::table::index::RecordId;
 use crate::table::pins::Pins;
@@ -161,7 +163,7 @@ impl Table {
         arrived.frame = frame.or(arrived.frame.take());
         debug_assert_eq!(
             arrived.frame.as_ref().map(Frame::slot),
-            arrived.record.map(|_| arrived.slot),
+            arrived.record().map(|_| arrived.slot),
             "the handle of another slot came back"
         );
         transfer.account.copied = Some(now);
@@ -182,7 +184,7 @@ impl Table {
         let (tier, held) = (transfer.to, &mut transfer.blocks[block]);
         debug_assert_eq!(held.state, BlockState::Coming, "a block that had ended is overdue");
         held.state = BlockState::Overdue;
-        if held.record.is_some() {
+        if held.record().is_some() {
             self.tier_mut(tier).lost += 1;
         }
     }
@@ -200,7 +202,7 @@ impl Table {
         debug_assert!(block >= transfer.alive, "the slot of a block that may still come");
         let was = std::mem::replace(&mut held.state, BlockState::Ended);
         let frame = frame.or(held.frame.take());
-        if held.record.is_none() {
+        if held.record().is_none() {
             return;
         }
         let of_tier = self.tier_mut(tier);
@@ -229,11 +231,18 @@ impl Table {
         }
         let (tier, parent, before) = (transfer.to, transfer.parent, transfer.published);
         let told = (transfer.context.info, transfer.reason);
+        let mut is_dropped = false;
         while *room > 0
-            && let Some(ready) = self.transfers.at_mut(id).and_then(Transfer::next_ready)
+            && let Some(next) = self.transfers.at_mut(id).and_then(|transfer| transfer.next_ready())
         {
+            // The engine must not hear of a block that it is there, once it was told that it is wrong.
+            is_dropped = matches!(next, Destination::Engine { source } if !self.is_given(source));
+            if is_dropped {
+                break;
+            }
             *room -= 1;
-            let Ready::InTier(record, frame) = ready else { continue };
+            let frame = self.transfers.at_mut(id).and_then(Transfer::take_ready);
+            let (Destination::Tier(record), Some(frame)) = (next, frame) else { continue };
             self.publish(record, frame, told);
             for waiter in self.transfers.take_waiting_for(tier, record) {
                 match waiter {
@@ -246,6 +255,9 @@ impl Table {
             }
         }
         self.advance_parent(id, parent, before);
+        if is_dropped {
+            self.abort(id, 0);
+        }
         if *room == 0 {
             // Perhaps for nothing: the next step sees.
             self.transfers.ready.push(id);
@@ -274,9 +286,9 @@ impl Table {
         let Some(last) = transfer.published.checked_sub(1).filter(|_| inserted > 0) else { return };
         let (tier, context) = (transfer.to, transfer.context);
         let slot = transfer.blocks[last].slot;
-        let Some(record) = transfer.blocks[last].record else { return };
+        let Some(record) = transfer.blocks[last].record() else { return };
         transfer.parent = Parent::Resident(slot);
-        let depth = self.records.at(record).depth();
+        let depth = self.records.depth(record);
         let (held, records) = self.tier_and_records(tier);
         // The new pin before the old one goes: the ancestors must not be evictable in between.
         let pinned = held.at_mut(slot).pin();
@@ -344,13 +356,13 @@ impl Table {
     fn resume(&mut self, mut task: CopyTask) {
         let there = self.pin_resident_slot(Tier::Host, task.block);
         let (id, block) = (task.id.transfer, task.id.block as usize);
-        let Some(transfer) = self.transfers.at_mut(id).filter(|transfer| block < transfer.alive) else {
+        if self.transfers.at_mut(id).is_none_or(|transfer| block >= transfer.alive) {
             there.into_iter().for_each(|slot| self.unpin(Tier::Host, slot));
             return self.block_returned(id, block, None);
-        };
+        }
         if let Some(slot) = there {
-            transfer.blocks[block].source = Some(slot);
             task.from = self.slot_ref(Tier::Host, slot);
+            self.transfers.read_from(task.id, slot);
         }
         self.transfers.effects.tasks.push(task);
     }
@@ -373,7 +385,7 @@ impl Table {
             }
             let Some(transfer) = self.transfers.at_mut(id) else { continue };
             let records: Vec<RecordId> =
-                transfer.blocks[blocks.clone()].iter().filter_map(|block| block.record).collect();
+                transfer.blocks[blocks.clone()].iter().filter_map(Block::record).collect();
             for record in records {
                 for waiter in self.transfers.take_waiting_for(tier, record) {
                     match waiter {
@@ -421,7 +433,7 @@ impl Table {
     fn give_up_block(&mut self, id: TransferId, block: usize) {
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         let (tier, held) = (transfer.to, &mut transfer.blocks[block]);
-        let record = held.record;
+        let record = held.record();
         if held.state == BlockState::Arrived {
             held.state = BlockState::Ended;
             let frame = held.frame.take();

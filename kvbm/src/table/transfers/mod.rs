@@ -18,7 +18,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
+use kvbm_tiers::{BlockKey, Frame, SlotId, SlotRef, Tier};
 
 use super::forgotten::Unflushed;
 use super::index::RecordId;
@@ -27,7 +27,7 @@ use super::pins::Pins;
 use super::request::RequestContext;
 use crate::events::{Buffer, StoreReason};
 use crate::hash::BlockHash;
-use crate::task::{Class, CopyTask, Defect, TransferId};
+use crate::task::{Class, CopyTask, Defect, TaskId, TransferId};
 
 pub use self::plan::{Filled, Reserved, Steps, TransferPlan};
 
@@ -42,11 +42,20 @@ pub(super) enum Parent {
     Awaited(RecordId),
 }
 
+/// Where a block goes.
+#[derive(Clone, Copy, Debug)]
+enum Destination {
+    /// Into a tier, as this record tells.
+    Tier(RecordId),
+    /// Into a slot of the engine's own, of which nothing is recorded: the block that the lease holds in this one, unless it
+    /// is dropped meanwhile.
+    Engine { source: SlotRef },
+}
+
 /// A block on its way.
 #[derive(Debug)]
 struct Block {
-    /// `None`: it goes into a slot of the engine's own, of which nothing is recorded.
-    record: Option<RecordId>,
+    destination: Destination,
     slot: SlotId,
     /// The handle to its slot, unless the engine has it, which fills the slot or owns it, or the tier.
     frame: Option<Frame>,
@@ -67,13 +76,22 @@ enum BlockState {
     Ended,
 }
 
-/// A block whose turn has come.
-#[derive(Debug)]
-enum Ready {
-    /// It becomes resident.
-    InTier(RecordId, Frame),
-    /// It is where the engine wanted it.
-    WithEngine,
+impl Block {
+    const fn record(&self) -> Option<RecordId> {
+        match self.destination {
+            Destination::Tier(record) => Some(record),
+            Destination::Engine { .. } => None,
+        }
+    }
+}
+
+/// How far a look at all blocks on their way has come.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TransferCursor {
+    /// Place of a transfer.
+    place: u32,
+    /// Its blocks before this one were looked at.
+    block: usize,
 }
 
 /// Who asked for a transfer.
@@ -313,6 +331,12 @@ impl Transfers {
         transfer.take()
     }
 
+    /// A block is read from a slot of the host tier instead, which is pinned for that.
+    fn read_from(&mut self, task: TaskId, host: SlotId) {
+        let transfer = self.at_mut(task.transfer).expect("its copy is not sent yet");
+        transfer.blocks[task.block as usize].source = Some(host);
+    }
+
     fn wait_for(&mut self, block: (Tier, RecordId), waiter: Waiter) {
         self.waiting.entry(block).or_default().push(waiter);
     }
@@ -338,20 +362,40 @@ impl Transfers {
         Some(TransferId { place, life: *life })
     }
 
-    /// The first at place `from` or behind it that has a block on its way whose record is what is looked for, and which
-    /// of its blocks.
-    pub(super) fn next_with(
+    /// The next transfer, its next `most` blocks that are on their way into a tier, and where to go on.
+    pub(super) fn coming_from(
         &self,
-        from: u32,
-        is_it: impl Fn(RecordId) -> bool,
-    ) -> Option<(TransferId, usize)> {
-        let first = |transfer: &Transfer| {
-            let coming = transfer.blocks.iter().enumerate().take(transfer.alive).skip(transfer.published);
-            coming.filter_map(|(at, block)| Some((at, block.record?))).find(|&(_, record)| is_it(record))
-        };
-        let id = self.next(from, |transfer| first(transfer).is_some())?;
+        from: TransferCursor,
+        most: usize,
+    ) -> Option<(TransferId, impl Iterator<Item = (usize, RecordId)> + '_, TransferCursor)> {
+        let id = self.next(from.place, |_| true)?;
         let transfer = self.places.get(id.place as usize)?.1.as_ref()?;
-        first(transfer).map(|(at, _)| (id, at))
+        let first = if id.place == from.place { from.block } else { 0 }.max(transfer.published);
+        let end = transfer.alive.min(first + most);
+        let is_last = end == transfer.alive || first >= end;
+        let next = if is_last { (id.place + 1, 0) } else { (id.place, end) };
+        let blocks = (first..).zip(transfer.blocks.get(first..end).unwrap_or_default());
+        let coming = blocks.filter_map(|(at, block)| Some((at, block.record()?)));
+        Some((id, coming, TransferCursor { place: next.0, block: next.1 }))
+    }
+
+    /// The transfer that brings a block into `tier`, and which of its blocks it is. Those of a transfer follow one another in
+    /// a chain: `depth_of` tells where.
+    pub(super) fn bringing(
+        &self,
+        tier: Tier,
+        record: RecordId,
+        depth_of: impl Fn(RecordId) -> u32,
+    ) -> Option<(TransferId, usize)> {
+        let depth = depth_of(record);
+        let place_in = |transfer: &Transfer| {
+            let coming = transfer.blocks.get(transfer.published..transfer.alive)?;
+            let below = depth.checked_sub(depth_of(coming.first()?.record()?))?;
+            let is_it = coming.get(below as usize)?.record() == Some(record);
+            is_it.then_some(transfer.published + below as usize)
+        };
+        let mut into_tier = self.iter().filter(|(_, transfer)| transfer.to == tier);
+        into_tier.find_map(|(id, transfer)| Some((id, place_in(transfer)?)))
     }
 
     /// Whether none is on the books.
@@ -413,26 +457,28 @@ impl Transfer {
         }
     }
 
-    fn add(&mut self, record: Option<RecordId>, slot: SlotId, frame: Option<Frame>) {
+    fn add(&mut self, destination: Destination, slot: SlotId, frame: Option<Frame>) {
         debug_assert_eq!(self.alive, self.blocks.len(), "a block was added behind one that failed");
-        self.blocks.push(Block { record, slot, frame, state: BlockState::Coming, source: None });
+        self.blocks.push(Block { destination, slot, frame, state: BlockState::Coming, source: None });
         self.alive += 1;
         self.away += 1;
     }
 
-    /// The next block to publish, if its turn has come.
-    fn next_ready(&mut self) -> Option<Ready> {
+    /// Where the next block goes, if its turn has come.
+    fn next_ready(&self) -> Option<Destination> {
         if matches!(self.parent, Parent::Awaited(_)) || self.published == self.alive {
             return None;
         }
-        let block = self.blocks.get_mut(self.published).filter(|block| block.state == BlockState::Arrived)?;
-        let ready = match block.record {
-            Some(record) => Ready::InTier(record, block.frame.take()?),
-            None => Ready::WithEngine,
-        };
+        let next = self.blocks.get(self.published).filter(|block| block.state == BlockState::Arrived)?;
+        Some(next.destination)
+    }
+
+    /// Counts the next block as published, and gives out the handle to its slot in a tier.
+    fn take_ready(&mut self) -> Option<Frame> {
+        let block = self.blocks.get_mut(self.published)?;
         block.state = BlockState::Ended;
         self.published += 1;
-        Some(ready)
+        block.frame.take()
     }
 
     /// Whether nothing of it can become resident any more.
