@@ -293,7 +293,7 @@ fn copies_under_way_from_a_withdrawn_tier_land_nowhere() {
     assert_eq!((system.held(Tier::Device, &from_host), system.held(Tier::Host, &from_disk)), (0, 0));
     drop((leaves, passes));
     system.core.reset(1).unwrap();
-    while system.core.table().sweep() {}
+    while system.core.table().sweep(&mut Budget::of_a_hold()) {}
     for tier in Tier::ALL {
         let counts = system.core.table().counts(tier);
         assert_eq!(counts.free, counts.total, "{tier}: {counts:?}");
