@@ -261,6 +261,9 @@ fn a_start_that_cannot_read_the_epochs_says_so_and_follows_when_it_can() {
     // A tier that refused what was to be flushed there is left alone for a moment.
     eventually("what is there is not served", || serve(&second) == ALL);
     assert_eq!((second.epoch(), second.audit()), (7, vec![]));
+    engine::serve(&second, &chain(600));
+    let stored = || second.matches(&chain(600)).blocks(Tier::Object) == BLOCKS as usize;
+    eventually("what it brings now is not stored", stored);
     eventually("it is still degraded", || second.readiness().degraded.is_empty());
 }
 
