@@ -155,7 +155,7 @@ def load_times(engine, prompt: list[int], rounds: int) -> dict:
     load, plain = [], []
     with ThreadPoolExecutor(2) as threads:
         for _ in range(rounds):
-            lease = scheduler.manager.lease(Chain(hashes))
+            lease = scheduler.manager.lease(Chain(hashes, salt=scheduler._weights))
             assert lease.by_tier == {"host": blocks}, lease.by_tier
             began = time.perf_counter()
             end = scheduler.manager.load_into(lease, 0, slots).wait(10.0)
@@ -291,7 +291,8 @@ def matches(engine, prompt: list[int]) -> dict:
 def _matches(engine, hashes: list[bytes]) -> dict:
     from kvbm_rs import Chain
 
-    return _connector(engine)._scheduler.manager.matches(Chain(hashes))
+    scheduler = _connector(engine)._scheduler
+    return scheduler.manager.matches(Chain(hashes, salt=scheduler._weights))
 
 
 class _Recorder:

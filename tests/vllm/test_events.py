@@ -57,7 +57,7 @@ def held(told: list) -> set[int]:
 
 def test_a_chain_is_one_event(manager):
     publisher, asked = Publisher(manager, TOKENS, 0), request("a", 5)
-    publisher.note(asked, Chain(asked.block_hashes), 0)
+    publisher.note(asked, asked.block_hashes, Chain(asked.block_hashes), 0)
     save(manager, asked)
     (stored,) = publisher.take()
     assert isinstance(stored, BlockStored)
@@ -71,7 +71,7 @@ def test_what_leaves_is_told_and_what_comes_back_too(manager):
     for name in ("a", "b", "a", "c", "a"):
         asked = request(name, 5)
         chain = Chain(asked.block_hashes)
-        publisher.note(asked, chain, 0)
+        publisher.note(asked, asked.block_hashes, chain, 0)
         save(manager, asked)
         told += publisher.take()
         there = manager.matches(chain).get("host", 0)
@@ -81,7 +81,7 @@ def test_what_leaves_is_told_and_what_comes_back_too(manager):
 
 def test_a_reset_removes_everything_and_it_may_come_back(manager):
     publisher, asked = Publisher(manager, TOKENS, 0), request("a", 5)
-    publisher.note(asked, Chain(asked.block_hashes), 0)
+    publisher.note(asked, asked.block_hashes, Chain(asked.block_hashes), 0)
     save(manager, asked)
     manager.reset()
     told = publisher.take()
@@ -97,13 +97,13 @@ def test_blocks_without_tokens_are_told_when_these_are_known(manager):
     assert publisher.take() == []
     begun = SimpleNamespace(**vars(asked) | {"block_hashes": asked.block_hashes[:2]})
     chain = Chain(begun.block_hashes)
-    publisher.note(begun, chain, 0)
+    publisher.note(begun, begun.block_hashes, chain, 0)
     publisher.find(chain)
     assert held(publisher.take()) == set(names(asked)[:2])
     publisher.find(chain)
     assert publisher.take() == [], "once"
     chain.extend(asked.block_hashes[2:])
-    publisher.note(asked, chain, 2)
+    publisher.note(asked, asked.block_hashes, chain, 2)
     publisher.find(chain)
     (more,) = publisher.take()
     assert (more.block_hashes, more.parent_block_hash) == (names(asked)[2:], names(asked)[1])
@@ -112,7 +112,7 @@ def test_blocks_without_tokens_are_told_when_these_are_known(manager):
 def test_where_events_are_lost_nothing_is_claimed_until_it_is_found(manager):
     publisher, asked = Publisher(manager, TOKENS, 0), request("a", 5)
     chain = Chain(asked.block_hashes)
-    publisher.note(asked, chain, 0)
+    publisher.note(asked, asked.block_hashes, chain, 0)
     save(manager, asked)
     told = publisher.take()
     # 65,536 wait for whoever does not listen; each save brings five, and pushes five out.
@@ -129,6 +129,6 @@ def test_what_is_remembered_is_bounded(manager, monkeypatch):
     publisher = Publisher(manager, TOKENS, 0)
     for number in range(20):
         asked = request(f"never saved {number}", 5)
-        publisher.note(asked, Chain(asked.block_hashes), 0)
+        publisher.note(asked, asked.block_hashes, Chain(asked.block_hashes), 0)
     assert len(publisher._expected) == 7
     assert not publisher._blocks
