@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use kvbm::blocking::Blocks;
+use kvbm::table::Budget;
 use kvbm::{BlockHash, Class, Elements, Error, Lease, Manager, ShadowSample, ShadowVerdict, Tier};
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine;

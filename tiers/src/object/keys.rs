@@ -121,10 +121,10 @@ async fn read(client: &dyn ObjectStore, path: &Path) -> object_store::Result<Opt
     }
     let bytes = object.bytes().await?;
     // An answer that is cut off says nothing of the key.
-    let record = bytes.as_ref().try_into().map_err(|error| object_store::Error::Generic {
-        store: "keys",
-        source: Box::new(error),
-    })?;
+    let record = bytes
+        .as_ref()
+        .try_into()
+        .map_err(|error| object_store::Error::Generic { store: "keys", source: Box::new(error) })?;
     Ok(WrappedKey::parse(record))
 }
 

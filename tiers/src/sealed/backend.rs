@@ -287,7 +287,8 @@ impl<B: Backend + 'static> Shared<B> {
     /// Blocks whose keys are known do not wait for those that a store is asked about.
     fn finish_aside(self: &Arc<Self>, blocks: Vec<BlockInScratch>, done: &Done) {
         let keyed = |mut block: BlockInScratch| (self.has_key(Way::Back, &mut block), block);
-        let (known, unknown): (Vec<_>, Vec<_>) = blocks.into_iter().map(keyed).partition(|&(has_key, _)| has_key);
+        let (known, unknown): (Vec<_>, Vec<_>) =
+            blocks.into_iter().map(keyed).partition(|&(has_key, _)| has_key);
         for (have_keys, blocks) in [(true, known), (false, unknown)] {
             let blocks: Vec<_> = blocks.into_iter().map(|(_, block)| block).collect();
             let (finisher, shared, done) = (Arc::clone(self), Arc::clone(self), done.clone());
@@ -296,7 +297,9 @@ impl<B: Backend + 'static> Shared<B> {
                     block.result = finisher.finish(block);
                 }
             };
-            self.work((Way::Back, have_keys), blocks, finish, move |blocks| shared.end(Way::Back, blocks, &done));
+            self.work((Way::Back, have_keys), blocks, finish, move |blocks| {
+                shared.end(Way::Back, blocks, &done)
+            });
         }
     }
 
