@@ -413,7 +413,7 @@ mod tests {
         std::thread::scope(|threads| {
             let second = threads.spawn(|| put(2).unwrap());
             assert_eq!(told.recv(), Ok(Event::WriterIsWanted));
-            let (_, made) = notes.take();
+            let made = notes.take().made;
             assert_eq!(told.try_recv().ok(), None, "it waits");
             notes.written(Some(made));
             assert_eq!(second.join().unwrap(), 4);

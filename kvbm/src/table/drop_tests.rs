@@ -202,7 +202,7 @@ impl World {
                 self.apply(effects);
                 let mut next = Some(0);
                 while let Some(from) = next {
-                    next = self.table.end_past(from);
+                    next = self.table.end_next(from, &mut Budget::of_a_hold());
                 }
             }
             Step::Flush(tier) => {
@@ -435,7 +435,7 @@ impl World {
         }
         self.dead.extend(std::mem::take(&mut self.dying));
         self.check();
-        while self.table.sweep() {}
+        while self.table.sweep(&mut Budget::of_a_hold()) {}
         for (tier, _) in TIERS {
             self.table.block_flushes(tier, true);
         }

@@ -164,10 +164,10 @@ impl History {
             Step::Reset => {
                 let effects = self.table.reset(self.table.epoch() + 1).unwrap();
                 self.apply(effects);
-                self.end_each(Table::end_past);
+                self.end_each(|table, from| table.end_next(from, &mut Budget::of_a_hold()));
             }
             Step::Sweep => {
-                self.table.sweep();
+                self.table.sweep(&mut Budget::of_a_hold());
             }
             Step::Release(_) | Step::Cancel(_) => {}
         }
@@ -314,7 +314,7 @@ impl History {
             self.table.release(pins);
         }
         self.check();
-        while self.table.sweep() {}
+        while self.table.sweep(&mut Budget::of_a_hold()) {}
         for tier in Tier::ALL {
             self.table.block_flushes(tier, true);
         }
@@ -768,7 +768,7 @@ fn a_block_is_leased_and_flushed_however_many_pins_it_has() {
     assert_eq!(fill(&mut table, Tier::Host, &hashes), 0);
     let leases: Vec<_> = (0..100).map(|_| table.lease(chain, RequestInfo::default())).collect();
     assert!(leases.iter().all(|lease| lease.held().blocks(Tier::Host) == 1));
-    table.take_flush(Tier::Host, 8, Trigger::Used);
+    table.take_flush(Tier::Host, 8, Trigger::Used, &mut Budget::of_a_hold());
     let tasks = table.take_effects().tasks;
     assert_eq!(tasks.len(), 1, "it goes down");
     let _ = table.land(tasks.into_iter().map(|task| task.ended(Outcome::Arrived)), Duration::ZERO);
@@ -798,7 +798,7 @@ fn all_slots_come_back_after_a_reset_whatever_their_age() {
             assert_eq!(fill(&mut table, Tier::Host, &new), 0);
             assert_eq!(table.matches(Chain::from(&new)).blocks(Tier::Host), new.len());
         }
-        while table.sweep() {}
+        while table.sweep(&mut Budget::of_a_hold()) {}
         let counts = table.counts(Tier::Host);
         assert_eq!((counts.resident as usize, counts.forgotten), (new.len(), 0), "after {lives} lives");
         assert_eq!(counts.free + counts.resident, counts.total);
@@ -826,7 +826,7 @@ fn a_withdrawn_tier_is_like_an_absent_one_until_a_reset() {
     table.end_plan(refused.transfer, None);
     let mut plan = TransferPlan::copying(Class::Load, Tier::Device, early);
     while !table.trace(&mut plan) {}
-    assert!(plan.sources().iter().all(|from| from.tier == Tier::Disk));
+    assert!(plan.sources().all(|from| from.tier == Tier::Disk));
     let _ = table.reset(1).unwrap();
     assert_eq!(table.flushes_to(Tier::Host), Some(Tier::Disk));
     assert_eq!(fill(&mut table, Tier::Host, &hashes), 0);
