@@ -49,7 +49,7 @@ fn embedding((prompt_tokens, request): (Vec<u32>, RequestId), generated_tokens: 
     Ok(())
 }
 
-/// docs/embedding-names.md
+/// docs/embedding.md
 async fn names(settings: Settings) -> Tried {
     let fingerprint = Fingerprint {
         model: "meta-llama/Llama-3.1-8B".into(),
@@ -145,7 +145,7 @@ async fn ranks(settings: Settings, fingerprint: Option<Fingerprint>) -> Tried {
     Ok(())
 }
 
-/// docs/embedding-hybrid.md
+/// docs/engine-memory.md
 async fn hybrid(
     (settings, options): (Settings, Options),
     (full_attention, sliding, states): (EngineMemory, EngineMemory, EngineMemory),

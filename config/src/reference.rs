@@ -42,7 +42,7 @@ const SECTIONS: &[(&str, &str, &str)] = &[
     (
         "hybrid",
         "`[hybrid]`",
-        "Models with sliding windows or a state: see [hybrid models](embedding-hybrid.md).",
+        "Models with sliding windows or a state: see [hybrid models](engine-memory.md#hybrid-models).",
     ),
     ("metrics", "`[metrics]`", "What is exported for Prometheus."),
     ("traces", "`[traces]`", "What is told a tracer."),
