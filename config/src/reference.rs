@@ -185,18 +185,24 @@ fn short(valid: String) -> String {
     }
 }
 
+/// One row for all variables that differ alike.
 fn differences_table() -> String {
-    let mut table = String::from("| variable | here |\n|---|---|\n");
+    let mut rows: Vec<(&str, Vec<String>)> = Vec::new();
     for key in KEYS {
         for variable in key.variables {
-            if let Some(difference) = variable.upstream.filter(|difference| !difference.is_empty()) {
-                let _ = writeln!(
-                    table,
-                    "| {} | {difference} |",
-                    variable_name(key, variable).trim_end_matches(" †")
-                );
+            let Some(difference) = variable.upstream.filter(|difference| !difference.is_empty()) else {
+                continue;
+            };
+            let name = variable_name(key, variable).trim_end_matches(" †").to_owned();
+            match rows.iter_mut().find(|(text, _)| *text == difference) {
+                Some((_, names)) => names.push(name),
+                None => rows.push((difference, vec![name])),
             }
         }
+    }
+    let mut table = String::from("| variable | here |\n|---|---|\n");
+    for (difference, names) in rows {
+        let _ = writeln!(table, "| {} | {difference} |", names.join("<br>"));
     }
     table
 }
