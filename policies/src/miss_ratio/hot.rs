@@ -3,8 +3,7 @@
 use std::collections::HashMap;
 
 /// A block is hot that one request in so many uses.
-// Without these apart, conversation was off by tens of points: its first block is in every request
-// (docs/planning.md).
+// Without these apart, conversation was off by tens of points: its first block is in every request.
 const SHARE: u32 = 50;
 /// Uses below which nothing is hot.
 const LEAST_USES: u32 = 16;
