@@ -1,4 +1,4 @@
-//! Switches to the rule that would have served best of late.
+//! Switches to the rule that would have served best recently.
 
 use super::fixed::{WriteBack, WriteThrough};
 use super::pair::{TierPair, TierShape};
@@ -53,7 +53,7 @@ impl Auto {
         Self { sampling: Sampling::one_in(stride), rivals: RIVALS.map(rival), chosen: FIRST, uses: 0 }
     }
 
-    /// One block in so many is sampled.
+    /// One block in this number is sampled.
     pub fn stride(pair: &TierPair) -> u32 {
         (pair.lower.capacity / SHADOW_BLOCKS).max(1)
     }

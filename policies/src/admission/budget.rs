@@ -17,8 +17,7 @@ const DAY_MS: u64 = 86_400_000;
 const SAVED_HOURS: u64 = 1;
 
 impl Budget {
-    /// So many times a medium of `capacity_bytes` a day, as endurance is specified for drives. Nothing for what
-    /// is negative or no number.
+    /// A multiple of `capacity_bytes` a day, as endurance is specified for drives. Nothing if it is negative or no number.
     pub fn drive_writes_per_day(drive_writes: f64, capacity_bytes: u64) -> Self {
         Self { bytes_per_day: (drive_writes * capacity_bytes as f64) as u64 }
     }
@@ -48,7 +47,7 @@ impl Budgeted {
         Self { inner, bucket: Bucket::new(budget), block_bytes: block_bytes.max(1), tally: Tally::default() }
     }
 
-    /// Whether the demand of late for blocks worth more than `worth` leaves something of the budget.
+    /// Whether recent demand for blocks worth more than `worth` leaves something of the budget.
     fn is_affordable(&self, worth: f32) -> bool {
         // Demand and span are halved together, so both are of the same time.
         let allowance = self.bucket.level.saturating_add(self.bucket.income(self.tally.span_ms()));
@@ -90,7 +89,7 @@ impl Admission for Budgeted {
     ) -> u32 {
         let wanted = self.inner.admit(candidates, trigger, now_ms, forest, reuse).min(candidates.blocks);
         self.bucket.advance(now_ms);
-        // Demand is what the rule wants: else the budget would be saved for blocks that nobody writes.
+        // Demand is what the rule wants: else the budget would be saved for blocks that are never written.
         if wanted == 0 {
             return 0;
         }

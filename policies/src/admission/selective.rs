@@ -5,7 +5,7 @@ use super::worth::Tally;
 use crate::reuse::ReuseModel;
 use crate::seam::Forest;
 
-/// Writes blocks that are about to leave the upper tier, except those least likely to return: so many that
+/// Writes blocks that are about to leave the upper tier, except those least likely to return:
 /// [`REFUSED_RETURNS`] of all returns that are expected of the candidates are given up.
 ///
 /// The candidates of a path return no oftener the deeper they are, and leave in that order. So it is enough to
