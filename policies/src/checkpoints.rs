@@ -1,9 +1,9 @@
 //! Checkpoints: what is kept of layers that look back over a window only, or carry a state.
 //!
 //! Such a layer's old blocks no longer exist, so it has no chain of its own. At some positions of the chain it leaves a
-//! checkpoint, its last blocks as of there: every so many blocks (the *grid*), and where a prompt or a turn ends. A
+//! checkpoint, its last blocks as of there: at regular distances (the *grid*), and where a prompt or a turn ends. A
 //! state is a window of one block. **A window longer than the way between two checkpoints is not kept twice**: a
-//! checkpoint keeps what came after the one of the grid before it, and who wants the whole window takes that one too.
+//! checkpoint keeps what came after the one of the grid before it, and the whole window takes that one too.
 //!
 //! Positions count blocks: the checkpoint at position 32 is as of the end of the 32nd block.
 
