@@ -203,7 +203,7 @@ struct Stage {
     tier: Tier,
     capacity: u32,
     policies: TierPolicies,
-    /// By block: who used it last, exact once it is a leaf. A use marks the deepest block alone; what leaves
+    /// By block: which request used it last, exact once it is a leaf. A use marks the deepest block alone; what leaves
     /// hands its mark to its parent.
     last_use: Vec<Option<LastUser>>,
     outcome: TierOutcome,
