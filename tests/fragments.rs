@@ -94,7 +94,7 @@ async fn adopt(
         bytes: t.bytes_of_a_piece,
     });
     let map = SegmentMap::new(slots, &parts.collect::<Vec<_>>())?;
-    // SAFETY: the tensors live as long as `owner`, and nobody touches a slot while a copy that names it is under way.
+    // SAFETY: the tensors live as long as `owner`, and no code touches a slot while a copy that names it is under way.
     let region = unsafe { DeviceRegion::adopt(map, Space::Host, owner) };
     let manager = Manager::open_with(settings, options, EngineMemory::new(region, layers)?).await?;
     Ok(())
