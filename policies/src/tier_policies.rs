@@ -7,8 +7,8 @@ use crate::seam::{Access, BlockId, Ended, Forest, Upkeep};
 
 /// The policies of one tier: which of its blocks leaves it, and which of them go to the tier below.
 ///
-/// They share one [`ReuseModel`], which hears of each event once and before they do: two models of one tier would
-/// learn the same twice, at the price of the dearest policy. Where none of them asks a model, none is fed.
+/// They share one [`ReuseModel`], which hears each event once and before they do: two models of one tier would learn the
+/// same twice. If no policy asks a model, none is fed.
 #[derive(Debug)]
 pub struct TierPolicies {
     pub(crate) reuse: ReuseModel,

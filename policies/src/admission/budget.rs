@@ -25,14 +25,13 @@ impl Budget {
 
 /// Another rule, within a [`Budget`].
 ///
-/// Of what the other rule admits, only so much is written as the budget allows, in the blocks that are the most
-/// likely to return: the shorter the budget, the likelier they have to be. While the budget exceeds the demand it
-/// changes nothing.
+/// Of the blocks that the other rule admits, those most likely to return are written, as far as the budget allows. While
+/// the budget exceeds the demand it changes nothing.
 ///
 /// An allowance runs up at 23/24 of the daily rate, to at most an hour's worth: so no day sees more than the
 /// budget, wherever it begins.
 ///
-/// O(1) a question, besides the other rule. How likely a block is to return, the upper tier's reuse model knows.
+/// O(1) a question, besides the other rule. The upper tier's reuse model knows how likely a block is to return.
 #[derive(Debug)]
 pub struct Budgeted {
     inner: Box<dyn Admission>,
@@ -131,7 +130,7 @@ impl Bucket {
     fn advance(&mut self, now_ms: u64) {
         let filled_ms = *self.filled_ms.get_or_insert(now_ms);
         let income = self.income(now_ms.saturating_sub(filled_ms));
-        // What is less than a byte goes on running up.
+        // Fractions of a byte go on running up.
         if income > 0 {
             self.level = self.level.saturating_add(income).min(self.most());
             self.filled_ms = Some(now_ms);

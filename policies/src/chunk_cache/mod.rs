@@ -36,7 +36,7 @@ pub struct ChunkKey(pub u128);
 /// compute is *expected* from its first offer on: policies judge it together with what is there, and name the worst. What
 /// they name before it came is declined; the owner hears nothing of that.
 ///
-/// A chunk whose predecessor is not there, as where that was declined, is an *orphan*: no look-up reaches it. Orphans go
+/// A chunk without its predecessor (declined, for instance) is an *orphan*: no look-up reaches it. Orphans go
 /// first, oldest first; the next use of their chain takes in those that can be reached again. Where chunks of a request
 /// are of several cache groups, gaps are usual (of a sliding window only the end is kept), and a chunk behind one begins
 /// a chain.
@@ -252,7 +252,7 @@ impl ChunkCache {
 
     /// A request uses the path that ends at `deepest`, and what follows it from `next` on: orphans, and from the index
     /// `expected` on also what has not come yet. So the policies judge a prompt as a whole before room is made for a part of
-    /// it, and a long one that will not return pushes nothing out that is worth more.
+    /// it, and a long one that will not return displaces nothing that is worth more.
     fn tell_use(
         &mut self,
         next: Place,

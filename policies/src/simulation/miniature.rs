@@ -4,7 +4,7 @@
 //! see every request, at its time, with a shorter path.
 //!
 //! The few blocks that one request in 20 begins with are left out: they are taken for resident from their first
-//! use on. To have one of them in a sample or not would change the estimate by more than all others together.
+//! use on. A sample with or without one of them would differ by more than all others together change it.
 
 use std::collections::{HashMap, HashSet};
 
