@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use kvbm_cli::measuring::rounds::Spread;
 use kvbm_tiers::cuda::{CudaBackend, Gpu};
 use kvbm_tiers::raw::RawGpu;
+use kvbm_tiers::testing::each;
 use kvbm_tiers::transform::{Layout, Shape, Transform};
 use kvbm_tiers::{
     Backend, BlockKey, CopyOp, DeviceRegion, Done, DramOptions, DramRegion, Geometry, SegmentMap, SetupError,
@@ -276,7 +277,7 @@ impl Bed {
             to: slot(to, number),
         };
         let (report, reports) = mpsc::channel();
-        let done = Done::new(move |_, result: Result<(), _>| {
+        let done = each(move |_, result: Result<(), _>| {
             // Who stopped listening has failed already.
             let _ = report.send(result.is_ok());
         });

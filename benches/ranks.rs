@@ -204,7 +204,7 @@ impl Turns {
         let ops: Vec<_> = self.ops[first..].iter().take(BATCH as usize).copied().collect();
         let left = AtomicUsize::new(ops.len());
         let turns = Arc::clone(&self);
-        let done = Done::together(move |ended| {
+        let done = Done::new(move |ended| {
             assert!(ended.iter().all(|(_, result)| result.is_ok()), "the copies succeed");
             if left.fetch_sub(ended.len(), Ordering::AcqRel) == ended.len() {
                 Arc::clone(&turns).start(batch + turns.in_flight);

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use kvbm_tiers::sealed::{Cipher, KeyRing, Scratch, ScratchOptions, TenantKeys};
+use kvbm_tiers::testing::each;
 use kvbm_tiers::{
-    Backend, BlockKey, CopyOp, DiskOptions, DiskRegion, Done, DramOptions, DramRegion, Geometry, Memory,
-    Route, Sealed, SlotId, SlotRef, Tier, UringBackend, Verified,
+    Backend, BlockKey, CopyOp, DiskOptions, DiskRegion, DramOptions, DramRegion, Geometry, Memory, Route,
+    Sealed, SlotId, SlotRef, Tier, UringBackend, Verified,
 };
 
 const WORKING_SET: usize = 512 << 20;
@@ -134,8 +135,7 @@ fn move_all(backend: &Arc<dyn Backend>, route: Route, slots: u32) -> f64 {
             under_way -= ended_one(&end);
         }
         let ended = ended.clone();
-        backend
-            .submit(batch.to_vec(), Done::new(move |_, result| ended.send(result).expect("the bench waits")));
+        backend.submit(batch.to_vec(), each(move |_, result| ended.send(result).expect("the bench waits")));
         under_way += batch.len() as u32;
     }
     while under_way > 0 {

@@ -6,8 +6,9 @@
 use std::sync::{Arc, mpsc};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use kvbm_tiers::testing::each;
 use kvbm_tiers::{
-    Backend, BlockKey, Checksums, CopyOp, DiskOptions, DiskRegion, Done, DramOptions, DramRegion, Geometry,
+    Backend, BlockKey, Checksums, CopyOp, DiskOptions, DiskRegion, DramOptions, DramRegion, Geometry,
     MemcpyBackend, Memory, Route, SlotId, SlotRef, Tier, UringBackend, Verified,
 };
 
@@ -74,7 +75,7 @@ fn move_all(backend: &dyn Backend, (from, to): Route, size: usize) {
         to: at(to, slot),
     };
     let (report, reports) = mpsc::channel();
-    let done = Done::new(move |_, result| report.send(result).expect("the bench listens"));
+    let done = each(move |_, result| report.send(result).expect("the bench listens"));
     backend.submit((0..(WORKING_SET / size) as u32).map(order).collect(), done);
     reports.iter().for_each(|result| result.expect("the copy succeeds"));
 }

@@ -9,7 +9,7 @@ use kvbm_tests::rig::hash;
 use prometheus::Registry;
 
 const BLOCK: u64 = 16 << 10;
-const LIMIT: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_mins(1);
 
 fn chain(n: u32) -> Vec<BlockHash> {
     (0..4).map(|i| hash(100 * n + i)).collect()

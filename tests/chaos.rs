@@ -10,7 +10,7 @@ use kvbm_tests::rig::{hash, metric};
 use kvbm_tiers::chaos::{Chaos, Kind, Medium, Schedule};
 use prometheus::Registry;
 
-const LIMIT: Duration = Duration::from_secs(40);
+const LIMIT: Duration = Duration::from_mins(1);
 
 /// A manager over real tiers, and what goes wrong in them.
 struct Troubled {

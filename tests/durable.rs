@@ -19,7 +19,7 @@ use kvbm_tiers::chaos::{Chaos, Schedule};
 use kvbm_tiers::{IndexChange, IndexEntry, IndexOptions, TierIndex};
 
 const BLOCK: u64 = 4096;
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_mins(1);
 
 fn settings(dir: &Path, host: u64, disk: u64) -> Settings {
     let mut settings = engine::settings(BLOCK, 16, host);

@@ -18,7 +18,7 @@ const WORLD: u16 = 4;
 const BLOCK: usize = 8192;
 const LAYERS: u16 = 8;
 const SLOTS: u32 = 96;
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_mins(1);
 
 fn settings(dir: &Path) -> Settings {
     let mut settings = Settings { block_bytes: Some(BLOCK as u64), ..Settings::default() };

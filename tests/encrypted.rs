@@ -215,7 +215,7 @@ impl Drive {
         let files =
             KeyFiles::open(std::slice::from_ref(&self.dir), "model", Duration::from_secs(10)).unwrap();
         let ring = Arc::new(KeyRing::parse(keys).unwrap());
-        let keys = Arc::new(TenantKeys::open(ring, "model", Box::new(files)).unwrap());
+        let keys = Arc::new(TenantKeys::new(ring, "model", Box::new(files)));
         let cipher = Cipher::new(keys, Tier::Disk, "model", BLOCK);
         Sealed::new(threads, Arc::clone(&self.memory) as _, (scratch, cipher), 1).unwrap()
     }

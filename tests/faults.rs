@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use kvbm::scheduler::Tuning;
 use kvbm::{
-    BlockHash, Chain, Class, Clock, Defect, ErrorKind, Manager, Options, RequestInfo, SystemClock, Tier,
-    Transferred,
+    BlockHash, Chain, Class, Clock, Defect, Drained, ErrorKind, Manager, Options, RequestInfo, SystemClock,
+    Tier, Transferred,
 };
 use kvbm_policies::AdmissionKind;
 use kvbm_settings::{Capacity, Settings};
@@ -22,7 +22,8 @@ use kvbm_tiers::{Backend, CopyErrorKind, MemcpyBackend};
 use prometheus::Registry;
 
 const SIZES: Sizes = Sizes { tiers: [16, 16, 32, 64], staging: 4 };
-const LIMIT: Duration = Duration::from_secs(20);
+/// Longer than any test takes, unless it lets time pass.
+const LIMIT: Duration = Duration::from_mins(1);
 const FROM_DISK: (Tier, Tier) = DISK[1];
 const TO_DISK: (Tier, Tier) = DISK[0];
 
@@ -43,7 +44,7 @@ impl Faulty {
     }
 
     fn of(sizes: Sizes) -> Self {
-        Self::with(sizes, Tuning { timeout: Duration::from_millis(30), ..TIGHT })
+        Self::with(sizes, Tuning { timeout: LIMIT, ..TIGHT })
     }
 
     fn with(sizes: Sizes, tuning: Tuning) -> Self {
@@ -64,6 +65,18 @@ impl Faulty {
 
     fn held(&self, chain: &[BlockHash], tier: Tier) -> usize {
         self.rig.core.table().matches(Chain::from(chain)).blocks(tier)
+    }
+
+    /// Flushes until it has come to that.
+    fn drain_until(&self, has_come: impl Fn(&Drained) -> bool) {
+        let began = Instant::now();
+        loop {
+            let drained = self.rig.core.drain(Duration::from_millis(10));
+            if has_come(&drained) {
+                return;
+            }
+            assert!(began.elapsed() < LIMIT, "{drained:?}");
+        }
     }
 
     /// Computes a chain, saves it, flushes it to the bottom.
@@ -185,7 +198,7 @@ fn a_copy_that_never_ends_costs_its_slot_and_nothing_else() {
     let lease = faulty.rig.core.lease(Chain::from(&chain(1)), RequestInfo::default());
     let ticket = faulty.rig.core.transfer(Class::Load, Tier::Device, lease);
     faulty.disk.heal();
-    std::thread::sleep(Duration::from_millis(60));
+    faulty.rig.clock.pass(LIMIT * 2);
     faulty.rig.core.tick();
     let transferred = ticket.wait().unwrap();
     assert_eq!((transferred.blocks, transferred.failed), (0, 6));
@@ -231,12 +244,11 @@ fn a_full_disk_stops_nobody() {
 
 #[test]
 fn a_full_disk_is_not_tried_all_the_time() {
-    let pause = Duration::from_millis(200);
-    let faulty = Faulty::with(SIZES, Tuning { breaker_pause: pause, timeout: pause, ..TIGHT });
+    let faulty = Faulty::with(SIZES, Tuning { breaker_pause: LIMIT, timeout: 10 * LIMIT, ..TIGHT });
     faulty.sink(&chain(1));
     faulty.disk.inject(Fault::FailAfter(0, CopyErrorKind::NoSpace), &[TO_DISK]);
-    let until = Instant::now() + 3 * pause;
-    for n in (2..).take_while(|_| Instant::now() < until) {
+    for n in 2..50 {
+        faulty.rig.clock.pass(LIMIT / 16);
         faulty.save(&chain(n));
         let _ = faulty.rig.core.drain(Duration::from_millis(1));
         faulty.load(&chain(1));
@@ -247,14 +259,14 @@ fn a_full_disk_is_not_tried_all_the_time() {
     let window = TIGHT.max_concurrent * TIGHT.max_batch;
     assert!(tried <= window as u64 + 3, "{tried} copies tried a full disk");
     faulty.disk.heal();
+    faulty.rig.clock.pass(16 * LIMIT);
     assert!(faulty.rig.core.drain(LIMIT).is_complete());
 }
 
 /// A block whose ancestors the disk lacks as well, as after a quarantine.
 #[test]
 fn one_block_tries_whether_the_disk_is_well_again() {
-    let pause = Duration::from_millis(50);
-    let faulty = Faulty::with(SIZES, Tuning { breaker_pause: pause, timeout: LIMIT, ..TIGHT });
+    let faulty = Faulty::with(SIZES, Tuning { breaker_pause: LIMIT, timeout: 10 * LIMIT, ..TIGHT });
     faulty.store(&chain(1));
     let hashes = chain(1);
     let root = Chain::from(&hashes).key(0);
@@ -262,17 +274,18 @@ fn one_block_tries_whether_the_disk_is_well_again() {
     faulty.rig.core.table().release(pins);
     faulty.disk.inject(Fault::FailAfter(0, CopyErrorKind::Unavailable), &[TO_DISK]);
     faulty.save(&chain(2));
-    let _ = faulty.rig.core.drain(Duration::from_millis(1));
+    faulty.drain_until(|drained| !drained.in_flight);
     assert_eq!(faulty.rig.core.table().quarantine(root, found, Defect::Corrupt), 6);
     let tried = || faulty.rig.metric("kvbm_transfer_failures_total", &[("to", "disk")]);
     let before = tried();
-    let deadline = Instant::now() + pause + pause / 2;
-    while Instant::now() < deadline {
+    for _ in 0..6 {
+        faulty.rig.clock.pass(LIMIT / 4);
         faulty.rig.core.tick();
-        std::thread::sleep(Duration::from_millis(1));
+        faulty.drain_until(|drained| !drained.in_flight);
     }
     assert_eq!(tried() - before, 1, "the pause ended once, and one block went");
     faulty.disk.heal();
+    faulty.rig.clock.pass(4 * LIMIT);
     assert!(faulty.rig.core.drain(LIMIT).is_complete());
     assert_eq!(faulty.held(&hashes, Tier::Disk), 6);
 }
@@ -304,8 +317,7 @@ fn a_flush_that_failed_is_tried_again() {
         let faulty = Faulty::new();
         faulty.disk.inject(Fault::FailAfter(fails_after, CopyErrorKind::Io), &[TO_DISK]);
         faulty.save(&chain(1));
-        let drained = faulty.rig.core.drain(Duration::from_millis(30));
-        assert_eq!(drained.unflushed[Tier::Host.index()], 6 - fails_after as usize, "{drained:?}");
+        faulty.drain_until(|drained| drained.unflushed[Tier::Host.index()] == 6 - fails_after as usize);
         assert!(faulty.rig.core.table().stats(Tier::Host).flush_failures >= 1);
         faulty.disk.heal();
         // Nobody asks for it: the background work does it when the pause is over.
@@ -390,7 +402,7 @@ fn blocks_find_another_way_or_none_when_there_is_no_staging() {
     let load = faulty.rig.core.lease(Chain::from(&chain(1)), RequestInfo::default());
     let ticket = faulty.rig.core.transfer(Class::Load, Tier::Device, load);
     let answer = std::thread::spawn(move || ticket.wait());
-    let deadline = Instant::now() + Duration::from_secs(2);
+    let deadline = Instant::now() + LIMIT;
     while !answer.is_finished() && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(5));
     }

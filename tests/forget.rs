@@ -131,10 +131,10 @@ fn who_is_forgotten_is_found_in_no_tier_now_and_later_and_others_are() {
 fn forget_while_nobody_works(settings: &Settings, tenant: u32) -> usize {
     let Some(url) = &settings.object.url else {
         let files = KeyFiles::open_all(&settings.disk.dirs, Duration::from_secs(10)).unwrap();
-        return files.iter().map(|files| files.destroy(tenant).unwrap()).sum();
+        return files.iter().map(|files| files.destroy(tenant, &[]).unwrap()).sum();
     };
     let store = Store::open(url, &StoreOptions::default()).unwrap();
-    store.all_keys().unwrap().iter().map(|keys| keys.destroy(tenant).unwrap()).sum()
+    store.all_keys().unwrap().iter().map(|keys| keys.destroy(tenant, &[]).unwrap()).sum()
 }
 
 #[test]
@@ -155,6 +155,35 @@ fn who_is_forgotten_while_nobody_works_is_not_found_by_the_next_start() {
         assert_served(&again, OTHER, BLOCKS);
         stop(again);
     }
+}
+
+#[test]
+fn a_directory_that_is_away_forbids_no_encrypted_start_and_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let settings = lower(dir.path(), Lowest::Disk);
+    // Something else lies in its place.
+    fs::write(dir.path().join("two"), "").unwrap();
+    let manager = open(settings.clone());
+    [ONE, OTHER].into_iter().for_each(|tenant| assert_served(&manager, tenant, 0));
+    stop(manager);
+    let manager = open(settings.clone());
+    assert!(serve(&manager, OTHER).hit > 0, "what the other directory has is found again");
+    let error = manager.forget(ONE).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    assert!(error.to_string().contains("two is away"), "{error}");
+    let held = manager.matches(&chain(ONE));
+    assert!(Tier::ALL.iter().all(|&tier| held.blocks(tier) == 0), "{held:?}");
+    stop(manager);
+    // And then it is there.
+    fs::remove_file(dir.path().join("two")).unwrap();
+    let manager = open(settings.clone());
+    assert_served(&manager, ONE, 0);
+    manager.forget(ONE).unwrap();
+    assert!(serve(&manager, OTHER).hit > 0);
+    stop(manager);
+    let manager = open(settings);
+    assert_served(&manager, ONE, 0);
+    stop(manager);
 }
 
 #[test]

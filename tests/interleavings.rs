@@ -4,19 +4,21 @@
 //! `kvbm`'s `sync` module; a failure prints the schedule that replays it. `KVBM_SCHEDULES` says how many schedules of
 //! each scenario are tried (800).
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvbm::scheduler::{Core, LoadInto, SaveFrom};
-use kvbm::{BlockHash, Chain, Class, ErrorKind, Fence, HostFence, RequestInfo, SlotId, Tier};
+use kvbm::{BlockHash, Chain, Class, ErrorKind, Fence, Hints, HostFence, RequestInfo, SlotId, Tier};
 use kvbm_tests::follower::Follower;
-use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, hash, seed};
+use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, hash, seed, seed_for};
 use kvbm_tiers::testing::ParkedBackend;
-use kvbm_tiers::{Backend, CopyError, CopyErrorKind};
+use kvbm_tiers::{Backend, CopyError, CopyErrorKind, CopyOp};
 use shuttle::future::block_on;
 use shuttle::rand::Rng;
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
+use shuttle::sync::Mutex;
 use shuttle::{Config, Runner, thread};
 
 const SIZES: Sizes = Sizes { tiers: [6, 6, 12, 12], staging: 2 };
@@ -51,7 +53,29 @@ struct Machine {
     ended: Arc<AtomicUsize>,
     /// An engine's memory is not to be touched now.
     hands_off: Arc<AtomicBool>,
+    contents: Contents,
     hardware: thread::JoinHandle<()>,
+}
+
+/// Which block's bytes lie where: a copy takes along what its source has.
+#[derive(Clone, Default)]
+struct Contents(Arc<Mutex<HashMap<(Tier, SlotId), BlockHash>>>);
+
+impl Contents {
+    fn set(&self, tier: Tier, slot: SlotId, hash: BlockHash) {
+        self.0.lock().unwrap().insert((tier, slot), hash);
+    }
+
+    fn of(&self, tier: Tier, slot: SlotId) -> Option<BlockHash> {
+        self.0.lock().unwrap().get(&(tier, slot)).copied()
+    }
+
+    fn copy(&self, op: &CopyOp) {
+        let mut contents = self.0.lock().unwrap();
+        if let Some(&there) = contents.get(&(op.from.tier, op.from.slot)) {
+            contents.insert((op.to.tier, op.to.slot), there);
+        }
+    }
 }
 
 impl Machine {
@@ -61,13 +85,44 @@ impl Machine {
         let parked = Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
         let core = bare_core(sizes, TIGHT, &(Arc::clone(&parked) as Arc<dyn Backend>));
         let (off, ended) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
-        let hands_off = Arc::new(AtomicBool::new(false));
+        let (hands_off, contents) = (Arc::new(AtomicBool::new(false)), Contents::default());
         let hardware = {
             let (parked, off, ended) = (Arc::clone(&parked), Arc::clone(&off), Arc::clone(&ended));
-            let hands_off = Arc::clone(&hands_off);
-            thread::spawn(move || work(&parked, (&off, &hands_off), &ended, fails_one_in))
+            let (hands_off, contents) = (Arc::clone(&hands_off), contents.clone());
+            thread::spawn(move || work(&parked, (&off, &hands_off), (&ended, &contents), fails_one_in))
         };
-        Self { core, parked, off, ended, hands_off, hardware }
+        Self { core, parked, off, ended, hands_off, contents, hardware }
+    }
+
+    /// Makes a tenant's chain resident in a tier, with its bytes.
+    fn seed_bytes(&self, tier: Tier, chain: &[BlockHash]) {
+        seed_for(&self.core, of_tenant(), tier, Chain::from(chain));
+        for (slot, hash) in self.slots(tier, chain).into_iter().zip(chain) {
+            self.contents.set(tier, slot, *hash);
+        }
+    }
+
+    /// Where the leading blocks of a chain lie.
+    fn slots(&self, tier: Tier, chain: &[BlockHash]) -> Vec<SlotId> {
+        let mut table = self.core.table();
+        let chain = table.enter(Chain::from(chain));
+        let held = table.matches(chain).blocks(tier);
+        let mut slot = |at| {
+            let loan = table.lend(tier, chain.key(at)).expect("a block of the match");
+            let slot = loan.slot();
+            table.return_loan(tier, loan);
+            slot
+        };
+        (0..held).map(&mut slot).collect()
+    }
+
+    /// Every block that is found has its own bytes.
+    fn check_bytes(&self, chain: &[BlockHash]) {
+        for tier in Tier::ALL {
+            for (slot, hash) in self.slots(tier, chain).into_iter().zip(chain) {
+                assert_eq!(self.contents.of(tier, slot), Some(*hash), "{slot:?} of {tier}");
+            }
+        }
     }
 
     /// Brings a chain somewhere from a thread of its own; returns how much of it arrived.
@@ -100,7 +155,7 @@ impl Machine {
 fn work(
     parked: &ParkedBackend,
     (off, hands_off): (&AtomicBool, &AtomicBool),
-    ended: &AtomicUsize,
+    (ended, contents): (&AtomicUsize, &Contents),
     fails_one_in: Option<u32>,
 ) {
     loop {
@@ -122,6 +177,9 @@ fn work(
         let which = random.gen_range(0..pending.len());
         let fails = fails_one_in.is_some_and(|n| random.gen_range(0..n) == 0);
         let result = if fails { Err(CopyError::new(CopyErrorKind::Io, "by chance")) } else { Ok(()) };
+        if result.is_ok() {
+            contents.copy(&pending[which].op);
+        }
         if parked.finish(pending[which].id, result) {
             ended.fetch_add(1, Ordering::AcqRel);
         }
@@ -373,9 +431,16 @@ fn nothing_touches_an_engines_memory_before_its_fence() {
             let slots: Vec<_> = (0..6).map(SlotId).collect();
             let order = || Fence::Host(fence.clone());
             let lease = core.lease(Chain::from(&wanted), RequestInfo::default());
-            let layers = 2.try_into().expect("above zero");
-            let load =
-                LoadInto { lease, blocks: 0..3, slots: &slots[..3], after: order(), layers, part_of: None };
+            let (layers, with_media) = (2.try_into().expect("above zero"), Arc::default());
+            let load = LoadInto {
+                lease,
+                blocks: 0..3,
+                slots: &slots[..3],
+                after: order(),
+                layers,
+                with_media,
+                part_of: None,
+            };
             let mut load = core.load_into(load);
             let (info, chain) = (RequestInfo::default(), Chain::from(&computed));
             let save = SaveFrom { info, chain, first: 0, slots: &slots[3..], ready: order(), part_of: None };
@@ -458,6 +523,173 @@ fn nothing_from_before_a_reset_is_found_after_it() {
             assert_eq!(counts.free, counts.total, "{tier}: {counts:?}");
         }
         assert!(core.table().is_empty());
+    });
+}
+
+const TENANT: u32 = 7;
+
+fn of_tenant() -> RequestInfo {
+    RequestInfo { hints: Hints { tenant: Some(TENANT), ..Hints::default() }, ..RequestInfo::default() }
+}
+
+/// Of more blocks than a step of a plan takes.
+fn long_chain() -> Vec<BlockHash> {
+    (0..5).map(|i| hash(100 + i)).collect()
+}
+
+/// Has a block of the chain found wrong, its tenant forgotten or everything reset; returns how many blocks may be left, and
+/// finds no more from here on.
+fn drop_some(core: &Arc<Core>) -> usize {
+    let at = shuttle::rand::thread_rng().gen_range(0..5);
+    let left = match shuttle::rand::thread_rng().gen_range(0..4) {
+        0 => {
+            core.forget(TENANT);
+            0
+        }
+        1 => {
+            core.reset(1).expect("a greater epoch");
+            0
+        }
+        _ => {
+            core.drop_wrong(Chain::from(&long_chain()), at);
+            at
+        }
+    };
+    assert!(core.matches(Chain::from(&long_chain())).longest() <= left, "it was dropped, and is found");
+    left
+}
+
+/// Nobody computes the chain again: whatever of it comes to a tier afterwards is what was dropped.
+fn assert_stays_dropped(machine: Machine, left: usize) {
+    machine.check_bytes(&long_chain());
+    let (core, _) = machine.stop();
+    core.tick();
+    assert!(core.matches(Chain::from(&long_chain())).longest() <= left, "what was dropped came back");
+    let staging = core.staging();
+    assert_eq!((staging.idle, staging.lost), (staging.total, 0));
+}
+
+#[test]
+fn what_was_dropped_comes_back_by_no_copy() {
+    check(|| {
+        let machine = Machine::start(SIZES, Some(8));
+        machine.seed_bytes(Tier::Disk, &long_chain());
+        if shuttle::rand::thread_rng().gen_range(0..2) == 0 {
+            machine.seed_bytes(Tier::Host, &long_chain());
+        }
+        let asks = |class, to| {
+            let core = Arc::clone(&machine.core);
+            thread::spawn(move || {
+                let lease = core.lease(Chain::from(&long_chain()), of_tenant());
+                drop(block_on(core.transfer(class, to, lease)));
+            })
+        };
+        let askers = [
+            asks(Class::Load, Tier::Device),
+            asks(Class::Prefetch, Tier::Host),
+            asks(Class::Save, Tier::Object),
+        ];
+        let core = Arc::clone(&machine.core);
+        let flusher = thread::spawn(move || _ = core.drain(Duration::ZERO));
+        let core = Arc::clone(&machine.core);
+        let left = thread::spawn(move || drop_some(&core)).join().unwrap();
+        askers.into_iter().for_each(|asker| asker.join().unwrap());
+        flusher.join().unwrap();
+        assert_stays_dropped(machine, left);
+    });
+}
+
+#[test]
+fn an_engine_is_given_each_positions_own_bytes_or_none() {
+    check(|| {
+        let machine = Machine::start(ENGINE, Some(8));
+        machine.seed_bytes(Tier::Disk, &long_chain());
+        let loads = [0, 2].map(|first| {
+            let (core, contents) = (Arc::clone(&machine.core), machine.contents.clone());
+            thread::spawn(move || {
+                let slots: Vec<_> = (0..5).map(|at| SlotId(10 * first as u32 + at)).collect();
+                let lease = core.lease(Chain::from(&long_chain()), of_tenant());
+                let (blocks, layers) = (first..5, 1.try_into().expect("above zero"));
+                let slots = &slots[first..];
+                let after = Fence::Done;
+                let with_media = Arc::default();
+                let load = LoadInto { lease, blocks, slots, after, layers, with_media, part_of: None };
+                let Ok(loaded) = block_on(core.load_into(load)) else { return };
+                for (slot, hash) in slots.iter().zip(&long_chain()[first..]).take(loaded.arrived) {
+                    assert_eq!(contents.of(Tier::Device, *slot), Some(*hash), "given for {hash:?}");
+                }
+            })
+        });
+        let core = Arc::clone(&machine.core);
+        let prefetch = thread::spawn(move || {
+            let lease = core.lease(Chain::from(&long_chain()), of_tenant());
+            drop(block_on(core.transfer(Class::Prefetch, Tier::Host, lease)));
+        });
+        let (core, contents) = (Arc::clone(&machine.core), machine.contents.clone());
+        // Another prompt wants the room.
+        let saver = thread::spawn(move || {
+            let slots: Vec<_> = (40..43).map(SlotId).collect();
+            slots.iter().zip(chain(2)).for_each(|(&slot, hash)| contents.set(Tier::Device, slot, hash));
+            let (info, computed) = (of_tenant(), chain(2));
+            let chain = Chain::from(&computed);
+            let save = SaveFrom { info, chain, first: 0, slots: &slots, ready: Fence::Done, part_of: None };
+            drop(block_on(core.save_from(Tier::Host, save)));
+        });
+        let core = Arc::clone(&machine.core);
+        let left = thread::spawn(move || drop_some(&core)).join().unwrap();
+        loads.into_iter().for_each(|load| load.join().unwrap());
+        prefetch.join().unwrap();
+        saver.join().unwrap();
+        machine.check_bytes(&chain(2));
+        assert_stays_dropped(machine, left);
+    });
+}
+
+/// Loads from the host tier and past it, what comes to it and what goes down from it, begun before or after it is
+/// withdrawn: from then on nothing of it arrives anywhere, and what lies below it does.
+#[test]
+fn nothing_of_a_withdrawn_tier_lands_once_it_is() {
+    check(|| {
+        let machine = Machine::start(Sizes { tiers: [12, 6, 12, 12], staging: 2 }, None);
+        seed(&machine.core, Tier::Host, Chain::from(&chain(1)));
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(2)));
+        seed(&machine.core, Tier::Device, Chain::from(&chain(3)));
+        let there = |core: &Core, tier| core.matches(Chain::from(&chain(1))).blocks(tier);
+        let core = Arc::clone(&machine.core);
+        let withdrawal = thread::spawn(move || {
+            core.withdraw(Tier::Host);
+            assert_eq!([1, 2, 3].map(|n| core.matches(Chain::from(&chain(n))).blocks(Tier::Host)), [0; 3]);
+            [Tier::Device, Tier::Disk].map(|tier| there(&core, tier))
+        });
+        let core = Arc::clone(&machine.core);
+        let flusher = thread::spawn(move || {
+            let _ = core.drain(Duration::ZERO);
+        });
+        let others = [
+            machine.transfer(Class::Load, Tier::Device, chain(1)),
+            machine.transfer(Class::Load, Tier::Device, chain(2)),
+            machine.transfer(Class::Prefetch, Tier::Host, chain(2)),
+            machine.transfer(Class::Save, Tier::Host, chain(3)),
+        ];
+        let [on_device, on_disk] = withdrawal.join().unwrap();
+        flusher.join().unwrap();
+        others.into_iter().for_each(|other| assert!(other.join().unwrap() <= 3));
+        let past = machine.transfer(Class::Load, Tier::Device, chain(2));
+        assert_eq!(past.join().unwrap(), 3, "what lies below is loaded");
+        let (core, _) = machine.stop();
+        assert!(there(&core, Tier::Disk) <= on_disk, "more went down than the {on_disk} of before");
+        // What had gone down comes up from there.
+        let most = on_device.max(on_disk);
+        assert!(there(&core, Tier::Device) <= most, "more came up than the {most} of before");
+        // And then it heals.
+        core.reset(1).expect("a greater epoch");
+        core.tick();
+        for tier in Tier::ALL {
+            let counts = core.table().counts(tier);
+            assert_eq!(counts.free, counts.total, "{tier}: {counts:?}");
+        }
+        seed(&core, Tier::Host, Chain::from(&chain(1)));
+        assert_eq!(there(&core, Tier::Host), 3);
     });
 }
 

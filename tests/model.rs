@@ -9,7 +9,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use kvbm::scheduler::Tuning;
-use kvbm::table::Match;
+use kvbm::table::{Budget, Match};
 use kvbm::{BlockHash, Chain, Class, Clock, ErrorKind, Lease, RequestInfo, Tier, Transfer, Transferred};
 use kvbm_policies::AdmissionKind;
 use kvbm_tests::follower::Follower;
@@ -79,6 +79,8 @@ enum Transition {
     FlushAll,
     /// New weights.
     Reset,
+    /// Too much of what a tier gave was wrong.
+    Withdraw(Tier),
     Tick {
         after_ms: u64,
     },
@@ -162,6 +164,7 @@ impl ReferenceStateMachine for Model {
             2 => any.clone().prop_map(Transition::DropTicket),
             20 => (any.clone(), outcome).prop_map(|(which, outcome)| Transition::Finish { which, outcome }),
             1 => Just(Transition::TimeOut),
+            1 => prop_oneof![Just(Tier::Host), Just(Tier::Disk), Just(Tier::Object)].prop_map(Transition::Withdraw),
             1 => (stored, chain, 0..8usize)
                 .prop_map(|(tier, chain, depth)| Transition::Rot { tier, chain, depth }),
             2 => Just(Transition::FlushAll),
@@ -281,11 +284,19 @@ impl System {
                 self.epoch += 1;
                 self.rig.core.reset(self.epoch).expect("a greater epoch");
             }
+            Transition::Withdraw(tier) => self.withdraw(tier),
             Transition::Tick { after_ms } => self.tick(after_ms),
             Transition::Evict { tier, blocks } => {
                 self.rig.core.table().evict(tier, blocks);
             }
         }
+    }
+
+    /// What waits there for its end is told that nothing comes.
+    fn withdraw(&self, tier: Tier) {
+        self.rig.core.withdraw(tier);
+        let (chains, table) = ((0..CHAINS).map(chain), self.rig.core.table());
+        assert!(chains.into_iter().all(|hashes| table.matches(Chain::from(&hashes)).blocks(tier) == 0));
     }
 
     fn publish(&mut self, which: usize) {
@@ -449,6 +460,7 @@ impl System {
             for tier in Tier::ALL {
                 let is_broken = quarantined[tier.index()] > held.quarantined[tier.index()];
                 let promised = held.promised.blocks(tier);
+                let is_broken = is_broken || self.rig.core.table().is_withdrawn(tier);
                 assert!(is_broken || now.blocks(tier) >= promised, "a leased block left {tier}");
             }
         }
@@ -492,8 +504,13 @@ impl System {
         let quarantined = self.quarantined();
         self.check(model, quarantined);
         self.leases.clear();
+        let is_withdrawn = |&tier: &Tier| self.rig.core.table().is_withdrawn(tier);
+        if Tier::ALL.iter().any(is_withdrawn) {
+            self.rig.core.reset(self.epoch + 1).expect("a greater epoch");
+            assert!(!Tier::ALL.iter().any(is_withdrawn));
+        }
         let mut table = self.rig.core.table();
-        while table.sweep() {}
+        while table.sweep(&mut Budget::of_a_hold()) {}
         for tier in Tier::ALL {
             table.block_flushes(tier, true);
         }

@@ -170,9 +170,9 @@ fn a_collector_is_told_of_requests_and_disturbs_nobody() {
             drop(manager.lease_for(of(request), &chain));
         }
         serve_traced(&manager, request, &chain);
-        assert!(began.elapsed() < Duration::from_secs(5), "{mood:?}: {:?}", began.elapsed());
+        assert!(began.elapsed() < Duration::from_mins(1), "{mood:?}: {:?}", began.elapsed());
         while collector.asked.load(Ordering::SeqCst) == asked {
-            assert!(began.elapsed() < Duration::from_secs(20), "{mood:?}: it is not asked");
+            assert!(began.elapsed() < Duration::from_mins(1), "{mood:?}: it is not asked");
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -192,7 +192,7 @@ fn a_collector_is_told_of_requests_and_disturbs_nobody() {
     drop(manager.lease_for(of(8), &chain));
     let began = Instant::now();
     drop(export);
-    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    assert!(began.elapsed() < Duration::from_mins(1), "{:?}", began.elapsed());
     collector.runtime.shutdown_background();
 }
 

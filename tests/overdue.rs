@@ -10,8 +10,9 @@ use kvbm_tiers::testing::{Fault, FaultBackend, MemoryStore};
 use kvbm_tiers::{Backend, MemcpyBackend};
 
 const FROM_DISK: (Tier, Tier) = DISK[1];
-const LIMIT: Duration = Duration::from_millis(50);
-const SOON: Duration = Duration::from_secs(20);
+/// Longer than any test takes: it passes when the test lets it.
+const LIMIT: Duration = Duration::from_mins(10);
+const SOON: Duration = Duration::from_mins(1);
 const SIZES: Sizes = Sizes { tiers: [64, 64, 128, 128], staging: 4 };
 
 fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
@@ -61,15 +62,26 @@ impl System {
     }
 
     /// Waits for an answer while background work goes on.
-    fn wait(&self, ticket: Transfer<Transferred>) -> (Transferred, Duration) {
-        let began = Instant::now();
+    fn wait(&self, ticket: Transfer<Transferred>) -> Transferred {
+        self.wait_in_steps(ticket, Duration::ZERO).0
+    }
+
+    /// The same while time passes, and how much did.
+    fn outwait(&self, ticket: Transfer<Transferred>) -> (Transferred, Duration) {
+        self.wait_in_steps(ticket, LIMIT / 8)
+    }
+
+    fn wait_in_steps(&self, ticket: Transfer<Transferred>, step: Duration) -> (Transferred, Duration) {
+        let (began, mut passed) = (Instant::now(), Duration::ZERO);
         let answer = std::thread::spawn(move || ticket.wait().unwrap());
         while !answer.is_finished() {
             assert!(began.elapsed() < SOON, "a load waits for ever");
             self.rig.core.tick();
             std::thread::sleep(Duration::from_millis(2));
+            self.rig.clock.pass(step);
+            passed += step;
         }
-        (answer.join().unwrap(), began.elapsed())
+        (answer.join().unwrap(), passed)
     }
 
     fn lost(&self) -> usize {
@@ -92,7 +104,7 @@ impl System {
         for chain in chains {
             // The first load may be the probe, of one block.
             drop(self.wait(self.load(chain)));
-            let transferred = self.wait(self.load(chain)).0;
+            let transferred = self.wait(self.load(chain));
             assert_eq!(transferred.blocks, chain.len(), "{transferred:?}");
             for position in 0..chain.len() {
                 assert_eq!(self.rig.is_intact(Tier::Device, Chain::from(chain).key(position)), Some(true));
@@ -115,9 +127,9 @@ fn a_slow_disk_costs_no_slot() {
     let system = System::new(SIZES);
     let prompts: Vec<_> = (1..=4).map(|n| chain(n, 12)).collect();
     prompts.iter().for_each(|chain| system.sink(chain));
-    system.disk.inject(Fault::Slow(LIMIT + Duration::from_millis(30)), &[FROM_DISK]);
+    system.disk.inject(Fault::Slow(Duration::from_millis(50)), &[FROM_DISK]);
     for chain in prompts.iter().cycle().take(12) {
-        drop(system.wait(system.load(chain)));
+        drop(system.outwait(system.load(chain)));
         let lost = system.lost();
         assert!(lost <= 16, "{lost} slots are held by a disk that may work on 6 copies");
     }
@@ -131,14 +143,18 @@ fn a_slow_disk_costs_no_slot() {
 /// A disk may be busy for longer than the limit: what counts is that it gets on.
 #[test]
 fn a_long_queue_makes_nothing_overdue() {
-    let system = System::new(SIZES);
+    // Of real time: the medium sets the pace.
+    let limit = Duration::from_secs(1);
+    let tuning = Tuning { timeout: limit, object_timeout: limit, queue_blocks: 2_000, ..TIGHT };
+    let system = System::with(SIZES, tuning);
     let prompt = chain(1, 48);
     system.sink(&prompt);
     // One copy after another: the last of a batch waits for the others.
-    system.disk.inject(Fault::Slow(Duration::from_millis(25)), &[FROM_DISK]);
-    let (transferred, took) = system.wait(system.load(&prompt));
+    system.disk.inject(Fault::Slow(Duration::from_millis(300)), &[FROM_DISK]);
+    let began = Instant::now();
+    let transferred = system.wait(system.load(&prompt));
     assert_eq!((transferred.blocks, system.rig.metric("kvbm_overdue_copies_total", &[])), (48, 0));
-    assert!(took > LIMIT * 2);
+    assert!(began.elapsed() > limit * 2);
 }
 
 #[test]
@@ -147,7 +163,7 @@ fn a_load_from_a_disk_that_hangs_fails_after_one_limit_however_long_it_is() {
     let prompt = chain(1, 192);
     system.sink(&prompt);
     system.disk.inject(Fault::NeverCompletes, &[FROM_DISK]);
-    let (transferred, took) = system.wait(system.load(&prompt));
+    let (transferred, took) = system.outwait(system.load(&prompt));
     assert_eq!((transferred.blocks, transferred.failed), (0, 192));
     let batches = TIGHT.max_concurrent * TIGHT.max_batch;
     assert!(
@@ -157,38 +173,41 @@ fn a_load_from_a_disk_that_hangs_fails_after_one_limit_however_long_it_is() {
     );
     // With 192 blocks in batches of 3, two at a time, a limit for each batch would be 32 limits.
     assert!(took < LIMIT * 16, "it took {took:?}");
-    let (again, took) = system.wait(system.load(&prompt));
+    let (again, took) = system.outwait(system.load(&prompt));
     assert!(again.failed <= 1 && took < LIMIT * 16, "a probe at most: {again:?} after {took:?}");
     system.disk.heal();
     drop(system.wait(system.load(&prompt)));
-    let (transferred, _) = system.wait(system.load(&prompt));
+    let transferred = system.wait(system.load(&prompt));
     assert_eq!(transferred.blocks, 192, "{transferred:?}");
 }
 
 /// Requests keep asking for blocks of a disk that hangs: one block tries it after each pause, and pauses double.
 #[test]
 fn a_disk_that_hangs_for_long_gets_few_probes() {
-    let (limit, pause) = (Duration::from_millis(20), Duration::from_millis(20));
-    let tuning = Tuning { timeout: limit, object_timeout: limit, breaker_pause: pause, ..TIGHT };
+    let tuning = Tuning { timeout: LIMIT, object_timeout: LIMIT, breaker_pause: LIMIT, ..TIGHT };
     let system = System::with(SIZES, tuning);
     let (one, two) = (chain(1, 12), chain(2, 12));
     system.sink(&one);
     system.sink(&two);
     system.disk.inject(Fault::NeverCompletes, &DISK);
-    let hangs_until = Instant::now() + Duration::from_secs(1);
-    while Instant::now() < hangs_until {
-        drop(system.wait(system.load(&one)));
-        drop(system.wait(system.load(&two)));
+    let mut hung = Duration::ZERO;
+    while hung < LIMIT * 50 {
+        for chain in [&one, &two] {
+            hung += system.outwait(system.load(chain)).1 + LIMIT / 4;
+            system.rig.clock.pass(LIMIT / 4);
+        }
     }
-    // 20, 40, 80 … 640 ms and a limit for each probe: five or six of them in a second.
+    // Pauses of 1, 2, 4 … 32 limits, and a limit for each probe: five or six of them in fifty limits.
     let first = TIGHT.max_concurrent * TIGHT.max_batch;
     let overdue = system.rig.core.overdue(FROM_DISK) as usize;
     assert!(overdue <= first + 7, "{overdue} copies were sent into a disk that hangs");
     system.disk.heal();
-    let began = Instant::now();
-    while system.wait(system.load(&two)).0.blocks < 12 {
-        assert!(began.elapsed() < SOON, "the disk is well, and nobody reads it");
-        std::thread::sleep(pause);
+    for round in 0.. {
+        if system.wait(system.load(&two)).blocks == 12 {
+            break;
+        }
+        assert!(round < 100, "the disk is well, and nobody reads it");
+        system.rig.clock.pass(LIMIT);
     }
 }
 
@@ -199,13 +218,13 @@ fn what_never_completes_stays_lost_and_nothing_else_does() {
     system.sink(&one);
     system.sink(&two);
     system.disk.inject(Fault::NeverCompletes, &[FROM_DISK]);
-    assert_eq!(system.wait(system.load(&one)).0.blocks, 0);
+    assert_eq!(system.outwait(system.load(&one)).0.blocks, 0);
     system.disk.heal();
     drop(system.wait(system.load(&two)));
-    assert_eq!(system.wait(system.load(&two)).0.blocks, 12);
+    assert_eq!(system.wait(system.load(&two)).blocks, 12);
     assert_eq!(system.lost(), 3);
     assert_eq!(system.rig.core.overdue(FROM_DISK), 3);
-    assert!(system.wait(system.load(&one)).0.blocks == 3, "its blocks are on disk still");
+    assert!(system.wait(system.load(&one)).blocks == 3, "its blocks are on disk still");
     assert_eq!(system.rig.core.table().audit(), []);
 }
 
@@ -216,10 +235,10 @@ fn a_backend_that_panics_costs_its_own_copies_only() {
     system.sink(&one);
     system.sink(&two);
     system.disk.inject(Fault::Panics, &[FROM_DISK]);
-    assert_eq!(system.wait(system.load(&one)).0.blocks, 0);
+    assert_eq!(system.outwait(system.load(&one)).0.blocks, 0);
     system.disk.heal();
     drop(system.wait(system.load(&two)));
-    assert_eq!(system.wait(system.load(&two)).0.blocks, 6);
+    assert_eq!(system.wait(system.load(&two)).blocks, 6);
     // Of three blocks; the last may not have been sent any more when the others were overdue.
     let lost = system.lost();
     assert!((1..=3).contains(&lost), "nobody knows whether the batch was taken: {lost} slots");
@@ -255,7 +274,8 @@ fn closing_answers_everybody_and_takes_nothing_on() {
 
 #[test]
 fn closing_waits_for_what_the_media_have() {
-    let slow = Duration::from_millis(300);
+    // So long that none of them ends before we look.
+    let slow = Duration::from_secs(3);
     let system = System::new(SIZES);
     let one = chain(1, 3);
     system.sink(&one);

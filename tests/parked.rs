@@ -9,7 +9,7 @@ use kvbm::{BlockHash, Chain, Class, Defect, RequestInfo, Tier, Transfer, Transfe
 use kvbm_tiers::testing::ParkedBackend;
 use kvbm_tiers::{Backend, CopyError, CopyErrorKind, Route};
 
-use crate::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, hash, seed};
+use crate::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, TestClock, bare_core_by, hash, seed};
 
 /// No copy is overdue while a test thinks.
 pub const PATIENT: Tuning =
@@ -27,6 +27,8 @@ pub struct Parked {
     pub core: Arc<Core>,
     /// What parks its copies.
     pub parked: Arc<ParkedBackend>,
+    /// Its clock.
+    pub clock: Arc<TestClock>,
 }
 
 impl Parked {
@@ -34,8 +36,10 @@ impl Parked {
     pub fn new(sizes: Sizes, tuning: Tuning) -> Self {
         let routes = [MEMORY, DISK, OBJECT].concat();
         let parked = Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
-        let core = bare_core(sizes, tuning, &(Arc::clone(&parked) as Arc<dyn Backend>));
-        Self { core, parked }
+        let clock = Arc::new(TestClock::simulated());
+        let core =
+            bare_core_by(Arc::clone(&clock), sizes, tuning, &(Arc::clone(&parked) as Arc<dyn Backend>));
+        Self { core, parked, clock }
     }
 
     /// Makes a chain resident in a tier.

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvbm::scheduler::{Core, Executor, Parts, ScrubOptions, Tuning};
-use kvbm::table::{Reserved, Steps, Table, TierSpec};
+use kvbm::table::{Reserved, SlotLimits, Steps, Table, TierSpec};
 use kvbm::{BlockHash, Chain, Clock, ManualClock, Metrics, RequestInfo, Transfer, Transferred};
 use kvbm_policies::AdmissionKind;
 use kvbm_policies::admission::{TierPair, TierShape};
@@ -27,19 +27,20 @@ pub const DISK: [Route; 2] = [(Tier::Host, Tier::Disk), (Tier::Disk, Tier::Host)
 /// Routes between the host and the object store.
 pub const OBJECT: [Route; 2] = [(Tier::Host, Tier::Object), (Tier::Object, Tier::Host)];
 
-/// Time that a test moves: that of policies always, that of hardware where the test plays the hardware as well.
+/// Time that a test moves: that of policies stands still otherwise, and that of hardware where the test plays the hardware.
 #[derive(Debug, Default)]
 pub struct TestClock {
     policies: ManualClock,
-    /// Microseconds; `None`: the time that passes.
-    hardware: Option<AtomicU64>,
+    /// Microseconds that the test let pass for hardware, beside the time that passes.
+    passed: AtomicU64,
+    is_simulated: bool,
     is_broken: AtomicBool,
 }
 
 impl TestClock {
     /// A clock whose [`uptime`](Clock::uptime) stands still until the test moves it.
     pub fn simulated() -> Self {
-        Self { hardware: Some(AtomicU64::new(0)), ..Self::default() }
+        Self { is_simulated: true, ..Self::default() }
     }
 
     /// Moves the time of policies to `now_ms`.
@@ -53,13 +54,10 @@ impl TestClock {
     }
 
     /// Lets `time` pass for hardware and policies.
-    ///
-    /// # Panics
-    /// If the hardware is real.
     pub fn pass(&self, time: Duration) {
-        let hardware = self.hardware.as_ref().expect("a simulated clock");
-        let now = hardware.fetch_add(time.as_micros() as u64, Ordering::AcqRel) + time.as_micros() as u64;
-        self.policies.advance_to(now / 1_000);
+        let time = time.as_micros() as u64;
+        let passed = self.passed.fetch_add(time, Ordering::AcqRel) + time;
+        self.policies.advance_to(passed / 1_000);
     }
 }
 
@@ -70,10 +68,8 @@ impl Clock for TestClock {
 
     fn uptime(&self) -> Duration {
         assert!(!self.is_broken.swap(false, Ordering::AcqRel), "a defect that a test wants");
-        match &self.hardware {
-            Some(hardware) => Duration::from_micros(hardware.load(Ordering::Acquire)),
-            None => self.policies.uptime(),
-        }
+        let real = if self.is_simulated { Duration::ZERO } else { self.policies.uptime() };
+        real + Duration::from_micros(self.passed.load(Ordering::Acquire))
     }
 }
 
@@ -138,14 +134,27 @@ impl Places {
 
 /// A core over tiers without memory: for tests of bookkeeping alone.
 pub fn bare_core(sizes: Sizes, tuning: Tuning, backend: &Arc<dyn Backend>) -> Arc<Core> {
+    bare_core_by(Arc::default(), sizes, tuning, backend)
+}
+
+/// [`bare_core`], by a clock that the test keeps.
+pub fn bare_core_by(
+    clock: Arc<TestClock>,
+    sizes: Sizes,
+    tuning: Tuning,
+    backend: &Arc<dyn Backend>,
+) -> Arc<Core> {
     let pools = Tier::ALL.map(|tier| {
         let staging = if tier == Tier::Host { sizes.staging } else { 0 };
         FramePool::new(tier, sizes.tiers[tier.index()] + staging)
     });
     let backends = std::slice::from_ref(backend);
-    let clock = Arc::new(TestClock::default());
     make_core((pools, None), sizes.staging, tuning, backends, clock, &Registry::new())
 }
+
+/// Slots count next to nothing themselves, and lives begin anew all the time.
+const LIMITS: SlotLimits = SlotLimits { pins: 2, children: 1 };
+const LIVES: u32 = 37;
 
 /// Staging slots are taken from the host's pool first; what is left is the tier's.
 fn make_core(
@@ -161,15 +170,22 @@ fn make_core(
     backends.iter().for_each(|backend| executor.add(backend));
     let metrics = Metrics::new(registry, BLOCK_BYTES as u64, 1).expect("a registry of its own");
     // Others come between the steps of even a short plan; but one batch is still sent as one.
-    let steps = Steps { placed: (tuning.max_batch - 1).max(1), looked_at: tuning.max_batch };
-    let table = Table::new(pools.map(|pool| specify(pool, rule))).in_steps(steps);
+    let (placed, looked_at) = ((tuning.max_batch - 1).max(1), tuning.max_batch);
+    let steps = Steps { placed, looked_at, ..Steps::default() };
+    let specs = pools.map(|pool| specify(pool.with_lives(LIVES), rule));
+    let table = Table::new(specs).in_steps(steps).with_slot_limits(LIMITS);
     let scrub = ScrubOptions::default();
     Core::new(Parts { table, executor, staging, trials: Vec::new(), scrub, clock, metrics, tuning })
 }
 
 /// Makes a chain resident in a tier, as if it had been brought there.
 pub fn seed(core: &Arc<Core>, tier: Tier, chain: Chain<'_>) {
-    let mut reserved = core.reserve(tier, chain, RequestInfo::default());
+    seed_for(core, RequestInfo::default(), tier, chain);
+}
+
+/// The same, brought by a request.
+pub fn seed_for(core: &Arc<Core>, info: RequestInfo, tier: Tier, chain: Chain<'_>) {
+    let mut reserved = core.reserve(tier, chain, info);
     let blocks = reserved.frames.len();
     let mut table = core.table();
     let mut effects = table.fill(reserved.transfer, 0, reserved.frames.drain(..));

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use kvbm::{BlockHash, Fingerprint, Manager, Options, Tier};
-use kvbm_settings::Settings;
+use kvbm_settings::{OlderEpoch, Settings};
 use kvbm_tests::engine;
 use kvbm_tests::rig::hash;
 use kvbm_tiers::object::StoreOptions;
@@ -76,6 +76,7 @@ impl Moto {
             (Some("key".into()), Some("secret".into()));
         settings.object.keep = true;
         (settings.object.renewal_ms, settings.object.discover_ms) = (500, 500);
+        settings.object.older_epoch = OlderEpoch::Follow;
         settings.object.segment_bytes = 64 << 10;
         settings.flush.interval_ms = 1;
         let (model, weights) = ("one".to_owned(), "1".to_owned());

@@ -2,15 +2,17 @@
 
 use std::time::Duration;
 
-use kvbm::{BlockHash, Elements, Lease, Manager, ShadowVerdict, Tier};
-use kvbm_settings::Settings;
+use kvbm::blocking::Blocks;
+use kvbm::{BlockHash, Class, Elements, Error, Lease, Manager, ShadowSample, ShadowVerdict, Tier};
+use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine;
-use kvbm_tests::rig::hash;
+use kvbm_tests::parked::{self, PATIENT, Parked};
+use kvbm_tests::rig::{Sizes, hash, metric};
 use prometheus::Registry;
 
 const BLOCK: usize = 4096;
 const BLOCKS: u32 = 6;
-const LIMIT: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_mins(1);
 
 fn settings(share: f64) -> Settings {
     let mut settings = engine::settings(BLOCK as u64, 8, 2_000);
@@ -34,15 +36,20 @@ fn computed(seed: u32, noise: f32) -> Vec<u8> {
 
 /// An engine that takes `wrong` blocks for those of the same name of the next chain: it hashes too little.
 fn fill(manager: &Manager, number: u32, wrong: &[usize]) {
+    let computed = compute(manager, number, wrong);
+    assert_eq!(manager.save(computed).wait().unwrap().blocks, BLOCKS as usize);
+    manager.evict(Tier::Device, BLOCKS as usize);
+}
+
+/// The same, before anything is saved.
+fn compute(manager: &Manager, number: u32, wrong: &[usize]) -> Lease {
     let chain = chain(number);
     let mut allocation = manager.allocate(&chain, manager.lease(&chain)).unwrap();
     for position in allocation.blocks() {
         let seed = 100 * (number + u32::from(wrong.contains(&position))) + position as u32;
         assert!(allocation.fill(position, |block| block.copy_from_slice(&computed(seed, 0.0))));
     }
-    let published = allocation.publish().unwrap().wait().unwrap();
-    assert_eq!(manager.save(published.lease).wait().unwrap().blocks, BLOCKS as usize);
-    manager.evict(Tier::Device, BLOCKS as usize);
+    allocation.publish().unwrap().wait().unwrap().lease
 }
 
 /// Computes what is sampled of a chain again; returns how many were compared, and which were wrong.
@@ -124,19 +131,174 @@ fn fill_rest(manager: &Manager) {
 #[test]
 fn a_tier_that_is_wrong_too_often_gives_nothing_until_a_reset() {
     let manager = open(1.0);
-    for number in 0..4 {
+    fill(&manager, 6, &[]);
+    for number in 0..3 {
         fill(&manager, number * 2, &[0]);
-        assert_eq!(verify(&manager, number * 2, 0.0).1.first(), (number < 3).then_some(&0), "{number}");
+        assert_eq!(verify(&manager, number * 2, 0.0).1, [0], "{number}");
     }
     assert!(manager.shadow_counts(Tier::Host).is_withdrawn);
-    let chain = chain(6);
-    assert_eq!(manager.load(manager.lease(&chain)).wait().unwrap().lease.blocks(Tier::Device), 0);
+    let loaded = manager.load(manager.lease(&chain(6))).wait().unwrap();
+    assert_eq!(loaded.lease.blocks(Tier::Device), 0);
+    drop(loaded);
+    let saved = manager.save(compute(&manager, 8, &[])).wait().unwrap();
+    assert_eq!((saved.blocks, saved.refused), (0, BLOCKS as usize));
+    drop(saved);
     manager.reset(1).unwrap();
     fill(&manager, 20, &[]);
     assert_eq!(verify(&manager, 20, 1e-5), (BLOCKS as usize, vec![]));
     assert!(!manager.shadow_counts(Tier::Host).is_withdrawn);
     assert!(manager.drain(LIMIT).is_complete());
     assert_eq!(manager.audit(), []);
+}
+
+/// Finds so many blocks of a tier wrong that it is withdrawn. They are those of no chain that a test uses.
+fn withdraw(manager: &Manager, tier: Tier) {
+    let (one, other) = (computed(1, 0.0), computed(2, 0.0));
+    let sample = ShadowSample { position: 0, tier };
+    while !manager.shadow_counts(tier).is_withdrawn {
+        manager.shadow_compare(&chain(99), &sample, Elements::F32, (&one, &other)).unwrap();
+    }
+}
+
+fn on_disk(dir: &tempfile::TempDir) -> Settings {
+    let mut settings = settings(1.0);
+    settings.host.capacity = Some(Capacity::Blocks(64));
+    settings.host.staging_blocks = 8;
+    settings.disk.capacity = Some(Capacity::Blocks(64));
+    settings.disk.dirs = vec![dir.path().to_owned()];
+    // What goes down does so when a test drains.
+    settings.flush.interval_ms = 3_600_000;
+    settings.flush.dirty_watermark = 1.0;
+    settings
+}
+
+fn reasons(manager: &Manager) -> Vec<(String, String)> {
+    manager.readiness().degraded.into_iter().map(|degraded| (degraded.what, degraded.why)).collect()
+}
+
+#[test]
+fn a_withdrawn_host_gives_nothing_by_any_door_until_a_reset() {
+    let (dir, registry) = (tempfile::tempdir().unwrap(), Registry::new());
+    let manager = engine::open(on_disk(&dir), &registry).unwrap();
+    let (down, up) = (chain(1), chain(2));
+    engine::serve(&manager, &down);
+    assert!(manager.drain(LIMIT).is_complete());
+    engine::serve(&manager, &up);
+    manager.evict(Tier::Device, 8);
+    let early = manager.lease(&up);
+    assert_eq!(early.blocks(Tier::Host), BLOCKS as usize);
+    withdraw(&manager, Tier::Host);
+    assert_eq!(manager.matches(&up).longest(), 0);
+    assert_eq!(manager.lease(&up).held().longest(), 0);
+    let miss = manager.why(&up).next.unwrap();
+    assert_eq!((miss.reason, miss.tier), ("withdrawn", Some(Tier::Host)));
+    let loaded = manager.load(early).wait().unwrap();
+    assert_eq!((loaded.copied, loaded.lease.held().longest()), (0, 0), "a lease from before");
+    drop(loaded);
+    // Nothing of it goes down, nor does anything come.
+    assert!(manager.drain(LIMIT).is_complete());
+    assert_eq!((manager.matches(&up).blocks(Tier::Disk), manager.counts(Tier::Disk).resident), (0, BLOCKS));
+    let prefetched = manager.prefetch(manager.lease(&down), Tier::Host).wait().unwrap();
+    assert_eq!((prefetched.copied, prefetched.refused), (0, BLOCKS as usize));
+    drop(prefetched);
+    // What lies on disk passes through slots that are for that.
+    let served = engine::serve(&manager, &down);
+    assert_eq!((served.hit, served.wrong, served.failed), (BLOCKS as usize, 0, 0));
+    let [(what, why)] = &reasons(&manager)[..] else { panic!("{:?}", reasons(&manager)) };
+    assert!(what == "host" && why.contains("reset"), "{why}");
+    assert!(manager.readiness().ready, "the disk is of use");
+    assert_eq!(metric(&registry, "kvbm_breaker_open", &[("from", "host"), ("to", "device")]), 1);
+    // And then it heals.
+    manager.reset(1).unwrap();
+    assert!(manager.readiness().ready && reasons(&manager).is_empty());
+    for _ in 0..2 {
+        assert_eq!(engine::serve(&manager, &up).saved, BLOCKS as usize);
+        manager.evict(Tier::Device, 8);
+    }
+    assert_eq!(engine::serve(&manager, &up).hit, BLOCKS as usize);
+    assert!(manager.drain(LIMIT).is_complete());
+    assert_eq!(manager.matches(&up).blocks(Tier::Disk), BLOCKS as usize);
+    assert_eq!(metric(&registry, "kvbm_breaker_open", &[]), 0);
+    assert_eq!(manager.audit(), []);
+}
+
+#[test]
+fn a_withdrawn_disk_neither_gives_nor_takes_and_the_host_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let manager = engine::open(on_disk(&dir), &Registry::new()).unwrap();
+    let (down, up) = (chain(1), chain(2));
+    engine::serve(&manager, &down);
+    assert!(manager.drain(LIMIT).is_complete());
+    manager.evict(Tier::Device, 8);
+    manager.evict(Tier::Host, 64);
+    engine::serve(&manager, &up);
+    withdraw(&manager, Tier::Disk);
+    assert_eq!(manager.matches(&down).longest(), 0);
+    let drained = manager.drain(Duration::MAX);
+    assert_eq!((drained.unflushed[Tier::Host.index()], drained.in_flight), (BLOCKS as usize, false));
+    assert_eq!(manager.counts(Tier::Disk).resident, BLOCKS);
+    manager.evict(Tier::Device, 8);
+    assert_eq!(engine::serve(&manager, &up).hit, BLOCKS as usize);
+    manager.evict(Tier::Device, 8);
+    assert_eq!(manager.evict(Tier::Host, 64), BLOCKS as usize, "they may leave");
+    assert_eq!(manager.stats(Tier::Host).unflushed, u64::from(BLOCKS));
+    manager.reset(1).unwrap();
+    engine::serve(&manager, &down);
+    assert!(manager.drain(LIMIT).is_complete());
+    assert_eq!(manager.matches(&down).blocks(Tier::Disk), BLOCKS as usize);
+    assert_eq!(manager.audit(), []);
+}
+
+#[test]
+fn engines_that_copy_for_themselves_get_nothing_of_a_withdrawn_host() {
+    let mut settings = settings(1.0);
+    settings.device.capacity = None;
+    let blocks = Blocks::open(settings, kvbm::Options::default()).unwrap();
+    let put = |n: u32| {
+        blocks.put(&chain(n), |position, slot| {
+            slot.copy_from_slice(&computed(100 * n + position as u32, 0.0));
+            Ok::<_, Error>(())
+        })
+    };
+    let get = |n: u32| {
+        blocks.get(&chain(n), |position, block| {
+            assert_eq!(block, computed(100 * n + position as u32, 0.0));
+            Ok::<_, Error>(())
+        })
+    };
+    assert_eq!((put(1).unwrap(), get(1).unwrap()), (BLOCKS as usize, BLOCKS as usize));
+    let lease = blocks.manager().lease(&chain(1));
+    withdraw(blocks.manager(), Tier::Host);
+    assert_eq!((get(1).unwrap(), put(2).unwrap(), get(2).unwrap()), (0, 0, 0));
+    drop(lease);
+    assert!(!blocks.manager().readiness().ready, "there is no other tier");
+    blocks.manager().reset(1).unwrap();
+    assert!(blocks.manager().readiness().ready);
+    assert_eq!((get(1).unwrap(), put(1).unwrap(), get(1).unwrap()), (0, BLOCKS as usize, BLOCKS as usize));
+    assert_eq!(blocks.manager().audit(), []);
+}
+
+#[test]
+fn copies_under_way_from_a_withdrawn_tier_land_nowhere() {
+    let system = Parked::new(Sizes { tiers: [16, 16, 16, 16], staging: 4 }, PATIENT);
+    let (from_host, from_disk) = (parked::chain(1, 4), parked::chain(2, 4));
+    system.seed(Tier::Host, &from_host);
+    system.seed(Tier::Disk, &from_disk);
+    let leaves = system.transfer(Class::Load, Tier::Device, &from_host);
+    let passes = system.transfer(Class::Load, Tier::Device, &from_disk);
+    system.core.withdraw(Tier::Host);
+    system.finish_all();
+    let (leaves, passes) = (leaves.wait().unwrap(), passes.wait().unwrap());
+    assert_eq!((leaves.blocks, leaves.failed, passes.blocks), (0, 4, 4));
+    assert_eq!((system.held(Tier::Device, &from_host), system.held(Tier::Host, &from_disk)), (0, 0));
+    drop((leaves, passes));
+    system.core.reset(1).unwrap();
+    while system.core.table().sweep() {}
+    for tier in Tier::ALL {
+        let counts = system.core.table().counts(tier);
+        assert_eq!(counts.free, counts.total, "{tier}: {counts:?}");
+    }
+    assert_eq!(system.core.table().audit(), []);
 }
 
 #[test]

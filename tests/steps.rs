@@ -141,11 +141,11 @@ fn a_probe_that_need_not_touch_its_medium_lets_the_next_one_try() {
     drop(load.wait());
     let lease = system.core.lease(Chain::from(&all), RequestInfo::default());
     system.seed(Tier::Host, &all);
-    std::thread::sleep(Duration::from_millis(80));
+    system.clock.pass(Duration::from_millis(80));
     let load = system.core.transfer(Class::Load, Tier::Device, lease);
     system.finish_all();
     assert_eq!(load.wait().unwrap().blocks, 1);
-    std::thread::sleep(Duration::from_millis(200));
+    system.clock.pass(Duration::from_millis(200));
     let again = system.transfer(Class::Load, Tier::Device, &other[..1]);
     system.finish_all();
     let got = again.wait().unwrap();
@@ -170,7 +170,7 @@ fn a_full_tier_below_is_not_tried_all_the_time() {
         manager.save(lease).wait().unwrap().lease
     };
     drop(fill(&one));
-    assert!(manager.drain(Duration::from_secs(5)).is_complete());
+    assert!(manager.drain(Duration::from_mins(1)).is_complete());
     let held = manager.lease(&one);
     assert_eq!(held.blocks(Tier::Disk), 8);
     drop(fill(&two));

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use kvbm::scheduler::Tuning;
+use kvbm::table::locks_taken;
 use kvbm::{BlockHash, Chain, Class, ErrorKind, RequestInfo, Tier};
 use kvbm_settings::Capacity;
 use kvbm_tests::engine;
@@ -208,7 +209,7 @@ fn waiting_for_an_engine_does_not_count_as_the_pace_of_a_tier() {
     let reserved = system.core.reserve(Tier::Device, Chain::from(&one[..3]), RequestInfo::default());
     let load = system.transfer(Class::Load, Tier::Device, &one);
     system.finish_all();
-    std::thread::sleep(Duration::from_millis(200));
+    system.clock.pass(Duration::from_millis(200));
     let lease = system.core.lease(Chain::from(&one[..3]), RequestInfo::default());
     drop(system.core.publish(reserved, 3, lease).wait());
     assert_eq!(load.wait().unwrap().blocks, 6);
@@ -224,7 +225,7 @@ fn an_overdue_copy_is_counted_with_the_source_that_it_pins() {
     let chain = chain(1, 3);
     system.seed(Tier::Host, &chain);
     let load = system.transfer(Class::Load, Tier::Device, &chain);
-    std::thread::sleep(Duration::from_millis(1));
+    system.clock.pass(Duration::from_millis(1));
     system.core.tick();
     assert_eq!(load.wait().unwrap().failed, 3);
     assert_eq!(system.core.table().counts(Tier::Device).lost, 3);
@@ -269,6 +270,44 @@ fn what_nobody_filled_is_not_published() {
     assert_eq!(manager.counts(Tier::Device).free, 14);
     let allocation = manager.allocate(&chain, manager.lease(&chain)).unwrap();
     assert_eq!(allocation.blocks(), 2..4, "the others can be computed again");
+}
+
+/// A manager over a disk to which nothing goes by itself, and a chain in its host tier.
+fn above_a_disk(dir: &tempfile::TempDir, chain: &[BlockHash]) -> kvbm::Manager {
+    let mut settings = settings();
+    settings.host.staging_blocks = 4;
+    settings.disk.capacity = Some(Capacity::Blocks(16));
+    settings.disk.dirs = vec![dir.path().to_owned()];
+    settings.flush.interval_ms = 3_600_000;
+    settings.flush.dirty_watermark = 1.0;
+    let manager = engine::open(settings, &Registry::new()).unwrap();
+    engine::serve(&manager, chain);
+    manager
+}
+
+#[test]
+fn a_drain_after_a_close_says_at_once_what_is_left() {
+    let (dir, chain) = (tempfile::tempdir().unwrap(), chain(1, 4));
+    let manager = above_a_disk(&dir, &chain);
+    assert!(manager.close(Duration::from_secs(20)).is_complete());
+    // It would be waited for.
+    let drained = manager.drain(Duration::MAX);
+    assert_eq!((drained.unflushed[Tier::Host.index()], drained.in_flight), (4, false));
+    assert_eq!(manager.stats(Tier::Host).flush_failures, 0, "nothing was tried");
+}
+
+#[test]
+fn a_prefetch_brings_blocks_up_and_never_down() {
+    let (dir, chain) = (tempfile::tempdir().unwrap(), chain(1, 4));
+    let manager = above_a_disk(&dir, &chain);
+    let prefetched = manager.prefetch(manager.lease(&chain), Tier::Disk).wait().unwrap();
+    assert_eq!((prefetched.copied, manager.counts(Tier::Disk).resident), (0, 0));
+    drop(prefetched);
+    assert!(manager.drain(Duration::from_secs(20)).is_complete());
+    manager.evict(Tier::Device, 16);
+    manager.evict(Tier::Host, 16);
+    let prefetched = manager.prefetch(manager.lease(&chain), Tier::Host).wait().unwrap();
+    assert_eq!((prefetched.copied, prefetched.blocks), (4, 4));
 }
 
 #[test]
@@ -322,4 +361,35 @@ fn fill(manager: &kvbm::Manager, chain: &[BlockHash]) -> kvbm::Lease {
         assert!(allocation.fill(position, |block| block.fill(1)));
     }
     allocation.publish().unwrap().wait().unwrap().lease
+}
+
+/// A backend that ends all blocks of a batch at one wake-up: a save into the host tier, a read from disk by way of DRAM, and a
+/// load.
+#[test]
+fn what_ends_together_takes_the_table_once_and_few_locks() {
+    let tuning = Tuning { max_batch: 17, ..PATIENT };
+    let system = Parked::new(Sizes { tiers: [32, 32, 32, 64], staging: 16 }, tuning);
+    let chain = chain(1, 16);
+    let ends = |class, to| {
+        let transfer = system.transfer(class, to, &chain);
+        let mut wake_ups = Vec::new();
+        while !system.pending().is_empty() {
+            wake_ups.push(locks_taken(|| system.parked.finish_together()).1);
+        }
+        assert_eq!(transfer.wait().unwrap().blocks, 16);
+        wake_ups
+    };
+    system.seed(Tier::Device, &chain);
+    let save = ends(Class::Save, Tier::Host);
+    system.core.table().evict(Tier::Device, 16);
+    let load = ends(Class::Load, Tier::Device);
+    system.seed(Tier::Disk, &chain);
+    system.core.table().evict(Tier::Device, 16);
+    system.core.table().block_flushes(Tier::Host, true);
+    system.core.table().evict(Tier::Host, 16);
+    let read = ends(Class::Load, Tier::Device);
+    assert_eq!((save.len(), load.len(), read.len()), (1, 1, 2), "a read takes a second leg to the device");
+    for taken in [save, load, read].concat() {
+        assert!(taken.table <= 1 && taken.all <= 12, "{taken:?}");
+    }
 }

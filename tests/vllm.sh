@@ -6,7 +6,8 @@
 #   tests/vllm.sh [--quick]
 #
 # --quick leaves out what is marked slow, and measures less often. KVBM_VENV says where the environment is or is to be made
-# (target/vllm), KVBM_PROFILE by which profile the wheel is built (checked), KVBM_MODELS where the models are kept.
+# (target/vllm), KVBM_PROFILE by which profile the wheel is built (checked), KVBM_MODELS where the models are kept, KVBM_VLLM_SOURCES
+# where Python files of later versions of vLLM are (target/vllm-sources).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

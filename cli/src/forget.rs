@@ -89,7 +89,7 @@ fn in_store(args: &ForgetArgs, settings: &Settings) -> Result<usize, Failure> {
 
 /// All, also where one cannot be.
 fn destroy<'k, K: KeyStore + 'k>(stores: impl Iterator<Item = &'k K>, tenant: u32) -> Result<usize, Failure> {
-    let destroyed: Vec<_> = stores.map(|keys| keys.destroy(tenant)).collect();
+    let destroyed: Vec<_> = stores.map(|keys| keys.destroy(tenant, &[])).collect();
     let keys = destroyed.into_iter().sum::<std::io::Result<usize>>();
     keys.map_err(|error| Failure::unusable(format!("not every key could be destroyed: {error}; try again")))
 }

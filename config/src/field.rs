@@ -8,14 +8,14 @@ use std::str::FromStr;
 
 use crate::nixl::{parameter_name, plugin_name};
 use crate::settings::{
-    AdmissionMode, DeviceBackend, DiskBackend, EvictionPolicy, ObjectBackend, SECRET_SET, Settings,
-    URL_HIDDEN, may_hold_credentials, shown_parameter, shown_url,
+    AdmissionMode, DeviceBackend, DiskBackend, EvictionPolicy, ObjectBackend, OlderEpoch, SECRET_SET,
+    Settings, URL_HIDDEN, may_hold_credentials, shown_parameter, shown_url,
 };
 use crate::tenants;
 use crate::value::{
-    BOOLEANS, BUDGETS, CAPACITIES, Capacity, DIRECTORIES, DIRECTORY, InvalidValue, LIMITS, NONE, SIZES,
-    TEXTS, WriteBudget, format_size, parse_boolean, parse_directories, parse_directory, parse_share,
-    parse_size, parse_text, parse_whole, split_directories, whole_numbers,
+    BOOLEANS, BUDGETS, CAPACITIES, Capacity, DIRECTORIES, DIRECTORY, HOSTS, InvalidValue, LIMITS, NONE,
+    SIZES, TEXTS, WriteBudget, format_size, parse_boolean, parse_directories, parse_directory, parse_hosts,
+    parse_share, parse_size, parse_text, parse_whole, split_directories, whole_numbers,
 };
 
 /// How a limit is written that is not set.
@@ -66,6 +66,8 @@ pub(crate) enum Field {
     Secret(At<Option<String>>),
     Directory(At<Option<PathBuf>>),
     Directories(At<Vec<PathBuf>>),
+    /// Names of hosts.
+    Hosts(At<Vec<String>>),
     /// By tenant.
     TenantWeights(At<BTreeMap<u32, f64>>),
     /// By tenant.
@@ -94,6 +96,9 @@ impl Field {
                 put(at(settings), parse_directories(&split_directories(text)))
             }
             (Self::Directories(at), Raw::Many(names)) => put(at(settings), parse_directories(names)),
+            (Self::Hosts(at), Raw::Many(names)) => {
+                put(at(settings), parse_hosts(names.iter().map(String::as_str)))
+            }
             (_, Raw::One(text)) => self.assign_text(settings, text),
             _ => Err(InvalidValue::new("not a single value", self.valid())),
         }
@@ -121,6 +126,10 @@ impl Field {
             Self::Url(at, schemes) => put(at(settings), if_set(text, |text| parse_url(text, schemes))),
             Self::Text(at) | Self::Secret(at) => put(at(settings), if_set(text, parse_text)),
             Self::Directory(at) => put(at(settings), if_set(text, parse_directory)),
+            Self::Hosts(at) => put(
+                at(settings),
+                if_set(text, |text| parse_hosts(text.split(','))).map(Option::unwrap_or_default),
+            ),
             Self::TenantWeights(at) => put(at(settings), tenants::parse_weights(text)),
             Self::TenantQuotas(at) => put(at(settings), tenants::parse_quotas(text)),
             Self::Choice(at) => at(settings).choose(text.trim()),
@@ -154,6 +163,10 @@ impl Field {
             Self::Directories(at) => {
                 return vec![Raw::Many(at(settings).iter().map(|path| path.display().to_string()).collect())];
             }
+            Self::Hosts(at) => match at(settings) {
+                hosts if hosts.is_empty() => None,
+                hosts => return vec![Raw::Many(hosts.clone())],
+            },
             Self::Toggles(at) => return at(settings).iter().map(member).collect(),
             Self::Parameters(at) => return at(settings).iter().flat_map(parameters).collect(),
         };
@@ -201,6 +214,7 @@ impl Field {
             Self::Text(_) | Self::Secret(_) | Self::Parameters(_) => TEXTS.to_owned(),
             Self::Directory(_) => DIRECTORY.to_owned(),
             Self::Directories(_) => DIRECTORIES.to_owned(),
+            Self::Hosts(_) => HOSTS.to_owned(),
             Self::Choice(at) => at(&mut Settings::default()).names().join(", "),
         }
     }
@@ -353,7 +367,7 @@ macro_rules! choice {
     )*};
 }
 
-choice!(AdmissionMode, DeviceBackend, DiskBackend, EvictionPolicy, ObjectBackend);
+choice!(AdmissionMode, DeviceBackend, DiskBackend, EvictionPolicy, ObjectBackend, OlderEpoch);
 
 #[cfg(test)]
 mod tests {

@@ -489,6 +489,16 @@ pub(crate) static KEYS: &[Key] = &[
         in_use: true,
     },
     Key {
+        path: "object.older_epoch",
+        field: Field::Choice(|s| &mut s.object.older_epoch),
+        variables: &[own("DYN_KVBM_OBJECT_OLDER_EPOCH", Form::Plain)],
+        doc: "What if the store is in a later epoch than the fingerprint of a process that starts: its weights were \
+              exchanged since. `refuse`: the start fails; `follow`: it goes on in the store's, for engines that count no \
+              epochs; `keep`: it goes on in its own, with weights that were there before. Python's engines that name no \
+              epoch follow.",
+        in_use: true,
+    },
+    Key {
         path: "encryption.key_file",
         field: Field::Text(|s| &mut s.encryption.key_file),
         variables: &[own("DYN_KVBM_ENCRYPTION_KEY_FILE", Form::Plain)],
@@ -614,6 +624,14 @@ pub(crate) static KEYS: &[Key] = &[
             "Bound to this machine alone unless `DYN_KVBM_METRICS_HOST` says otherwise.",
         )],
         doc: "Port to bind; 0: any free one.",
+        in_use: true,
+    },
+    Key {
+        path: "metrics.allowed_hosts",
+        field: Field::Hosts(|s| &mut s.metrics.allowed_hosts),
+        variables: &[own("DYN_KVBM_METRICS_ALLOWED_HOSTS", Form::Plain)],
+        doc: "Further names by which requests may address it (`Host`), for a proxy on this machine. An IP address and `localhost` \
+              always do; at `127.0.0.1` and `::1`, and wherever names are listed, other names are refused: docs/observe.md.",
         in_use: true,
     },
     Key {
@@ -887,6 +905,7 @@ mod tests {
             Field::Parameters(_) => texts(["any text"]),
             Field::Directory(_) => texts(["/dev/shm/kvbm", NONE]),
             Field::Directories(_) => texts(["/a", "/a:/b", "/a, /b"]),
+            Field::Hosts(_) => texts(["kvbm", "kvbm.example, node-1", NONE]),
             Field::Choice(_) => texts(field.valid().split(", ")),
         }
     }
@@ -983,7 +1002,11 @@ mod tests {
         let many = (0..65).map(|dir| format!("/{dir}")).collect::<Vec<_>>().join(":");
         for key in KEYS {
             let text = match key.field {
-                Field::Text(_) | Field::Secret(_) | Field::Parameters(_) | Field::Directory(_) => &long,
+                Field::Text(_)
+                | Field::Secret(_)
+                | Field::Parameters(_)
+                | Field::Directory(_)
+                | Field::Hosts(_) => &long,
                 Field::Directories(_) => &many,
                 _ => continue,
             };

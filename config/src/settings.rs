@@ -246,6 +246,8 @@ pub struct ObjectSettings {
     pub collect_after_ms: u64,
     /// Size of all objects above which these are deleted sooner; `None`: any.
     pub collect_above: Option<Capacity>,
+    /// What if the store is in a later epoch than the process that starts.
+    pub older_epoch: OlderEpoch,
 }
 
 impl Default for ObjectSettings {
@@ -269,6 +271,7 @@ impl Default for ObjectSettings {
             discover_ms: 30_000,
             collect_after_ms: 7 * 24 * 3_600_000,
             collect_above: None,
+            older_epoch: OlderEpoch::Refuse,
         }
     }
 }
@@ -306,6 +309,7 @@ impl fmt::Debug for ObjectSettings {
             .field("discover_ms", &self.discover_ms)
             .field("collect_after_ms", &self.collect_after_ms)
             .field("collect_above", &self.collect_above)
+            .field("older_epoch", &self.older_epoch)
             .finish()
     }
 }
@@ -357,6 +361,33 @@ impl ObjectBackend {
         match self {
             Self::Native => "native",
             Self::Nixl => "nixl",
+        }
+    }
+}
+
+/// What becomes of a process that starts in an older epoch than its object store is in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OlderEpoch {
+    /// The start fails.
+    #[default]
+    Refuse,
+    /// It goes on in the store's.
+    Follow,
+    /// It goes on in its own.
+    Keep,
+}
+
+impl OlderEpoch {
+    /// Every choice.
+    pub const ALL: &'static [Self] = &[Self::Refuse, Self::Follow, Self::Keep];
+
+    /// How the choice is written.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Refuse => "refuse",
+            Self::Follow => "follow",
+            Self::Keep => "keep",
         }
     }
 }
@@ -580,6 +611,8 @@ pub struct MetricsSettings {
     pub host: IpAddr,
     /// Port to bind.
     pub port: u16,
+    /// Further names by which requests may address it.
+    pub allowed_hosts: Vec<String>,
     /// A file of the token that readers show. One is needed where others than this machine can reach the address.
     pub token_file: Option<String>,
     /// The token itself.
@@ -590,7 +623,7 @@ pub struct MetricsSettings {
 impl Default for MetricsSettings {
     fn default() -> Self {
         let host = IpAddr::V4(Ipv4Addr::LOCALHOST);
-        Self { enabled: false, host, port: 6880, token_file: None, token: None }
+        Self { enabled: false, host, port: 6880, allowed_hosts: Vec::new(), token_file: None, token: None }
     }
 }
 
@@ -600,6 +633,7 @@ impl fmt::Debug for MetricsSettings {
             .field("enabled", &self.enabled)
             .field("host", &self.host)
             .field("port", &self.port)
+            .field("allowed_hosts", &self.allowed_hosts)
             .field("token_file", &self.token_file)
             .field("token", &self.token.as_ref().map(|_| SECRET_SET))
             .finish()

@@ -41,6 +41,8 @@ pub(crate) const LIMITS: &str = "a size such as 1.5GB, a number of blocks such a
 pub(crate) const BUDGETS: &str =
     "a size a day such as 500GB, drive-writes a day such as 0.5dwpd (at most 1000dwpd), or none";
 pub(crate) const DIRECTORIES: &str = "directories separated by `:` or `,`, at most 64; in TOML also an array";
+pub(crate) const HOSTS: &str =
+    "host names without a port, separated by `,`, at most 64; in TOML also an array; or none";
 pub(crate) const TEXTS: &str = "any text of at most 4096 bytes";
 
 /// As long as a path may be, and longer than any name or key.
@@ -48,6 +50,9 @@ const MAX_TEXT: usize = 4096;
 /// Of one tier: each has a file open, and more than there are drives are of no use.
 pub(crate) const DIRECTORY: &str = "a directory, or none";
 const MAX_DIRECTORIES: usize = 64;
+const MAX_HOSTS: usize = 64;
+/// As long as DNS lets a name be.
+const MAX_HOST: usize = 253;
 
 /// Units of [`parse_size`], in bytes.
 const UNITS: [(&str, u64); 9] = [
@@ -280,6 +285,19 @@ pub(crate) fn parse_directories(names: &[String]) -> Result<Vec<PathBuf>, Invali
     if twice { Err(InvalidValue::new("a directory named twice", DIRECTORIES)) } else { Ok(directories) }
 }
 
+/// Names of hosts, in lower case, since their case says nothing.
+pub(crate) fn parse_hosts<'n>(names: impl Iterator<Item = &'n str>) -> Result<Vec<String>, InvalidValue> {
+    let is_part = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
+    let hosts = names.map(|name| match name.trim() {
+        name if name.is_empty() || name.len() > MAX_HOST || !name.bytes().all(is_part) => {
+            Err(InvalidValue::new("not the name of a host", HOSTS))
+        }
+        name => Ok(name.to_ascii_lowercase()),
+    });
+    let hosts: Vec<_> = hosts.collect::<Result<_, _>>()?;
+    if hosts.len() > MAX_HOSTS { Err(InvalidValue::new("too many names", HOSTS)) } else { Ok(hosts) }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -296,6 +314,7 @@ mod tests {
             let _ = parse_share(&text);
             let _ = parse_directory(&text);
             let _ = parse_directories(&split_directories(&text));
+            let _ = parse_hosts(text.split(','));
         }
 
         #[test]
@@ -425,6 +444,14 @@ mod tests {
         assert_eq!(split_directories("/a:/b, /c"), ["/a", "/b", "/c"]);
         for text in ["", "/a::/b", "/a,", "/a:/a"] {
             assert!(parse_directories(&split_directories(text)).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn hosts_are_names_without_a_port() {
+        assert_eq!(parse_hosts("Node-1.example, kvbm".split(',')).unwrap(), ["node-1.example", "kvbm"]);
+        for text in ["", "a,", "a:80", "*", "http://a", "a b", &"x".repeat(254), &["a"; 65].join(",")] {
+            assert!(parse_hosts(text.split(',')).is_err(), "{text}");
         }
     }
 }

@@ -7,7 +7,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::sealed::{KeyFiles, KeyRing, KeyStore, RECORD_BYTES, TenantKeys, WrappedKey};
+use kvbm_tiers::sealed::{
+    FoundKey, KeyFiles, KeyId, KeyRing, KeyStore, RECORD_BYTES, TenantKeys, WrappedKey,
+};
 use kvbm_tiers::{BlockKey, IndexEntry, SlotId};
 
 const MAIN_KEY: &str = "1:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
@@ -48,7 +50,7 @@ pub fn wrapped_key(bytes: &[u8]) {
 /// The tenants whose keys can be unwrapped.
 fn readable(wrapped: &[WrappedKey]) -> BTreeSet<Option<u32>> {
     let ring = Arc::new(KeyRing::parse(MAIN_KEY).expect("a key"));
-    let keys = TenantKeys::open(ring, NAMESPACE, Box::new(Given(wrapped.to_vec()))).expect("they are given");
+    let keys = TenantKeys::new(ring, NAMESPACE, Box::new(Given(wrapped.to_vec())));
     let entry = |tenant| IndexEntry {
         slot: SlotId(0),
         generation: 0,
@@ -67,15 +69,20 @@ fn readable(wrapped: &[WrappedKey]) -> BTreeSet<Option<u32>> {
 struct Given(Vec<WrappedKey>);
 
 impl KeyStore for Given {
-    fn load(&self) -> io::Result<Vec<WrappedKey>> {
-        Ok(self.0.clone())
+    fn find(&self, id: KeyId) -> io::Result<FoundKey> {
+        Ok(FoundKey::Live(self.0.iter().filter(|key| key.id() == id).cloned().collect()))
+    }
+
+    fn of_tenants(&self, tenants: &[Option<u32>]) -> Vec<io::Result<Vec<WrappedKey>>> {
+        let of = |tenant| self.0.iter().filter(|key| key.tenant() == tenant).cloned().collect();
+        tenants.iter().map(|&tenant| Ok(of(tenant))).collect()
     }
 
     fn add(&self, _: &WrappedKey) -> io::Result<()> {
         Ok(())
     }
 
-    fn destroy(&self, _: u32) -> io::Result<usize> {
+    fn destroy(&self, _: u32, _: &[KeyId]) -> io::Result<usize> {
         Ok(0)
     }
 }
@@ -95,12 +102,18 @@ fn open(bytes: &[u8]) {
     file.write_all(bytes).expect("room");
     let dirs = [dir.path().to_owned()];
     let Ok(files) = KeyFiles::open(&dirs, NAMESPACE, Duration::ZERO) else { return };
-    let Ok(before) = files.load() else { return };
+    let records = bytes.as_chunks::<RECORD_BYTES>().0;
+    let named = records.iter().filter_map(|record| WrappedKey::parse(*record)).map(|key| key.tenant());
+    let tenants: Vec<_> = named.chain([Some(TENANT)]).collect::<BTreeSet<_>>().into_iter().collect();
+    let all = || -> Vec<_> {
+        files.of_tenants(&tenants).into_iter().flat_map(|keys| keys.expect("they are in memory")).collect()
+    };
+    let before = all();
     files.add(&wrapped(TENANT)).expect("room");
-    let after = files.load().expect("it could be read before");
+    let after = all();
     let (his, others): (Vec<_>, Vec<_>) = after.iter().partition(|key| key.tenant() == Some(TENANT));
-    files.destroy(TENANT).expect("it can be written");
-    let left = files.load().expect("it could be read before");
+    files.destroy(TENANT, &[]).expect("it can be written");
+    let left = all();
     assert!(left.iter().all(|key| key.tenant() != Some(TENANT)), "a destroyed key is there");
     // A name is one key's, and goes with it.
     let is_his = |key: &WrappedKey| his.iter().any(|other| other.id() == key.id());

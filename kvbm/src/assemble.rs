@@ -493,14 +493,21 @@ impl Tiers {
         let keys = if is_shared { sealed::Kept::In(&store) } else { sealed::Kept::Nowhere };
         let end = self.memory_end((Tier::Object, segment_blocks), keys, settings)?;
         let sizes = (segment_blocks, end.memory.block_bytes());
-        let options = objects::options(&settings.object, (&self.namespace, self.keys.as_ref()), sizes);
+        let kept_epoch = self.kept.iter().flat_map(KeptTier::epochs).map(|(epoch, _)| epoch).max();
+        let keys = self.keys.as_ref();
+        let options = objects::options(
+            &settings.object,
+            (&self.namespace, keys),
+            sizes,
+            kept_epoch.unwrap_or_default(),
+        );
         let checksums = Arc::new(Checksums::new());
         // `Verified` sums each block already; a segment's footer takes the sums from there.
         let known = Some(Arc::clone(&checksums));
         let backend = ObjectBackend::new(store, Arc::clone(&end.memory), known, &options).map_err(setup)?;
         let backend = Arc::new(backend);
         let (slots, is_shared) = (object_slots(settings)?, options.sharing.is_some());
-        let found = Objects::find(Arc::clone(&backend), (slots, is_shared), self.keys_of(Tier::Object));
+        let found = Objects::find(Arc::clone(&backend), (slots, is_shared), self.keys_of(Tier::Object))?;
         self.objects = Some(found);
         self.connect_verified(backend, end, checksums)
     }

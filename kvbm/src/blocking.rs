@@ -210,6 +210,12 @@ impl Blocks {
             self.core.abandon(reserved);
             return Err(Error::stale().into());
         }
+        // As a backend does that writes a slot: see `Journal::after_removals`.
+        let before = reserved.before;
+        if !reserved.frames.is_empty() && !self.core.removals_are_noted(Tier::Host) {
+            self.core.abandon(reserved);
+            return Ok(before);
+        }
         let mut filling = Filling { blocks: self, slots: Some((reserved, lease)), filled: 0 };
         let kept = filling.fill_all(fill)?;
         filling.publish()?;
@@ -330,10 +336,90 @@ impl Drop for Filling<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc::{Receiver, channel};
+    use std::time::Duration;
+
+    use kvbm_policies::EvictionKind;
     use kvbm_settings::Capacity;
+    use kvbm_tiers::{Checksums, DramOptions, Geometry};
+    use prometheus::Registry;
 
     use super::*;
+    use crate::clock::ManualClock;
     use crate::hash::BlockHash;
+    use crate::metrics::Metrics;
+    use crate::scheduler::{Executor, Parts, ScrubOptions, Tuning};
+    use crate::table::{Journal, Notes, Table, TierSpec};
+
+    #[derive(Debug, PartialEq)]
+    enum Event {
+        WriterIsWanted,
+        Filled(usize),
+    }
+
+    /// Four slots of a host tier whose index is written by a test, which is told when that is wanted.
+    fn blocks_with_index() -> (Blocks, Arc<Notes>, Receiver<Event>, std::sync::mpsc::Sender<Event>) {
+        let mut settings = Settings { block_bytes: Some(4096), ..Settings::default() };
+        settings.host.capacity = Some(Capacity::Blocks(4));
+        let manager = Arc::clone(Blocks::open(settings, Options::default()).unwrap().manager());
+        let geometry = Geometry::new(4, 4096).unwrap();
+        let memory = Arc::new(
+            DramRegion::host(DramOptions { geometry, huge_pages: false, fault_threads: 1 }).unwrap(),
+        );
+        let (pool, policy) = (memory.frames().unwrap(), EvictionKind::Lru.build(4));
+        let mut table = Table::new([TierSpec { pool, policy, flush_to: None, admission: None }]);
+        let (notes, (tell, told)) = (Arc::<Notes>::default(), channel());
+        let waker = tell.clone();
+        notes.set_waker(Some(Box::new(move || waker.send(Event::WriterIsWanted).unwrap())));
+        table.keep_journal(Tier::Host, Journal::new(Arc::new(Checksums::new()), [Some(Arc::clone(&notes))]));
+        let core = Core::new(Parts {
+            table,
+            executor: Executor::default(),
+            staging: Vec::new(),
+            trials: Vec::new(),
+            scrub: ScrubOptions::default(),
+            clock: Arc::new(ManualClock::default()),
+            metrics: Metrics::new(&Registry::new(), 4096, 1).unwrap(),
+            tuning: Tuning {
+                max_concurrent: 1,
+                max_batch: 1,
+                segment_blocks: 1,
+                queue_blocks: 1,
+                timeout: Duration::from_mins(1),
+                object_timeout: Duration::from_mins(1),
+                breaker_pause: Duration::from_secs(1),
+                flush_interval_ms: 1,
+                dirty_watermark: 1.0,
+                prefill_block_s: None,
+            },
+        });
+        (Blocks { manager, core, memory }, notes, told, tell)
+    }
+
+    #[test]
+    fn a_slot_is_filled_once_its_index_knows_what_left_it() {
+        let (blocks, notes, told, tell) = blocks_with_index();
+        let chain =
+            |n: u128| (0..4).map(|i| BlockHash::from_u128((10 * n + i + 1) << 64)).collect::<Vec<_>>();
+        let put = |n| {
+            blocks.put(&chain(n), |position, slot| {
+                tell.send(Event::Filled(position)).unwrap();
+                slot.fill(n as u8);
+                Ok::<_, Error>(())
+            })
+        };
+        assert_eq!(put(1).unwrap(), 4);
+        assert_eq!(told.try_iter().count(), 4, "nothing left, so nobody waits");
+        std::thread::scope(|threads| {
+            let second = threads.spawn(|| put(2).unwrap());
+            assert_eq!(told.recv(), Ok(Event::WriterIsWanted));
+            let (_, made) = notes.take();
+            assert_eq!(told.try_recv().ok(), None, "it waits");
+            notes.written(Some(made));
+            assert_eq!(second.join().unwrap(), 4);
+        });
+        assert_eq!(told.try_iter().collect::<Vec<_>>(), (0..4).map(Event::Filled).collect::<Vec<_>>());
+    }
 
     #[test]
     fn a_block_that_was_put_need_not_be_summed_when_it_leaves() {

@@ -65,7 +65,7 @@ impl Manager {
         slots: &[SlotId],
         after: Fence,
     ) -> Transfer<Loaded> {
-        self.begin_load(lease, (blocks, slots), after, None)
+        self.begin_load(lease, (blocks, slots), after, (Arc::default(), None))
     }
 
     /// [`load_into`](Self::load_into), perhaps as a part of a larger transfer.
@@ -74,7 +74,7 @@ impl Manager {
         lease: Lease,
         (blocks, slots): (Range<usize>, &[SlotId]),
         after: Fence,
-        part_of: Option<Arc<JoinedTransfer>>,
+        (with_media, part_of): (Arc<()>, Option<Arc<JoinedTransfer>>),
     ) -> Transfer<Loaded> {
         let checked = self.engine().and_then(|engine| {
             engine.check(slots)?;
@@ -88,14 +88,17 @@ impl Manager {
             }
         });
         match checked {
-            Ok(layers) => self.core().load_into(LoadInto { lease, blocks, slots, after, layers, part_of }),
+            Ok(layers) => {
+                let load = LoadInto { lease, blocks, slots, after, layers, with_media, part_of };
+                self.core().load_into(load)
+            }
             Err(error) => Transfer::failed(error),
         }
     }
 
     /// Adds the names of the saves from and loads into the engine's memory that have ended since the last call, well or not:
     /// for an engine that polls. One of all cache groups is named once, when the last of them has ended. They are noted
-    /// from the first call on.
+    /// from the first call on, the last 65,536 of them.
     pub fn completions(&self, out: &mut Vec<TransferId>) {
         self.core().completions(out);
     }

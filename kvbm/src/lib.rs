@@ -87,6 +87,8 @@ pub use metrics::Metrics;
 pub use options::{Options, RouteReport};
 pub use ranks::{Rank, RankGroup, RankOptions};
 pub use scheduler::Drained;
+#[cfg(feature = "serve")]
+pub use serve::TIER_COLORS;
 pub use shadow::{Elements, ShadowCounts, ShadowSample, ShadowVerdict};
 pub use state::{
     BreakerState, Degraded, FaultState, Found, LookupCounts, Missing, NamespaceState, Readiness, RouteState,

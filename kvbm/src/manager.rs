@@ -124,7 +124,8 @@ impl Manager {
         assemble::export(&options.registry, &assembled.core, (&observed, options.block_tokens))?;
         let device = assembled.device.as_ref().map(|device| device.name());
         let observed =
-            Observed::new(&assembled.core, assembled.routes, device, observed, options.block_tokens);
+            Observed::new(&assembled.core, assembled.routes, device, observed, options.block_tokens)
+                .with_store(assembled.store.clone());
         let pinned = Arc::new(PinnedChains::default());
         let background = Background::start(&assembled.core, &pinned)?;
         Ok(Self {
@@ -243,8 +244,8 @@ impl Manager {
         })
     }
 
-    /// Brings what the lease holds further down up to `to`, when nothing more urgent is to be done. Errors are those of
-    /// [`load`](Self::load).
+    /// Brings what the lease holds further down up to `to`, when nothing more urgent is to be done. What it holds above stays
+    /// there: it goes down by the rules of flushing. Errors are those of [`load`](Self::load).
     pub fn prefetch(&self, lease: Lease, to: Tier) -> Transfer<Transferred> {
         self.core.transfer(Class::Prefetch, to, lease)
     }
@@ -377,6 +378,8 @@ impl Manager {
 
     fn forget_in_group(&self, tenant: u32) -> Result<()> {
         let life = self.core.forget(tenant);
+        self.tenants.begin_forgetting(tenant, life);
+        self.store.forget_tenant(tenant, life);
         let destroyed = self.tenants.destroy_keys(tenant, life);
         destroyed.and(self.durable.settle(MAX_RESET))
     }
@@ -392,8 +395,8 @@ impl Manager {
     }
 
     /// Flushes everything dirty and waits until nothing is in flight, at most for `limit`. Tells what did not get
-    /// there: a tier that is away is waited for until then. What did get to a tier that outlives the process is found
-    /// by the next one.
+    /// there: a tier that is away is waited for until then, but not once the manager is closed. What did get to a tier that
+    /// outlives the process is found by the next one.
     pub fn drain(&self, limit: Duration) -> Drained {
         let left = countdown(limit);
         let drained = self.core.drain(limit);
@@ -452,8 +455,8 @@ impl Manager {
 
     /// Compares a block that was served with what the engine computed for the same tokens, both as they lie in its
     /// memory. One that is further off than two computations are ([`Elements::tolerance`]) leaves every tier with what
-    /// followed it. A tier of which more than one block in a thousand is wrong, with a confidence of 95 %, gives nothing
-    /// any more until the next [`reset`](Self::reset).
+    /// followed it. A tier of which more than one block in a thousand is wrong, with a confidence of 95 %, neither gives nor
+    /// takes anything any more until the next [`reset`](Self::reset).
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`]: these are no two computations of one block.
@@ -477,7 +480,7 @@ impl Manager {
         self.core.metrics().shadowed(tier, wrong.is_some(), counts.upper_bound());
         if let Some(distance) = wrong {
             tracing::error!(%tier, distance, "a block is not what its name says: it is dropped");
-            Tier::ALL.into_iter().for_each(|tier| self.core.drop_wrong(tier, chain, sample.position));
+            self.core.drop_wrong(chain, sample.position);
         }
         if is_guilty {
             tracing::error!(%tier, ?counts, "too many blocks of a tier are wrong: it gives nothing any more");

@@ -42,8 +42,8 @@ const MAX_CLOSE: Duration = Duration::from_secs(5);
 /// The processes that share blocks. Leader and ranks are given the same.
 #[derive(Clone, Debug)]
 pub struct RankGroup {
-    /// A directory on this machine where they meet, of this user alone; its last component is created if it is missing.
-    /// One leader at a time uses it. At most some 90 bytes, since sockets have short names.
+    /// A directory on this machine where they meet, which no other user may write; its last component is created if it is
+    /// missing. One leader at a time uses it. At most some 90 bytes, since sockets have short names.
     pub dir: PathBuf,
     /// How many ranks there are, 1 to 64.
     pub world: u16,

@@ -12,6 +12,7 @@ use kvbm_settings::{AdmissionMode, Settings};
 use kvbm_tiers::{Route, Tier, clock};
 use serde::{Serialize, Serializer};
 
+use crate::assemble::SharedStore;
 use crate::hash::{BlockHash, Chain};
 use crate::metrics::Lookups as Counted;
 use crate::options::RouteReport;
@@ -93,11 +94,11 @@ pub struct RouteState {
     pub failed_total: u64,
     /// Copies that are overdue now.
     pub overdue_now: u64,
-    /// Whether the lower tier's medium is left alone in this direction.
+    /// Whether the lower tier is left alone in this direction.
     pub breaker: BreakerState,
 }
 
-/// Whether a medium is left alone.
+/// Whether a tier is left alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BreakerState {
@@ -205,6 +206,7 @@ pub(crate) struct Observed {
     settings: Settings,
     block_tokens: u64,
     opened: Instant,
+    store: SharedStore,
 }
 
 impl Observed {
@@ -215,7 +217,13 @@ impl Observed {
         settings: Settings,
         block_tokens: u64,
     ) -> Self {
-        Self { core: Arc::downgrade(core), routes, device, settings, block_tokens, opened: clock::now() }
+        let (core, store) = (Arc::downgrade(core), SharedStore::default());
+        Self { core, routes, device, settings, block_tokens, opened: clock::now(), store }
+    }
+
+    /// Sees that a store which others share may not be used.
+    pub(crate) fn with_store(self, store: SharedStore) -> Self {
+        Self { store, ..self }
     }
 
     pub(crate) fn routes(&self) -> &[RouteReport] {
@@ -263,7 +271,7 @@ impl Observed {
         };
         let mut below = tiers(&core).filter(|&tier| tier > Tier::Device).peekable();
         let is_of_use = below.peek().is_none() || below.any(|tier| !core.is_left_alone((tier, Tier::Device)));
-        Readiness { ready: is_of_use, degraded: degraded(&core) }
+        Readiness { ready: is_of_use, degraded: degraded(&core, &self.store) }
     }
 
     /// How much of a chain is where now.
@@ -360,24 +368,31 @@ fn route_state(core: &Core, route: &RouteReport) -> RouteState {
     }
 }
 
-fn degraded(core: &Core) -> Vec<Degraded> {
+fn degraded(core: &Core, store: &SharedStore) -> Vec<Degraded> {
     let mut degraded = Vec::new();
     let mut note = |what: String, why: String| degraded.push(Degraded { what, why });
     for tier in tiers(core) {
-        if tier > Tier::Device && core.is_left_alone((tier, Tier::Device)) {
-            note(tier.to_string(), "it is not read: copies from it failed, and it is tried again".to_owned());
-        }
-        if tier > Tier::Device && core.is_left_alone((Tier::Device, tier)) {
-            note(
-                tier.to_string(),
-                "it is not written: copies to it failed, and it is tried again".to_owned(),
-            );
+        let is_left_alone = |route| tier > Tier::Device && core.is_left_alone(route);
+        if core.is_withdrawn(tier) {
+            let why =
+                "it neither gives nor takes anything until the next reset: too many of its blocks were wrong";
+            note(tier.to_string(), why.to_owned());
+        } else {
+            if is_left_alone((tier, Tier::Device)) {
+                let why = "it is not read: copies from it failed, and it is tried again";
+                note(tier.to_string(), why.to_owned());
+            }
+            if is_left_alone((Tier::Device, tier)) {
+                let why = "it is not written: copies to it failed, and it is tried again";
+                note(tier.to_string(), why.to_owned());
+            }
         }
         let lost = core.table().counts(tier).lost;
         if lost > 0 {
             note(tier.to_string(), format!("{lost} slots are held by copies that do not end"));
         }
     }
+    store.is_not_used().into_iter().for_each(|why| note(Tier::Object.to_string(), why));
     let directories: Vec<bool> = core.table().directories(Tier::Disk).collect();
     for (dir, _) in directories.iter().enumerate().filter(|(_, is_up)| !**is_up) {
         note(format!("disk.dirs[{dir}]"), "it failed and is not used: the log has the reason".to_owned());

@@ -6,7 +6,11 @@
 mod real {
     pub(crate) use std::sync::atomic::{AtomicBool, AtomicUsize};
 
-    pub(crate) use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
+    #[cfg(feature = "lock-times")]
+    pub(crate) use super::counted::Mutex;
+    #[cfg(not(feature = "lock-times"))]
+    pub(crate) use parking_lot::Mutex;
+    pub(crate) use parking_lot::{MutexGuard, RwLock, RwLockReadGuard};
 
     /// Starts a named thread.
     pub(crate) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle> {
@@ -14,6 +18,26 @@ mod real {
     }
 
     pub(crate) type JoinHandle = std::thread::JoinHandle<()>;
+}
+
+/// `parking_lot`'s mutex, which counts how often each thread takes one.
+#[cfg(all(feature = "lock-times", not(feature = "shuttle")))]
+mod counted {
+    use parking_lot::MutexGuard;
+
+    #[derive(Debug, Default)]
+    pub(crate) struct Mutex<T>(parking_lot::Mutex<T>);
+
+    impl<T> Mutex<T> {
+        pub(crate) const fn new(value: T) -> Self {
+            Self(parking_lot::Mutex::new(value))
+        }
+
+        pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+            crate::table::lock_times::count();
+            self.0.lock()
+        }
+    }
 }
 
 #[cfg(feature = "shuttle")]

@@ -102,6 +102,8 @@ pub enum Defect {
     Corrupt,
     /// They cannot be read any more.
     Unreadable,
+    /// They are not what the block's name says, wherever they lie.
+    Wrong,
     /// Whose they are was forgotten.
     Forgotten,
 }
@@ -113,6 +115,13 @@ pub struct TaskResult {
     pub task: CopyTask,
     /// What became of it.
     pub outcome: Outcome,
+}
+
+impl Defect {
+    /// Whether it is of the block itself, not of its bytes in one tier: copies of it are no better.
+    pub(crate) const fn is_of_name(self) -> bool {
+        matches!(self, Self::Wrong | Self::Forgotten)
+    }
 }
 
 impl CopyTask {

@@ -109,4 +109,10 @@ pub trait Forest {
     fn parent(&self, block: BlockId) -> Option<BlockId>;
     /// Names the content of `block`: the same whenever the block returns, whatever its id is then.
     fn key(&self, block: BlockId) -> u64;
+    /// Whether the owner has the time for another block to be looked at. Asked before each that a search for a victim
+    /// looks at: it may meet thousands that are busy. A search that ends here goes on from there when it is asked for again,
+    /// so that it comes to its end however short its parts are.
+    fn may_look(&self) -> bool {
+        true
+    }
 }

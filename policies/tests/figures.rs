@@ -34,6 +34,28 @@ fn check(trace: &str, floors: &[(u32, f64)]) {
     }
 }
 
+/// In points: what the policies of a tier that has just begun may differ by.
+const YOUNG_LOSS: f64 = 0.2;
+
+#[test]
+fn young_hazard_hits_as_often_as_lru() {
+    for trace in ["conversation.jsonl.gz", "agentic.jsonl.gz"] {
+        let Some(requests) = load(trace) else { return };
+        for first in [100, 200, 400, 600] {
+            let workload: Workload = requests.iter().take(first).collect();
+            for capacity in [100, 300, 1_000] {
+                let [hazard, lru] = [EvictionKind::Hazard, EvictionKind::Lru]
+                    .map(|kind| 100.0 * rate(kind, &workload, capacity));
+                eprintln!("{trace}, first {first} at {capacity}: hazard {hazard:.2} %, lru {lru:.2} %");
+                assert!(
+                    hazard >= lru - YOUNG_LOSS,
+                    "{trace}, first {first} at {capacity}: {hazard:.2} %, {lru:.2} %"
+                );
+            }
+        }
+    }
+}
+
 const CAPACITIES: [u32; 8] = [1_000, 3_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000];
 
 #[test]

@@ -49,9 +49,9 @@ impl Blocks {
         fingerprint: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let registry = Registry::new();
+        let settings = settings.for_fingerprint(fingerprint)?;
         let fingerprint = fingerprint.map(self::fingerprint).transpose()?;
         let options = Options { registry: registry.clone(), block_tokens, fingerprint, ..Options::default() };
-        let settings = settings.plain();
         let blocks = py.detach(|| blocking::Blocks::open(settings, options));
         Ok(Self { blocks: blocks.map_err(|error| of_manager(&error))?, registry })
     }
@@ -116,7 +116,8 @@ impl Blocks {
         py.detach(|| self.blocks.manager().finished(RequestId(request), output_tokens));
     }
 
-    /// Begins the next epoch: no block that was there before is found again. Returns its number.
+    /// Begins the next epoch: no block that was there before is found again. Returns its number. A later process goes on in this
+    /// epoch: blocks of weights that only this one has want names of their own (`Chain(salt=…)`).
     fn reset(&self, py: Python<'_>) -> PyResult<u64> {
         let manager = self.blocks.manager();
         let epoch = manager.epoch() + 1;

@@ -10,8 +10,10 @@
 //! | `fingerprint` | what the bytes of blocks depend on, from dictionaries |
 //! | `hints` | what an engine knows of a request besides its tokens |
 //! | `hybrid` | models of several cache groups |
+//! | `logs` | what the Rust side has to say, for Python's logging |
 //! | `manager` | the manager, and leases |
 //! | `memory` | an engine's KV tensors, adopted |
+//! | `opened` | what a manager has, in lines for a log |
 //! | `policy` | our eviction for engines that keep a cache of their own |
 //! | `rank` | processes of tensor parallelism |
 //! | `requests` | the numbers of requests that engines name by text |
@@ -36,8 +38,10 @@ mod fence;
 mod fingerprint;
 mod hints;
 mod hybrid;
+mod logs;
 mod manager;
 mod memory;
+mod opened;
 mod policy;
 mod rank;
 mod requests;
@@ -53,6 +57,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(version, module)?)?;
     module.add_function(wrap_pyfunction!(requests::request_number, module)?)?;
     module.add_function(wrap_pyfunction!(requests::vllm_request_numbers, module)?)?;
+    logs::add(module)?;
     policy::add(module)?;
     settings::add(module)?;
     blocks::add(module)?;

@@ -17,6 +17,7 @@ use crate::fingerprint::fingerprint;
 use crate::hints::{Hints, request_info};
 use crate::hybrid::{self, CacheGroup, HybridLease, HybridLoad, HybridSave, Named};
 use crate::memory::EngineMemory;
+use crate::opened::opened;
 use crate::settings::Settings;
 use crate::stats::{Samples, samples};
 use crate::transfer::{Load, Save, duration};
@@ -69,7 +70,8 @@ impl Manager {
             ranks: ranks.map(|(dir, world, seconds)| RankGroup { dir, world, limit: duration(seconds) }),
             ..Options::default()
         };
-        let (settings, memory, groups) = (settings.plain(), memory.memory.clone(), hybrid::plain(&groups));
+        let settings = settings.for_fingerprint(fingerprint)?;
+        let (memory, groups) = (memory.memory.clone(), hybrid::plain(&groups));
         let runtime = tokio::runtime::Builder::new_current_thread().build()?;
         let opened = py.detach(|| {
             // Only with groups do its metrics say of which they are.
@@ -230,7 +232,8 @@ impl Manager {
         py.detach(|| finished(&self.inner, RequestId(request), output_tokens));
     }
 
-    /// Begins the next epoch: no block that was there before is found again. Returns its number.
+    /// Begins the next epoch: no block that was there before is found again. Returns its number. A later process goes on in this
+    /// epoch: blocks of weights that only this one has want names of their own (`Chain(salt=…)`).
     fn reset(&self, py: Python<'_>) -> PyResult<u64> {
         let epoch = self.inner.epoch() + 1;
         py.detach(|| self.inner.reset(epoch)).map_err(|error| of_manager(&error))?;
@@ -246,6 +249,12 @@ impl Manager {
     /// Blocks of each tier that were found at the start, left there by an earlier process.
     fn recovered(&self) -> BTreeMap<&'static str, usize> {
         self.inner.recovered().iter().map(|report| (report.tier.name(), report.blocks)).collect()
+    }
+
+    /// What it has, in lines for a log: tiers, what an earlier process left in them, and the routes between them. Of a hybrid
+    /// model that is full attention's.
+    fn opened(&self, py: Python<'_>) -> Vec<String> {
+        py.detach(|| opened(&self.inner))
     }
 
     /// Slots of each tier: in all, and with a block that can be read.

@@ -1,12 +1,14 @@
 //! Settings for Python.
 
 use std::collections::BTreeMap;
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 
-use kvbm_settings::{Argument, Capacity, Loaded, Loader, Origin, Row};
+use kvbm_settings::{Argument, Capacity, Loaded, Loader, OlderEpoch, Origin, Row};
 use pyo3::exceptions::{PyKeyError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyMapping, PyString, PyTuple};
+use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyMapping, PyString, PyTuple};
 
 use crate::errors::of_settings;
 
@@ -111,6 +113,17 @@ impl Settings {
         Self(part)
     }
 
+    /// Of one of several engines on a machine that are given the same settings, as those of data parallelism are, by its number.
+    /// What outlives the processes lies in a directory of its own below those that are named, such as `kvbm-dp1`, and
+    /// metrics are served at a port so many above the one that is named. The first one's are those that are named.
+    fn of_replica(&self, number: u16) -> Self {
+        let mut own = Self(self.0.clone());
+        if number > 0 {
+            move_to_replica(&mut own.0.settings, number);
+        }
+        own
+    }
+
     fn __getitem__(&self, path: &str) -> PyResult<String> {
         self.row(path).map(|row| row.value)
     }
@@ -128,6 +141,24 @@ impl Settings {
         self.0.settings.clone()
     }
 
+    /// The same for an engine that counts no epochs: it goes on in that of an object store, unless it is told otherwise.
+    pub(crate) fn without_epochs(&self) -> kvbm_settings::Settings {
+        let mut settings = self.plain();
+        if !self.0.origins.contains_key("object.older_epoch") {
+            settings.object.older_epoch = OlderEpoch::Follow;
+        }
+        settings
+    }
+
+    /// The one or the other, as a fingerprint says.
+    pub(crate) fn for_fingerprint(
+        &self,
+        fingerprint: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<kvbm_settings::Settings> {
+        let counts_epochs = fingerprint.map(|fingerprint| fingerprint.contains("epoch")).transpose()?;
+        Ok(if counts_epochs == Some(true) { self.plain() } else { self.without_epochs() })
+    }
+
     fn load(loader: Loader, values: Option<&Bound<'_, PyMapping>>) -> PyResult<Self> {
         let mut arguments = Vec::new();
         if let Some(values) = values {
@@ -141,6 +172,21 @@ impl Settings {
     fn row(&self, path: &str) -> PyResult<Row> {
         let row = self.0.rows().into_iter().find(|row| row.key == path);
         row.ok_or_else(|| PyKeyError::new_err(path.to_owned()))
+    }
+}
+
+fn move_to_replica(settings: &mut kvbm_settings::Settings, number: u16) {
+    let kvbm_settings::Settings { host, disk, metrics, .. } = settings;
+    let is_kept = disk.keep && disk.capacity.is_some();
+    let disks = disk.dirs.iter_mut().filter(|_| is_kept);
+    for dir in host.persist.iter_mut().chain(&mut host.persist_index).chain(disks) {
+        // As the first one does, which may come later. Where it cannot be made, opening says so.
+        let _ = DirBuilder::new().mode(0o700).create(&*dir);
+        dir.push(format!("kvbm-dp{number}"));
+    }
+    if metrics.port > 0 {
+        // Behind the last one any free one will do.
+        metrics.port = metrics.port.checked_add(number).unwrap_or_default();
     }
 }
 

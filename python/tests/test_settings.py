@@ -31,6 +31,27 @@ def test_lists_paths_and_none() -> None:
     assert "/a" in settings["disk.dirs"] and "/b" in settings["disk.dirs"]
 
 
+def test_a_replica_keeps_what_it_keeps_in_places_of_its_own(tmp_path: Path) -> None:
+    places = [tmp_path / name for name in ("disk", "other", "memory", "index")]
+    told = {
+        "disk": {"capacity": "1GiB", "dirs": places[:2], "keep": True},
+        "block_bytes": 4096,
+        "host": {"capacity": "1GiB", "persist": places[2], "persist_index": places[3]},
+        "metrics.port": 6880,
+    }
+    first, second = Settings(told).of_replica(0), Settings(told).of_replica(1)
+    assert first == Settings(told), "a single engine has what it is told"
+    assert second != Settings(told).of_replica(2)
+    assert all(str(place / "kvbm-dp1") in second["disk.dirs"] for place in places[:2])
+    assert second["host.persist"] == str(places[2] / "kvbm-dp1")
+    assert second["host.persist_index"] == str(places[3] / "kvbm-dp1")
+    assert second["metrics.port"] == "6881"
+    # What goes with the process disturbs nobody.
+    unkept = Settings(told | {"disk": {"capacity": "1GiB", "dirs": places[:2]}})
+    assert unkept.of_replica(1)["disk.dirs"] == unkept["disk.dirs"]
+    assert Settings({"metrics.port": 0}).of_replica(1)["metrics.port"] == "0"
+
+
 def test_later_sources_prevail_and_are_named(tmp_path: Path) -> None:
     file = tmp_path / "kvbm.toml"
     file.write_text("block_bytes = 4096\n[disk]\nqueue_depth = 3\n")

@@ -16,7 +16,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[2] / "kvbm/src/serve/page"
-KINDS = {"index.html": "text/html; charset=utf-8", "page.css": "text/css", "page.js": "text/javascript"}
+KINDS = {
+    "index.html": "text/html; charset=utf-8",
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "tiers.css": "text/css",
+}
 # What a strict server would send: the page has nothing inline and asks nobody else.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "

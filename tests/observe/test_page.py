@@ -72,6 +72,14 @@ def is_within(page: Browser) -> bool:
     return page.run("return document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_a_first_look_claims_no_period(chromium, stub):
+    chromium.resize(*WIDE)
+    chromium.open(stub.url)
+    assert chromium.wait("return document.querySelector('#now-rate-words').textContent.includes('since the start')")
+    assert "last 0 seconds" not in text(chromium, "#now-rate-words")
+    chromium.open("about:blank")
+
+
 def test_it_shows_every_section_from_what_the_server_tells(page):
     for title in SECTIONS:
         assert page.run(

@@ -6,6 +6,7 @@ Host memory is made without a GPU's registration. What a GPU would copy there, t
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -86,8 +87,15 @@ class HiCache:
         pages: int = 64,
         ranks: tuple[int, int] = (0, 1),
         metrics: bool = False,
+        data_rank: int = 0,
     ) -> None:
+        """`data_rank` is that of attention in data parallel."""
         rank, world = ranks
+
+        class Controller(HiCacheController):
+            def _generate_storage_config(self, *args, **kwargs):
+                return replace(super()._generate_storage_config(*args, **kwargs), dp_rank=data_rank)
+
         self._parallel = get_parallel().override(
             tp_rank=rank, tp_size=world, pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0
         )
@@ -98,7 +106,7 @@ class HiCache:
             json.dumps(extra_config)
         )
         try:
-            self.controller = HiCacheController(
+            self.controller = Controller(
                 allocator,
                 self.host,
                 PAGE,

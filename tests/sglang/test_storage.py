@@ -173,6 +173,43 @@ def test_clear_forgets_for_good(tmp_path):
         assert cache.serves(prompt) == 0
 
 
+def test_what_exchanged_weights_left_serves_no_later_process(tmp_path):
+    """A clear stands for weights that were exchanged, and a restart has those of its files again."""
+    prompt = tokens(1, 10)
+    with HiCache(below(tmp_path)) as cache:
+        cache.storage.clear()
+        assert cache.backup(prompt) == 10
+        assert cache.serves(prompt) == 10
+    with HiCache(below(tmp_path)) as cache:
+        assert cache.serves(prompt) == 0
+        assert cache.backup(prompt) == 10
+    # And then it heals.
+    with HiCache(below(tmp_path)) as cache:
+        assert cache.serves(prompt) == 10
+
+
+def test_ranks_of_attention_in_data_parallel_share_one_configuration(tmp_path):
+    """SGLang gives them the same tensor ranks."""
+    prompts = [tokens(rank, 10) for rank in (0, 1)]
+    for _ in range(2):
+        with HiCache(below(tmp_path), data_rank=0) as first, HiCache(below(tmp_path), data_rank=1) as second:
+            for cache, own, other in ((first, *prompts), (second, *reversed(prompts))):
+                cache.backup(own)
+                assert (cache.serves(own), cache.serves(other)) == (10, 0)
+
+
+def test_a_start_says_what_there_is(tmp_path, caplog):
+    caplog.set_level("INFO", "sglang.kvbm")
+    with HiCache(below(tmp_path)) as cache:
+        assert cache.backup(tokens(1, 10)) == 10
+    caplog.clear()
+    with HiCache(below(tmp_path)):
+        pass
+    said = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("KvbmStorage, pool kv, of kvbm_rs") for line in said), said
+    assert any(line.startswith("disk: ") and line.endswith("10 blocks of an earlier process") for line in said), said
+
+
 def test_clear_amid_copies(tmp_path):
     """Nothing raises, no byte is wrong, and afterwards all is well."""
     with HiCache(below(tmp_path)) as cache:

@@ -28,6 +28,13 @@ def drain(engine) -> bool:
     return _connector(engine)._scheduler.manager.drain(30.0)
 
 
+def flush_log(engine) -> None:
+    """Has all told that the native side has said."""
+    from kvbm_rs._native import flush_log
+
+    flush_log()
+
+
 def watch(engine) -> None:
     """From here on counts hits by tier, and preemptions."""
     connector, scheduler = _connector(engine), engine.core.scheduler

@@ -41,9 +41,12 @@ def pattern(key: bytes, size: int) -> np.ndarray:
 class Offloading:
     """A manager with tiers below its primary one. A context manager: leaving it shuts down."""
 
-    def __init__(self, *tiers: dict, chunks: int = 64, row: int = PAGE, groups: int = 1, model: str = "made-up"):
+    def __init__(
+        self, *tiers: dict, chunks: int = 64, row: int = PAGE, groups: int = 1, model: str = "made-up", replica: int = 0
+    ):
+        """`replica` is its number among those of data parallelism."""
         self.row, self.model = row, model
-        self.spec = TieringOffloadingSpec(configuration(tiers, chunks, row, groups, model))
+        self.spec = TieringOffloadingSpec(configuration(tiers, chunks, row, groups, model, replica))
         self.manager = self.spec.get_manager()
         self.tiers = self.manager.secondary_tiers
         self.names = (f"request-{number}" for number in itertools.count())
@@ -162,7 +165,9 @@ class Offloading:
         self.manager.primary_tier.reset_cache()
 
 
-def configuration(tiers: Sequence[dict], chunks: int, row: int, groups: int, model: str) -> OffloadingConfig:
+def configuration(
+    tiers: Sequence[dict], chunks: int, row: int, groups: int, model: str, replica: int = 0
+) -> OffloadingConfig:
     return OffloadingConfig(
         groups=tuple(OffloadingGroupConfig(TOKENS, (f"layer.{group}",), group) for group in range(groups)),
         worker_kv_bytes_per_block=row,
@@ -178,7 +183,7 @@ def configuration(tiers: Sequence[dict], chunks: int, row: int, groups: int, mod
             pp_size=1,
             pcp_size=1,
             dcp_size=1,
-            data_parallel_index=0,
+            data_parallel_index=replica,
             data_parallel_size=1,
             data_parallel_rank_local=None,
             is_parallelism_agnostic=False,

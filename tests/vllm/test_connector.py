@@ -61,6 +61,10 @@ def test_a_process_that_was_killed_leaves_its_blocks_to_the_next(model, said, tm
         warm = engine.generate(prompt(0, LENGTH))
         assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
         assert probe(engine, "watched")["sources"] == {"disk": 10 * BLOCK}
+        # vLLM's log says what there is, and what was there.
+        logged = engine.logged()
+        assert "KvbmConnector of kvbm_rs" in logged and "routes: " in logged
+        assert f"disk: 256 blocks, 32MiB in {tmp_path}, 10 blocks of an earlier process" in logged
     # /dev/shm is where memory survives a process; another file system is refused, and says so.
     with pytest.raises(EngineError, match="tmpfs|hugetlbfs"):
         Engine(model, **connector(tiers))
@@ -88,6 +92,8 @@ def test_bytes_that_changed_are_computed_again(model, said, tmp_path):
         answer = engine.generate(prompt(0, LENGTH))
         assert answer.said == [said[0]]
         assert answer.scheduled >= LENGTH + 7, "computed again, after a load that failed"
+        engine.call("connector_probe:flush_log")
+        assert "a block and its descendants are dropped" in engine.logged(), "whose cause is heard of"
         # And then it heals.
         assert probe(engine, "drain")
         assert engine.reset()

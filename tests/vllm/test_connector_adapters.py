@@ -105,12 +105,14 @@ def test_a_request_whose_adapter_changes_while_it_lives_is_neither_served_nor_ke
 
     scheduler = Scheduler.__new__(Scheduler)
     scheduler._adapters, scheduler._requests = Adapters("options"), {}
-    scheduler._config = SimpleNamespace(names_media=True)
+    scheduler._weights = b""
+    scheduler._config = SimpleNamespace(names_media=True, hash_tokens=16)
     scheduler._limits = Limits(output_tokens=100, why_not_held="", can_prefetch=True)
 
     def request(name: str) -> SimpleNamespace:
         asked = {"kvbm": {"pin_seconds": 60}}
-        return SimpleNamespace(request_id=name, lora_request=request_for(one), mm_features=[], kv_transfer_params=asked)
+        hashed = {"block_hashes": [], "num_tokens": 9, "mm_features": []}
+        return SimpleNamespace(request_id=name, lora_request=request_for(one), kv_transfer_params=asked, **hashed)
 
     known = scheduler._known(request("before"))
     assert known.salt is not None

@@ -163,6 +163,44 @@ def test_layer_by_layer_is_refused_where_a_failure_would_be_heard_of_too_late(mo
         Engine(model, **connector(host(64), layerwise=True), speculative_config=guessing)
 
 
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_a_role_that_is_not_both_is_refused(role):
+    """Also by vLLM's factory, as it makes the connector of a scheduler."""
+    from types import SimpleNamespace
+
+    from kvbm_rs.errors import InvalidError
+    from kvbm_rs.vllm.connector.config import Config
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(
+        kv_connector="KvbmConnector", kv_connector_module_path="kvbm_rs.vllm.connector", kv_role=role
+    )
+    with pytest.raises(InvalidError, match=f"{role}.*Set kv_both"):
+        Config(SimpleNamespace(kv_transfer_config=transfer), None)
+
+
+@pytest.mark.slow
+def test_an_engine_that_produces_alone_does_not_start(model):
+    arguments = connector(host(64))
+    arguments["kv_transfer_config"]["kv_role"] = "kv_producer"
+    with pytest.raises(EngineError, match="kv_role: KvbmConnector saves and loads, which kv_producer does not say"):
+        Engine(model, **arguments)
+
+
+@pytest.mark.slow
+def test_a_connector_around_it_that_produces_alone_does_not_start_either(model):
+    arguments = connector(host(64))
+    ours = arguments["kv_transfer_config"]
+    del ours["kv_load_failure_policy"]
+    arguments["kv_transfer_config"] = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"connectors": [ours]},
+    }
+    with pytest.raises(EngineError, match="which kv_producer does not say"):
+        Engine(model, **arguments)
+
+
 def test_context_parallelism_is_refused():
     from kvbm_rs.errors import InvalidError
     from kvbm_rs.vllm.connector.config import _check_parallel
@@ -215,16 +253,23 @@ def test_a_session_that_lived_through_a_reset_is_not_kept_when_it_goes_on(status
     """Its blocks, and what is computed behind them, are of the weights of before."""
     from types import SimpleNamespace
 
+    from kvbm_rs.vllm.connector.adapters import Adapters
     from kvbm_rs.vllm.connector.scheduler import _ALL, Scheduler, _Request
     from vllm.v1.request import RequestStatus
 
     hashes = [bytes([at]) * 32 for at in range(4)]
     request = SimpleNamespace(
-        block_hashes=hashes, num_tokens=4 * BLOCK, num_computed_tokens=4 * BLOCK, status=RequestStatus[status]
+        block_hashes=hashes,
+        num_tokens=4 * BLOCK,
+        num_computed_tokens=4 * BLOCK,
+        status=RequestStatus[status],
+        mm_features=[],
+        lora_request=None,
     )
     known = _Request(1, request, None, None, b"", saved=4, computed=4 * BLOCK)
     scheduler = Scheduler.__new__(Scheduler)
-    scheduler._config = SimpleNamespace(weights_never_change=False, block_tokens=BLOCK)
+    scheduler._config = SimpleNamespace(weights_never_change=False, block_tokens=BLOCK, names_media=True)
+    scheduler._adapters, scheduler._weights, scheduler._hashes_per_block = Adapters(None), b"", 1
     scheduler._publisher, scheduler._requests, scheduler._ending = None, {"session": known}, []
     scheduler._pinning, scheduler._pinned = [], []
     scheduler.manager = SimpleNamespace(reset=lambda: None)
@@ -234,6 +279,59 @@ def test_a_session_that_lived_through_a_reset_is_not_kept_when_it_goes_on(status
     request.block_hashes = [*hashes[:3], bytes(32)]
     assert len(scheduler._chain(known)) == 4
     assert known.saved == _ALL
+
+
+def test_a_reset_that_is_not_noted_everywhere_keeps_nothing_of_before():
+    """A disk that cannot be written keeps no engine from going on, nor has it serve what it must not."""
+    from types import SimpleNamespace
+
+    from kvbm_rs.errors import UnavailableError
+    from kvbm_rs.vllm.connector.adapters import Adapters
+    from kvbm_rs.vllm.connector.scheduler import _ALL, Scheduler, _Request
+    from vllm.v1.request import RequestStatus
+
+    def reset():
+        raise UnavailableError("the disk cannot be written")
+
+    running, waiting = (
+        SimpleNamespace(block_hashes=[bytes(32)], num_computed_tokens=computed, status=status, mm_features=[], lora_request=None)
+        for computed, status in ((BLOCK, RequestStatus.RUNNING), (0, RequestStatus.WAITING))
+    )
+    requests = {name: _Request(1, request, None, None, b"", saved=1) for name, request in (("a", running), ("b", waiting))}
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler._config = SimpleNamespace(weights_never_change=False, names_media=True)
+    scheduler._adapters, scheduler._weights = Adapters(None), b""
+    scheduler._requests, scheduler._ending, scheduler._pinning, scheduler._pinned = requests, [], [], []
+    scheduler.manager = SimpleNamespace(reset=reset)
+    assert scheduler.reset()
+    assert [known.saved for known in requests.values()] == [_ALL, 0]
+    assert all(known.salt == scheduler._weights != b"" for known in requests.values())
+
+
+def test_a_request_with_hashes_of_another_granularity_is_not_kept():
+    from types import SimpleNamespace
+
+    from kvbm_rs.vllm.connector.adapters import Adapters
+    from kvbm_rs.vllm.connector.hints import Limits
+    from kvbm_rs.vllm.connector.scheduler import Scheduler
+
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler._config = SimpleNamespace(names_media=True, hash_tokens=BLOCK // 2)
+    scheduler._adapters, scheduler._weights, scheduler._requests = Adapters(None), b"", {}
+    scheduler._limits = Limits(4096, "", True)
+    kept = []
+    for hashes in (7, 8, 3, 0):
+        request = SimpleNamespace(
+            request_id=f"request-{hashes}",
+            block_hashes=[bytes(32)] * hashes,
+            num_tokens=7 * BLOCK // 2 + 3,
+            mm_features=[],
+            lora_request=None,
+            kv_transfer_params=None,
+            kv_hints=None,
+        )
+        kept.append(scheduler._known(request).salt is not None)
+    assert kept == [True, False, False, False]
 
 
 def test_images_that_vllm_only_numbers_are_not_kept():
@@ -250,7 +348,7 @@ def test_images_that_vllm_only_numbers_are_not_kept():
 
     assert [_names_media(config(*asked)) for asked in ((4, True), (4, False), (0, True), (0, False))] == [True] * 3 + [False]
     scheduler = Scheduler.__new__(Scheduler)
-    scheduler._adapters = Adapters(None)
+    scheduler._adapters, scheduler._weights = Adapters(None), b""
     for names_media, media, salt in ((True, ["image"], b""), (False, ["image"], None), (False, [], b"")):
         scheduler._config = SimpleNamespace(names_media=names_media)
         assert scheduler._salt(SimpleNamespace(mm_features=media, lora_request=None)) == salt

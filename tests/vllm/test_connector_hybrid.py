@@ -121,6 +121,25 @@ def test_what_the_engine_forgot_comes_from_below(hybrid, said):
         assert is_at_rest(engine)
 
 
+def test_blocks_keep_their_names_where_vllm_hashes_more_often(hybrid):
+    """With `--prefix-match-unit` below the block size a request has several hashes for each block."""
+    forked = LONG[: 20 * BLOCK] + prompt(23, 20 * BLOCK + 5)
+    finer = {"prefix_match_unit": BLOCK // 2}
+    with Engine(hybrid, dtype="float32", **finer) as engine:
+        said = [engine.generate(asked).said[0] for asked in (LONG, forked)]
+    with Engine(hybrid, **connector(host(16)), **finer) as engine:
+        assert engine.generate(LONG).said == said[:1]
+        assert engine.reset()
+        # It goes on at the last checkpoint in what they share.
+        fork = engine.generate(forked)
+        assert (fork.said, fork.scheduled) == (said[1:], len(forked) - 16 * BLOCK + 7)
+        for asked, expected in zip((LONG, forked), said):
+            assert engine.reset()
+            warm = engine.generate(asked)
+            assert (warm.said, warm.scheduled) == ([expected], SERVED)
+        assert is_at_rest(engine)
+
+
 @pytest.mark.slow
 def test_a_process_that_was_killed_leaves_its_blocks_to_the_next(hybrid, said, tmp_path, shared_memory):
     for tiers in (disk(tmp_path), host(8, **{"host.persist": str(shared_memory)})):

@@ -1,12 +1,16 @@
 """HazardPolicy in vLLM's own CPU offloading manager."""
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import policy_replay
 import pytest
 from engine import BLOCK, TINY_BLOCK_BYTES, Engine, offloading, prompt
+from sources import sources_of
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
@@ -48,6 +52,33 @@ def serve(manager: CPUOffloadingManager, name: str, keys: list[bytes]) -> int:
 def test_vllm_loads_it_by_two_lines() -> None:
     assert CachePolicyFactory.get_cache_policy_cls("HazardPolicy", "kvbm_rs.vllm.policy") is HazardPolicy
     assert isinstance(manager_of(4)._policy, HazardPolicy)
+
+
+def test_an_insertion_may_say_for_which_request_it_is() -> None:
+    """As by vLLM 0.33."""
+    manager = manager_of(4)
+    insert, context = manager._policy.insert, context_of("a", keys_of(1, 3))
+    manager._policy.insert = lambda key, chunk, *_: insert(key, chunk, context)  # type: ignore[method-assign]
+    assert serve(manager, "a", keys_of(1, 3)) == 0
+    assert serve(manager, "b", keys_of(1, 3)) == 3
+
+
+@pytest.mark.slow
+def test_all_of_it_holds_with_the_manager_of_vllm_0_33() -> None:
+    sources = sources_of("0.33.0")
+    if sources is None:
+        print("SKIPPED: the wheel of vLLM 0.33.0 cannot be had")
+        pytest.skip("no vLLM 0.33.0")
+    paths = ":".join([str(sources), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+
+    def said(*arguments: str) -> str:
+        run = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
+        return run.stdout.strip()
+
+    assert said("-c", "import vllm; print(vllm.__version__)") == "0.33.0"
+    said("-m", "pytest", __file__, "-k", "not engine and not published and not 0_33", "-p", "no:cacheprovider", "-q")
 
 
 def test_what_was_stored_is_found_and_the_tail_of_the_oldest_goes_first() -> None:

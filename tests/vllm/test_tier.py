@@ -1,8 +1,11 @@
 """`KvbmTier` below vLLM's `TieringOffloadingManager`: every byte is right, and a bad day costs time, not correctness."""
 
+import contextlib
 import gc
 import os
 import random
+import shutil
+import tempfile
 import time
 from pathlib import Path
 
@@ -206,7 +209,7 @@ def test_a_failed_load_is_a_miss_for_the_request_that_asked(below):
     assert (hits, is_deferred) == (8, True)
     # What was promised is gone when it is loaded, and seems to be there again after.
     native = below.tier._tier
-    native.drain(True)
+    native.drain(bytes(16))
     below.settle()
     assert below.look_up(request, keys) == 0
     below.end(request)
@@ -222,9 +225,52 @@ def test_a_reset_of_vllms_caches_forgets(tmp_path):
         below.save(keys)
         below.forget_primary()
         assert below.serves(keys) == 10
-    # The next process has the new weights, too.
+    # Which weights these were only that process knew: the next one has those of its files.
+    with Offloading(tier(tmp_path), row=ROW) as below:
+        assert below.serves(keys) == 0
+        below.save(keys)
+    # And then it heals.
     with Offloading(tier(tmp_path), row=ROW) as below:
         assert below.serves(keys) == 10
+
+
+def test_a_request_that_waits_through_a_reset_is_kept_by_its_new_names(tmp_path):
+    keys, others = chain(1, 10), chain(2, 5)
+    with Offloading(tier(tmp_path), row=ROW) as below:
+        below.save(keys)
+        waiting = below.begin(keys)
+        assert below.look_up_once(waiting, keys)[0] == 10
+        below.manager.reset_cache()
+        assert below.look_up(waiting, keys) == 0
+        below.store(waiting, keys)
+        below.settle()
+        below.end(waiting)
+        below.save(others)
+        below.forget_primary()
+        assert (below.serves(keys), below.serves(others)) == (10, 5)
+        assert below.tier.stats()["requests"] == 0
+
+
+def test_replicas_share_one_configuration(tmp_path):
+    """As with data parallelism: each keeps its own, and finds it again."""
+    memory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvbm-test-"))
+    try:
+        shared = tier(tmp_path, **{"host.capacity": "16 blocks", "host.persist": str(memory)})
+        keys = [chain(number, 10) for number in range(3)]
+        with contextlib.ExitStack() as running:
+            # The last one comes first.
+            for number in (2, 0, 1):
+                replica = running.enter_context(Offloading(shared, row=ROW, replica=number))
+                replica.save(keys[number])
+                replica.forget_primary()
+                assert [replica.serves(asked) for asked in keys] == [10 * (asked is keys[number]) for asked in keys]
+        # One alone has what it always had: the places that are named.
+        with Offloading(shared, row=ROW) as below:
+            assert [below.serves(asked) for asked in keys] == [10, 0, 0]
+        with Offloading(shared, row=ROW, replica=2) as below:
+            assert [below.serves(asked) for asked in keys] == [0, 0, 10]
+    finally:
+        shutil.rmtree(memory)
 
 
 def test_weights_that_never_change_outlive_a_reset(tmp_path):
@@ -290,7 +336,7 @@ def test_beginnings_that_are_missing_are_asked_for(below):
     """vLLM offers a chunk once. Where its beginning is lost below, whole requests are offered again."""
     keys = chain(1, 12)
     below.save(keys[:6])
-    below.tier._tier.drain(True)
+    below.tier._tier.drain(bytes(16))
     begin = lambda: below.tier.on_new_request(below.begin()).policy
     assert begin() is OffloadPolicy.CHUNK_LEVEL
     below.save(keys[:6] + keys[6:])

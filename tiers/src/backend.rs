@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route};
+use crate::copy::{CopyOp, Done, Route};
 use crate::fence::{Fence, Fences, Layers, Mark};
 
 /// Moves blocks between regions.
@@ -33,7 +33,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// The routes that it serves.
     fn routes(&self) -> &[Route];
 
-    /// Starts the copies. Must return quickly; reports through `done`, possibly before it returns.
+    /// Starts the copies. Must return quickly; reports through `done`, possibly before it returns, and together what ended
+    /// together.
     fn submit(&self, batch: Vec<CopyOp>, done: Done);
 
     /// The same, in order with an engine's work: call [`submit`] instead. By default
@@ -98,7 +99,7 @@ impl Waiting {
 impl Drop for Waiting {
     fn drop(&mut self) {
         if let Some((ops, done)) = self.batch.take() {
-            refuse(&ops, &done, "the engine dropped its fence without raising it");
+            done.refuse(0..ops.len(), "the engine dropped its fence without raising it");
         }
     }
 }
@@ -113,13 +114,7 @@ pub(crate) fn submit_unfenced<B: Backend + ?Sized>(
     if fences.after.is_done() {
         return backend.submit(batch, done);
     }
-    refuse(&batch, &done, &format!("{} cannot wait for {:?}", backend.name(), fences.after));
-}
-
-fn refuse(batch: &[CopyOp], done: &Done, why: &str) {
-    for index in 0..batch.len() {
-        done.complete(index, Err(CopyError::new(CopyErrorKind::Refused, why)));
-    }
+    done.refuse(0..batch.len(), &format!("{} cannot wait for {:?}", backend.name(), fences.after));
 }
 
 #[cfg(test)]
@@ -127,13 +122,13 @@ mod tests {
     use std::sync::mpsc;
 
     use super::*;
-    use crate::copy::Tier;
+    use crate::copy::{CopyError, CopyErrorKind, Tier};
     use crate::dram::{DramOptions, DramRegion};
     use crate::fence::HostFence;
     use crate::frame::Frame;
     use crate::geometry::Geometry;
     use crate::memcpy::MemcpyBackend;
-    use crate::testing::{fill_pattern, has_pattern, host, order};
+    use crate::testing::{each, fill_pattern, has_pattern, host, order};
 
     struct Fixture {
         backend: Arc<dyn Backend>,
@@ -153,7 +148,7 @@ mod tests {
             let backend = Arc::new(MemcpyBackend::new(memories, 1).unwrap());
             let frames = [0, 1].map(|end: usize| regions[end].frames().unwrap().take().unwrap());
             let (send, reports) = mpsc::channel();
-            let done = Done::new(move |_, result| send.send(result).unwrap());
+            let done = each(move |_, result| send.send(result).unwrap());
             Self { backend, regions, frames, done, reports }
         }
 

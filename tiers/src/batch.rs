@@ -3,33 +3,29 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::io;
-use std::mem;
 use std::num::NonZeroU16;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::{self, JoinHandle};
 
 use crossbeam_channel::Sender;
 use parking_lot::Mutex;
 
-use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done};
 use crate::fence::Layers;
-use crate::fork::Maker;
+use crate::fork::{ProcessBound, ServiceThread};
 
 /// A pool of threads in which every thread takes the next few operations of the oldest batch until none is
 /// left: a large batch occupies all threads, and a slow operation holds up nobody. Batches of one load in layers go
 /// together.
 #[derive(Debug)]
 pub(crate) struct CopyThreads {
-    /// `None` once the pool is shutting down.
-    queue: Option<Sender<Arc<Batch>>>,
+    // Before the threads, which finish what was submitted.
+    queue: ProcessBound<Sender<Arc<Batch>>>,
     layered: Arc<LayeredBatches>,
-    threads: Vec<JoinHandle<()>>,
+    threads: Vec<ServiceThread>,
     grain: usize,
-    maker: Maker,
 }
 
 /// Executes one operation, or a share of it, to its end.
@@ -98,13 +94,12 @@ impl CopyThreads {
     ) -> io::Result<Self> {
         let (queue, batches) = crossbeam_channel::unbounded();
         let (grain, layered) = (grain.max(1), Arc::<LayeredBatches>::default());
-        let mut pool =
-            Self { queue: Some(queue), layered, threads: Vec::new(), grain, maker: Maker::this_process() };
+        let mut pool = Self { queue: ProcessBound::new(queue), layered, threads: Vec::new(), grain };
         for number in 0..threads.max(1) {
             let (batches, execute) = (batches.clone(), Arc::clone(execute));
             let layered = Arc::clone(&pool.layered);
             let work = move || batches.iter().for_each(|batch| layered.work(&batch, &*execute));
-            pool.threads.push(clock::spawn(format!("{name}-{number}"), work)?);
+            pool.threads.push(ServiceThread::spawn(format!("{name}-{number}"), work)?);
         }
         Ok(pool)
     }
@@ -116,28 +111,10 @@ impl CopyThreads {
         for _ in 0..batch.units().min(self.threads.len()) {
             // One message per helper and not per operation: each takes a grain of what is left when it comes, so
             // that a slow one holds up nobody.
-            let sent = self.queue.as_ref().is_some_and(|queue| queue.send(Arc::clone(&batch)).is_ok());
-            if !sent {
+            if self.queue.send(Arc::clone(&batch)).is_err() {
                 // Panics end no thread, but if all were gone nobody else would complete the rest.
                 let dead = |_: &CopyOp, _| Err(CopyError::new(CopyErrorKind::Refused, "copy threads died"));
                 self.layered.work(&batch, &dead);
-            }
-        }
-    }
-}
-
-/// Finishes what was submitted.
-impl Drop for CopyThreads {
-    fn drop(&mut self) {
-        if !self.maker.is_this_process() {
-            return mem::forget((self.queue.take(), mem::take(&mut self.threads)));
-        }
-        self.queue = None;
-        let own = thread::current().id();
-        // A completion may have dropped the last handle of the pool: a thread cannot wait for itself.
-        for thread in self.threads.drain(..).filter(|thread| thread.thread().id() != own) {
-            if thread.join().is_err() {
-                tracing::error!("a copy thread died of a panic");
             }
         }
     }
@@ -226,7 +203,7 @@ impl Batch {
 
     fn copy_blocks(&self, grain: usize, execute: &Execute) {
         let ended = self.ops_of(grain).map(|(index, op)| (index, caught(op, Share::WHOLE, execute)));
-        self.done.complete_all(ended.collect());
+        self.done.report(ended.collect());
     }
 
     fn copy_layer(&self, layered: &Layered, unit: usize, execute: &Execute) {
@@ -240,7 +217,7 @@ impl Batch {
         layered.layer_copied(layer, self.ops.len());
         if layered.of_grain[grain].fetch_sub(1, Ordering::AcqRel) == 1 {
             let outcome = |index| layered.failed.lock().get(&index).cloned().map_or(Ok(()), Err);
-            self.done.complete_all(self.ops_of(grain).map(|(index, _)| (index, outcome(index))).collect());
+            self.done.report(self.ops_of(grain).map(|(index, _)| (index, outcome(index))).collect());
         }
     }
 }
@@ -277,7 +254,7 @@ mod tests {
 
     use super::*;
     use crate::copy::{SlotId, SlotRef, Tier};
-    use crate::testing::order;
+    use crate::testing::{each, order};
 
     /// Two threads that panic for the slot 1.
     fn pool() -> CopyThreads {
@@ -298,7 +275,7 @@ mod tests {
         let pool = pool();
         for _ in 0..3 {
             let (report, reports) = mpsc::channel();
-            pool.submit(ops(), None, Done::new(move |op, result| report.send((op, result)).unwrap()));
+            pool.submit(ops(), None, each(move |op, result| report.send((op, result)).unwrap()));
             let mut ended: Vec<_> = reports.into_iter().collect();
             ended.sort_unstable_by_key(|&(op, _)| op);
             assert_eq!(ended.len(), 64);
@@ -317,14 +294,14 @@ mod tests {
             pool.submit(
                 ops(),
                 None,
-                Done::new(move |op, _| {
+                each(move |op, _| {
                     assert!(op % 8 != 0, "as the test wants");
                     report.send(op).unwrap();
                 }),
             );
             let deadline = Duration::from_secs(10);
             let ended = std::iter::from_fn(|| reports.recv_timeout(deadline).ok()).count();
-            assert_eq!(ended, 64 - 8);
+            assert_eq!(ended, 64 - 2 * 8, "two blocks are reported together");
         }
         assert!(Done::panics() >= panics + 3 * 8);
     }
@@ -344,7 +321,7 @@ mod tests {
             layers.lock().push((layer, so_far.lock().len()));
         });
         let (report, reports) = mpsc::channel();
-        pool.submit(ops(), Some(layers), Done::new(move |op, result| report.send((op, result)).unwrap()));
+        pool.submit(ops(), Some(layers), each(move |op, result| report.send((op, result)).unwrap()));
         assert_eq!(reports.into_iter().filter(|(_, result)| result.is_ok()).count(), 64);
         let expected: Vec<_> = (0..4).flat_map(|layer| (0..64).map(move |slot| (layer, slot))).collect();
         assert_eq!(*copied.lock(), expected);
@@ -372,7 +349,7 @@ mod tests {
         let count = NonZeroU16::new(3).unwrap();
         let layers = Layers::new(count, move |layer, blocks| layers.lock().push((layer, blocks)));
         let (report, reports) = mpsc::channel();
-        let done = Done::new(move |op, result| report.send((op, result)).unwrap());
+        let done = each(move |op, result| report.send((op, result)).unwrap());
         let mut first = ops();
         let others = first.split_off(1);
         pool.submit(first, Some(layers.clone()), done.clone());
@@ -400,7 +377,7 @@ mod tests {
             let layers = Arc::clone(&arrived);
             let layers = Layers::new(NonZeroU16::new(4).unwrap(), move |layer, _| layers.lock().push(layer));
             let (report, reports) = mpsc::channel();
-            pool.submit(ops(), Some(layers), Done::new(move |op, result| report.send((op, result)).unwrap()));
+            pool.submit(ops(), Some(layers), each(move |op, result| report.send((op, result)).unwrap()));
             let failed: Vec<_> = reports.into_iter().filter(|(_, result)| result.is_err()).collect();
             assert_eq!(failed.iter().map(|&(op, _)| op).collect::<Vec<_>>(), [5]);
             assert!(!arrived.lock().contains(&2), "{arrived:?}");

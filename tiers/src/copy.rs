@@ -152,49 +152,45 @@ pub type CopyError = Failure<CopyErrorKind>;
 /// The end of an operation of a batch: which one, and what became of it.
 pub type Completion = (usize, Result<(), CopyError>);
 
-/// Where a backend reports the end of each operation of a batch. Cheap to clone; called from any thread.
+/// Where a backend reports the ends of a batch's operations. Cheap to clone; called from any thread.
+///
+/// A backend reports together what ended together: whoever listens takes its locks once for a report, not once for a block.
 #[derive(Clone)]
-pub struct Done(Report);
-
-#[derive(Clone)]
-enum Report {
-    Each(Arc<dyn Fn(usize, Result<(), CopyError>) + Send + Sync>),
-    Together(Arc<dyn Fn(Vec<Completion>) + Send + Sync>),
-}
+pub struct Done(Arc<dyn Fn(Vec<Completion>) + Send + Sync>);
 
 impl Done {
-    /// `report(i, result)` is called once for the `i`-th operation of the batch. It must not block.
-    pub fn new(report: impl Fn(usize, Result<(), CopyError>) + Send + Sync + 'static) -> Self {
-        Self(Report::Each(Arc::new(report)))
+    /// `listen` hears of each operation of the batch once, together with those that ended with it. It must not block.
+    pub fn new(listen: impl Fn(Vec<Completion>) + Send + Sync + 'static) -> Self {
+        Self(Arc::new(listen))
     }
 
-    /// `report` is called with each operation of the batch once, together with those that end with it: so it need not
-    /// take its locks for every one of them. It must not block.
-    pub fn together(report: impl Fn(Vec<Completion>) + Send + Sync + 'static) -> Self {
-        Self(Report::Together(Arc::new(report)))
-    }
-
-    /// The `op`-th operation of the batch ended and nothing touches its slots any more.
+    /// These operations of the batch ended, and nothing touches their slots any more.
     ///
-    /// If the report panics, that is logged and counted ([`panics`](Self::panics)) and goes no further: the thread
-    /// that called has other operations to look after, of other callers, and a ring's thread would take all of them
-    /// along.
-    pub fn complete(&self, op: usize, result: Result<(), CopyError>) {
-        match &self.0 {
-            Report::Each(report) => survive(|| report(op, result)),
-            Report::Together(report) => survive(|| report(vec![(op, result)])),
+    /// A listener that panics is logged and counted ([`panics`](Self::panics)), and the panic goes no further: the thread
+    /// that called has operations of other callers to look after, and a ring's thread would take all of them along.
+    pub fn report(&self, ended: Vec<Completion>) {
+        // Unwind safety is asserted: nothing of the report is used afterwards.
+        if !ended.is_empty() && catch_unwind(AssertUnwindSafe(|| (self.0)(ended))).is_err() {
+            PANICS.fetch_add(1, Ordering::Relaxed);
+            tracing::error!("what listens to the ends of copies panicked; its callers may wait in vain");
         }
     }
 
-    /// [`complete`](Self::complete), for several operations.
-    pub fn complete_all(&self, ended: Vec<Completion>) {
-        match &self.0 {
-            Report::Each(report) => ended.into_iter().for_each(|(op, result)| survive(|| report(op, result))),
-            Report::Together(report) => survive(|| report(ended)),
-        }
+    /// None of these operations was begun.
+    pub fn refuse(&self, ops: impl IntoIterator<Item = usize>, why: &str) {
+        let refused = CopyError::new(CopyErrorKind::Refused, why);
+        self.report(ops.into_iter().map(|op| (op, Err(refused.clone()))).collect());
     }
 
-    /// How many reports of this process have panicked. Anything but 0 is a defect.
+    /// The same, for a part of the batch whose operations are numbered anew: `number_of` knows their numbers in the batch.
+    #[must_use]
+    pub fn renumbered(self, number_of: impl Fn(usize) -> usize + Send + Sync + 'static) -> Self {
+        Self::new(move |ended| {
+            self.report(ended.into_iter().map(|(op, result)| (number_of(op), result)).collect());
+        })
+    }
+
+    /// How many listeners of this process have panicked. Anything but 0 is a defect.
     pub fn panics() -> u64 {
         PANICS.load(Ordering::Relaxed)
     }
@@ -202,16 +198,31 @@ impl Done {
 
 static PANICS: AtomicU64 = AtomicU64::new(0);
 
-fn survive(report: impl FnOnce()) {
-    // Unwind safety is asserted: nothing of the report is used afterwards.
-    if catch_unwind(AssertUnwindSafe(report)).is_err() {
-        PANICS.fetch_add(1, Ordering::Relaxed);
-        tracing::error!("the report of a copy's end panicked; whoever waits for it may wait in vain");
-    }
-}
-
 impl fmt::Debug for Done {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Done")
+    }
+}
+
+/// What a backend finds ended at one wake-up, of several batches perhaps.
+#[derive(Debug, Default)]
+pub(crate) struct Endings(Vec<(Done, Vec<Completion>)>);
+
+impl Endings {
+    pub(crate) fn add(&mut self, done: &Done, op: usize, result: Result<(), CopyError>) {
+        // From the back: what ends together was mostly submitted together.
+        match self.0.iter_mut().rev().find(|(known, _)| Arc::ptr_eq(&known.0, &done.0)) {
+            Some((_, ended)) => ended.push((op, result)),
+            None => self.0.push((done.clone(), vec![(op, result)])),
+        }
+    }
+
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Each batch hears once.
+    pub(crate) fn report(self) {
+        self.0.into_iter().for_each(|(done, ended)| done.report(ended));
     }
 }

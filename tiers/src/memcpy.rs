@@ -94,7 +94,7 @@ mod tests {
     use crate::geometry::Geometry;
     use crate::segments::{Part, SegmentMap};
     use crate::testing::conformance::{self, Pair};
-    use crate::testing::{Tensors, fill_pattern, has_pattern, host, order, run};
+    use crate::testing::{Tensors, each, fill_pattern, has_pattern, host, order, run};
 
     #[test]
     fn conforms_between_host_and_emulated_device() {
@@ -133,7 +133,7 @@ mod tests {
             let (report, reports) = std::sync::mpsc::channel();
             let layers = Layers::new(7.try_into().unwrap(), |_, _| {});
             let fences = Fences { layers: Some(layers), ..Fences::default() };
-            let done = Done::new(move |_, result| report.send(result).unwrap());
+            let done = each(move |_, result| report.send(result).unwrap());
             backend.submit_fenced(vec![order(0, from.slot_ref(), there(slot))], fences, done);
             reports.recv().unwrap().unwrap();
             memory.write(&mut from).unwrap().fill(0);

@@ -3,9 +3,6 @@
 use std::collections::HashMap;
 use std::mem;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-
-use parking_lot::Mutex;
 
 use crate::backend::Backend;
 use crate::checksum::{Checksums, checksum};
@@ -13,8 +10,8 @@ use crate::copy::{Completion, CopyError, CopyOp, Done, Route, SlotId, SlotRef};
 use crate::error::SetupError;
 use crate::fence::Fences;
 use crate::memory::Memory;
-use crate::verifiers::Verifiers;
-use crate::verify::{INLINE_BYTES, corrupt};
+use crate::verifiers::{GRAIN_BYTES, Urgency, Verifiers};
+use crate::verify::corrupt;
 
 /// A backend around memory that outlives its process. Of the blocks that an earlier process left there, each is
 /// compared with its [inherited](Checksums::inherit) checksum before its first copy to elsewhere; one that is not what
@@ -50,12 +47,13 @@ impl<B: Backend> VerifiedOnce<B> {
         self.memory.checksums().filter(|checksums| checksums.inherited() > 0)
     }
 
-    /// The operations whose source has not been verified.
-    fn doubtful(&self, batch: &[CopyOp]) -> Vec<(usize, SlotRef)> {
+    /// The sources of a batch that have not been verified.
+    fn doubtful(&self, batch: &[CopyOp]) -> Vec<Source> {
         let Some(checksums) = self.checksums() else { return Vec::new() };
         let ours = self.memory.tier();
         let sources = batch.iter().map(|op| op.from).enumerate();
-        sources.filter(|(_, from)| from.tier == ours && checksums.is_inherited(from.slot)).collect()
+        let doubtful = sources.filter(|(_, from)| from.tier == ours && checksums.is_inherited(from.slot));
+        doubtful.map(|(op, from)| Source { op, from, verdict: Ok(()) }).collect()
     }
 
     fn verify(&self, from: SlotRef) -> Result<(), CopyError> {
@@ -73,20 +71,21 @@ impl<B: Backend> VerifiedOnce<B> {
 impl<B: Backend + 'static> VerifiedOnce<B> {
     fn check_and_send(&self, mut order: Order) {
         let doubtful = self.doubtful(&order.batch);
-        if doubtful.len() * self.memory.block_bytes() <= INLINE_BYTES {
-            let outcome = |(op, from)| Some((op, self.verify(from).err()?));
-            order.bad.extend(doubtful.into_iter().filter_map(outcome));
+        let block_bytes = self.memory.block_bytes();
+        let verify = |once: &Self, source: &mut Source| source.verdict = once.verify(source.from);
+        if doubtful.len() * block_bytes <= GRAIN_BYTES {
+            let mut sources = doubtful;
+            sources.iter_mut().for_each(|source| verify(self, source));
+            order.note(sources);
             return order.send(&self.inner);
         }
-        let together = (INLINE_BYTES / self.memory.block_bytes()).max(1);
-        let left = AtomicUsize::new(doubtful.len().div_ceil(together));
-        let departure = Arc::new(Departure { once: self.share(), order: Mutex::new(Some(order)), left });
-        for sources in doubtful.chunks(together).map(<[_]>::to_vec) {
-            let departure = Arc::clone(&departure);
-            let job = Box::new(move || departure.check(&sources));
-            // An engine waits for these, as for what arrives.
-            self.verifiers.verify(job).into_iter().for_each(|undone| undone());
-        }
+        let (checker, sender) = (self.share(), Arc::clone(&self.inner));
+        let check = move |source: &mut Source| verify(&checker, source);
+        // An engine waits for these, as for what arrives.
+        self.verifiers.work_on(Urgency::Awaited, block_bytes, doubtful, check, move |sources| {
+            order.note(sources);
+            order.send(&sender);
+        });
     }
 
     /// Has arrivals that nobody has summed summed before they are reported.
@@ -95,49 +94,37 @@ impl<B: Backend + 'static> VerifiedOnce<B> {
         if batch.iter().all(|op| op.to.tier != ours) {
             return done;
         }
-        let slots: Vec<_> = batch.iter().map(|op| (op.to.tier == ours).then_some(op.to.slot)).collect();
+        let slots: Arc<[_]> = batch.iter().map(|op| (op.to.tier == ours).then_some(op.to.slot)).collect();
         let (memory, verifiers) = (Arc::clone(&self.memory), Arc::clone(&self.verifiers));
-        Done::together(move |ended| {
-            let needs_sum = |(op, result): &Completion| match (result, slots[*op], memory.checksums()) {
-                (Ok(()), Some(slot), Some(checksums)) => checksums.get(slot).is_none(),
-                _ => false,
+        Done::new(move |ended| {
+            if !ended.iter().any(|completion| needs_sum(&*memory, &slots, completion)) {
+                return done.report(ended);
+            }
+            let (memory, slots, done) = (Arc::clone(&memory), Arc::clone(&slots), done.clone());
+            let block_bytes = memory.block_bytes();
+            let sum = move |completion: &mut Completion| {
+                if needs_sum(&*memory, &slots, completion) {
+                    slots[completion.0].into_iter().for_each(|slot| sum(&*memory, slot));
+                }
             };
-            let (unsummed, complete): (Vec<_>, Vec<_>) = ended.into_iter().partition(needs_sum);
-            if !complete.is_empty() {
-                done.complete_all(complete);
-            }
-            for (op, _) in unsummed {
-                let (memory, done, slot) = (Arc::clone(&memory), done.clone(), slots[op]);
-                let job = Box::new(move || {
-                    slot.into_iter().for_each(|slot| sum(&*memory, slot));
-                    done.complete(op, Ok(()));
-                });
-                verifiers.verify(job).into_iter().for_each(|undone| undone());
-            }
+            verifiers.work_on(Urgency::Awaited, block_bytes, ended, sum, move |ended| done.report(ended));
         })
     }
 }
 
-/// A batch some of whose sources are being verified.
-struct Departure<B> {
-    once: VerifiedOnce<B>,
-    /// There until it is sent.
-    order: Mutex<Option<Order>>,
-    left: AtomicUsize,
+/// Whether a block arrived in memory that nobody has summed.
+fn needs_sum(memory: &dyn Memory, slots: &[Option<SlotId>], (op, result): &Completion) -> bool {
+    match (result, slots[*op], memory.checksums()) {
+        (Ok(()), Some(slot), Some(checksums)) => checksums.get(slot).is_none(),
+        _ => false,
+    }
 }
 
-impl<B: Backend> Departure<B> {
-    fn check(&self, sources: &[(usize, SlotRef)]) {
-        for &(op, from) in sources {
-            if let Err(error) = self.once.verify(from) {
-                self.order.lock().iter_mut().for_each(|order| order.bad.extend([(op, error.clone())]));
-            }
-        }
-        // The last one sees what all others found.
-        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.order.lock().take().into_iter().for_each(|order| order.send(&self.once.inner));
-        }
-    }
+/// A source that has not been verified yet.
+struct Source {
+    op: usize,
+    from: SlotRef,
+    verdict: Result<(), CopyError>,
 }
 
 /// What was submitted.
@@ -149,6 +136,11 @@ struct Order {
 }
 
 impl Order {
+    fn note(&mut self, sources: Vec<Source>) {
+        let bad = sources.into_iter().filter_map(|source| Some((source.op, source.verdict.err()?)));
+        self.bad.extend(bad);
+    }
+
     /// Hands on what is not bad.
     fn send(mut self, inner: &impl Backend) {
         if !self.bad.is_empty() {
@@ -165,13 +157,10 @@ impl Order {
         let bad = mem::take(&mut self.bad);
         let numbers: Vec<_> = (0..self.batch.len()).filter(|op| !bad.contains_key(op)).collect();
         self.batch = numbers.iter().map(|&op| self.batch[op]).collect();
-        // No layer is there of all blocks.
+        // No layer can have all blocks of the batch any more.
         self.fences.iter_mut().for_each(|fences| fences.layers = None);
-        let done = self.done.clone();
-        self.done.complete_all(bad.into_iter().map(|(op, error)| (op, Err(error))).collect());
-        self.done = Done::together(move |ended| {
-            done.complete_all(ended.into_iter().map(|(op, result)| (numbers[op], result)).collect());
-        });
+        self.done.report(bad.into_iter().map(|(op, error)| (op, Err(error))).collect());
+        self.done = self.done.clone().renumbered(move |op| numbers[op]);
     }
 }
 
@@ -367,13 +356,11 @@ mod tests {
             }
             fn submit(&self, batch: Vec<CopyOp>, done: Done) {
                 let (memory, ops) = (Arc::clone(&self.1), batch.clone());
-                self.0.submit(
-                    batch,
-                    Done::new(move |op, result| {
-                        forget_checksum(&*memory, ops[op].to.slot);
-                        done.complete(op, result);
-                    }),
-                );
+                let forgetful = Done::new(move |ended| {
+                    ended.iter().for_each(|&(op, _)| forget_checksum(&*memory, ops[op].to.slot));
+                    done.report(ended);
+                });
+                self.0.submit(batch, forgetful);
             }
         }
         let Fixture { memory, device, mut there, here, .. } = Fixture::new();

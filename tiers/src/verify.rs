@@ -1,14 +1,13 @@
 //! Checksums on everything that leaves memory, whichever backend moves it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::backend::Backend;
 use crate::checksum::{Checksums, checksum};
-use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
+use crate::copy::{Completion, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::{Memory, forget_checksum, no_such_slot};
-use crate::verifiers::Verifiers;
+use crate::verifiers::{GRAIN_BYTES, Urgency, Verifiers};
 
 /// A backend whose blocks are checksummed when they leave memory and verified when they return. A block that
 /// comes back changed ends in [`CopyErrorKind::Corrupt`].
@@ -40,18 +39,6 @@ enum Arrivals {
     Aside,
     /// Somebody else, who knows better.
     Elsewhere,
-}
-
-/// Waking another thread takes the submitting one 10 to 15 µs, and the other begins 10 to 40 µs later; so much is
-/// summed from memory in 12 µs (measured). Chunks of this size go to the threads.
-pub(crate) const INLINE_BYTES: usize = 128 << 10;
-
-/// A batch on its way out, some of whose blocks are being summed.
-struct Departure<B> {
-    verified: Verified<B>,
-    batch: Vec<CopyOp>,
-    done: Done,
-    left: AtomicUsize,
 }
 
 #[derive(Debug)]
@@ -96,41 +83,31 @@ impl<B: Backend> Verified<B> {
     /// All checksums of what leaves are recorded.
     fn send(&self, batch: Vec<CopyOp>, done: Done) {
         let ours = self.guard.memory.tier();
-        if self.arrivals == Arrivals::Elsewhere || batch.iter().all(|op| op.to.tier != ours) {
-            return self.inner.submit(batch, done);
-        }
-        let (guard, ops) = (Arc::clone(&self.guard), batch.clone());
-        let verifiers = (self.arrivals == Arrivals::Aside).then(|| Arc::clone(&self.verifiers));
-        let verified = Done::new(move |index, result| match (result, &verifiers) {
-            (Ok(()), Some(verifiers)) if ops[index].to.tier == ours => {
-                let (guard, op, done) = (Arc::clone(&guard), ops[index], done.clone());
-                let job = Box::new(move || done.complete(index, guard.verify(&op)));
-                verifiers.verify(job).into_iter().for_each(|undone| undone());
-            }
-            (Ok(()), None) if ops[index].to.tier == ours => done.complete(index, guard.verify(&ops[index])),
-            (result, _) => done.complete(index, result),
-        });
-        self.inner.submit(batch, verified);
+        let done = if self.arrivals == Arrivals::Elsewhere || batch.iter().all(|op| op.to.tier != ours) {
+            done
+        } else {
+            self.verifying(&batch, done)
+        };
+        self.inner.submit(batch, done);
     }
-}
 
-impl<B: Backend + 'static> Verified<B> {
-    /// Hands the batch on when the blocks of `unknown` are summed.
-    fn sum_and_send(&self, batch: Vec<CopyOp>, unknown: &[CopyOp], done: Done) {
-        let together = (INLINE_BYTES / self.guard.memory.block_bytes()).max(1);
-        let left = AtomicUsize::new(unknown.len().div_ceil(together));
-        let departure = Arc::new(Departure { verified: self.share(), batch, done, left });
-        for ops in unknown.chunks(together).map(<[CopyOp]>::to_vec) {
-            let departure = Arc::clone(&departure);
-            let job = Box::new(move || {
-                ops.iter().for_each(|op| departure.verified.guard.sum(op));
-                // The last one sees what all others recorded.
-                if departure.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-                    departure.verified.send(departure.batch.clone(), departure.done.clone());
-                }
-            });
-            self.verifiers.sum(job).into_iter().for_each(|undone| undone());
-        }
+    /// Has what arrives verified before it is reported.
+    fn verifying(&self, batch: &[CopyOp], done: Done) -> Done {
+        let (guard, ops): (_, Arc<[CopyOp]>) = (Arc::clone(&self.guard), batch.into());
+        let verifiers = (self.arrivals == Arrivals::Aside).then(|| Arc::clone(&self.verifiers));
+        Done::new(move |mut ended| match &verifiers {
+            Some(verifiers) if ended.iter().any(|completion| guard.has_arrived(&ops, completion)) => {
+                let (done, block_bytes) = (done.clone(), guard.memory.block_bytes());
+                let (guard, ops) = (Arc::clone(&guard), Arc::clone(&ops));
+                let verify = move |completion: &mut Completion| guard.verify_arrival(&ops, completion);
+                verifiers
+                    .work_on(Urgency::Awaited, block_bytes, ended, verify, move |ended| done.report(ended));
+            }
+            _ => {
+                ended.iter_mut().for_each(|completion| guard.verify_arrival(&ops, completion));
+                done.report(ended);
+            }
+        })
     }
 }
 
@@ -170,11 +147,15 @@ unsafe impl<B: Backend + 'static> Backend for Verified<B> {
         let ours = self.guard.memory.tier();
         let departing = batch.iter().filter(|op| op.from.tier == ours);
         let unknown: Vec<_> = departing.filter(|op| !self.guard.record_known(op)).copied().collect();
-        if unknown.len() * self.guard.memory.block_bytes() > INLINE_BYTES {
-            return self.sum_and_send(batch, &unknown, done);
+        let block_bytes = self.guard.memory.block_bytes();
+        if unknown.len() * block_bytes <= GRAIN_BYTES {
+            unknown.iter().for_each(|op| self.guard.sum(op));
+            return self.send(batch, done);
         }
-        unknown.iter().for_each(|op| self.guard.sum(op));
-        self.send(batch, done);
+        let (guard, verified) = (Arc::clone(&self.guard), self.share());
+        let sum = move |op: &mut CopyOp| guard.sum(op);
+        self.verifiers
+            .work_on(Urgency::Background, block_bytes, unknown, sum, move |_| verified.send(batch, done));
     }
 }
 
@@ -189,6 +170,16 @@ impl Guard {
     fn sum(&self, op: &CopyOp) {
         if let Some(crc) = self.checksum(op.from.slot) {
             self.checksums.record(op.to.slot, crc);
+        }
+    }
+
+    fn has_arrived(&self, ops: &[CopyOp], (op, result): &Completion) -> bool {
+        result.is_ok() && ops[*op].to.tier == self.memory.tier()
+    }
+
+    fn verify_arrival(&self, ops: &[CopyOp], completion: &mut Completion) {
+        if self.has_arrived(ops, completion) {
+            completion.1 = self.verify(&ops[completion.0]);
         }
     }
 
@@ -495,7 +486,7 @@ mod tests {
     #[test]
     fn the_submitting_thread_sums_little_and_the_backend_gets_batches_whole() {
         const SLOTS: u32 = 64;
-        let memory = Arc::new(Watched { region: host(SLOTS, INLINE_BYTES / 4), readers: Mutex::default() });
+        let memory = Arc::new(Watched { region: host(SLOTS, GRAIN_BYTES / 4), readers: Mutex::default() });
         let store = MemoryStore::new(Arc::clone(&memory) as _, Tier::Disk, SLOTS).unwrap();
         let sizes = Arc::new(Sizes { store, batches: Mutex::default() });
         let verified = Verified::new(Arc::clone(&sizes), Arc::clone(&memory) as _, Arc::default()).unwrap();

@@ -219,7 +219,7 @@ fn cpu() -> Duration {
 
 async fn read_metrics(address: SocketAddr) -> io::Result<usize> {
     let mut stream = TcpStream::connect(address).await?;
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: kvbm\r\nConnection: close\r\n\r\n").await?;
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await?;
     stream.read_to_end(&mut Vec::new()).await
 }
 

@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 use std::iter::once;
 
-use kvbm::Tier;
 use kvbm::table::SlotCounts;
+use kvbm::{TIER_COLORS, Tier};
 
 use super::record::{PREFILL_TOKENS_PER_SECOND, Record, Sample, Summary, Traffic, medium, minutes};
 use crate::output;
@@ -14,6 +14,7 @@ const TEMPLATE: &str = include_str!("page.html");
 /// The whole page.
 pub(super) fn page(record: &Record) -> String {
     let parts = [
+        ("{{colors}}", TIER_COLORS.to_owned()),
         ("{{introduction}}", introduction(&record.summary)),
         ("{{cards}}", cards(&record.summary)),
         ("{{legend}}", legend()),
@@ -214,6 +215,7 @@ mod tests {
             assert!(!page.contains("{{") && !page.contains("NaN"), "{page}");
             assert!(!page.contains("http") && !page.contains("<script"));
             assert_eq!(page.matches("<svg").count(), 5);
+            assert!(page.contains(TIER_COLORS) && page.matches("--device:").count() == 1);
         }
     }
 

@@ -106,13 +106,18 @@ impl OurManager {
 
     /// Publishes the blocks of `chain` on the device and saves them below.
     pub fn save(&self, chain: &[BlockHash], request: Option<RequestId>) {
-        let lease = self.put_on_device(chain, request);
+        self.save_for(RequestInfo { request, ..RequestInfo::default() }, chain);
+    }
+
+    /// [`save`](Self::save), for a request of which more is known.
+    pub fn save_for(&self, info: RequestInfo, chain: &[BlockHash]) {
+        let lease = self.put_on_device(chain, info);
         self.runtime.block_on(self.manager.save(lease)).expect("the manager is open");
     }
 
     /// Publishes those blocks of `chain` that the device lacks. The lease holds them.
-    pub fn put_on_device(&self, chain: &[BlockHash], request: Option<RequestId>) -> Lease {
-        let lease = self.manager.lease_for(RequestInfo { request, ..RequestInfo::default() }, chain);
+    pub fn put_on_device(&self, chain: &[BlockHash], info: RequestInfo) -> Lease {
+        let lease = self.manager.lease_for(info, chain);
         if lease.blocks(Tier::Device) == chain.len() {
             return lease;
         }
@@ -148,7 +153,7 @@ impl Subject for OurManager {
     }
 
     fn publish(&self, chain: &[BlockHash], _from: usize) {
-        drop(self.put_on_device(chain, None));
+        drop(self.put_on_device(chain, RequestInfo::default()));
     }
 
     fn match_prompt(&self, chain: &[BlockHash]) -> usize {

@@ -12,8 +12,10 @@ use crate::{Place, assert_fails, json, text};
 fn key(tenant: u32, id: u8) -> WrappedKey {
     let mut bytes = [0; RECORD_BYTES];
     bytes[..4].copy_from_slice(b"KVK1");
-    bytes[8..16].copy_from_slice(&(u64::from(tenant) + 1).to_le_bytes());
-    bytes[16] = id;
+    let numbered = u64::from(tenant) + 1;
+    bytes[8..16].copy_from_slice(&numbered.to_le_bytes());
+    bytes[16..21].copy_from_slice(&numbered.to_be_bytes()[3..]);
+    bytes[31] = id;
     WrappedKey::parse(bytes).expect("a wrapped key")
 }
 
@@ -27,9 +29,8 @@ fn store(url: &str) -> Store {
 }
 
 fn tenants(keys: &impl KeyStore) -> Vec<Option<u32>> {
-    let mut tenants: Vec<_> = keys.load().expect("keys").iter().map(WrappedKey::tenant).collect();
-    tenants.sort_unstable();
-    tenants
+    let keys = keys.of_tenants(&[Some(7), Some(8)]);
+    keys.into_iter().flat_map(|keys| keys.expect("keys")).map(|key| key.tenant()).collect()
 }
 
 #[test]

@@ -252,7 +252,7 @@ pub(super) fn resume(
     kept.sort_by_key(|kept| Reverse(kept.tier));
     let mut reports = Vec::new();
     if let Some(objects) = objects {
-        reports.extend(objects.restore(&mut table)?);
+        reports.extend(objects.restore(&mut table));
     }
     for kept in &mut kept {
         reports.push(kept.restore(&mut table, epoch)?);
@@ -376,7 +376,7 @@ impl KeptTier {
         Ok(())
     }
 
-    fn epochs(&self) -> impl Iterator<Item = (u64, u64)> {
+    pub(super) fn epochs(&self) -> impl Iterator<Item = (u64, u64)> {
         self.indices.iter().flatten().map(|(_, found)| found.epoch)
     }
 

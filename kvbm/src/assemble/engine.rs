@@ -140,7 +140,9 @@ impl Canary<'_> {
     fn copy(&mut self, from: SlotRef, to: SlotRef) -> Result<()> {
         let (report, reported) = channel();
         // After the limit nobody listens any more, which is fine.
-        let done = Done::new(move |_, result| drop(report.send(result)));
+        let done = Done::new(move |ended| {
+            ended.into_iter().for_each(|(_, result)| drop(report.send(result)));
+        });
         let block = BlockKey { hash: 0, group: 0 };
         self.backend.submit(vec![CopyOp { block, parent: None, owner: None, from, to }], done);
         match reported.recv_timeout(self.limit) {

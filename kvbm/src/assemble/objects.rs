@@ -3,10 +3,11 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use kvbm_settings::{Capacity, ObjectSettings};
+use kvbm_settings::{Capacity, ObjectSettings, OlderEpoch as OlderEpochSetting};
 use kvbm_tiers::object::segment::{FooterKeys, Provenance};
 use kvbm_tiers::object::{
-    Budgets, Discovered, FoundBlock, Intake, OPERATION_LIMIT, ObjectBackend, ObjectOptions, Sharing, TakeIn,
+    Budgets, Discovered, EpochStanding, FoundBlock, Intake, OPERATION_LIMIT, ObjectBackend, ObjectOptions,
+    OlderEpoch, Sharing, TakeIn,
 };
 use kvbm_tiers::sealed::{KeyRing, TenantKeys};
 use kvbm_tiers::{SlotId, Tier, clock};
@@ -33,16 +34,26 @@ pub(super) struct Objects {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SharedStore(Weak<ObjectBackend>);
 
-/// `block_bytes` are those of a block as it is stored.
+/// `block_bytes` are those of a block as it is stored, `kept_epoch` what is kept beside the store says.
 pub(super) fn options(
     object: &ObjectSettings,
     (namespace, ring): (&Namespace, Option<&Arc<KeyRing>>),
     (segment_blocks, block_bytes): (usize, usize),
+    kept_epoch: u64,
 ) -> ObjectOptions {
     let bytes = |capacity: Capacity| capacity.blocks(block_bytes as u64).saturating_mul(block_bytes as u64);
     let keys = ring.map(|ring| FooterKeys::new(Arc::clone(ring), &namespace.name));
     let sharing = namespace.identity.filter(|_| namespace.shares_objects).map(|identity| Sharing {
-        provenance: Provenance { fingerprint: identity.digest, epoch: identity.epoch, forgotten: 0 },
+        provenance: Provenance {
+            fingerprint: identity.digest,
+            epoch: identity.epoch.max(kept_epoch),
+            forgotten: 0,
+        },
+        older_epoch: match object.older_epoch {
+            OlderEpochSetting::Refuse => OlderEpoch::Refuse,
+            OlderEpochSetting::Follow => OlderEpoch::Follow,
+            OlderEpochSetting::Keep => OlderEpoch::Keep,
+        },
         renewal: Duration::from_millis(object.renewal_ms),
         look: Duration::from_millis(object.discover_ms),
         collect_after: Duration::from_millis(object.collect_after_ms),
@@ -73,14 +84,20 @@ fn budgets(object: &ObjectSettings, bytes: impl Fn(Capacity) -> u64) -> Budgets 
 
 impl Objects {
     /// Looks what is there, for a tier of so many slots.
+    ///
+    /// # Errors
+    /// `Invalid`: the store is in a later epoch than this process, and the settings do not say what is to become of that.
     pub(super) fn find(
         backend: Arc<ObjectBackend>,
         (slots, is_shared): (u32, bool),
         tenants: Option<Arc<TenantKeys>>,
-    ) -> Self {
+    ) -> Result<Self> {
         let began = clock::now();
         let found = is_shared.then(|| backend.discover(slots));
-        Self { backend, found, tenants, took: began.elapsed() }
+        if let Some(Discovered { standing: EpochStanding::Behind(latest), epoch, .. }) = found {
+            return Err(older_epoch(epoch, latest));
+        }
+        Ok(Self { backend, found, tenants, took: began.elapsed() })
     }
 
     pub(super) fn export(&self, registry: &Registry) -> Result<()> {
@@ -100,8 +117,8 @@ impl Objects {
     }
 
     /// Makes resident what was found, if the epoch is still the present one; `None`: nothing was looked for.
-    pub(super) fn restore(mut self, table: &mut Table) -> Result<Option<RecoveryReport>> {
-        let Some(mut found) = self.found.take() else { return Ok(None) };
+    pub(super) fn restore(mut self, table: &mut Table) -> Option<RecoveryReport> {
+        let mut found = self.found.take()?;
         let (epoch, forgotten) = table.naming().epoch;
         let all = found.blocks.len();
         // Nobody can read what a tenant stored whose key was destroyed.
@@ -120,12 +137,23 @@ impl Objects {
             report.blocks = table.restore(Tier::Object, &found.blocks).blocks;
             report.dropped = all - report.blocks;
         } else {
-            self.store().begin_epoch(epoch, forgotten)?;
+            if let Err(error) = self.store().begin_epoch(epoch, forgotten) {
+                tracing::warn!(%error, "the object tier waits until its store knows of the epoch");
+            }
             report.past = all;
         }
         tracing::info!(?report, segments = found.segments, "found blocks in the object store");
-        Ok(Some(report))
+        Some(report)
     }
+}
+
+fn older_epoch(own: u64, latest: u64) -> Error {
+    let message = format!(
+        "the object store is in epoch {latest}, and this process would start in epoch {own}: its weights may be those of \
+         before. If they are those of epoch {latest}, say so in Fingerprint::epoch; else say with object.older_epoch \
+         (DYN_KVBM_OBJECT_OLDER_EPOCH) whether to follow the store, or to keep the older epoch"
+    );
+    Error::new(ErrorKind::Invalid, message)
 }
 
 /// Takes in what other workers store while this one lives.
@@ -142,6 +170,11 @@ impl TakeIn for TakeInto {
         let core = self.0.upgrade().filter(|core| !core.is_closed());
         core.map_or_else(|| vec![Intake::Waits; found.len()], |core| core.take_in(epoch, found, stand_for))
     }
+
+    fn follow(&self, epoch: u64) -> bool {
+        let core = self.0.upgrade().filter(|core| !core.is_closed());
+        core.is_some_and(|core| core.reset(epoch).is_ok())
+    }
 }
 
 impl SharedStore {
@@ -149,6 +182,27 @@ impl SharedStore {
     pub(super) fn keep_looking(&self, core: &Arc<Core>) {
         if let Some(backend) = self.0.upgrade() {
             backend.keep_looking(Arc::new(TakeInto(Arc::downgrade(core))));
+        }
+    }
+
+    /// Why the store is not used now, if it is not.
+    pub(crate) fn is_not_used(&self) -> Option<String> {
+        match self.0.upgrade()?.epoch_standing() {
+            EpochStanding::Current(_) => None,
+            EpochStanding::Unknown => Some(
+                "it is not used: which epochs have begun there could not be read, and is asked again"
+                    .to_owned(),
+            ),
+            EpochStanding::Behind(latest) => {
+                Some(format!("it is not used: it is in epoch {latest}, and this process in an earlier one"))
+            }
+        }
+    }
+
+    /// A tenant was forgotten for the `life`-th time: what is stored for it there is not what it brings from here on.
+    pub(crate) fn forget_tenant(&self, tenant: u32, life: u32) {
+        if let Some(backend) = self.0.upgrade() {
+            backend.forget_tenant(tenant, life);
         }
     }
 

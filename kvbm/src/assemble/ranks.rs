@@ -206,9 +206,13 @@ pub(crate) fn open_rank(
         routes: Vec::new(),
     };
     let member = Member::join(JoinOptions { dir, member, kept, limit }, backends).map_err(setup)?;
+    let tenants = Arc::new(tenants);
     let member = member.forgetting(move |tenant, life| {
-        tenants.destroy_keys(tenant, life).map_err(|error| error.to_string())
+        tenants.begin_forgetting(tenant, life);
+        let tenants = Arc::clone(&tenants);
+        Box::new(move || tenants.destroy_keys(tenant, life).map_err(|error| error.to_string()))
     });
+    let member = member.map_err(setup)?;
     let pool = specs.into_iter().map(|spec| spec.pool).find(|pool| pool.tier() == Tier::Device);
     Ok(OpenedRank { member, device: device.zip(pool), durable })
 }

@@ -83,8 +83,7 @@ impl Tiers {
             return Ok(MemoryEnd { memory: Arc::clone(&host.memory), seal: None, host });
         };
         let namespace = &self.namespace.name;
-        let keys = TenantKeys::open(ring, namespace, kept.open(namespace)?).map_err(setup)?;
-        let keys = Arc::new(keys);
+        let keys = Arc::new(TenantKeys::new(ring, namespace, kept.open(namespace)?));
         self.tenant_keys.push((tier, Arc::clone(&keys)));
         let block_bytes = host.memory.block_bytes();
         let blocks = scratch_blocks(run_blocks, block_bytes, settings);
@@ -114,7 +113,7 @@ impl Tiers {
         let namespace = format!("{}-host", self.namespace.name);
         let dirs = std::slice::from_ref(settings.persist_index.as_ref().unwrap_or(dir));
         let kept = Kept::in_files(dirs, self.namespace.identity.is_some());
-        let keys = TenantKeys::open(ring, &namespace, kept.open(&namespace)?).map_err(setup)?;
+        let keys = TenantKeys::new(ring, &namespace, kept.open(&namespace)?);
         self.tenant_keys.push((Tier::Host, Arc::new(keys)));
         Ok(())
     }
@@ -217,7 +216,14 @@ impl Tenants {
         }
     }
 
-    /// Destroys the keys of what he stored in earlier lives than this.
+    /// From here on no key of what the tenant stored in earlier lives than this opens or seals anything here. Asks nobody.
+    pub(crate) fn begin_forgetting(&self, tenant: u32, life: u32) {
+        if let Self::Known(keys) = self {
+            keys.iter().for_each(|keys| keys.begin_forgetting(tenant, life));
+        }
+    }
+
+    /// Destroys these keys, after [`begin_forgetting`](Self::begin_forgetting).
     ///
     /// # Errors
     /// `Unavailable`: some may be left.
@@ -228,7 +234,7 @@ impl Tenants {
             Self::Untold => return Err(untold()),
         };
         // All, also where one cannot be.
-        keys.iter().map(|keys| keys.forget(tenant, life)).fold(Ok(()), std::io::Result::and).map_err(
+        keys.iter().map(|keys| keys.destroy(tenant, life)).fold(Ok(()), std::io::Result::and).map_err(
             |error| {
                 let message =
                     format!("not every key of tenant {tenant} could be destroyed: {error}; try again");

@@ -1,6 +1,6 @@
 //! A cache group beside full attention, and the names of what its checkpoints keep.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use kvbm_tiers::Tier;
 
@@ -37,7 +37,7 @@ impl Group {
     }
 
     pub(super) fn follower(&self) -> Follower {
-        Follower { number: self.number, core: Arc::clone(self.manager.core()) }
+        Follower { number: self.number, core: Arc::downgrade(self.manager.core()) }
     }
 }
 
@@ -50,7 +50,8 @@ fn name(at: BlockHash, back: usize) -> BlockHash {
 /// Has a group's checkpoints leave no later than the blocks that they hang on.
 pub(super) struct Follower {
     number: u8,
-    core: Arc<Core>,
+    // Weak: transfers that a medium keeps must not keep a closed manager alive.
+    core: Weak<Core>,
 }
 
 impl Follower {
@@ -63,11 +64,12 @@ impl Follower {
     /// From one tier what the tier below has: the block went down, and its checkpoint is to be found there. From all, if
     /// none is named: the block is nowhere, and nobody finds the checkpoint any more.
     pub(super) fn let_go(&self, left: &[(BlockHash, Option<Tier>)]) {
+        let Some(core) = self.core.upgrade() else { return };
         let chains = left.iter().flat_map(|(hash, from)| {
             let last = Chain::of_group(self.number, std::slice::from_ref(hash));
             let tiers = Tier::ALL.into_iter().filter(move |&tier| from.is_none_or(|from| from == tier));
             tiers.map(move |tier| (tier, last, from.is_none()))
         });
-        self.core.let_go(chains);
+        core.let_go(chains);
     }
 }

@@ -33,6 +33,8 @@ pub struct HybridLoaded {
 struct LoadPart<'a> {
     slots: &'a [GroupSlots<'a>],
     after: &'a Fence,
+    /// Goes when no medium has a slot of any group any more.
+    with_media: Arc<()>,
     joined: &'a Arc<JoinedTransfer>,
 }
 
@@ -43,7 +45,7 @@ impl Manager {
     ///
     /// Errors are those of [`load_into`](Self::load_into), for slots of each group; and
     /// [`Invalid`](crate::ErrorKind::Invalid) where a group is not named or its slots are of other blocks. Nothing is begun
-    /// then.
+    /// then. Where some groups had begun, what the others miss is failed, and the answer tells of the slots.
     pub fn load_hybrid(
         &self,
         lease: HybridLease,
@@ -58,7 +60,9 @@ impl Manager {
         let HybridLease { blocks, full, groups } = lease;
         let first = find(slots, FULL).map_or(blocks, |given| given.first);
         let joined = JoinedTransfer::of(self.core());
-        let common = LoadPart { slots, after, joined: &joined };
+        let with_media = Arc::new(());
+        let writers = Writers::new(&with_media);
+        let common = LoadPart { slots, after, with_media, joined: &joined };
         let mut loads = vec![(FULL, self.load_part(full, first..blocks, 0, &common, FULL))];
         joined.name(loads[0].1.id());
         for GroupLease { number, parts } in groups {
@@ -71,7 +75,7 @@ impl Manager {
             };
             loads.extend(parts.into_iter().map(load));
         }
-        Transfer::joined_groups(loads, move |answers| answer(answers, first, blocks))
+        Transfer::joined_groups(loads, move |answers| answer(answers, (first, blocks), writers))
     }
 
     /// Loads the blocks at positions `wanted` of the chain, of which the lease has those from `base` on.
@@ -90,7 +94,8 @@ impl Manager {
         };
         let slots = &given.slots[wanted.start - given.first..wanted.end - given.first];
         let wanted = wanted.start - base..wanted.end - base;
-        self.begin_load(lease, (wanted, slots), common.after.clone(), Some(Arc::clone(common.joined)))
+        let part = (Arc::clone(&common.with_media), Some(Arc::clone(common.joined)));
+        self.begin_load(lease, (wanted, slots), common.after.clone(), part)
     }
 }
 
@@ -120,10 +125,51 @@ impl Checkpoints {
     }
 }
 
-fn answer(answers: Vec<Result<Loaded>>, first: usize, blocks: usize) -> Result<HybridLoaded> {
-    let loaded = answers.into_iter().collect::<Result<Vec<_>>>()?;
-    let is_whole = loaded.iter().all(|part| part.failed == 0);
-    let of_full = first + loaded.first().map_or(0, |full| full.arrived);
-    let usable = if is_whole { blocks } else { of_full.min(blocks.saturating_sub(1)) };
-    Ok(HybridLoaded { is_whole, usable, writers: loaded.into_iter().map(|part| part.writers).collect() })
+/// A part that was not begun, or whose manager has gone, is as one that failed: others may have the engine's slots still.
+fn answer(
+    answers: Vec<Result<Loaded>>,
+    (first, blocks): (usize, usize),
+    writers: Writers,
+) -> Result<HybridLoaded> {
+    let is_whole = answers.iter().all(|part| part.as_ref().is_ok_and(|part| part.failed == 0));
+    let of_full = answers.first().and_then(|full| full.as_ref().ok()).map_or(0, |full| full.arrived);
+    if answers.iter().all(Result::is_err) {
+        answers.into_iter().collect::<Result<Vec<_>>>()?;
+    }
+    let usable = if is_whole { blocks } else { (first + of_full).min(blocks.saturating_sub(1)) };
+    Ok(HybridLoaded { is_whole, usable, writers: vec![writers] })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::ManualClock;
+    use crate::error::Error;
+    use crate::table::{NamespaceId, Pins, RequestContext, SharedTable, Table};
+
+    fn loaded(arrived: usize, failed: usize) -> Loaded {
+        let table = Arc::new(SharedTable::new(Table::new([]), Arc::new(ManualClock::default())));
+        let nothing = Pins::of_nothing(RequestContext::default(), NamespaceId::default());
+        let writers = Writers::new(&Arc::new(()));
+        Loaded { lease: Lease::new(table, nothing), arrived, failed, writers }
+    }
+
+    /// A group that closes while another's medium writes still.
+    #[test]
+    fn the_writers_of_one_group_outlive_the_error_of_another() {
+        let medium = Arc::new(());
+        let writers = Writers::new(&medium);
+        for answers in
+            [vec![Err(Error::closed()), Ok(loaded(0, 2))], vec![Ok(loaded(3, 1)), Err(Error::closed())]]
+        {
+            let of_full = answers[0].as_ref().map_or(0, |full| full.arrived);
+            let told = answer(answers, (4, 8), writers.clone()).expect("something was begun");
+            assert_eq!((told.is_whole, told.usable), (false, 4 + of_full));
+            assert!(!told.writers.iter().all(Writers::are_gone));
+        }
+        drop(medium);
+        assert!(writers.are_gone());
+        let none = vec![Err(Error::closed()), Err(Error::stale())];
+        assert!(answer(none, (4, 8), writers).is_err(), "nothing was begun");
+    }
 }

@@ -7,6 +7,7 @@ use super::group::Group;
 use super::{Checkpoints, FULL, invalid, metrics};
 use crate::engine_memory::EngineMemory;
 use crate::error::Result;
+use crate::fingerprint::digest;
 use crate::manager::Manager;
 use crate::options::Options;
 use crate::ranks::{Rank, RankGroup, RankOptions};
@@ -191,7 +192,9 @@ impl Openings {
         let parts = Parts::new(settings, memory, &groups)?;
         let every = settings.hybrid.checkpoint_blocks;
         let opening = |(number, group): (u8, CacheGroup)| {
-            let suffix = format!("-g{number}w{}n{every}", group.kind.window());
+            // By its name as well: groups alike may come in another order, and blocks know their group by its number.
+            let name = digest(group.name.as_bytes()) as u64;
+            let suffix = format!("-g{number}w{}n{every}-{name:016x}", group.kind.window());
             Opening { number, settings: parts.of_group(number, settings), suffix, group }
         };
         Ok(Self { full: parts.of_full(settings), others: (1..).zip(groups).map(opening).collect() })

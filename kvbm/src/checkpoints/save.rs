@@ -1,6 +1,6 @@
 //! Saves of all cache groups as one transfer.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use kvbm_tiers::{Fence, SlotId};
 
@@ -10,7 +10,7 @@ use crate::engine_results::Saved;
 use crate::error::{Error, Result};
 use crate::hash::{BlockHash, Chain};
 use crate::manager::Manager;
-use crate::scheduler::{JoinedTransfer, SaveFrom};
+use crate::scheduler::{Core, JoinedTransfer, SaveFrom};
 use crate::table::RequestInfo;
 use crate::transfer::Transfer;
 
@@ -69,6 +69,26 @@ struct Planned {
     kept: usize,
 }
 
+/// The checkpoints of a save. When nothing of it is under way any more, those leave that hang on no block, whether anybody
+/// asks for the answer or not.
+struct SavedCheckpoints {
+    full: Weak<Core>,
+    followers: Vec<Follower>,
+    planned: Vec<Planned>,
+}
+
+impl Drop for SavedCheckpoints {
+    fn drop(&mut self) {
+        let Some(full) = self.full.upgrade() else { return };
+        for planned in &self.planned {
+            let hash = planned.hash;
+            if full.matches(Chain::from(std::slice::from_ref(&hash))).longest() == 0 {
+                self.followers[usize::from(planned.group) - 1].let_go(&[(hash, None)]);
+            }
+        }
+    }
+}
+
 /// What the saves of all groups have in common.
 struct SavePart<'a> {
     save: &'a HybridSave<'a>,
@@ -97,15 +117,24 @@ impl Manager {
         };
         let _epoch = checkpoints.in_one_epoch();
         let planned = checkpoints.plan(save);
-        let joined = JoinedTransfer::of(self.core());
+        let saved = Arc::new(SavedCheckpoints {
+            full: Arc::downgrade(self.core()),
+            followers: checkpoints.groups.iter().map(Group::follower).collect(),
+            planned: planned.clone(),
+        });
+        let joined = JoinedTransfer::keeping(self.core(), Arc::clone(&saved));
         let part = SavePart { save, joined: &joined };
         let mut parts = vec![self.begin_save(part.of(save.chain.into(), (full.first, full.slots)))];
         joined.name(parts[0].id());
         parts.extend(planned.iter().map(|planned| checkpoints.save(planned, &part)));
         let groups: Vec<u8> =
             save.slots.iter().map(|given| given.group).filter(|&group| group != FULL).collect();
-        let others: Vec<Follower> = checkpoints.groups.iter().map(Group::follower).collect();
-        Transfer::joined(parts, move |answers| answer(answers, &planned, &groups, &others))
+        Transfer::joined(parts, move |answers| {
+            let told = answer(answers, &planned, &groups);
+            // Their leases have ended.
+            drop(saved);
+            told
+        })
     }
 }
 
@@ -150,12 +179,7 @@ impl Checkpoints {
     }
 }
 
-fn answer(
-    mut answers: Vec<Result<Saved>>,
-    planned: &[Planned],
-    groups: &[u8],
-    followers: &[Follower],
-) -> Result<HybridSaved> {
+fn answer(mut answers: Vec<Result<Saved>>, planned: &[Planned], groups: &[u8]) -> Result<HybridSaved> {
     let checkpoints = answers.split_off(1);
     let full = answers.pop().unwrap_or_else(|| Err(Error::closed()))?;
     let held = full.lease.held().longest();
@@ -168,11 +192,6 @@ fn answer(
         Ok(count)
     };
     let groups = groups.iter().map(|&group| count(group)).collect::<Result<_>>()?;
-    // What these hold could not go.
-    drop(checkpoints);
-    for planned in planned.iter().filter(|planned| planned.at > held) {
-        followers[usize::from(planned.group) - 1].let_go(&[(planned.hash, None)]);
-    }
     Ok(HybridSaved { full, groups })
 }
 

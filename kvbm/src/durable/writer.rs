@@ -15,7 +15,7 @@ use super::acknowledgement::DurableEvent;
 use super::backlog::Backlog;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{JoinHandle, spawn};
-use crate::table::{Note, Notes};
+use crate::table::{Naming, Note, Notes};
 
 /// How long what is noted waits for company, while there is more to note and when there was nothing: nobody who holds the
 /// table's lock wakes the writer. A block that leaves is overwritten soon: what the index says of it is wrong until then.
@@ -75,8 +75,8 @@ impl Writer {
         // A full channel means that it looks soon anyway.
         notes.set_waker(Some(Box::new(move || drop(waker.try_send(None)))));
         let waker = Waker(Arc::clone(&notes));
-        let work =
-            Work { index, notes, taken: 0, service, backlog: Backlog::new(), retry_at: None, is_idle: true };
+        let (naming, backlog) = (service.naming, Backlog::new());
+        let work = Work { index, notes, taken: 0, service, naming, backlog, retry_at: None, is_idle: true };
         let thread = spawn("kvbm-index", move || {
             work.run(&asked);
             drop(end);
@@ -133,6 +133,8 @@ struct Work {
     /// Notes that came with the last look and those before.
     taken: u64,
     service: Service,
+    /// The names that blocks have by what was taken; the service's, by what was told.
+    naming: Naming,
     backlog: Backlog,
     /// When the medium, which failed, is tried again.
     retry_at: Option<Instant>,
@@ -163,8 +165,19 @@ impl Work {
     }
 
     fn gather(&mut self) {
-        let (notes, taken) = self.notes.take();
-        self.taken = taken;
+        let taken = self.notes.take();
+        self.taken = taken.made;
+        if let Some(naming) = taken.begins_anew {
+            tracing::warn!(path = %self.index.path().display(), "an index hung for long, and is written anew");
+            self.naming = naming.unwrap_or(self.naming);
+            drop(self.backlog.extend(std::iter::once(Note::Reset(self.naming))));
+        }
+        let last_naming = &mut self.naming;
+        let notes = taken.notes().inspect(|note| {
+            if let Note::Reset(naming) = note {
+                *last_naming = *naming;
+            }
+        });
         let mut notes = notes.peekable();
         self.is_idle = notes.peek().is_none();
         let left_out = self.backlog.extend(notes);

@@ -16,7 +16,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use kvbm_tiers::{CopyError, CopyErrorKind, Route, Tier};
+use kvbm_tiers::{CopyErrorKind, Route, Tier};
 use prometheus::core::Collector;
 use prometheus::proto::{Metric, MetricFamily};
 use prometheus::{
@@ -252,18 +252,13 @@ impl Metrics {
         }
     }
 
-    /// A copy ended after `took`.
-    pub(crate) fn copied(&self, route: Route, took: Duration, result: &std::result::Result<(), CopyError>) {
-        match result {
-            Ok(()) => {
-                let counters = self.of_route(route);
-                counters.blocks.inc();
-                counters.bytes.inc_by(self.block_bytes);
-                counters.seconds.observe(took.as_secs_f64());
-                self.upstream.copied(route);
-            }
-            Err(error) => self.failed(route, error.kind()),
-        }
+    /// So many blocks arrived together after `took`.
+    pub(crate) fn copied(&self, route: Route, took: Duration, blocks: u64) {
+        let counters = self.of_route(route);
+        counters.blocks.inc_by(blocks);
+        counters.bytes.inc_by(self.block_bytes * blocks);
+        (0..blocks).for_each(|_| counters.seconds.observe(took.as_secs_f64()));
+        self.upstream.copied(route, blocks);
     }
 
     // With the first copy, not at the start: a route that nobody uses is not shown.
@@ -278,7 +273,8 @@ impl Metrics {
         })
     }
 
-    fn failed(&self, route: Route, kind: CopyErrorKind) {
+    /// A copy failed.
+    pub(crate) fn failed(&self, route: Route, kind: CopyErrorKind) {
         let named = FAILURES.iter().find(|(_, known)| *known == Some(kind));
         let name = named.map_or("refused", |(name, _)| name);
         self.transfer_failures.with_label_values(&[route.0.name(), route.1.name(), name]).inc();
@@ -295,20 +291,20 @@ impl Metrics {
         self.checksum_failures.with_label_values(&[tier.name()]).inc();
     }
 
-    pub(crate) fn went_overdue(&self, route: Route) {
-        self.overdue_copies.with_label_values(&[route.0.name(), route.1.name()]).inc();
-        // To the engine it has failed, even if it ends after all.
-        self.failed(route, CopyErrorKind::TimedOut);
+    pub(crate) fn went_overdue(&self, route: Route, copies: u64) {
+        self.overdue_copies.with_label_values(&[route.0.name(), route.1.name()]).inc_by(copies);
+        // To the engine they have failed, even if they end after all.
+        (0..copies).for_each(|_| self.failed(route, CopyErrorKind::TimedOut));
     }
 
-    /// A copy that went overdue ended.
-    pub(crate) fn came_back(&self, route: Route) {
-        self.returned_copies.with_label_values(&[route.0.name(), route.1.name()]).inc();
+    /// Copies that went overdue ended.
+    pub(crate) fn came_back(&self, route: Route, copies: u64) {
+        self.returned_copies.with_label_values(&[route.0.name(), route.1.name()]).inc_by(copies);
     }
 
     /// Copies on a route that are overdue now.
     pub(crate) fn overdue_now(&self, route: Route) -> u64 {
-        // An end may be counted before its going overdue, which is counted when the task's lock is free again.
+        // An end may be counted before its going overdue, which is counted when the batch's lock is free again.
         let returned = counted(&self.returned_copies, route);
         counted(&self.overdue_copies, route).saturating_sub(returned)
     }

@@ -41,10 +41,10 @@ impl Upstream {
         })
     }
 
-    pub(super) fn copied(&self, route: Route) {
+    pub(super) fn copied(&self, route: Route, blocks: u64) {
         // A block that stops in DRAM comes by once for each leg: `d2d`, `d2o` and `o2d` count direct copies alone.
         let counters = self.offload_blocks.iter().chain(&self.onboard_blocks);
-        counters.filter(|(of, _)| *of == route).for_each(|(_, counter)| counter.inc());
+        counters.filter(|(of, _)| *of == route).for_each(|(_, counter)| counter.inc_by(blocks));
     }
 
     pub(super) fn failed(&self, (from, to): Route) {

@@ -11,7 +11,7 @@ use super::batch::Batch;
 use super::breaker::Passage;
 use super::{Core, spans};
 use crate::sync::{AtomicUsize, Mutex};
-use crate::table::{Effects, Table};
+use crate::table::{Budget, Effects, Table};
 use crate::task::{Class, CopyTask};
 
 /// Where blocks go down only when they leave, one slot in so many is kept free.
@@ -103,6 +103,21 @@ impl Drop for Draining<'_> {
     }
 }
 
+/// Flushes that are sent together, however many holds of the table it took to plan them: also where one of these panicked, since
+/// the table counts on them.
+struct PlannedFlushes<'a> {
+    core: &'a Arc<Core>,
+    to: Tier,
+    tasks: Vec<CopyTask>,
+}
+
+impl Drop for PlannedFlushes<'_> {
+    fn drop(&mut self) {
+        self.core.trace_flushes(self.to, &self.tasks);
+        self.core.queue(std::mem::take(&mut self.tasks));
+    }
+}
+
 /// Between two tries of what failed, while somebody waits for everything to be flushed.
 const DRAIN_RETRY: Duration = Duration::from_millis(20);
 
@@ -127,13 +142,16 @@ impl Core {
         self.provide_memory();
         self.learn();
         self.demand.take_up();
-        while self.drop_more() {}
+        while self.hold(|table, _| table.drop_more()) {}
         self.try_directories();
-        while self.table().reconsider_reopened() {}
+        while self.hold(Table::reconsider_reopened) {}
         while self.drop_lost_some() {
-            while self.drop_more() {}
+            while self.hold(|table, _| table.drop_more()) {}
         }
         self.sweep_some();
+        for tier in Tier::ALL {
+            while self.hold(|table, hold| table.renew_indices(tier, hold)) {}
+        }
         for from in Tier::ALL {
             self.flush(from, false);
         }
@@ -145,7 +163,8 @@ impl Core {
     /// would serve on for days, with fewer slots each hour.
     fn audit_some(&self) {
         let mut violations = Vec::new();
-        let next = self.table().audit_some(self.audit.next.load(Ordering::Relaxed) as u32, &mut violations);
+        let from = self.audit.next.load(Ordering::Relaxed) as u32;
+        let next = self.table().audit_some(from, &mut violations, &mut Budget::of_a_hold());
         for violation in &violations {
             tracing::error!(%violation, "the block table has lost count: please report this");
         }
@@ -168,16 +187,6 @@ impl Core {
             // Not wanted any more: dropped with the table unlocked.
             let _unused = self.table().supply(spare);
         }
-    }
-
-    /// Drops descendants of bad blocks, a step of them.
-    fn drop_more(self: &Arc<Self>) -> bool {
-        let mut table = self.table();
-        let has_more = table.drop_more();
-        let effects = table.take_effects();
-        drop(table);
-        self.apply(effects);
-        has_more
     }
 
     /// Has policies learn. They collect what they learn from in steps, between which others get the table.
@@ -212,7 +221,7 @@ impl Core {
         if is_blocked {
             return self.probe_flush(from, to);
         }
-        self.table().revive_flushes(from, false);
+        while self.hold(|table, hold| table.revive_flushes(from, hold)) {}
         self.set_goal(from, all);
         while self.flush_some(from, to) {}
         self.keep_headroom(from, to);
@@ -230,16 +239,20 @@ impl Core {
         if self.pass((from, to)) == Passage::Blocked {
             return;
         }
+        // What failed may be all that there is to try it with.
+        self.hold(|table, hold| {
+            table.end_pauses(from);
+            table.revive_flushes(from, hold);
+        });
         let turn = self.planning.lock();
-        let mut table = self.table();
+        let (mut table, mut hold) = (self.table(), Budget::of_a_hold());
         table.block_flushes(from, false);
-        table.take_probe(from, self.trigger());
-        let mut effects = table.take_effects();
-        if effects.tasks.is_empty() {
+        table.take_probe(from, self.trigger(), &mut hold);
+        if !table.has_tasks() {
             let slots = headroom(&table, from);
-            table.make_headroom(from, slots, 1);
-            effects = table.take_effects();
+            table.make_headroom(from, slots, 1, &mut hold);
         }
+        let mut effects = table.take_effects();
         table.block_flushes(from, true);
         drop(table);
         drop(turn);
@@ -260,7 +273,7 @@ impl Core {
             let turn = self.planning.lock();
             let mut table = self.table();
             let slots = headroom(&table, from);
-            is_short = table.make_headroom(from, slots, copies);
+            is_short = table.make_headroom(from, slots, copies, &mut Budget::of_a_hold());
             let effects = table.take_effects();
             drop(table);
             drop(turn);
@@ -302,21 +315,30 @@ impl Core {
         if room < goal {
             return false;
         }
-        let turn = self.planning.lock();
-        let mut table = self.table();
-        let before = table.dirty(from);
-        table.take_flush(from, goal, self.trigger());
-        let (effects, after) = (table.take_effects(), table.dirty(from));
-        drop(table);
-        drop(turn);
+        let mut planned = PlannedFlushes { core: self, to, tasks: Vec::new() };
+        let (mut looked_at, mut has_more) = (0, goal > 0);
+        while has_more {
+            let _turn = self.planning.lock();
+            let mut table = self.table();
+            let (so_far, before) = (planned.tasks.len(), table.dirty(from));
+            table.take_flush(from, goal - so_far, self.trigger(), &mut Budget::of_a_hold());
+            let mut effects = table.take_effects();
+            // Before others have the table: what ends is taken off again.
+            in_flight.fetch_add(effects.tasks.len(), Ordering::AcqRel);
+            let done = before.saturating_sub(table.dirty(from));
+            drop(table);
+            planned.tasks.append(&mut effects.tasks);
+            self.apply(effects);
+            looked_at += done;
+            let count = planned.tasks.len();
+            has_more = count < goal && (done > 0 || count > so_far);
+        }
         {
             let mut goals = self.flushing.goals.lock();
-            goals[from.index()] = goals[from.index()].saturating_sub(before.saturating_sub(after));
+            goals[from.index()] = goals[from.index()].saturating_sub(looked_at);
         }
-        let started = !effects.tasks.is_empty();
-        self.start_flushes(to, effects);
         // Where a rule refuses all that it was asked about, there is more to ask about.
-        started || after < before
+        looked_at > 0 || !planned.tasks.is_empty()
     }
 
     pub(super) fn flush_is_due(&self, table: &Table, from: Tier) -> bool {
@@ -343,7 +365,7 @@ impl Core {
     fn unflushed(&self, tier: Tier) -> usize {
         let (mut unflushed, mut from) = (0, Some(0));
         while let Some(slot) = from {
-            let (more, next) = self.table().unflushed(tier, slot);
+            let (more, next) = self.table().unflushed(tier, slot, &mut Budget::of_a_hold());
             unflushed += more;
             from = next;
         }
@@ -361,10 +383,14 @@ impl Core {
     }
 
     fn drain_until(self: &Arc<Self>, deadline: Duration) {
+        // Nothing goes down any more, however long one waits.
+        if self.is_closed() {
+            return;
+        }
         for tier in Tier::ALL {
             let mut from = Some(0);
             while let Some(slot) = from {
-                from = self.table().want_flush_of_all(tier, slot);
+                from = self.hold(|table, hold| table.want_flush_of_all(tier, slot, hold));
             }
         }
         let mut retry_at = Duration::ZERO;
@@ -372,10 +398,10 @@ impl Core {
             let now = self.clock.uptime();
             if now >= retry_at {
                 retry_at = now + DRAIN_RETRY;
-                Tier::ALL.into_iter().for_each(|tier| self.table().revive_flushes(tier, true));
+                Tier::ALL.into_iter().for_each(|tier| self.table().end_pauses(tier));
             }
             Tier::ALL.into_iter().for_each(|tier| self.flush(tier, true));
-            if self.is_drained() || self.clock.uptime() >= deadline {
+            if self.is_drained() || self.is_closed() || self.clock.uptime() >= deadline {
                 return;
             }
             // Copies end on other threads; a look five times a millisecond costs nothing that a drain would feel.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvbm_tiers::{CopyOp, Frame, Route, Tier};
+use kvbm_tiers::{Completion, CopyError, CopyOp, Frame, Route, Tier};
 use tracing::Span;
 
 use super::errand::Errand;
@@ -24,7 +24,8 @@ pub(super) struct Batch {
     pub(super) started: Duration,
     /// When one of its copies completed last.
     progress: Timestamp,
-    tasks: Vec<Mutex<TaskState>>,
+    /// One lock for all: what ends together is looked at together.
+    tasks: Mutex<Vec<TaskState>>,
     left: AtomicUsize,
     /// Open until the medium is done with all of it.
     _span: Span,
@@ -62,61 +63,67 @@ pub(super) struct Overdue {
     pub(super) staging: Option<Frame>,
 }
 
-/// What a completion is about.
-pub(super) enum Completed {
-    /// A task that is waited for.
-    Task(RoutedTask),
-    /// One that was given up.
-    Overdue(Overdue),
-    /// The operation was completed before: the backend breaks its contract.
-    Twice,
+/// What a backend's report is about.
+#[derive(Debug, Default)]
+pub(super) struct Reported {
+    /// Tasks that are waited for, each with how its copy ended.
+    pub(super) tasks: Vec<(RoutedTask, Result<(), CopyError>)>,
+    /// Those that were given up.
+    pub(super) overdue: Vec<Overdue>,
+    /// Operations that were reported before: the backend breaks its contract.
+    pub(super) twice: Vec<usize>,
 }
 
 impl Batch {
-    /// The `i`-th operation was reported.
-    pub(super) fn take(&self, i: usize) -> Completed {
-        match std::mem::replace(&mut *self.tasks[i].lock(), TaskState::Ended) {
-            TaskState::Working(task) => Completed::Task(task),
-            TaskState::Overdue(overdue) => Completed::Overdue(overdue),
-            TaskState::Ended => Completed::Twice,
+    /// These operations were reported.
+    pub(super) fn take(&self, ended: Vec<Completion>) -> Reported {
+        let mut reported = Reported { tasks: Vec::with_capacity(ended.len()), ..Reported::default() };
+        let mut tasks = self.tasks.lock();
+        for (op, result) in ended {
+            match std::mem::replace(&mut tasks[op], TaskState::Ended) {
+                TaskState::Working(task) => reported.tasks.push((task, result)),
+                TaskState::Overdue(overdue) => reported.overdue.push(overdue),
+                TaskState::Ended => reported.twice.push(op),
+            }
         }
+        reported
     }
 
-    /// Gives up what is still being worked on. `tell` is told of each under the task's lock: the completion that may
-    /// come at this moment has to wait until the table knows.
-    pub(super) fn give_up<T>(&self, mut tell: impl FnMut(&RoutedTask) -> T) -> Vec<T> {
-        let give_up = |state: &Mutex<TaskState>| {
-            let mut state = state.lock();
-            match std::mem::replace(&mut *state, TaskState::Ended) {
+    /// Gives up what is still being worked on. `tell` is told of it under the lock: the completion that may come at this
+    /// moment has to wait until the table knows.
+    pub(super) fn give_up<T>(&self, tell: impl FnOnce(&[&RoutedTask]) -> T) -> T {
+        let mut tasks = self.tasks.lock();
+        let working = tasks.iter().filter_map(|state| match state {
+            TaskState::Working(task) => Some(task),
+            // Its completion was faster.
+            _ => None,
+        });
+        let told = tell(&working.collect::<Vec<_>>());
+        for state in &mut *tasks {
+            match std::mem::replace(state, TaskState::Ended) {
                 TaskState::Working(mut task) => {
-                    let told = tell(&task);
                     *state = TaskState::Overdue(Overdue { staging: task.take_staging(), task: task.task });
-                    Some(told)
                 }
-                // Its completion was faster.
-                other => {
-                    *state = other;
-                    None
-                }
+                other => *state = other,
             }
-        };
-        self.tasks.iter().filter_map(give_up).collect()
+        }
+        told
     }
 
     /// Whether the medium works on a copy that is not overdue.
     pub(super) fn is_working(&self) -> bool {
         self.errand.as_ref().is_some_and(Errand::is_working)
-            || self.tasks.iter().any(|state| matches!(*state.lock(), TaskState::Working(_)))
+            || self.tasks.lock().iter().any(|state| matches!(state, TaskState::Working(_)))
     }
 
     /// What the medium works on that is not overdue.
     pub(super) fn working(&self) -> Vec<CopyOp> {
         let errand = self.errand.iter().filter(|errand| errand.is_working()).map(|errand| *errand.op());
-        let task = |state: &Mutex<TaskState>| match &*state.lock() {
+        let task = |state: &TaskState| match state {
             TaskState::Working(task) => Some(task.op()),
             _ => None,
         };
-        errand.chain(self.tasks.iter().filter_map(task)).collect()
+        errand.chain(self.tasks.lock().iter().filter_map(task)).collect()
     }
 
     /// How long none of its copies has completed.
@@ -173,7 +180,7 @@ impl Batches {
             started: now,
             progress: Timestamp::default(),
             left: AtomicUsize::new(tasks.len()),
-            tasks: tasks.into_iter().map(|task| Mutex::new(TaskState::Working(task))).collect(),
+            tasks: Mutex::new(tasks.into_iter().map(TaskState::Working).collect()),
             _span: span,
             errand: None,
         })
@@ -189,7 +196,7 @@ impl Batches {
             started: now,
             progress: Timestamp::default(),
             left: AtomicUsize::new(0),
-            tasks: Vec::new(),
+            tasks: Mutex::default(),
             _span: Span::none(),
             errand: Some(errand),
         })

@@ -27,8 +27,7 @@ pub(super) enum Passage {
     Blocked,
 }
 
-#[derive(Debug, Default)]
-struct Breaker(Mutex<State>);
+type Breaker = Mutex<State>;
 
 #[derive(Clone, Copy, Debug)]
 enum State {
@@ -43,8 +42,6 @@ enum State {
         is_probing: bool,
         cause: Cause,
     },
-    /// What it gives is wrong: nothing is asked of it until all is forgotten.
-    Withdrawn,
 }
 
 /// What opened a breaker.
@@ -76,57 +73,33 @@ impl Breakers {
     /// one until it is known what became of that. A probe of which nothing was heard for `verdict`, which is longer
     /// than any copy may take, was never sent.
     pub(super) fn pass(&self, route: Route, verdict: Duration, now: Duration) -> Passage {
-        self.of(route).pass(now, verdict)
-    }
-
-    /// Nothing is read from a tier from here on: what it gives is wrong.
-    pub(super) fn withdraw(&self, tier: Tier) {
-        *self.reads[tier.index()].0.lock() = State::Withdrawn;
-    }
-
-    /// What was wrong is forgotten.
-    pub(super) fn reinstate(&self) {
-        for read in &self.reads {
-            let mut state = read.0.lock();
-            if matches!(*state, State::Withdrawn) {
-                *state = State::default();
-            }
-        }
+        self.of(route).lock().pass(now, verdict)
     }
 
     /// Whether not even a probe may go on `route` now.
     pub(super) fn is_blocked(&self, route: Route, now: Duration) -> bool {
-        match *self.of(route).0.lock() {
-            State::Open { until, .. } => now < until,
-            State::Withdrawn => true,
-            State::Closed { .. } => false,
-        }
+        matches!(*self.of(route).lock(), State::Open { until, .. } if now < until)
     }
 
     /// Who was told [`Passage::Probe`] has nothing to try it with: the next one may.
     pub(super) fn retract_probe(&self, route: Route, now: Duration) {
-        if let State::Open { until, is_probing: probing @ true, .. } = &mut *self.of(route).0.lock() {
+        if let State::Open { until, is_probing: probing @ true, .. } = &mut *self.of(route).lock() {
             (*until, *probing) = (now, false);
         }
     }
 
     /// Whether what was planned before must not go any more, unless it is a probe.
     pub(super) fn is_open(&self, route: Route) -> bool {
-        self.of(route).is_open()
+        self.of(route).lock().is_open()
     }
 
     /// A copy on `route` arrived, or brought what is not right: the medium answers. Only a probe closes a breaker; what
     /// was sent before it opened may still arrive from a medium that hangs for every tenth copy.
     pub(super) fn succeeded(&self, route: Route, is_probe: bool, now: Duration) {
-        let own = self.of(route);
-        if !own.is_withdrawn() && (is_probe || !own.is_open()) {
-            *own.0.lock() = State::default();
-        } else {
-            own.answers(now, self.first_pause);
-        }
+        self.of(route).lock().succeeded(is_probe, now, self.first_pause);
         // A medium that answers in one direction may in the other. If a probe there found out that it does not, its
         // pauses are not cut short: reads that succeed must not have a full disk tried all the time.
-        self.opposite(route).answers(now, self.first_pause);
+        self.opposite(route).lock().answers(now, self.first_pause);
     }
 
     /// A copy on `route` failed, or did not end in time.
@@ -134,14 +107,14 @@ impl Breakers {
         let (own, pause) = (self.of(route), self.first_pause);
         match kind {
             CopyErrorKind::Unavailable | CopyErrorKind::TimedOut => {
-                own.open(Cause::Away, is_probe, now, pause);
+                own.lock().open(Cause::Away, is_probe, now, pause);
                 // What does not answer does so in both directions; what is full can still be read.
-                self.opposite(route).open(Cause::Away, false, now, pause);
+                self.opposite(route).lock().open(Cause::Away, false, now, pause);
             }
             CopyErrorKind::NoSpace | CopyErrorKind::OverBudget => {
-                own.open(Cause::Refuses, is_probe, now, pause);
+                own.lock().open(Cause::Refuses, is_probe, now, pause);
             }
-            CopyErrorKind::Io => own.count_error(is_probe, now, pause),
+            CopyErrorKind::Io => own.lock().count_error(is_probe, now, pause),
             // That a block's bytes are wrong says nothing of the next one's.
             CopyErrorKind::Corrupt => self.succeeded(route, is_probe, now),
             _ => {}
@@ -151,8 +124,8 @@ impl Breakers {
     /// An overdue copy ended after all: the medium moves again, so a probe may go soon, however long the pause was.
     pub(super) fn revived(&self, route: Route, now: Duration) {
         let soon = now + self.first_pause;
-        self.of(route).probe_by(soon);
-        self.opposite(route).probe_by(soon);
+        self.of(route).lock().probe_by(soon);
+        self.opposite(route).lock().probe_by(soon);
     }
 
     /// The lower tier of a route is the one that may be away or full.
@@ -165,62 +138,60 @@ impl Breakers {
     }
 }
 
-impl Breaker {
-    fn is_withdrawn(&self) -> bool {
-        matches!(*self.0.lock(), State::Withdrawn)
+/// Each of these is called with the lock held: what is looked at is what is changed.
+impl State {
+    const fn is_open(&self) -> bool {
+        !matches!(self, Self::Closed { .. })
     }
 
-    fn is_open(&self) -> bool {
-        !matches!(*self.0.lock(), State::Closed { .. })
-    }
-
-    fn pass(&self, now: Duration, verdict: Duration) -> Passage {
-        match &mut *self.0.lock() {
-            State::Closed { .. } => Passage::Free,
-            State::Withdrawn => Passage::Blocked,
-            State::Open { until, .. } if now < *until => Passage::Blocked,
-            State::Open { until, is_probing, .. } => {
+    fn pass(&mut self, now: Duration, verdict: Duration) -> Passage {
+        match self {
+            Self::Closed { .. } => Passage::Free,
+            Self::Open { until, .. } if now < *until => Passage::Blocked,
+            Self::Open { until, is_probing, .. } => {
                 (*until, *is_probing) = (now + verdict, true);
                 Passage::Probe
             }
         }
     }
 
-    fn count_error(&self, is_probe: bool, now: Duration, pause: Duration) {
-        let mut state = self.0.lock();
-        match &mut *state {
-            State::Closed { errors } if *errors + 1 < MAX_ERRORS => *errors += 1,
-            _ => {
-                drop(state);
-                self.open(Cause::Refuses, is_probe, now, pause);
-            }
+    fn succeeded(&mut self, is_probe: bool, now: Duration, first_pause: Duration) {
+        if is_probe || !self.is_open() {
+            *self = Self::default();
+        } else {
+            self.answers(now, first_pause);
         }
     }
 
-    fn open(&self, cause: Cause, is_probe: bool, now: Duration, first_pause: Duration) {
-        let mut state = self.0.lock();
-        let pause = match *state {
-            State::Closed { .. } => first_pause,
+    fn count_error(&mut self, is_probe: bool, now: Duration, pause: Duration) {
+        match self {
+            Self::Closed { errors } if *errors + 1 < MAX_ERRORS => *errors += 1,
+            _ => self.open(Cause::Refuses, is_probe, now, pause),
+        }
+    }
+
+    fn open(&mut self, cause: Cause, is_probe: bool, now: Duration, first_pause: Duration) {
+        let pause = match *self {
+            Self::Closed { .. } => first_pause,
             // One of those that were on their way when it opened: nothing new.
-            State::Open { .. } if !is_probe => return,
-            State::Withdrawn => return,
-            State::Open { pause, .. } => (pause * 2).min(first_pause * MAX_PAUSES),
+            Self::Open { .. } if !is_probe => return,
+            Self::Open { pause, .. } => (pause * 2).min(first_pause * MAX_PAUSES),
         };
-        *state = State::Open { until: now + pause, pause, is_probing: false, cause };
+        *self = Self::Open { until: now + pause, pause, is_probing: false, cause };
     }
 
     /// The medium did something in the other direction.
-    fn answers(&self, now: Duration, first_pause: Duration) {
-        match &mut *self.0.lock() {
-            State::Open { until, pause, is_probing: false, cause: Cause::Away } if *pause == first_pause => {
+    fn answers(&mut self, now: Duration, first_pause: Duration) {
+        match self {
+            Self::Open { until, pause, is_probing: false, cause: Cause::Away } if *pause == first_pause => {
                 *until = now;
             }
             _ => {}
         }
     }
 
-    fn probe_by(&self, latest: Duration) {
-        if let State::Open { until, is_probing: false, .. } = &mut *self.0.lock() {
+    fn probe_by(&mut self, latest: Duration) {
+        if let Self::Open { until, is_probing: false, .. } = self {
             *until = latest.min(*until);
         }
     }

@@ -16,6 +16,7 @@ use super::Core;
 use super::batch::Batch;
 use super::errand::{Purpose, overdue};
 use crate::sync::{AtomicBool, AtomicUsize, Mutex};
+use crate::table::Budget;
 
 /// All of them; none, where there are not several.
 #[derive(Debug)]
@@ -252,11 +253,13 @@ impl Directories {
 }
 
 impl Core {
-    /// A copy arrived.
-    pub(super) fn directory_answers(&self, op: &CopyOp, now: Duration) {
-        let Some(dir) = self.directories.of(op) else { return };
-        let hanging = self.directories.succeeded(dir, now);
-        hanging.into_iter().for_each(|dir| self.directory_hangs(dir));
+    /// Copies arrived.
+    pub(super) fn directories_answer(&self, ops: impl Iterator<Item = CopyOp>, now: Duration) {
+        let mut dirs: Vec<_> = ops.filter_map(|op| self.directories.of(&op)).collect();
+        dirs.sort_unstable();
+        dirs.dedup();
+        let hanging = dirs.into_iter().flat_map(|dir| self.directories.succeeded(dir, now));
+        hanging.for_each(|dir| self.directory_hangs(dir));
     }
 
     /// A copy that was overdue has ended.
@@ -404,7 +407,7 @@ impl Core {
     /// Drops some of the blocks of directories that are lost. Returns whether there are more.
     pub(super) fn drop_lost_some(self: &Arc<Self>) -> bool {
         let mut table = self.table();
-        let has_more = table.drop_lost();
+        let has_more = table.drop_lost(&mut Budget::of_a_hold());
         let mut effects = table.take_effects();
         drop(table);
         // They were told of together.

@@ -4,14 +4,15 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kvbm_tiers::{Completion, CopyError, Done, Fences};
+use kvbm_tiers::{Completion, CopyError, Done, Fences, Route};
 
 use super::Core;
 use super::batch::Batch;
 use super::queue::{Next, Turn};
 use super::routed::{RoutedTask, Stop};
 use super::spans;
-use crate::sync::AtomicUsize;
+use super::staging::Staging;
+use crate::sync::{AtomicUsize, MutexGuard};
 use crate::task::CopyTask;
 
 impl Core {
@@ -31,7 +32,7 @@ impl Core {
         self.pump();
         if self.is_closed() {
             // It was closed while this was planned.
-            self.close();
+            self.drop_waiting();
         }
     }
 
@@ -54,7 +55,9 @@ impl Core {
     }
 
     fn start_batch(self: &Arc<Self>) -> bool {
-        let next = self.queues.lock().next_batch(|task| self.turn_of(task));
+        let mut turns = Turns { core: self, staging: None, open: None };
+        let next = self.queues.lock().next_batch(|task| turns.of(task));
+        drop(turns);
         let Some(Next { route, class, tasks, dropped }) = next else { return false };
         self.drop_tasks(dropped);
         if tasks.is_empty() {
@@ -67,7 +70,7 @@ impl Core {
         let span = spans::of_batch(class, route, backend, tasks.len());
         let batch = self.batches.start((route, class), tasks, self.clock.uptime(), span);
         let report = self.report(&batch);
-        let done = Done::together(move |completions| report.copies_ended(completions));
+        let done = Done::new(move |completions| report.copies_ended(completions));
         let executor = Arc::clone(&self.executor);
         // Nobody knows what became of a batch whose backend panicked: its copies will be overdue. The request that
         // happened to pump, and all the others, must not suffer for it.
@@ -95,26 +98,43 @@ impl Core {
             _with_medium: Arc::clone(&self.with_media),
         }
     }
+}
 
-    /// What becomes of a task whose turn has come. It gets the staging slot that it needs.
-    fn turn_of(&self, task: &mut RoutedTask) -> Turn {
-        if self.is_closed() || (!task.task.is_probe && self.breakers.is_open(task.route())) {
+/// What becomes of tasks whose turn has come. What one batch asks of breakers and staging slots is asked once.
+struct Turns<'a> {
+    core: &'a Core,
+    staging: Option<MutexGuard<'a, Staging>>,
+    /// Whether the breaker of the route is open that was asked last.
+    open: Option<(Route, bool)>,
+}
+
+impl Turns<'_> {
+    /// The task gets the staging slot that it needs.
+    fn of(&mut self, task: &mut RoutedTask) -> Turn {
+        let core = self.core;
+        if core.is_closed() || (!task.task.is_probe && self.is_open(task.route())) {
             return Turn::Drop;
         }
-        if task.slot_on_disk().is_some_and(|slot| self.directories.is_left_alone(slot)) {
+        if task.slot_on_disk().is_some_and(|slot| core.directories.is_left_alone(slot)) {
             return Turn::Drop;
         }
         if !matches!(task.stop, Some(Stop::Wanted)) {
             return Turn::Send;
         }
         // Taken at the last moment: a task that waits in a queue must not keep a slot from one that could go.
-        let mut staging = self.staging.lock();
+        let staging = self.staging.get_or_insert_with(|| core.staging.lock());
         match staging.take() {
             Some(frame) => task.stop = Some(Stop::Staging(frame)),
             None if staging.is_gone() => return Turn::Drop,
             None => return Turn::Wait,
         }
         Turn::Send
+    }
+
+    fn is_open(&mut self, route: Route) -> bool {
+        let core = self.core;
+        let known = self.open.filter(|&(of, _)| of == route);
+        self.open.insert(known.unwrap_or_else(|| (route, core.breakers.is_open(route)))).1
     }
 }
 

@@ -1,5 +1,6 @@
 //! Transfers between the tiers and an engine's own memory: the engine names its slots, and nothing is recorded of them.
 
+use std::any::Any;
 use std::num::NonZeroU16;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock, Weak};
@@ -18,6 +19,9 @@ use crate::lease::Lease;
 use crate::table::{RequestInfo, TransferEnd, TransferPlan};
 use crate::task::{Class, CopyTask, TransferId};
 use crate::transfer::Transfer;
+
+/// So many completions wait for an engine that polls.
+const MAX_COMPLETIONS: usize = 1 << 16;
 
 /// A save from an engine's slots.
 #[derive(Debug)]
@@ -49,6 +53,8 @@ pub struct LoadInto<'a> {
     pub after: Fence,
     /// Layers of a block.
     pub layers: NonZeroU16,
+    /// Goes when no medium has any of the slots any more.
+    pub with_media: Arc<()>,
     /// What it is a part of, if it is.
     pub part_of: Option<Arc<JoinedTransfer>>,
 }
@@ -59,6 +65,8 @@ pub struct JoinedTransfer {
     // Weak: a medium that hangs keeps a part of one group, which must not keep a closed manager alive.
     core: Weak<Core>,
     id: OnceLock<TransferId>,
+    /// Is dropped before its end is noted.
+    until_end: Option<Box<dyn Any + Send + Sync>>,
 }
 
 impl Core {
@@ -94,8 +102,8 @@ impl Core {
         if self.is_closed() {
             return Transfer::failed(Error::closed());
         }
-        let LoadInto { lease, blocks, slots, after, layers, part_of } = load;
-        let (with_media, wanted) = (Arc::new(()), blocks.len());
+        let LoadInto { lease, blocks, slots, after, layers, with_media, part_of } = load;
+        let wanted = blocks.len();
         // Of what is not held no layer comes: an engine that goes on with a layer must have it of all that it asked for.
         let count = Arc::new(LayerCount::new(layers.get(), wanted));
         let writers = Writers::new(&with_media);
@@ -145,12 +153,16 @@ impl Core {
     /// Adds the transfers of an engine's slots that have ended since the last call, of those since the first call.
     pub(crate) fn completions(&self, out: &mut Vec<TransferId>) {
         // Collected from the first call on: whoever never asks must not have them pile up.
-        out.append(self.completions.lock().get_or_insert_default());
+        out.extend(self.completions.lock().get_or_insert_default().drain(..));
     }
 
     pub(super) fn note_completion(&self, id: TransferId) {
         if let Some(completions) = &mut *self.completions.lock() {
-            completions.push(id);
+            // Nor whoever asks no more.
+            if completions.len() == MAX_COMPLETIONS {
+                completions.pop_front();
+            }
+            completions.push_back(id);
         }
     }
 }
@@ -158,7 +170,13 @@ impl Core {
 impl JoinedTransfer {
     /// Its end is noted in `core`.
     pub(crate) fn of(core: &Arc<Core>) -> Arc<Self> {
-        Arc::new(Self { core: Arc::downgrade(core), id: OnceLock::new() })
+        Arc::new(Self { core: Arc::downgrade(core), id: OnceLock::new(), until_end: None })
+    }
+
+    /// The same, which keeps something until its end.
+    pub(crate) fn keeping(core: &Arc<Core>, kept: impl Any + Send + Sync) -> Arc<Self> {
+        let until_end: Option<Box<dyn Any + Send + Sync>> = Some(Box::new(kept));
+        Arc::new(Self { core: Arc::downgrade(core), id: OnceLock::new(), until_end })
     }
 
     /// Gives it the name of its first part, which is of that core. Without one nothing is noted.
@@ -169,6 +187,7 @@ impl JoinedTransfer {
 
 impl Drop for JoinedTransfer {
     fn drop(&mut self) {
+        drop(self.until_end.take());
         if let (Some(core), Some(&id)) = (self.core.upgrade(), self.id.get()) {
             core.note_completion(id);
         }

@@ -55,7 +55,9 @@ impl Core {
         let errand = Errand { op, state: Mutex::new(State::Working(purpose, staging)) };
         let batch = self.batches.start_errand(errand, self.clock.uptime());
         let report = self.report(&batch);
-        let done = Done::new(move |_, result| report.errand_ended(result.as_ref().err()));
+        let done = Done::new(move |ended| {
+            ended.into_iter().for_each(|(_, result)| report.errand_ended(result.as_ref().err()));
+        });
         self.executor.submit(op.route(), vec![op], Fences::default(), &done);
         if self.is_closed() {
             // It was closed since this was decided: nobody else will give it up.
@@ -87,7 +89,7 @@ impl Core {
             other => return *state = other,
         };
         self.staging.lock().lose_lent();
-        self.metrics.went_overdue(batch.route);
+        self.metrics.went_overdue(batch.route, 1);
         let dir = if let Purpose::Trial(dir) = purpose { Some(dir) } else { None };
         *state = State::Overdue(purpose, staging);
         drop(state);
@@ -104,7 +106,7 @@ impl Core {
             Purpose::Trial(dir) => self.trial_came_back(dir),
         }
         self.staging.lock().regain(staging);
-        self.metrics.came_back(batch.route);
+        self.metrics.came_back(batch.route, 1);
         self.breakers.revived(batch.route, self.clock.uptime());
         self.flushing.wake();
         self.pump();

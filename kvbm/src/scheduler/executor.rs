@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvbm_tiers::backend::submit;
-use kvbm_tiers::{Backend, CopyError, CopyErrorKind, CopyOp, Done, Fences, Route, Tier};
+use kvbm_tiers::{Backend, CopyOp, Done, Fences, Route, Tier};
 
 /// At most one backend per route, fixed at start-up.
 #[derive(Clone, Debug, Default)]
@@ -35,8 +35,6 @@ impl Executor {
             return submit(backend, batch, fences, done.clone());
         }
         // An answer all the same: a task that nobody completes would hold its slots for ever.
-        let error =
-            CopyError::new(CopyErrorKind::Refused, format!("no backend copies {} to {}", route.0, route.1));
-        (0..batch.len()).for_each(|op| done.complete(op, Err(error.clone())));
+        done.refuse(0..batch.len(), &format!("no backend copies {} to {}", route.0, route.1));
     }
 }

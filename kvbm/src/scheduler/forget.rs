@@ -1,43 +1,26 @@
-//! Forgetting a tenant: what he stored leaves every tier, and what of it is under way lands nowhere.
+//! Forgetting a tenant: what it stored leaves every tier, and what of it is under way lands nowhere.
 
 use std::sync::Arc;
 
 use super::Core;
-use crate::table::Table;
+use crate::table::TransferCursor;
 
 impl Core {
     /// Forgets what a tenant stored, and returns how often that was done by now. Takes time in proportion to the table,
-    /// in steps between which others use it. Who reads a block of his now may end that.
-    pub(crate) fn forget(self: &Arc<Self>, tenant: u32) -> u32 {
+    /// in steps between which others use it. Who reads a block of it now may end that.
+    pub fn forget(self: &Arc<Self>, tenant: u32) -> u32 {
+        // From here on no copy of it is planned: once what is under way has ended, nothing more comes to what is found.
         let life = self.table().begin_forgetting(tenant);
-        // A flush may have begun behind the first look: what it brings is found by the next one. Nothing else is his.
-        while self.forget_found(tenant) > 0 {}
-        life
-    }
-
-    fn forget_found(self: &Arc<Self>, tenant: u32) -> usize {
-        let (mut found, mut next) = (0, Some(0));
-        while let Some(place) = next {
-            next = self.step(|table| table.end_forgotten(tenant, place));
-            found += usize::from(next.is_some());
+        let mut under_way = Some(TransferCursor::default());
+        while let Some(from) = under_way {
+            under_way = self.hold(|table, hold| table.end_forgotten(from, hold));
         }
-        next = Some(0);
+        let mut next = Some(0);
         while let Some(record) = next {
-            let (blocks, then) = self.step(|table| table.drop_forgotten(tenant, record));
-            found += blocks;
-            next = then;
+            next = self.hold(|table, hold| table.drop_forgotten(record, hold));
             // At once: a match looks at each block of which more is to be dropped.
-            while self.step(Table::drop_more) {}
+            while self.hold(|table, _| table.drop_more()) {}
         }
-        found
-    }
-
-    fn step<T>(self: &Arc<Self>, step: impl FnOnce(&mut Table) -> T) -> T {
-        let mut table = self.table();
-        let done = step(&mut table);
-        let effects = table.take_effects();
-        drop(table);
-        self.apply(effects);
-        done
+        life
     }
 }

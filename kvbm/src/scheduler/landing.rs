@@ -3,17 +3,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::{Completion, CopyError, CopyErrorKind, Tier};
+use kvbm_tiers::{BlockKey, Completion, CopyError, CopyErrorKind, Tier};
 
 use super::Core;
-use super::batch::{Batch, Completed, Overdue};
+use super::batch::{Batch, Overdue, Reported};
 use super::engine_order::EndedOrder;
 use super::routed::RoutedTask;
 use crate::hash::Chain;
-use crate::table::{Dropped, Effects, TransferEnd};
+use crate::table::{Dropped, Effects, Table, TransferEnd};
 use crate::task::{Class, Defect, Outcome, TaskResult};
 
-/// Tasks that are dropped land so many at a time.
+/// Copies that ended together land so many at a time.
 const MAX_LANDED: usize = 256;
 
 impl Core {
@@ -21,93 +21,80 @@ impl Core {
     pub(super) fn copies_ended(self: &Arc<Self>, batch: &Batch, completions: Vec<Completion>) {
         let now = self.clock.uptime();
         self.batches.progressed(batch, now);
-        let mut landed = Vec::with_capacity(completions.len());
-        let mut left = 0;
-        for (op, result) in completions {
-            match batch.take(op) {
-                Completed::Task(task) => {
-                    left += 1;
-                    landed.extend(self.task_ended(batch, task, result, now));
-                }
-                Completed::Overdue(overdue) => self.came_back(batch, overdue),
-                Completed::Twice => {
-                    tracing::error!(route = ?batch.route, op, "a backend reported a copy twice");
+        let Reported { tasks, overdue, twice } = batch.take(completions);
+        if !twice.is_empty() {
+            tracing::error!(route = ?batch.route, ops = ?twice, "a backend reported copies twice");
+        }
+        self.judge(batch, &tasks, now);
+        let left = tasks.len();
+        let (mut going_on, mut ended) = (Vec::new(), Vec::with_capacity(left));
+        for (task, result) in tasks {
+            match result {
+                Ok(()) if task.has_second_leg() => going_on.push(RoutedTask { halfway: true, ..task }),
+                Ok(()) => ended.push((task, Outcome::Arrived)),
+                Err(error) => {
+                    let outcome = why_broken(&task, &error);
+                    ended.push((task, outcome));
                 }
             }
         }
-        if !landed.is_empty() {
-            self.land(landed);
-        }
-        self.tasks_left(batch, left);
+        self.came_back(batch, overdue);
+        self.land_all(self.outcomes(ended));
+        self.tasks_left(batch, left, going_on);
     }
 
-    /// Judges the medium by a copy. Returns what is to be told of the task, if it has ended.
-    fn task_ended(
-        self: &Arc<Self>,
-        batch: &Batch,
-        task: RoutedTask,
-        result: Result<(), CopyError>,
-        now: Duration,
-    ) -> Option<TaskResult> {
-        self.metrics.copied(batch.route, now.saturating_sub(batch.started), &result);
-        match result {
-            Ok(()) => {
-                self.directory_answers(&task.op(), now);
-                self.breakers.succeeded(batch.route, batch.is_probe, now);
-                if task.has_second_leg() {
-                    self.go_on(task);
-                    return None;
-                }
-                Some(self.outcome(task, Outcome::Arrived))
-            }
-            Err(error) => {
-                let is_a_directory = match error.kind() {
-                    CopyErrorKind::Io => self.directory_failed(&task.op(), now),
-                    CopyErrorKind::NoSpace => self.directory_is_full(&task.op(), now),
-                    _ => false,
-                };
-                if !is_a_directory {
-                    self.breakers.failed(batch.route, error.kind(), batch.is_probe, now);
-                }
-                Some(self.broke(task, &error))
+    /// Judges the medium by what ended together.
+    fn judge(&self, batch: &Batch, tasks: &[(RoutedTask, Result<(), CopyError>)], now: Duration) {
+        let (well, failed): (Vec<_>, Vec<_>) = tasks.iter().partition(|(_, result)| result.is_ok());
+        if !well.is_empty() {
+            self.metrics.copied(batch.route, now.saturating_sub(batch.started), well.len() as u64);
+            self.directories_answer(well.iter().map(|(task, _)| task.op()), now);
+            self.breakers.succeeded(batch.route, batch.is_probe, now);
+        }
+        for (task, error) in failed.iter().filter_map(|(task, result)| Some((task, result.as_ref().err()?))) {
+            self.metrics.failed(batch.route, error.kind());
+            let is_a_directory = match error.kind() {
+                CopyErrorKind::Io => self.directory_failed(&task.op(), now),
+                CopyErrorKind::NoSpace => self.directory_is_full(&task.op(), now),
+                _ => false,
+            };
+            if !is_a_directory {
+                self.breakers.failed(batch.route, error.kind(), batch.is_probe, now);
             }
         }
     }
 
-    /// So many of a batch's copies are not waited for any more.
-    fn tasks_left(self: &Arc<Self>, batch: &Batch, tasks: usize) {
-        if batch.tasks_ended(tasks) {
+    /// So many of a batch's copies are not waited for any more. Those that go on need not wait for the first legs of the
+    /// batch's other blocks.
+    fn tasks_left(self: &Arc<Self>, batch: &Batch, tasks: usize, going_on: Vec<RoutedTask>) {
+        let is_over = batch.tasks_ended(tasks);
+        if is_over {
             self.batches.end(batch);
-            self.queues.lock().ended(batch.route, batch.class);
-            self.pump();
         }
-    }
-
-    /// The second leg need not wait for the first legs of its batch's other blocks.
-    fn go_on(self: &Arc<Self>, task: RoutedTask) {
-        self.queues.lock().push(RoutedTask { halfway: true, ..task });
+        if !is_over && going_on.is_empty() {
+            return;
+        }
+        let mut queues = self.queues.lock();
+        going_on.into_iter().for_each(|task| queues.push(task));
+        if is_over {
+            queues.ended(batch.route, batch.class);
+        }
+        drop(queues);
         self.pump();
     }
 
-    /// A task that no medium has any more, with what became of it. Its staging slot is free.
-    fn outcome(&self, mut task: RoutedTask, outcome: Outcome) -> TaskResult {
-        task.take_staging().into_iter().for_each(|frame| self.staging.lock().give_back(frame));
-        task.task.ended(outcome)
-    }
-
-    /// A copy failed, and nothing touches its slots any more.
-    fn broke(&self, task: RoutedTask, error: &CopyError) -> TaskResult {
-        tracing::warn!(op = ?task.op(), %error, "a copy failed; the block counts as a miss");
-        // Tiers below DRAM lose single blocks, and so does memory that an earlier process left: any other error on a route
-        // within memory says something of the device, nothing of the block.
-        let can_lose = match task.task.from.tier {
-            Tier::Device => false,
-            Tier::Host => error.kind() == CopyErrorKind::Corrupt,
-            Tier::Disk | Tier::Object => true,
+    /// Tasks that no medium has any more, with what became of each. Their staging slots are free.
+    fn outcomes(&self, ended: Vec<(RoutedTask, Outcome)>) -> Vec<TaskResult> {
+        let mut frames = Vec::new();
+        let outcome = |(mut task, outcome): (RoutedTask, Outcome)| {
+            frames.extend(task.take_staging());
+            task.task.ended(outcome)
         };
-        let defect = defect_of(error.kind()).filter(|_| can_lose && !task.halfway);
-        let halfway = task.halfway;
-        self.outcome(task, Outcome::Failed { halfway, defect })
+        let results = ended.into_iter().map(outcome).collect();
+        if !frames.is_empty() {
+            self.staging.lock().give_back(frames);
+        }
+        results
     }
 
     /// These tasks are not sent, or not sent on.
@@ -115,12 +102,15 @@ impl Core {
         if !tasks.is_empty() {
             let dropped = tasks.into_iter().map(|task| {
                 let halfway = task.halfway;
-                self.outcome(task, Outcome::Failed { halfway, defect: None })
+                (task, Outcome::Failed { halfway, defect: None })
             });
-            let dropped: Vec<TaskResult> = dropped.collect();
-            // A prompt of thousands of blocks may be dropped at once: others get the table in between.
-            dropped.chunks(MAX_LANDED).for_each(|dropped| self.land(dropped.iter().copied()));
+            self.land_all(self.outcomes(dropped.collect()));
         }
+    }
+
+    /// A prompt of thousands of blocks may end at once: others get the table in between.
+    fn land_all(self: &Arc<Self>, results: Vec<TaskResult>) {
+        results.chunks(MAX_LANDED).for_each(|results| self.land(results.iter().copied()));
     }
 
     /// Nobody waits for the batch's copies any more. What the medium may still touch stays theirs.
@@ -129,27 +119,35 @@ impl Core {
             return self.give_up_errand(batch, errand);
         }
         let now = self.clock.uptime();
-        let told = batch.give_up(|task| {
-            if task.has_staging() {
-                self.staging.lock().lose();
-            }
-            let outcome = Outcome::Overdue { writes_destination: !task.has_second_leg() };
-            self.table.lock().land([task.task.ended(outcome)], now)
+        let (effects, overdue) = batch.give_up(|tasks| {
+            let staged = tasks.iter().filter(|task| task.has_staging()).count();
+            self.staging.lock().lose(staged);
+            let results = tasks
+                .iter()
+                .map(|task| task.task.ended(Outcome::Overdue { writes_destination: !task.has_second_leg() }));
+            let results: Vec<_> = results.collect();
+            let land = |some: &[TaskResult]| self.table.lock().land(some.iter().copied(), now);
+            (results.chunks(MAX_LANDED).map(land).collect::<Vec<_>>(), tasks.len())
         });
-        for effects in told {
-            self.metrics.went_overdue(batch.route);
-            self.apply(effects);
-            self.tasks_left(batch, 1);
+        if overdue == 0 {
+            return;
         }
+        self.metrics.went_overdue(batch.route, overdue as u64);
+        effects.into_iter().for_each(|effects| self.apply(effects));
+        self.tasks_left(batch, overdue, Vec::new());
     }
 
-    /// An overdue copy ended after all: its slots are free, and its medium moves.
-    fn came_back(self: &Arc<Self>, batch: &Batch, overdue: Overdue) {
-        let Overdue { task, staging } = overdue;
-        self.directory_came_back([task.from, task.to]);
-        self.land([task.ended(Outcome::Returned)]);
-        staging.into_iter().for_each(|frame| self.staging.lock().regain(frame));
-        self.metrics.came_back(batch.route);
+    /// Overdue copies ended after all: their slots are free, and their medium moves.
+    fn came_back(self: &Arc<Self>, batch: &Batch, overdue: Vec<Overdue>) {
+        if overdue.is_empty() {
+            return;
+        }
+        overdue.iter().for_each(|Overdue { task, .. }| self.directory_came_back([task.from, task.to]));
+        self.metrics.came_back(batch.route, overdue.len() as u64);
+        self.land(overdue.iter().map(|Overdue { task, .. }| task.ended(Outcome::Returned)));
+        let mut staging = self.staging.lock();
+        overdue.into_iter().filter_map(|overdue| overdue.staging).for_each(|frame| staging.regain(frame));
+        drop(staging);
         // It neither closes the breaker nor counts as failed: only a probe tells whether the medium is well.
         self.breakers.revived(batch.route, self.clock.uptime());
         self.flushing.wake();
@@ -173,14 +171,26 @@ impl Core {
     /// A block of a chain that was lent for reading is not what it was: it leaves `tier` with its descendants.
     pub(crate) fn lent_is_corrupt(self: &Arc<Self>, tier: Tier, chain: Chain<'_>, position: usize) {
         self.metrics.found_corrupt(tier);
-        self.drop_wrong(tier, chain, position);
+        self.drop_block(chain, position, |table, key| {
+            table.quarantine_resident(tier, key, Defect::Corrupt);
+        });
     }
 
-    /// A block of a chain is not what its name says: it leaves `tier` with its descendants, if it is there.
-    pub(crate) fn drop_wrong(self: &Arc<Self>, tier: Tier, chain: Chain<'_>, position: usize) {
+    /// A block of a chain is not what its name says: it leaves every tier with its descendants, and no copy of it that is
+    /// under way lands.
+    pub fn drop_wrong(self: &Arc<Self>, chain: Chain<'_>, position: usize) {
+        self.drop_block(chain, position, Table::drop_wrong);
+    }
+
+    fn drop_block(
+        self: &Arc<Self>,
+        chain: Chain<'_>,
+        position: usize,
+        drop_from: impl FnOnce(&mut Table, BlockKey),
+    ) {
         let mut table = self.table.lock();
-        let chain = table.enter(chain);
-        table.quarantine_resident(tier, chain.key(position), Defect::Corrupt);
+        let key = table.enter(chain).key(position);
+        drop_from(&mut table, key);
         let (is_dropping, effects) = (table.is_dropping(), table.take_effects());
         drop(table);
         self.apply(effects);
@@ -251,6 +261,20 @@ impl Core {
             None => self.note_completion(id),
         }
     }
+}
+
+/// A copy failed, and nothing touches its slots any more.
+fn why_broken(task: &RoutedTask, error: &CopyError) -> Outcome {
+    tracing::warn!(op = ?task.op(), %error, "a copy failed; the block counts as a miss");
+    // Tiers below DRAM lose single blocks, and so does memory that an earlier process left: any other error on a route
+    // within memory says something of the device, nothing of the block.
+    let can_lose = match task.task.from.tier {
+        Tier::Device => false,
+        Tier::Host => error.kind() == CopyErrorKind::Corrupt,
+        Tier::Disk | Tier::Object => true,
+    };
+    let defect = defect_of(error.kind()).filter(|_| can_lose && !task.halfway);
+    Outcome::Failed { halfway: task.halfway, defect }
 }
 
 /// What an error says of the block that was read. A medium that is away, full or shutting down says nothing of it.

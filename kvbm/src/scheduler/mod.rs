@@ -30,8 +30,8 @@
 //! | `observe` | what is told to those who look |
 //! | `learner` | fits of policies, on a thread of their own |
 //!
-//! Locks, outermost first: the turn to plan, a task's state in its batch, the table, the queues; innermost, one at a
-//! time, those of the staging slots and of a breaker. Callbacks of backends take them for microseconds and never wait
+//! Locks, outermost first: the turn to plan, a batch's tasks, the table, the queues, the staging slots;
+//! innermost, one at a time, those of breakers and directories. Callbacks of backends take them for microseconds and never wait
 //! for I/O.
 
 mod background;
@@ -56,6 +56,7 @@ mod scrub;
 mod spans;
 mod staging;
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -87,8 +88,8 @@ use crate::metrics::{Metrics, TenantLeases};
 use crate::recent::RecentRequests;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
 use crate::table::{
-    Journal, LeftBlock, Match, Reply, RequestInfo, Reserved, SharedTable, Table, TableGuard, TransferEnd,
-    TransferPlan,
+    Budget, Journal, LeftBlock, Match, Reply, RequestInfo, Reserved, SharedTable, Table, TableGuard,
+    TransferEnd, TransferPlan,
 };
 use crate::task::{Class, TransferId};
 use crate::transfer::{Transfer, Transferred};
@@ -99,7 +100,7 @@ pub use self::executor::Executor;
 pub use self::scrub::ScrubOptions;
 pub use self::staging::StagingCounts;
 
-/// Blocks that an engine filled are made resident so many at a time: some 100 µs of the table.
+/// Blocks that an engine filled are made resident, or given back, so many at a time: some 100 µs of the table.
 const PUBLISHED: usize = 256;
 
 /// Limits and times of the scheduler.
@@ -146,7 +147,7 @@ pub struct Core {
     queues: Mutex<RouteQueues>,
     orders: Mutex<EngineOrders>,
     /// Transfers of an engine's slots that have ended, since it asks for them.
-    completions: Mutex<Option<Vec<TransferId>>>,
+    completions: Mutex<Option<VecDeque<TransferId>>>,
     executor: Arc<Executor>,
     /// Of tiers that outlive the process.
     journals: [Option<Journal>; Tier::COUNT],
@@ -255,13 +256,25 @@ impl Core {
         self.table.lock()
     }
 
-    /// Lets up to `blocks` blocks of `tier` go, in the order of its policy; returns how many could.
-    pub(crate) fn evict(self: &Arc<Self>, tier: Tier, blocks: usize) -> usize {
+    /// Works on the table for one hold of its lock, and does what follows from it. Others have it before the next one.
+    fn hold<T>(self: &Arc<Self>, work: impl FnOnce(&mut Table, &mut Budget) -> T) -> T {
         let mut table = self.table();
-        let evicted = if table.has(tier) { table.evict(tier, blocks) } else { 0 };
+        let done = work(&mut table, &mut Budget::of_a_hold());
         let effects = table.take_effects();
         drop(table);
         self.apply(effects);
+        done
+    }
+
+    /// Lets up to `blocks` blocks of `tier` go, in the order of its policy; returns how many could.
+    pub(crate) fn evict(self: &Arc<Self>, tier: Tier, blocks: usize) -> usize {
+        let (mut evicted, mut has_more) = (0, self.table().has(tier));
+        while has_more {
+            has_more = self.hold(|table, hold| {
+                evicted += table.evict_some(tier, blocks - evicted, hold);
+                evicted < blocks && hold.is_spent()
+            });
+        }
         evicted
     }
 
@@ -273,15 +286,12 @@ impl Core {
 
     /// Lets chains leave, each named by its last block: see [`Table::let_go`].
     pub(crate) fn let_go<'a>(self: &Arc<Self>, chains: impl Iterator<Item = (Tier, Chain<'a>, bool)>) {
-        let mut table = self.table();
         for (tier, last, go_unflushed) in chains {
-            if table.has(tier) {
-                table.let_go(tier, last, go_unflushed);
+            let mut next = self.hold(|table, _| table.has(tier).then(|| table.enter(last).key(0)));
+            while let Some(block) = next {
+                next = self.hold(|table, hold| table.let_go(tier, block, go_unflushed, hold));
             }
         }
-        let effects = table.take_effects();
-        drop(table);
-        self.apply(effects);
     }
 
     /// Whether anything can be done with a lease.
@@ -548,6 +558,15 @@ impl Core {
         intakes
     }
 
+    /// Waits until the index of `tier` knows what has left it, for as long as a copy to the tier would be waited for. False:
+    /// it does not, and slots must not be written yet.
+    pub(crate) fn removals_are_noted(&self, tier: Tier) -> bool {
+        let Some(journal) = &self.journals[tier.index()] else { return true };
+        let (told, noted) = std::sync::mpsc::sync_channel(1);
+        journal.after_removals(move || _ = told.send(()));
+        noted.recv_timeout(self.tuning.timeout).is_ok()
+    }
+
     /// Makes the first `filled` blocks resident for which slots were reserved, as the last part of their chain. The
     /// others' slots are given back.
     pub fn publish(
@@ -588,10 +607,12 @@ impl Core {
         self.apply(effects);
     }
 
-    fn give_back(self: &Arc<Self>, reserved: &mut Reserved, first: usize) {
-        if !reserved.frames.is_empty() {
-            let effects = self.table().abandon(reserved.transfer, first, reserved.frames.drain(..));
+    fn give_back(self: &Arc<Self>, reserved: &mut Reserved, mut first: usize) {
+        while !reserved.frames.is_empty() {
+            let step = PUBLISHED.min(reserved.frames.len());
+            let effects = self.table().abandon(reserved.transfer, first, reserved.frames.drain(..step));
             self.apply(effects);
+            first += step;
         }
     }
 
@@ -600,13 +621,27 @@ impl Core {
     pub fn close(self: &Arc<Self>) {
         // First of all: whoever queues or starts a batch looks at it afterwards (`dispatch.rs`). So nothing slips by.
         self.closed.store(1, Ordering::Release);
+        self.drop_waiting();
+        self.batches.all().iter().for_each(|batch| self.give_up(batch));
+        self.table().close();
+        self.end_transfers();
+    }
+
+    /// What waits for its turn, or for an engine, is not sent.
+    fn drop_waiting(self: &Arc<Self>) {
         let waiting = self.queues.lock().take_all();
         self.drop_tasks(waiting);
         let held = self.orders.lock().take_all();
         self.drop_held(held);
-        self.batches.all().iter().for_each(|batch| self.give_up(batch));
-        let effects = self.table().close();
-        self.apply(effects);
+    }
+
+    /// Ends the transfers of past namespaces, or all when the table is closed. One at a time: there may be thousands, and
+    /// others want the table.
+    fn end_transfers(self: &Arc<Self>) {
+        let mut from = Some(0);
+        while let Some(place) = from {
+            from = self.hold(|table, hold| table.end_next(place, hold));
+        }
     }
 
     /// Waits until no backend has any copy of ours, at most for `limit`. Returns how many copies are left.

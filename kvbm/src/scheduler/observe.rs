@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvbm_policies::RequestId;
-use kvbm_tiers::Route;
+use kvbm_tiers::{Route, Tier};
 
 use super::Core;
 use crate::hash::Chain;
@@ -41,8 +41,14 @@ impl Core {
         self.batches.blocks(route)
     }
 
-    /// Whether the medium at the lower end of a route is left alone in this direction.
+    /// Whether the tier at the lower end of a route is left alone in this direction: its medium fails, or it is
+    /// [withdrawn](Self::is_withdrawn).
     pub(crate) fn is_left_alone(&self, route: Route) -> bool {
-        self.breakers.is_open(route)
+        self.breakers.is_open(route) || self.is_withdrawn(route.0.max(route.1))
+    }
+
+    /// Whether what a tier gives is wrong.
+    pub(crate) fn is_withdrawn(&self, tier: Tier) -> bool {
+        self.table().is_withdrawn(tier)
     }
 }

@@ -9,7 +9,7 @@ use super::Core;
 use crate::error::Result;
 use crate::hash::Chain;
 use crate::lease::Lease;
-use crate::table::{Effects, NamespaceId, Unflushed};
+use crate::table::{Effects, NamespaceId, Table, Unflushed};
 
 /// Steps in one round: some 10 ms. A disk of a hundred million slots must not keep flushes and time-outs waiting.
 const SWEEPS: usize = 64;
@@ -22,7 +22,6 @@ impl Core {
     pub fn reset(self: &Arc<Self>, epoch: u64) -> Result<()> {
         let effects = self.table().reset(epoch)?;
         self.forgotten(effects);
-        self.breakers.reinstate();
         Ok(())
     }
 
@@ -33,9 +32,15 @@ impl Core {
         self.forgotten(effects);
     }
 
-    /// Nothing is read from a tier any more until the next [`reset`](Self::reset): what it gives is wrong.
-    pub(crate) fn withdraw(&self, tier: Tier) {
-        self.breakers.withdraw(tier);
+    /// Nothing is read from a tier any more, nor does anything come to it, until the next [`reset`](Self::reset): what it
+    /// gives is wrong. What is under way from it or to it lands nowhere.
+    pub fn withdraw(self: &Arc<Self>, tier: Tier) {
+        let effects = self.table().withdraw(tier);
+        self.apply(effects);
+        let mut from = Some(0);
+        while let Some(place) = from {
+            from = self.hold(|table, _| table.end_withdrawn(place));
+        }
     }
 
     /// The present namespace.
@@ -48,34 +53,16 @@ impl Core {
         let unflushed: usize = effects.unflushed.iter().map(Unflushed::blocks).sum();
         tracing::info!(unflushed, "a reset: all blocks are forgotten");
         self.apply(effects);
-        // One at a time: there may be thousands, and others want the table.
-        let mut from = Some(0);
-        while let Some(place) = from {
-            let mut table = self.table();
-            from = table.end_past(place);
-            let effects = table.take_effects();
-            drop(table);
-            self.apply(effects);
-        }
+        self.end_transfers();
         self.flushing.wake();
     }
 
     /// Gives back slots of forgotten blocks, as many as one round of background work has time for.
     pub(super) fn sweep_some(self: &Arc<Self>) {
         // All went as far as a step goes, so there is more, and it need not wait for the next regular round.
-        if (0..SWEEPS).all(|_| self.sweep()) {
+        if (0..SWEEPS).all(|_| self.hold(Table::sweep)) {
             self.flushing.wake();
         }
-    }
-
-    /// A step of them. Returns whether there may be more.
-    fn sweep(self: &Arc<Self>) -> bool {
-        let mut table = self.table();
-        let has_more = table.sweep();
-        let effects = table.take_effects();
-        drop(table);
-        self.apply(effects);
-        has_more
     }
 
     /// Lends successive blocks of a chain in `tier`, those before the first that it does not hold; none if the lease is

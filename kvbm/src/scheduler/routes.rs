@@ -18,7 +18,8 @@ impl Core {
             self.metrics.left_to_engine(plan.recompute_behind(worth_loading));
         } else {
             // An engine waits for loads, so they are never refused for a queue; the others can be asked for again.
-            plan.refuse_behind(self.room_in_queues(to, plan.sources()));
+            let room = self.room_in_queues(to, plan.sources());
+            plan.refuse_behind(room);
         }
         let (open, probe) = self.open_way(to, plan.sources());
         plan.refuse_behind(open);
@@ -33,35 +34,36 @@ impl Core {
     }
 
     /// How many of the leading blocks may go now; the last of them, perhaps, as a probe of its route.
-    fn open_way(&self, to: Tier, sources: &[SlotRef]) -> (usize, Option<Route>) {
+    fn open_way(&self, to: Tier, sources: impl Iterator<Item = SlotRef>) -> (usize, Option<Route>) {
         let mut passages = [None; Tier::COUNT];
-        for (at, from) in sources.iter().enumerate() {
-            if self.directories.is_left_alone(*from) {
+        let mut open = 0;
+        for (at, from) in sources.enumerate() {
+            if self.directories.is_left_alone(from) {
                 return (at, None);
             }
             let route = (from.tier, to);
             match *passages[from.tier.index()].get_or_insert_with(|| self.pass(route)) {
-                Passage::Free => {}
+                Passage::Free => open = at + 1,
                 // One block, and none behind it: nobody waits for more than that on a medium that may hang.
                 Passage::Probe => return (at + 1, Some(route)),
                 Passage::Blocked => return (at, None),
             }
         }
-        (sources.len(), None)
+        (open, None)
     }
 
     /// How many of the leading blocks the queues of their routes have room for.
-    fn room_in_queues(&self, to: Tier, sources: &[SlotRef]) -> usize {
+    fn room_in_queues(&self, to: Tier, sources: impl Iterator<Item = SlotRef>) -> usize {
         let queues = self.queues.lock();
         let first_leg = |from: Tier| self.legs((from, to)).next().unwrap_or((from, to));
         let mut room =
             Tier::ALL.map(|from| self.tuning.queue_blocks.saturating_sub(queues.waiting(first_leg(from))));
-        let has_room = |from: &&SlotRef| {
+        let has_room = |from: &SlotRef| {
             let room = &mut room[from.tier.index()];
             *room = room.wrapping_sub(1);
             *room != usize::MAX
         };
-        sources.iter().take_while(has_room).count()
+        sources.take_while(has_room).count()
     }
 
     /// The routes that a block takes from one tier to another.

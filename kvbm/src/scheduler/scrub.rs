@@ -54,11 +54,16 @@ impl Scrubbing {
     fn may_read(&self, now: Duration) -> bool {
         let ScrubOptions { bytes_per_second, block_bytes, .. } = self.options;
         let mut state = self.state.lock();
-        let added = now.saturating_sub(state.since).as_micros() as u64 * bytes_per_second / 1_000_000;
+        let passed = now.saturating_sub(state.since);
+        let bytes_in = |time: Duration| {
+            let bytes = time.as_micros().saturating_mul(bytes_per_second.into()) / 1_000_000;
+            u64::try_from(bytes).unwrap_or(u64::MAX)
+        };
+        let added = bytes_in(passed);
         if added > 0 {
-            let most = bytes_per_second * MAX_BURST.as_millis() as u64 / 1_000;
+            let most = bytes_in(MAX_BURST).max(block_bytes);
             state.since = now;
-            state.allowance = (state.allowance + added).min(most.max(block_bytes));
+            state.allowance = state.allowance.saturating_add(added).min(most);
         }
         let may = !state.is_reading && state.allowance >= block_bytes && block_bytes > 0;
         if may {
@@ -186,5 +191,22 @@ impl Core {
         let effects = table.take_effects();
         drop(table);
         self.apply(effects);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pause_of_any_length_allows_one_burst() {
+        for (bytes_per_second, days) in [(100 << 20, 36_500), (u64::MAX, 1)] {
+            let options = ScrubOptions { bytes_per_second, block_bytes: 1 << 20, memory: None };
+            let scrubbing = Scrubbing::new(options);
+            let now = Duration::from_secs(days * 86_400);
+            assert!(scrubbing.may_read(now));
+            let most = bytes_per_second / 10;
+            assert!(scrubbing.state.lock().allowance <= most, "{bytes_per_second}");
+        }
     }
 }

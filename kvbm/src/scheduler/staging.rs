@@ -41,8 +41,8 @@ impl Staging {
         self.idle.pop()
     }
 
-    pub(super) fn give_back(&mut self, frame: Frame) {
-        self.idle.push(frame);
+    pub(super) fn give_back(&mut self, frames: impl IntoIterator<Item = Frame>) {
+        self.idle.extend(frames);
     }
 
     /// Takes a slot for something that nobody asked for, which counts as idle. Not the last one, and none where half of
@@ -60,9 +60,9 @@ impl Staging {
         self.idle.push(frame);
     }
 
-    /// The copy through a slot that was taken is overdue.
-    pub(super) const fn lose(&mut self) {
-        self.lost += 1;
+    /// The copies through so many slots that were taken are overdue.
+    pub(super) const fn lose(&mut self, slots: usize) {
+        self.lost += slots;
     }
 
     /// The copy through a slot that was lent is overdue.

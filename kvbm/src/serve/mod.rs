@@ -4,12 +4,14 @@
 //! |---|---|
 //! | `router` | the endpoints |
 //! | `connections` | who may connect, how many, for how long |
+//! | `hosts` | by what names it may be addressed |
 //! | `token` | what readers show who are not of this machine |
 //!
 //! A thread of its own answers, one request after another: a look never takes more than one core's share, and what it
 //! locks it locks for one tier at a time. The page is embedded, so that it works without a network.
 
 mod connections;
+mod hosts;
 mod router;
 mod token;
 
@@ -23,6 +25,8 @@ use prometheus::Registry;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;
 
+use self::hosts::KnownHosts;
+pub use self::router::TIER_COLORS;
 use self::router::View;
 use self::token::Token;
 use crate::error::{Error, ErrorKind, Result};
@@ -34,6 +38,7 @@ pub(crate) struct Listener {
     socket: TcpListener,
     address: SocketAddr,
     token: Option<Token>,
+    hosts: Option<KnownHosts>,
 }
 
 impl Listener {
@@ -48,12 +53,12 @@ impl Listener {
         if !metrics.enabled {
             return Ok(None);
         }
-        let token = Token::of(metrics)?;
+        let (token, hosts) = (Token::of(metrics)?, KnownHosts::of(metrics));
         let address = SocketAddr::new(metrics.host, metrics.port);
         let bound = TcpListener::bind(address).and_then(|socket| {
             socket.set_nonblocking(true)?;
             let address = socket.local_addr()?;
-            Ok(Self { socket, address, token })
+            Ok(Self { socket, address, token, hosts })
         });
         bound.map(Some).map_err(|error| {
             let message = format!(
@@ -79,11 +84,11 @@ impl Server {
     /// # Errors
     /// [`ErrorKind::Unavailable`] if the system refuses a thread.
     pub(crate) fn start(listener: Listener, observed: Arc<Observed>, registry: Registry) -> Result<Self> {
-        let Listener { socket, address, token } = listener;
+        let Listener { socket, address, token, hosts } = listener;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve metrics", error);
         let runtime = Builder::new_current_thread().enable_all().build().map_err(refused)?;
         let socket = entered(&runtime, || tokio::net::TcpListener::from_std(socket)).map_err(refused)?;
-        let app = router::router(View { observed, registry }, token);
+        let app = router::router(View { observed, registry }, token, hosts);
         let (stop, stopped) = oneshot::channel();
         let serve = move || runtime.block_on(connections::serve(socket, app, stopped));
         let thread = clock::spawn("kvbm-serve", serve).map_err(refused)?;

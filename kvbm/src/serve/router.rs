@@ -12,6 +12,7 @@ use kvbm_policies::RequestId;
 use prometheus::{Registry, TextEncoder};
 use serde::{Deserialize, Serialize};
 
+use super::hosts::KnownHosts;
 use super::token::Token;
 use crate::hash::{BlockHash, Chain};
 use crate::recent::MAX_REQUESTS;
@@ -26,13 +27,16 @@ pub(super) struct View {
 
 /// All endpoints. Where there is a token, those that say nothing of requests answer without it: a browser cannot show it
 /// when it opens the page, nor does who asks whether the process is well have one.
-pub(super) fn router(view: View, token: Option<Token>) -> Router {
+pub(super) fn router(view: View, token: Option<Token>, hosts: Option<KnownHosts>) -> Router {
     let mut guarded = guarded().into_iter().fold(Router::new(), add);
     if let Some(token) = token {
         guarded = guarded.route_layer(middleware::from_fn_with_state(token, only_with_token));
     }
-    let all = open().into_iter().fold(guarded, add);
-    all.with_state(view).layer(middleware::map_response(harden))
+    let mut all = open().into_iter().fold(guarded, add).with_state(view);
+    if let Some(hosts) = hosts {
+        all = all.layer(middleware::from_fn_with_state(hosts, only_by_known_names));
+    }
+    all.layer(middleware::map_response(harden))
 }
 
 type Endpoint = (&'static str, MethodRouter<View>);
@@ -50,7 +54,7 @@ fn guarded() -> [Endpoint; 4] {
     ]
 }
 
-fn open() -> [Endpoint; 6] {
+fn open() -> [Endpoint; 7] {
     [
         ("/healthz", get(async || "ok")),
         ("/readyz", get(readiness)),
@@ -58,8 +62,12 @@ fn open() -> [Endpoint; 6] {
         ("/", get(async || asset("text/html; charset=utf-8", include_str!("page/index.html")))),
         ("/page.js", get(async || asset("text/javascript; charset=utf-8", include_str!("page/page.js")))),
         ("/page.css", get(async || asset("text/css; charset=utf-8", include_str!("page/page.css")))),
+        ("/tiers.css", get(async || asset("text/css; charset=utf-8", TIER_COLORS))),
     ]
 }
+
+/// CSS that gives each tier its colour, light and dark, in a variable of the tier's name: `--host`.
+pub const TIER_COLORS: &str = include_str!("page/tiers.css");
 
 const OPENAPI: &str = include_str!("openapi.json");
 
@@ -75,6 +83,15 @@ async fn only_with_token(
     }
     let refused = Refused::new(StatusCode::UNAUTHORIZED, "show the token: Authorization: Bearer …");
     ([(header::WWW_AUTHENTICATE, "Bearer")], refused).into_response()
+}
+
+async fn only_by_known_names(Shared(hosts): Shared<KnownHosts>, request: Request, next: Next) -> Response {
+    if hosts.are_named_by(request.uri(), request.headers()) {
+        return next.run(request).await;
+    }
+    let error = "this is no name of the server: ask for localhost or an IP address, or list the name in \
+                 metrics.allowed_hosts (DYN_KVBM_METRICS_ALLOWED_HOSTS)";
+    Refused::new(StatusCode::MISDIRECTED_REQUEST, error).into_response()
 }
 
 /// Nothing is kept by browsers and proxies, nor embedded elsewhere; a page loads what is here alone.
@@ -243,6 +260,15 @@ mod tests {
         let (guarded, open) = (guarded(), open());
         let served: BTreeSet<&str> = guarded.iter().chain(&open).map(|(path, _)| *path).collect();
         assert_eq!(described, served);
+    }
+
+    #[test]
+    fn one_sheet_gives_all_tiers_their_colours() {
+        for tier in kvbm_tiers::Tier::ALL {
+            let variable = format!("--{}:", tier.name());
+            assert_eq!(TIER_COLORS.matches(&variable).count(), 1, "{variable}");
+            assert!(!include_str!("page/page.css").contains(&variable), "{variable}");
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::fmt;
 use kvbm_tiers::Tier;
 
 use super::Table;
+use super::budget::Budget;
 use super::index::{KeyHash, RecordId};
 use super::record::Record;
 
@@ -19,10 +20,8 @@ impl fmt::Display for Violation {
     }
 }
 
-/// Records that one step of the audit in the background looks at: some 30 µs.
-const AUDITED: usize = 256;
-/// Children of one record that such a step counts: more are left to [`Table::audit`].
-const MAX_COUNTED: usize = 1_024;
+/// Children of one record that the audit in the background counts: more are left to [`Table::audit`].
+const MAX_COUNTED: usize = 512;
 
 impl Table {
     /// Every invariant that does not hold. Empty, always.
@@ -40,26 +39,38 @@ impl Table {
         violations
     }
 
-    /// Audits some records, from number `from` on, one by one: what only shows in all of them together is left to
-    /// [`audit`](Self::audit). Returns where to go on; `None`: those were the last.
-    pub fn audit_some(&self, from: u32, violations: &mut Vec<Violation>) -> Option<u32> {
-        for (id, record) in self.records.live_among(from, AUDITED) {
-            self.audit_record(id, record, MAX_COUNTED, violations);
-        }
-        let next = from + AUDITED as u32;
-        if self.records.has_beyond(next) {
-            return Some(next);
+    /// Audits some records, from number `from` on, one by one, as many as the hold has time for: what only shows in all of
+    /// them together is left to [`audit`](Self::audit). Returns where to go on; `None`: those were the last.
+    pub fn audit_some(&self, from: u32, violations: &mut Vec<Violation>, hold: &mut Budget) -> Option<u32> {
+        let mut next = from;
+        while self.records.has_beyond(next) {
+            if !hold.change() {
+                return Some(next);
+            }
+            let (id, record) = (RecordId(next), self.records.at(RecordId(next)));
+            if !record.is_nowhere() {
+                // Once for all children, and once for each tier that has some.
+                hold.pay(self.audit_record(id, record, MAX_COUNTED, violations) * (1 + Tier::COUNT));
+            }
+            next += 1;
         }
         Tier::ALL.iter().for_each(|&tier| self.audit_slots(tier, violations));
         None
     }
 
-    fn audit_record(&self, id: RecordId, record: &Record, most: usize, violations: &mut Vec<Violation>) {
+    /// Returns how many children it counted.
+    fn audit_record(
+        &self,
+        id: RecordId,
+        record: &Record,
+        most: usize,
+        violations: &mut Vec<Violation>,
+    ) -> usize {
         self.audit_identity(id, record, violations);
         for tier in Tier::ALL {
             self.audit_residency(id, record, tier, violations);
         }
-        self.audit_children(id, record, most, violations);
+        self.audit_children(id, record, most, violations)
     }
 
     fn audit_identity(&self, id: RecordId, record: &Record, violations: &mut Vec<Violation>) {
@@ -70,23 +81,34 @@ impl Table {
         // It may overstate, where a neighbour has the same tag. It must hide nothing.
         let agrees = noted.union(record.resident()) == noted;
         expect(agrees, || format!("the index hides where {id:?} is resident"), violations);
+        let above = record.parent().map(|parent| self.records.depth(parent));
+        let is_below = above.is_none_or(|above| self.records.depth(id) == above + 1);
+        expect(is_below, || format!("{id:?} is not one deeper than its parent"), violations);
         expect(self.records.is_linked(id), || format!("{id:?} is no child of its parent"), violations);
     }
 
     /// The counts in slots say which blocks are leaves, and so which may leave.
-    fn audit_children(&self, id: RecordId, record: &Record, most: usize, violations: &mut Vec<Violation>) {
+    fn audit_children(
+        &self,
+        id: RecordId,
+        record: &Record,
+        most: usize,
+        violations: &mut Vec<Violation>,
+    ) -> usize {
         // No record has more children than there are records, unless their links run in a circle.
         let most = most.min(self.records.len());
-        if self.records.children(id).take(most + 1).count() > most {
-            return;
+        let children = self.records.children(id).take(most + 1).count();
+        if children > most {
+            return children;
         }
         for tier in Tier::ALL.into_iter().filter(|&tier| record.resident().has(tier)) {
             let there = |child: &RecordId| self.records.at(*child).resident().has(tier);
             let counted = self.records.children(id).filter(there).count();
             let slot = record.slot(tier);
-            let agrees = self.tier(tier).children(slot) as usize == counted;
+            let agrees = self.tier(tier).children(slot) == counted as u64;
             expect(agrees, || format!("{tier} slot {} miscounts its children", slot.0), violations);
         }
+        children
     }
 
     fn audit_residency(&self, id: RecordId, record: &Record, tier: Tier, violations: &mut Vec<Violation>) {

@@ -4,17 +4,18 @@
 //! until a few slots are free or will be.
 
 use kvbm_policies::{BlockId, Candidates, Trigger};
-use kvbm_tiers::{SlotId, Tier};
+use kvbm_tiers::{SlotId, SlotRef, Tier};
 
+use super::budget::Budget;
 use super::flush::Group;
+use super::flush_queue::Dirty;
 use super::index::RecordId;
-use super::tier::Dirty;
 use super::{MissReason, RequestInfo, Table};
 
-/// Blocks that leave in one step, some 10 µs each: a policy is asked for each, and the tier below.
-const STEP: usize = 64;
-/// Slots looked at in one step.
-const LOOKED_AT: usize = 1_024;
+/// Blocks sent down together.
+const MAX_SENT: usize = 64;
+/// What it takes to ask a policy about a block, and the rule about its path, in changes.
+const ASKED: usize = 3;
 
 /// What became of a block that is about to leave.
 enum Demotion {
@@ -22,48 +23,63 @@ enum Demotion {
     Gone,
     /// It goes once it is flushed.
     Sent,
-    /// The tier below has no room now.
+    /// The tier below has no room now, or what comes before it goes down first.
     Stuck,
+    /// The hold was over first.
+    Later,
+}
+
+/// How far the search for what comes before a leaf has come.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Climb {
+    leaf: SlotRef,
+    to: RecordId,
 }
 
 impl Table {
     /// Lets leave what its policy gives up next, until `slots` slots of `tier` are free or will be after the copies
-    /// that are among the [effects](Self::take_effects), or these are `copies`, or one step is done. Returns whether
+    /// that are among the [effects](Self::take_effects), or these are `copies`, or the hold is over. Returns whether
     /// there is more to do. Nothing, where blocks go down as soon as they come.
-    pub fn make_headroom(&mut self, tier: Tier, slots: usize, copies: usize) -> bool {
-        let held = self.tiers[tier.index()].as_ref().filter(|held| held.policies.has_admission());
-        let Some(to) = held.and_then(|held| held.flush_to) else { return false };
+    pub fn make_headroom(&mut self, tier: Tier, slots: usize, copies: usize, hold: &mut Budget) -> bool {
+        let Some(to) = self.flushes_to(tier) else { return false };
+        if !self.tier(tier).policies.has_admission() {
+            return false;
+        }
         let mut promised = 0;
-        for _ in 0..STEP {
+        while !hold.is_spent() {
             let is_enough = self.tier(tier).pool.free() as usize + promised >= slots;
             if is_enough || self.transfers.tasks_planned() >= copies {
                 return false;
             }
             let (held, records) = self.tier_and_records(tier);
             // Asked anew for each: what was sent down is pinned now, so its parent is next.
-            let Some(leaf) = held.next_to_leave(records) else { return false };
-            match self.demote(tier, to, leaf) {
+            let Some(leaf) = held.next_to_leave(records, hold) else { break };
+            match self.demote(tier, to, leaf, hold) {
                 Demotion::Gone => {}
                 Demotion::Sent => promised += 1,
                 Demotion::Stuck => return false,
+                Demotion::Later => break,
             }
         }
-        true
+        hold.is_spent()
     }
 
-    fn demote(&mut self, tier: Tier, to: Tier, leaf: SlotId) -> Demotion {
+    fn demote(&mut self, tier: Tier, to: Tier, leaf: SlotId, hold: &mut Budget) -> Demotion {
         let record = self.tier(tier).at(leaf).record;
         let is_clean = self.tier(tier).is_clean(leaf, &self.records);
         if !is_clean {
-            let mut blocks = self.missing_beginning(to, record);
-            blocks.truncate(STEP);
+            let Some(mut blocks) = self.missing_beginning(tier, to, leaf, hold) else {
+                return Demotion::Later;
+            };
+            hold.pay_changes(ASKED);
+            blocks.truncate(MAX_SENT);
             let is_whole = blocks.last() == Some(&record);
             blocks.truncate(self.admitted(tier, &blocks, Trigger::Leaving));
             let is_refused = blocks.is_empty();
             let info = self.tier(tier).last_user(leaf, &self.records);
             let mut group = Group { blocks, info, ..Group::default() };
-            if !self.launch(tier, to, &mut group).is_empty() {
-                return Demotion::Stuck;
+            if !self.launch((tier, to), &mut group, hold).is_empty() {
+                return if hold.is_spent() { Demotion::Later } else { Demotion::Stuck };
             }
             if !is_whole && !is_refused {
                 // What comes before it goes down first.
@@ -74,17 +90,40 @@ impl Table {
             }
         }
         let key = self.records.at(record).key();
-        self.evict_leaf(tier, leaf);
+        self.evict_leaf(tier, leaf, hold);
         if !is_clean && self.find(key).is_none() {
             self.miss_history.note(key, MissReason::Admission, to, self.now_ms);
         }
         Demotion::Gone
     }
 
+    /// The beginning of the [path](Self::missing_path) that a leaf lacks in `to`, however long that is. `None`: the hold is
+    /// over before it is found, and the next one goes on.
+    fn missing_beginning(
+        &mut self,
+        tier: Tier,
+        to: Tier,
+        leaf: SlotId,
+        hold: &mut Budget,
+    ) -> Option<Vec<RecordId>> {
+        // In this life of its slot the leaf has these ancestors.
+        let leaf_ref = self.slot_ref(tier, leaf);
+        let known = self.tier_mut(tier).climbed.take().filter(|climb| climb.leaf == leaf_ref);
+        let mut from = known.map_or(self.tier(tier).at(leaf).record, |climb| climb.to);
+        while hold.looks_left() > MAX_SENT {
+            match self.missing_path(to, from, hold) {
+                Ok(path) => return Some(path),
+                Err(above) => from = above,
+            }
+        }
+        self.tier_mut(tier).climbed = Some(Climb { leaf: leaf_ref, to: from });
+        None
+    }
+
     /// How many blocks of a path that the tier below `tier` lacks are admitted there.
     pub(super) fn admitted(&mut self, tier: Tier, path: &[RecordId], trigger: Trigger) -> usize {
         let Some(&last) = path.last() else { return 0 };
-        let (blocks, depth) = (path.len() as u32, self.records.at(last).depth());
+        let (blocks, depth) = (path.len() as u32, self.records.depth(last));
         let candidates = Candidates { last: self.block_id(tier, last), blocks, depth };
         let now_ms = self.now_ms;
         let (held, records) = self.tier_and_records(tier);
@@ -108,10 +147,11 @@ impl Table {
     }
 
     /// Has the leaves of `tier` that the tier below lacks asked about as if they left now, from slot `from` on. Returns
-    /// where the next step goes on.
-    pub fn want_flush_of_all(&mut self, tier: Tier, from: u32) -> Option<u32> {
+    /// where the next hold goes on.
+    pub fn want_flush_of_all(&mut self, tier: Tier, from: u32, hold: &mut Budget) -> Option<u32> {
         let held = self.tiers[tier.index()].as_ref().filter(|held| held.policies.has_admission())?;
-        let (slots, next) = held.step(from, LOOKED_AT);
+        // Each that is looked at may be a leaf.
+        let (slots, next) = held.step(from, &mut hold.changes_as_looks());
         let is_leaf = |slot: &u32| {
             let at = held.at(SlotId(*slot));
             at.is_leaf() && !at.is_quarantined() && !held.is_forgotten(SlotId(*slot))

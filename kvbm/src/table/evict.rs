@@ -1,40 +1,58 @@
 //! How blocks leave a tier to make room: leaf by leaf, in the order of its policy.
 
 use kvbm_policies::BlockId;
-use kvbm_tiers::{Frame, SlotId, Tier};
+use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
 
+use super::budget::Budget;
+use super::flush_queue::Dirty;
 use super::index::RecordId;
-use super::tier::{Dirty, Slot};
+use super::tier::Slot;
 use super::{MissReason, Table};
 use crate::events::RemoveReason;
-use crate::hash::Chain;
 
 /// Where there is no room, so many forgotten blocks leave first.
 const SWEPT: usize = 64;
 
+/// Why there is no slot for a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NoSlot {
+    /// The hold is over: there may be one in the next.
+    Later,
+    /// Every leaf is busy, or the tier knows the block already.
+    Refused,
+}
+
 impl Table {
     /// A slot handle to a slot of `tier` for a block behind `above`, evicting leaves if none is free where its chain
-    /// lies. `None`: every leaf is busy.
-    pub(super) fn claim(&mut self, tier: Tier, above: Option<RecordId>) -> Option<Frame> {
+    /// lies.
+    pub(super) fn claim(
+        &mut self,
+        tier: Tier,
+        above: Option<RecordId>,
+        hold: &mut Budget,
+    ) -> Result<Frame, NoSlot> {
         if self.tier(tier).pool.free() == 0 {
-            self.sweep_tier(tier, SWEPT);
+            self.sweep_tier(tier, SWEPT, hold);
         }
         let home = self.home(tier, above);
         // One for one, but for a few that wait for chains of their own directory: nothing leaves in vain.
         while !self.tier(tier).has_room(home) {
-            match self.victim(tier) {
-                Some(victim) => self.evict_leaf(tier, victim),
+            match self.victim(tier, hold) {
+                Some(victim) => self.evict_leaf(tier, victim, hold),
+                None if hold.is_spent() => return Err(NoSlot::Later),
                 None if self.tier(tier).pool.free() > 0 => break,
                 None => {
                     let held = self.tier_mut(tier);
                     held.pressed = true;
                     held.stats.full += 1;
-                    return None;
+                    return Err(NoSlot::Refused);
                 }
             }
         }
+        hold.change();
         let pool = &mut self.tier_mut(tier).pool;
-        if pool.free_in(home) > 0 { pool.take_in(home) } else { pool.take() }
+        let taken = if pool.free_in(home) > 0 { pool.take_in(home) } else { pool.take() };
+        taken.ok_or(NoSlot::Refused)
     }
 
     /// The directory for a block behind `above`: a chain lies in one as far as there is room, so that one that dies takes
@@ -52,25 +70,25 @@ impl Table {
     }
 
     /// What may leave `tier` now. While the tier below cannot be written, that includes what waits to be flushed,
-    /// oldest first and no more than is needed: a disk that is away must not close the host tier as well.
-    fn victim(&mut self, tier: Tier) -> Option<SlotId> {
-        loop {
-            let now_ms = self.now_ms;
+    /// oldest first and no more than is needed: a disk that is away must not close the host tier as well. `None` also
+    /// where the hold is over before there is one.
+    fn victim(&mut self, tier: Tier, hold: &mut Budget) -> Option<SlotId> {
+        while !hold.is_spent() {
             let (held, records) = self.tier_and_records(tier);
-            let victim = held.victim(records);
-            if victim.is_some() || !held.is_flush_blocked {
+            let victim = held.victim(records, hold);
+            if victim.is_some() || !held.is_flush_blocked || hold.is_spent() {
                 return victim;
             }
-            let entry = held.next_dirty()?;
-            // Its slot may be another block's by now.
-            if held.at(entry.slot).record == entry.record {
-                held.put_off(entry, now_ms);
-            }
+            let waiting = held.flushes.pop_first()?;
+            held.put_off(waiting, 0);
+            hold.change();
         }
+        None
     }
 
     /// Evicts a leaf.
-    pub(super) fn evict_leaf(&mut self, tier: Tier, leaf: SlotId) {
+    pub(super) fn evict_leaf(&mut self, tier: Tier, leaf: SlotId, hold: &mut Budget) {
+        hold.change();
         self.note_evicted(tier, leaf);
         let (held, records) = self.tier_and_records(tier);
         held.stats.unflushed += u64::from(held.is_unflushed(leaf, records));
@@ -78,33 +96,56 @@ impl Table {
         self.tier_mut(tier).pool.give_back(frame);
     }
 
-    /// Evicts up to `blocks` leaves of `tier`; returns how many it could.
-    pub fn evict(&mut self, tier: Tier, blocks: usize) -> usize {
+    /// Evicts up to `blocks` leaves of `tier`, as far as the hold goes; returns how many. More may follow where the hold
+    /// [is spent](Budget::is_spent).
+    pub fn evict_some(&mut self, tier: Tier, blocks: usize, hold: &mut Budget) -> usize {
         for done in 0..blocks {
-            let Some(victim) = self.victim(tier) else { return done };
-            self.evict_leaf(tier, victim);
+            let Some(victim) = self.victim(tier, hold) else { return done };
+            self.evict_leaf(tier, victim, hold);
         }
         blocks
     }
 
-    /// Lets a chain leave `tier`, its `last` block first, as far as nobody reads it and no other hangs on it. Blocks that
-    /// the tier below is to have and lacks stay, unless they `go_unflushed`.
-    pub(crate) fn let_go(&mut self, tier: Tier, last: Chain<'_>, go_unflushed: bool) {
-        let last = self.enter(last);
-        let mut next = self.find(last.key(0));
+    /// Evicts up to `blocks` leaves of `tier` in one go, whatever that takes; returns how many it could.
+    pub fn evict(&mut self, tier: Tier, blocks: usize) -> usize {
+        let mut evicted = 0;
+        loop {
+            let mut hold = Budget::of_a_hold();
+            evicted += self.evict_some(tier, blocks - evicted, &mut hold);
+            if evicted == blocks || !hold.is_spent() {
+                return evicted;
+            }
+        }
+    }
+
+    /// Lets a chain leave `tier`, its block `last` first, as far as nobody reads it and no other hangs on it. Blocks that
+    /// the tier below is to have and lacks stay, unless they `go_unflushed`. Returns the block to go on with where the hold
+    /// is over first.
+    pub(crate) fn let_go(
+        &mut self,
+        tier: Tier,
+        last: BlockKey,
+        go_unflushed: bool,
+        hold: &mut Budget,
+    ) -> Option<BlockKey> {
+        let mut next = self.find(last);
         while let Some(record) = next.filter(|&record| self.records.at(record).resident().has(tier)) {
             let (held, records) = self.tier_and_records(tier);
             let slot = records.at(record).slot(tier);
             let block = held.at(slot);
-            let is_free = block.is_leaf() && block.pins() == 0 && !block.is_quarantined();
+            let is_free = block.is_leaf() && !block.is_pinned() && !block.is_quarantined();
             if !is_free || !(go_unflushed || held.is_clean(slot, records)) {
-                return;
+                return None;
+            }
+            if !hold.change() {
+                return Some(records.at(record).key());
             }
             next = records.at(record).parent();
             self.note_evicted(tier, slot);
             let frame = self.detach(tier, slot);
             self.tier_mut(tier).pool.give_back(frame);
         }
+        None
     }
 
     /// Takes a leaf out of a tier and its slot handle out of the table.
@@ -113,7 +154,7 @@ impl Table {
         self.unlink_leaf(tier, slot, record, RemoveReason::Evicted);
         self.skip_flush_above(tier, record);
         let held = self.tier_mut(tier);
-        // So that entries of queues which still name the slot find nobody there.
+        // So that whoever goes over the slots finds nobody there.
         *held.at_mut(slot) = Slot::EMPTY;
         let frame = held.pool.withdraw(slot).expect("a resident block's slot handle lies in the pool");
         self.forget_if_nowhere(record, MissReason::Evicted, tier);
@@ -127,6 +168,7 @@ impl Table {
         let exposed = self.lose_child(tier, self.records.at(record).parent());
         let (held, records) = self.tier_and_records(tier);
         held.forget(slot, exposed, records);
+        held.flushes.remove(slot);
         if held.is_forgotten(slot) {
             held.forgotten.blocks -= 1;
             exposed.into_iter().for_each(|parent| held.sweep_soon(SlotId(parent.0)));

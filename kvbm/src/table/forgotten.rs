@@ -4,42 +4,71 @@
 //! the tier's slots, in steps, or sooner where somebody needs room; one that is read then comes back when its last
 //! reader leaves. Blocks leave leaf-first here as well.
 
-use std::collections::{BTreeMap, VecDeque};
-
-use kvbm_tiers::{FramePool, SlotId, Tier};
+use kvbm_tiers::{SlotId, Tier};
 
 use super::Table;
-use super::tier::{Dirty, Slot, TierTable};
-
-/// Slots looked at in one step.
-const LOOKED_AT: usize = 2_048;
-/// Blocks that leave in one step: some 200 µs.
-const MAX_SWEPT: usize = 256;
+use super::budget::Budget;
+use super::flush_queue::Entries;
+use super::tier::{Slot, TierTable};
 
 /// The forgotten blocks of a tier.
 #[derive(Debug, Default)]
 pub(super) struct Forgotten {
     /// How many there are.
     pub(super) blocks: u32,
-    pass: Option<Pass>,
+    /// Slots at which the pass has not looked, to mark what is forgotten and let go what can. The last one comes first: a
+    /// chain lies root-first where slots were free, so that this meets its leaf at once.
+    left: u32,
+    /// Those of them that have a new block since the reset.
+    renewed: SlotSet,
     /// Leaves that nobody reads any more.
     leaves: Vec<SlotId>,
 }
 
-/// A look at each slot in turn, to mark what is forgotten and let go what can.
-#[derive(Clone, Copy, Debug)]
-struct Pass {
-    /// What lay in the tier when its slots had had so many lives is forgotten.
-    lives: u32,
-    /// Slots that have not been looked at. The last one comes first: a chain lies root-first where slots were free, so
-    /// that this meets its leaf at once.
-    left: u32,
+impl Forgotten {
+    /// Whether the block that `slot` holds is forgotten.
+    pub(super) fn has(&self, slot: SlotId, held: Slot) -> bool {
+        // A slot without a block may be met: it was noted as a leaf, and emptied in another way.
+        let is_old = || slot.0 < self.left && !self.renewed.has(slot);
+        held.record != Slot::EMPTY.record && (held.is_forgotten() || is_old())
+    }
+
+    /// `slot` has a new block.
+    pub(super) fn renew(&mut self, slot: SlotId) {
+        if slot.0 < self.left {
+            self.renewed.insert(slot);
+        }
+    }
+
+    /// All that is in the first `slots` slots is forgotten. Returns what was noted of them, which takes time to drop.
+    fn begin_pass(&mut self, slots: u32) -> SlotSet {
+        self.left = slots;
+        std::mem::replace(&mut self.renewed, SlotSet::of_first(slots))
+    }
 }
 
-impl Forgotten {
-    /// Whether the block that `slot` of `pool` holds is forgotten.
-    pub(super) fn has(&self, slot: SlotId, held: Slot, pool: &FramePool) -> bool {
-        held.is_forgotten() || self.pass.is_some_and(|pass| pool.is_as_old_as(slot, pass.lives))
+/// Slots of a part of a set: 4 KiB.
+const PART: u32 = 1 << 15;
+const WORDS: usize = PART as usize / 64;
+
+/// A set of slots, a bit for each, in parts that are made when one of their slots comes: a reset of a tier of a hundred
+/// million slots clears no megabytes.
+#[derive(Debug, Default)]
+struct SlotSet(Vec<Option<Box<[u64; WORDS]>>>);
+
+impl SlotSet {
+    fn of_first(slots: u32) -> Self {
+        Self((0..slots.div_ceil(PART)).map(|_| None).collect())
+    }
+
+    fn insert(&mut self, slot: SlotId) {
+        let part = self.0[(slot.0 / PART) as usize].get_or_insert_with(|| Box::new([0; WORDS]));
+        part[(slot.0 % PART / 64) as usize] |= 1 << (slot.0 % 64);
+    }
+
+    fn has(&self, slot: SlotId) -> bool {
+        let part = self.0[(slot.0 / PART) as usize].as_ref();
+        part.is_some_and(|part| part[(slot.0 % PART / 64) as usize] >> (slot.0 % 64) & 1 == 1)
     }
 }
 
@@ -47,14 +76,14 @@ impl Forgotten {
 /// table unlocked.
 #[derive(Debug)]
 pub struct Unflushed {
-    dirty: VecDeque<Dirty>,
-    retries: BTreeMap<(u64, u64), Dirty>,
+    flushes: Entries,
+    _noted: SlotSet,
 }
 
 impl Unflushed {
     /// How many.
     pub fn blocks(&self) -> usize {
-        self.dirty.len() + self.retries.len()
+        self.flushes.len()
     }
 }
 
@@ -62,14 +91,14 @@ impl TierTable {
     /// Forgets all blocks of the tier, and what of them was to be flushed.
     pub(super) fn forget_all(&mut self) -> Unflushed {
         self.forgotten.blocks += std::mem::take(&mut self.resident);
-        self.forgotten.pass = Some(Pass { lives: self.pool.lives(), left: self.slots.len() as u32 });
+        let noted = self.forgotten.begin_pass(self.slots.len() as u32);
         self.pressed = false;
-        Unflushed { dirty: std::mem::take(&mut self.dirty), retries: std::mem::take(&mut self.retries) }
+        Unflushed { flushes: self.flushes.take_all(), _noted: noted }
     }
 
     /// Whether the block in `slot` is forgotten.
     pub(super) fn is_forgotten(&self, slot: SlotId) -> bool {
-        self.forgotten.has(slot, *self.at(slot), &self.pool)
+        self.forgotten.has(slot, *self.at(slot))
     }
 
     /// Notes that a forgotten block may be a leaf that nobody reads.
@@ -81,36 +110,35 @@ impl TierTable {
         if let Some(leaf) = self.forgotten.leaves.pop() {
             return Some(leaf);
         }
-        let left = self.forgotten.pass?.left;
-        let Some(next) = left.checked_sub(1).filter(|_| self.forgotten.blocks > 0) else {
-            self.forgotten.pass = None;
-            return None;
-        };
-        let next = SlotId(next);
+        if self.forgotten.blocks == 0 {
+            self.forgotten.left = 0;
+        }
+        let next = SlotId(self.forgotten.left.checked_sub(1)?);
         // The pass may be over before the block's last reader leaves.
         if self.is_forgotten(next) {
             self.at_mut(next).set_forgotten();
         }
-        self.forgotten.pass.as_mut()?.left -= 1;
+        self.forgotten.left -= 1;
         Some(next)
     }
 }
 
 impl Table {
-    /// Lets forgotten blocks go that nobody reads, a step of them. Returns whether there is more to look at.
-    pub fn sweep(&mut self) -> bool {
-        // One step a call: the tiers after the first that wants another wait for their turn.
-        Tier::ALL.into_iter().any(|tier| self.has(tier) && self.sweep_tier(tier, MAX_SWEPT))
+    /// Lets forgotten blocks go that nobody reads, as many as the hold has time for. Returns whether there is more to look
+    /// at.
+    pub fn sweep(&mut self, hold: &mut Budget) -> bool {
+        // The tiers after the first that takes all of the hold wait for their turn.
+        Tier::ALL.into_iter().any(|tier| self.has(tier) && self.sweep_tier(tier, usize::MAX, hold))
     }
 
-    /// Lets up to `most` of them leave `tier`, as far as one step goes. Returns whether there is more to look at.
-    pub(super) fn sweep_tier(&mut self, tier: Tier, most: usize) -> bool {
+    /// Lets up to `most` of them leave `tier`. Returns whether there is more to look at.
+    pub(super) fn sweep_tier(&mut self, tier: Tier, most: usize, hold: &mut Budget) -> bool {
         let mut swept = 0;
-        for _ in 0..LOOKED_AT {
+        while swept < most && hold.look() {
             let Some(slot) = self.tier_mut(tier).next_to_sweep() else { return false };
-            swept += usize::from(self.sweep_slot(tier, slot));
-            if swept == most {
-                return true;
+            if self.sweep_slot(tier, slot) {
+                hold.change();
+                swept += 1;
             }
         }
         true
@@ -120,7 +148,7 @@ impl Table {
     fn sweep_slot(&mut self, tier: Tier, slot: SlotId) -> bool {
         let held = self.tier(tier);
         let block = *held.at(slot);
-        let is_free_to_go = block.is_leaf() && block.pins() == 0 && !block.is_quarantined();
+        let is_free_to_go = block.is_leaf() && !block.is_pinned() && !block.is_quarantined();
         if !held.is_forgotten(slot) || !is_free_to_go {
             return false;
         }

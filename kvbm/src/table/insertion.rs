@@ -4,33 +4,58 @@
 //! that are about to come are shown to it under provisional ids, beyond the tier's slots; whatever it then gives
 //! up, a block of the tier or one of the new ones, makes room for the others. New ones that it gives up are not
 //! copied at all. Only the last tier declines: what another one does not want, the tier below may.
+//!
+//! Where that takes more than a hold of the table, newcomers are shown again in the next one, without those that were given
+//! up: between two holds no policy knows an id that is no slot's.
 
 use kvbm_policies::BlockId;
 use kvbm_tiers::{BlockKey, SlotId, Tier};
 
+use super::budget::Budget;
 use super::index::RecordId;
 use super::{RequestContext, Table};
 
+/// What became of newcomers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Admitted {
+    /// How many leading ones have not been given up.
+    pub(super) blocks: usize,
+    /// These are to be asked about again: the hold was over before there was room for all of them.
+    pub(super) has_more: bool,
+}
+
+impl Admitted {
+    const fn all(blocks: usize) -> Self {
+        Self { blocks, has_more: false }
+    }
+}
+
 impl Table {
     /// How many leading ones of `keys`, which come below `parent`, `tier` takes in. Makes room for them, where it
-    /// has a say in that.
+    /// has a say in that, as far as the hold goes.
     pub(super) fn admit_new(
         &mut self,
         tier: Tier,
         parent: Option<RecordId>,
         keys: &[BlockKey],
         context: RequestContext,
-    ) -> usize {
+        hold: &mut Budget,
+    ) -> Admitted {
         // What nobody asks for any more must not count against what is new.
-        self.sweep_tier(tier, keys.len());
+        self.sweep_tier(tier, keys.len(), hold);
         let held = self.tier(tier);
         // What the device lacks the engine is about to compute there: it must have the room. And what comes to
         // a tier that is flushed may be wanted below.
         let takes_all = tier == Tier::Device || held.flush_to.is_some() || !held.policies.may_decline();
         if takes_all || keys.len() <= held.pool.free() as usize {
-            return keys.len();
+            return Admitted::all(keys.len());
         }
-        let depth = parent.map_or(0, |parent| self.records.at(parent).depth());
+        // They are told and taken back, and that must not be all.
+        if hold.looks_left() < 3 * keys.len() {
+            return Admitted { blocks: keys.len(), has_more: true };
+        }
+        hold.pay(2 * keys.len());
+        let depth = parent.map_or(0, |parent| self.records.depth(parent));
         let parent = parent.map(|parent| BlockId(self.records.at(parent).slot(tier).0));
         // Beyond all slots, those for staging included: no block of the tier has such an id.
         let first = held.pool.total();
@@ -40,32 +65,40 @@ impl Table {
         let (policies, insertion) = self.show(tier, first, keys, parent);
         // Not by `TierTable::touch`, which looks the depth up in a record: these have none.
         policies.touch(&access, &insertion);
-        let kept = self.choose(tier, first, keys, parent);
+        let kept = self.choose(tier, first, keys, parent, hold);
         // From the last one up, as leaves leave. When they come, they are told under the numbers of their slots.
-        for left in (0..kept).rev() {
+        for left in (0..kept.blocks).rev() {
             self.reject_new(tier, (BlockId(first + left as u32), &keys[left]), left, parent);
         }
-        self.tier_mut(tier).stats.declined += (keys.len() - kept) as u64;
+        self.tier_mut(tier).stats.declined += (keys.len() - kept.blocks) as u64;
         kept
     }
 
-    /// Gives up blocks of the tier and new ones until the others have room; returns how many new ones do.
-    fn choose(&mut self, tier: Tier, first: u32, keys: &[BlockKey], parent: Option<BlockId>) -> usize {
+    /// Gives up blocks of the tier and new ones until the others have room, or the hold is over.
+    fn choose(
+        &mut self,
+        tier: Tier,
+        first: u32,
+        keys: &[BlockKey],
+        parent: Option<BlockId>,
+        hold: &mut Budget,
+    ) -> Admitted {
         let mut kept = keys.len();
         while kept > self.tier(tier).pool.free() as usize {
-            let (policies, insertion) = self.show(tier, first, &keys[..kept], parent);
-            match policies.victim(&insertion) {
+            match self.victim_among(tier, first, &keys[..kept], parent, hold) {
                 Some(block) if block.0 >= first => {
                     // The last one: those before it have children.
                     kept -= 1;
+                    hold.change();
                     self.reject_new(tier, (block, &keys[kept]), kept, parent);
                 }
-                Some(block) => self.evict_leaf(tier, SlotId(block.0)),
+                Some(block) => self.evict_leaf(tier, SlotId(block.0), hold),
+                None if hold.is_spent() => return Admitted { blocks: kept, has_more: true },
                 // The rest finds no room, and is refused when it asks for it.
                 None => break,
             }
         }
-        kept
+        Admitted::all(kept)
     }
 
     /// The last newcomer, behind `left` others, is none any more.

@@ -1,7 +1,8 @@
 //! What comes to a tier that outlives the process, and leaves it, noted for its index.
 //!
 //! Noted under the table's lock, so that the order is that of what happened; written by others, with it unlocked: a
-//! medium may be slow. What is noted waits in chunks, so that no note costs more than another.
+//! medium may be slow. What is noted waits in chunks, so that no note costs more than another. A writer that hangs leaves it
+//! there: when it is too much, nothing more is kept, and the index begins anew with what the tier holds when the writer is back.
 
 use std::fmt;
 use std::mem;
@@ -10,8 +11,10 @@ use std::sync::Arc;
 use kvbm_tiers::{BlockKey, Checksums, IndexEntry, SlotId, SlotRef, Tier};
 
 use super::Table;
+use super::budget::Budget;
 use super::index::RecordId;
 use super::namespace::Naming;
+use super::tier::Slot;
 use crate::sync::Mutex;
 
 /// What happened in a tier.
@@ -34,6 +37,8 @@ pub enum Note {
 
 /// Notes made at a time, between two allocations.
 const CHUNK: usize = 256;
+/// No more notes wait: some 25 MB of them.
+const MAX_WAITING: usize = if cfg!(test) { 1 << 12 } else { 1 << 18 };
 
 /// Notes on their way to an index, oldest first.
 #[derive(Debug, Default)]
@@ -42,6 +47,12 @@ pub struct Notes(Mutex<Noted>);
 #[derive(Default)]
 struct Noted {
     chunks: Vec<Vec<Note>>,
+    /// More were made than may wait.
+    is_overrun: bool,
+    /// The names that blocks have, if all was forgotten since then.
+    naming: Option<Naming>,
+    /// The slot with which the index is told anew of what the tier holds.
+    renewal: Option<u32>,
     /// Counted from the start: all that were made, up to the last that took a block out of a slot, and that the index has.
     made: u64,
     last_removal: u64,
@@ -57,6 +68,24 @@ struct Noted {
 }
 
 type Job = Box<dyn FnOnce() + Send>;
+
+/// Notes for an index.
+#[derive(Debug)]
+pub struct Taken {
+    notes: Vec<Vec<Note>>,
+    /// How many were made by now.
+    pub made: u64,
+    /// Some are lost: the index begins anew, with blocks of these names if all was forgotten meanwhile. What the tier holds
+    /// is noted again.
+    pub begins_anew: Option<Option<Naming>>,
+}
+
+impl Taken {
+    /// In the order in which they were made.
+    pub fn notes(self) -> impl Iterator<Item = Note> {
+        self.notes.into_iter().flatten()
+    }
+}
 
 impl fmt::Debug for Noted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -74,6 +103,13 @@ impl Notes {
         if !matches!(note, Note::Stored(_)) {
             noted.last_removal = noted.made;
         }
+        noted.is_overrun |= noted.chunks.len() == MAX_WAITING / CHUNK;
+        if noted.is_overrun {
+            if let Note::Reset(naming) = note {
+                noted.naming = Some(naming);
+            }
+            return;
+        }
         let chunks = &mut noted.chunks;
         match chunks.last_mut().filter(|chunk| chunk.len() < CHUNK) {
             Some(chunk) => chunk.push(note),
@@ -85,11 +121,27 @@ impl Notes {
         }
     }
 
-    /// All that were made since the last call, and how many these are with those before.
-    pub fn take(&self) -> (impl Iterator<Item = Note> + use<>, u64) {
+    /// What was made since the last call.
+    pub fn take(&self) -> Taken {
         let mut noted = self.0.lock();
         noted.is_woken = false;
-        (std::mem::take(&mut noted.chunks).into_iter().flatten(), noted.made)
+        let (chunks, made) = (mem::take(&mut noted.chunks), noted.made);
+        let begins_anew = mem::take(&mut noted.is_overrun).then(|| {
+            noted.renewal = Some(0);
+            noted.naming.take()
+        });
+        drop(noted);
+        Taken { notes: if begins_anew.is_some() { Vec::new() } else { chunks }, made, begins_anew }
+    }
+
+    /// The slot with which the table goes on to note all that the tier holds; `None` also while enough waits.
+    fn renewal(&self) -> Option<u32> {
+        let noted = self.0.lock();
+        noted.renewal.filter(|_| !noted.is_overrun && noted.chunks.len() <= MAX_WAITING / CHUNK / 2)
+    }
+
+    fn set_renewal(&self, next: Option<u32>) {
+        self.0.lock().renewal = next;
     }
 
     /// Says who has the writer look at once; `None`: nobody writes any more.
@@ -191,6 +243,42 @@ impl Table {
     /// Has noted from here on what comes to `tier` and leaves it.
     pub fn keep_journal(&mut self, tier: Tier, journal: Journal) {
         self.tier_mut(tier).journal = Some(journal);
+    }
+
+    /// Notes again what `tier` holds, for indices that lost notes, as far as the hold goes. Returns whether there is more,
+    /// and room for it.
+    pub fn renew_indices(&mut self, tier: Tier, hold: &mut Budget) -> bool {
+        let journal = self.tiers[tier.index()].as_ref().and_then(|held| held.journal.clone());
+        let Some(Journal { notes, .. }) = journal else { return false };
+        for (share, waiting) in notes.iter().enumerate() {
+            let Some((waiting, from)) = waiting.as_ref().and_then(|notes| Some((notes, notes.renewal()?)))
+            else {
+                continue;
+            };
+            let mut next = (from as usize).max(share);
+            while next < self.tier(tier).slots.len() {
+                if !hold.look() {
+                    waiting.set_renewal(Some(next as u32));
+                    return true;
+                }
+                if let Some(record) = self.resident_at(tier, SlotId(next as u32)) {
+                    hold.change();
+                    self.note_stored(tier, record);
+                }
+                next += notes.len();
+            }
+            waiting.set_renewal(None);
+        }
+        false
+    }
+
+    /// The block that can be found in a slot.
+    fn resident_at(&self, tier: Tier, slot: SlotId) -> Option<RecordId> {
+        let held = self.tier(tier);
+        let block = *held.at(slot);
+        let is_there =
+            block.record != Slot::EMPTY.record && !block.is_quarantined() && !held.is_forgotten(slot);
+        (is_there && self.records.at(block.record).resident().has(tier)).then_some(block.record)
     }
 
     /// A block became resident.

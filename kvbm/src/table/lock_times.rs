@@ -1,10 +1,12 @@
-//! How long the table's lock is held, for `kvbm bench table`. Without the feature `lock-times` nothing is measured.
+//! How long the table's lock is held, for `kvbm bench table`, and how often locks are taken. Without the feature
+//! `lock-times` nothing is measured.
 //!
 //! A hold is measured as CPU time of the thread that holds, so that on a busy machine it does not count how long the
 //! holder waited for a processor.
 
 #[cfg(feature = "lock-times")]
 mod timed {
+    use std::cell::Cell;
     use std::ops::{Deref, DerefMut};
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use std::time::Duration;
@@ -29,6 +31,32 @@ mod timed {
         (answer, Duration::from_nanos(LONGEST_NS.load(Ordering::Relaxed)))
     }
 
+    /// How often a thread took locks.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    pub struct LocksTaken {
+        /// The table's.
+        pub table: u64,
+        /// All of this crate's, the table's among them.
+        pub all: u64,
+    }
+
+    thread_local! {
+        static LOCKS_TAKEN: Cell<LocksTaken> = const { Cell::new(LocksTaken { table: 0, all: 0 }) };
+    }
+
+    /// This thread takes a lock.
+    pub(crate) fn count() {
+        LOCKS_TAKEN.set(LocksTaken { all: LOCKS_TAKEN.get().all + 1, ..LOCKS_TAKEN.get() });
+    }
+
+    /// Does `work` and returns, besides its answer, how often this thread took locks meanwhile.
+    pub fn locks_taken<R>(work: impl FnOnce() -> R) -> (R, LocksTaken) {
+        let before = LOCKS_TAKEN.get();
+        let answer = work();
+        let LocksTaken { table, all } = LOCKS_TAKEN.get();
+        (answer, LocksTaken { table: table - before.table, all: all - before.all })
+    }
+
     /// The table, locked.
     #[derive(Debug)]
     pub struct TableGuard<'a> {
@@ -38,6 +66,7 @@ mod timed {
     }
 
     pub(crate) fn watch(table: MutexGuard<'_, Table>) -> TableGuard<'_> {
+        LOCKS_TAKEN.set(LocksTaken { table: LOCKS_TAKEN.get().table + 1, ..LOCKS_TAKEN.get() });
         TableGuard { _hold: IS_MEASURING.load(Ordering::Relaxed).then(Hold::begin), table }
     }
 
@@ -111,10 +140,12 @@ mod timed {
     }
 }
 
+#[cfg(all(feature = "lock-times", not(feature = "shuttle")))]
+pub(crate) use timed::count;
 #[cfg(feature = "lock-times")]
 pub(crate) use timed::watch;
 #[cfg(feature = "lock-times")]
-pub use timed::{TableGuard, longest_hold};
+pub use timed::{LocksTaken, TableGuard, locks_taken, longest_hold};
 #[cfg(not(feature = "lock-times"))]
 pub use untimed::TableGuard;
 #[cfg(not(feature = "lock-times"))]

@@ -24,11 +24,13 @@ pub enum MissReason {
     Forgotten,
     /// It is on its way.
     InFlight,
+    /// It lies in a tier of which too much was wrong.
+    Withdrawn,
 }
 
 impl MissReason {
     /// Every reason.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::NeverSeen,
         Self::Evicted,
         Self::Capacity,
@@ -38,6 +40,7 @@ impl MissReason {
         Self::Unreadable,
         Self::Forgotten,
         Self::InFlight,
+        Self::Withdrawn,
     ];
 
     /// The name used in metrics.
@@ -52,6 +55,7 @@ impl MissReason {
             Self::Unreadable => "unreadable",
             Self::Forgotten => "forgotten",
             Self::InFlight => "in_flight",
+            Self::Withdrawn => "withdrawn",
         }
     }
 }

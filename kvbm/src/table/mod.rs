@@ -10,16 +10,20 @@
 //! | `provision` | memory of these ahead of its need, made while the table is unlocked |
 //! | `record` | a block: key, parent, slots, where it is resident or filling |
 //! | `tier` | a tier's slots: children, pins, flags; its policy and its queue of dirty blocks |
+//! | `tally` | counts that have few bits in a slot |
 //! | `prefix` | the match: leading blocks per tier, found by galloping |
 //! | `boundary_hints` | where that begins |
 //! | `pins` | leases: the deepest block of a chain in each tier, pinned |
+//! | `budget` | what one hold of the table's lock may do |
 //! | `transfers` | blocks on their way into a tier, from the plan to the landing, published in chain order |
 //! | `evict` | eviction |
 //! | `namespace` | under which names blocks are known, and how a reset changes them |
 //! | `forgotten` | what a reset leaves behind in its slots |
 //! | `owners` | whose blocks are, and how a tenant is forgotten |
 //! | `quarantine` | bad blocks, and who still reads them |
+//! | `withdrawal` | tiers that give what is wrong |
 //! | `flush` | which dirty blocks to copy down next, root-first |
+//! | `flush_queue` | in which order they wait |
 //! | `request` | whose use something is: the request, and what the engine says about it |
 //! | `policy` | every call to a tier's policies |
 //! | `insertion` | which blocks a full tier takes in |
@@ -33,15 +37,19 @@
 
 mod audit;
 mod boundary_hints;
+mod budget;
 mod demotion;
+#[cfg(test)]
+mod drop_tests;
 mod events;
 mod evict;
 mod flush;
+mod flush_queue;
 mod forgotten;
 mod index;
 mod insertion;
 mod journal;
-mod lock_times;
+pub(crate) mod lock_times;
 mod miss_history;
 mod namespace;
 mod owners;
@@ -55,22 +63,25 @@ mod request;
 mod restore;
 mod scrub;
 mod shared;
+mod tally;
 #[cfg(test)]
 mod tests;
 mod tier;
 mod tier_set;
 mod transfers;
+mod withdrawal;
 
 use kvbm_policies::{Ended, Upkeep};
-use kvbm_tiers::{BlockKey, Loan, SlotId, SlotRef, Tier};
+use kvbm_tiers::{BlockKey, Loan, Owner, SlotId, SlotRef, Tier};
 
 pub use self::audit::Violation;
+pub use self::budget::Budget;
 pub use self::forgotten::Unflushed;
 pub use self::index::RecordId;
-pub use self::journal::{Journal, Note, Notes};
+pub use self::journal::{Journal, Note, Notes, Taken};
 pub use self::lock_times::TableGuard;
 #[cfg(feature = "lock-times")]
-pub use self::lock_times::longest_hold;
+pub use self::lock_times::{LocksTaken, locks_taken, longest_hold};
 pub use self::miss_history::{Miss, MissReason};
 pub use self::namespace::{NamespaceId, Naming};
 pub use self::pins::Pins;
@@ -80,17 +91,20 @@ pub use self::request::{RequestContext, RequestInfo};
 pub use self::restore::Restored;
 pub use self::scrub::Scrubbed;
 pub use self::shared::SharedTable;
+pub use self::tally::SlotLimits;
 pub use self::tier::{TierSpec, TierStats};
 pub use self::tier_set::TierSet;
 pub(crate) use self::transfers::LeftBlock;
-pub use self::transfers::{Dropped, Effects, Filled, Reply, Reserved, Steps, TransferEnd, TransferPlan};
+pub use self::transfers::{
+    Dropped, Effects, Filled, Reply, Reserved, Steps, TransferCursor, TransferEnd, TransferPlan,
+};
 
 use self::boundary_hints::BoundaryHints;
 use self::index::{Index, KeyHash};
 use self::miss_history::MissHistory;
 use self::namespace::Namespace;
+use self::owners::Owners;
 pub use self::owners::TenantCounts;
-use self::owners::{OwnerId, Owners};
 use self::quarantine::Quarantines;
 use self::record::Records;
 use self::tier::TierTable;
@@ -172,10 +186,17 @@ impl Table {
         }
     }
 
-    /// Has plans go in other steps than by default: tests have others come between any two of them.
+    /// Has plans and drops go in other steps than by default: tests have others come between any two of them.
     #[must_use]
     pub fn in_steps(self, steps: Steps) -> Self {
         Self { steps, ..self }
+    }
+
+    /// Has slots count so far themselves, in an empty table: tests meet counts that go on elsewhere.
+    #[must_use]
+    pub fn with_slot_limits(mut self, limits: SlotLimits) -> Self {
+        self.tiers.iter_mut().flatten().for_each(|held| held.count_up_to(limits));
+        self
     }
 
     /// No more than so many records are set aside at the start, whatever a tier's nominal size.
@@ -210,11 +231,15 @@ impl Table {
         let chain = self.enter(chain);
         let first = Some(held.longest()).filter(|&first| first < chain.len())?;
         let key = chain.key(first);
-        let filling = self.find(key).map(|record| self.records.at(record).filling());
-        let awaited = Tier::ALL.into_iter().find(|&tier| filling.is_some_and(|tiers| tiers.has(tier)));
-        Some(match awaited {
-            Some(_) => Miss { reason: MissReason::InFlight, tier: awaited, age_s: None },
-            None => self.miss_history.find(key, self.now_ms),
+        let known = self.find(key).map(|record| self.records.at(record));
+        let awaited =
+            Tier::ALL.into_iter().find(|&tier| known.is_some_and(|known| known.filling().has(tier)));
+        let is_there = |&tier: &Tier| known.is_some_and(|known| known.resident().has(tier));
+        let withdrawn = Tier::ALL.into_iter().filter(|&tier| self.is_withdrawn(tier)).find(is_there);
+        Some(match (awaited, withdrawn) {
+            (Some(_), _) => Miss { reason: MissReason::InFlight, tier: awaited, age_s: None },
+            (None, Some(_)) => Miss { reason: MissReason::Withdrawn, tier: withdrawn, age_s: None },
+            (None, None) => self.miss_history.find(key, self.now_ms),
         })
     }
 
@@ -223,24 +248,21 @@ impl Table {
         self.index.find(hash, self.index.first(hash), |record| self.records.at(record).is(key))
     }
 
-    /// The record of a block, made if no tier knows it. `None` if the index cannot take another.
-    fn intern(
-        &mut self,
-        key: BlockKey,
-        parent: Option<RecordId>,
-        owner: Option<OwnerId>,
-    ) -> Option<RecordId> {
-        self.find(key).or_else(|| {
-            // The index holds numbers of records, so the record is made first, and given up if the index is full.
-            let record = self.records.add(key, parent);
-            self.owners.set(record, owner);
-            let hash_of = |record| KeyHash::of(self.records.at(record).key());
-            if !self.index.insert(KeyHash::of(key), record, hash_of) {
-                self.records.remove(record);
-                return None;
-            }
-            Some(record)
-        })
+    /// The record of a block that is about to come, made if no tier knows it. `None` if the index cannot take another, or what
+    /// the table knows by this name is being dropped.
+    fn intern(&mut self, key: BlockKey, parent: Option<RecordId>, owner: Option<Owner>) -> Option<RecordId> {
+        if let Some(known) = self.find(key) {
+            return (!self.is_dropped(known)).then_some(known);
+        }
+        // The index holds numbers of records, so the record is made first, and given up if the index is full.
+        let record = self.records.add(key, parent);
+        self.owners.set(record, owner);
+        let hash_of = |record| KeyHash::of(self.records.at(record).key());
+        if !self.index.insert(KeyHash::of(key), record, hash_of) {
+            self.records.remove(record);
+            return None;
+        }
+        Some(record)
     }
 
     /// Brings the index up to date with a record's residence.
@@ -262,12 +284,19 @@ impl Table {
         self.tier(tier).pool.resident_ref(slot).expect("the table names resident slots only")
     }
 
+    /// Where a block lies in `tier`, if the tier gives it.
+    pub(super) fn slot_of(&self, tier: Tier, key: BlockKey) -> Option<SlotId> {
+        let known = self.records.at(self.find(key).filter(|_| self.is_in_use(tier))?);
+        known.resident().has(tier).then(|| known.slot(tier))
+    }
+
     /// Lends a resident block's slot for reading, and pins it meanwhile. `None`: `tier` does not have it.
     pub fn lend(&mut self, tier: Tier, key: BlockKey) -> Option<Loan> {
-        let record = self.find(key).filter(|&r| self.records.at(r).resident().has(tier))?;
-        let slot = self.records.at(record).slot(tier);
+        let slot = self.slot_of(tier, key)?;
         let held = self.tier_mut(tier);
-        held.at_mut(slot).pin().then(|| held.pool.lend(slot))?
+        let loan = held.pool.lend(slot)?;
+        held.pin(slot);
+        Some(loan)
     }
 
     /// Ends a loan of a slot of `tier`.
@@ -289,9 +318,10 @@ impl Table {
         self.tiers.iter_mut().flatten().any(|held| held.upkeep(work))
     }
 
-    /// The tier into which the blocks of `tier` are flushed.
+    /// The tier into which the blocks of `tier` are flushed now.
     pub fn flushes_to(&self, tier: Tier) -> Option<Tier> {
-        self.tiers[tier.index()].as_ref().and_then(|held| held.flush_to)
+        let to = self.tiers[tier.index()].as_ref().and_then(|held| held.flush_to);
+        to.filter(|&to| self.is_in_use(tier) && self.is_in_use(to))
     }
 
     /// Whether blocks are on their way into `tier`.

@@ -125,6 +125,7 @@ impl Table {
             return Err(Error::new(ErrorKind::Invalid, message));
         }
         self.namespace.change(epoch, 0);
+        self.reinstate_tiers();
         self.note_reset();
         Ok(self.forget_blocks())
     }

@@ -1,29 +1,26 @@
 //! Whose blocks are: of whom brought each first, so that what a tenant stored can be found and forgotten.
 //!
-//! Nothing is kept while no request names a tenant, then four bytes for each record. A tenant that was forgotten and comes
-//! back is another owner: what he stored before is found by its number, and not taken for what comes now.
+//! Nothing is kept while no request names a tenant, then eight bytes for each record, and of a tenant without blocks nothing
+//! but how often it was forgotten, if it ever was. A tenant that was forgotten and comes back is another owner: what it stored
+//! before is not taken for what comes now.
 
 use std::collections::HashMap;
 
-use kvbm_tiers::{Owner, SlotId, Tier};
+use kvbm_tiers::{BlockKey, Owner, SlotId, Tier};
 
 use super::Table;
+use super::budget::Budget;
 use super::index::RecordId;
 use super::tier_set::TierSet;
+use super::transfers::TransferCursor;
 use crate::task::Defect;
-
-/// Records looked at in one step.
-const LOOKED_AT: usize = 2_048;
 
 /// Who owns which record.
 #[derive(Debug, Default)]
 pub(super) struct Owners {
-    /// For each record the number of its owner and one, 0: nobody.
-    of: Vec<u32>,
-    all: Vec<Owner>,
-    /// Of each tenant the number that his blocks get now.
-    current: HashMap<u32, u32>,
-    /// How often each was forgotten.
+    /// By record, in chunks that are made when they are used: the first tenant may come when there are a million records.
+    of: Vec<Option<Box<[Owner; CHUNK]>>>,
+    /// How often tenants were forgotten; those that never were are not among them.
     lives: HashMap<u32, u32>,
     /// Tenants whose blocks are counted, in order.
     counted: Vec<u32>,
@@ -31,47 +28,58 @@ pub(super) struct Owners {
     evicted: [Vec<u64>; Tier::COUNT],
 }
 
+#[derive(Debug)]
+struct KnownOwner {
+    owner: Owner,
+    /// The tenant was forgotten since: so is every block of this owner, at once, however many there are.
+    is_past: bool,
+}
+
 /// What a tier has of a tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TenantCounts {
-    /// Blocks that are charged to him.
+    /// Blocks that are charged to it.
     pub charged: u32,
-    /// Blocks evicted since the start, of those that he brought first.
+    /// Blocks evicted since the start, of those that it brought first.
     pub evicted: u64,
 }
 
-/// An owner's number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct OwnerId(u32);
+const CHUNK: usize = 1_024;
+/// No tenant is forgotten so often.
+const NOBODY: Owner = Owner { tenant: 0, life: u32::MAX };
 
 impl Owners {
-    /// The number of a tenant that is named now.
-    pub(super) fn number(&mut self, tenant: Option<u32>) -> Option<OwnerId> {
-        let tenant = tenant?;
-        let number = *self.current.entry(tenant).or_insert_with(|| {
-            let life = self.lives.get(&tenant).copied().unwrap_or(0);
-            self.all.push(Owner { tenant, life });
-            self.all.len() as u32 - 1
-        });
-        Some(OwnerId(number))
+    /// A tenant that is named now, as the owner of what comes in its name.
+    pub(super) fn present(&self, tenant: Option<u32>) -> Option<Owner> {
+        tenant.map(|tenant| Owner { tenant, life: self.life(tenant) })
     }
 
     /// A new record is this owner's.
-    pub(super) fn set(&mut self, record: RecordId, owner: Option<OwnerId>) {
-        let at = record.0 as usize;
-        if at >= self.of.len() {
-            // What nobody owns needs no place.
-            if owner.is_none() {
-                return;
-            }
-            self.of.resize(at + 1, 0);
+    pub(super) fn set(&mut self, record: RecordId, owner: Option<Owner>) {
+        let (chunk, at) = (record.0 as usize / CHUNK, record.0 as usize % CHUNK);
+        if owner.is_some() && chunk >= self.of.len() {
+            self.of.resize_with(chunk + 1, || None);
         }
-        self.of[at] = owner.map_or(0, |OwnerId(number)| number + 1);
+        match (self.of.get_mut(chunk), owner) {
+            (Some(Some(chunk)), owner) => chunk[at] = owner.unwrap_or(NOBODY),
+            (Some(chunk), Some(owner)) => chunk.insert(Box::new([NOBODY; CHUNK]))[at] = owner,
+            // What nobody owns needs no place.
+            (_, _) => {}
+        }
     }
 
     pub(super) fn of(&self, record: RecordId) -> Option<Owner> {
-        let number = self.of.get(record.0 as usize)?.checked_sub(1)?;
-        self.all.get(number as usize).copied()
+        let chunk = self.of.get(record.0 as usize / CHUNK)?.as_ref()?;
+        Some(chunk[record.0 as usize % CHUNK]).filter(|&owner| owner != NOBODY)
+    }
+
+    fn life(&self, tenant: u32) -> u32 {
+        self.lives.get(&tenant).copied().unwrap_or(0)
+    }
+
+    /// Whether a tenant was ever forgotten.
+    pub(super) fn was_forgotten(&self, tenant: u32) -> bool {
+        self.lives.contains_key(&tenant)
     }
 
     /// A record's block is evicted.
@@ -85,15 +93,14 @@ impl Owners {
         }
     }
 
-    /// Whether what this number named is forgotten.
-    pub(super) fn is_past(&self, OwnerId(number): OwnerId) -> bool {
-        self.all.get(number as usize).is_none_or(|owner| self.current.get(&owner.tenant) != Some(&number))
+    /// Whether an owner was forgotten since it was named.
+    pub(super) fn is_past(&self, owner: Owner) -> bool {
+        owner.life < self.life(owner.tenant)
     }
 
-    /// Whether a record is of a tenant, from before he was forgotten last.
-    fn is_forgotten(&self, record: RecordId, tenant: u32) -> bool {
-        let life = self.lives.get(&tenant).copied().unwrap_or(0);
-        self.of(record).is_some_and(|owner| owner.tenant == tenant && owner.life < life)
+    /// Whether a record is of a tenant, from before it was forgotten last.
+    pub(super) fn is_forgotten(&self, record: RecordId) -> bool {
+        !self.lives.is_empty() && self.of(record).is_some_and(|owner| self.is_past(owner))
     }
 }
 
@@ -122,41 +129,106 @@ impl Table {
         self.owners.note_evicted(tier, record);
     }
 
-    /// From here on what the tenant stored is another's. Returns how often he was forgotten by now.
+    /// From here on what the tenant stored is forgotten: nothing more of it comes to any tier by a copy that is not planned
+    /// yet. Returns how often it was forgotten by now. [`end_forgotten`](Self::end_forgotten) ends what is under way, and then
+    /// [`drop_forgotten`](Self::drop_forgotten) drops what is there.
     pub fn begin_forgetting(&mut self, tenant: u32) -> u32 {
         let life = self.owners.lives.entry(tenant).or_default();
         *life += 1;
-        self.owners.current.remove(&tenant);
         *life
     }
 
-    /// Ends a transfer of what is forgotten, the one at place `from` or behind it, from its first such block on. Returns
-    /// where the next step goes on. `None`: there are no more.
-    pub fn end_forgotten(&mut self, tenant: u32, from: u32) -> Option<u32> {
+    /// Ends the next transfer of what is forgotten, from its first such block on, as far as the hold goes. Returns where the
+    /// next hold goes on. `None`: there are no more.
+    pub fn end_forgotten(&mut self, from: TransferCursor, hold: &mut Budget) -> Option<TransferCursor> {
         let (transfers, owners) = (&self.transfers, &self.owners);
-        let (id, block) = transfers.next_with(from, |record| owners.is_forgotten(record, tenant))?;
-        self.abort(id, block);
-        Some(id.place + 1)
+        match transfers.next_with(from, |record| owners.is_forgotten(record), hold) {
+            Ok((id, block)) => {
+                self.abort(id, block);
+                Some(TransferCursor::after(id))
+            }
+            Err(next) => next,
+        }
     }
 
     /// Drops the topmost blocks of what is forgotten among the records from number `from` on, and what hangs on them, as
-    /// far as a step goes; [`drop_more`](Self::drop_more) ends what is too much for one. Returns how many, and where the
-    /// next step goes on.
-    pub fn drop_forgotten(&mut self, tenant: u32, from: u32) -> (usize, Option<u32>) {
-        let is_forgotten = |record: RecordId| self.owners.is_forgotten(record, tenant);
-        let is_topmost = |&(record, _): &(RecordId, &super::record::Record)| {
-            self.records.at(record).resident() != TierSet::default()
-                && is_forgotten(record)
-                && !self.records.at(record).parent().is_some_and(is_forgotten)
-        };
-        let among = self.records.live_among(from, LOOKED_AT).filter(is_topmost);
-        let topmost: Vec<_> = among.map(|(_, record)| record.key()).collect();
-        for &key in &topmost {
-            for tier in Tier::ALL.into_iter().filter(|&tier| self.has(tier)).collect::<Vec<_>>() {
-                self.quarantine_resident(tier, key, Defect::Forgotten);
+    /// far as the hold goes; [`drop_more`](Self::drop_more) ends what is too much for one. Returns where the next hold goes
+    /// on.
+    pub fn drop_forgotten(&mut self, from: u32, hold: &mut Budget) -> Option<u32> {
+        let mut next = from;
+        while self.records.has_beyond(next) {
+            if !hold.look() {
+                return Some(next);
             }
+            if let Some(key) = self.topmost_forgotten(RecordId(next)) {
+                for tier in Tier::ALL.into_iter().filter(|&tier| self.has(tier)).collect::<Vec<_>>() {
+                    // A match looks at each block of which more is to be dropped; and each tier may have many of them.
+                    if hold.is_spent() || self.is_dropping() {
+                        return Some(next);
+                    }
+                    let blocks = self.quarantine_resident(tier, key, Defect::Forgotten);
+                    hold.pay_changes(blocks + 1);
+                }
+            }
+            next += 1;
         }
-        let next = from + LOOKED_AT as u32;
-        (topmost.len(), self.records.has_beyond(next).then_some(next))
+        None
+    }
+
+    /// The name of a record, if its block is forgotten and what comes before it is not.
+    fn topmost_forgotten(&self, record: RecordId) -> Option<BlockKey> {
+        let is_forgotten = |record: RecordId| self.owners.is_forgotten(record);
+        let known = Some(self.records.at(record)).filter(|known| known.resident() != TierSet::default())?;
+        let is_topmost = is_forgotten(record) && !known.parent().is_some_and(is_forgotten);
+        is_topmost.then(|| known.key())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvbm_policies::{EvictionKind, Hints};
+    use kvbm_tiers::FramePool;
+
+    use super::*;
+    use crate::hash::{BlockHash, Chain};
+    use crate::table::{RequestInfo, TierSpec};
+
+    #[test]
+    fn a_tenant_without_blocks_costs_nothing() {
+        let spec = TierSpec {
+            pool: FramePool::new(Tier::Host, 16),
+            policy: EvictionKind::Lru.build(16),
+            flush_to: None,
+            admission: None,
+        };
+        let mut table = Table::new([spec]);
+        for tenant in 0..10_000 {
+            let info =
+                RequestInfo { hints: Hints { tenant: Some(tenant), ..Hints::default() }, request: None };
+            let hashes = vec![BlockHash::from_u128(u128::from(tenant) + 1)];
+            let reserved = table.reserve(Tier::Host, Chain::from(&hashes), info);
+            let _ = table.fill(reserved.transfer, 0, reserved.frames);
+            table.end_plan(reserved.transfer, None);
+            let _ = table.take_effects();
+            let owner = table
+                .find(table.enter(Chain::from(&hashes)).key(0))
+                .and_then(|record| table.owners.of(record));
+            assert_eq!(owner, Some(Owner { tenant, life: 0 }));
+        }
+        let Owners { of, lives, .. } = &table.owners;
+        assert_eq!((of.len(), lives.len()), (1, 0), "no more than for the records that there are");
+    }
+
+    #[test]
+    fn a_record_of_nobody_is_not_its_last_owners() {
+        let mut owners = Owners::default();
+        let mine = Owner { tenant: 0, life: 0 };
+        owners.set(RecordId(5_000), Some(mine));
+        assert_eq!(
+            (owners.of(RecordId(5_000)), owners.of(RecordId(5_001)), owners.of(RecordId(0))),
+            (Some(mine), None, None)
+        );
+        owners.set(RecordId(5_000), None);
+        assert_eq!(owners.of(RecordId(5_000)), None);
     }
 }

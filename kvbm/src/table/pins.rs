@@ -54,6 +54,12 @@ impl Pins {
         self.deepest[tier.index()]
     }
 
+    /// Tiers in which something is pinned.
+    pub(super) fn tiers(&self) -> TierSet {
+        let pinned = Tier::ALL.into_iter().filter(|&tier| self.deepest(tier).is_some());
+        pinned.fold(TierSet::default(), TierSet::with)
+    }
+
     /// The namespace that its blocks have their names in.
     pub(crate) const fn namespace(&self) -> NamespaceId {
         self.namespace
@@ -93,10 +99,7 @@ impl Table {
         let slot = self.records.at(record).slot(tier);
         let access = pins.context.access(self.now_ms, slot, depth, 0);
         let (held, records) = self.tier_and_records(tier);
-        if !held.at_mut(slot).pin() {
-            pins.held.set(tier, 0);
-            return;
-        }
+        held.pin(slot);
         pins.deepest[tier.index()] = Some(slot);
         // The deepest block alone: its age flows up to its parent when it leaves, so a use costs the same however long
         // the chain.
@@ -120,21 +123,16 @@ impl Table {
         if pins.held.blocks(tier) >= blocks {
             return;
         }
-        let Some(record) = self.find(deepest).filter(|&r| self.records.at(r).resident().has(tier)) else {
-            return;
-        };
-        let slot = self.records.at(record).slot(tier);
-        if self.tier_mut(tier).at_mut(slot).pin() {
-            self.release_tier(pins, tier);
-            pins.hold(tier, slot, blocks);
-        }
+        let Some(slot) = self.slot_of(tier, deepest) else { return };
+        self.tier_mut(tier).pin(slot);
+        self.release_tier(pins, tier);
+        pins.hold(tier, slot, blocks);
     }
 
     /// Extends a lease to those of the successive blocks `keys`, which come after `before` leading ones, that `tier`
     /// has.
     pub fn hold_leading(&mut self, pins: &mut Pins, tier: Tier, before: usize, keys: &[BlockKey]) {
-        let is_there =
-            |key: &BlockKey| self.find(*key).is_some_and(|r| self.records.at(r).resident().has(tier));
+        let is_there = |key: &BlockKey| self.slot_of(tier, *key).is_some();
         // Residency along a chain is true up to a boundary.
         let there = keys.partition_point(is_there);
         if let Some(last) = there.checked_sub(1) {
@@ -147,9 +145,8 @@ impl Table {
     pub fn pin_again(&mut self, pins: &Pins, tiers: TierSet) -> Pins {
         let mut again = Pins::of_nothing(pins.context, pins.namespace);
         for tier in Tier::ALL.into_iter().filter(|&tier| tiers.has(tier)) {
-            if let Some(slot) =
-                pins.deepest[tier.index()].filter(|&slot| self.tier_mut(tier).at_mut(slot).pin())
-            {
+            if let Some(slot) = pins.deepest[tier.index()] {
+                self.tier_mut(tier).pin(slot);
                 again.hold(tier, slot, pins.held.blocks(tier));
             }
         }
@@ -165,8 +162,9 @@ impl Table {
         }
         let Found { held, deepest } = self.locate(chain);
         for tier in Tier::ALL {
-            let slot = deepest[tier.index()].map(|record| self.records.at(record).slot(tier));
-            if let Some(slot) = slot.filter(|&slot| self.tier_mut(tier).at_mut(slot).pin()) {
+            if let Some(record) = deepest[tier.index()] {
+                let slot = self.records.at(record).slot(tier);
+                self.tier_mut(tier).pin(slot);
                 pins.hold(tier, slot, held.blocks(tier));
             }
         }
@@ -175,16 +173,20 @@ impl Table {
 
     /// Pins a block that `tier` holds, and names its slot. `None`: it does not.
     pub fn pin_resident(&mut self, tier: Tier, key: BlockKey) -> Option<(SlotRef, Pins)> {
-        let record = self.find(key).filter(|&r| self.records.at(r).resident().has(tier))?;
-        let slot = self.records.at(record).slot(tier);
+        let slot = self.slot_of(tier, key)?;
         let mut pins = Pins::of_nothing(RequestContext::default(), self.namespace());
-        self.tier_mut(tier).at_mut(slot).pin().then(|| pins.hold(tier, slot, 0))?;
+        self.tier_mut(tier).pin(slot);
+        pins.hold(tier, slot, 0);
         Some((self.slot_ref(tier, slot), pins))
     }
 
-    /// Shortens the lease in those tiers where blocks were quarantined meanwhile, to what is left before these.
+    /// Shortens the lease in those tiers where blocks were quarantined meanwhile, to what is left before these, and ends it
+    /// in those that are withdrawn.
     pub fn drop_quarantined(&mut self, pins: &mut Pins) {
         for tier in Tier::ALL {
+            if self.is_withdrawn(tier) {
+                self.release_tier(pins, tier);
+            }
             while let Some(slot) =
                 pins.deepest[tier.index()].filter(|&slot| self.tier(tier).at(slot).is_quarantined())
             {
@@ -198,7 +200,8 @@ impl Table {
         let (below, anchor) = self.quarantines.anchor_of(tier, quarantined);
         let left = pins.held.blocks(tier).saturating_sub(below);
         // The quarantine's own pin keeps the anchor where it is until the lease has one there.
-        let anchor = anchor.filter(|&anchor| left > 0 && self.tier_mut(tier).at_mut(anchor).pin());
+        let anchor = anchor.filter(|_| left > 0);
+        anchor.into_iter().for_each(|anchor| self.tier_mut(tier).pin(anchor));
         if let Some(anchor) = anchor.filter(|&anchor| self.tier(tier).at(anchor).is_quarantined()) {
             self.quarantines.add_reader(tier, anchor);
         }
@@ -238,7 +241,7 @@ impl Table {
 
     pub(super) fn unpin(&mut self, tier: Tier, slot: SlotId) {
         let held = self.tier_mut(tier);
-        let last = held.at_mut(slot).unpin();
+        let last = held.unpin(slot);
         // A quarantined slot is freed with its last reader; any other only becomes evictable.
         if held.at(slot).is_quarantined() {
             self.release_reader(tier, slot);

@@ -4,10 +4,13 @@
 //! A policy sees a tier through a [`Structure`]: which blocks are leaves, which of them may go, what is above each.
 //! Called under the table's lock.
 
+use std::cell::Cell;
+
 use kvbm_policies::{Access, BlockId, Candidates, Ended, Forest, Standing, TierPolicies, Trigger, Upkeep};
 use kvbm_tiers::{BlockKey, FramePool, SlotId, Tier};
 
 use super::Table;
+use super::budget::{Budget, touched};
 use super::forgotten::Forgotten;
 use super::record::Records;
 use super::request::RequestInfo;
@@ -22,20 +25,24 @@ impl TierTable {
     ) -> (&'a mut TierPolicies, Structure<'a>) {
         // Nothing is awaited while the tier below cannot be written: a disk that is away must not close the host tier.
         let awaited = self.flush_to.filter(|_| !self.policies.has_admission() && !self.is_flush_blocked);
-        // The pool knows a slot's life, by which what a reset forgot is told from what came later, without a pass.
         let forgotten = (&self.forgotten, &self.pool);
-        (&mut self.policies, Structure { tier: self.tier, slots: &self.slots, awaited, forgotten, records })
+        let looks = Cell::new(usize::MAX);
+        let structure = Structure { tier: self.tier, slots: &self.slots, awaited, forgotten, records, looks };
+        (&mut self.policies, structure)
     }
 
-    /// What leaves next, flushed or not.
-    pub(super) fn next_to_leave(&mut self, records: &Records) -> Option<SlotId> {
+    /// What leaves next, flushed or not; `None` also where the hold is over before it is found.
+    pub(super) fn next_to_leave(&mut self, records: &Records, hold: &mut Budget) -> Option<SlotId> {
         let (policies, structure) = self.policies_and_structure(records);
-        policies.victim(&structure).map(|block| SlotId(block.0))
+        structure.looks.set(hold.looks_left());
+        let next = policies.victim(&structure).map(|block| SlotId(block.0));
+        hold.pay(hold.looks_left() - structure.looks.get());
+        next
     }
 
     /// What may leave at once; `None` also where what leaves next must be flushed first.
-    pub(super) fn victim(&mut self, records: &Records) -> Option<SlotId> {
-        self.next_to_leave(records).filter(|&leaf| self.is_clean(leaf, records))
+    pub(super) fn victim(&mut self, records: &Records, hold: &mut Budget) -> Option<SlotId> {
+        self.next_to_leave(records, hold).filter(|&leaf| self.is_clean(leaf, records))
     }
 
     /// Blocks that are charged to a tenant.
@@ -63,7 +70,7 @@ impl TierTable {
     /// Reports a use to the policies.
     pub(super) fn touch(&mut self, access: &Access, records: &Records) {
         // A lease may be of a chain that begins in the middle of a longer one: policies count from the root.
-        let depth = records.at(self.at(SlotId(access.deepest.0)).record).depth();
+        let depth = records.depth(self.at(SlotId(access.deepest.0)).record);
         let access = Access { depth, path: access.path.max(depth), ..*access };
         let (policies, structure) = self.policies_and_structure(records);
         policies.touch(&access, &structure);
@@ -85,7 +92,7 @@ impl TierTable {
     /// Else the tier below could charge it to nobody, and would take its coming for a use by somebody new.
     pub(super) fn last_user(&self, slot: SlotId, records: &Records) -> RequestInfo {
         // The depth spares the model a search along the block's path.
-        let depth = records.at(self.at(slot).record).depth();
+        let depth = records.depth(self.at(slot).record);
         let last = self.policies.last_use(BlockId(slot.0), depth);
         last.map_or_else(RequestInfo::default, |last| RequestInfo {
             request: last.request,
@@ -102,7 +109,7 @@ impl TierTable {
     pub(super) fn reconsider(&mut self, slot: SlotId) {
         let held = self.at(slot);
         // Who is pinned still is reconsidered when the last pin goes; who has children, when the last of them does.
-        if !held.is_leaf() || held.pins() > 0 || held.is_quarantined() {
+        if !held.is_leaf() || held.is_pinned() || held.is_quarantined() {
             return;
         }
         // Nobody finds it any more: it leaves with the next sweep, whatever its rank.
@@ -123,14 +130,23 @@ pub(super) struct Structure<'a> {
     /// Those that need not be there before.
     forgotten: (&'a Forgotten, &'a FramePool),
     records: &'a Records,
+    /// How many more blocks may be looked at.
+    looks: Cell<usize>,
 }
 
 impl Forest for Structure<'_> {
+    fn may_look(&self) -> bool {
+        let left = self.looks.get();
+        self.looks.set(left.saturating_sub(1));
+        left > 0
+    }
+
     fn standing(&self, block: BlockId) -> Standing {
+        touched();
         let held = self.slots[block.0 as usize];
         let is_clean = || {
-            let (forgotten, pool) = self.forgotten;
-            let is_wanted = || !held.skips_flush() && !forgotten.has(SlotId(block.0), held, pool);
+            let (forgotten, _) = self.forgotten;
+            let is_wanted = || !held.skips_flush() && !forgotten.has(SlotId(block.0), held);
             let awaited = self.awaited.filter(|_| is_wanted());
             awaited.is_none_or(|below| self.records.at(held.record).resident().has(below))
         };
@@ -139,7 +155,7 @@ impl Forest for Structure<'_> {
         match held {
             held if !held.is_leaf() => Standing::Interior,
             // No room comes of it where no slot is given out.
-            held if held.pins() == 0 && !is_closed() && is_clean() => Standing::Evictable,
+            held if !held.is_pinned() && !is_closed() && is_clean() => Standing::Evictable,
             _ => Standing::Busy,
         }
     }
@@ -172,6 +188,10 @@ impl Insertion<'_> {
 }
 
 impl Forest for Insertion<'_> {
+    fn may_look(&self) -> bool {
+        self.tier.may_look()
+    }
+
     fn standing(&self, block: BlockId) -> Standing {
         match self.position(block) {
             Some(position) if position + 1 < self.keys.len() => Standing::Interior,
@@ -200,6 +220,23 @@ impl Forest for Insertion<'_> {
 }
 
 impl Table {
+    /// What leaves next of a tier and of blocks that are about to come; `None` also where the hold is over before it is
+    /// found.
+    pub(super) fn victim_among(
+        &mut self,
+        tier: Tier,
+        first: u32,
+        keys: &[BlockKey],
+        parent: Option<BlockId>,
+        hold: &mut Budget,
+    ) -> Option<BlockId> {
+        let (policies, insertion) = self.show(tier, first, keys, parent);
+        insertion.tier.looks.set(hold.looks_left());
+        let next = policies.victim(&insertion);
+        hold.pay(hold.looks_left() - insertion.tier.looks.get());
+        next
+    }
+
     /// The policies, and the tier as they may see it with blocks that are about to come.
     pub(super) fn show<'a>(
         &'a mut self,
@@ -241,7 +278,7 @@ mod tests {
         let reserved = table.reserve(Tier::Host, Chain::from(&hashes[..]), info);
         let _ = table.fill(reserved.transfer, 0, reserved.frames);
         table.end_plan(reserved.transfer, None);
-        table.make_headroom(Tier::Host, 1, 8);
+        table.make_headroom(Tier::Host, 1, 8, &mut Budget::of_a_hold());
         let down = table.take_effects().tasks;
         let slot = down.first().expect("a block goes down").to.slot;
         let _ = table.land(down.iter().map(|task| task.ended(Outcome::Arrived)), Duration::ZERO);

@@ -11,7 +11,6 @@ use kvbm_tiers::Tier;
 use super::Table;
 use super::boundary_hints::Boundaries;
 use super::index::{Bucket, EMPTY, KeyHash, RecordId};
-use super::record::MAX_DEPTH;
 use super::tier_set::TierSet;
 use crate::hash::Chain;
 
@@ -75,6 +74,8 @@ impl Match {
 /// Where each tier's boundary can still be: between `low` (held) and `high` (not held). An index that
 /// overstates can make them cross; the confirmation then fails.
 struct Search {
+    /// Tiers that give nothing are not searched.
+    tiers: TierSet,
     low: [u32; Tier::COUNT],
     high: [u32; Tier::COUNT],
 }
@@ -156,7 +157,7 @@ impl Search {
     }
 
     fn learn(&mut self, position: u32, held: TierSet) {
-        for tier in Tier::ALL {
+        for tier in Tier::ALL.into_iter().filter(|&tier| self.tiers.has(tier)) {
             let t = tier.index();
             // A probe for one tier says something of the others as well, wherever it lies in their intervals.
             if held.has(tier) {
@@ -208,13 +209,13 @@ impl Table {
     /// Whether as many blocks come before a record as its position in the chain says: else the chain that it belongs to
     /// begins in between.
     fn is_of_chain(&self, record: RecordId, chain: Chain<'_>, position: u32) -> bool {
-        let depth = self.records.at(record).depth();
-        // A chain may begin in the middle of a longer one.
-        let is_below_first = || {
-            let first = self.find(chain.key(0))?;
-            Some(depth == (self.records.at(first).depth() + position).min(MAX_DEPTH))
-        };
-        depth == (position + 1).min(MAX_DEPTH) || is_below_first().unwrap_or(false)
+        let depth = self.records.depth(record);
+        depth == position + 1 || self.depth_of_first(chain).is_some_and(|first| depth == first + position)
+    }
+
+    /// More than one, if a chain begins in the middle of a longer one. `None`: its first block is not known.
+    pub(super) fn depth_of_first(&self, chain: Chain<'_>) -> Option<u32> {
+        self.find(chain.key(0)).map(|first| self.records.depth(first))
     }
 
     /// The records at the boundaries; `None` if one of them is not resident there, or not of the chain.
@@ -238,8 +239,10 @@ impl Table {
         probe: impl Fn(u32, KeyHash, Bucket) -> TierSet,
     ) -> Boundaries {
         let blocks = chain.len().min(MAX_BLOCKS) as u32;
-        let high = Tier::ALL.map(|tier| if self.has(tier) { blocks } else { 0 });
-        let mut search = Search { low: [0; Tier::COUNT], high };
+        let in_use = Tier::ALL.into_iter().filter(|&tier| self.is_in_use(tier));
+        let tiers = in_use.fold(TierSet::default(), TierSet::with);
+        let high = Tier::ALL.map(|tier| if tiers.has(tier) { blocks } else { 0 });
+        let mut search = Search { tiers, low: [0; Tier::COUNT], high };
         if let Some(boundaries) = hint {
             self.probe(chain, &Round::around(boundaries, blocks), &mut search, &probe);
         }

@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use kvbm_tiers::{BlockKey, SlotId, SlotRef, Tier};
 
+use super::budget::Budget;
 use super::index::RecordId;
 use super::prefix::Found;
 use super::tier::Slot;
@@ -18,7 +19,7 @@ use crate::task::Defect;
 struct Quarantine {
     /// Each with how many blocks below the anchor it was.
     slots: HashMap<SlotId, u32>,
-    pins: u32,
+    pins: u64,
     /// The pinned parent of the topmost of them.
     anchor: Option<SlotId>,
 }
@@ -30,22 +31,20 @@ struct Dropping {
     found: SlotRef,
     defect: Defect,
     /// Blocks from its chain's root to it, both included.
-    depth: usize,
+    depth: u32,
     /// Where the search for the next leaf goes on.
     at: BlockKey,
 }
 
-/// Blocks dropped in one step: some 200 µs.
-const MAX_DROPPED: usize = 256;
-/// Slots of a lost directory looked at in one step.
-const LOOKED_AT: usize = 2_048;
+/// Looks that it takes to rank a leaf anew.
+const CONSIDERED: usize = 4;
 /// Blocks passed in one step on the way down to a leaf.
 const MAX_DESCENT: usize = 2_048;
 
 impl Defect {
     const fn remove_reason(self) -> RemoveReason {
         match self {
-            Self::Corrupt => RemoveReason::Corrupt,
+            Self::Corrupt | Self::Wrong => RemoveReason::Corrupt,
             Self::Unreadable => RemoveReason::Unreadable,
             Self::Forgotten => RemoveReason::Forgotten,
         }
@@ -53,7 +52,7 @@ impl Defect {
 
     const fn miss_reason(self) -> MissReason {
         match self {
-            Self::Corrupt => MissReason::Corrupt,
+            Self::Corrupt | Self::Wrong => MissReason::Corrupt,
             Self::Unreadable => MissReason::Unreadable,
             Self::Forgotten => MissReason::Forgotten,
         }
@@ -64,7 +63,7 @@ impl Defect {
 #[derive(Debug, Default)]
 pub(super) struct Quarantines {
     by_tier: [Vec<Quarantine>; Tier::COUNT],
-    /// How many there were so far.
+    /// How many blocks were dropped so far, or began to be, each with what hangs on it.
     so_far: u64,
     /// Bad blocks with more descendants than one step drops.
     dropping: Vec<Dropping>,
@@ -86,6 +85,11 @@ struct DirectoryWalk {
 impl Quarantines {
     pub(super) const fn so_far(&self) -> u64 {
         self.so_far
+    }
+
+    /// What was traced is to be looked at again, as after a quarantine.
+    pub(super) const fn have_traces_begin_anew(&mut self) {
+        self.so_far += 1;
     }
 
     /// Slots of `tier` whose blocks are gone and whose readers are not.
@@ -110,7 +114,7 @@ impl Quarantines {
         self.of(tier, slot).1.pins += 1;
     }
 
-    /// A reader of a quarantined slot left. The last one takes the quarantine with him.
+    /// A reader of a quarantined slot left. The last one takes the quarantine along.
     fn remove_reader(&mut self, tier: Tier, slot: SlotId) -> Option<Quarantine> {
         let (at, quarantine) = self.of(tier, slot);
         quarantine.pins -= 1;
@@ -125,21 +129,52 @@ impl Table {
     /// they are too many for one step: then no match finds them, and [`drop_more`](Self::drop_more) goes on.
     pub fn quarantine(&mut self, key: BlockKey, found: SlotRef, defect: Defect) -> usize {
         let Some(bad) = self.resident_in(key, found) else { return 0 };
-        if self.count_from(found.tier, bad, MAX_DROPPED) <= MAX_DROPPED {
+        let most = self.steps.dropped;
+        if self.count_from(found.tier, bad, most) <= most {
             return self.drop_from(found.tier, bad, defect);
         }
         // Several readers of the block may find it bad, one after another.
         if !self.quarantines.dropping.iter().any(|known| known.found == found) {
-            let depth = self.records.at(bad).depth() as usize;
+            let depth = self.records.depth(bad);
+            self.quarantines.so_far += 1;
             self.quarantines.dropping.push(Dropping { key, found, defect, depth, at: key });
         }
         0
     }
 
+    /// Drops a block that is not what its name says, with its descendants: from every tier, and from every copy on its way
+    /// to one. A copy that is planned, and not made yet, finds it gone ([`is_given`](Self::is_given)).
+    pub fn drop_wrong(&mut self, key: BlockKey) {
+        // First what is on its way: its end must not make a tier take the block for one to be copied anew.
+        for tier in Tier::ALL {
+            let filling = |record: &RecordId| self.records.at(*record).filling().has(tier);
+            let Some(record) = self.find(key).filter(filling) else { continue };
+            if let Some((id, block)) = self.transfers.bringing(tier, record, |r| self.records.depth(r)) {
+                self.abort(id, block);
+            }
+        }
+        for tier in Tier::ALL {
+            self.quarantine_resident(tier, key, Defect::Wrong);
+        }
+    }
+
+    /// Whether the block in a slot may be copied: the slot has it in the life that it was found in, and it is not dropped.
+    pub(super) fn is_given(&self, from: SlotRef) -> bool {
+        let held = self.tier(from.tier);
+        held.pool.resident_ref(from.slot) == Some(from)
+            && !held.at(from.slot).is_quarantined()
+            && !self.is_dropped(held.at(from.slot).record)
+    }
+
+    /// Whether nothing may come under a record's name, since what the table knows by it is dropped, at once or in steps.
+    pub(super) fn is_dropped(&self, record: RecordId) -> bool {
+        self.owners.is_forgotten(record)
+            || self.quarantines.dropping.iter().any(|bad| self.lies_in(bad.found, record))
+    }
+
     /// The same of a block that a reader found bad where it is now; nothing, if it is not there any more.
     pub fn quarantine_resident(&mut self, tier: Tier, key: BlockKey, defect: Defect) -> usize {
-        let resident = self.find(key).map(|record| self.records.at(record));
-        let slot = resident.filter(|record| record.resident().has(tier)).map(|record| record.slot(tier));
+        let slot = self.resident(tier, key).map(|record| self.records.at(record).slot(tier));
         let found = slot.and_then(|slot| self.tier(tier).pool.resident_ref(slot));
         found.map_or(0, |found| self.quarantine(key, found, defect))
     }
@@ -187,17 +222,18 @@ impl Table {
 
     /// Has policies consider some of the leaves in directories that are open again: while they were closed these were
     /// passed over. Returns whether there are more.
-    pub fn reconsider_reopened(&mut self) -> bool {
+    pub fn reconsider_reopened(&mut self, hold: &mut Budget) -> bool {
         let Some(mut walk) = self.quarantines.reopened.pop() else { return false };
         let held = self.tier_mut(walk.tier);
         let shards = held.pool.shards() as u32;
-        for _ in 0..LOOKED_AT {
+        while hold.look() {
             if walk.next as usize >= held.slots.len() {
                 return !self.quarantines.reopened.is_empty();
             }
             let slot = SlotId(walk.next);
             if held.at(slot).record != Slot::EMPTY.record {
                 held.reconsider(slot);
+                hold.pay(CONSIDERED);
             }
             walk.next += shards;
         }
@@ -212,13 +248,10 @@ impl Table {
 
     /// Drops some of what lies in directories that are [lost](Self::lose_directory), with all descendants. Returns whether
     /// there is more, which is to wait until there is nothing to [drop](Self::drop_more) besides.
-    pub fn drop_lost(&mut self) -> bool {
+    pub fn drop_lost(&mut self, hold: &mut Budget) -> bool {
         let Some(mut lost) = self.quarantines.lost.pop() else { return false };
-        let (mut dropped, shards) = (0, self.tier(lost.tier).pool.shards() as u32);
-        for _ in 0..LOOKED_AT {
-            if dropped >= MAX_DROPPED || self.is_dropping() {
-                break;
-            }
+        let shards = self.tier(lost.tier).pool.shards() as u32;
+        while !self.is_dropping() && hold.look() {
             let held = self.tier(lost.tier);
             if lost.next as usize >= held.slots.len() {
                 return !self.quarantines.lost.is_empty();
@@ -226,7 +259,8 @@ impl Table {
             let slot = SlotId(lost.next);
             let record = held.at(slot).record;
             if let Some(found) = held.pool.resident_ref(slot).filter(|_| record != Slot::EMPTY.record) {
-                dropped += self.quarantine(self.records.at(record).key(), found, Defect::Unreadable);
+                let dropped = self.quarantine(self.records.at(record).key(), found, Defect::Unreadable);
+                hold.pay_changes(dropped);
             }
             lost.next += shards;
         }
@@ -236,17 +270,21 @@ impl Table {
 
     /// The record of a block in this life of a slot.
     fn resident_in(&self, key: BlockKey, found: SlotRef) -> Option<RecordId> {
-        let is_there = |&r: &RecordId| {
-            let known = self.records.at(r);
-            known.resident().has(found.tier)
-                && known.slot(found.tier) == found.slot
-                && self.tier(found.tier).pool.resident_ref(found.slot) == Some(found)
-        };
-        self.find(key).filter(is_there)
+        self.find(key).filter(|&record| self.lies_in(found, record))
+    }
+
+    fn lies_in(&self, found: SlotRef, record: RecordId) -> bool {
+        let known = self.records.at(record);
+        known.resident().has(found.tier)
+            && known.slot(found.tier) == found.slot
+            && self.tier(found.tier).pool.resident_ref(found.slot) == Some(found)
     }
 
     fn resident_children(&self, tier: Tier, record: RecordId) -> impl Iterator<Item = RecordId> {
-        self.records.children(record).filter(move |&child| self.records.at(child).resident().has(tier))
+        // No further than to the last of them: a shared prefix may have thousands of children that only other tiers have.
+        let count = self.tier(tier).children(self.records.at(record).slot(tier)) as usize;
+        let is_there = move |&child: &RecordId| self.records.at(child).resident().has(tier);
+        self.records.children(record).filter(is_there).take(count)
     }
 
     /// How many blocks `tier` has of `top` and below; more than `max` are not told apart.
@@ -277,17 +315,17 @@ impl Table {
 
     /// The uppermost ancestor of `leaf` up to `top` that has few enough descendants to drop them in one step.
     fn small_part(&self, tier: Tier, top: RecordId, leaf: RecordId) -> RecordId {
-        let (mut part, mut size) = (leaf, 1);
+        let (mut part, mut size, most) = (leaf, 1, self.steps.dropped);
         while part != top {
             let Some(parent) = self.records.at(part).parent() else { break };
             size += 1;
             for sibling in self.resident_children(tier, parent).filter(|&child| child != part) {
-                size += self.count_from(tier, sibling, MAX_DROPPED);
-                if size > MAX_DROPPED {
+                size += self.count_from(tier, sibling, most);
+                if size > most {
                     break;
                 }
             }
-            if size > MAX_DROPPED {
+            if size > most {
                 break;
             }
             part = parent;
@@ -300,14 +338,14 @@ impl Table {
         let doomed = self.descendants(tier, bad);
         let stats = &mut self.tier_mut(tier).stats;
         match defect {
-            Defect::Corrupt => stats.quarantined += doomed.len() as u64,
+            Defect::Corrupt | Defect::Wrong => stats.quarantined += doomed.len() as u64,
             Defect::Unreadable => stats.unreadable += doomed.len() as u64,
             // Nothing is wrong with them.
             Defect::Forgotten => {}
         }
         self.quarantines.so_far += 1;
         let slots_of_doomed: HashSet<_> = doomed.iter().map(|&(slot, _)| slot).collect();
-        let pins = doomed.iter().map(|&(slot, _)| self.tier(tier).at(slot).pins()).sum();
+        let pins = doomed.iter().map(|&(slot, _)| self.tier(tier).pins(slot)).sum();
         let anchor = if pins > 0 { self.pin_parent_of(tier, bad) } else { None };
         // While they are linked: afterwards nobody can tell how deep each of them was.
         let slots = self.depths_below(tier, bad, &doomed);
@@ -320,11 +358,16 @@ impl Table {
         blocks
     }
 
-    /// Cuts a match before bad blocks that are still to be dropped. Their chain is found by their depth: who leases a
-    /// part of it that begins elsewhere is told that the block is there, and has a miss when he reads it.
+    /// Cuts a match before bad blocks that are still to be dropped. Their place in the chain is found by their depth: who
+    /// leases a part that begins behind them is told that it is there, until it is dropped.
     pub(super) fn hide_dropping(&self, chain: Chain<'_>, found: &mut Found) {
+        if !self.is_dropping() || found.held.longest() == 0 {
+            return;
+        }
+        let first = self.depth_of_first(chain).unwrap_or(1);
         for bad in &self.quarantines.dropping {
-            let (tier, above) = (bad.found.tier, bad.depth - 1);
+            let Some(above) = bad.depth.checked_sub(first).map(|above| above as usize) else { continue };
+            let tier = bad.found.tier;
             if found.held.blocks(tier) > above && chain.key(above) == bad.key {
                 found.held.set(tier, above as u32);
                 let deepest = above.checked_sub(1).and_then(|last| self.find(chain.key(last)));
@@ -360,7 +403,8 @@ impl Table {
     fn pin_parent_of(&mut self, tier: Tier, record: RecordId) -> Option<SlotId> {
         let parent = self.records.at(record).parent()?;
         let slot = self.records.at(parent).slot(tier);
-        self.tier_mut(tier).at_mut(slot).pin().then_some(slot)
+        self.tier_mut(tier).pin(slot);
+        Some(slot)
     }
 
     /// Ends the residency of a block with all its descendants, leaves first.
@@ -373,7 +417,10 @@ impl Table {
             let above = parent.map(|parent| (self.records.at(parent).slot(tier), parent));
             self.unlink_leaf(tier, slot, record, defect.remove_reason());
             self.tier_mut(tier).at_mut(slot).set_quarantined();
-            self.flush_again(tier, record);
+            // What is dropped by its name is no good above either.
+            if !defect.is_of_name() {
+                self.flush_again(tier, record);
+            }
             self.forget_if_nowhere(record, defect.miss_reason(), tier);
             let is_next =
                 |&(above, _): &(SlotId, _)| slots.contains(&above) && self.tier(tier).at(above).is_leaf();
@@ -395,7 +442,8 @@ impl Table {
     /// Transfers that hang on a doomed block will never be published.
     fn abort_transfers_on(&mut self, tier: Tier, slots: &HashSet<SlotId>) {
         let hanging = self.transfers.hanging_on(tier, |slot| slots.contains(&slot));
-        hanging.into_iter().for_each(|(id, from)| self.abort(id, from));
+        hanging.into_iter().for_each(|(id, from)| self.fail(id, from));
+        self.give_up_failed(&mut Budget::of_a_hold());
     }
 
     fn hold_quarantined(&mut self, tier: Tier, quarantine: Quarantine) {

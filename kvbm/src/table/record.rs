@@ -1,7 +1,10 @@
 //! Records: what the table knows about one block, whatever tiers hold it.
 
+use std::collections::BTreeMap;
+
 use kvbm_tiers::{Ahead, BlockKey, HugeVec, SlotId, Tier};
 
+use super::budget::touched;
 use super::index::{RecordId, soon};
 use super::tier_set::{TierSet, bit};
 
@@ -22,14 +25,30 @@ pub(super) struct Record {
     next_sibling: u32,
     /// Of the first child: none.
     prev_sibling: u32,
-    depth: u16,
+    depth: Depth,
     group: u8,
     /// Resident in the tiers of the low half, filling in those of the high half.
     places: u8,
 }
 
-/// Depths are counted so far.
-pub(super) const MAX_DEPTH: u32 = u16::MAX as u32;
+/// Blocks from the root to a block, both included, as far as a record has room for the number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Depth(u16);
+
+/// What a record counts itself: hardly a chain is longer. Tests have short ones that are.
+const MAX_DEPTH: u16 = if cfg!(test) { 3 } else { u16::MAX - 1 };
+
+impl Depth {
+    fn of(depth: u32) -> Self {
+        // The number behind the last one stands for all that are not told here.
+        Self(depth.min(u32::from(MAX_DEPTH) + 1) as u16)
+    }
+
+    /// `None`: it is kept beside the records.
+    fn known(self) -> Option<u32> {
+        (self.0 <= MAX_DEPTH).then_some(u32::from(self.0))
+    }
+}
 
 const _: () = assert!(size_of::<Record>() <= 52, "a record has outgrown its budget");
 
@@ -43,7 +62,7 @@ const fn some(record: u32) -> Option<RecordId> {
 }
 
 impl Record {
-    const fn new(key: BlockKey, parent: Option<RecordId>, depth: u16) -> Self {
+    const fn new(key: BlockKey, parent: Option<RecordId>, depth: Depth) -> Self {
         let parent = match parent {
             Some(parent) => parent.0,
             None => NONE,
@@ -73,11 +92,6 @@ impl Record {
 
     pub(super) const fn parent(&self) -> Option<RecordId> {
         some(self.parent)
-    }
-
-    /// Blocks from the root to this one, both included; saturates at [`MAX_DEPTH`].
-    pub(super) fn depth(&self) -> u32 {
-        u32::from(self.depth)
     }
 
     /// Tiers where it can be read.
@@ -127,13 +141,15 @@ impl Record {
 #[derive(Debug)]
 pub(super) struct Records {
     all: HugeVec<Record>,
+    /// Of blocks that are deeper than a record can tell. A tree: a large map that grows keeps the lock for long.
+    deep: BTreeMap<RecordId, u32>,
     free: u32,
     live: usize,
 }
 
 impl Records {
     pub(super) fn with_room_for(records: usize) -> Self {
-        Self { all: HugeVec::with_capacity(records).populated(), free: NONE, live: 0 }
+        Self { all: HugeVec::with_capacity(records).populated(), deep: BTreeMap::new(), free: NONE, live: 0 }
     }
 
     pub(super) const fn len(&self) -> usize {
@@ -141,13 +157,23 @@ impl Records {
     }
 
     pub(super) fn add(&mut self, key: BlockKey, parent: Option<RecordId>) -> RecordId {
-        let depth = parent.map_or(1, |parent| self.at(parent).depth.saturating_add(1));
-        let id = self.store(Record::new(key, parent, depth));
+        let depth = parent.map_or(1, |parent| self.depth(parent) + 1);
+        let known = Depth::of(depth);
+        let id = self.store(Record::new(key, parent, known));
+        if known.known().is_none() {
+            self.deep.insert(id, depth);
+        }
         self.live += 1;
         if let Some(parent) = parent {
             self.link(id, parent);
         }
         id
+    }
+
+    /// Blocks from the root of its chain to a block, both included: exactly, however long the chain is.
+    pub(super) fn depth(&self, id: RecordId) -> u32 {
+        let beside = || self.deep.get(&id).copied().expect("what a record cannot tell is kept beside it");
+        self.at(id).depth.known().unwrap_or_else(beside)
     }
 
     fn store(&mut self, record: Record) -> RecordId {
@@ -218,6 +244,9 @@ impl Records {
             orphan = some(std::mem::replace(&mut child.next_sibling, NONE));
         }
         self.unlink(id);
+        if self.at(id).depth.known().is_none() {
+            self.deep.remove(&id);
+        }
         // Who is free has no parent: the chain of the free ones runs through that field.
         self.at_mut(id).parent = self.free;
         self.free = id.0;
@@ -225,22 +254,18 @@ impl Records {
     }
 
     pub(super) fn at(&self, id: RecordId) -> &Record {
+        touched();
         &self.all[id.0 as usize]
     }
 
     pub(super) fn at_mut(&mut self, id: RecordId) -> &mut Record {
+        touched();
         &mut self.all[id.0 as usize]
     }
 
     /// All records that some tier has or awaits.
     pub(super) fn live(&self) -> impl Iterator<Item = (RecordId, &Record)> {
-        self.live_among(0, self.all.len())
-    }
-
-    /// Those of them among `count` records from number `from` on.
-    pub(super) fn live_among(&self, from: u32, count: usize) -> impl Iterator<Item = (RecordId, &Record)> {
-        let some = self.all.get(from as usize..).unwrap_or_default().iter().take(count);
-        (from..).map(RecordId).zip(some).filter(|(_, record)| !record.is_nowhere())
+        (0..).map(RecordId).zip(self.all.iter()).filter(|(_, record)| !record.is_nowhere())
     }
 
     /// Whether there are records from number `next` on.
@@ -275,7 +300,7 @@ mod tests {
 
     #[test]
     fn a_key_comes_back_as_it_was() {
-        let record = Record::new(key(0xABCD_EF01), None, 1);
+        let record = Record::new(key(0xABCD_EF01), None, Depth::of(1));
         assert!(record.is(key(0xABCD_EF01)) && record.key() == key(0xABCD_EF01));
         assert!(!record.is(BlockKey { group: 9, ..key(0xABCD_EF01) }) && !record.is(key(2)));
     }
@@ -286,20 +311,25 @@ mod tests {
         fn links_agree_with_parents(steps in prop::collection::vec((0..4u8, any::<prop::sample::Index>()), 1..200)) {
             let mut records = Records::with_room_for(1);
             let mut parents: BTreeMap<u32, Option<u32>> = BTreeMap::new();
+            let mut depths: BTreeMap<u32, u32> = BTreeMap::new();
             for (count, (kind, which)) in steps.into_iter().enumerate() {
                 let some_record = (!parents.is_empty()).then(|| *parents.keys().nth(which.index(parents.len())).unwrap());
                 if kind > 0 || some_record.is_none() {
                     let parent = some_record.filter(|_| kind > 1);
                     let added = records.add(key(count as u128), parent.map(RecordId));
                     prop_assert_eq!(parents.insert(added.0, parent), None);
+                    depths.insert(added.0, parent.map_or(1, |parent| depths[&parent] + 1));
                 } else if let Some(gone) = some_record {
                     records.remove(RecordId(gone));
                     parents.remove(&gone);
+                    depths.remove(&gone);
                     parents.values_mut().filter(|parent| **parent == Some(gone)).for_each(|parent| *parent = None);
                 }
                 prop_assert_eq!(records.len(), parents.len());
+                prop_assert_eq!(records.deep.len(), depths.values().filter(|&&depth| depth > u32::from(MAX_DEPTH)).count());
                 for (&id, &parent) in &parents {
                     prop_assert_eq!(records.at(RecordId(id)).parent(), parent.map(RecordId));
+                    prop_assert_eq!(records.depth(RecordId(id)), depths[&id]);
                     let children: Vec<u32> = records.children(RecordId(id)).map(|child| child.0).collect();
                     let set: BTreeSet<u32> = children.iter().copied().collect();
                     prop_assert_eq!(set.len(), children.len());

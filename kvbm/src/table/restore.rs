@@ -87,9 +87,11 @@ impl Table {
     ) -> Result<RecordId, Intake> {
         let above = parent.map(|hash| BlockKey { hash, group: block.group });
         let parent = above.and_then(|above| self.resident(tier, above));
-        let is_bad =
-            |parent: RecordId| self.tier(tier).at(self.records.at(parent).slot(tier)).is_quarantined();
-        if above.is_some() && parent.is_none_or(is_bad) {
+        // Nobody knows whether it was stored before or after, and the key may be destroyed that it is sealed with.
+        if tenant.is_some_and(|tenant| self.owners.was_forgotten(tenant)) {
+            return Err(Intake::Declined);
+        }
+        if above.is_some() && parent.is_none_or(|parent| self.is_dropped(parent)) {
             return Err(Intake::Waits);
         }
         let known = self.find(block).map(|record| self.records.at(record));
@@ -97,7 +99,7 @@ impl Table {
             return Err(Intake::Declined);
         }
         let frame = self.tier_mut(tier).pool.take().ok_or(Intake::Waits)?;
-        let owner = self.owners.number(tenant);
+        let owner = self.owners.present(tenant);
         let Some(record) = self.intern(block, parent, owner) else {
             self.tier_mut(tier).pool.give_back(frame);
             return Err(Intake::Waits);
@@ -148,7 +150,7 @@ impl Table {
             return Fate::Dropped;
         }
         let Some(frame) = pending.frame.take() else { return Fate::Dropped };
-        let owner = self.owners.number(tenant);
+        let owner = self.owners.present(tenant);
         let Some(record) = self.intern(block, parent, owner) else {
             self.tier_mut(tier).pool.give_back(frame);
             return Fate::Dropped;
@@ -158,7 +160,7 @@ impl Table {
         Fate::Resident(record)
     }
 
-    fn resident(&self, tier: Tier, block: BlockKey) -> Option<RecordId> {
+    pub(super) fn resident(&self, tier: Tier, block: BlockKey) -> Option<RecordId> {
         self.find(block).filter(|&record| self.records.at(record).resident().has(tier))
     }
 
@@ -177,8 +179,7 @@ impl Table {
     /// Nobody knows whose use it was.
     fn tell_of_run(&mut self, tier: Tier, run: Run) {
         let now_ms = self.now_ms;
-        let known = self.records.at(run.last);
-        let (slot, depth) = (known.slot(tier), known.depth());
+        let (slot, depth) = (self.records.at(run.last).slot(tier), self.records.depth(run.last));
         let access = RequestContext::default().access(now_ms, slot, depth, run.blocks);
         let (held, records) = self.tier_and_records(tier);
         held.touch(&access, records);

@@ -27,7 +27,7 @@ impl Table {
     /// begins. `None`: at the first slot again.
     pub fn scrub_next(&mut self, tier: Tier, from: u32) -> (Option<Scrubbed>, Option<u32>) {
         let held = self.tier(tier);
-        let slots = held.slots.len() as u32;
+        let slots = if held.is_withdrawn { 0 } else { held.slots.len() as u32 };
         let is_block = |&slot: &u32| {
             let block = held.at(SlotId(slot));
             let is_there = block.record != Slot::EMPTY.record && !block.is_quarantined();
@@ -44,10 +44,8 @@ impl Table {
         let parent = known.parent().map(|parent| self.records.at(parent).key().hash);
         let held = self.tier_mut(tier);
         let found = held.pool.resident_ref(slot)?;
-        if !held.at_mut(slot).pin() {
-            return None;
-        }
         let loan = held.pool.lend(slot)?;
+        held.pin(slot);
         Some(Scrubbed { block: known.key(), parent, slot: found, loan })
     }
 

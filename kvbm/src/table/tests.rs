@@ -11,8 +11,8 @@ use kvbm_tiers::{BlockKey, Checksums, Frame, FramePool, IndexEntry, SlotId, Tier
 use proptest::prelude::*;
 
 use super::{
-    Effects, Journal, Match, MissReason, Note, Notes, Pins, Reply, RequestInfo, Restored, Table, TierSet,
-    TierSpec, TransferPlan,
+    Budget, Effects, Journal, Match, MissReason, Note, Notes, Pins, Reply, RequestInfo, Restored, SlotLimits,
+    Table, TierSet, TierSpec, TransferPlan,
 };
 use crate::hash::{BlockHash, Chain};
 use crate::task::{Class, CopyTask, Defect, Outcome, TransferId};
@@ -24,9 +24,13 @@ const SLOTS: [(Tier, u32, Option<Tier>); 4] = [
     (Tier::Object, 64, None),
 ];
 
+/// Slots count next to nothing themselves, and lives begin anew all the time.
+const LIMITS: SlotLimits = SlotLimits { pins: 2, children: 2 };
+const LIVES: u32 = 5;
+
 fn small_table(eviction: EvictionKind, admission: Option<AdmissionKind>) -> Table {
-    Table::new(SLOTS.map(|(tier, slots, flush_to)| TierSpec {
-        pool: FramePool::new(tier, slots),
+    let table = Table::new(SLOTS.map(|(tier, slots, flush_to)| TierSpec {
+        pool: FramePool::new(tier, slots).with_lives(LIVES),
         policy: eviction.build(slots),
         flush_to,
         admission: admission.map(|kind| {
@@ -35,7 +39,8 @@ fn small_table(eviction: EvictionKind, admission: Option<AdmissionKind>) -> Tabl
                 lower: TierShape { capacity: 2 * slots, eviction },
             })
         }),
-    }))
+    }));
+    table.with_slot_limits(LIMITS)
 }
 
 /// Chain number `n`: four families that share their first three blocks, in members of different length.
@@ -60,6 +65,9 @@ enum Step {
     Headroom { tier: usize, slots: usize },
     Block { tier: usize, blocked: bool },
     Evict { tier: usize, blocks: usize },
+    Withdraw { tier: usize },
+    Reset,
+    Sweep,
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -78,6 +86,9 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (1..3usize, 1..9usize).prop_map(|(tier, slots)| Step::Headroom { tier, slots }),
         1 => (1..3usize, any::<bool>()).prop_map(|(tier, blocked)| Step::Block { tier, blocked }),
         1 => (0..4usize, 1..5usize).prop_map(|(tier, blocks)| Step::Evict { tier, blocks }),
+        1 => (1..4usize).prop_map(|tier| Step::Withdraw { tier }),
+        1 => Just(Step::Reset),
+        1 => Just(Step::Sweep),
     ]
 }
 
@@ -126,17 +137,17 @@ impl History {
             }
             Step::Quarantine { tier, chain: n, depth } => {
                 let hashes = chain(n);
-                let key = Chain::from(&hashes).key(depth.min(hashes.len() - 1));
+                let key = self.table.enter(Chain::from(&hashes)).key(depth.min(hashes.len() - 1));
                 let defect = if depth % 2 == 0 { Defect::Corrupt } else { Defect::Unreadable };
                 quarantine(&mut self.table, Tier::ALL[tier], key, defect);
                 self.settle();
             }
             Step::Flush { tier, blocks } => {
-                self.table.take_flush(Tier::ALL[tier], blocks, Trigger::Used);
+                self.table.take_flush(Tier::ALL[tier], blocks, Trigger::Used, &mut Budget::of_a_hold());
                 self.settle();
             }
             Step::Headroom { tier, slots } => {
-                self.table.make_headroom(Tier::ALL[tier], slots, 4);
+                self.table.make_headroom(Tier::ALL[tier], slots, 4, &mut Budget::of_a_hold());
                 self.settle();
             }
             Step::Block { tier, blocked } => {
@@ -145,7 +156,28 @@ impl History {
             Step::Evict { tier, blocks } => {
                 self.table.evict(Tier::ALL[tier], blocks);
             }
+            Step::Withdraw { tier } => {
+                let effects = self.table.withdraw(Tier::ALL[tier]);
+                self.apply(effects);
+                self.end_each(Table::end_withdrawn);
+            }
+            Step::Reset => {
+                let effects = self.table.reset(self.table.epoch() + 1).unwrap();
+                self.apply(effects);
+                self.end_each(Table::end_past);
+            }
+            Step::Sweep => {
+                self.table.sweep();
+            }
             Step::Release(_) | Step::Cancel(_) => {}
+        }
+    }
+
+    fn end_each(&mut self, end_next: impl Fn(&mut Table, u32) -> Option<u32>) {
+        let mut from = Some(0);
+        while let Some(place) = from {
+            from = end_next(&mut self.table, place);
+            self.settle();
         }
     }
 
@@ -249,8 +281,9 @@ impl History {
 
     /// The match by asking for every block.
     fn linear_match(&self, chain: Chain<'_>) -> Match {
+        let chain = self.table.enter(chain);
         let held = |tier: Tier, i: usize| {
-            let record = self.table.find(chain.key(i));
+            let record = self.table.find(chain.key(i)).filter(|_| !self.table.is_withdrawn(tier));
             record.is_some_and(|record| self.table.records.at(record).resident().has(tier))
         };
         let blocks = |tier| (0..chain.len()).take_while(|&i| held(tier, i)).count() as u32;
@@ -260,8 +293,12 @@ impl History {
     /// Lets everything end, or closes it; then every slot can be emptied again.
     fn end(mut self, closes: bool) {
         if closes {
-            let effects = self.table.close();
-            self.apply(effects);
+            self.table.close();
+            let mut from = Some(0);
+            while let Some(place) = from {
+                from = self.table.end_next(place, &mut Budget::of_a_hold());
+                self.settle();
+            }
             assert_eq!(self.ended, self.begun, "closing answers everybody");
         }
         while !(self.filling.is_empty() && self.copies.is_empty()) {
@@ -277,13 +314,15 @@ impl History {
             self.table.release(pins);
         }
         self.check();
+        while self.table.sweep() {}
         for tier in Tier::ALL {
             self.table.block_flushes(tier, true);
         }
         for (tier, slots, _) in SLOTS {
             self.table.evict(tier, slots as usize);
             let counts = self.table.counts(tier);
-            assert_eq!((counts.resident, counts.filling), (0, 0), "{tier} cannot be emptied: {counts:?}");
+            let left = (counts.resident, counts.filling, counts.forgotten);
+            assert_eq!(left, (0, 0, 0), "{tier} cannot be emptied: {counts:?}");
             assert_eq!(counts.free, counts.total);
         }
         assert!(self.table.is_empty());
@@ -404,7 +443,7 @@ fn what_lies_in_a_closed_directory_does_not_leave_for_room_that_it_cannot_make()
         assert_eq!(held(&table)[0], 4, "{eviction:?}");
         // And then all its slots take blocks again.
         table.close_directory(Tier::Disk, 0, false);
-        while table.reconsider_reopened() {}
+        while table.reconsider_reopened(&mut Budget::of_a_hold()) {}
         for n in [2, 3, 6, 7] {
             assert_eq!(fill(&mut table, Tier::Disk, &chain(n)[..4].to_vec()), 0, "{eviction:?}");
         }
@@ -504,10 +543,10 @@ fn a_long_chain_goes_down_in_steps() {
     assert_eq!(fill(&mut table, Tier::Host, &chain), 0);
     let mut from = Some(0);
     while let Some(slot) = from {
-        from = table.want_flush_of_all(Tier::Host, slot);
+        from = table.want_flush_of_all(Tier::Host, slot, &mut Budget::of_a_hold());
     }
     for step in 0..200 {
-        table.take_flush(Tier::Host, 64, Trigger::Leaving);
+        table.take_flush(Tier::Host, 64, Trigger::Leaving, &mut Budget::of_a_hold());
         let tasks = table.take_effects().tasks;
         assert!(tasks.len() <= 256 + 64, "{} blocks in step {step}", tasks.len());
         let effects = table.land(tasks.into_iter().map(|task| task.ended(Outcome::Arrived)), Duration::ZERO);
@@ -534,7 +573,7 @@ fn a_table_that_has_lost_count_is_found_out_in_steps() {
     let pass = |table: &Table| {
         let (mut violations, mut next, mut steps) = (Vec::new(), Some(0), 0);
         while let Some(from) = next {
-            next = table.audit_some(from, &mut violations);
+            next = table.audit_some(from, &mut violations, &mut Budget::of_a_hold());
             steps += 1;
         }
         (violations, steps)
@@ -624,12 +663,13 @@ proptest! {
             notes
         });
         let mut history = History::new(table);
-        steps.iter().for_each(|step| history.take(step));
+        let within_an_epoch = |step: &&Step| !matches!(step, Step::Reset);
+        steps.iter().filter(within_an_epoch).for_each(|step| history.take(step));
         for (tier, notes) in kept.into_iter().zip(notes) {
             let mut left = residents(&history.table, tier);
             left.sort_by_key(|entry| entry.slot);
             let mut told = BTreeMap::new();
-            for (at, note) in notes.iter().enumerate().flat_map(|(at, notes)| notes.take().0.map(move |note| (at, note))) {
+            for (at, note) in notes.iter().enumerate().flat_map(|(at, notes)| notes.take().notes().map(move |note| (at, note))) {
                 let slot = match note {
                     Note::Stored(entry) => {
                         told.insert(entry.slot, IndexEntry { generation: 0, ..entry });
@@ -654,6 +694,51 @@ proptest! {
 }
 
 #[test]
+fn notes_that_nobody_writes_are_bounded_and_the_index_begins_anew() {
+    let mut table = small_table(EvictionKind::default(), None);
+    let notes = [(); 2].map(|()| Arc::<Notes>::default());
+    table.keep_journal(Tier::Object, Journal::of_ranks(notes.clone().map(Some)));
+    let churn = |table: &mut Table, blocks: std::ops::Range<u128>| {
+        blocks.for_each(|n| _ = fill(table, Tier::Object, &vec![BlockHash::from_u128(n << 64)]));
+    };
+    let mut told = BTreeMap::new();
+    let take = |told: &mut BTreeMap<SlotId, BlockKey>| {
+        let mut most = 0;
+        for (share, notes) in (0..).zip(&notes) {
+            let taken = notes.take();
+            if taken.begins_anew.is_some() {
+                told.retain(|slot, _| slot.0 % 2 != share);
+            }
+            let notes: Vec<_> = taken.notes().collect();
+            most = most.max(notes.len());
+            for note in notes {
+                match note {
+                    Note::Stored(entry) => drop(told.insert(entry.slot, entry.block)),
+                    Note::Removed { slot, .. } => drop(told.remove(&slot)),
+                    Note::Reset(_) => unreachable!("there was none"),
+                }
+            }
+        }
+        most
+    };
+    churn(&mut table, 1..100);
+    assert!(take(&mut told) > 0);
+    // The writer hangs.
+    churn(&mut table, 100..30_000);
+    assert_eq!(take(&mut told), 0, "they are too many to be kept");
+    churn(&mut table, 30_000..30_010);
+    while table.renew_indices(Tier::Object, &mut Budget::of_a_hold()) {}
+    take(&mut told);
+    let held = |table: &Table| -> BTreeMap<_, _> {
+        residents(table, Tier::Object).into_iter().map(|entry| (entry.slot, entry.block)).collect()
+    };
+    assert_eq!(told, held(&table));
+    churn(&mut table, 40_000..40_100);
+    take(&mut told);
+    assert_eq!(told, held(&table), "and then all is as before");
+}
+
+#[test]
 fn of_two_that_contradict_each_other_the_later_counts() {
     let hashes = chain(0);
     let key = |depth| Chain::from(&hashes).key(depth);
@@ -673,4 +758,77 @@ fn of_two_that_contradict_each_other_the_later_counts() {
     assert_eq!(table.restore(Tier::Disk, &[entry(7, 2), entry(2, 3)]), Restored { blocks: 1, dropped: 1 });
     assert_eq!(table.matches(Chain::from(&hashes)).blocks(Tier::Disk), 3);
     assert_eq!(table.audit(), []);
+}
+
+#[test]
+fn a_block_is_leased_and_flushed_however_many_pins_it_has() {
+    let mut table = small_table(EvictionKind::Lru, None);
+    let hashes = vec![BlockHash::from_u128(1)];
+    let chain = Chain::from(&hashes);
+    assert_eq!(fill(&mut table, Tier::Host, &hashes), 0);
+    let leases: Vec<_> = (0..100).map(|_| table.lease(chain, RequestInfo::default())).collect();
+    assert!(leases.iter().all(|lease| lease.held().blocks(Tier::Host) == 1));
+    table.take_flush(Tier::Host, 8, Trigger::Used);
+    let tasks = table.take_effects().tasks;
+    assert_eq!(tasks.len(), 1, "it goes down");
+    let _ = table.land(tasks.into_iter().map(|task| task.ended(Outcome::Arrived)), Duration::ZERO);
+    assert_eq!((table.matches(chain).blocks(Tier::Disk), table.has_dirty(Tier::Host)), (1, false));
+    for lease in leases {
+        assert_eq!(table.evict(Tier::Host, 1), 0, "somebody reads it still");
+        table.release(lease);
+    }
+    assert_eq!((table.evict(Tier::Host, 1), table.counts(Tier::Host).free), (1, 16));
+    assert_eq!(table.audit(), []);
+}
+
+#[test]
+fn all_slots_come_back_after_a_reset_whatever_their_age() {
+    for lives in 0..2 * LIVES + 2 {
+        let mut table = small_table(EvictionKind::Lru, None);
+        let (old, new) = (chain(0), chain(1));
+        assert_eq!(fill(&mut table, Tier::Host, &old), 0);
+        // Others come and leave meanwhile.
+        for _ in 0..lives {
+            let pool = &mut table.tier_mut(Tier::Host).pool;
+            let frame = pool.take().unwrap();
+            pool.give_back(frame);
+        }
+        for epoch in 1..4 {
+            let _ = table.reset(epoch).unwrap();
+            assert_eq!(fill(&mut table, Tier::Host, &new), 0);
+            assert_eq!(table.matches(Chain::from(&new)).blocks(Tier::Host), new.len());
+        }
+        while table.sweep() {}
+        let counts = table.counts(Tier::Host);
+        assert_eq!((counts.resident as usize, counts.forgotten), (new.len(), 0), "after {lives} lives");
+        assert_eq!(counts.free + counts.resident, counts.total);
+        assert_eq!(table.audit(), []);
+    }
+}
+
+#[test]
+fn a_withdrawn_tier_is_like_an_absent_one_until_a_reset() {
+    let mut table = small_table(EvictionKind::Lru, None);
+    let hashes = chain(0);
+    let chain = Chain::from(&hashes);
+    assert_eq!((fill(&mut table, Tier::Host, &hashes), fill(&mut table, Tier::Disk, &hashes)), (0, 0));
+    let early = table.lease(chain, RequestInfo::default());
+    let reserved = table.reserve(Tier::Device, chain, RequestInfo::default());
+    let _ = table.withdraw(Tier::Host);
+    table.end_plan(reserved.transfer, None);
+    let key = chain.key(0);
+    assert!(table.lend(Tier::Host, key).is_none() && table.pin_resident(Tier::Host, key).is_none());
+    assert!(table.scrub_next(Tier::Host, 0).0.is_none());
+    assert_eq!((table.matches(chain).blocks(Tier::Host), table.matches(chain).blocks(Tier::Disk)), (0, 7));
+    assert_eq!((table.flushes_to(Tier::Host), table.flushes_to(Tier::Disk)), (None, Some(Tier::Object)));
+    let refused = table.reserve(Tier::Host, chain, RequestInfo::default());
+    assert_eq!((refused.frames.len(), refused.refused), (0, 7));
+    table.end_plan(refused.transfer, None);
+    let mut plan = TransferPlan::copying(Class::Load, Tier::Device, early);
+    while !table.trace(&mut plan) {}
+    assert!(plan.sources().iter().all(|from| from.tier == Tier::Disk));
+    let _ = table.reset(1).unwrap();
+    assert_eq!(table.flushes_to(Tier::Host), Some(Tier::Disk));
+    assert_eq!(fill(&mut table, Tier::Host, &hashes), 0);
+    assert_eq!(table.matches(chain).blocks(Tier::Host), 7);
 }

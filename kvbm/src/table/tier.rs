@@ -1,15 +1,16 @@
 //! One tier of the table: its slots, who sits in them, and the policy that ranks them.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
-
 use kvbm_policies::{Admission, Eviction, TierPolicies};
 use kvbm_tiers::{Ahead, FramePool, HugeVec, SlotId, Tier};
 
+use super::budget::{Budget, touched};
+use super::demotion::Climb;
+use super::flush_queue::{Dirty, FlushQueue};
 use super::forgotten::Forgotten;
 use super::index::{RecordId, soon};
 use super::journal::Journal;
 use super::record::Records;
-use super::request::RequestInfo;
+use super::tally::{SlotLimits, Tally};
 
 /// What the table is told about a tier.
 #[derive(Debug)]
@@ -49,108 +50,66 @@ pub struct TierStats {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slot {
     pub(super) record: RecordId,
-    /// Pins in the upper 16 bits, then 12 bits of children, flags below.
-    state: u32,
+    /// As far as the slot counts them itself: see [`Tally`].
+    pins: u16,
+    children: u8,
+    flags: u8,
 }
 
 const _: () = assert!(size_of::<Slot>() == 8, "a slot has outgrown its budget");
 
-const QUARANTINED: u32 = 1;
-const SKIPS_FLUSH: u32 = 2;
-const QUEUED: u32 = 4;
-const FORGOTTEN: u32 = 8;
-const ONE_CHILD: u32 = 1 << 4;
-const ONE_PIN: u32 = 1 << 16;
-/// What a slot counts itself: most blocks have one child. Tests meet crowds of a few.
-const MANY_CHILDREN: u32 = if cfg!(test) { 2 } else { ONE_PIN / ONE_CHILD - 1 };
+const QUARANTINED: u8 = 1;
+const SKIPS_FLUSH: u8 = 2;
+const FORGOTTEN: u8 = 4;
 
 impl Slot {
-    pub(super) const EMPTY: Self = Self { record: RecordId(u32::MAX), state: 0 };
+    pub(super) const EMPTY: Self = Self::holding(RecordId(u32::MAX));
 
     pub(super) const fn holding(record: RecordId) -> Self {
-        Self { record, state: 0 }
+        Self { record, pins: 0, children: 0, flags: 0 }
     }
 
     /// Whether no block of the tier hangs on it.
     pub(super) const fn is_leaf(self) -> bool {
-        self.children() == 0
+        self.children == 0
     }
 
-    /// Blocks of the tier that hang on it, as far as it counts them itself.
-    const fn children(self) -> u32 {
-        self.state % ONE_PIN / ONE_CHILD
-    }
-
-    pub(super) const fn pins(self) -> u32 {
-        self.state / ONE_PIN
-    }
-
-    /// False when the count is at its limit (65,535 leases of one block).
-    pub(super) const fn pin(&mut self) -> bool {
-        let (state, overflow) = self.state.overflowing_add(ONE_PIN);
-        if !overflow {
-            self.state = state;
-        }
-        !overflow
-    }
-
-    /// Whether this was the last pin.
-    pub(super) const fn unpin(&mut self) -> bool {
-        debug_assert!(self.pins() > 0, "a lease was released twice");
-        self.state -= ONE_PIN;
-        self.pins() == 0
+    /// Whether somebody keeps it where it is.
+    pub(super) const fn is_pinned(self) -> bool {
+        self.pins > 0
     }
 
     /// Its bytes are bad: nobody new may find it, its readers may finish.
     pub(super) const fn is_quarantined(self) -> bool {
-        self.state & QUARANTINED != 0
+        self.flags & QUARANTINED != 0
     }
 
     pub(super) const fn set_quarantined(&mut self) {
-        self.state |= QUARANTINED;
+        self.flags |= QUARANTINED;
     }
 
     /// It is to be flushed after all.
     pub(super) const fn want_flush(&mut self) {
-        self.state &= !SKIPS_FLUSH;
+        self.flags &= !SKIPS_FLUSH;
     }
 
     /// It may be evicted although the tier below lacks it.
     pub(super) const fn skips_flush(self) -> bool {
-        self.state & SKIPS_FLUSH != 0
+        self.flags & SKIPS_FLUSH != 0
     }
 
     pub(super) const fn skip_flush(&mut self) {
-        self.state |= SKIPS_FLUSH;
-    }
-
-    /// It waits in the queue of dirty blocks: once is enough, however often it is used.
-    pub(super) const fn is_queued(self) -> bool {
-        self.state & QUEUED != 0
+        self.flags |= SKIPS_FLUSH;
     }
 
     /// A reset forgot it: marked when the pass over the tier comes by, see [`TierTable::is_forgotten`].
     pub(super) const fn is_forgotten(self) -> bool {
-        self.state & FORGOTTEN != 0
+        self.flags & FORGOTTEN != 0
     }
 
     pub(super) const fn set_forgotten(&mut self) {
-        self.state |= FORGOTTEN;
+        self.flags |= FORGOTTEN;
     }
-
-    const fn set_queued(&mut self, queued: bool) {
-        self.state = if queued { self.state | QUEUED } else { self.state & !QUEUED };
-    }
-}
-
-/// A block that waits for its flush. Stale entries are recognised by the slot's occupant.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Dirty {
-    pub(super) slot: SlotId,
-    pub(super) record: RecordId,
-    pub(super) since_ms: u64,
-    /// Of the request that brought it.
-    pub(super) info: RequestInfo,
 }
 
 /// Slots by which the array of a tier grows.
@@ -174,14 +133,15 @@ pub(super) struct TierTable {
     pub(super) total: u32,
     pub(super) pool: FramePool,
     pub(super) slots: HugeVec<Slot>,
-    /// Children beyond those that a slot counts itself.
-    crowds: HashMap<SlotId, u32>,
+    pins: Tally,
+    children: Tally,
     pub(super) policies: TierPolicies,
     pub(super) flush_to: Option<Tier>,
-    pub(super) dirty: VecDeque<Dirty>,
-    /// Failed flushes by when they are due; the second number tells those of one time apart, in their order.
-    pub(super) retries: BTreeMap<(u64, u64), Dirty>,
-    put_off: u64,
+    /// Blocks that the tier below lacks.
+    pub(super) flushes: FlushQueue,
+    pub(super) climbed: Option<Climb>,
+    /// What it gives is wrong: see [`Table::withdraw`](super::Table::withdraw).
+    pub(super) is_withdrawn: bool,
     /// When failed flushes are tried again, and how much later if they fail once more.
     retry_at_ms: u64,
     retry_pause_ms: u64,
@@ -201,18 +161,21 @@ pub(super) struct TierTable {
 impl TierTable {
     pub(super) fn new(spec: TierSpec) -> Self {
         let total = spec.pool.total() - spec.pool.out();
+        let reserved = (spec.pool.total() as usize).min(RESERVED_SLOTS);
+        let limits = SlotLimits::default();
         Self {
             tier: spec.pool.tier(),
             total,
             // Addresses only: the kernel provides memory as far as it is used.
-            slots: HugeVec::with_capacity((spec.pool.total() as usize).min(RESERVED_SLOTS)),
-            crowds: HashMap::new(),
+            slots: HugeVec::with_capacity(reserved),
+            pins: Tally::up_to(limits.pins),
+            children: Tally::up_to(limits.children.into()),
             pool: spec.pool,
             policies: TierPolicies::new(spec.policy, spec.admission),
             flush_to: spec.flush_to,
-            dirty: VecDeque::new(),
-            retries: BTreeMap::new(),
-            put_off: 0,
+            flushes: FlushQueue::with_room_for(if spec.flush_to.is_some() { reserved } else { 0 }),
+            climbed: None,
+            is_withdrawn: false,
             retry_at_ms: 0,
             retry_pause_ms: FIRST_PAUSE_MS,
             is_flush_blocked: false,
@@ -234,42 +197,58 @@ impl TierTable {
     }
 
     pub(super) fn at(&self, slot: SlotId) -> &Slot {
+        touched();
         &self.slots[slot.0 as usize]
     }
 
     pub(super) fn at_mut(&mut self, slot: SlotId) -> &mut Slot {
+        touched();
         &mut self.slots[slot.0 as usize]
+    }
+
+    /// Has slots count so far themselves. For a table without blocks.
+    pub(super) fn count_up_to(&mut self, limits: SlotLimits) {
+        (self.pins, self.children) = (Tally::up_to(limits.pins), Tally::up_to(limits.children.into()));
+    }
+
+    /// Keeps the block in `slot` where it is.
+    pub(super) fn pin(&mut self, slot: SlotId) {
+        self.slots[slot.0 as usize].pins = self.pins.add(slot, self.at(slot).pins);
+    }
+
+    /// Ends a pin. Returns whether it was the last.
+    pub(super) fn unpin(&mut self, slot: SlotId) -> bool {
+        self.slots[slot.0 as usize].pins = self.pins.take(slot, self.at(slot).pins);
+        !self.at(slot).is_pinned()
+    }
+
+    /// Those who keep the block in `slot` where it is.
+    pub(super) fn pins(&self, slot: SlotId) -> u64 {
+        self.pins.total(slot, self.at(slot).pins)
     }
 
     /// A block of the tier hangs on that in `slot` from now on.
     pub(super) fn gain_child(&mut self, slot: SlotId) {
-        if self.at(slot).children() == MANY_CHILDREN {
-            *self.crowds.entry(slot).or_default() += 1;
-        } else {
-            self.at_mut(slot).state += ONE_CHILD;
-        }
+        let own = self.at(slot).children;
+        self.at_mut(slot).children = self.children.add(slot, own.into()) as u8;
     }
 
     /// One less. Returns whether it was the last.
     pub(super) fn lose_child(&mut self, slot: SlotId) -> bool {
-        debug_assert!(!self.at(slot).is_leaf(), "a block lost a child that it did not have");
-        let is_crowded = self.at(slot).children() == MANY_CHILDREN;
-        match self.crowds.get_mut(&slot).filter(|_| is_crowded) {
-            Some(1) => _ = self.crowds.remove(&slot),
-            Some(crowd) => *crowd -= 1,
-            None => self.at_mut(slot).state -= ONE_CHILD,
-        }
+        let own = self.at(slot).children;
+        self.at_mut(slot).children = self.children.take(slot, own.into()) as u8;
         self.at(slot).is_leaf()
     }
 
     /// Blocks of the tier that hang on that in `slot`.
-    pub(super) fn children(&self, slot: SlotId) -> u32 {
-        self.at(slot).children() + self.crowds.get(&slot).copied().unwrap_or(0)
+    pub(super) fn children(&self, slot: SlotId) -> u64 {
+        self.children.total(slot, self.at(slot).children.into())
     }
 
-    /// The slots from `from` on that hold blocks, as far as one step of `most` slots goes, and where the next begins.
-    pub(super) fn step(&self, from: u32, most: usize) -> (impl Iterator<Item = u32> + '_, Option<u32>) {
-        let end = (from as usize + most).min(self.slots.len()) as u32;
+    /// The slots from `from` on that hold blocks, as far as the hold goes, and where the next one begins.
+    pub(super) fn step(&self, from: u32, hold: &mut Budget) -> (impl Iterator<Item = u32> + '_, Option<u32>) {
+        let end = (from as usize + hold.looks_left()).min(self.slots.len()).max(from as usize) as u32;
+        hold.pay((end - from) as usize);
         let holds_block = |slot: &u32| self.at(SlotId(*slot)).record != Slot::EMPTY.record;
         let next = ((end as usize) < self.slots.len()).then_some(end);
         ((from..end).filter(holds_block), next)
@@ -281,8 +260,10 @@ impl TierTable {
         if index >= self.slots.len() {
             self.make_room_for(index + 1);
         }
-        debug_assert!(!self.crowds.contains_key(&slot), "a block left before its children");
+        debug_assert!(self.children.is_within(slot), "a block left before its children");
+        debug_assert!(self.pins.is_within(slot), "a block left before its readers");
         self.slots[index] = Slot::holding(record);
+        self.forgotten.renew(slot);
         self.resident += 1;
         self.stats.published += 1;
     }
@@ -296,56 +277,23 @@ impl TierTable {
             self.slots.reserve_exact(more.max(slots) - self.slots.len());
         }
         self.slots.resize((slots + STEP).min(total).max(slots), Slot::EMPTY);
+        if self.flush_to.is_some() {
+            self.flushes.reach(self.slots.len());
+        }
     }
 
     /// The memory of the slots that are used next for the first time.
     pub(super) fn ahead(&mut self) -> impl Iterator<Item = Ahead> {
         let soon = STEP + soon(self.slots.len());
-        self.slots.ahead(soon).into_iter().chain(self.pool.ahead(soon))
+        self.slots.ahead(soon).into_iter().chain(self.pool.ahead(soon)).chain(self.flushes.ahead(soon))
     }
 
-    /// Has a block flushed, or asked about. A block that waits already keeps its place.
-    pub(super) fn queue(&mut self, entry: Dirty) {
-        if !self.at(entry.slot).is_queued() && !self.is_forgotten(entry.slot) {
-            self.at_mut(entry.slot).set_queued(true);
-            // Behind its parent, which was published before it: the queue is root-first along every chain.
-            self.dirty.push_back(entry);
-            self.forget_stale_entries();
+    /// Has a block flushed, or asked about. A block that waits already keeps its place: behind its parent, which was
+    /// published before it, so that the queue is root-first along every chain.
+    pub(super) fn queue(&mut self, block: Dirty) {
+        if !self.is_forgotten(block.slot) {
+            self.flushes.push_last(block);
         }
-    }
-
-    /// Blocks leave while the tier below is away, and their entries stay. So that the queues are in proportion to the
-    /// tier all the same, they are gone through once as many entries have come as may be stale.
-    fn forget_stale_entries(&mut self) {
-        const SPARE: usize = 1_024;
-        let slots = &self.slots;
-        let stands = |entry: &Dirty| {
-            let slot = slots[entry.slot.0 as usize];
-            slot.record == entry.record && slot.is_queued()
-        };
-        let most = 2 * self.resident as usize + SPARE;
-        if self.dirty.len() > most {
-            self.dirty.retain(stands);
-        }
-        if self.retries.len() > most {
-            self.retries.retain(|_, entry| stands(entry));
-        }
-    }
-
-    /// Puts back what was taken out and could not be dealt with.
-    pub(super) fn queue_first(&mut self, entry: Dirty) {
-        self.at_mut(entry.slot).set_queued(true);
-        self.dirty.push_front(entry);
-    }
-
-    /// What waits longest.
-    pub(super) fn next_dirty(&mut self) -> Option<Dirty> {
-        let entry = self.dirty.pop_front()?;
-        // The slot may be another block's by now, whose own entry is elsewhere in the queue.
-        if self.at(entry.slot).record == entry.record {
-            self.at_mut(entry.slot).set_queued(false);
-        }
-        Some(entry)
     }
 
     /// Has a failed flush tried again after a pause. Until then the block may leave.
@@ -363,29 +311,27 @@ impl TierTable {
     }
 
     /// Lets a block leave unflushed, and has it flushed at `due_ms` if it is still there.
-    pub(super) fn put_off(&mut self, entry: Dirty, due_ms: u64) {
-        let slot = self.at_mut(entry.slot);
-        if !slot.is_queued() {
-            slot.set_queued(true);
-            slot.skip_flush();
-            self.put_off += 1;
-            self.retries.insert((due_ms, self.put_off), entry);
-            self.reconsider(entry.slot);
-            self.forget_stale_entries();
+    pub(super) fn put_off(&mut self, block: Dirty, due_ms: u64) {
+        if !self.flushes.has(block.slot) {
+            self.flushes.put_off(block, due_ms);
+            self.at_mut(block.slot).skip_flush();
+            self.reconsider(block.slot);
         }
     }
 
-    /// Has those failed flushes tried again whose pause is over by `now_ms`.
-    pub(super) fn revive_flushes(&mut self, now_ms: u64) {
-        while let Some(due) = self.retries.first_entry().filter(|due| due.key().0 <= now_ms) {
-            let entry = due.remove();
-            let slot = self.at_mut(entry.slot);
-            if slot.record == entry.record {
-                slot.want_flush();
+    /// Has those failed flushes tried again whose pause is over by `now_ms`. Returns whether there are more.
+    pub(super) fn revive_flushes(&mut self, now_ms: u64, hold: &mut Budget) -> bool {
+        while self.flushes.has_due(now_ms) {
+            if !hold.change() {
+                return true;
+            }
+            if let Some(block) = self.flushes.pop_due(now_ms) {
+                self.at_mut(block.slot).want_flush();
                 // Due at once: it has waited before.
-                self.dirty.push_back(Dirty { since_ms: 0, ..entry });
+                self.flushes.push_last(Dirty { since_ms: 0, ..block });
             }
         }
+        false
     }
 
     /// A block reached the tier below: the next failure starts with a short pause again.
@@ -405,7 +351,8 @@ impl TierTable {
     pub(super) fn is_unflushed(&self, slot: SlotId, records: &Records) -> bool {
         let held = self.at(slot);
         let lacks = |below: Tier| !records.at(held.record).resident().has(below);
-        held.is_queued()
+        self.flushes.has(slot)
+            && !self.is_withdrawn
             && !self.is_forgotten(slot)
             && !self.policies.has_admission()
             && self.flush_to.is_some_and(lacks)

@@ -79,7 +79,7 @@ impl Eviction for Belady {
     }
 
     fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
-        while let Some(&(rank, block)) = self.leaves.peek() {
+        while let Some(&(rank, block)) = self.leaves.peek().filter(|_| forest.may_look()) {
             // A busy one is dropped as well: `released` offers it again.
             if self.rank_of(block) == Some(rank) && forest.standing(block) == Standing::Evictable {
                 return Some(block);

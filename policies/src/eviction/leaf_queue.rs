@@ -36,7 +36,7 @@ impl LeafQueue {
 
     /// The oldest evictable leaf, after dropping those before it that are none.
     pub(super) fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
-        while let Some(block) = self.ages.oldest() {
+        while let Some(block) = self.ages.oldest().filter(|_| forest.may_look()) {
             if forest.standing(block) == Standing::Evictable {
                 return Some(block);
             }

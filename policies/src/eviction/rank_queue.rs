@@ -24,9 +24,9 @@ impl RankQueue {
         self.index.get(number as usize).is_some_and(|&at| at != ABSENT)
     }
 
-    /// The number of the lowest rank.
-    pub(super) fn first(&self) -> Option<u32> {
-        self.heap.first().map(|&(_, number)| number)
+    /// The lowest rank, and its number.
+    pub(super) fn first(&self) -> Option<(u32, u32)> {
+        self.heap.first().copied()
     }
 
     /// Puts `number` where `rank` belongs, wherever it was.
@@ -104,7 +104,7 @@ mod tests {
             let mut queue = RankQueue::default();
             let mut ranks = BTreeMap::new();
             for step in steps {
-                let lowest = ranks.iter().min_by_key(|&(number, rank)| (*rank, *number)).map(|(&number, _)| number);
+                let lowest = ranks.iter().map(|(&number, &rank)| (rank, number)).min();
                 prop_assert_eq!(queue.first(), lowest);
                 match step {
                     Some((number, rank)) => {
@@ -113,7 +113,7 @@ mod tests {
                     }
                     None => {
                         queue.remove_first();
-                        lowest.map(|lowest| ranks.remove(&lowest));
+                        lowest.map(|(_, number)| ranks.remove(&number));
                     }
                 }
                 prop_assert!((0..20).all(|number| queue.contains(number) == ranks.contains_key(&number)));

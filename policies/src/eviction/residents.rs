@@ -124,7 +124,9 @@ impl<T: Ranked> Residents<T> {
         ranks: impl RangeBounds<T::Rank> + Clone,
         forest: &dyn Forest,
     ) -> Option<BlockId> {
-        while let Some((&rank, &block)) = self.leaves.range(ranks.clone()).next() {
+        while let Some((&rank, &block)) =
+            self.leaves.range(ranks.clone()).next().filter(|_| forest.may_look())
+        {
             if forest.standing(block) == Standing::Evictable {
                 return Some(block);
             }

@@ -27,7 +27,7 @@ pub struct S3Fifo {
 }
 
 /// How many blocks one search passes over at most.
-const MAX_PASSES: usize = 4096;
+const MAX_PASSES: usize = 1_024;
 
 // Two bits, as in the paper.
 const MAX_USES: u8 = 3;
@@ -90,13 +90,16 @@ impl S3Fifo {
     }
 
     /// Puts a block that stays behind the others of the main queue.
-    fn pass_over(&mut self, block: BlockId, place: S3FifoBlock) {
+    fn pass_over(&mut self, block: BlockId, place: S3FifoBlock, standing: Standing) {
         self.unlink(block, place.is_main);
         self.main.push_newest(block);
         let uses = if place.is_main { place.uses.saturating_sub(1) } else { 0 };
         let stamp = self.blocks.stamp();
         self.blocks.set(block, S3FifoBlock { is_main: true, stamp, uses, ..place });
-        self.blocks.offer(block);
+        // A busy one is offered when it is released: the search among the leaves, which follows, is to come to an end.
+        if standing == Standing::Evictable {
+            self.blocks.offer(block);
+        }
     }
 }
 
@@ -124,14 +127,15 @@ impl Eviction for S3Fifo {
 
     fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
         for _ in 0..MAX_PASSES {
-            let head = self.head()?;
+            let head = self.head().filter(|_| forest.may_look())?;
             let place = *self.blocks.state(head)?;
             // As in the paper: one use keeps a block in the main queue, two bring it there.
             let enough = if place.is_main { 1 } else { 2 };
-            if place.uses < enough && forest.standing(head) == Standing::Evictable {
+            let standing = forest.standing(head);
+            if place.uses < enough && standing == Standing::Evictable {
                 return Some(head);
             }
-            self.pass_over(head, place);
+            self.pass_over(head, place, standing);
         }
         self.blocks.lowest(.., forest)
     }

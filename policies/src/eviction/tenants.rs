@@ -173,7 +173,7 @@ impl Tenants {
 
     fn first_aside(&mut self, id: GroupId, forest: &dyn Forest) -> Option<BlockId> {
         loop {
-            let (block, ticket) = *self.groups.get(&id)?.aside.front()?;
+            let (block, ticket) = *self.groups.get(&id)?.aside.front().filter(|_| forest.may_look())?;
             if holds(&self.charges, block, ticket) {
                 if forest.standing(block) == Standing::Evictable {
                     return Some(block);
@@ -223,6 +223,10 @@ impl Forest for Rest<'_> {
 
     fn key(&self, block: BlockId) -> u64 {
         self.forest.key(block)
+    }
+
+    fn may_look(&self) -> bool {
+        self.forest.may_look()
     }
 }
 

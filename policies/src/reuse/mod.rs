@@ -64,6 +64,7 @@ pub struct ReuseModel {
     fresh_ranks: FreshRanks,
     records: Records,
     learning: Learning,
+    has_learned: bool,
     /// Paths whose tail may rank otherwise since the latest event.
     changed: Vec<PathId>,
     /// When it will have learned enough to call a block worthless, once it has seen a use.
@@ -88,6 +89,7 @@ impl ReuseModel {
         if let Some(model) = self.learning.take_result() {
             self.model = model;
             self.fresh_ranks.clear();
+            self.has_learned = true;
         }
         let Some(touched) = self.known.touch(access, forest) else { return };
         self.known.take_closed().for_each(|record| self.records.push(record));
@@ -166,6 +168,11 @@ impl ReuseModel {
     /// Which request used `block` last, the last one of a path of `depth` blocks. `None`: unknown.
     pub fn last_use(&self, block: BlockId, depth: u32) -> Option<LastUse> {
         self.known.last_use(block, depth)
+    }
+
+    /// Whether ranks go by more than the age.
+    pub(crate) fn has_learned(&self) -> bool {
+        self.has_learned
     }
 
     /// Whether it has seen enough blocks fail to return.

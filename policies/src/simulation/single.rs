@@ -133,6 +133,7 @@ mod tests {
 
     const LRU: Policy = Policy::Online(EvictionKind::Lru);
     const FIFO: Policy = Policy::Online(EvictionKind::Fifo);
+    const HAZARD: Policy = Policy::Online(EvictionKind::Hazard);
 
     /// Requests over few blocks, with much reuse. An id tells its whole chain, as in a real trace.
     fn requests() -> impl Strategy<Value = Vec<Request>> {
@@ -204,6 +205,14 @@ mod tests {
             for policy in Policy::all() {
                 prop_assert!(hits(policy, &requests, capacity) <= bound, "{}", policy);
             }
+        }
+
+        #[test]
+        fn hazard_is_lru_until_it_has_learned(mut requests in requests(), capacity in 0_u32..40, pause_ms in 0_u64..5_000) {
+            // The first fit is due after the fiftieth.
+            requests.truncate(50);
+            requests.iter_mut().zip(0..).for_each(|(request, nth)| request.timestamp_ms = nth * pause_ms);
+            prop_assert_eq!(hits(HAZARD, &requests, capacity), hits(LRU, &requests, capacity));
         }
 
         #[test]

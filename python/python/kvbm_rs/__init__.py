@@ -4,7 +4,7 @@ Settings are those of docs/configuration.md: `Settings.from_environment()`, `Set
 `Settings.from_toml(text)`. An engine that copies for itself keeps its blocks in `Blocks`.
 """
 
-from kvbm_rs import errors
+from kvbm_rs import errors, logs
 from kvbm_rs._native import (
     Blocks,
     CacheGroup,
@@ -52,6 +52,7 @@ __all__ = [
     "SaveEnd",
     "Settings",
     "errors",
+    "logs",
     "request_number",
     "version",
 ]

@@ -23,8 +23,9 @@ use pyo3::types::{PyBytes, PyDict};
 
 use self::jobs::{Finished, Jobs, Transfer, Way};
 use self::opening::Identity;
-use self::requests::{Chunks, Held, Requests};
+use self::requests::{Chunks, Held, Requests, Salt};
 use crate::errors::classes;
+use crate::opened::opened;
 use crate::settings::Settings;
 use crate::stats::{Samples, samples};
 
@@ -90,7 +91,7 @@ impl Tier {
         let memory = opening::Memory::of(view)?;
         let (slots, chunk_bytes) = (memory.slots, memory.chunk_bytes as u64);
         let chunks = Chunks::new(&tokens_per_chunk, slots as usize, margin)?;
-        let (settings, registry) = (settings.plain(), Registry::new());
+        let (settings, registry) = (settings.without_epochs(), Registry::new());
         let counted = registry.clone();
         let manager =
             py.detach(move || opening::open(settings, identity, memory, chunks.tokens(), counted))?;
@@ -191,18 +192,23 @@ impl Tier {
         self.running.lock().as_ref().is_some_and(|running| running.jobs.lacks_beginnings())
     }
 
-    /// Waits until every job has ended; with `forget`, nothing that is here now is found again. Returns what is to be
-    /// known about that: the new epoch could not be noted on a medium.
-    fn drain(&self, py: Python<'_>, forget: bool) -> Option<String> {
+    /// Waits until every job has ended; with `forget`, nothing that is here now is found again, and what comes is named by these
+    /// 16 bytes as well, by which another process does not find it. Returns what is to be known about that: the new
+    /// epoch could not be noted on a medium.
+    #[pyo3(signature = (forget=None))]
+    fn drain(&self, py: Python<'_>, forget: Option<Salt>) -> Option<String> {
         *self.asked.lock() = None;
         py.detach(|| {
             let running = self.running.lock();
             let Running { manager, jobs } = running.as_ref()?;
             jobs.wait_until_idle(None);
-            self.requests.lock().unpin();
-            if !forget {
+            let mut requests = self.requests.lock();
+            let Some(salt) = forget else {
+                requests.unpin();
                 return None;
-            }
+            };
+            requests.rename(salt);
+            drop(requests);
             manager.reset(manager.epoch() + 1).err().map(|error| error.to_string())
         })
     }
@@ -228,6 +234,12 @@ impl Tier {
     /// The counters and gauges of docs/metrics.md: name, meaning, whether it only grows, and values by labels.
     fn samples(&self, py: Python<'_>) -> Vec<Samples> {
         py.detach(|| samples(&self.registry))
+    }
+
+    /// What it has, in lines for a log: tiers, what an earlier process left in them, and the routes between them.
+    fn opened(&self, py: Python<'_>) -> Vec<String> {
+        let running = self.running.lock();
+        running.as_ref().map(|running| py.detach(|| opened(&running.manager))).unwrap_or_default()
     }
 
     /// Counts since the start, by name; blocks are chunks.

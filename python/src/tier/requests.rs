@@ -51,6 +51,9 @@ impl Chunks {
     }
 }
 
+/// What blocks are named by besides vLLM's keys.
+pub(super) type Salt = [u8; 16];
+
 /// Successive blocks of a chain, and the primary tier's slots for them.
 pub(super) struct Run {
     pub(super) chain: Arc<Vec<BlockHash>>,
@@ -114,6 +117,8 @@ struct Promise {
 /// All requests that vLLM has not ended.
 pub(super) struct Requests {
     chunks: Chunks,
+    /// Since a reset: only this process knows which weights are served.
+    salt: Option<Salt>,
     by_name: HashMap<String, Request>,
     /// To those that wait for it.
     promises: HashMap<String, Promise>,
@@ -124,12 +129,19 @@ pub(super) struct Requests {
 
 impl Requests {
     pub(super) fn new(chunks: Chunks) -> Self {
-        Self { chunks, by_name: HashMap::new(), promises: HashMap::new(), step: 0, asked_in_step: false }
+        Self {
+            chunks,
+            salt: None,
+            by_name: HashMap::new(),
+            promises: HashMap::new(),
+            step: 0,
+            asked_in_step: false,
+        }
     }
 
     /// Takes the keys that came to a request's `positions`.
     pub(super) fn learn(&mut self, request: &str, positions: &Bound<'_, PyDict>) -> PyResult<()> {
-        let chunks = self.chunks;
+        let (chunks, salt) = (self.chunks, self.salt);
         let request = self.entry(request);
         let (known, count) = (request.known, positions.len());
         if count == known || chunks.chained.is_none() {
@@ -148,9 +160,9 @@ impl Requests {
         chain.reserve(count - known);
         for key in keys.iter().skip(known) {
             if all_follow {
-                chain.push(hash(&key)?);
+                chain.push(hash(&key, salt)?);
             } else if place(key.clone())? == Some(next) {
-                chain.push(hash(&key)?);
+                chain.push(hash(&key, salt)?);
                 next += 1;
             }
         }
@@ -200,10 +212,11 @@ impl Requests {
             keys.push((end.extract::<u64>()?, key));
         }
         keys.sort_by_key(|&(end, _)| end);
+        let salt = self.salt;
         let request = self.entry(name);
         let mut held = Vec::new();
         for (_, key) in keys.into_iter().take(room) {
-            let hash = hash(&key)?;
+            let hash = hash(&key, salt)?;
             if manager.matches([hash].as_slice()).longest() > 0 && !request.unsound.contains(&hash) {
                 held.push(key.cast_into::<PyBytes>()?);
             }
@@ -250,12 +263,12 @@ impl Requests {
         keys: &Bound<'_, PyAny>,
         slots: Vec<u32>,
     ) -> PyResult<(RequestInfo, Vec<Run>)> {
-        let chunks = self.chunks;
+        let (chunks, salt) = (self.chunks, self.salt);
         let request = self.entry(name);
         let (mut chained, mut alone) = (Vec::new(), Vec::new());
         for ((which, key), slot) in keys.try_iter()?.enumerate().zip(slots) {
             let (key, slot) = (key?, SlotId(slot));
-            let hash = hash(&key)?;
+            let hash = hash(&key, salt)?;
             let end = positions.get_item(&key)?.map(|end| end.extract::<u64>()).transpose()?;
             match end.and_then(|end| chunks.place(end)) {
                 Some(place) if request.chain.get(place) == Some(&hash) => chained.push((place, slot, which)),
@@ -301,6 +314,16 @@ impl Requests {
     pub(super) fn unpin(&mut self) {
         self.promises.clear();
         self.by_name.values_mut().for_each(|request| request.pinned = None);
+    }
+
+    /// From here on blocks have other names. Of its requests only those are kept, and that they were counted.
+    pub(super) fn rename(&mut self, salt: Salt) {
+        self.salt = Some(salt);
+        self.promises.clear();
+        for request in self.by_name.values_mut() {
+            let Request { id, is_counted, .. } = *request;
+            *request = Request { is_counted, ..Request::new(id) };
+        }
     }
 
     pub(super) fn clear(&mut self) {
@@ -361,6 +384,11 @@ fn stretches(chain: &Arc<Vec<BlockHash>>, places: &[(usize, SlotId, usize)]) -> 
 }
 
 /// A key names its cache group at its end: the same tokens have other names in another group.
-fn hash(key: &Bound<'_, PyAny>) -> PyResult<BlockHash> {
-    BlockHash::from_engine(key.cast::<PyBytes>()?.as_bytes()).map_err(|error| of_manager(&error))
+fn hash(key: &Bound<'_, PyAny>, salt: Option<Salt>) -> PyResult<BlockHash> {
+    let key = key.cast::<PyBytes>()?.as_bytes();
+    let hash = match salt {
+        None => BlockHash::from_engine(key),
+        Some(salt) => BlockHash::from_engine(&[&salt, key].concat()),
+    };
+    hash.map_err(|error| of_manager(&error))
 }

@@ -55,17 +55,16 @@ impl<B: Backend + 'static, F: Faults> ChaosBackend<B, F> {
 
     fn strike(&self, effect: Effect, index: usize, op: CopyOp, done: &Done) {
         match effect {
-            Effect::Fail(error) => done.complete(index, Err(error)),
+            Effect::Fail(error) => done.report(vec![(index, Err(error))]),
             Effect::Never => {}
             Effect::Late(when) => {
-                let (inner, done) = (Arc::clone(&self.inner), done.clone());
-                let submit =
-                    move || inner.submit(vec![op], Done::new(move |_, result| done.complete(index, result)));
+                let (inner, done) = (Arc::clone(&self.inner), done.clone().renumbered(move |_| index));
+                let submit = move || inner.submit(vec![op], done);
                 self.faults.at(when, Box::new(submit));
             }
             // What no write reached keeps its old bytes, which are not those of the checksum.
             Effect::Corrupt | Effect::Torn if self.memories.block(op.to).is_none() => {
-                done.complete(index, Ok(()));
+                done.report(vec![(index, Ok(()))]);
             }
             Effect::Corrupt => self.spoil(index, op, done, |byte| byte.wrapping_add(0x10)),
             Effect::Torn => {
@@ -84,11 +83,11 @@ impl<B: Backend + 'static, F: Faults> ChaosBackend<B, F> {
         change: impl Fn(u8) -> u8 + Send + Sync + 'static,
     ) {
         let (memories, done) = (Arc::clone(&self.memories), done.clone());
-        let report = Done::new(move |_, result| {
+        let done = Done::new(move |ended| {
             memories.change_last_byte(op.to, &change);
-            done.complete(index, result);
+            done.report(ended);
         });
-        self.inner.submit(vec![op], report);
+        self.inner.submit(vec![op], done.renumbered(move |_| index));
     }
 }
 
@@ -125,8 +124,7 @@ unsafe impl<B: Backend + 'static, F: Faults> Backend for ChaosBackend<B, F> {
         let layers = fences.layers.filter(|_| spared.len() == blocks);
         let fences = Fences { layers, ..fences };
         let (indices, ops): (Vec<_>, Vec<_>) = spared.into_iter().unzip();
-        let report = Done::new(move |index, result| done.complete(indices[index], result));
-        self.inner.submit_fenced(ops, fences, report);
+        self.inner.submit_fenced(ops, fences, done.renumbered(move |index| indices[index]));
     }
 }
 
@@ -214,7 +212,7 @@ mod tests {
     use crate::frame::Frame;
     use crate::memcpy::MemcpyBackend;
     use crate::testing::conformance::{self, Pair};
-    use crate::testing::{MemoryStore, fill_pattern, has_pattern, host, options, order, run, start};
+    use crate::testing::{MemoryStore, each, fill_pattern, has_pattern, host, options, order, run, start};
     use crate::verify::Verified;
 
     const BLOCK: usize = 5000;
@@ -373,7 +371,7 @@ mod tests {
         let layers = Layers::new(NonZeroU16::new(2).unwrap(), move |layer, _| layers.lock().push(layer));
         let (report, reports) = mpsc::channel();
         let fences = Fences { layers: Some(layers), ..Fences::default() };
-        backend.submit_fenced(ops, fences, Done::new(move |_, result| report.send(result).unwrap()));
+        backend.submit_fenced(ops, fences, each(move |_, result| report.send(result).unwrap()));
         let failed = reports.into_iter().filter(Result::is_err).count();
         (failed, told.lock().clone())
     }

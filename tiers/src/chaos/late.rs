@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
 use crate::clock;
+use crate::fork::ServiceThread;
 
 /// Does each job when its time has come, on one thread that starts with the first job.
 ///
@@ -16,7 +16,7 @@ use crate::clock;
 #[derive(Debug, Default)]
 pub(crate) struct Late {
     queue: Arc<Queue>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    thread: Mutex<Option<ServiceThread>>,
 }
 
 #[derive(Debug, Default)]
@@ -68,7 +68,7 @@ impl Late {
         let mut thread = self.thread.lock();
         if thread.is_none() {
             let queue = Arc::clone(&self.queue);
-            let started = clock::spawn("kvbm-chaos", move || queue.work());
+            let started = ServiceThread::spawn("kvbm-chaos", move || queue.work());
             *thread = started.inspect_err(|error| tracing::warn!(%error, "nothing can hang")).ok();
         }
         thread.is_some()
@@ -100,13 +100,6 @@ impl Drop for Late {
     fn drop(&mut self) {
         self.queue.jobs.lock().closing = true;
         self.queue.changed.notify_one();
-        // A job may have held the last handle: the thread cannot wait for itself.
-        let thread = self.thread.get_mut().take();
-        if let Some(thread) = thread.filter(|thread| thread.thread().id() != thread::current().id())
-            && thread.join().is_err()
-        {
-            tracing::error!("the thread of late operations died of a panic");
-        }
     }
 }
 

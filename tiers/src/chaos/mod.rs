@@ -53,6 +53,8 @@ struct Run {
     active: Vec<Active>,
     jumps: Vec<ClockJump>,
     injected: BTreeMap<Kind, u64>,
+    /// Operations that nothing happens to.
+    spared: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -88,6 +90,7 @@ impl Chaos {
             active: Vec::new(),
             jumps: Vec::new(),
             injected: BTreeMap::new(),
+            spared: 0,
         };
         Self(Arc::new(Shared { run: Mutex::new(run), directories: AtomicU32::new(1), late: Late::default() }))
     }
@@ -105,6 +108,12 @@ impl Chaos {
     /// The schedule's time begins.
     pub fn start(&self) {
         self.0.run.lock().phase = Phase::Since(clock::now());
+    }
+
+    /// Nothing happens to the next operations, so many of those that an episode would hit: a test that spares one more each
+    /// time has every one of them fail in turn.
+    pub fn spare(&self, operations: u64) {
+        self.0.run.lock().spared = operations;
     }
 
     /// All media are well from here on. What hangs goes on; what never completes still does not.
@@ -165,6 +174,10 @@ impl Run {
     fn hit(&mut self, medium: Medium, direction: Direction, now: Instant) -> Option<Hit> {
         self.advance(now);
         let active = self.active.iter_mut().find(|active| active.meets(medium, direction))?;
+        if self.spared > 0 {
+            self.spared -= 1;
+            return None;
+        }
         active.left -= 1;
         let hit = Hit { kind: active.episode.kind, until: active.until };
         *self.injected.entry(hit.kind).or_default() += 1;
@@ -214,6 +227,7 @@ mod tests {
             active: Vec::new(),
             jumps: Vec::new(),
             injected: BTreeMap::new(),
+            spared: 0,
         };
         (run, start)
     }
@@ -238,6 +252,15 @@ mod tests {
         let (mut run, start) = run(&["disk:eio@0s+1s x2"]);
         let hits = (0..5).filter_map(|_| run.hit(Medium::Disk, Direction::Write, start)).count();
         assert_eq!(hits, 2);
+    }
+
+    #[test]
+    fn operations_that_are_spared_are_those_before_the_first_that_is_hit() {
+        let chaos = Chaos::new(Schedule::scripted(["object:503@0s+1h x1".parse().unwrap()]));
+        chaos.start();
+        chaos.spare(2);
+        let hits = [(); 4].map(|()| chaos.hit(Medium::Object, Direction::Read).is_some());
+        assert_eq!(hits, [false, false, true, false]);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use futures::stream::{BoxStream, StreamExt};
 use object_store::path::Path;
 use object_store::{
     CopyOptions, Error, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta,
-    ObjectStore, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+    ObjectStore, ObjectStoreExt, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 
 use super::{Chaos, Direction, Hit, Kind, Medium};
@@ -25,7 +25,7 @@ impl Chaos {
     }
 }
 
-/// A store whose reads and writes are hit. Deletions and listings are not: nobody waits for those.
+/// A store whose requests are hit: listings as reads are, each of them once, and deletions as writes.
 #[derive(Debug)]
 struct ChaosStore {
     inner: Arc<dyn ObjectStore>,
@@ -52,6 +52,30 @@ impl ChaosStore {
             Some(error) => Err(error),
             None => Ok(Some(hit.kind)),
         }
+    }
+
+    /// An answer in part is the first half of the names, and then an error.
+    fn list_hit(
+        &self,
+        prefix: Option<&Path>,
+        names: BoxStream<'static, Result<ObjectMeta>>,
+    ) -> BoxStream<'static, Result<ObjectMeta>> {
+        let store = Self::new(Arc::clone(&self.inner), self.chaos.clone());
+        let prefix = prefix.cloned().unwrap_or_default();
+        let listing = async move {
+            match store.meet(Direction::Read, &prefix).await {
+                Ok(Some(Kind::Short)) => {
+                    let mut all: Vec<_> = names.collect().await;
+                    all.truncate(all.len() / 2);
+                    let source = "injected: connection reset".into();
+                    let cut = Err(Error::Generic { store: "chaos", source });
+                    futures::stream::iter(all.into_iter().chain([cut])).boxed()
+                }
+                Ok(_) => names,
+                Err(error) => futures::stream::iter([Err(error)]).boxed(),
+            }
+        };
+        futures::stream::once(listing).flatten().boxed()
     }
 
     async fn wait_until(&self, when: Instant) {
@@ -129,14 +153,32 @@ impl ObjectStore for ChaosStore {
     }
 
     fn delete_stream(&self, locations: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
-        self.inner.delete_stream(locations)
+        let (inner, chaos) = (Arc::clone(&self.inner), self.chaos.clone());
+        let deleted = locations.then(move |location| {
+            let store = Self::new(Arc::clone(&inner), chaos.clone());
+            async move {
+                let location = location?;
+                store.meet(Direction::Write, &location).await?;
+                store.inner.delete(&location).await.map(|()| location)
+            }
+        });
+        deleted.boxed()
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        self.inner.list(prefix)
+        self.list_hit(prefix, self.inner.list(prefix))
+    }
+
+    fn list_with_offset(
+        &self,
+        prefix: Option<&Path>,
+        offset: &Path,
+    ) -> BoxStream<'static, Result<ObjectMeta>> {
+        self.list_hit(prefix, self.inner.list_with_offset(prefix, offset))
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
+        self.meet(Direction::Read, prefix.unwrap_or(&Path::default())).await?;
         self.inner.list_with_delimiter(prefix).await
     }
 
@@ -153,7 +195,7 @@ impl fmt::Display for ChaosStore {
 
 #[cfg(test)]
 mod tests {
-    use object_store::ObjectStoreExt;
+    use futures::TryStreamExt;
     use object_store::memory::InMemory;
 
     use super::*;
@@ -196,6 +238,28 @@ mod tests {
         assert_eq!(answer.range, 4..12);
         assert_eq!(answer.bytes().await.unwrap(), BYTES[4..8]);
         assert_heals((chaos, store, path), Kind::Short, 1).await;
+    }
+
+    #[tokio::test]
+    async fn listings_and_deletions_fail_too_and_a_listing_may_end_early() {
+        let (chaos, store, path) = store("object.read:short@0s+1h x1");
+        for name in ["a", "b", "c"] {
+            store.put(&Path::from(name), BYTES.into()).await.unwrap();
+        }
+        chaos.start();
+        chaos.spare(2);
+        let count = || async { store.list(None).collect::<Vec<_>>().await };
+        assert_eq!(count().await.len(), 3);
+        assert!(store.list(None).try_collect::<Vec<_>>().await.is_ok());
+        let cut = count().await;
+        assert!(cut.len() == 2 && cut[0].is_ok() && cut[1].is_err(), "{cut:?}");
+        assert_eq!(count().await.len(), 3);
+        assert_heals((chaos, store, path), Kind::Short, 1).await;
+        let (chaos, store, path) = self::store("object.write:503@0s+1h");
+        store.put(&path, BYTES.into()).await.unwrap();
+        chaos.start();
+        store.delete(&path).await.unwrap_err();
+        assert_heals((chaos, store, path), Kind::Http503, 1).await;
     }
 
     #[tokio::test]

@@ -1,7 +1,6 @@
 //! Copies between host memory and a GPU.
 
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::thread;
@@ -15,7 +14,7 @@ use super::kernels::{KernelOrigin, Kernels};
 use super::rows::{Rows, rows};
 use crate::backend::Backend;
 use crate::clock;
-use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
+use crate::copy::{Completion, CopyError, CopyErrorKind, CopyOp, Done, Endings, Route, SlotId, Tier};
 use crate::device::{DeviceRegion, Space};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fence::{Fence, Fences, Mark};
@@ -144,9 +143,7 @@ impl Batch {
 
     /// Nothing of it was started.
     fn end(&self, error: &CopyError) {
-        for index in 0..self.ops.len() {
-            report(&self.done, index, Err(error.clone()));
-        }
+        self.done.report((0..self.ops.len()).map(|index| (index, Err(error.clone()))).collect());
     }
 }
 
@@ -325,6 +322,7 @@ impl Lane {
     /// at once.
     fn launch_flight(&mut self, first: usize, ops: &[CopyOp], done: &Done, mark: Option<Mark>) {
         let mut desk = self.desk();
+        let mut refused = Vec::new();
         self.blocks.clear();
         for (index, op) in ops.iter().enumerate() {
             match self.ends(op) {
@@ -332,15 +330,16 @@ impl Lane {
                     self.blocks.push(ends);
                     desk.indices.push(first + index);
                 }
-                Err(error) => report(done, first + index, Err(error)),
+                Err(error) => refused.push((first + index, Err(error))),
             }
         }
+        done.report(refused);
         let event = match Event::new(&self.gpu) {
             Ok(event) if !desk.indices.is_empty() => Arc::new(event),
             outcome => {
                 // Nothing to start, or nothing that would tell when it ends.
                 let error = outcome.err();
-                desk.report_all(done, error.map_or(Ok(()), Err));
+                done.report(desk.ended(error.map_or(Ok(()), Err)).collect());
                 return self.idle.push(desk);
             }
         };
@@ -479,11 +478,15 @@ impl Lane {
 
     /// Reports what has ended. A stream's work ends in order.
     fn land(&mut self) {
-        while let Some(mut flight) = self.flights.pop_front() {
-            let Some(outcome) = flight.outcome(&self.stream) else { return self.flights.push_front(flight) };
-            flight.desk.report_all(&flight.done, outcome);
+        let mut landed = Endings::default();
+        while let Some(flight) = self.flights.front_mut()
+            && let Some(outcome) = flight.outcome(&self.stream)
+            && let Some(mut flight) = self.flights.pop_front()
+        {
+            flight.desk.ended(outcome).for_each(|(index, result)| landed.add(&flight.done, index, result));
             self.idle.push(flight.desk);
         }
+        landed.report();
     }
 }
 
@@ -522,10 +525,9 @@ impl Flight {
 }
 
 impl Desk {
-    fn report_all(&mut self, done: &Done, outcome: Result<(), DriverError>) {
-        for index in self.indices.drain(..) {
-            report(done, index, outcome.map_err(failed_copy));
-        }
+    /// All of its operations ended so.
+    fn ended(&mut self, outcome: Result<(), DriverError>) -> impl Iterator<Item = Completion> {
+        self.indices.drain(..).map(move |index| (index, outcome.map_err(failed_copy)))
     }
 }
 
@@ -537,11 +539,4 @@ fn is_refusal(error: DriverError) -> bool {
 
 fn failed_copy(error: DriverError) -> CopyError {
     CopyError::caused(CopyErrorKind::Io, format!("CUDA: a copy failed: {error}"), error)
-}
-
-/// Others wait behind this one, whatever happens to it.
-fn report(done: &Done, index: usize, result: Result<(), CopyError>) {
-    if catch_unwind(AssertUnwindSafe(|| done.complete(index, result))).is_err() {
-        tracing::error!("a completion panicked");
-    }
 }

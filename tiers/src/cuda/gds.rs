@@ -2,10 +2,8 @@
 
 use std::ops::Range;
 use std::os::fd::AsFd;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::{self, JoinHandle};
 
 use crossbeam_channel::{Receiver, Sender};
 use parking_lot::Mutex;
@@ -15,11 +13,11 @@ use super::cufile::{Buffer, CuFile, CuFileMode, CuFileOptions, Handle, PIN_SETTI
 use super::driver::Gpu;
 use crate::backend::Backend;
 use crate::checksum::Checksums;
-use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotRef, Tier};
 use crate::device::{DeviceRegion, Space};
 use crate::disk::DiskRegion;
 use crate::error::{SetupError, SetupErrorKind};
+use crate::fork::{ProcessBound, ServiceThread};
 use crate::geometry::ALIGNMENT;
 use crate::memory::no_such_slot;
 use crate::segments::Part;
@@ -28,9 +26,9 @@ use crate::segments::Part;
 /// checksummed on the GPU while they are written, and verified there after they are read.
 #[derive(Debug)]
 pub struct GdsBackend {
-    /// `None` once the threads are to end.
-    queue: Option<Sender<Share>>,
-    threads: Vec<JoinHandle<()>>,
+    // Before the threads, which finish what was submitted.
+    queue: ProcessBound<Sender<Share>>,
+    threads: Vec<ServiceThread>,
     /// Pieces that one thread moves, of every block.
     shares: Vec<Range<usize>>,
     mode: CuFileMode,
@@ -109,21 +107,22 @@ impl GdsBackend {
         let shares = shares(device.segments().parts(), depth as usize);
         let ends = Arc::new(Ends { gpu: gpu.clone(), handles, buffers, sums, device, disk, checksums });
         let mode = if indirect.is_none() { CuFileMode::Direct } else { CuFileMode::Compatibility };
-        let mut backend = Self { queue: None, threads: Vec::new(), shares, mode, indirect, unregistered };
-        backend.start(&ends, depth).map_err(|error| {
+        let (queue, orders) = crossbeam_channel::unbounded();
+        let queue = ProcessBound::new(queue);
+        let mut backend = Self { queue, threads: Vec::new(), shares, mode, indirect, unregistered };
+        backend.start(&ends, &orders, depth).map_err(|error| {
             let message = "cannot start GDS threads; lower disk.queue_depth (DYN_KVBM_DISK_QUEUE_DEPTH)";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         })?;
         Ok(backend)
     }
 
-    fn start(&mut self, ends: &Arc<Ends>, depth: u32) -> std::io::Result<()> {
-        let (queue, shares) = crossbeam_channel::unbounded();
+    fn start(&mut self, ends: &Arc<Ends>, orders: &Receiver<Share>, depth: u32) -> std::io::Result<()> {
         for number in 0..depth.max(1) {
-            let (ends, shares) = (Arc::clone(ends), shares.clone());
-            self.threads.push(clock::spawn(format!("kvbm-gds-{number}"), move || ends.work(&shares))?);
+            let (ends, orders) = (Arc::clone(ends), orders.clone());
+            let work = move || ends.work(&orders);
+            self.threads.push(ServiceThread::spawn(format!("kvbm-gds-{number}"), work)?);
         }
-        self.queue = Some(queue);
         Ok(())
     }
 
@@ -140,20 +139,6 @@ impl GdsBackend {
     /// Why transfers go through buffers of cuFile's own on the GPU, if they do.
     pub fn unregistered(&self) -> Option<&str> {
         self.unregistered.as_deref()
-    }
-}
-
-/// Finishes what was submitted.
-impl Drop for GdsBackend {
-    fn drop(&mut self) {
-        self.queue = None;
-        let own = thread::current().id();
-        // A completion may have dropped the last handle of the backend: a thread cannot wait for itself.
-        for thread in self.threads.drain(..).filter(|thread| thread.thread().id() != own) {
-            if thread.join().is_err() {
-                tracing::error!("a GDS thread died of a panic");
-            }
-        }
     }
 }
 
@@ -240,7 +225,7 @@ unsafe impl Backend for GdsBackend {
                 Arc::new(Transfer { op, index, done: done.clone(), left, failure: Mutex::new(None) });
             for pieces in self.shares.iter().cloned() {
                 let share = Share { transfer: Arc::clone(&transfer), pieces };
-                if self.queue.as_ref().is_none_or(|queue| queue.send(share).is_err()) {
+                if self.queue.send(share).is_err() {
                     transfer.end_share(Err(CopyError::new(CopyErrorKind::Refused, "GDS threads died")), None);
                 }
             }
@@ -263,10 +248,7 @@ impl Transfer {
             Some(ends) if self.op.to.tier == Tier::Device => arrived.and_then(|()| ends.verify(&self.op)),
             _ => arrived,
         };
-        // Others wait behind this one, whatever happens to it.
-        if catch_unwind(AssertUnwindSafe(|| self.done.complete(self.index, outcome))).is_err() {
-            tracing::error!("a completion panicked");
-        }
+        self.done.report(vec![(self.index, outcome)]);
     }
 }
 

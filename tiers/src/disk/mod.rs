@@ -49,6 +49,8 @@ use crate::geometry::Geometry;
 
 use files::{SlotFile, SlotFileOptions};
 pub use threads::ThreadsBackend;
+#[cfg(feature = "nixl")]
+pub(crate) use transfer::check_fit;
 pub use uring::UringBackend;
 
 /// What to change when a slot file cannot be had.

@@ -1,6 +1,5 @@
 //! The thread behind [`UringBackend`](super::UringBackend).
 
-use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
 use std::mem;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -11,7 +10,7 @@ use crossbeam_channel::{Receiver, TryRecvError};
 use io_uring::types::Fixed;
 use io_uring::{IoUring, Probe, cqueue, opcode, squeue};
 
-use crate::copy::{CopyError, CopyOp, Done, Tier};
+use crate::copy::{CopyOp, Done, Endings, Tier};
 use crate::disk::DiskRegion;
 use crate::disk::queue::ReadsFirst;
 use crate::disk::transfer::{Direction, MAX_TRIES, Transfer, is_transient};
@@ -21,8 +20,6 @@ use crate::memory::Memory;
 /// The most that the kernel registers as one buffer.
 pub(super) const MAX_BUFFER: usize = 1 << 30;
 const MAX_DEPTH: u32 = 4096;
-/// Blocks of so many bytes together are reported before the ring is looked after again.
-const REPORT_BYTES: usize = 256 << 10;
 /// Marks the completion of the poll of the wake-up event.
 const WAKE: u64 = u64::MAX;
 
@@ -46,8 +43,8 @@ pub(super) struct Ring {
     grounded: Vec<u32>,
     /// Flights that the kernel returned untried.
     again: Vec<u32>,
-    /// Ended, not yet reported.
-    landed: VecDeque<(Report, Result<(), CopyError>)>,
+    /// Ended since the last report.
+    landed: Endings,
 }
 
 struct Order {
@@ -129,7 +126,7 @@ impl Ring {
             flights: std::iter::repeat_with(|| None).take(depth as usize).collect(),
             grounded: (0..depth).rev().collect(),
             again: Vec::new(),
-            landed: VecDeque::new(),
+            landed: Endings::default(),
         })
     }
 
@@ -147,8 +144,9 @@ impl Ring {
                     self.enter(1);
                 }
             } else {
+                // Whoever hears of it may take its time: the kernel must not run out of work meanwhile.
                 self.enter(0);
-                self.report();
+                mem::take(&mut self.landed).report();
             }
             self.reap();
         }
@@ -188,7 +186,7 @@ impl Ring {
         {
             match Transfer::of(&op, &*self.memory, &self.disk) {
                 Ok(transfer) => self.launch_one(Flight { transfer, report, tries: 1 }),
-                Err(error) => self.landed.push_back((report, Err(error))),
+                Err(error) => self.landed.add(&report.done, report.index, Err(error)),
             }
         }
     }
@@ -274,16 +272,8 @@ impl Ring {
             return;
         }
         self.grounded.push(number);
-        self.landed.push_back((flight.report, flight.transfer.outcome(moved)));
-    }
-
-    /// Reports a few completions. Whoever receives them may verify the block, which takes time: the kernel
-    /// must not run out of work meanwhile.
-    fn report(&mut self) {
-        let count = self.landed.len().min((REPORT_BYTES / self.memory.stride()).max(1));
-        for (Report { index, done }, result) in self.landed.drain(..count) {
-            done.complete(index, result);
-        }
+        let Report { index, done } = flight.report;
+        self.landed.add(&done, index, flight.transfer.outcome(moved));
     }
 }
 
@@ -319,9 +309,9 @@ mod tests {
     use rustix::event::EventfdFlags;
 
     use super::*;
-    use crate::copy::{CopyErrorKind, SlotId, SlotRef};
+    use crate::copy::{CopyError, CopyErrorKind, SlotId, SlotRef};
     use crate::disk::DiskOptions;
-    use crate::testing::{host, options, order, skip};
+    use crate::testing::{each, host, options, order, skip};
 
     type Reports = mpsc::Receiver<(usize, Result<(), CopyError>)>;
 
@@ -347,7 +337,7 @@ mod tests {
     fn write_of(slot: u32) -> (Batch, Reports) {
         let slot = |tier| SlotRef { tier, slot: SlotId(slot), generation: 1 };
         let (report, reports) = mpsc::channel();
-        let done = Done::new(move |op, result| report.send((op, result)).unwrap());
+        let done = each(move |op, result| report.send((op, result)).unwrap());
         (Batch { ops: vec![order(0, slot(Tier::Host), slot(Tier::Disk))], done }, reports)
     }
 
@@ -365,7 +355,7 @@ mod tests {
             ring.launch();
             ring.enter(usize::from(ring.landed.is_empty()));
             ring.reap();
-            ring.report();
+            mem::take(&mut ring.landed).report();
         }
         reports.recv().unwrap().1
     }
@@ -404,7 +394,7 @@ mod tests {
                 let (batch, reports) = write_of(slot);
                 batches.send(batch).unwrap_or_else(|_| panic!("the ring is gone"));
                 wake();
-                reports.recv_timeout(Duration::from_secs(10)).expect("the ring slept on").1.unwrap();
+                reports.recv_timeout(Duration::from_mins(1)).expect("the ring slept on").1.unwrap();
                 thread::sleep(Duration::from_millis(5));
             }
             drop(batches);

@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use super::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
 use crate::backend::Backend;
-use crate::copy::{CopyErrorKind, Done, SlotId, Tier};
-use crate::dram::DramRegion;
+use crate::copy::{CopyErrorKind, SlotId, Tier};
+use crate::dram::{DramOptions, DramRegion};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::frame::Frame;
 use crate::geometry::Geometry;
 use crate::memory::Memory;
 use crate::testing::conformance::{self, Pair};
-use crate::testing::{Child, holds_in_a_child};
+use crate::testing::{Child, each, holds_in_a_child};
 use crate::testing::{fill_pattern, has_pattern, host, order, run, skip, start};
 use crate::verify::Verified;
 
@@ -299,7 +299,7 @@ fn a_read_does_not_wait_for_the_writes_before_it() {
     let submit = |ops: Vec<crate::CopyOp>, what, report: mpsc::Sender<_>| {
         backend.submit(
             ops,
-            Done::new(move |_, result| {
+            each(move |_, result| {
                 result.unwrap();
                 report.send(what).unwrap();
             }),
@@ -385,5 +385,20 @@ fn blocks_that_do_not_fit_are_refused() {
     for make in backends() {
         let error = make(Arc::new(host(2, 4096)), Arc::clone(&disk), 4).unwrap_err();
         assert_eq!(error.kind(), SetupErrorKind::Invalid);
+    }
+}
+
+/// What is moved is a whole stride: of a longer one the end would lie in the next slot.
+#[test]
+fn slots_that_lie_further_apart_in_memory_are_refused() {
+    let home = tempfile::tempdir().unwrap();
+    let disk = Arc::new(DiskRegion::open(&options(&[home.path()], 2, 8192)).unwrap());
+    let geometry = Geometry::new(2, 8192).unwrap().with_room(1).unwrap();
+    for make in backends() {
+        let memory = DramOptions { geometry, huge_pages: false, fault_threads: 1 };
+        let memory = Arc::new(DramRegion::host(memory).unwrap());
+        let error = make(memory, Arc::clone(&disk), 4).unwrap_err();
+        assert_eq!(error.kind(), SetupErrorKind::Invalid, "{error}");
+        assert!(error.to_string().contains("12288 apart"), "{error}");
     }
 }

@@ -15,6 +15,7 @@ use std::ptr::NonNull;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Route, SlotRef, Tier};
 use crate::disk::DiskRegion;
 use crate::error::{SetupError, SetupErrorKind};
+use crate::geometry::Geometry;
 use crate::memory::{Memory, forget_checksum, no_such_slot};
 
 /// One read or write of a whole slot.
@@ -40,14 +41,16 @@ pub(super) const fn routes(memory: Tier) -> [Route; 2] {
     [(memory, Tier::Disk), (Tier::Disk, memory)]
 }
 
-/// Whether blocks can move between the two regions at all.
-pub(super) fn check_fit(memory: &dyn Memory, disk: &DiskRegion) -> Result<(), SetupError> {
-    let (ours, theirs) = (memory.block_bytes(), disk.geometry().block_bytes());
-    if memory.tier() == Tier::Disk || ours != theirs {
-        let message = format!("{} blocks of {ours} bytes do not fit disk blocks of {theirs}", memory.tier());
-        return Err(SetupError::new(SetupErrorKind::Invalid, message));
+/// Whether blocks can move between the two regions at all. Whole strides move: a longer one would reach into the next slot.
+pub(crate) fn check_fit(memory: &dyn Memory, disk: &DiskRegion) -> Result<(), SetupError> {
+    let (ours, theirs) = (memory.geometry(), disk.geometry());
+    let fit = (ours.block_bytes(), ours.stride()) == (theirs.block_bytes(), theirs.stride());
+    if fit && memory.tier() != Tier::Disk {
+        return Ok(());
     }
-    Ok(())
+    let shape = |cut: Geometry| format!("blocks of {} bytes, {} apart,", cut.block_bytes(), cut.stride());
+    let message = format!("{} {} do not fit disk {}", memory.tier(), shape(ours), shape(theirs));
+    Err(SetupError::new(SetupErrorKind::Invalid, message.trim_end_matches(',')))
 }
 
 impl Transfer {

@@ -1,20 +1,17 @@
 //! Disk transfers through a ring of the kernel's.
 
-use std::mem;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
 
 use crossbeam_channel::Sender;
 use rustix::event::EventfdFlags;
 
 use crate::backend::Backend;
-use crate::clock;
-use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route};
+use crate::copy::{CopyOp, Done, Route};
 use crate::disk::ring::{self, Batch, Ring};
 use crate::disk::{DiskRegion, transfer};
 use crate::error::{SetupError, SetupErrorKind};
-use crate::fork::Maker;
+use crate::fork::{ProcessBound, ServiceThread};
 use crate::memory::Memory;
 
 /// `io_uring`, served by a thread of its own: files and memory are registered once, and the only system call
@@ -23,10 +20,9 @@ use crate::memory::Memory;
 pub struct UringBackend {
     routes: [Route; 2],
     /// `None` once the backend is shutting down.
-    batches: Option<Sender<Batch>>,
+    batches: Option<ProcessBound<Sender<Batch>>>,
     wake: Arc<OwnedFd>,
-    thread: Option<JoinHandle<()>>,
-    maker: Maker,
+    thread: ServiceThread,
 }
 
 impl UringBackend {
@@ -58,9 +54,8 @@ impl UringBackend {
                 let _ = ready.send(Err(error));
             }
         };
-        let thread = clock::spawn("kvbm-ring", serve).map_err(refused)?;
-        let maker = Maker::this_process();
-        let backend = Self { routes, batches: Some(batches), wake, thread: Some(thread), maker };
+        let thread = ServiceThread::spawn("kvbm-ring", serve).map_err(refused)?;
+        let backend = Self { routes, batches: Some(ProcessBound::new(batches)), wake, thread };
         match opened.recv() {
             Ok(Ok(())) => Ok(backend),
             Ok(Err(error)) => Err(refused(error)),
@@ -107,15 +102,9 @@ unsafe impl Backend for UringBackend {
 /// Finishes what was submitted.
 impl Drop for UringBackend {
     fn drop(&mut self) {
-        if !self.maker.is_this_process() {
-            return mem::forget((self.batches.take(), self.thread.take()));
-        }
         self.batches = None;
-        self.wake();
-        let Some(thread) = self.thread.take() else { return };
-        // A completion may have dropped the last handle of the backend: a thread cannot wait for itself.
-        if thread.thread().id() != thread::current().id() && thread.join().is_err() {
-            tracing::error!("the ring thread died of a panic");
+        if self.thread.is_here() {
+            self.wake();
         }
     }
 }
@@ -123,9 +112,7 @@ impl Drop for UringBackend {
 impl Batch {
     /// The ring thread is gone, which is a defect; but no operation may be lost.
     fn refuse(self) {
-        for op in 0..self.ops.len() {
-            self.done.complete(op, Err(CopyError::new(CopyErrorKind::Refused, "the ring thread died")));
-        }
+        self.done.refuse(0..self.ops.len(), "the ring thread died");
     }
 }
 

@@ -3,11 +3,10 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
 
 use memmap2::{Advice, MmapRaw};
 
-use crate::clock;
+use crate::fork::ServiceThread;
 use crate::geometry::ALIGNMENT;
 
 pub(super) const HUGE_PAGE: usize = 2 << 20;
@@ -80,7 +79,7 @@ fn touch(map: &MmapRaw, from: usize, bytes: usize, pages: Pages) -> Option<()> {
 #[derive(Debug)]
 pub(super) struct Mapper {
     is_over: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
+    _thread: ServiceThread,
 }
 
 /// Mapped at a time. Whoever maps or unmaps something else meanwhile waits for that: half a millisecond.
@@ -98,14 +97,13 @@ impl Mapper {
                 tracing::warn!(%error, "memory in a file is mapped as it is used: its first use is slow");
             }
         };
-        Ok(Self { is_over, thread: Some(clock::spawn("kvbm-map", work)?) })
+        Ok(Self { is_over, _thread: ServiceThread::spawn("kvbm-map", work)? })
     }
 }
 
 impl Drop for Mapper {
     fn drop(&mut self) {
         self.is_over.store(true, Ordering::Relaxed);
-        self.thread.take().into_iter().for_each(|thread| drop(thread.join()));
     }
 }
 

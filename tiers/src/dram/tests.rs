@@ -221,7 +221,7 @@ fn a_process_that_was_killed_leaves_its_blocks() {
     let Some(home) = shm() else { return };
     for seed in [1, 50] {
         let child = Child::fork(|| {
-            let region = attach_within(home.path(), 10, Duration::from_secs(5)).unwrap();
+            let region = attach_within(home.path(), 10, Duration::from_mins(1)).unwrap();
             let ring = crate::disk::ring::build(1).ok();
             if let Some(ring) = &ring {
                 crate::disk::ring::register_memory(ring, &region);
@@ -233,7 +233,7 @@ fn a_process_that_was_killed_leaves_its_blocks() {
             false
         });
         assert!(!child.held(), "it was killed");
-        let region = attach_within(home.path(), 10, Duration::from_secs(5)).unwrap();
+        let region = attach_within(home.path(), 10, Duration::from_mins(1)).unwrap();
         assert_eq!(written(&region, seed), (0..8).collect::<Vec<_>>());
     }
 }

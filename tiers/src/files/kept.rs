@@ -1,10 +1,11 @@
 //! A file that outlives its process: found or made, locked, complete.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::ops::Deref;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::time::Duration;
 
 use crate::error::SetupError;
 use crate::files::lock::{Patience, lock};
@@ -113,6 +114,22 @@ fn make_kept(
         unlink(&partial.path);
     }
     outcome
+}
+
+/// Writes a file as a whole: who opens it finds the old content or the new, which is on the medium when this returns.
+pub(crate) fn replace(site: &Site, content: &[u8]) -> Result<(), SetupError> {
+    let partial = partial(site);
+    let file = LockedFile::of(create_locked(&partial, &mut Patience::new(Duration::ZERO))?);
+    let written = file.write_all_at(content, 0).and_then(|()| file.sync_all());
+    let placed = written.and_then(|()| fs::rename(&partial.path, &site.path));
+    placed.inspect_err(|_| unlink(&partial.path)).map_err(|error| site.failed(&error))?;
+    sync_dir(&site.path).map_err(|error| site.failed(&error))
+}
+
+/// The names of a file's directory are on the medium.
+pub(crate) fn sync_dir(file: &Path) -> io::Result<()> {
+    let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    File::open(dir)?.sync_all()
 }
 
 /// Where a file lies until it is complete.

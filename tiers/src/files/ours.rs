@@ -9,6 +9,7 @@ use rustix::fs::OFlags;
 
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::Site;
+use crate::files::kept::make_dir;
 
 /// Opens a file that is there; `None`: there is none.
 ///
@@ -59,6 +60,40 @@ fn not_ours(site: &Site, wrong: &str) -> SetupError {
         site.settings.dir
     );
     site.error(SetupErrorKind::NotWritable, &what)
+}
+
+/// Makes the directory if its last component is missing.
+///
+/// # Errors
+/// As [`is_private_dir`].
+pub(crate) fn make_private_dir(site: &Site) -> Result<(), SetupError> {
+    make_dir(&site.path, site.settings)?;
+    is_private_dir(site).map(drop)
+}
+
+/// Whether there is such a directory.
+///
+/// # Errors
+/// It is not this user's, or others may write it, and so put something else in the place of what we look for there.
+pub(crate) fn is_private_dir(site: &Site) -> Result<bool, SetupError> {
+    let found = match site.path.symlink_metadata() {
+        Ok(found) => found,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+        Err(error) => return Err(site.failed(&error)),
+    };
+    let (us, mode) = (rustix::process::geteuid().as_raw(), found.mode() & 0o7777);
+    let wrong = if found.is_symlink() {
+        "is a symbolic link".to_owned()
+    } else if !found.is_dir() {
+        "is not a directory".to_owned()
+    } else if found.uid() != us {
+        format!("belongs to user {}, and this process runs as {us}", found.uid())
+    } else if mode & 0o022 != 0 {
+        format!("has mode {mode:o}, so others may write it: chmod 700")
+    } else {
+        return Ok(true);
+    };
+    Err(not_ours(site, &wrong))
 }
 
 /// Whether the path leads to this open file.

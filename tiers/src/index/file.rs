@@ -1,12 +1,11 @@
 //! The files of an index: a new one lies beside the old one until it is complete.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 
 use crate::error::SetupError;
-use crate::files::{LockedFile, Patience, Site, create_locked, partial, unlink};
+use crate::files::{LockedFile, Patience, Site, create_locked, partial, sync_dir, unlink};
 
 use super::format::{ENTRIES_AT, ENTRY_BYTES, Header, IndexChange};
 use super::{Residents, STEP};
@@ -80,9 +79,4 @@ impl Drop for Draft {
             unlink(&partial(&self.site).path);
         }
     }
-}
-
-fn sync_dir(path: &Path) -> io::Result<()> {
-    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    File::open(dir)?.sync_all()
 }

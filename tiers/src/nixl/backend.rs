@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
 
 use crossbeam_channel::Sender;
 
@@ -14,8 +13,9 @@ use super::spans::Spans;
 use crate::backend::Backend;
 use crate::clock;
 use crate::copy::{CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
-use crate::disk::DiskRegion;
+use crate::disk::{DiskRegion, check_fit};
 use crate::error::{SetupError, SetupErrorKind};
+use crate::fork::{ProcessBound, ServiceThread};
 use crate::memory::Memory;
 
 /// Slots whose segments are prepared together: 4 ms of work, 4 MiB of memory.
@@ -30,9 +30,9 @@ const SPAN: u32 = 1 << 16;
 pub struct NixlBackend {
     name: &'static str,
     routes: [Route; 2],
-    /// `None` once the backend is shutting down.
-    batches: Option<Sender<Batch>>,
-    thread: Option<JoinHandle<()>>,
+    // Before the thread, which finishes what was submitted.
+    batches: ProcessBound<Sender<Batch>>,
+    _thread: ServiceThread,
 }
 
 impl NixlBackend {
@@ -48,20 +48,19 @@ impl NixlBackend {
         disk: Arc<DiskRegion>,
         depth: u32,
     ) -> Result<Self, SetupError> {
-        let (ours, theirs) = (memory.block_bytes(), disk.geometry().block_bytes());
-        if ours != theirs {
-            let message =
-                format!("{} blocks of {ours} bytes do not fit disk blocks of {theirs}", memory.tier());
-            return Err(SetupError::new(SetupErrorKind::Invalid, message));
-        }
+        check_fit(&*memory, &disk)?;
         let stride = memory.stride();
         let files = Registration::files(plugin, &disk)?;
         let slots = disk.geometry().slots();
+        let region = Arc::clone(&disk);
+        let is_there = move |slot| region.place(slot).is_some();
         let place = move |slot: u32| {
+            // A list has an entry for every slot, by number. That of a slot that is not there is never named.
             let (file, offset) = disk.place(SlotId(slot)).unwrap_or_default();
             Segment { address: offset as usize, bytes: stride, device: device_of(disk.file(file)) }
         };
-        let far = Spans::new(slots, SPAN, Box::new(move |slots| SegmentList::far(&files, slots.map(&place))));
+        let prepare = move |slots: std::ops::Range<u32>| SegmentList::far(&files, slots.map(&place));
+        let far = Spans::new(slots, SPAN, Box::new(prepare)).only(is_there);
         let near = near(plugin, &memory, stride)?;
         Self::start(plugin, Ends { memory, near, other: Tier::Disk, far }, depth, || {})
     }
@@ -96,11 +95,12 @@ impl NixlBackend {
             mover.serve(&incoming);
             at_end();
         };
-        let thread = clock::spawn("kvbm-nixl", serve).map_err(|error| {
+        let thread = ServiceThread::spawn("kvbm-nixl", serve).map_err(|error| {
             let message = "cannot start a thread for NIXL: raise the limit on processes";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         })?;
-        Ok(Self { name: name_of(plugin.plugin()), routes, batches: Some(batches), thread: Some(thread) })
+        let batches = ProcessBound::new(batches);
+        Ok(Self { name: name_of(plugin.plugin()), routes, batches, _thread: thread })
     }
 }
 
@@ -149,20 +149,7 @@ unsafe impl Backend for NixlBackend {
     }
 
     fn submit(&self, ops: Vec<CopyOp>, done: Done) {
-        let Some(batches) = &self.batches else { unreachable!("taken in drop only") };
         // What nobody receives any more is refused when it is dropped.
-        let _ = batches.send(Batch::new(ops, done));
-    }
-}
-
-/// Finishes what was submitted.
-impl Drop for NixlBackend {
-    fn drop(&mut self) {
-        self.batches = None;
-        let Some(thread) = self.thread.take() else { return };
-        // A completion may have dropped the last handle of the backend: a thread cannot wait for itself.
-        if thread.thread().id() != thread::current().id() && thread.join().is_err() {
-            tracing::error!("the NIXL thread died of a panic");
-        }
+        let _ = self.batches.send(Batch::new(ops, done));
     }
 }

@@ -11,7 +11,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, TryRecvError};
 use super::request::{Direction, Request};
 use super::spans::{Position, Spans};
 use crate::clock;
-use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Tier};
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Endings, Tier};
 use crate::memory::{Memory, forget_checksum, no_such_slot};
 
 use std::sync::Arc;
@@ -44,9 +44,11 @@ impl Batch {
 
 impl Drop for Batch {
     fn drop(&mut self) {
-        drop(self.take());
+        self.done.refuse(0..self.ops.len(), NOT_COPIED);
     }
 }
+
+const NOT_COPIED: &str = "the NIXL thread failed, or had ended, before it copied the block";
 
 /// The duty to report the end of an operation. Whoever loses it, by a panic on the way, reports a failure: nobody
 /// waits for ever, and nothing was in flight.
@@ -57,9 +59,10 @@ struct Ending {
 }
 
 impl Ending {
-    fn report(mut self, result: Result<(), CopyError>) {
+    /// It is reported with what `ended` has besides.
+    fn join(mut self, ended: &mut Endings, result: Result<(), CopyError>) {
         self.is_open = false;
-        self.done.complete(self.index, result);
+        ended.add(&self.done, self.index, result);
     }
 
     /// The hardware may touch the operation's slots for ever: nothing is reported.
@@ -71,13 +74,7 @@ impl Ending {
 impl Drop for Ending {
     fn drop(&mut self) {
         if self.is_open {
-            let lost = CopyError::new(
-                CopyErrorKind::Refused,
-                "the NIXL thread failed, or had ended, before it copied the block",
-            );
-            // A second panic while the first one unwinds would end the process.
-            let report = || self.done.complete(self.index, Err(lost));
-            let _ = catch_unwind(AssertUnwindSafe(report));
+            self.done.refuse([self.index], NOT_COPIED);
         }
     }
 }
@@ -182,15 +179,16 @@ impl Mover {
 
     /// Queues a batch, its operations in the order of the other tier's slots: neighbours travel as one.
     fn accept(&mut self, mut batch: Batch) {
-        let mut orders = Vec::new();
+        let (mut orders, mut refused) = (Vec::new(), Endings::default());
         for (op, ending) in batch.take() {
             match self.place(op) {
                 Some((direction, near, far)) => {
                     orders.push(Order { op, ending, direction, near, far, alone: false });
                 }
-                None => ending.report(Err(no_such_slot(op.from))),
+                None => ending.join(&mut refused, Err(no_such_slot(op.from))),
             }
         }
+        refused.report();
         orders.sort_by_key(|order| (order.near.span, order.far));
         orders.into_iter().for_each(|order| self.queue(order.direction).push_back(order));
     }
@@ -272,6 +270,7 @@ impl Mover {
 
     /// Reports what has ended.
     fn land(&mut self) {
+        let mut landed = Endings::default();
         let mut flight = 0;
         while flight < self.flights.len() {
             let Poll::Ready(result) = self.flights[flight].request.poll() else {
@@ -283,10 +282,11 @@ impl Mover {
             drop(ended);
             self.stirred = clock::now();
             match result {
-                Ok(()) => orders.into_iter().for_each(|order| order.end(Ok(()))),
+                Ok(()) => orders.into_iter().for_each(|order| order.ending.join(&mut landed, Ok(()))),
                 Err(error) => self.give_up(orders, &error),
             }
         }
+        landed.report();
     }
 
     /// A request failed as a whole, whichever of its blocks was to blame: the others are tried again.
@@ -303,11 +303,12 @@ impl Mover {
             alone.for_each(|order| self.queue(order.direction).push_back(order));
         } else {
             let kind = if error.kind() == CopyErrorKind::Io { self.failure } else { error.kind() };
-            let result = |order: &Order| {
+            let mut failed = Endings::default();
+            for order in orders {
                 let message = format!("{} to {}: {error}", order.op.from, order.op.to);
-                CopyError::caused(kind, message, error.clone())
-            };
-            orders.into_iter().for_each(|order| order.end_with(result));
+                order.ending.join(&mut failed, Err(CopyError::caused(kind, message, error.clone())));
+            }
+            failed.report();
         }
     }
 }
@@ -315,15 +316,6 @@ impl Mover {
 impl Order {
     fn goes_with(&self, other: &Self) -> bool {
         !self.alone && !other.alone && (self.near.span, self.far.span) == (other.near.span, other.far.span)
-    }
-
-    fn end(self, result: Result<(), CopyError>) {
-        self.ending.report(result);
-    }
-
-    fn end_with(self, error: impl Fn(&Self) -> CopyError) {
-        let error = error(&self);
-        self.end(Err(error));
     }
 }
 
@@ -333,7 +325,7 @@ mod tests {
 
     use super::*;
     use crate::copy::{SlotId, SlotRef};
-    use crate::testing::order;
+    use crate::testing::{each, order};
 
     fn ops(count: usize) -> Vec<CopyOp> {
         let slot = |tier| SlotRef { tier, slot: SlotId(0), generation: 0 };
@@ -343,7 +335,7 @@ mod tests {
     fn reports() -> (Done, Receiver<(usize, Option<CopyErrorKind>)>) {
         let (report, reports) = channel();
         let kind = |result: Result<(), CopyError>| result.err().map(|error| error.kind());
-        (Done::new(move |index, result| report.send((index, kind(result))).unwrap()), reports)
+        (each(move |index, result| report.send((index, kind(result))).unwrap()), reports)
     }
 
     #[test]
@@ -360,7 +352,9 @@ mod tests {
     fn an_operation_lost_on_the_way_is_reported_once() {
         let (done, reports) = reports();
         let mut endings = Batch::new(ops(3), done).take().into_iter().map(|(_, ending)| ending);
-        endings.next().unwrap().report(Ok(()));
+        let mut ended = Endings::default();
+        endings.next().unwrap().join(&mut ended, Ok(()));
+        ended.report();
         endings.next().unwrap().never();
         drop(endings);
         assert_eq!(reports.iter().collect::<Vec<_>>(), [(0, None), (2, Some(CopyErrorKind::Refused))]);

@@ -11,6 +11,8 @@ use crate::error::SetupError;
 
 /// Prepares the list of some slots, one segment for each.
 pub(super) type Prepare = dyn Fn(Range<u32>) -> Result<Arc<SegmentList>, SetupError> + Send;
+/// Whether a slot is there: a region may do without some of its directories.
+type IsThere = dyn Fn(SlotId) -> bool + Send;
 
 /// A region's slots in lists of equal length, each prepared when a slot of it is first used: a list takes time
 /// and memory in proportion to its slots, and some tiers have a thousand million.
@@ -18,6 +20,7 @@ pub(super) struct Spans {
     slots: u32,
     span: u32,
     prepare: Box<Prepare>,
+    is_there: Box<IsThere>,
     lists: BTreeMap<u32, Arc<SegmentList>>,
 }
 
@@ -31,13 +34,18 @@ pub(super) struct Position {
 impl Spans {
     /// `slots` slots, `span` to a list.
     pub(super) fn new(slots: u32, span: u32, prepare: Box<Prepare>) -> Self {
-        Self { slots, span, prepare, lists: BTreeMap::new() }
+        Self { slots, span, prepare, is_there: Box::new(|_| true), lists: BTreeMap::new() }
+    }
+
+    /// The same, of a region that has only some of these slots.
+    pub(super) fn only(self, is_there: impl Fn(SlotId) -> bool + Send + 'static) -> Self {
+        Self { is_there: Box::new(is_there), ..self }
     }
 
     /// `None`: there is no such slot.
     pub(super) fn position(&self, slot: SlotId) -> Option<Position> {
         let index = c_int::try_from(slot.0 % self.span).ok()?;
-        (slot.0 < self.slots).then_some(Position { span: slot.0 / self.span, index })
+        (slot.0 < self.slots && (self.is_there)(slot)).then_some(Position { span: slot.0 / self.span, index })
     }
 
     /// A list by its number, as a [`Position`] names it.
@@ -48,5 +56,21 @@ impl Spans {
             self.lists.insert(span, list);
         }
         Ok(&self.lists[&span])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::SetupErrorKind;
+
+    #[test]
+    fn a_slot_that_is_not_there_has_no_position() {
+        let prepare = |_| Err(SetupError::new(SetupErrorKind::Unavailable, "nobody moves anything here"));
+        // The directory of every third slot is away.
+        let spans = Spans::new(8, 4, Box::new(prepare)).only(|slot| slot.0 % 3 != 1);
+        let found = (0..10).map(|slot| spans.position(SlotId(slot)).map(|at| (at.span, at.index)));
+        let there = [Some((0, 0)), None, Some((0, 2)), Some((0, 3)), None, Some((1, 1)), Some((1, 2)), None];
+        assert_eq!(found.collect::<Vec<_>>(), [&there[..], &[None, None]].concat());
     }
 }

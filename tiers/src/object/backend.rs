@@ -13,14 +13,16 @@ use tokio::time::Instant;
 
 use super::block::Pending;
 use super::budget::Budgets;
+use super::collect::keep_collecting;
 use super::discover::{DISCOVERY_LIMIT, Discovered, discover};
+use super::epochs::EpochStanding;
 use super::executor::{Executor, Work};
 use super::look::{TakeIn, keep_looking};
 use super::names::SegmentNames;
 use super::open::Store;
 use super::segment::{FooterKeys, Provenance};
 use super::share::{Share, Sharing, keep_up};
-use super::shared::Shared;
+use super::shared::{Shared, now_ms};
 use super::traffic::{Counted, Traffic};
 use super::{read, write};
 use crate::backend::Backend;
@@ -28,6 +30,7 @@ use crate::checksum::Checksums;
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
 use crate::error::{SetupError, SetupErrorKind};
+use crate::fork::Maker;
 use crate::geometry::MAX_SLOTS;
 use crate::memory::{Memory, forget_checksum};
 
@@ -97,6 +100,7 @@ pub struct ObjectBackend {
     memory: Arc<dyn Memory>,
     routes: [Route; 2],
     keep: bool,
+    maker: Maker,
 }
 
 impl ObjectBackend {
@@ -135,7 +139,8 @@ impl ObjectBackend {
             store,
             block_bytes,
             checksums,
-            directory: namespace.join("segments"),
+            directory: namespace.clone().join("blocks"),
+            former_directory: namespace.join("segments"),
             names,
             keys: options.keys.clone(),
             locations: Mutex::default(),
@@ -159,24 +164,44 @@ impl ObjectBackend {
             routes: [(memory.tier(), Tier::Object), (Tier::Object, memory.tier())],
             memory,
             keep: options.keep,
+            maker: Maker::this_process(),
         })
     }
 
     /// Finds what this process, in an earlier life, and others have left in the namespace, and has slots below `slots`
     /// stand for it. Nothing may have been written yet. From here on this worker says what it relies on, and collects
-    /// garbage. A store that fails or is slow has nothing: this takes ten seconds at most.
+    /// garbage. This takes ten seconds at most: a store that fails or is slow until then leaves the worker without
+    /// [knowledge](EpochStanding::Unknown), and so without a use for the store until it has found out.
     ///
     /// Without [`Sharing`] there is nothing to be found.
     pub fn discover(&self, slots: u32) -> Discovered {
         let found = discover(Arc::clone(&self.shared), slots);
-        let present = self.shared.provenance();
-        let nothing = || Discovered { epoch: present.epoch, ..Discovered::default() };
-        let found = self.shared.store.executor.wait(2 * DISCOVERY_LIMIT, found).unwrap_or_else(nothing);
-        if found.epoch != present.epoch {
-            *self.shared.provenance.lock() = Provenance { epoch: found.epoch, forgotten: 0, ..present };
-        }
+        let epoch = self.shared.provenance().epoch;
+        let found = self.shared.store.executor.wait(2 * DISCOVERY_LIMIT, found);
+        let found = found.unwrap_or_else(|| Discovered::nothing(EpochStanding::Unknown, epoch));
         keep_up(&self.shared);
+        keep_collecting(&self.shared);
         found
+    }
+
+    /// How the present epoch stands to those that the bucket knows of.
+    pub fn epoch_standing(&self) -> EpochStanding {
+        let share = self.shared.share.as_ref();
+        let standing = share.map(|share| *share.standing.lock());
+        let own = self.shared.provenance().epoch;
+        // It is that of the epoch before until the bucket knows of the present one.
+        let of_another =
+            |standing: &EpochStanding| !matches!(standing, EpochStanding::Current(epoch) if *epoch != own);
+        standing.map_or(EpochStanding::Current(own), |standing| {
+            Some(standing).filter(of_another).unwrap_or(EpochStanding::Unknown)
+        })
+    }
+
+    /// A tenant was forgotten for the `life`-th time: what others have stored for it is not what it stores from here on.
+    pub fn forget_tenant(&self, tenant: u32, life: u32) {
+        if let Some(share) = &self.shared.share {
+            share.known.lock().forget_tenant(tenant, life, now_ms());
+        }
     }
 
     /// From here on `into` takes in what others store: it is looked for at the interval that [`Sharing::look`] says.
@@ -186,31 +211,35 @@ impl ObjectBackend {
     }
 
     /// Writes blocks by the names of another epoch from here on, forgets all that the slots hold, and tells later workers,
-    /// before it returns, that it has begun: whoever starts after that goes on with it. Where nothing is shared, nothing
-    /// happens.
+    /// before it returns, that it has begun: none of them goes on in an earlier one unasked. Where nothing is shared,
+    /// nothing happens.
     ///
     /// # Errors
-    /// `Unavailable`: the store did not take it. It is told again with every renewal.
+    /// `Unavailable`: the store did not take it, or is in a later epoch. Until it takes it nothing is stored or found.
     pub fn begin_epoch(&self, epoch: u64, forgotten: u64) -> Result<(), CopyError> {
         let Some(share) = &self.shared.share else { return Ok(()) };
         let present = self.shared.provenance();
         *self.shared.provenance.lock() = Provenance { epoch, forgotten, ..present };
         let past = self.shared.locations.lock().slots();
         self.shared.forget_slots(past);
-        share.known.lock().forget_blocks(|_| true);
-        if *share.announced.lock() >= epoch {
+        share.known.lock().begin_epoch();
+        if self.shared.present().is_some() {
             return Ok(());
         }
         let shared = Arc::clone(&self.shared);
-        let announce = async move {
+        let join = async move {
             let share = shared.share.as_ref()?;
-            Some(shared.announce_epoch(share, epoch).await.map_err(|error| error.to_string()))
+            Some(shared.join_epoch(share).await.map_err(|error| error.to_string()))
         };
-        let answer = self.shared.store.executor.wait(ANNOUNCEMENT_LIMIT, announce).flatten();
-        answer.unwrap_or_else(|| Err("no answer in time".to_owned())).map_err(|why| {
-            let message = format!("cannot tell {} that epoch {epoch} has begun: {why}", self.shared.store);
-            CopyError::new(CopyErrorKind::Unavailable, message)
-        })
+        let answer = self.shared.store.executor.wait(ANNOUNCEMENT_LIMIT, join).flatten();
+        let why = match answer {
+            Some(Ok(EpochStanding::Behind(latest))) => format!("it is in epoch {latest}"),
+            Some(Ok(_)) => return Ok(()),
+            Some(Err(why)) => why,
+            None => "no answer in time".to_owned(),
+        };
+        let message = format!("cannot tell {} that epoch {epoch} has begun: {why}", self.shared.store);
+        Err(CopyError::new(CopyErrorKind::Unavailable, message))
     }
 
     /// Counts of requests and bytes.
@@ -249,8 +278,7 @@ impl ObjectBackend {
         true
     }
 
-    /// `None`: it was refused and reported.
-    fn accept(&self, index: usize, op: &CopyOp, done: &Done) -> Option<Pending> {
+    fn accept(&self, index: usize, op: &CopyOp, done: &Done) -> Result<Pending, CopyError> {
         let (memory, object) = match op.route() {
             route if route == self.routes[0] => (op.from.slot, op.to.slot),
             route if route == self.routes[1] => (op.to.slot, op.from.slot),
@@ -260,11 +288,10 @@ impl ObjectBackend {
         let pending = (object.0 < MAX_SLOTS)
             .then(|| Pending::new((index, done.clone()), (&self.memory, memory), op, object, ticket))
             .flatten();
-        if pending.is_none() {
+        pending.ok_or_else(|| {
             let message = format!("the object tier cannot copy {} to {}", op.from, op.to);
-            done.complete(index, Err(CopyError::new(CopyErrorKind::Refused, message)));
-        }
-        pending
+            CopyError::new(CopyErrorKind::Refused, message)
+        })
     }
 
     fn write(&self, blocks: Vec<Pending>, deadline: Instant) {
@@ -301,11 +328,15 @@ unsafe impl Backend for ObjectBackend {
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
         let deadline = Instant::now() + self.shared.limit;
-        let (mut writes, mut reads) = (Vec::new(), Vec::new());
+        let (mut writes, mut reads, mut refused) = (Vec::new(), Vec::new(), Vec::new());
         for (index, op) in batch.iter().enumerate() {
             let accepted = if op.to.tier == Tier::Object { &mut writes } else { &mut reads };
-            accepted.extend(self.accept(index, op, &done));
+            match self.accept(index, op, &done) {
+                Ok(pending) => accepted.push(pending),
+                Err(error) => refused.push((index, Err(error))),
+            }
         }
+        done.report(refused);
         self.write(writes, deadline);
         self.read(reads, deadline);
     }
@@ -313,6 +344,10 @@ unsafe impl Backend for ObjectBackend {
 
 impl Drop for ObjectBackend {
     fn drop(&mut self) {
+        // Its threads, and what they do to the store, are the parent's.
+        if !self.maker.is_this_process() {
+            return;
+        }
         self.shared.requests.close();
         self.shared.work.hurry();
         let (shared, keep) = (Arc::clone(&self.shared), self.keep);

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::executor::Ticket;
-use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Done, SlotId};
+use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Done, Endings, Owner, SlotId};
 use crate::memory::Memory;
 
 /// An operation that was accepted and not reported yet. Dropping it reports it, as refused unless it was
@@ -13,7 +13,8 @@ use crate::memory::Memory;
 pub(super) struct Pending {
     index: usize,
     done: Done,
-    result: Result<(), CopyError>,
+    /// How it ended; `None` once that is reported.
+    result: Option<Result<(), CopyError>>,
     start: NonNull<u8>,
     bytes: usize,
     /// Keeps `start` mapped.
@@ -25,7 +26,7 @@ pub(super) struct Pending {
     /// Hash of the block before it in its chain.
     pub(super) parent: Option<u128>,
     /// Whose it is.
-    pub(super) tenant: Option<u32>,
+    pub(super) owner: Option<Owner>,
     /// Its slot in memory.
     pub(super) memory: SlotId,
     /// Its slot in the object tier.
@@ -53,12 +54,12 @@ impl Pending {
             bytes: region.block_bytes(),
             _region: Arc::clone(region),
             _ticket: ticket,
-            result: Err(refused),
+            result: Some(Err(refused)),
             index,
             done,
             block: op.block,
             parent: op.parent,
-            tenant: op.owner.map(|owner| owner.tenant),
+            owner: op.owner,
             memory,
             object,
         })
@@ -66,7 +67,7 @@ impl Pending {
 
     /// Reports the end. Nothing touches the slot after this.
     pub(super) fn finish(mut self, result: Result<(), CopyError>) {
-        self.result = result;
+        self.result = Some(result);
     }
 
     /// Bytes of the block.
@@ -90,7 +91,7 @@ impl Pending {
 
 impl Drop for Pending {
     fn drop(&mut self) {
-        self.done.complete(self.index, std::mem::replace(&mut self.result, Ok(())));
+        self.done.report(self.result.take().map(|result| (self.index, result)).into_iter().collect());
     }
 }
 
@@ -103,9 +104,12 @@ impl fmt::Debug for Pending {
     }
 }
 
-/// Reports the same end for all.
+/// Reports the same end for all, together.
 pub(super) fn finish_all(blocks: impl IntoIterator<Item = Pending>, result: &Result<(), CopyError>) {
-    for block in blocks {
-        block.finish(result.clone());
+    let (mut blocks, mut ended): (Vec<_>, _) = (blocks.into_iter().collect(), Endings::default());
+    for block in &mut blocks {
+        block.result = None;
+        ended.add(&block.done, block.index, result.clone());
     }
+    ended.report();
 }

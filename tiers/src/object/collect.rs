@@ -1,76 +1,124 @@
 //! Garbage collection: removes segments that no living worker relies on, such as those of writers that crashed.
 //!
-//! Any worker does it. A segment goes if it was nobody's in two collections in a row: one who has just found it has
-//! said so by then.
+//! One worker does it, the one that has the [lease](super::lease), in pages: its memory does not grow with the bucket. A
+//! segment goes if it was nobody's in two collections in a row: one who has just found it has said so by then.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use object_store::ObjectMeta;
+use futures::{StreamExt, TryStreamExt};
 
 use super::budget::Expense;
-use super::discover::segment_name;
 use super::error::StoreError;
 use super::files::remove_staged;
+use super::listing::{Least, ListedSegment};
+use super::manifest::LAPSES;
 use super::names::SegmentName;
 use super::share::{Others, Share};
 use super::shared::Shared;
 
-/// A segment as the store lists it.
-#[derive(Clone, Debug)]
-struct Listed {
-    name: SegmentName,
-    meta: ObjectMeta,
+/// Segments that a collection notices, 300 bytes each: the oldest. The next one deletes them, and notices as many more.
+const MAX_CANDIDATES: usize = 1 << 16;
+/// Deletions at a time.
+const CONCURRENCY: usize = 16;
+
+/// Collects again and again. Apart from renewals: a large bucket takes longer than a worker may be silent.
+pub(super) fn keep_collecting(shared: &Arc<Shared>) {
+    let (own, mut ticket) = (Arc::clone(shared), shared.work.ticket());
+    shared.store.executor.spawn(async move {
+        let Some(share) = &own.share else { return };
+        while !ticket.sleep(share.sharing.renewal * LAPSES).await {
+            match ticket.unless_hurried(own.collect(share)).await {
+                Some(Ok(())) => {}
+                Some(Err(error)) => {
+                    tracing::debug!(store = %own.store, %error, "garbage is left to the next collection");
+                }
+                None => return,
+            }
+        }
+    });
 }
 
 impl Shared {
     /// Deletes what was nobody's in the last collection and still is. A store that fails ends it; the next one goes on.
     pub(super) async fn collect(&self, share: &Share) -> Result<(), StoreError> {
         self.afford(&Expense::ALL).map_err(|error| StoreError::new(&error.to_string()))?;
-        // The segments first: whoever says meanwhile that it relies on one of them is heard.
-        let segments = self.list(&self.directory).await?;
-        let segments: Vec<_> = segments.into_iter().filter_map(Listed::new).collect();
-        let there: HashSet<_> = segments.iter().map(|segment| segment.name).collect();
-        share.known.lock().forget_blocks(|name| !there.contains(&name));
-        let garbage = self.hear_others(share, |others| self.garbage(share, segments, others)).await?;
+        // Whoever collects may delete it from then on.
+        let oldest = share.sharing.collect_after.max(share.grace());
+        share.known.lock().forget_older(u64::try_from(oldest.as_millis()).unwrap_or(u64::MAX));
+        if !self.take_lease(share).await? {
+            return Ok(());
+        }
         let suspects = std::mem::take(&mut *self.suspects.lock());
+        let garbage = self.garbage(share, &suspects).await?;
         let (sure, new): (Vec<_>, Vec<_>) = garbage.into_iter().partition(|old| suspects.contains(&old.name));
         *self.suspects.lock() = new.iter().chain(&sure).map(|old| old.name).collect();
-        let staged = self.store.files_below(&self.directory);
-        staged.into_iter().for_each(|directory| remove_staged(&directory, share.grace()));
-        for old in sure {
-            self.delete(old.name).await?;
+        let files = self.store.files_below(&share.namespace);
+        files.into_iter().for_each(|directory| remove_staged(&directory, share.grace()));
+        let deletions = futures::stream::iter(sure).map(|old| async move {
+            self.remove(&old.meta.location).await?;
             self.suspects.lock().remove(&old.name);
             self.collected.fetch_add(1, Ordering::Relaxed);
-        }
-        Ok(())
+            Ok::<_, StoreError>(())
+        });
+        deletions.buffer_unordered(CONCURRENCY).try_collect().await
     }
 
-    /// Segments that no living worker relies on, old enough or too much.
-    fn garbage(&self, share: &Share, mut segments: Vec<Listed>, others: &Others) -> Vec<Listed> {
-        let own: HashSet<_> = self.locations.lock().segments().collect();
-        let mut bytes: u64 = segments.iter().map(|segment| segment.meta.size).sum();
-        let is_old = |segment: &Listed, age: std::time::Duration| {
-            let age_ms = others.now_ms - segment.meta.last_modified.timestamp_millis();
-            u128::try_from(age_ms).is_ok_and(|age_ms| age_ms > age.as_millis())
-        };
-        segments.sort_unstable_by_key(|segment| segment.name);
-        segments.retain(|segment| {
-            let is_nobodys = !own.contains(&segment.name) && !others.rely_on(segment.name);
+    /// Segments that no living worker relies on, old enough or too much: the oldest of them.
+    async fn garbage(
+        &self,
+        share: &Share,
+        suspects: &HashSet<SegmentName>,
+    ) -> Result<Vec<ListedSegment>, StoreError> {
+        let own: HashSet<SegmentName> = self.locations.lock().segments().map(|id| id.name).collect();
+        self.hear_others(share).await?;
+        let (mut bytes, mut oldest, mut candidates) = (0, Least::new(MAX_CANDIDATES), Vec::new());
+        for directory in [&self.directory, &self.former_directory] {
+            let mut listing = self.store.listing(directory, None, self.limit);
+            loop {
+                let page = listing.page().await?;
+                if page.is_empty() {
+                    break;
+                }
+                let others = share.others.lock().await;
+                for segment in page.into_iter().filter_map(ListedSegment::new) {
+                    bytes += segment.meta.size;
+                    if own.contains(&segment.name) || !others.may_go(&segment, share) {
+                        continue;
+                    }
+                    if suspects.contains(&segment.name) {
+                        candidates.push(segment);
+                    } else {
+                        oldest.push(segment);
+                    }
+                }
+            }
+        }
+        // Once more: somebody may have said since that it relies on one of them.
+        self.hear_others(share).await?;
+        let others = share.others.lock().await;
+        candidates.extend(oldest.into_sorted());
+        candidates.sort_unstable();
+        candidates.retain(|segment| {
             let is_too_much = share.sharing.collect_above.is_some_and(|most| bytes > most);
-            let goes = is_nobodys
-                && is_old(segment, share.grace())
-                && (is_too_much || is_old(segment, share.sharing.collect_after));
+            let is_old = others.is_older(segment, share.sharing.collect_after);
+            let goes = others.may_go(segment, share) && (is_too_much || is_old);
             bytes -= if goes { segment.meta.size } else { 0 };
             goes
         });
-        segments
+        Ok(candidates)
     }
 }
 
-impl Listed {
-    /// `None`: it is something else.
-    fn new(meta: ObjectMeta) -> Option<Self> {
-        Some(Self { name: segment_name(&meta)?, meta })
+impl Others {
+    /// Whether nobody relies on a segment, and nobody who is about to say so still can.
+    fn may_go(&self, segment: &ListedSegment, share: &Share) -> bool {
+        self.is_older(segment, share.grace()) && !self.rely_on(segment.name)
+    }
+
+    fn is_older(&self, segment: &ListedSegment, than: std::time::Duration) -> bool {
+        let age_ms = self.now_ms - segment.meta.last_modified.timestamp_millis();
+        u128::try_from(age_ms).is_ok_and(|age_ms| age_ms > than.as_millis())
     }
 }

@@ -18,6 +18,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::budget::Expense;
 use super::locations::{Location, Victim};
+use super::names::SegmentId;
 use super::put::create;
 use super::segment::{Entry, Footer, Provenance, decode, encode};
 use super::shared::{Pin, Shared};
@@ -98,12 +99,14 @@ async fn fetch(shared: &Arc<Shared>, victim: &Victim, deadline: Instant) -> Resu
         Ok(Err(error)) => return Err(shared.store.read_error(&path, end, context, &error, deadline).await),
         Err(_) => return Err(shared.too_late(&context)),
     };
-    let Footer { provenance, entries } = decode(&tail, end, shared.footer_key(victim.segment))
+    let Footer { provenance, entries } = decode(&tail, end, shared.footer_key(victim.segment.name))
         .map_err(|error| CopyError::caused(CopyErrorKind::Io, context, error))?;
     let moved = victim.live.iter().filter_map(|&(from, slot)| {
         let entry = *entries.get(from.position as usize)?;
-        let at = entry.offset.checked_sub(start)? as usize;
-        let bytes = tail.slice(at..at + entry.length as usize);
+        // The object may be shorter than it was when it was stored, and its footer speak of more.
+        let at = usize::try_from(entry.offset.checked_sub(start)?).ok()?;
+        let end = at.checked_add(usize::try_from(entry.length).ok()?).filter(|&end| end <= tail.len())?;
+        let bytes = tail.slice(at..end);
         (checksum(&bytes) == entry.crc32c).then_some(Moved { from, slot, provenance, entry, bytes })
     });
     Ok(moved.collect())
@@ -115,13 +118,13 @@ async fn write(shared: &Arc<Shared>, moved: Vec<Moved>, deadline: Instant) -> Re
     let entries = moved.iter().zip(offsets).map(|(block, offset)| Entry { offset, ..block.entry });
     // What is left of an earlier epoch is found by nobody, under whatever label.
     let provenance = moved.iter().map(|block| block.provenance).max().unwrap_or_default();
-    let name = shared.names.next();
-    let footer = encode(&provenance, &entries.collect::<Vec<_>>(), shared.footer_key(name));
+    let id = SegmentId { epoch: provenance.epoch, name: shared.names.next() };
+    let footer = encode(&provenance, &entries.collect::<Vec<_>>(), shared.footer_key(id.name));
     let copied: Vec<_> = moved.iter().map(|block| (block.from, block.slot)).collect();
     let payload = moved.into_iter().map(|block| block.bytes).chain([footer.clone()]).collect::<PutPayload>();
-    create(shared, name, payload, &footer, deadline).await?;
+    create(shared, id, payload, &footer, deadline).await?;
     shared.moved_blocks.fetch_add(copied.len() as u64, Ordering::Relaxed);
-    let unneeded = shared.locations.lock().relocate(name, &copied);
-    unneeded.into_iter().for_each(|name| shared.discard(name, Duration::ZERO));
+    let unneeded = shared.locations.lock().relocate(id, &copied);
+    unneeded.into_iter().for_each(|id| shared.discard(id, Duration::ZERO));
     Ok(())
 }

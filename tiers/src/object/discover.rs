@@ -1,25 +1,27 @@
 //! Discovery: what a bucket holds already, from the footers of its segments.
 
+use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures::StreamExt;
-use object_store::path::Path;
-use object_store::{ObjectMeta, ObjectStoreExt, PutMode};
-use tokio::time::{Instant, timeout, timeout_at};
+use object_store::{ObjectMeta, ObjectStoreExt};
+use tokio::time::{Instant, timeout_at};
 
+use super::epochs::{EpochStanding, OlderEpoch};
 use super::error::StoreError;
-use super::names::SegmentName;
+use super::listing::{Least, ListedSegment};
+use super::names::{SegmentId, SegmentName};
 use super::open::Store;
 use super::segment::{Entry, Footer, FooterKey, FormatError, Provenance, decode};
 use super::share::Share;
-use super::shared::Shared;
+use super::shared::{Shared, now_ms};
 use crate::copy::{BlockKey, SlotId};
 use crate::index::IndexEntry;
 
-/// At start-up somebody waits: what was not found by then is not used.
+/// At start-up somebody waits: what was not found by then is looked for later.
 pub(super) const DISCOVERY_LIMIT: Duration = Duration::from_secs(10);
 /// Footers that are fetched at a time.
 const CONCURRENCY: usize = 32;
@@ -27,15 +29,23 @@ const CONCURRENCY: usize = 32;
 const MAX_FOOTER: u64 = 16 << 20;
 /// Blocks that are looked at: newest segments first, some 200 bytes of memory each while it lasts.
 const MAX_BLOCKS: usize = 1 << 21;
+/// Names that are in memory at a time: 300 bytes each.
+const MAX_LISTED: usize = 1 << 14;
+/// The time whose segments are listed first.
+const FIRST_WIDTH_MS: u64 = 60_000;
+/// The least time whose segments are listed together.
+const MIN_WIDTH_MS: u64 = 1_000;
 /// Bytes that are fetched of a segment's end at least.
 pub(super) const TAIL: u64 = 16 << 10;
 
 /// What a bucket holds already.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Discovered {
     /// Blocks with all blocks before them, each behind its parent, and the slots that stand for them now.
     pub blocks: Vec<IndexEntry>,
-    /// The epoch of their names: the latest that any worker has begun.
+    /// Where it is not [`Current`](EpochStanding::Current) nothing was looked for.
+    pub standing: EpochStanding,
+    /// The epoch of the blocks' names: the worker's own, or the bucket's if it follows.
     pub epoch: u64,
     /// Segments with blocks of this fingerprint and epoch.
     pub segments: u64,
@@ -46,7 +56,7 @@ pub struct Discovered {
 /// A segment whose footer was read.
 #[derive(Debug)]
 pub(super) struct Read {
-    pub(super) name: SegmentName,
+    pub(super) id: SegmentId,
     pub(super) footer: Footer,
 }
 
@@ -54,93 +64,195 @@ pub(super) struct Read {
 #[derive(Debug, Default)]
 pub(super) struct Footers {
     pub(super) read: Vec<Read>,
+    /// Blocks in them.
+    blocks: usize,
     /// How many could not be had or understood.
     unread: u64,
+    /// Segments of which that will not change.
+    pub(super) looked_at: Vec<SegmentName>,
     /// Those that could not be had now.
     pub(super) away: Vec<SegmentName>,
+    /// When the newest segment was written, in milliseconds since 1970.
+    newest_ms: Option<u64>,
 }
 
-/// Finds what there is, and has the first slots stand for it.
+/// Finds out how the epoch stands, then what there is of it, and has the first slots stand for that.
 pub(super) async fn discover(shared: Arc<Shared>, slots: u32) -> Discovered {
-    let Some(share) = &shared.share else { return Discovered::default() };
+    let Some(share) = &shared.share else {
+        return Discovered::nothing(EpochStanding::Current(0), 0);
+    };
     let deadline = Instant::now() + DISCOVERY_LIMIT.min(shared.limit);
-    let own_epoch = shared.provenance().epoch;
-    let found = async {
-        let epoch = shared.latest_epoch(share).await?;
-        let mut listed = shared.list(&shared.directory).await?;
-        listed.sort_unstable_by(|a, b| b.location.cmp(&a.location));
-        Ok::<_, StoreError>((epoch, listed))
+    let joined = match timeout_at(deadline, shared.join_epoch(share)).await {
+        Ok(joined) => joined,
+        Err(elapsed) => Err(elapsed.into()),
     };
-    let (epoch, listed) = match timeout_at(deadline, found).await {
-        Ok(Ok((epoch, listed))) => (epoch.unwrap_or(own_epoch).max(own_epoch), listed),
-        Ok(Err(error)) => return shared.found_nothing(&error.to_string(), own_epoch),
-        Err(_) => return shared.found_nothing("it did not answer in time", own_epoch),
+    let standing = match joined {
+        Ok(EpochStanding::Behind(latest)) if share.sharing.older_epoch == OlderEpoch::Follow => {
+            shared.follow_epoch(share, latest);
+            EpochStanding::Current(latest)
+        }
+        Ok(standing) => standing,
+        Err(error) => {
+            tracing::warn!(
+                store = %shared.store, %error,
+                "the object tier waits: which epochs have begun could not be read, and is asked again"
+            );
+            EpochStanding::Unknown
+        }
     };
-    let names: Vec<_> = listed.iter().filter_map(segment_name).collect();
-    let Footers { read, unread, away } = shared.read_footers(listed, deadline).await;
-    {
-        // What somebody who started had no time for is looked at later.
-        let mut known = share.known.lock();
-        known.looked_until(None, &away);
-        known.see(names.into_iter().filter(|name| !away.contains(name)));
+    let own = shared.provenance().epoch;
+    let Some(provenance) = shared.present() else { return Discovered::nothing(standing, own) };
+    shared.warn_of_former_layout(deadline).await;
+    let footers = shared.survey(share, provenance, deadline).await;
+    shared.adopt(&footers, provenance.epoch, slots)
+}
+
+impl Discovered {
+    pub(super) const fn nothing(standing: EpochStanding, epoch: u64) -> Self {
+        Self { blocks: Vec::new(), standing, epoch, segments: 0, unread: 0 }
     }
-    shared.adopt(read, epoch, slots, unread)
+}
+
+/// Segments of a time, newest first.
+struct Newest {
+    listed: Vec<ListedSegment>,
+    /// There are older ones of that time.
+    has_more: bool,
 }
 
 impl Shared {
-    fn found_nothing(&self, why: &str, epoch: u64) -> Discovered {
-        tracing::warn!(store = %self.store, why, "the object tier starts cold: the store's content could not be listed");
-        Discovered { epoch, ..Discovered::default() }
-    }
-
-    /// The latest epoch that a worker has begun; `None`: none since the first.
-    async fn latest_epoch(&self, share: &Share) -> Result<Option<u64>, StoreError> {
-        let epochs = self.list(&share.epochs).await?;
-        Ok(epochs.iter().filter_map(|meta| parse_epoch(&meta.location)).max())
-    }
-
-    /// Tells later workers that an epoch has begun.
-    pub(super) async fn announce_epoch(&self, share: &Share, epoch: u64) -> Result<(), StoreError> {
-        let path = share.epochs.clone().join(format!("{epoch:016x}{EPOCH}"));
-        let put = self.store.client.put_opts(&path, "kvbm".into(), PutMode::Create.into());
-        match timeout(self.limit, put).await? {
-            Ok(_) | Err(object_store::Error::AlreadyExists { .. }) => *share.announced.lock() = epoch,
-            Err(error) => return Err(self.store.secrets.scrub(&error)),
+    /// Footers of the present epoch's segments, newest first, until there are blocks enough or no time is left. What
+    /// could not be looked at is for later looks.
+    pub(super) async fn survey(&self, share: &Share, wanted: Provenance, deadline: Instant) -> Footers {
+        let mut footers = Footers::default();
+        let surveyed = self.survey_into(&mut footers, wanted.epoch, deadline).await;
+        footers.read.retain(|read| read.footer.provenance == wanted);
+        if let Err(error) = &surveyed {
+            tracing::warn!(store = %self.store, %error, "not all of the object store was looked through: that is for later");
         }
-        Ok(())
+        // What was not listed may be as old as can be.
+        let unlisted = (!surveyed.unwrap_or(false)).then_some(SegmentName::first_of(0));
+        footers.away.extend(unlisted);
+        if self.provenance() == wanted {
+            let mut known = share.known.lock();
+            known.is_surveyed = true;
+            known.looked_until(None, &footers.away);
+            known.see(std::mem::take(&mut footers.looked_at), footers.newest_ms);
+        }
+        footers
     }
 
-    /// In the order in which they are given.
-    pub(super) async fn read_footers(&self, listed: Vec<ObjectMeta>, deadline: Instant) -> Footers {
-        let segments = listed.into_iter().filter_map(|meta| Some((segment_name(&meta)?, meta)));
-        let answers = futures::stream::iter(segments)
-            .map(|(name, meta)| async move { (name, self.read_footer(name, &meta, deadline).await) });
+    /// Stores list names from the oldest on. So what was written in the last minute is listed first, then the time before
+    /// that, and so on: eight times as much of it where that held few segments, and as much as holds a page where it held
+    /// more. Returns whether that was all.
+    async fn survey_into(
+        &self,
+        footers: &mut Footers,
+        epoch: u64,
+        deadline: Instant,
+    ) -> Result<bool, StoreError> {
+        let now_ms = now_ms();
+        let (mut width_ms, mut before) = (FIRST_WIDTH_MS, None::<SegmentName>);
+        loop {
+            let until_ms = before.map_or(now_ms, SegmentName::millis);
+            // Where nothing is in order a part takes as long as all.
+            let from = until_ms.checked_sub(width_ms).filter(|_| self.store.lists_in_order());
+            let from = from.map(SegmentName::first_of);
+            let newest = timeout_at(deadline, self.newest(epoch, from, before)).await;
+            let Newest { listed, has_more } = newest??;
+            let newest_ms = listed.iter().map(|segment| segment.written_ms(now_ms)).max();
+            footers.newest_ms = footers.newest_ms.max(newest_ms);
+            let oldest = listed.last().filter(|_| has_more).map(|oldest| oldest.name);
+            width_ms = match oldest {
+                Some(oldest) => until_ms.saturating_sub(oldest.millis()).max(MIN_WIDTH_MS),
+                None if listed.len() < MAX_LISTED / 8 => width_ms.saturating_mul(8),
+                None => width_ms,
+            };
+            before = oldest.or(from);
+            self.read_footers(footers, epoch, listed, deadline).await;
+            if footers.blocks >= MAX_BLOCKS || before.is_none() {
+                return Ok(true);
+            }
+            if Instant::now() >= deadline {
+                return Ok(false);
+            }
+        }
+    }
+
+    /// The newest segments between two names.
+    async fn newest(
+        &self,
+        epoch: u64,
+        from: Option<SegmentName>,
+        before: Option<SegmentName>,
+    ) -> Result<Newest, StoreError> {
+        let after = from.map(|name| self.path(SegmentId { epoch, name }));
+        let mut listing = self.store.listing(&self.epoch_directory(epoch), after.as_ref(), self.limit);
+        let mut newest = Least::new(MAX_LISTED);
+        while let Some(meta) = listing.next().await? {
+            let Some(segment) = ListedSegment::new(meta) else { continue };
+            if before.is_none_or(|before| segment.name < before) {
+                newest.push(Reverse(segment));
+            } else if self.store.lists_in_order() {
+                break;
+            }
+        }
+        let has_more = newest.has_dropped();
+        let listed = newest.into_sorted().into_iter().map(|Reverse(segment)| segment).collect();
+        Ok(Newest { listed, has_more })
+    }
+
+    /// Says once what an operator would wonder about.
+    async fn warn_of_former_layout(&self, deadline: Instant) {
+        let mut former = self.store.listing(&self.former_directory, None, self.limit);
+        if let Ok(Ok(Some(_))) = timeout_at(deadline, former.next()).await {
+            tracing::warn!(
+                store = %self.store, directory = %self.former_directory,
+                "segments of a former version are not read: they lie in no epoch's directory. They are deleted when no worker \
+                 relies on them any more, as object.collect_after_ms says"
+            );
+        }
+    }
+
+    /// Adds those of an epoch's segments, in the order in which they are given.
+    pub(super) async fn read_footers(
+        &self,
+        footers: &mut Footers,
+        epoch: u64,
+        listed: Vec<ListedSegment>,
+        deadline: Instant,
+    ) {
+        let answers = futures::stream::iter(listed).map(|ListedSegment { name, meta }| async move {
+            (name, self.read_footer(name, &meta, deadline).await)
+        });
         let mut answers = answers.buffered(CONCURRENCY);
-        let (mut footers, mut blocks) = (Footers::default(), 0);
-        while blocks < MAX_BLOCKS
+        let before = footers.unread;
+        while footers.blocks < MAX_BLOCKS
             && let Some((name, footer)) = answers.next().await
         {
+            let is_away = matches!(footer, Err(FooterError::Store(_)));
+            let looked_at = if is_away { &mut footers.away } else { &mut footers.looked_at };
+            looked_at.push(name);
             match footer {
                 Ok(footer) => {
-                    blocks += footer.entries.len();
-                    footers.read.push(Read { name, footer });
+                    footers.blocks += footer.entries.len();
+                    footers.read.push(Read { id: SegmentId { epoch, name }, footer });
                 }
                 Err(error) => {
-                    tracing::debug!(segment = %self.path(name), %error, "a segment is not used");
+                    let segment = self.path(SegmentId { epoch, name });
+                    tracing::debug!(%segment, %error, "a segment is not used");
                     footers.unread += 1;
-                    footers.away.extend(matches!(error, FooterError::Store(_)).then_some(name));
                 }
             }
         }
-        if footers.unread > 0 && self.keys.is_some() {
+        if footers.unread > before && self.keys.is_some() {
             tracing::warn!(
                 store = %self.store,
-                unread = footers.unread,
+                unread = footers.unread - before,
                 "segments are not used: they are damaged, or were written under main keys that are not given here, or by \
                  somebody who has none"
             );
         }
-        footers
     }
 
     async fn read_footer(
@@ -162,16 +274,9 @@ impl Shared {
         }
     }
 
-    /// Has slots from 0 on stand for the blocks of an epoch, root first.
-    fn adopt(&self, mut read: Vec<Read>, epoch: u64, slots: u32, unread: u64) -> Discovered {
-        let wanted = self.provenance();
-        read.retain(|read| read.footer.provenance.fingerprint == wanted.fingerprint);
-        // Its writer may have had no answer when it told of it.
-        let epoch = read.iter().map(|read| read.footer.provenance.epoch).fold(epoch, u64::max);
-        let forgotten = if epoch == wanted.epoch { wanted.forgotten } else { 0 };
-        read.retain(|read| read.footer.provenance == Provenance { epoch, forgotten, ..wanted });
-        let mut closure = Closure::new(&read);
-        let chosen = closure.choose(slots as usize);
+    /// Has slots from 0 on stand for blocks, root first.
+    fn adopt(&self, Footers { read, unread, .. }: &Footers, epoch: u64, slots: u32) -> Discovered {
+        let chosen = Closure::new(read).choose(slots as usize);
         let mut taken: Vec<_> = read.iter().map(|read| vec![None; read.footer.entries.len()]).collect();
         let mut blocks = Vec::with_capacity(chosen.len());
         for (slot, (segment, position)) in (0..).map(SlotId).zip(chosen) {
@@ -181,8 +286,9 @@ impl Shared {
             blocks.push(IndexEntry { slot, generation: 0, block, parent, checksum: crc32c, tenant });
         }
         let mut locations = self.locations.lock();
-        read.iter().zip(&taken).for_each(|(read, slots)| locations.adopt(read.name, slots));
-        Discovered { blocks, epoch, segments: read.len() as u64, unread }
+        read.iter().zip(&taken).for_each(|(read, slots)| locations.adopt(read.id, slots));
+        let (segments, standing) = (read.len() as u64, EpochStanding::Current(epoch));
+        Discovered { blocks, standing, epoch, segments, unread: *unread }
     }
 }
 
@@ -235,20 +341,11 @@ async fn fetch_tail(
     if range.is_empty() {
         return Ok(Bytes::new());
     }
+    let wanted = range.end - range.start;
     let tail = timeout_at(deadline, store.client.get_range(&meta.location, range)).await;
-    tail.map_err(StoreError::from)?.map_err(|error| FooterError::of(store, &error))
-}
-
-/// `None`: it is something else.
-pub(super) fn segment_name(meta: &ObjectMeta) -> Option<SegmentName> {
-    SegmentName::parse(meta.location.filename()?)
-}
-
-const EPOCH: &str = ".kvepoch";
-
-pub(super) fn parse_epoch(path: &Path) -> Option<u64> {
-    let digits = path.filename()?.strip_suffix(EPOCH)?;
-    u64::from_str_radix(digits, 16).ok()
+    let tail = tail.map_err(StoreError::from)?.map_err(|error| FooterError::of(store, &error))?;
+    // Part of an answer says nothing of the segment.
+    if tail.len() as u64 == wanted { Ok(tail) } else { Err(StoreError::new("the answer was cut off").into()) }
 }
 
 /// Which segment of those that were read, and which of its blocks.

@@ -1,7 +1,11 @@
 //! A store in files that nobody but their owner may read: prompts can be guessed from KV blocks.
+//!
+//! What others may have put into its directory is not read: links, and files of other users. Epochs, keys and the end of a
+//! key outlive a loss of power, since they are promised to; segments may not, and are found to be torn then.
 
 use std::fmt;
-use std::fs::{DirBuilder, DirEntry, File, OpenOptions};
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Write};
 use std::ops::Range;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -10,12 +14,13 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures::stream::BoxStream;
+use futures::stream::{BoxStream, StreamExt};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, Error, Extensions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta,
-    ObjectStore, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, RenameOptions, Result,
+    CopyOptions, Error, Extensions, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload,
+    ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult,
+    RenameOptions, Result,
 };
 
 use crate::clock;
@@ -24,8 +29,16 @@ use crate::clock;
 /// times in a row.
 const MAX_ATTEMPTS: u32 = 256;
 
-/// Ends names that [`LocalFileSystem`] takes for no object.
-pub(super) const STAGED: &str = "#1";
+/// Deletions at a time.
+const DELETIONS: usize = 16;
+/// Ends the names of what must be on the medium when it is said to be stored, or deleted: epochs and keys.
+const DURABLE: [&str; 2] = [super::epochs::EXTENSION, super::keys::EXTENSION];
+
+/// Whether a file's name is that of one which is being written: [`LocalFileSystem`] takes it for no object.
+pub(super) fn is_staged(name: &str) -> bool {
+    let number = name.rsplit_once('#').map(|(_, number)| number);
+    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|digit| digit.is_ascii_digit()))
+}
 
 /// Makes a directory and those above it, unless they are there, for the owner alone.
 pub(super) fn make_directory(path: &FilePath) -> io::Result<()> {
@@ -36,14 +49,25 @@ pub(super) fn make_directory(path: &FilePath) -> io::Result<()> {
 /// to [`LocalFileSystem`], which does not make files here.
 #[derive(Debug)]
 pub(super) struct PrivateFiles {
-    files: LocalFileSystem,
+    files: Arc<LocalFileSystem>,
+    root: PathBuf,
+    trust: Trust,
+}
+
+/// Whose files are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Trust {
+    /// This user's: what is in them is used.
+    OwnOnly,
+    /// Anybody's: it is only looked at.
+    Anybody,
 }
 
 impl PrivateFiles {
     /// Below a directory that exists.
-    pub(super) fn open(directory: &FilePath) -> Result<Self> {
+    pub(super) fn open(directory: &FilePath, trust: Trust) -> Result<Self> {
         let files = LocalFileSystem::new_with_prefix(directory)?.with_automatic_cleanup(true);
-        Ok(Self { files })
+        Ok(Self { files: Arc::new(files), root: directory.canonicalize().map_err(generic)?, trust })
     }
 }
 
@@ -64,11 +88,11 @@ impl ObjectStore for PrivateFiles {
             PutMode::Update(_) => return Err(unsupported("PutMode::Update")),
         };
         let path = self.files.path_to_filesystem(location)?;
+        let durable_below = is_durable(location).then(|| self.root.clone());
         let wanted = Arc::new(());
         let still_wanted = Arc::downgrade(&wanted);
-        let write =
-            tokio::task::spawn_blocking(move || write_whole(&path, &payload, replaces, &still_wanted));
-        write.await??;
+        let write = move || write_whole(&path, &payload, (replaces, durable_below.as_deref()), &still_wanted);
+        tokio::task::spawn_blocking(write).await??;
         drop(wanted);
         Ok(PutResult { e_tag: None, version: None, extensions: Extensions::default() })
     }
@@ -78,15 +102,39 @@ impl ObjectStore for PrivateFiles {
     }
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
-        self.files.get_opts(location, options).await
+        let path = self.files.path_to_filesystem(location)?;
+        let (root, trust) = (self.root.clone(), self.trust);
+        let opened =
+            tokio::task::spawn_blocking(move || open_ours(&root, &path, trust).map(|file| (file, path)));
+        let (file, path) = opened.await?.map_err(|error| not_read(location, error))?;
+        // Conditions and ranges are the client's affair; the content is that of the file which was looked at.
+        let GetResult { meta, range, attributes, extensions, .. } =
+            self.files.get_opts(location, options).await?;
+        Ok(GetResult { payload: GetResultPayload::File(file, path), meta, range, attributes, extensions })
     }
 
     async fn get_ranges(&self, location: &Path, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
-        self.files.get_ranges(location, ranges).await
+        let ranges = ranges.iter().cloned().map(|range| self.get_range(location, range));
+        futures::future::try_join_all(ranges).await
     }
 
     fn delete_stream(&self, locations: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
-        self.files.delete_stream(locations)
+        let (files, root) = (Arc::clone(&self.files), self.root.clone());
+        let deleted = locations.map(move |location| {
+            let (files, root) = (Arc::clone(&files), root.clone());
+            async move {
+                let location = location?;
+                if is_durable(&location) {
+                    let path = files.path_to_filesystem(&location)?;
+                    let deletion = tokio::task::spawn_blocking(move || delete_durably(&root, &path));
+                    deletion.await?.map_err(|error| not_read(&location, error))?;
+                } else {
+                    files.delete(&location).await?;
+                }
+                Ok(location)
+            }
+        });
+        deleted.buffered(DELETIONS).boxed()
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
@@ -119,18 +167,105 @@ fn unsupported(operation: &str) -> Error {
     Error::NotImplemented { operation: operation.to_owned(), implementer: "PrivateFiles".to_owned() }
 }
 
+fn is_durable(location: &Path) -> bool {
+    let name = location.filename().unwrap_or_default();
+    DURABLE.iter().any(|kind| name.ends_with(kind))
+}
+
+/// What is not ours is not there.
+fn not_read(location: &Path, error: io::Error) -> Error {
+    match error.kind() {
+        io::ErrorKind::NotFound => Error::NotFound { path: location.to_string(), source: Box::new(error) },
+        _ => generic(error),
+    }
+}
+
+/// Opens a file below `root` if no link leads to it and, where that matters, all of the way belongs to this user.
+fn open_ours(root: &FilePath, path: &FilePath, trust: Trust) -> io::Result<File> {
+    let us = rustix::process::geteuid().as_raw();
+    let is_trusted = |owner: u32| trust == Trust::Anybody || owner == us;
+    let refuse = |what: &FilePath, wrong: &str| {
+        tracing::warn!(path = %what.display(), "not read: it {wrong}");
+        Err(io::Error::new(io::ErrorKind::NotFound, format!("{} {wrong}", what.display())))
+    };
+    for directory in path.ancestors().skip(1).take_while(|directory| *directory != root) {
+        let found = directory.symlink_metadata()?;
+        if !found.is_dir() {
+            return refuse(directory, "is no directory");
+        }
+        if !is_trusted(found.uid()) {
+            return refuse(directory, "belongs to another user");
+        }
+    }
+    // O_NONBLOCK: somebody may have put a device or a pipe there.
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => return refuse(path, "is a symbolic link"),
+        opened => opened?,
+    };
+    let found = file.metadata()?;
+    match found {
+        found if !found.is_file() => refuse(path, "is no regular file"),
+        found if !is_trusted(found.uid()) => refuse(path, "belongs to another user"),
+        _ => Ok(file),
+    }
+}
+
+/// Removes a file, and returns when the medium knows. One that is gone already may be so in memory only.
+fn delete_durably(root: &FilePath, path: &FilePath) -> io::Result<()> {
+    let removed = std::fs::remove_file(path);
+    if let Some(directory) = path.parent() {
+        match sync(directory) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            synced => synced?,
+        }
+    }
+    // As for any other last file of a directory. One that comes back after a loss of power is empty.
+    let emptied = path.ancestors().skip(1).take_while(|directory| *directory != root);
+    emptied.map_while(|directory| std::fs::remove_dir(directory).ok()).for_each(drop);
+    removed
+}
+
+/// Has the medium know of a new name: in its directory, and of those in theirs, up to that of `root`.
+fn sync_names(root: &FilePath, path: &FilePath) -> io::Result<()> {
+    path.ancestors().skip(1).take_while(|directory| directory.starts_with(root)).try_for_each(sync)?;
+    // The root may be ours, in a directory that we may not open.
+    let _ = root.parent().map(sync);
+    Ok(())
+}
+
+/// A file or a directory.
+fn sync(path: &FilePath) -> io::Result<()> {
+    let file = File::open(path)?;
+    #[cfg(test)]
+    tests::note_sync(path);
+    file.sync_all()
+}
+
 /// Writes under a temporary name, then publishes, so that nobody finds half a file. Whatever happens, the
 /// temporary name goes; a new file goes too once nobody wants it.
-fn write_whole(path: &FilePath, payload: &PutPayload, replaces: bool, wanted: &Weak<()>) -> Result<()> {
+fn write_whole(
+    path: &FilePath,
+    payload: &PutPayload,
+    (replaces, durable_below): (bool, Option<&FilePath>),
+    wanted: &Weak<()>,
+) -> Result<()> {
     let (mut file, staged) = stage(path).map_err(generic)?;
     let mut write = || {
         for part in payload {
             check(wanted)?;
             file.write_all(part)?;
         }
+        durable_below.map_or(Ok(()), |_| sync(&staged))?;
         if replaces { std::fs::rename(&staged, path) } else { std::fs::hard_link(&staged, path) }
     };
     let published = write();
+    // Also where another made it, who may not have come so far.
+    let synced = match (&published, durable_below) {
+        (Err(error), Some(_)) if error.kind() != io::ErrorKind::AlreadyExists => Ok(()),
+        (_, Some(root)) => sync_names(root, path),
+        (_, None) => Ok(()),
+    };
     // That it stays is worth no error: it is as private as the file.
     let _ = std::fs::remove_file(&staged);
     published.map_err(|error| match error.kind() {
@@ -139,6 +274,7 @@ fn write_whole(path: &FilePath, payload: &PutPayload, replaces: bool, wanted: &W
         }
         _ => generic(error),
     })?;
+    synced.map_err(generic)?;
     // Whoever replaces a file does so again; else whoever gives up after this deletes it.
     if replaces {
         return Ok(());
@@ -149,8 +285,8 @@ fn write_whole(path: &FilePath, payload: &PutPayload, replaces: bool, wanted: &W
     })
 }
 
-/// Removes what writers that were killed have left in a directory: files under temporary names that nobody has written
-/// to for so long.
+/// Removes what writers that were killed have left in a directory and below it: files under temporary names that nobody
+/// has written to for so long.
 pub(super) fn remove_staged(directory: &FilePath, grace: Duration) {
     for (path, written) in staged(directory) {
         let age = clock::since_1970().as_secs().saturating_sub(u64::try_from(written).unwrap_or(0));
@@ -160,24 +296,35 @@ pub(super) fn remove_staged(directory: &FilePath, grace: Duration) {
     }
 }
 
-/// The files under temporary names in a directory, and when each was last written to, in seconds since 1970.
+/// The files under temporary names in a directory and below it, and when each was last written to, in seconds since 1970.
 pub(super) fn staged(directory: &FilePath) -> Vec<(PathBuf, i64)> {
-    let Ok(entries) = std::fs::read_dir(directory) else { return Vec::new() };
-    let is_staged = |entry: &DirEntry| entry.file_name().as_encoded_bytes().ends_with(STAGED.as_bytes());
-    let staged = entries.flatten().filter(is_staged);
-    staged.map(|entry| (entry.path(), entry.metadata().map_or(0, |metadata| metadata.mtime()))).collect()
+    let (mut staged, mut left) = (Vec::new(), vec![directory.to_owned()]);
+    while let Some(directory) = left.pop() {
+        for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+            // Of the entry itself, not of what a link leads to.
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                left.push(entry.path());
+            } else if entry.file_name().to_str().is_some_and(is_staged) {
+                staged.push((entry.path(), entry.metadata().map_or(0, |metadata| metadata.mtime())));
+            }
+        }
+    }
+    staged
 }
 
-/// A new file beside `path`, under a name that [`LocalFileSystem`] takes for no object.
+/// A new file beside `path`, under a name that [`LocalFileSystem`] takes for no object. Others may be writing the same
+/// object, or were killed when they were, so it is a name that nobody else has.
 fn stage(path: &FilePath) -> io::Result<(File, PathBuf)> {
-    let mut staged = path.as_os_str().to_owned();
-    staged.push(STAGED);
-    let staged = PathBuf::from(staged);
     let mut attempt = 0;
     loop {
         attempt += 1;
+        let mut staged = path.as_os_str().to_owned();
+        // Keys of the hasher are random, and others each time.
+        staged.push(format!("#{}", RandomState::new().hash_one((std::process::id(), attempt))));
+        let staged = PathBuf::from(staged);
         match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&staged) {
             Ok(file) => return Ok((file, staged)),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists && attempt < MAX_ATTEMPTS => {}
             Err(e) if e.kind() == io::ErrorKind::NotFound && attempt < MAX_ATTEMPTS => {
                 match path.parent().map_or(Ok(()), make_directory) {
                     // One above was there when we came to make it, and was gone when we looked, or before we made the next.
@@ -204,10 +351,8 @@ fn generic(error: io::Error) -> Error {
 mod tests {
     use std::os::unix::fs::PermissionsExt;
 
-    use futures::FutureExt;
-    use object_store::ObjectStoreExt;
-
     use super::*;
+    use futures::FutureExt;
 
     fn modes(directory: &FilePath) -> Vec<u32> {
         let mut modes = Vec::new();
@@ -225,7 +370,7 @@ mod tests {
     async fn files_are_private_in_a_directory_that_others_may_enter() {
         let home = tempfile::tempdir().unwrap();
         std::fs::set_permissions(home.path(), PermissionsExt::from_mode(0o777)).unwrap();
-        let files = PrivateFiles::open(home.path()).unwrap();
+        let files = PrivateFiles::open(home.path(), Trust::OwnOnly).unwrap();
         let create = || PutOptions::from(PutMode::Create);
         files.put_opts(&Path::from("a/b/object"), "text".into(), create()).await.unwrap();
         assert_eq!(modes(home.path()), [0o700, 0o700, 0o600]);
@@ -247,13 +392,14 @@ mod tests {
         let home = tempfile::tempdir().unwrap();
         let (_, staged) = stage(&home.path().join("directory/object")).unwrap();
         assert_eq!(modes(home.path()), [0o700, 0o600]);
-        assert_eq!(staged.file_name().unwrap(), "object#1");
+        let name = staged.file_name().unwrap().to_str().unwrap();
+        assert!(name.starts_with("object#") && is_staged(name), "{name}");
     }
 
     #[test]
     fn what_nobody_waits_for_any_more_leaves_no_file() {
         let home = tempfile::tempdir().unwrap();
-        let files = PrivateFiles::open(home.path()).unwrap();
+        let files = PrivateFiles::open(home.path(), Trust::OwnOnly).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let parts = (0..64).map(|_| Bytes::from(vec![7; 1 << 20])).collect::<PutPayload>();
         runtime.block_on(async {
@@ -270,9 +416,9 @@ mod tests {
     fn a_file_that_comes_too_late_goes() {
         let home = tempfile::tempdir().unwrap();
         let path = home.path().join("object");
-        assert!(write_whole(&path, &"text".into(), false, &Weak::new()).is_err());
+        assert!(write_whole(&path, &"text".into(), (false, None), &Weak::new()).is_err());
         let wanted = Arc::new(());
-        write_whole(&path, &"text".into(), false, &Arc::downgrade(&wanted)).unwrap();
+        write_whole(&path, &"text".into(), (false, None), &Arc::downgrade(&wanted)).unwrap();
         assert!(path.exists());
         assert_eq!(modes(home.path()), [0o600]);
     }
@@ -302,11 +448,93 @@ mod tests {
     #[test]
     fn what_a_killed_writer_left_goes_after_a_while_and_nothing_else() {
         let home = tempfile::tempdir().unwrap();
-        let paths = ["a.kvseg", "a.kvseg#1", "b.kvseg#1"].map(|name| home.path().join(name));
+        std::fs::create_dir(home.path().join("epochs")).unwrap();
+        let paths = ["a.kvseg", "epochs/a.kvepoch#12", "b.kvseg#1"].map(|name| home.path().join(name));
         paths.iter().for_each(|path| std::fs::write(path, "text").unwrap());
         let old = File::options().write(true).open(&paths[1]).unwrap();
         old.set_modified(std::time::UNIX_EPOCH + Duration::from_secs(1_000_000)).unwrap();
         remove_staged(home.path(), Duration::from_mins(10));
         assert_eq!(paths.map(|path| path.exists()), [true, false, true]);
+    }
+
+    thread_local! {
+        static SYNCED: std::cell::RefCell<Vec<PathBuf>> = const { std::cell::RefCell::new(Vec::new()) };
+    }
+
+    /// Remembers what this thread has synced.
+    pub(super) fn note_sync(path: &FilePath) {
+        SYNCED.with_borrow_mut(|synced| synced.push(path.to_owned()));
+    }
+
+    fn synced() -> Vec<PathBuf> {
+        SYNCED.take()
+    }
+
+    #[test]
+    fn epochs_and_keys_are_on_the_medium_before_anybody_is_told() {
+        let home = tempfile::tempdir().unwrap();
+        let (root, wanted) = (home.path().canonicalize().unwrap(), Arc::new(()));
+        let directories: Vec<_> = ["ns/epochs", "ns", ""].map(|name| root.join(name)).into();
+        let path = root.join("ns/epochs/9.kvepoch");
+        let write = || write_whole(&path, &"kvbm".into(), (false, Some(&root)), &Arc::downgrade(&wanted));
+        write().unwrap();
+        let mut told = synced();
+        assert!(
+            is_staged(told[0].file_name().unwrap().to_str().unwrap()),
+            "the file before it has its name: {told:?}"
+        );
+        assert_eq!(told.split_off(1)[..3], directories);
+        // Its first writer may not have come as far as that.
+        assert!(matches!(write(), Err(Error::AlreadyExists { .. })));
+        assert_eq!(synced()[1..4], directories);
+        delete_durably(&root, &path).unwrap();
+        assert_eq!((synced(), path.exists()), (directories[..1].to_vec(), false));
+        assert_eq!(delete_durably(&root, &path).unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
+
+    #[tokio::test]
+    async fn only_epochs_and_keys_pay_for_a_sync() {
+        let kinds = ["a/b.kvepoch", "a/b.kvkey", "a/b.kvseg", "a/b.kvman"];
+        assert_eq!(kinds.map(|name| is_durable(&Path::from(name))), [true, true, false, false]);
+        let home = tempfile::tempdir().unwrap();
+        let files = PrivateFiles::open(home.path(), Trust::OwnOnly).unwrap();
+        for name in kinds {
+            let object = Path::from(name);
+            files.put_opts(&object, "text".into(), PutMode::Create.into()).await.unwrap();
+            assert_eq!(files.get(&object).await.unwrap().bytes().await.unwrap(), "text");
+            files.delete(&object).await.unwrap();
+            assert!(matches!(files.get(&object).await, Err(Error::NotFound { .. })));
+        }
+        assert!(modes(home.path()).is_empty());
+    }
+
+    #[tokio::test]
+    async fn neither_links_nor_what_they_lead_to_are_read() {
+        let home = tempfile::tempdir().unwrap();
+        let files = PrivateFiles::open(home.path(), Trust::OwnOnly).unwrap();
+        let elsewhere = tempfile::tempdir().unwrap();
+        std::fs::write(elsewhere.path().join("object"), "somebody's").unwrap();
+        std::os::unix::fs::symlink(elsewhere.path().join("object"), home.path().join("link")).unwrap();
+        std::os::unix::fs::symlink(elsewhere.path(), home.path().join("directory")).unwrap();
+        for planted in ["link", "directory/object"] {
+            let read = files.get(&Path::from(planted)).await;
+            assert!(matches!(read, Err(Error::NotFound { .. })), "{planted}: {read:?}");
+            let part = files.get_range(&Path::from(planted), 0..4).await;
+            assert!(matches!(part, Err(Error::NotFound { .. })), "{planted}");
+        }
+        let replaced = files.put_opts(&Path::from("link"), "ours".into(), PutOptions::default()).await;
+        replaced.unwrap();
+        assert_eq!(files.get(&Path::from("link")).await.unwrap().bytes().await.unwrap(), "ours");
+        assert_eq!(std::fs::read_to_string(elsewhere.path().join("object")).unwrap(), "somebody's");
+    }
+
+    #[test]
+    fn another_user_s_files_are_not_read_but_to_be_looked_at() {
+        // Every system has a file of its administrator's, and tests of an administrator another one's.
+        let root = FilePath::new("/");
+        let file = FilePath::new("/etc/passwd");
+        let is_ours = file.metadata().unwrap().uid() == rustix::process::geteuid().as_raw();
+        assert_eq!(open_ours(root, file, Trust::OwnOnly).is_ok(), is_ours);
+        assert!(open_ours(root, file, Trust::Anybody).is_ok());
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use super::names::SegmentName;
+use super::names::SegmentId;
 use crate::copy::SlotId;
 
 /// Slots whose locations are allocated together: 16 KiB.
@@ -23,7 +23,7 @@ pub(super) struct Locations {
     wasteful: BTreeSet<Emptiness>,
     blocks: Blocks,
     /// Numbers of the segments that were found in the store.
-    found: HashMap<SegmentName, u32>,
+    found: HashMap<SegmentId, u32>,
 }
 
 /// How many blocks there are in segments that were written here: others bound the space of theirs.
@@ -38,7 +38,7 @@ pub(super) struct Blocks {
 /// Where a block is that somebody reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Place {
-    pub(super) segment: SegmentName,
+    pub(super) segment: SegmentId,
     pub(super) location: Location,
 }
 
@@ -59,7 +59,7 @@ impl Location {
 /// A segment to compact. Until it is released it stays, and nobody else compacts it.
 #[derive(Debug)]
 pub(super) struct Victim {
-    pub(super) segment: SegmentName,
+    pub(super) segment: SegmentId,
     pub(super) number: u32,
     /// How many blocks it holds.
     pub(super) blocks: usize,
@@ -75,7 +75,7 @@ const FAILURE: u64 = 100_000;
 
 #[derive(Debug)]
 struct Segment {
-    name: SegmentName,
+    id: SegmentId,
     /// For which slots its blocks were written.
     slots: Box<[SlotId]>,
     /// Slots that lie in it.
@@ -105,34 +105,34 @@ impl Locations {
         let location = self.find(slot)?;
         let segment = self.segments.get_mut(location.segment as usize)?.as_mut()?;
         segment.readers += 1;
-        Some(Place { segment: segment.name, location })
+        Some(Place { segment: segment.id, location })
     }
 
     /// One reader of a segment less. Returns the segment if nobody here needs it any more, and it is ours.
-    pub(super) fn release(&mut self, number: u32) -> Option<SegmentName> {
+    pub(super) fn release(&mut self, number: u32) -> Option<SegmentId> {
         self.change(number, |segment| segment.readers -= 1)
     }
 
     /// Forgets the content of `slot`. Returns its segment if nobody here needs that any more, and it is ours.
-    pub(super) fn vacate(&mut self, slot: SlotId) -> Option<SegmentName> {
+    pub(super) fn vacate(&mut self, slot: SlotId) -> Option<SegmentId> {
         let location = self.find(slot)?;
         self.set(slot, Location::NOWHERE);
         self.change(location.segment, |segment| segment.live -= 1)
     }
 
-    /// The blocks of the new segment `name` are the content of these slots, each of which is vacant.
-    pub(super) fn place(&mut self, name: SegmentName, slots: &[SlotId]) {
-        let number = self.add(name, slots.into(), false);
+    /// The blocks of the new segment `id` are the content of these slots, each of which is vacant.
+    pub(super) fn place(&mut self, id: SegmentId, slots: &[SlotId]) {
+        let number = self.add(id, slots.into(), false);
         for (position, &slot) in (0..).zip(slots) {
             self.set(slot, Location { segment: number, position });
         }
         self.change(number, |segment| segment.live = slots.len() as u32);
     }
 
-    /// Blocks of the segment `name`, which was found in the store, are the content of these slots, each of which is
+    /// Blocks of the segment `id`, which was found in the store, are the content of these slots, each of which is
     /// vacant. `None`: a block that fills none.
-    pub(super) fn adopt(&mut self, name: SegmentName, slots: &[Option<SlotId>]) {
-        let number = self.add(name, slots.iter().map(|slot| slot.unwrap_or(NO_SLOT)).collect(), true);
+    pub(super) fn adopt(&mut self, id: SegmentId, slots: &[Option<SlotId>]) {
+        let number = self.add(id, slots.iter().map(|slot| slot.unwrap_or(NO_SLOT)).collect(), true);
         let adopted = (0..).zip(slots).filter_map(|(position, slot)| Some((position, (*slot)?)));
         let live =
             adopted.map(|(position, slot)| self.set(slot, Location { segment: number, position })).count();
@@ -140,23 +140,19 @@ impl Locations {
     }
 
     /// Block `position` of a segment of so many, which another worker wrote, is the content of `slot`, which is vacant.
-    pub(super) fn link(&mut self, slot: SlotId, (name, position): (SegmentName, u32), blocks: u32) {
-        let number = match self.found.get(&name) {
+    pub(super) fn link(&mut self, slot: SlotId, (id, position): (SegmentId, u32), blocks: u32) {
+        let number = match self.found.get(&id) {
             Some(&number) => number,
-            None => self.add(name, vec![NO_SLOT; blocks as usize].into(), true),
+            None => self.add(id, vec![NO_SLOT; blocks as usize].into(), true),
         };
         self.set(slot, Location { segment: number, position });
         self.change(number, |segment| segment.live += 1);
     }
 
-    /// The blocks of the new segment `name` are copies of those that are, or were, at these locations. They
-    /// replace those that are still the content of these slots. Returns `name` if none is.
-    pub(super) fn relocate(
-        &mut self,
-        name: SegmentName,
-        copied: &[(Location, SlotId)],
-    ) -> Option<SegmentName> {
-        let number = self.add(name, copied.iter().map(|&(_, slot)| slot).collect(), false);
+    /// The blocks of the new segment `id` are copies of those that are, or were, at these locations. They
+    /// replace those that are still the content of these slots. Returns `id` if none is.
+    pub(super) fn relocate(&mut self, id: SegmentId, copied: &[(Location, SlotId)]) -> Option<SegmentId> {
+        let number = self.add(id, copied.iter().map(|&(_, slot)| slot).collect(), false);
         let mut live = 0;
         for (position, &(from, slot)) in (0..).zip(copied) {
             // Written again, or vacated, while its old content was copied: the newer one wins.
@@ -211,13 +207,13 @@ impl Locations {
     }
 
     /// The segments that hold the content of a slot, or are being read.
-    pub(super) fn segments(&self) -> impl Iterator<Item = SegmentName> {
-        self.segments.iter().flatten().map(|segment| segment.name)
+    pub(super) fn segments(&self) -> impl Iterator<Item = SegmentId> {
+        self.segments.iter().flatten().map(|segment| segment.id)
     }
 
     /// Those that were written here.
-    pub(super) fn own_segments(&self) -> impl Iterator<Item = SegmentName> {
-        self.segments.iter().flatten().filter(|segment| !segment.found).map(|segment| segment.name)
+    pub(super) fn own_segments(&self) -> impl Iterator<Item = SegmentId> {
+        self.segments.iter().flatten().filter(|segment| !segment.found).map(|segment| segment.id)
     }
 
     /// Blocks of segments that were found in the store which fill a slot.
@@ -236,7 +232,7 @@ impl Locations {
         let locations = (0..).map(|position| Location { segment: number, position });
         let live = locations.zip(segment.slots.iter().copied());
         let live = live.filter(|&(location, slot)| self.find(slot) == Some(location)).collect();
-        Some(Victim { segment: segment.name, number, blocks: segment.slots.len(), live })
+        Some(Victim { segment: segment.id, number, blocks: segment.slots.len(), live })
     }
 
     fn find(&self, slot: SlotId) -> Option<Location> {
@@ -254,12 +250,11 @@ impl Locations {
     }
 
     /// A segment without live blocks yet.
-    fn add(&mut self, name: SegmentName, slots: Box<[SlotId]>, found: bool) -> u32 {
+    fn add(&mut self, id: SegmentId, slots: Box<[SlotId]>, found: bool) -> u32 {
         if !found {
             self.blocks.stored += slots.len() as u64;
         }
-        let segment =
-            Some(Segment { name, slots, live: 0, readers: 0, found, compactable: true, failures: 0 });
+        let segment = Some(Segment { id, slots, live: 0, readers: 0, found, compactable: true, failures: 0 });
         // There are fewer segments than slots, and those are numbered with 32 bits.
         let number = self.vacant.pop().unwrap_or(self.segments.len() as u32);
         match self.segments.get_mut(number as usize) {
@@ -267,14 +262,14 @@ impl Locations {
             None => self.segments.push(segment),
         }
         if found {
-            self.found.insert(name, number);
+            self.found.insert(id, number);
         }
         number
     }
 
-    /// Changes a segment and whatever follows from that. If nobody here needs it any more, forgets it, and returns its
-    /// name if it is ours.
-    fn change(&mut self, number: u32, change: impl FnOnce(&mut Segment)) -> Option<SegmentName> {
+    /// Changes a segment and whatever follows from that. If nobody here needs it any more, forgets it, and returns which
+    /// one it was if it is ours.
+    fn change(&mut self, number: u32, change: impl FnOnce(&mut Segment)) -> Option<SegmentId> {
         let entry = self.segments.get_mut(number as usize)?;
         let segment = entry.as_mut()?;
         let (before, live) = (segment.emptiness(number), segment.live);
@@ -295,11 +290,11 @@ impl Locations {
         // Numbers come again only here, where nobody reads the segment: a reader's `Place` names the segment by number.
         self.vacant.push(number);
         if dead.found {
-            self.found.remove(&dead.name);
+            self.found.remove(&dead.id);
             return None;
         }
         self.blocks.stored -= dead.slots.len() as u64;
-        Some(dead.name)
+        Some(dead.id)
     }
 }
 
@@ -313,19 +308,19 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::super::names::SegmentNames;
+    use super::super::names::{SegmentId, SegmentNames};
     use super::*;
 
     /// The obvious model: what every segment holds, and which writing of a slot is the last.
     #[derive(Default)]
     struct Model {
-        segments: HashMap<SegmentName, Vec<(SlotId, usize)>>,
+        segments: HashMap<SegmentId, Vec<(SlotId, usize)>>,
         content: HashMap<SlotId, usize>,
     }
 
     impl Model {
         /// `name` was said to be dead.
-        fn bury(&mut self, name: SegmentName) {
+        fn bury(&mut self, name: SegmentId) {
             let blocks = self.segments.remove(&name).expect("it was not dead yet");
             for (slot, version) in blocks {
                 let is_elsewhere = || self.segments.values().flatten().any(|block| *block == (slot, version));
@@ -349,7 +344,11 @@ mod tests {
         }
     }
 
-    fn compact(locations: &mut Locations, model: &mut Model, victims: &[Victim], name: SegmentName) {
+    fn next_id() -> SegmentId {
+        SegmentId { epoch: 3, name: SegmentNames::new().next() }
+    }
+
+    fn compact(locations: &mut Locations, model: &mut Model, victims: &[Victim], name: SegmentId) {
         let copied: Vec<_> = victims.iter().flat_map(|victim| victim.live.iter().copied()).collect();
         let blocks = victims.iter().flat_map(|victim| {
             let blocks = &model.segments[&victim.segment];
@@ -368,7 +367,6 @@ mod tests {
         fn every_slot_is_found_and_space_is_bounded(
             batches in prop::collection::vec(prop::collection::hash_set(0u32..40, 1..8), 1..60)
         ) {
-            let names = SegmentNames::new();
             let (mut locations, mut model) = (Locations::default(), Model::default());
             for (version, batch) in batches.into_iter().enumerate() {
                 // Spread over chunks.
@@ -382,9 +380,9 @@ mod tests {
                     if victims.is_empty() {
                         break;
                     }
-                    compact(&mut locations, &mut model, &victims, names.next());
+                    compact(&mut locations, &mut model, &victims, next_id());
                 }
-                let segment = names.next();
+                let segment = next_id();
                 locations.place(segment, &slots);
                 model.content.extend(slots.iter().map(|&slot| (slot, version)));
                 model.segments.insert(segment, slots.into_iter().map(|slot| (slot, version)).collect());
@@ -396,8 +394,8 @@ mod tests {
     }
 
     /// Four slots in one segment, of which one is written again.
-    fn wasteful() -> (Locations, SegmentName) {
-        let (mut locations, name) = (Locations::default(), SegmentNames::new().next());
+    fn wasteful() -> (Locations, SegmentId) {
+        let (mut locations, name) = (Locations::default(), next_id());
         locations.place(name, &[0, 1, 2, 3].map(SlotId));
         assert_eq!(locations.vacate(SlotId(0)), None);
         (locations, name)
@@ -409,7 +407,7 @@ mod tests {
         let [victim] = &locations.victims(0, 4)[..] else { panic!("one segment") };
         assert!(locations.victims(0, 4).is_empty(), "it is under way");
         locations.vacate(SlotId(1));
-        let [new, compacted] = [1, 2].map(|_| SegmentNames::new().next());
+        let [new, compacted] = [1, 2].map(|_| next_id());
         locations.place(new, &[SlotId(1)]);
         assert_eq!(locations.relocate(compacted, &victim.live), None);
         assert_eq!(locations.read(SlotId(1)).unwrap().segment, new);
@@ -422,7 +420,7 @@ mod tests {
         let (mut locations, old) = wasteful();
         let place = locations.read(SlotId(3)).unwrap();
         let [victim] = &locations.victims(0, 4)[..] else { panic!("one segment") };
-        locations.relocate(SegmentNames::new().next(), &victim.live);
+        locations.relocate(next_id(), &victim.live);
         assert_eq!(locations.release(victim.number), None, "somebody reads it");
         assert_eq!(locations.release(place.location.segment), Some(old));
     }
@@ -439,8 +437,8 @@ mod tests {
 
     #[test]
     fn what_was_found_is_neither_counted_nor_compacted_nor_deleted_here() {
-        let (mut locations, names) = (Locations::default(), SegmentNames::new());
-        let found = names.next();
+        let mut locations = Locations::default();
+        let found = next_id();
         locations.adopt(found, &[Some(SlotId(5)), None, Some(SlotId(6)), None]);
         locations.link(SlotId(7), (found, 3), 4);
         assert_eq!((locations.found_blocks(), locations.blocks()), (3, Blocks::default()));
@@ -463,7 +461,7 @@ mod tests {
         let mut locations = Locations::default();
         let slot = SlotId(u32::MAX);
         assert_eq!((locations.read(slot), locations.vacate(slot)), (None, None));
-        locations.place(SegmentNames::new().next(), &[slot]);
+        locations.place(next_id(), &[slot]);
         assert!(locations.read(slot).is_some());
         assert_eq!(locations.chunks.iter().flatten().count(), 1);
     }

@@ -6,17 +6,18 @@
 
 use std::sync::Arc;
 
-use futures::{StreamExt, TryStreamExt};
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 
 use super::budget::Expense;
-use super::discover::{Footers, segment_name};
+use super::discover::{Footers, Read};
+use super::epochs::{EpochStanding, OlderEpoch};
 use super::error::StoreError;
 use super::known::Spot;
-use super::names::SegmentName;
+use super::listing::{Least, ListedSegment};
+use super::names::{SegmentId, SegmentName};
 use super::segment::Provenance;
 use super::share::Share;
-use super::shared::Shared;
+use super::shared::{Shared, now_ms};
 use crate::copy::{BlockKey, SlotId};
 
 /// Names that a look lists of a service: ten requests.
@@ -66,6 +67,10 @@ pub trait TakeIn: Send + Sync {
         found: &[FoundBlock],
         stand_for: &mut dyn FnMut(usize, SlotId),
     ) -> Vec<Intake>;
+
+    /// The bucket is in a later epoch, which was not known at the start, and the worker is to go on there: from here on
+    /// blocks have the names of that epoch. Returns whether they do. Must not call the backend.
+    fn follow(&self, epoch: u64) -> bool;
 }
 
 /// Looks again and again, for as long as `into` can take in.
@@ -75,6 +80,7 @@ pub(super) fn keep_looking(shared: &Arc<Shared>, into: Arc<dyn TakeIn>) {
         let Some(share) = &own.share else { return };
         while !ticket.sleep(share.sharing.look).await {
             let look = async {
+                own.follow_late(share, &*into);
                 own.look(share).await?;
                 // Who deletes asks who relies on what.
                 if own.offer(share, &*into) { own.renew(share).await } else { Ok(()) }
@@ -90,47 +96,89 @@ pub(super) fn keep_looking(shared: &Arc<Shared>, into: Arc<dyn TakeIn>) {
     });
 }
 
+/// Segments that were not looked at, oldest first.
+struct NewSegments {
+    listed: Vec<ListedSegment>,
+    /// Where the listing ended, if there are more.
+    last: Option<SegmentName>,
+}
+
 impl Shared {
+    /// A start that could not read the bucket's epochs may turn out to have been in an older one.
+    fn follow_late(&self, share: &Share, into: &dyn TakeIn) {
+        let EpochStanding::Behind(epoch) = *share.standing.lock() else { return };
+        if share.sharing.older_epoch == OlderEpoch::Follow && into.follow(epoch) {
+            tracing::info!(store = %self.store, epoch, "goes on in the bucket's epoch: all blocks of the former one are forgotten");
+            self.follow_epoch(share, epoch);
+        }
+    }
+
     /// Takes note of what others have stored since.
     async fn look(&self, share: &Share) -> Result<(), StoreError> {
+        let Some(provenance) = self.present() else { return Ok(()) };
         self.afford(&Expense::ALL).map_err(|error| StoreError::new(&error.to_string()))?;
-        let (mut new, last) = self.list_new(share).await?;
-        let is_all = new.len() <= MAX_FOOTERS;
-        new.truncate(MAX_FOOTERS);
-        let names: Vec<_> = new.iter().filter_map(segment_name).collect();
-        let until = if is_all { last } else { names.last().copied() };
-        let Footers { mut read, away, .. } = self.read_footers(new, Instant::now() + self.limit).await;
-        let provenance = self.provenance();
-        read.retain(|read| read.footer.provenance == provenance);
-        let mut known = share.known.lock();
-        // What could not be had is listed again.
-        known.looked_until(until, &away);
-        known.see(names.into_iter().filter(|name| !away.contains(name)));
-        known.learn(&read);
+        let deadline = Instant::now() + self.limit;
+        if !share.known.lock().is_surveyed {
+            let mut footers = self.survey(share, provenance, deadline).await;
+            footers.read.retain(|read| !self.names.gave(read.id.name));
+            // Parents were stored before their children.
+            self.learn(share, provenance, footers.read.iter().rev());
+            return Ok(());
+        }
+        let NewSegments { mut listed, last } = self.list_new(share, provenance.epoch).await?;
+        let is_all = listed.len() <= MAX_FOOTERS;
+        listed.truncate(MAX_FOOTERS);
+        let until = if is_all { last } else { listed.last().map(|segment| segment.name) };
+        let now_ms = now_ms();
+        let newest_ms = listed.iter().map(|segment| segment.written_ms(now_ms)).max();
+        let mut footers = Footers::default();
+        self.read_footers(&mut footers, provenance.epoch, listed, deadline).await;
+        footers.read.retain(|read| read.footer.provenance == provenance);
+        if self.learn(share, provenance, &footers.read) {
+            let mut known = share.known.lock();
+            // What could not be had is listed again.
+            known.looked_until(until, &footers.away);
+            known.see(footers.looked_at, newest_ms);
+        }
         Ok(())
     }
 
-    /// Segments that were not looked at, oldest first, and the last one of all if there are more.
-    async fn list_new(
+    /// Unless another epoch has begun since.
+    fn learn<'a>(
         &self,
         share: &Share,
-    ) -> Result<(Vec<object_store::ObjectMeta>, Option<SegmentName>), StoreError> {
-        let from = share.known.lock().look_from();
-        let listing = match from {
-            Some(name) => self.store.client.list_with_offset(Some(&self.directory), &self.path(name)),
-            None => self.store.client.list(Some(&self.directory)),
-        };
-        // Only a service lists in order.
-        let most = if self.store.is_remote() { MAX_NAMES } else { usize::MAX };
-        let listed = timeout(self.limit, listing.take(most).try_collect::<Vec<_>>()).await?;
-        let mut listed = listed.map_err(|error| self.store.secrets.scrub(&error))?;
-        let last = (listed.len() == most).then(|| listed.last().and_then(segment_name)).flatten();
-        let known = share.known.lock();
-        listed.retain(|meta| {
-            segment_name(meta).is_some_and(|name| !self.names.gave(name) && !known.has_seen(name))
-        });
-        listed.sort_unstable_by(|a, b| a.location.cmp(&b.location));
-        Ok((listed, last))
+        read_in: Provenance,
+        read: impl IntoIterator<Item = &'a Read>,
+    ) -> bool {
+        let mut known = share.known.lock();
+        let is_present = self.provenance() == read_in;
+        if is_present {
+            known.learn(read);
+        }
+        is_present
+    }
+
+    async fn list_new(&self, share: &Share, epoch: u64) -> Result<NewSegments, StoreError> {
+        let after = share.known.lock().look_from().map(|name| self.path(SegmentId { epoch, name }));
+        let mut listing = self.store.listing(&self.epoch_directory(epoch), after.as_ref(), self.limit);
+        let (mut new, mut last, mut names) = (Least::new(MAX_NAMES), None, 0);
+        while let Some(meta) = listing.next().await? {
+            names += 1;
+            if let Some(segment) = ListedSegment::new(meta) {
+                last = last.max(Some(segment.name));
+                if !self.names.gave(segment.name) && !share.known.lock().has_seen(segment.name) {
+                    new.push(segment);
+                }
+            }
+            // Only where names are in order is a part of them the oldest.
+            if names == MAX_NAMES && self.store.lists_in_order() {
+                return Ok(NewSegments { listed: new.into_sorted(), last });
+            }
+        }
+        let has_more = new.has_dropped();
+        let listed = new.into_sorted();
+        let last = listed.last().filter(|_| has_more).map(|segment| segment.name);
+        Ok(NewSegments { listed, last })
     }
 
     /// Has what is known taken in, as far as it can be. Returns whether anything was.
@@ -148,7 +196,8 @@ impl Shared {
                 self.stand_for(slot, spot);
                 share.known.lock().take(block);
             };
-            let intakes = into.take_in(self.provenance(), &found, &mut stand_for);
+            let Some(provenance) = self.present() else { return has_taken };
+            let intakes = into.take_in(provenance, &found, &mut stand_for);
             let mut known = share.known.lock();
             for (&(block, _), intake) in offered.iter().zip(intakes) {
                 match intake {

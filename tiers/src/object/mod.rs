@@ -6,9 +6,10 @@
 //! is deleted when its last slot is gone.
 //!
 //! ```text
-//! <url>/<namespace>/segments/<name>.kvseg      blocks
-//! <url>/<namespace>/manifests/<worker>.kvman   which segments a worker relies on
-//! <url>/<namespace>/epochs/<epoch>.kvepoch     an epoch that has begun
+//! <url>/<namespace>/blocks/<epoch>/<name>.kvseg   blocks
+//! <url>/<namespace>/manifests/<worker>.kvman      which segments a worker relies on
+//! <url>/<namespace>/epochs/<epoch>.kvepoch        an epoch that has begun
+//! <url>/<namespace>/collector/<term>.kvlease      who collects garbage
 //! ```
 //!
 //! The slots of this tier are mere numbers. [`ObjectBackend`] remembers which block of which segment each one
@@ -24,8 +25,9 @@
 //! | `segment`, `manifest`, `names` | formats, and names of objects |
 //! | `keys` | what tenants' blocks are sealed with |
 //! | `locations`, `compact` | where each slot's block lies, and that space stays bounded |
-//! | `discover`, `look`, `known` | what a bucket holds already, and what others store in it meanwhile |
-//! | `share`, `collect` | what workers rely on, and the garbage of those that are gone |
+//! | `epochs` | which epochs a bucket knows of: until a worker knows, it has no use for the bucket |
+//! | `listing`, `discover`, `look`, `known` | what a bucket holds already, and what others store in it meanwhile |
+//! | `share`, `lease`, `collect` | what workers rely on, and who removes the garbage of those that are gone |
 //! | [`fsck`] | checking a bucket from outside |
 
 mod address;
@@ -35,12 +37,15 @@ mod budget;
 mod collect;
 mod compact;
 mod discover;
+mod epochs;
 mod error;
 mod executor;
 mod files;
 pub mod fsck;
 mod keys;
 mod known;
+mod lease;
+mod listing;
 mod locations;
 mod look;
 pub mod manifest;
@@ -62,6 +67,7 @@ pub use address::StoreOptions;
 pub use backend::{ObjectBackend, ObjectOptions, ObjectStats};
 pub use budget::{Budgets, Expense};
 pub use discover::Discovered;
+pub use epochs::{EpochStanding, OlderEpoch};
 pub use keys::ObjectKeys;
 pub use look::{FoundBlock, Intake, TakeIn};
 pub use open::Store;

@@ -1,4 +1,6 @@
 //! Names of objects: no two writers choose the same, and they sort by age.
+//!
+//! A segment lies in the directory of its epoch, so whoever looks into one epoch's never meets another's blocks.
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
@@ -22,6 +24,16 @@ impl SegmentName {
         (name.to_string() == text).then_some(name)
     }
 
+    /// The first name of a time, in milliseconds since 1970.
+    pub(super) const fn first_of(ms: u64) -> Self {
+        Self((ms as u128) << 80)
+    }
+
+    /// When its writer named it, in milliseconds since 1970, by its writer's clock.
+    pub(super) const fn millis(self) -> u64 {
+        (self.0 >> 80) as u64
+    }
+
     /// The number that its writer drew.
     pub(super) const fn writer(self) -> u64 {
         (self.0 >> 32) as u64 & 0xffff_ffff_ffff
@@ -32,6 +44,25 @@ impl fmt::Display for SegmentName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:032x}{SEGMENT}", self.0)
     }
+}
+
+/// Which segment: the epoch in whose directory it lies, and its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct SegmentId {
+    pub(super) epoch: u64,
+    pub(super) name: SegmentName,
+}
+
+/// The directory of an epoch's segments, and the name of its marker but for the end.
+pub(super) fn epoch_name(epoch: u64) -> String {
+    format!("{epoch:016x}")
+}
+
+/// `None`: it is a name of something else.
+pub(super) fn parse_epoch_name(text: &str) -> Option<u64> {
+    let epoch = u64::from_str_radix(text, 16).ok()?;
+    // One spelling only, as for segments.
+    (epoch_name(epoch) == text).then_some(epoch)
 }
 
 /// Gives each segment a name that no other writer uses.
@@ -71,6 +102,22 @@ mod tests {
         assert!(some.is_sorted_by(|a, b| a < b), "{some:?}");
         assert!(names.gave(some[0]) && !SegmentNames::new().gave(some[0]));
         assert_eq!(some[0].to_string().len(), "0123456789abcdef0123456789abcdef.kvseg".len());
+    }
+
+    #[test]
+    fn a_time_comes_before_the_names_of_it_and_after_earlier_ones() {
+        let name = SegmentNames::new().next();
+        let time = SegmentName::first_of(name.millis());
+        assert!(time <= name && SegmentName::first_of(name.millis() + 1) > name);
+        assert_eq!(SegmentName::first_of(u64::MAX >> 16).millis(), u64::MAX >> 16);
+    }
+
+    #[test]
+    fn an_epoch_has_one_spelling() {
+        assert_eq!(parse_epoch_name(&epoch_name(u64::MAX)), Some(u64::MAX));
+        for stranger in ["", "9", "00000000000000009", "000000000000000A", "+000000000000009"] {
+            assert_eq!(parse_epoch_name(stranger), None, "{stranger}");
+        }
     }
 
     #[test]

@@ -16,7 +16,7 @@ use url::Url;
 use super::address::{ENDPOINT, FORMS, StoreOptions, URL, invalid, parse, path_of, secrets};
 use super::error::{Secrets, StoreError, is_an_answer, local_kind, remote_kind};
 use super::executor::Executor;
-use super::files::{PrivateFiles, make_directory};
+use super::files::{PrivateFiles, Trust, make_directory};
 use super::names::SegmentNames;
 use super::s3::open_s3;
 use crate::copy::{CopyError, CopyErrorKind};
@@ -124,6 +124,11 @@ impl Store {
         matches!(self.place, Where::Service)
     }
 
+    /// Whether objects are listed by their names, and those behind a name without those before it.
+    pub(super) const fn lists_in_order(&self) -> bool {
+        !matches!(self.place, Where::Directory { .. })
+    }
+
     /// Where the objects of a directory lie as files; `None`: they do not.
     pub(super) fn files_below(&self, directory: &Path) -> Option<PathBuf> {
         match &self.place {
@@ -187,9 +192,13 @@ impl Store {
     fn probe(&self) -> Result<(), SetupError> {
         let path = self.probe_path();
         let client = Arc::clone(&self.client);
+        // A file that is written may still be another user's, as on a network drive, and not be read for that.
+        let reads = !self.is_remote();
         let write_and_delete = async move {
             client.put_opts(&path, "kvbm".into(), PutMode::Create.into()).await?;
-            client.delete(&path).await
+            let read = if reads { client.head(&path).await.map(drop) } else { Ok(()) };
+            client.delete(&path).await?;
+            read
         };
         match self.executor.wait(PROBE_LIMIT, write_and_delete) {
             Some(Ok(())) => Ok(()),
@@ -272,7 +281,8 @@ fn open_directory(url: &Url, make: bool) -> Result<(PrivateFiles, Where), SetupE
     if make {
         make_directory(&path).map_err(|e| fail(e.into()))?;
     }
-    let files = PrivateFiles::open(&path).map_err(|e| fail(e.into()))?;
+    let trust = if make { Trust::OwnOnly } else { Trust::Anybody };
+    let files = PrivateFiles::open(&path, trust).map_err(|e| fail(e.into()))?;
     Ok((files, Where::Directory { path, created }))
 }
 

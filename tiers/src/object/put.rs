@@ -7,19 +7,19 @@ use object_store::path::Path;
 use object_store::{Error, ObjectStoreExt, PutMode, PutPayload};
 use tokio::time::{Instant, timeout_at};
 
-use super::names::SegmentName;
+use super::names::SegmentId;
 use super::shared::Shared;
 use crate::copy::CopyError;
 
 /// Puts a new segment, which ends with `footer`, into the store.
 pub(super) async fn create(
     shared: &Arc<Shared>,
-    name: SegmentName,
+    id: SegmentId,
     payload: PutPayload,
     footer: &Bytes,
     deadline: Instant,
 ) -> Result<(), CopyError> {
-    let path = shared.path(name);
+    let path = shared.path(id);
     let end = payload.content_length() as u64;
     let context = format!("cannot write {path} to {}", shared.store);
     let attempt = async {
@@ -32,7 +32,7 @@ pub(super) async fn create(
     let result = timeout_at(deadline, attempt).await.unwrap_or_else(|_| Err(shared.too_late(&context)));
     if result.is_err() {
         // A request without an answer may arrive all the same, but not after a request's longest time.
-        shared.discard(name, shared.limit);
+        shared.discard(id, shared.limit);
     }
     result
 }

@@ -19,7 +19,7 @@ use super::block::{Pending, finish_all};
 use super::budget::Expense;
 use super::error::file_kind;
 use super::locations::Place;
-use super::names::SegmentName;
+use super::names::SegmentId;
 use super::shared::{Pin, Shared};
 use crate::copy::{CopyError, CopyErrorKind};
 
@@ -31,7 +31,7 @@ const MAX_RUN: u64 = 8 << 20;
 
 /// Blocks of one segment that are fetched together, in the order of their places.
 pub(super) struct Run {
-    segment: SegmentName,
+    segment: SegmentId,
     blocks: Vec<Wanted>,
 }
 
@@ -78,7 +78,7 @@ fn find(shared: &Shared, blocks: Vec<Pending>) -> Vec<(Place, Pending)> {
 }
 
 impl Run {
-    fn takes(&self, segment: SegmentName, next: &Wanted) -> bool {
+    fn takes(&self, segment: SegmentId, next: &Wanted) -> bool {
         let range = self.range();
         // A block that is wanted twice starts before the end of the first.
         let gap = next.offset.checked_sub(range.end);
@@ -215,14 +215,9 @@ fn file_error(context: &str, error: io::Error) -> CopyError {
 
 /// Copies a chunk to the blocks that it belongs to and reports those that it completes.
 fn deliver(blocks: &mut VecDeque<Wanted>, at: u64, chunk: &[u8]) {
-    while let Some(wanted) = blocks.front_mut() {
-        if !wanted.take(at, chunk) {
-            return;
-        }
-        if let Some(wanted) = blocks.pop_front() {
-            wanted.pending.finish(Ok(()));
-        }
-    }
+    let complete = std::iter::from_fn(|| blocks.pop_front_if(|wanted| wanted.take(at, chunk)));
+    let complete: Vec<_> = complete.map(|wanted| wanted.pending).collect();
+    finish_all(complete, &Ok(()));
 }
 
 #[cfg(test)]

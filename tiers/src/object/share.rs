@@ -8,14 +8,15 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::TryStreamExt;
 use object_store::path::Path;
 use object_store::{ObjectMeta, ObjectStoreExt, PutMode};
 use parking_lot::Mutex;
 use tokio::time::{Instant, timeout};
 
+use super::epochs::{EpochStanding, FIRST_PAUSE, OlderEpoch};
 use super::error::StoreError;
 use super::known::Known;
+use super::lease::CollectorLease;
 use super::manifest::{LAPSES, MAX_BYTES, Manifest};
 use super::names::SegmentName;
 use super::open::Store;
@@ -27,6 +28,8 @@ use super::shared::Shared;
 pub struct Sharing {
     /// Whose blocks are written and found.
     pub provenance: Provenance,
+    /// What if the bucket is in a later epoch.
+    pub older_epoch: OlderEpoch,
     /// How often a worker says what it relies on. One that has not for ten times as long is taken for gone.
     pub renewal: Duration,
     /// How often a worker looks what others have stored since.
@@ -41,6 +44,8 @@ pub struct Sharing {
 /// A worker among others.
 pub(super) struct Share {
     pub(super) sharing: Sharing,
+    /// `<root>/<namespace>`.
+    pub(super) namespace: Path,
     /// `<root>/<namespace>/manifests`.
     manifests: Path,
     /// `<root>/<namespace>/epochs`.
@@ -48,10 +53,11 @@ pub(super) struct Share {
     own: Path,
     /// When the own manifest was last written.
     renewed: Mutex<Option<Instant>>,
-    others: tokio::sync::Mutex<Others>,
+    pub(super) others: tokio::sync::Mutex<Others>,
     pub(super) known: Mutex<Known>,
-    /// The latest epoch that later workers were told of.
-    pub(super) announced: Mutex<u64>,
+    /// How the worker's epoch stands to the bucket's.
+    pub(super) standing: Mutex<EpochStanding>,
+    pub(super) lease: CollectorLease,
 }
 
 /// What other workers rely on.
@@ -79,11 +85,13 @@ impl Share {
             own: manifests.clone().join(format!("{:032x}{MANIFEST}", worker.0)),
             epochs: namespace.clone().join("epochs"),
             manifests,
+            namespace: namespace.clone(),
             sharing,
             renewed: Mutex::default(),
             others: tokio::sync::Mutex::default(),
             known: Mutex::default(),
-            announced: Mutex::default(),
+            standing: Mutex::new(EpochStanding::Unknown),
+            lease: CollectorLease::new(namespace),
         }
     }
 
@@ -137,7 +145,7 @@ impl Shared {
     /// Says what this worker relies on.
     pub(super) async fn renew(&self, share: &Share) -> Result<(), StoreError> {
         let began = Instant::now();
-        let names: Vec<_> = self.locations.lock().segments().collect();
+        let names: Vec<_> = self.locations.lock().segments().map(|id| id.name).collect();
         let manifest = Manifest::new(share.sharing.renewal, names).encode();
         let put = self.store.client.put_opts(&share.own, manifest.into(), PutMode::Overwrite.into());
         match timeout(self.limit, put).await?.map_err(|error| self.store.secrets.scrub(&error)) {
@@ -170,19 +178,29 @@ impl Shared {
         Ok(others.rely_on(name))
     }
 
-    /// What other workers rely on now, after removing the manifests of those that are gone.
-    pub(super) async fn hear_others<T>(
-        &self,
-        share: &Share,
-        then: impl FnOnce(&Others) -> T,
-    ) -> Result<T, StoreError> {
+    /// Asks what other workers rely on now, and removes the manifests of those that are gone.
+    pub(super) async fn hear_others(&self, share: &Share) -> Result<(), StoreError> {
         let mut others = share.others.lock().await;
         self.read_others(share, &mut others).await?;
         for path in others.lapsed() {
             self.remove(&path).await?;
             others.manifests.remove(&path);
         }
-        Ok(then(&others))
+        Ok(())
+    }
+
+    /// The store's time, in milliseconds since 1970: that of this worker's manifest, and what has passed since.
+    pub(super) async fn store_now_ms(&self, share: &Share) -> Result<i64, StoreError> {
+        if share.renewed.lock().is_none() {
+            self.renew(share).await?;
+        }
+        let since = share.renewed.lock().map_or(Duration::ZERO, |renewed| renewed.elapsed());
+        let own = timeout(self.limit, self.store.client.head(&share.own)).await?;
+        let own = own.map_err(|error| self.store.secrets.scrub(&error))?;
+        Ok(own
+            .last_modified
+            .timestamp_millis()
+            .saturating_add(i64::try_from(since.as_millis()).unwrap_or(i64::MAX)))
     }
 
     async fn read_others(&self, share: &Share, others: &mut Others) -> Result<(), StoreError> {
@@ -190,7 +208,7 @@ impl Shared {
         if share.renewed.lock().is_none() {
             self.renew(share).await?;
         }
-        let mut listed = self.list(&share.manifests).await?;
+        let mut listed = self.store.listing(&share.manifests, None, self.limit).rest().await?;
         listed.retain(|meta| meta.location.filename().is_some_and(|name| name.ends_with(MANIFEST)));
         let own = listed.iter().position(|meta| meta.location == share.own);
         let (Some(own), Some(renewed)) = (own.map(|at| listed.swap_remove(at)), *share.renewed.lock()) else {
@@ -209,12 +227,6 @@ impl Shared {
         }
         (others.manifests, others.as_of) = (manifests, Some(began));
         Ok(())
-    }
-
-    /// All objects in a directory.
-    pub(super) async fn list(&self, directory: &Path) -> Result<Vec<ObjectMeta>, StoreError> {
-        let listing = self.store.client.list(Some(directory)).try_collect();
-        timeout(self.limit, listing).await?.map_err(|error| self.store.secrets.scrub(&error))
     }
 }
 
@@ -240,33 +252,53 @@ pub(super) async fn read_manifest(
     }
 }
 
-/// Says again and again what this worker relies on, and removes what nobody does.
+/// Says again and again what this worker relies on, and finds out how its epoch stands as long as that is not known.
 pub(super) fn keep_up(shared: &Arc<Shared>) {
     let (own, mut ticket) = (Arc::clone(shared), shared.work.ticket());
     shared.store.executor.spawn(async move {
         let Some(share) = &own.share else { return };
-        for round in 1_u64.. {
-            if ticket.unless_hurried(own.take_turn(share, round)).await.is_none()
-                || ticket.sleep(share.sharing.renewal).await
-            {
+        let (mut pause, mut renewed) = (FIRST_PAUSE, None::<Instant>);
+        loop {
+            let is_due = renewed.is_none_or(|renewed| renewed.elapsed() >= share.sharing.renewal);
+            if ticket.unless_hurried(own.take_turn(share, is_due)).await.is_none() {
                 return;
             }
+            renewed = if is_due { Some(Instant::now()) } else { renewed };
+            let until_due =
+                share.sharing.renewal.saturating_sub(renewed.map_or(Duration::ZERO, |at| at.elapsed()));
+            let is_known = own.present().is_some();
+            if ticket.sleep(if is_known { until_due } else { pause.min(until_due) }).await {
+                return;
+            }
+            pause = if is_known { FIRST_PAUSE } else { (pause * 2).min(share.sharing.renewal) };
         }
     });
 }
 
 impl Shared {
-    async fn take_turn(&self, share: &Share, round: u64) {
-        let mut result = self.renew(share).await;
-        let epoch = self.provenance().epoch;
-        if result.is_ok() && *share.announced.lock() < epoch {
-            result = self.announce_epoch(share, epoch).await;
+    async fn take_turn(&self, share: &Share, is_due: bool) {
+        if is_due && let Err(error) = self.renew(share).await {
+            tracing::debug!(store = %self.store, %error, "the manifest of this worker is written with the next renewal");
         }
-        if result.is_ok() && round.is_multiple_of(LAPSES.into()) {
-            result = self.collect(share).await;
+        if self.present().is_some() {
+            return;
         }
-        if let Err(error) = result {
-            tracing::debug!(store = %self.store, %error, "the bucket's upkeep is left to the next round");
+        let before = *share.standing.lock();
+        match self.join_epoch(share).await {
+            Ok(EpochStanding::Current(epoch)) => {
+                tracing::info!(store = %self.store, epoch, "the object tier is of use: which epochs have begun is known");
+            }
+            Ok(standing @ EpochStanding::Behind(latest)) if standing != before => {
+                let own = self.provenance().epoch;
+                tracing::error!(
+                    store = %self.store, own, latest,
+                    "the object tier is not used: the bucket is in a later epoch than this process"
+                );
+            }
+            Ok(_) => {}
+            Err(error) => {
+                tracing::debug!(store = %self.store, %error, "which epochs have begun is asked again");
+            }
         }
     }
 }

@@ -16,16 +16,22 @@ use super::error::StoreError;
 use super::executor::Work;
 use super::known::Spot;
 use super::locations::Locations;
-use super::names::{SegmentName, SegmentNames};
+use super::names::{SegmentId, SegmentName, SegmentNames, epoch_name};
 use super::open::Store;
 use super::segment::{FooterKey, FooterKeys, Provenance, footer_bytes};
 use super::share::Share;
 use super::traffic::Traffic;
 use crate::checksum::Checksums;
+use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
 
 /// Segments that are emptied within this time are deleted together: whether others rely on them is asked once.
 const ASKING_PAUSE: Duration = Duration::from_secs(1);
+
+/// By this machine's clock, in milliseconds since 1970.
+pub(super) fn now_ms() -> u64 {
+    u64::try_from(clock::since_1970().as_millis()).unwrap_or(u64::MAX)
+}
 
 /// What the tasks need.
 pub(super) struct Shared {
@@ -48,8 +54,10 @@ pub(super) struct Shared {
     /// One for each deletion in flight.
     pub(super) deletions: Semaphore,
     pub(super) work: Work,
-    /// `<root>/<namespace>/segments`.
+    /// `<root>/<namespace>/blocks`: a directory for each epoch.
     pub(super) directory: Path,
+    /// `<root>/<namespace>/segments`, where versions that did not tell epochs apart put theirs.
+    pub(super) former_directory: Path,
     pub(super) undeleted: AtomicU64,
     /// Whose blocks are written.
     pub(super) provenance: Mutex<Provenance>,
@@ -70,8 +78,12 @@ pub(super) struct Pin {
 }
 
 impl Shared {
-    pub(super) fn path(&self, name: SegmentName) -> Path {
-        self.directory.clone().join(name.to_string())
+    pub(super) fn epoch_directory(&self, epoch: u64) -> Path {
+        self.directory.clone().join(epoch_name(epoch))
+    }
+
+    pub(super) fn path(&self, SegmentId { epoch, name }: SegmentId) -> Path {
+        self.epoch_directory(epoch).join(name.to_string())
     }
 
     pub(super) fn footer_key(&self, segment: SegmentName) -> Option<FooterKey<'_>> {
@@ -116,7 +128,7 @@ impl Shared {
         let mut locations = self.locations.lock();
         let dead: Vec<_> = slots.into_iter().filter_map(|slot| locations.vacate(slot)).collect();
         drop(locations);
-        dead.into_iter().for_each(|name| self.discard(name, Duration::ZERO));
+        dead.into_iter().for_each(|id| self.discard(id, Duration::ZERO));
     }
 
     /// From here on another worker's block is the content of a slot, which is vacant.
@@ -129,23 +141,25 @@ impl Shared {
 
     /// Deletes a segment that nobody here needs, as soon as `delay` is over and the store lets us. One that another
     /// worker relies on is left to it.
-    pub(super) fn discard(self: &Arc<Self>, name: SegmentName, delay: Duration) {
+    pub(super) fn discard(self: &Arc<Self>, id: SegmentId, delay: Duration) {
         self.undeleted.fetch_add(1, Ordering::Relaxed);
-        let since = Instant::now();
+        let mut since = Instant::now();
         let pause = if self.share.is_some() { ASKING_PAUSE } else { Duration::ZERO };
         let (shared, mut ticket, mut delay) = (Arc::clone(self), self.work.ticket(), delay.max(pause));
         let mut pause = self.limit / 10;
         self.store.executor.spawn(async move {
             loop {
                 let is_last_try = ticket.sleep(delay).await;
-                match shared.delete_unless_relied_on(name, since).await {
+                match shared.delete_unless_relied_on(id, since).await {
                     Ok(()) => break,
                     Err(error) if is_last_try => {
-                        let path = shared.path(name);
+                        let path = shared.path(id);
                         return tracing::warn!(%path, %error, "a dead segment is left in the object store");
                     }
                     Err(error) => tracing::debug!(%error, "a dead segment will be deleted later"),
                 }
+                // Somebody may have come to rely on it meanwhile.
+                since = Instant::now();
                 delay = pause;
                 pause = (pause * 2).min(shared.limit * 3);
             }
@@ -153,16 +167,12 @@ impl Shared {
         });
     }
 
-    async fn delete_unless_relied_on(&self, name: SegmentName, since: Instant) -> Result<(), StoreError> {
+    async fn delete_unless_relied_on(&self, id: SegmentId, since: Instant) -> Result<(), StoreError> {
         let is_relied_on = match &self.share {
-            Some(share) => self.is_relied_on(share, name, since).await?,
+            Some(share) => self.is_relied_on(share, id.name, since).await?,
             None => false,
         };
-        if is_relied_on { Ok(()) } else { self.delete(name).await }
-    }
-
-    pub(super) async fn delete(&self, name: SegmentName) -> Result<(), StoreError> {
-        self.remove(&self.path(name)).await
+        if is_relied_on { Ok(()) } else { self.remove(&self.path(id)).await }
     }
 
     /// That it is gone already is no failure.
@@ -179,9 +189,12 @@ impl Shared {
     pub(super) async fn close(self: &Arc<Self>, keep: bool) {
         self.work.ended().await;
         if !keep {
-            let names: Vec<_> = self.locations.lock().own_segments().collect();
-            names.into_iter().for_each(|name| self.discard(name, Duration::ZERO));
+            let own: Vec<_> = self.locations.lock().own_segments().collect();
+            own.into_iter().for_each(|id| self.discard(id, Duration::ZERO));
             self.work.ended().await;
+        }
+        if let Some(share) = &self.share {
+            self.give_up_lease(share).await;
         }
         match &self.share {
             // What is kept is this worker's for a while, so that it may come back.
@@ -203,6 +216,6 @@ impl Pin {
 impl Drop for Pin {
     fn drop(&mut self) {
         let unneeded = self.shared.locations.lock().release(self.number);
-        unneeded.into_iter().for_each(|name| self.shared.discard(name, Duration::ZERO));
+        unneeded.into_iter().for_each(|id| self.shared.discard(id, Duration::ZERO));
     }
 }

@@ -3,8 +3,11 @@
 mod compaction;
 mod faults;
 mod fsck;
+mod scale;
 mod server;
 mod sharing;
+mod starts;
+mod upkeep;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fmt;
@@ -31,9 +34,10 @@ use super::segment::decode_footer;
 use super::{Budgets, OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions};
 use crate::backend::Backend;
 use crate::checksum::{Checksums, checksum};
-use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
+use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, SlotId, SlotRef, Tier};
 use crate::geometry::{ALIGNMENT, Geometry};
 use crate::memory::Memory;
+use crate::testing::each;
 use crate::verify::Verified;
 
 /// Not a multiple of the alignment: the bytes between slots must not travel.
@@ -121,7 +125,7 @@ type Results = Vec<Result<(), CopyError>>;
 fn run(backend: &dyn Backend, batch: Vec<CopyOp>) -> Results {
     let count = batch.len();
     let (send, receive) = std::sync::mpsc::channel();
-    backend.submit(batch, Done::new(move |op, result| send.send((op, result)).unwrap()));
+    backend.submit(batch, each(move |op, result| send.send((op, result)).unwrap()));
     // The channel closes when the backend has dropped the last clone of `Done`: no report is missed or doubled.
     let mut reports: Vec<_> = receive.iter().collect();
     reports.sort_by_key(|(op, _)| *op);
@@ -178,7 +182,8 @@ fn open_directory(dir: &FilePath) -> Store {
 }
 
 fn segment_files(dir: &FilePath) -> Vec<PathBuf> {
-    let Ok(files) = std::fs::read_dir(dir.join("model/tp0/segments")) else { return Vec::new() };
+    let Ok(epochs) = std::fs::read_dir(dir.join("model/tp0/blocks")) else { return Vec::new() };
+    let files = epochs.flat_map(|epoch| std::fs::read_dir(epoch.unwrap().path()).unwrap());
     files.map(|file| file.unwrap().path()).collect()
 }
 
@@ -255,8 +260,8 @@ fn segments_are_private_in_a_directory_that_was_there() {
     let backend = backend(open_directory(dir.path()), &heap, &options(4));
     assert!(all_ok(&write(&backend, &heap, &[(0, 1), (1, 2)])));
     let file = &segment_files(dir.path())[0];
-    let modes: Vec<_> = file.ancestors().take(5).map(mode).collect();
-    assert_eq!(modes, [0o600, 0o700, 0o700, 0o700, 0o755]);
+    let modes: Vec<_> = file.ancestors().take(6).map(mode).collect();
+    assert_eq!(modes, [0o600, 0o700, 0o700, 0o700, 0o700, 0o755]);
     // Only the owner may change a directory's mode: what is open to others stays so.
     drop(backend);
     assert_eq!(mode(dir.path()), 0o755);
@@ -389,7 +394,7 @@ fn a_write_ends_when_the_client_lets_go_of_the_bytes() {
     let backend = backend(Store::with_client(faulty.clone()).unwrap(), &heap, &options(8));
     heap.fill(0, 1);
     let (send, receive) = std::sync::mpsc::channel();
-    let done = Done::new(move |_, result| send.send(result).unwrap());
+    let done = each(move |_, result| send.send(result).unwrap());
     backend.submit(vec![op((Tier::Host, 0), (Tier::Object, 0), 1)], done);
     while backend.stats().segments == 0 {
         std::thread::yield_now();
@@ -418,7 +423,7 @@ fn closing_ends_every_operation() {
     let backend = backend(store, &heap, &options(1));
     let ops = (0..SLOTS).map(|i| op((Tier::Host, i), (Tier::Object, i), i)).collect();
     let (send, receive) = std::sync::mpsc::channel();
-    backend.submit(ops, Done::new(move |_, result| send.send(result).unwrap()));
+    backend.submit(ops, each(move |_, result| send.send(result).unwrap()));
     drop(backend);
     let results: Results = receive.try_iter().collect();
     assert_eq!(results.len(), SLOTS as usize);
@@ -464,6 +469,8 @@ enum Fault {
     DeletesSlowly(Duration),
     /// Returns the first question for an object when it is healed.
     HoldsFirstGet(AtomicBool),
+    /// Deletes nothing until it is healed.
+    KeepsAll,
 }
 
 impl Faulty {
@@ -480,6 +487,14 @@ impl Faulty {
 
     fn is_healed(&self) -> bool {
         self.healed.load(Ordering::Relaxed)
+    }
+
+    /// Names of the objects of a kind.
+    fn names(&self, kind: &str) -> Vec<String> {
+        let listing = self.inner.list(None).map(|object| object.unwrap().location.to_string()).collect();
+        let mut names: Vec<String> = FutureExt::now_or_never(listing).unwrap();
+        names.retain(|name| name.ends_with(kind));
+        names
     }
 
     /// Bytes of the objects that there are.
@@ -560,6 +575,9 @@ impl ObjectStore for Faulty {
         &self,
         locations: BoxStream<'static, object_store::Result<Path>>,
     ) -> BoxStream<'static, object_store::Result<Path>> {
+        if matches!(self.fault, Fault::KeepsAll) && !self.is_healed() {
+            return locations.map(|_| Err(failure())).boxed();
+        }
         if let Fault::DeletesSlowly(pause) = self.fault {
             let slowly = move |location| async move {
                 tokio::time::sleep(pause).await;

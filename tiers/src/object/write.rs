@@ -10,15 +10,20 @@ use tokio::time::Instant;
 use super::block::{Pending, finish_all};
 use super::budget::Expense;
 use super::compact::make_room;
-use super::names::SegmentName;
+use super::names::{SegmentId, SegmentName};
 use super::put::create;
 use super::segment::{Entry, FooterKey, Provenance, encode};
-use super::shared::Shared;
+use super::shared::{Shared, now_ms};
 use crate::checksum::{Checksums, checksum};
-use crate::copy::{CopyError, CopyErrorKind};
+use crate::copy::{CopyError, CopyErrorKind, Owner};
 
 /// Writes one segment and reports its blocks.
 pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>, deadline: Instant) {
+    let Some(provenance) = shared.present() else {
+        let message =
+            format!("how the epoch stands to those of {} is not known, or it is behind", shared.store);
+        return finish_all(blocks, &Err(CopyError::new(CopyErrorKind::Unavailable, message)));
+    };
     let blocks = link_known(&shared, blocks);
     if blocks.is_empty() {
         return;
@@ -32,15 +37,15 @@ pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>, deadline: 
         Ok(request) => request,
         Err(error) => return finish_all(blocks, &Err(error)),
     };
-    let name = shared.names.next();
+    let id = SegmentId { epoch: provenance.epoch, name: shared.names.next() };
     let slots: Vec<_> = blocks.iter().map(|block| block.object).collect();
     let upload = Arc::new(Upload { blocks, result: OnceLock::new(), request: Arc::new(request) });
-    let result = match prepare(&shared, name, &upload).await {
-        Ok((payload, footer)) => create(&shared, name, payload, &footer, deadline).await,
+    let result = match prepare(&shared, (provenance, id.name), &upload).await {
+        Ok((payload, footer)) => create(&shared, id, payload, &footer, deadline).await,
         Err(error) => Err(error),
     };
     if result.is_ok() {
-        shared.locations.lock().place(name, &slots);
+        shared.locations.lock().place(id, &slots);
     }
     // Set once, here.
     let _ = upload.result.set(result);
@@ -49,15 +54,22 @@ pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>, deadline: 
 /// Has the slots of blocks that another worker has stored stand for these. What is left is to be stored.
 fn link_known(shared: &Shared, blocks: Vec<Pending>) -> Vec<Pending> {
     let Some(share) = &shared.share else { return blocks };
-    let mut left = Vec::with_capacity(blocks.len());
+    let (mut left, mut linked) = (Vec::with_capacity(blocks.len()), Vec::new());
     for pending in blocks {
-        let Some(spot) = share.known.lock().take(pending.block) else {
+        let mut known = share.known.lock();
+        if let Some(Owner { tenant, life }) = pending.owner {
+            known.forget_tenant(tenant, life, now_ms());
+        }
+        let spot = known.take(pending.block);
+        drop(known);
+        let Some(spot) = spot else {
             left.push(pending);
             continue;
         };
         shared.stand_for(pending.object, spot);
-        pending.finish(Ok(()));
+        linked.push(pending);
     }
+    finish_all(linked, &Ok(()));
     left
 }
 
@@ -97,7 +109,14 @@ impl Upload {
             let recorded = recorded.and_then(|checksums| checksums.get(block.object));
             let crc32c = recorded.unwrap_or_else(|| checksum(bytes));
             let offset = index as u64 * length;
-            Entry { block: block.block, parent: block.parent, offset, length, crc32c, tenant: block.tenant }
+            Entry {
+                block: block.block,
+                parent: block.parent,
+                offset,
+                length,
+                crc32c,
+                tenant: block.owner.map(|owner| owner.tenant),
+            }
         };
         encode(provenance, &self.blocks.iter().enumerate().map(entry).collect::<Vec<_>>(), key)
     }
@@ -139,12 +158,12 @@ impl AsRef<[u8]> for Copied {
 /// milliseconds.
 async fn prepare(
     shared: &Shared,
-    name: SegmentName,
+    (provenance, name): (Provenance, SegmentName),
     upload: &Arc<Upload>,
 ) -> Result<(PutPayload, Bytes), CopyError> {
     let (checksums, upload, is_remote) =
         (shared.checksums.clone(), Arc::clone(upload), shared.store.is_remote());
-    let (provenance, keys) = (shared.provenance(), shared.keys.clone());
+    let keys = shared.keys.clone();
     let prepare = move || {
         let footer =
             upload.footer(&provenance, checksums.as_deref(), keys.as_ref().map(|keys| keys.of(name.0)));

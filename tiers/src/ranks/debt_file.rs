@@ -8,14 +8,14 @@
 //! end 1
 //! ```
 
-use std::fmt::Write as _;
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, ErrorKind, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::fmt::Write;
+use std::fs::{self, DirBuilder};
+use std::io::{ErrorKind, Read};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::Path;
 
 use crate::error::{SetupError, SetupErrorKind};
-use crate::files::{Site, open_ours};
+use crate::files::{Site, open_ours, replace};
 
 const FIRST_LINE: &str = "kvbm debts 1";
 /// Half a million debts. Nothing larger is read.
@@ -26,7 +26,7 @@ pub(super) type RankAndTenant = (u16, u32);
 
 /// Where debts are written down.
 #[derive(Debug)]
-pub(super) struct DebtFile(PathBuf);
+pub(super) struct DebtFile(Site);
 
 impl DebtFile {
     /// The file, and what an earlier leader left in it.
@@ -41,40 +41,33 @@ impl DebtFile {
             let read = file.take(MAX_BYTES).read_to_string(&mut text);
             read.map_err(|error| site.failed(&error))?;
         } else {
-            return Ok((Self(path.to_owned()), Vec::new()));
+            return Ok((Self(site), Vec::new()));
         }
         let debts = parse(&text).ok_or_else(|| {
             let what = "is damaged: it said which ranks have yet to destroy which tenants' keys. Forget these tenants again \
                         (kvbm forget, with each rank's settings), and remove it";
             site.error(SetupErrorKind::Invalid, what)
         })?;
-        Ok((Self(path.to_owned()), debts))
+        Ok((Self(site), debts))
     }
 
     /// Replaces what is written there: on the medium when it returns.
-    pub(super) fn write(&self, debts: impl Iterator<Item = RankAndTenant>) -> io::Result<()> {
+    pub(super) fn write(&self, debts: impl Iterator<Item = RankAndTenant>) -> Result<(), SetupError> {
+        let Self(site) = self;
         let Some(text) = written(debts) else { return self.remove() };
-        let dir = self.0.parent().unwrap_or(Path::new("."));
-        DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
-        let partial = self.0.with_extension("debts.partial");
-        // A killed leader may have left one: with a mode of its own, if somebody else put it there.
-        remove(&partial)?;
-        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&partial)?;
-        file.write_all(text.as_bytes())?;
-        file.sync_all()?;
-        fs::rename(&partial, &self.0)?;
-        File::open(dir)?.sync_all()
+        if let Some(dir) = site.path.parent() {
+            let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
+            made.map_err(|error| site.failed(&error))?;
+        }
+        replace(site, text.as_bytes())
     }
 
-    fn remove(&self) -> io::Result<()> {
-        remove(&self.0)
-    }
-}
-
-fn remove(path: &Path) -> io::Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
+    fn remove(&self) -> Result<(), SetupError> {
+        let Self(site) = self;
+        match fs::remove_file(&site.path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(site.failed(&error)),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -122,10 +115,12 @@ pub fn read_debts(bytes: &[u8]) {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::MetadataExt;
+    use std::time::Duration;
 
     use proptest::prelude::*;
 
     use super::*;
+    use crate::files::{Patience, create_locked, partial, remove_abandoned};
 
     proptest! {
         #[test]
@@ -152,5 +147,32 @@ mod tests {
         fn whatever_lies_there_is_read_without_panic(text: String) {
             read_debts(text.as_bytes());
         }
+    }
+
+    #[test]
+    fn debts_are_locked_while_they_are_written() {
+        let home = tempfile::tempdir().unwrap();
+        let path = home.path().join("kvbm-test.debts");
+        let (file, _) = DebtFile::open(&path).unwrap();
+        let site = Site::new(&path, &crate::disk::SETTINGS);
+        // Another leader is half-way.
+        let theirs = create_locked(&partial(&site), &mut Patience::new(Duration::ZERO)).unwrap();
+        remove_abandoned(home.path(), &crate::disk::SETTINGS);
+        assert!(partial(&site).path.exists(), "who starts leaves it alone");
+        assert_eq!(file.write([(1, 7)].into_iter()).unwrap_err().kind(), SetupErrorKind::InUse);
+        drop(theirs);
+        // Killed there, it left a name that forbids nothing.
+        file.write([(1, 7)].into_iter()).unwrap();
+        assert_eq!(DebtFile::open(&path).unwrap().1, [(1, 7)]);
+        assert!(!partial(&site).path.exists());
+        // A link that a stranger made is not written through.
+        let precious = home.path().join("precious");
+        fs::write(&precious, "kept").unwrap();
+        std::os::unix::fs::symlink(&precious, partial(&site).path).unwrap();
+        assert_eq!(file.write([(2, 8)].into_iter()).unwrap_err().kind(), SetupErrorKind::NotWritable);
+        assert_eq!(fs::read_to_string(&precious).unwrap(), "kept");
+        fs::remove_file(partial(&site).path).unwrap();
+        file.write([(2, 8)].into_iter()).unwrap();
+        assert_eq!(DebtFile::open(&path).unwrap().1, [(2, 8)]);
     }
 }

@@ -6,6 +6,7 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
+use crossbeam_channel::Sender;
 use parking_lot::{Condvar, Mutex};
 
 use super::connection::Sent;
@@ -14,6 +15,7 @@ use super::leader::{Leader, Shared};
 use super::protocol::{Forgot, ToRank};
 use crate::clock;
 use crate::error::SetupError;
+use crate::fork::ServiceThread;
 
 /// Ranks that have not destroyed all keys of a tenant, as far as their leader knows. It tells each again when it joins.
 #[derive(Debug)]
@@ -22,7 +24,7 @@ pub struct NotForgotten {
     /// By number, with the reason.
     ranks: Vec<(u16, String)>,
     /// Why the next leader will not know.
-    unwritten: Option<io::Error>,
+    unwritten: Option<SetupError>,
 }
 
 impl fmt::Display for NotForgotten {
@@ -121,7 +123,7 @@ impl Debts {
         Ok(Self { owed: Mutex::new(owed), changed: Condvar::new(), file })
     }
 
-    fn owe(&self, tenant: u32, life: u32) -> io::Result<()> {
+    fn owe(&self, tenant: u32, life: u32) -> Result<(), SetupError> {
         let mut owed = self.owed.lock();
         for owed in &mut *owed {
             owed.tenants.insert(tenant, Debt { life, failed: None });
@@ -129,7 +131,7 @@ impl Debts {
         self.write(&owed)
     }
 
-    fn write(&self, owed: &[Owed]) -> io::Result<()> {
+    fn write(&self, owed: &[Owed]) -> Result<(), SetupError> {
         let Some(file) = &self.file else { return Ok(()) };
         let of_rank = |(rank, owed): (u16, &Owed)| {
             owed.tenants.keys().map(move |&tenant| (rank, tenant)).collect::<Vec<_>>()
@@ -188,10 +190,40 @@ impl Shared {
     }
 }
 
-/// What a rank does when a tenant is forgotten.
-pub(super) struct Forgetter(pub(super) Box<ForgetTenant>);
+/// What a rank does when a tenant is forgotten: what asks nobody at once, so that what the leader says next comes after it;
+/// and the rest on a thread that ends with this, since stores of keys may take their time.
+pub(super) struct Forgetter {
+    begin: Box<BeginForgetting>,
+    // Before the thread, which finishes what it was given.
+    queue: Sender<(u32, u32, DestroyKeys)>,
+    _thread: ServiceThread,
+}
 
-type ForgetTenant = dyn Fn(u32, u32) -> Result<(), String> + Send + Sync;
+type BeginForgetting = dyn Fn(u32, u32) -> DestroyKeys + Send + Sync;
+/// Says what may be left.
+pub type DestroyKeys = Box<dyn FnOnce() -> Result<(), String> + Send>;
+
+impl Forgetter {
+    /// `tell` is called with what became of each order.
+    pub(super) fn start(
+        begin: Box<BeginForgetting>,
+        tell: impl Fn(Forgot) + Send + 'static,
+    ) -> io::Result<Self> {
+        let (queue, orders) = crossbeam_channel::unbounded::<(u32, u32, DestroyKeys)>();
+        let work = move || {
+            for (tenant, life, destroy) in orders {
+                tell(Forgot::new((tenant, life), destroy()));
+            }
+        };
+        Ok(Self { begin, queue, _thread: ServiceThread::spawn("kvbm-forget", work)? })
+    }
+
+    pub(super) fn forget(&self, tenant: u32, life: u32) {
+        let destroy = (self.begin)(tenant, life);
+        // The thread ends with this value.
+        let _ = self.queue.send((tenant, life, destroy));
+    }
+}
 
 impl fmt::Debug for Forgetter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::thread::{self, JoinHandle, ThreadId};
+use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -24,9 +24,9 @@ use super::recovery::Answers;
 use super::socket::Meeting;
 use crate::backend::Backend;
 use crate::clock;
-use crate::copy::{Completion, CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
 use crate::error::{SetupError, SetupErrorKind};
-use crate::fork::Maker;
+use crate::fork::ServiceThread;
 
 /// How long somebody who connected may take to say who it is.
 const GREETING_LIMIT: Duration = Duration::from_secs(5);
@@ -61,8 +61,7 @@ pub struct LeaderOptions {
 pub struct Leader {
     pub(super) shared: Arc<Shared>,
     routes: Vec<Route>,
-    thread: Option<JoinHandle<()>>,
-    maker: Maker,
+    thread: ServiceThread,
 }
 
 impl Leader {
@@ -71,7 +70,7 @@ impl Leader {
     ///
     /// # Errors
     /// `Invalid`: no ranks, or too many; or some were refused, which the message names. `InUse`: the directory has a
-    /// leader. `NotWritable`: the directory, or the file of debts. `Unavailable`: ranks that the message names have not come in time; or no
+    /// leader. `NotWritable`: the directory, or the file of debts, or others may write them. `Unavailable`: ranks that the message names have not come in time; or no
     /// thread.
     pub fn open(
         options: LeaderOptions,
@@ -112,9 +111,9 @@ impl Leader {
             ranks: Vec::new(),
             newcomers: Vec::new(),
         };
-        let thread = clock::spawn("kvbm-ranks", move || desk.run()).map_err(|error| no_thread(&error))?;
-        let thread = Some(thread);
-        let mut leader = Self { shared, routes: Vec::new(), thread, maker: Maker::this_process() };
+        let thread = ServiceThread::spawn("kvbm-ranks", move || desk.run());
+        let thread = thread.map_err(|error| no_thread(&error))?;
+        let mut leader = Self { shared, routes: Vec::new(), thread };
         leader.routes = leader.shared.wait_for_all(deadline)?;
         Ok(leader)
     }
@@ -169,11 +168,7 @@ unsafe impl Backend for Leader {
             return self.shared.send(&batch, done);
         }
         for (ops, first) in batch.chunks(MAX_OPS).zip((0..).step_by(MAX_OPS)) {
-            let done = done.clone();
-            let report = move |ended: Vec<Completion>| {
-                done.complete_all(ended.into_iter().map(|(op, result)| (first + op, result)).collect());
-            };
-            self.shared.send(ops, Done::together(report));
+            self.shared.send(ops, done.clone().renumbered(move |op| first + op));
         }
     }
 }
@@ -181,17 +176,11 @@ unsafe impl Backend for Leader {
 impl Drop for Leader {
     /// In a forked child the ranks are the parent's still, and the thread is not there.
     fn drop(&mut self) {
-        let thread = self.thread.take();
-        if !self.maker.is_this_process() {
-            return mem::forget((thread, Arc::clone(&self.shared)));
+        if !self.thread.is_here() {
+            return mem::forget(Arc::clone(&self.shared));
         }
         self.shared.is_closing.store(true, Ordering::Release);
         self.shared.waker.wake();
-        // A completion may have dropped the last handle of the leader: the thread cannot wait for itself.
-        let is_other = |thread: &JoinHandle<()>| thread.thread().id() != thread::current().id();
-        if let Some(Err(_)) = thread.filter(is_other).map(JoinHandle::join) {
-            tracing::error!("the thread that listens to ranks died of a panic");
-        }
     }
 }
 
@@ -322,7 +311,7 @@ impl Shared {
             Err(rank) => {
                 drop(state);
                 let away = CopyError::new(CopyErrorKind::Unavailable, format!("rank {rank} is not there"));
-                return done.complete_all((0..ops.len()).map(|op| (op, Err(away.clone()))).collect());
+                return done.report((0..ops.len()).map(|op| (op, Err(away.clone()))).collect());
             }
         };
         let batch = state.pending.add(ops.len(), done);

@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
 
 use super::connection::{Connection, End, Inbox, Ready, Sent, Waker, wait};
-use super::forget::Forgetter;
+use super::forget::{DestroyKeys, Forgetter};
 use super::generations::Generations;
 use super::kept::{Journals, KeptSlots, Left, part};
 use super::leader::check_fingerprint;
@@ -125,15 +125,24 @@ impl Member {
         Ok(Self { rank, slots, backends, work, inbox, waker, is_stopping, reported, left, forgetter: None })
     }
 
-    /// Destroys the keys of what a tenant stored in earlier lives than this by calling `forget` with both; what it says may be
-    /// left is told to the leader. It is called by the thread that serves.
-    #[must_use]
+    /// Has `begin` called with each tenant that is forgotten and the life that begins, by the thread that serves, before it
+    /// looks at what the leader says next. What it returns destroys the keys of earlier lives, on a thread of its own since
+    /// that may take its time, and says what may be left, which the leader is told.
+    ///
+    /// # Errors
+    /// `Unavailable`: no thread.
     pub fn forgetting(
         mut self,
-        forget: impl Fn(u32, u32) -> Result<(), String> + Send + Sync + 'static,
-    ) -> Self {
-        self.forgetter = Some(Forgetter(Box::new(forget)));
-        self
+        begin: impl Fn(u32, u32) -> DestroyKeys + Send + Sync + 'static,
+    ) -> Result<Self, SetupError> {
+        let work = Arc::clone(&self.work);
+        let forgetter = Forgetter::start(Box::new(begin), move |forgot| work.tell(&ToLeader::Forgot(forgot)));
+        let forgetter = forgetter.map_err(|error| {
+            let message = "cannot start a thread to forget tenants: raise the limit on processes";
+            SetupError::caused(SetupErrorKind::Unavailable, message, error)
+        })?;
+        self.forgetter = Some(forgetter);
+        Ok(self)
     }
 
     /// What ends [`serve`](Self::serve).
@@ -221,9 +230,11 @@ impl Member {
     }
 
     fn forget(&self, tenant: u32, life: u32) {
-        let has_none = || Err("it has nobody to destroy keys".to_owned());
-        let outcome = self.forgetter.as_ref().map_or_else(has_none, |Forgetter(forget)| forget(tenant, life));
-        self.work.tell(&ToLeader::Forgot(Forgot::new((tenant, life), outcome)));
+        if let Some(forgetter) = &self.forgetter {
+            return forgetter.forget(tenant, life);
+        }
+        let has_none = Err("it has nobody to destroy keys".to_owned());
+        self.work.tell(&ToLeader::Forgot(Forgot::new((tenant, life), has_none)));
     }
 
     /// Starts the copies of a batch, but for those that cannot be right.
@@ -245,7 +256,7 @@ impl Member {
         let Some(backend) = backend.filter(|_| !started.is_empty()) else { return };
         let ops = started.iter().map(|&(_, op)| op).collect();
         let work = Arc::clone(&self.work);
-        let done = Done::together(move |completions| {
+        let done = Done::new(move |completions| {
             work.ended(
                 batch,
                 completions.into_iter().map(|(index, result)| {

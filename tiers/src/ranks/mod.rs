@@ -58,7 +58,7 @@ mod socket;
 #[cfg(test)]
 mod tests;
 
-pub use forget::NotForgotten;
+pub use forget::{DestroyKeys, NotForgotten};
 pub use kept::{KeptSlots, SlotJournal};
 pub use leader::{Leader, LeaderOptions, RollCall};
 pub use member::{JoinOptions, LeaderGone, Member, Stopper};

@@ -85,9 +85,7 @@ pub(super) struct Report {
 
 impl Report {
     pub(super) fn send(self) {
-        if !self.completions.is_empty() {
-            self.done.complete_all(self.completions);
-        }
+        self.done.report(self.completions);
     }
 }
 
@@ -251,6 +249,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::testing::each;
 
     type Told = Arc<Mutex<Vec<(usize, Option<CopyErrorKind>)>>>;
 
@@ -260,7 +259,7 @@ mod tests {
         let told = Told::default();
         let done = {
             let told = Arc::clone(&told);
-            Done::new(move |op, result| told.lock().push((op, result.err().map(|error| error.kind()))))
+            each(move |op, result| told.lock().push((op, result.err().map(|error| error.kind()))))
         };
         (told, done)
     }

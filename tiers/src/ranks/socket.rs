@@ -1,8 +1,8 @@
 //! Where a leader and its ranks meet: a socket in a directory that both were told.
 
-use std::fs::{self, DirBuilder, File, OpenOptions, Permissions, TryLockError};
-use std::io::{self, ErrorKind, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::fs::{self, Permissions};
+use std::io::{self, ErrorKind, Read};
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
@@ -10,13 +10,26 @@ use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::error::{SetupError, SetupErrorKind};
+use crate::files::{
+    LockedFile, Patience, SettingNames, Site, is_private_dir, make_private_dir, open_kept, open_ours, unlink,
+};
 
 /// The socket, readable and writable by its owner alone.
 const SOCKET: &str = "ranks.sock";
+/// Where it lies until it is closed to others.
+const FRESH_SOCKET: &str = ".ranks.sock";
 /// Locked by the leader of this directory's ranks, and names its process.
 const LOCK: &str = "leader.lock";
 /// Between two looks whether a leader listens.
 const PAUSE: Duration = Duration::from_millis(20);
+
+/// What to change when there is no meeting.
+static SETTINGS: SettingNames = SettingNames {
+    tier: "the ranks",
+    dir: "directory for the ranks",
+    capacity: "the number of ranks",
+    space: "make room, or choose another directory for the ranks",
+};
 
 /// The leader's place in a directory. It ends with the value, or with the process.
 #[derive(Debug)]
@@ -24,14 +37,15 @@ pub(super) struct Meeting {
     dir: PathBuf,
     pub(super) listener: UnixListener,
     /// Held for as long as it is open.
-    _lock: File,
+    _lock: LockedFile,
 }
 
 impl Meeting {
     /// Takes the place; the last component of `dir` is created if it is missing.
     pub(super) fn open(dir: &Path) -> Result<Self, SetupError> {
-        make_dir(dir).map_err(|error| unusable(dir, error))?;
-        let lock = lock(dir)?;
+        let site = Site::new(dir, &SETTINGS);
+        make_private_dir(&site)?;
+        let lock = lock(&site.at(dir.join(LOCK)))?;
         let listener = listen(dir).map_err(|error| unusable(dir, error))?;
         Ok(Self { dir: dir.to_owned(), listener, _lock: lock })
     }
@@ -39,35 +53,27 @@ impl Meeting {
     /// Nobody finds it from here on.
     pub(super) fn close(&self) {
         // A successor may have taken the place only after the lock is released: the socket is still ours.
-        if let Err(error) = fs::remove_file(self.dir.join(SOCKET)) {
-            tracing::warn!(%error, dir = %self.dir.display(), "cannot remove the socket of a leader that ends");
-        }
+        unlink(&self.dir.join(SOCKET));
     }
 }
 
-fn make_dir(dir: &Path) -> io::Result<()> {
-    match DirBuilder::new().mode(0o700).create(dir) {
-        Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
-        _ => Ok(()),
-    }
-}
-
-fn lock(dir: &Path) -> Result<File, SetupError> {
-    let options = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).clone();
-    let mut file = options.open(dir.join(LOCK)).map_err(|error| unusable(dir, error))?;
-    match file.try_lock() {
-        Ok(()) => {}
-        Err(TryLockError::WouldBlock) => return Err(led_already(dir, &mut file)),
-        Err(TryLockError::Error(error)) => return Err(unusable(dir, error)),
-    }
-    let noted = file.set_len(0).and_then(|()| write!(file, "{}", std::process::id()));
-    noted.map_err(|error| unusable(dir, error))?;
+fn lock(site: &Site) -> Result<LockedFile, SetupError> {
+    let file = match open_kept(site, &mut Patience::new(Duration::ZERO), |_| Ok(())) {
+        Ok(kept) => kept.file,
+        Err(error) if error.kind() == SetupErrorKind::InUse => return Err(led_already(site)),
+        Err(error) => return Err(error),
+    };
+    let process = std::process::id().to_string();
+    let noted = file.set_len(0).and_then(|()| file.write_all_at(process.as_bytes(), 0));
+    noted.map_err(|error| site.failed(&error))?;
     Ok(file)
 }
 
-/// A socket that a dead leader left is replaced; nobody sees one that is not closed to others yet.
+/// A socket that a dead leader left is replaced; nobody sees one that is not closed to others yet. The lock is ours: so is
+/// what lies here, finished or not.
 fn listen(dir: &Path) -> io::Result<UnixListener> {
-    let fresh = dir.join(format!(".{SOCKET}.{}", std::process::id()));
+    let fresh = dir.join(FRESH_SOCKET);
+    unlink(&fresh);
     let listener = UnixListener::bind(&fresh)?;
     fs::set_permissions(&fresh, Permissions::from_mode(0o600))?;
     fs::rename(&fresh, dir.join(SOCKET))?;
@@ -77,8 +83,15 @@ fn listen(dir: &Path) -> io::Result<UnixListener> {
 
 /// Connects to the leader, once there is one.
 pub(super) fn connect(dir: &Path, deadline: Instant) -> Result<UnixStream, SetupError> {
+    let site = Site::new(dir, &SETTINGS);
     loop {
-        match UnixStream::connect(dir.join(SOCKET)) {
+        // Whose directory it is says whose leader listens there.
+        let found = if is_private_dir(&site)? {
+            UnixStream::connect(dir.join(SOCKET))
+        } else {
+            Err(ErrorKind::NotFound.into())
+        };
+        match found {
             Ok(stream) => return Ok(stream),
             Err(error) if !is_absence(&error) => return Err(unusable(dir, error)),
             Err(error) if clock::now() >= deadline => return Err(no_leader(dir, error)),
@@ -97,9 +110,12 @@ fn no_leader(dir: &Path, error: io::Error) -> SetupError {
     SetupError::caused(SetupErrorKind::Unavailable, message, error)
 }
 
-fn led_already(dir: &Path, lock: &mut File) -> SetupError {
+fn led_already(lock: &Site) -> SetupError {
     let mut holder = String::new();
-    let _ = lock.read_to_string(&mut holder);
+    if let Ok(Some(mut file)) = open_ours(lock) {
+        let _ = file.read_to_string(&mut holder);
+    }
+    let dir = lock.path.parent().unwrap_or(&lock.path);
     let message = format!(
         "process {holder} (or a child that it forked) leads the ranks of {} already: stop it, or choose another \
          directory",

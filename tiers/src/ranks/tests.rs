@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
@@ -13,6 +14,7 @@ use parking_lot::Mutex;
 use tempfile::TempDir;
 
 use super::protocol::{Hello, MAX_SLOTS_TOLD, ToLeader, ToRank, decode, first_message, frame};
+use super::socket::Meeting;
 use super::{
     Disagreement, JoinOptions, KeptSlots, Leader, LeaderGone, LeaderOptions, Member, Membership, SlotJournal,
     Stopper, VERSION,
@@ -210,7 +212,7 @@ fn a_rank_that_left_makes_copies_unavailable_until_it_is_back() {
 #[test]
 fn a_rank_that_hangs_is_waited_for() {
     let mut fleet = Fleet::new(2);
-    fleet.rank(1).faults.inject(Fault::Slow(Duration::from_millis(100)), &[SAVE]);
+    fleet.rank(1).faults.inject(Fault::Slow(Duration::from_secs(2)), &[SAVE]);
     let reports = start(&fleet.leader, vec![op(SAVE, 0)]);
     assert_eq!(reports.recv_timeout(Duration::from_millis(20)).unwrap_err(), RecvTimeoutError::Timeout);
     assert!(reports.recv_timeout(LIMIT).unwrap().1.is_ok());
@@ -313,7 +315,7 @@ fn a_leader_whose_ranks_do_not_come_names_them() {
         let _refused = Rank::join(&at, Membership { block_bytes: 1, ..membership(2, 3) }).err();
         Rank::join(&at, membership(1, 3)).map(|rank| rank.service.join().unwrap()).unwrap()
     });
-    let options = LeaderOptions { limit: Duration::from_millis(500), ..leader_options(dir.path(), 3) };
+    let options = LeaderOptions { limit: Duration::from_secs(3), ..leader_options(dir.path(), 3) };
     let error = Leader::open(options, |_| ()).unwrap_err();
     assert_eq!(error.kind(), SetupErrorKind::Invalid);
     let words = format!("0, 2 (refused: process {}: its block_bytes is 1", std::process::id());
@@ -325,6 +327,105 @@ fn a_leader_whose_ranks_do_not_come_names_them() {
     }
     // And then they come.
     Fleet::new_in(dir, 3).assert_works();
+}
+
+/// A store of keys may take its time.
+#[test]
+fn a_rank_that_forgets_somebody_goes_on_copying() {
+    let dir = tempfile::tempdir().unwrap();
+    let (device, host) = (
+        Arc::new(DramRegion::emulated_device(options(SLOTS, BYTES)).unwrap()),
+        Arc::new(DramRegion::host(options(SLOTS, BYTES)).unwrap()),
+    );
+    let regions = vec![device as Arc<dyn Memory>, host as _];
+    let backend: Arc<dyn Backend> = Arc::new(MemcpyBackend::new(regions, 1).unwrap());
+    let backends = backend.routes().iter().map(|&route| (route, Arc::clone(&backend))).collect();
+    let at = dir.path().to_owned();
+    let (begun, begins) = std::sync::mpsc::channel();
+    let (go_on, goes_on) = crossbeam_channel::unbounded::<()>();
+    let service = thread::spawn(move || {
+        let member = Member::join(join_options(&at, membership(0, 1)), backends).unwrap();
+        let member = member.forgetting(move |tenant, life| {
+            begun.send((tenant, life)).unwrap();
+            let goes_on = goes_on.clone();
+            Box::new(move || goes_on.recv().map_err(|_| "the store is away".to_owned()))
+        });
+        member.unwrap().serve()
+    });
+    let leader = Leader::open(leader_options(dir.path(), 1), |_| ()).unwrap();
+    thread::scope(|scope| {
+        let forgetting = scope.spawn(|| leader.forget(7, 3, LIMIT));
+        assert_eq!(begins.recv(), Ok((7, 3)));
+        // Its keys are being destroyed meanwhile.
+        (0..4).for_each(|slot| run(&leader, vec![op(SAVE, slot)]).remove(0).unwrap());
+        assert!(!forgetting.is_finished());
+        go_on.send(()).unwrap();
+        forgetting.join().unwrap().unwrap();
+    });
+    drop(go_on);
+    let error = leader.forget(7, 4, LIMIT).unwrap_err();
+    assert!(error.to_string().contains("rank 0 says: the store is away"), "{error}");
+    drop(leader);
+    service.join().unwrap().unwrap();
+}
+
+/// What somebody put in a directory's place, or in it.
+#[test]
+fn nothing_is_written_through_what_strangers_put_there() {
+    let home = tempfile::tempdir().unwrap();
+    let precious = home.path().join("precious");
+    std::fs::write(&precious, "what its owner wants to keep").unwrap();
+    std::fs::set_permissions(&precious, PermissionsExt::from_mode(0o600)).unwrap();
+    let make = |name: &str, mode| {
+        let dir = home.path().join(name);
+        std::fs::create_dir(&dir).unwrap();
+        std::fs::set_permissions(&dir, PermissionsExt::from_mode(mode)).unwrap();
+        dir
+    };
+    let refused = |dir: &Path, why: &str| {
+        let error = Leader::open(leader_options(dir, 1), |_| ()).unwrap_err();
+        assert_eq!(error.kind(), SetupErrorKind::NotWritable, "{error}");
+        assert!(error.to_string().contains(why), "{error}");
+    };
+    let join_is_refused = |dir: &Path, why: &str| {
+        let options = join_options(dir, membership(0, 1));
+        let error = Member::join(options, HashMap::new()).unwrap_err();
+        assert_eq!(error.kind(), SetupErrorKind::NotWritable, "{error}");
+        assert!(error.to_string().contains(why), "{error}");
+    };
+    for (name, mode) in [("everybody", 0o777), ("sticky", 0o1777), ("group", 0o770)] {
+        let dir = make(name, mode);
+        symlink(&precious, dir.join("leader.lock")).unwrap();
+        refused(&dir, "others may write it");
+        join_is_refused(&dir, "others may write it");
+    }
+    let linked = home.path().join("linked");
+    symlink(make("real", 0o700), &linked).unwrap();
+    refused(&linked, "is a symbolic link");
+    join_is_refused(&linked, "is a symbolic link");
+    let ours = make("ours", 0o755);
+    symlink(&precious, ours.join("leader.lock")).unwrap();
+    refused(&ours, "is a symbolic link");
+    std::fs::remove_file(ours.join("leader.lock")).unwrap();
+    std::fs::hard_link(&precious, ours.join("leader.lock")).unwrap();
+    refused(&ours, "has 2 names");
+    assert_eq!(std::fs::read_to_string(&precious).unwrap(), "what its owner wants to keep");
+    // And then the directory is as it should be.
+    std::fs::remove_file(ours.join("leader.lock")).unwrap();
+    drop(Meeting::open(&ours).unwrap());
+}
+
+#[test]
+fn what_a_killed_leader_left_does_not_forbid_the_next() {
+    let dir = tempfile::tempdir().unwrap();
+    let process = std::process::id();
+    for name in [".ranks.sock".to_owned(), format!(".ranks.sock.{process}"), "ranks.sock".to_owned()] {
+        drop(UnixListener::bind(dir.path().join(name)).unwrap());
+    }
+    std::fs::write(dir.path().join("leader.lock.partial"), "").unwrap();
+    let mode = PermissionsExt::from_mode(0o600);
+    std::fs::set_permissions(dir.path().join("leader.lock.partial"), mode).unwrap();
+    Fleet::new_in(dir, 2).assert_works();
 }
 
 #[test]
@@ -480,7 +581,7 @@ fn a_rank_that_does_not_say_what_it_has_is_named_in_time_and_nothing_is_agreed_o
         stream.write_all(&frame(&hello)).unwrap();
         stream
     });
-    let options = LeaderOptions { limit: Duration::from_millis(300), ..leader_options(dir.path(), 1) };
+    let options = LeaderOptions { limit: Duration::from_secs(3), ..leader_options(dir.path(), 1) };
     let leader = Leader::open(options, |_| ()).unwrap();
     let stream = join.join().unwrap();
     let late = leader.agree(Tier::Host, vec![entry(0, 1)]).unwrap_err();

@@ -3,7 +3,6 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
@@ -16,7 +15,7 @@ use crate::error::{SetupError, SetupErrorKind};
 use crate::fence::Fences;
 use crate::frame::Frame;
 use crate::memory::{Memory, forget_checksum, no_such_slot};
-use crate::verifiers::{Job, Verifiers};
+use crate::verifiers::{GRAIN_BYTES, Urgency, Verifiers};
 use crate::verify::{corrupt, only_other_end, other_end};
 
 /// A backend whose blocks are encrypted and authenticated when they leave memory, and opened when they return. One that
@@ -39,7 +38,9 @@ struct Shared<B> {
     sealed: End,
     scratch: Scratch,
     cipher: Cipher,
-    threads: Verifiers,
+    threads: Arc<Verifiers>,
+    /// For blocks whose keys a store is to be asked for, which may take seconds: no other block waits for these.
+    askers: Arc<Verifiers>,
     /// Blocks that the backend inside gets together, at most or, if it asked for several, always.
     run_blocks: usize,
     whole_runs: bool,
@@ -55,9 +56,6 @@ enum End {
 
 /// One core encrypts less than a fast drive takes. On a machine of two cores both do, as far as the engine leaves them.
 const FEWEST_THREADS: usize = 2;
-
-/// So much is sealed by one thread at a time: waking it takes a tenth of the time.
-const GRAIN_BYTES: usize = 128 << 10;
 
 impl<B: Backend + 'static> Sealed<B> {
     /// `inner` moves blocks between the memory of `scratch` and one other tier. A store that packs batches gets up to
@@ -109,16 +107,27 @@ impl<B: Backend + 'static> Sealed<B> {
         }
         let routes =
             inner.routes().iter().copied().filter(|&route| other_end(route, ours).is_some()).collect();
-        let threads = Verifiers::named("kvbm-seal", FEWEST_THREADS).map_err(|error| {
+        let no_threads = |error| {
             let message = "cannot start threads for encryption: raise the limit on processes";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
-        })?;
+        };
+        let threads = Verifiers::named("kvbm-seal", FEWEST_THREADS).map_err(no_threads)?;
+        let askers = Verifiers::named("kvbm-keys", 1).map_err(no_threads)?;
         let grain = (GRAIN_BYTES / sizes[0]).max(1);
         let whole_runs = run_blocks > 1;
         let run_blocks = run_blocks.max(grain).min(scratch.out.slots());
-        let shared =
-            Shared { inner, memory, sealed, scratch, cipher, threads, run_blocks, whole_runs, routes };
-        Ok(Self(Arc::new(shared)))
+        Ok(Self(Arc::new(Shared {
+            inner,
+            memory,
+            sealed,
+            scratch,
+            cipher,
+            threads: Arc::new(threads),
+            askers: Arc::new(askers),
+            run_blocks,
+            whole_runs,
+            routes,
+        })))
     }
 }
 
@@ -141,14 +150,15 @@ unsafe impl<B: Backend + 'static> Backend for Sealed<B> {
     fn submit_fenced(&self, batch: Vec<CopyOp>, fences: Fences, done: Done) {
         // One mark would stand for the first of several batches: the reports say more.
         let fences = Fences { mark: None, ..fences };
-        let (mut out, mut back) = (Vec::new(), Vec::new());
+        let (mut out, mut back, mut refused) = (Vec::new(), Vec::new(), Vec::new());
         for (index, op) in batch.into_iter().enumerate() {
             match self.0.way_of(&op) {
                 Ok(Way::Out) => out.push((index, op)),
                 Ok(Way::Back) => back.push((index, op)),
-                Err(error) => done.complete(index, Err(error)),
+                Err(error) => refused.push((index, Err(error))),
             }
         }
+        done.report(refused);
         for (way, ops) in [(Way::Back, back), (Way::Out, out)] {
             let run = |ops: &[_]| Run { ops: ops.to_vec(), fences: fences.clone(), done: done.clone() };
             let runs = ops.chunks(self.0.run_blocks).map(run);
@@ -190,47 +200,78 @@ impl<B: Backend + 'static> Shared<B> {
     }
 
     /// Hands the run on when its last block is ready.
-    fn prepare_run(self: &Arc<Self>, run: Run, mut frames: Vec<Frame>) {
-        let grain = (GRAIN_BYTES / self.memory.block_bytes()).max(1);
-        let left = AtomicUsize::new(run.ops.len().div_ceil(grain));
+    fn prepare_run(self: &Arc<Self>, run: Run, frames: Vec<Frame>) {
+        let (prepared, shared) = (Arc::clone(self), Arc::clone(self));
+        let prepare = move |block: &mut BlockInScratch| {
+            block.result = prepared.prepare(&block.op, &mut block.frame);
+        };
         let Run { ops, fences, done } = run;
-        let ready = Mutex::new(ops.iter().map(|_| None).collect());
-        let departure = Arc::new(Departure { shared: Arc::clone(self), fences, done, ready, left });
-        for (number, ops) in ops.chunks(grain).enumerate() {
-            let blocks: Vec<_> = ops.iter().copied().zip(frames.drain(..ops.len())).collect();
-            let departure = Arc::clone(&departure);
-            self.work(Way::Out, Box::new(move || departure.prepare(number * grain, blocks)));
+        let mut blocks = blocks_of(ops, frames);
+        let have_keys = blocks.iter_mut().all(|block| self.has_key(Way::Out, block));
+        self.work((Way::Out, have_keys), blocks, prepare, move |blocks| {
+            let (ready, failed): (Vec<_>, Vec<_>) =
+                blocks.into_iter().partition(|block| block.result.is_ok());
+            // Where a block is missing no layer can have all blocks of the run.
+            let layers = fences.layers.filter(|_| failed.is_empty());
+            let fences = Fences { layers, ..fences };
+            shared.end(Way::Out, failed, &done);
+            shared.hand_on(Way::Out, ready, fences, done);
+        });
+    }
+
+    /// Whether a block can be sealed or opened without a word with the store of keys.
+    fn has_key(&self, way: Way, BlockInScratch { op, frame, .. }: &mut BlockInScratch) -> bool {
+        match (self.sealed, way) {
+            (End::Medium, Way::Out) | (End::Memory, Way::Back) => self.cipher.can_seal(op.owner),
+            (End::Medium, Way::Back) => {
+                self.scratch.room(frame).map_or(true, |room| self.cipher.can_open(room))
+            }
+            (End::Memory, Way::Out) => self.memory.slot(op.from.slot).is_none_or(|slot| {
+                // SAFETY: the slot is of an operation that is submitted and not completed: nobody writes it now.
+                self.cipher.can_open(unsafe { slot.as_ref() })
+            }),
         }
     }
 
     /// An engine waits for what is opened, and nobody for what is sealed.
-    fn work(&self, way: Way, job: Job) {
-        let undone = match (self.sealed, way) {
-            (End::Medium, Way::Out) | (End::Memory, Way::Back) => self.threads.sum(job),
-            (End::Medium, Way::Back) | (End::Memory, Way::Out) => self.threads.verify(job),
+    fn work(
+        &self,
+        (way, have_keys): (Way, bool),
+        blocks: Vec<BlockInScratch>,
+        work: impl Fn(&mut BlockInScratch) + Send + Sync + 'static,
+        go_on: impl FnOnce(Vec<BlockInScratch>) + Send + 'static,
+    ) {
+        let urgency = match (self.sealed, way) {
+            (End::Medium, Way::Out) | (End::Memory, Way::Back) => Urgency::Background,
+            (End::Medium, Way::Back) | (End::Memory, Way::Out) => Urgency::Awaited,
         };
-        undone.into_iter().for_each(|undone| undone());
+        let threads = if have_keys { &self.threads } else { &self.askers };
+        threads.work_on(urgency, self.memory.block_bytes(), blocks, work, go_on);
     }
 
     fn fetch_run(self: &Arc<Self>, Run { ops, fences, done }: Run, frames: Vec<Frame>) {
-        let blocks = ops.into_iter().zip(frames);
-        let blocks = blocks.map(|((index, op), frame)| OnItsWay { index, op, frame });
-        self.hand_on(Way::Back, blocks.collect(), fences, done);
+        self.hand_on(Way::Back, blocks_of(ops, frames), fences, done);
     }
 
     /// The backend inside moves these blocks between their slots in the scratch and its medium.
-    fn hand_on(self: &Arc<Self>, way: Way, blocks: Vec<OnItsWay>, fences: Fences, done: Done) {
+    fn hand_on(self: &Arc<Self>, way: Way, blocks: Vec<BlockInScratch>, fences: Fences, done: Done) {
         if blocks.is_empty() {
             return;
         }
         let ops = blocks.iter().map(|block| block.op_inside(way)).collect();
         let under_way: Mutex<Vec<_>> = Mutex::new(blocks.into_iter().map(Some).collect());
         let shared = Arc::clone(self);
-        let report = Done::new(move |index, result| {
-            let Some(block) = under_way.lock()[index].take() else { return };
-            match (way, result) {
-                (Way::Back, Ok(())) => shared.finish_aside(block, done.clone()),
-                (_, result) => shared.end(way, block, &done, result),
+        let report = Done::new(move |ended| {
+            let mut under_way = under_way.lock();
+            let blocks = ended.into_iter().filter_map(|(place, result)| {
+                let block = under_way[place].take()?;
+                Some(BlockInScratch { result, ..block })
+            });
+            let blocks: Vec<_> = blocks.collect();
+            drop(under_way);
+            match way {
+                Way::Back => shared.finish_aside(blocks, &done),
+                Way::Out => shared.end(way, blocks, &done),
             }
         });
         // Nobody knows what became of a batch whose backend panicked. Its blocks are never reported and keep their slots,
@@ -243,19 +284,31 @@ impl<B: Backend + 'static> Shared<B> {
         }
     }
 
-    fn finish_aside(self: &Arc<Self>, mut block: OnItsWay, done: Done) {
-        let shared = Arc::clone(self);
-        let job = move || {
-            let finished = shared.finish(&mut block);
-            shared.end(Way::Back, block, &done, finished);
-        };
-        self.work(Way::Back, Box::new(job));
+    /// Blocks whose keys are known do not wait for those that a store is asked about.
+    fn finish_aside(self: &Arc<Self>, blocks: Vec<BlockInScratch>, done: &Done) {
+        let keyed = |mut block: BlockInScratch| (self.has_key(Way::Back, &mut block), block);
+        let (known, unknown): (Vec<_>, Vec<_>) = blocks.into_iter().map(keyed).partition(|&(has_key, _)| has_key);
+        for (have_keys, blocks) in [(true, known), (false, unknown)] {
+            let blocks: Vec<_> = blocks.into_iter().map(|(_, block)| block).collect();
+            let (finisher, shared, done) = (Arc::clone(self), Arc::clone(self), done.clone());
+            let finish = move |block: &mut BlockInScratch| {
+                if block.result.is_ok() {
+                    block.result = finisher.finish(block);
+                }
+            };
+            self.work((Way::Back, have_keys), blocks, finish, move |blocks| shared.end(Way::Back, blocks, &done));
+        }
     }
 
-    /// The slot in the scratch is free again before anybody is told, and goes to who waits after.
-    fn end(self: &Arc<Self>, way: Way, block: OnItsWay, done: &Done, result: Result<(), CopyError>) {
-        self.lane(way).give_back(block.frame);
-        done.complete(block.index, result);
+    /// The slots in the scratch are free again before anybody is told, and go to what waits after.
+    fn end(self: &Arc<Self>, way: Way, blocks: Vec<BlockInScratch>, done: &Done) {
+        if blocks.is_empty() {
+            return;
+        }
+        let (frames, ended): (Vec<_>, _) =
+            blocks.into_iter().map(|block| (block.frame, (block.index, block.result))).unzip();
+        self.lane(way).give_back(frames);
+        done.report(ended);
         self.start_runs(way);
     }
 
@@ -268,7 +321,7 @@ impl<B: Backend + 'static> Shared<B> {
     }
 
     /// Brings a block from the scratch into memory, as it is to lie there.
-    fn finish(&self, block: &mut OnItsWay) -> Result<(), CopyError> {
+    fn finish(&self, block: &mut BlockInScratch) -> Result<(), CopyError> {
         match self.sealed {
             End::Medium => self.open(block),
             End::Memory => self.seal_into_memory(block),
@@ -287,8 +340,8 @@ impl<B: Backend + 'static> Shared<B> {
         Ok(())
     }
 
-    fn open(&self, block: &mut OnItsWay) -> Result<(), CopyError> {
-        let OnItsWay { op, frame, .. } = block;
+    fn open(&self, block: &mut BlockInScratch) -> Result<(), CopyError> {
+        let BlockInScratch { op, frame, .. } = block;
         forget_checksum(&*self.memory, op.to.slot);
         let slot = self.memory.slot(op.to.slot).ok_or_else(|| no_such_slot(op.to))?;
         let room = self.scratch.room(frame)?;
@@ -319,8 +372,8 @@ impl<B: Backend + 'static> Shared<B> {
         Ok(())
     }
 
-    fn seal_into_memory(&self, block: &mut OnItsWay) -> Result<(), CopyError> {
-        let OnItsWay { op, frame, .. } = block;
+    fn seal_into_memory(&self, block: &mut BlockInScratch) -> Result<(), CopyError> {
+        let BlockInScratch { op, frame, .. } = block;
         forget_checksum(&*self.memory, op.to.slot);
         let slot = self.memory.slot(op.to.slot).ok_or_else(|| no_such_slot(op.to))?;
         let known = self.scratch.checksums().and_then(|checksums| checksums.get(frame.slot()));
@@ -341,14 +394,16 @@ fn of_slot(slot: SlotRef, error: &CopyError) -> CopyError {
 }
 
 /// A block that has a slot of the scratch.
-struct OnItsWay {
+struct BlockInScratch {
     /// Its number in the batch.
     index: usize,
     op: CopyOp,
     frame: Frame,
+    /// What became of it so far.
+    result: Result<(), CopyError>,
 }
 
-impl OnItsWay {
+impl BlockInScratch {
     const fn op_inside(&self, way: Way) -> CopyOp {
         match way {
             Way::Out => CopyOp { from: self.frame.slot_ref(), ..self.op },
@@ -357,35 +412,7 @@ impl OnItsWay {
     }
 }
 
-/// A run that is being brought into the scratch, by several threads.
-struct Departure<B> {
-    shared: Arc<Shared<B>>,
-    fences: Fences,
-    done: Done,
-    /// Those that are there, in the order of the run.
-    ready: Mutex<Vec<Option<OnItsWay>>>,
-    /// Threads that are not done.
-    left: AtomicUsize,
-}
-
-impl<B: Backend + 'static> Departure<B> {
-    fn prepare(&self, first: usize, blocks: Vec<((usize, CopyOp), Frame)>) {
-        for (position, ((index, op), mut frame)) in (first..).zip(blocks) {
-            let result = self.shared.prepare(&op, &mut frame);
-            let block = OnItsWay { index, op, frame };
-            match result {
-                Ok(()) => self.ready.lock()[position] = Some(block),
-                Err(error) => self.shared.end(Way::Out, block, &self.done, Err(error)),
-            }
-        }
-        // The last one sees what all others brought.
-        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            let all = std::mem::take(&mut *self.ready.lock());
-            let is_whole = all.iter().all(Option::is_some);
-            // Where a block is missing no layer is there of all.
-            let layers = self.fences.layers.clone().filter(|_| is_whole);
-            let fences = Fences { layers, ..self.fences.clone() };
-            self.shared.hand_on(Way::Out, all.into_iter().flatten().collect(), fences, self.done.clone());
-        }
-    }
+fn blocks_of(ops: Vec<(usize, CopyOp)>, frames: Vec<Frame>) -> Vec<BlockInScratch> {
+    let blocks = ops.into_iter().zip(frames);
+    blocks.map(|((index, op), frame)| BlockInScratch { index, op, frame, result: Ok(()) }).collect()
 }

@@ -17,7 +17,6 @@
 //! years) draw the same has a probability below 2^-96. Nor is there a limit to what one such key may seal, since each
 //! derived key seals one block.
 
-use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -26,7 +25,7 @@ use ring::rand::{SecureRandom, SystemRandom};
 use zeroize::Zeroizing;
 
 use super::keys::Secret;
-use super::tenants::{ID_BYTES, NoKey, TenantKeys};
+use super::tenants::{ID_BYTES, KeyId, NoKey, TenantKeys};
 use crate::copy::{BlockKey, CopyError, CopyErrorKind, Owner, Tier};
 
 /// What a sealed block has beyond the block.
@@ -68,16 +67,13 @@ impl Cipher {
 
     /// Seals a block along with its checksum into `room`, which is `SEAL_BYTES` longer: what is written there is never in the
     /// clear, and no copy of the block is made for it.
-    pub(super) fn seal(
+    pub(crate) fn seal(
         &self,
         (block, owner): (BlockKey, Option<Owner>),
         (content, crc): (&[u8], u32),
         room: &mut [u8],
     ) -> Result<(), CopyError> {
-        let (id, secret) = self.keys.to_seal(owner).map_err(|why| match why {
-            NoKey::Forgotten => forgotten(),
-            NoKey::Failed(error) => no_key(error),
-        })?;
+        let (id, secret) = self.keys.to_seal(owner).map_err(no_key)?;
         let fresh = &mut [0; SALT_BYTES + NONCE_LEN];
         self.random.fill(fresh).map_err(|_| no_random_bytes())?;
         let (hidden, rest) = room.split_at_mut(self.block_bytes);
@@ -93,7 +89,7 @@ impl Cipher {
 
     /// Opens what was sealed as this block, in place, and returns the block's checksum. What is in `room` after an error
     /// means nothing.
-    pub(super) fn open(&self, block: BlockKey, room: &mut [u8]) -> Result<u32, CopyError> {
+    pub(crate) fn open(&self, block: BlockKey, room: &mut [u8]) -> Result<u32, CopyError> {
         let Parts { hidden, tag, header } = self.parts();
         let header = room.get(header).filter(|header| header.starts_with(&MAGIC));
         let header = header.ok_or_else(|| corrupt("it was never sealed".to_owned()))?;
@@ -112,14 +108,20 @@ impl Cipher {
         Parts { hidden: 0..hidden, tag: hidden..tag, header: tag..tag + HEADER_BYTES }
     }
 
+    /// Whether a block can be sealed without a word with the store of keys.
+    pub(super) fn can_seal(&self, owner: Option<Owner>) -> bool {
+        self.keys.can_seal(owner)
+    }
+
+    /// Whether a block can be opened, or is none, without a word with the store of keys.
+    pub(super) fn can_open(&self, room: &[u8]) -> bool {
+        let header = room.get(self.parts().header).filter(|header| header.starts_with(&MAGIC));
+        header.is_none_or(|header| self.keys.can_open(id_of(header)))
+    }
+
     /// The tenant's key that a block was sealed with.
     fn secret_of(&self, header: &[u8]) -> Result<Arc<Secret>, CopyError> {
-        let id = std::array::from_fn(|byte| header[4 + byte]);
-        let gone = || {
-            let why = "the key of its tenant was destroyed, or is under a main key that is not given here";
-            corrupt(why.to_owned())
-        };
-        self.keys.to_open(id).map_err(no_key)?.ok_or_else(gone)
+        self.keys.to_open(id_of(header)).map_err(no_key)
     }
 
     /// What the tag covers beside the block: each part is of a fixed length but the last.
@@ -155,18 +157,25 @@ fn corrupt(why: String) -> CopyError {
     CopyError::new(CopyErrorKind::Corrupt, why)
 }
 
-/// Not the medium's fault, which is not to be left alone for it.
-fn forgotten() -> CopyError {
-    CopyError::new(CopyErrorKind::Refused, "its tenant was forgotten meanwhile")
+/// The name of the key.
+fn id_of(header: &[u8]) -> KeyId {
+    std::array::from_fn(|byte| header[4 + byte])
 }
 
-/// The block stays: a store of keys that is away may be back.
-fn no_key(error: io::Error) -> CopyError {
-    CopyError::caused(
-        CopyErrorKind::Unavailable,
-        format!("the key of its tenant cannot be had: {error}"),
-        error,
-    )
+fn no_key(why: NoKey) -> CopyError {
+    match why {
+        // Not the medium's fault, which is not to be left alone for it.
+        NoKey::Forgotten => CopyError::new(CopyErrorKind::Refused, "its tenant was forgotten meanwhile"),
+        NoKey::Gone => corrupt(
+            "the key of its tenant was destroyed, or is under a main key that is not given here".to_owned(),
+        ),
+        // The block stays: a store of keys that is away may be back.
+        NoKey::Failed(error) => CopyError::caused(
+            CopyErrorKind::Unavailable,
+            format!("the key of its tenant cannot be had: {error}"),
+            error,
+        ),
+    }
 }
 
 fn no_random_bytes() -> CopyError {
@@ -291,7 +300,7 @@ mod tests {
         let keys = mixed(3);
         let room = sealed(&cipher(&keys, Tier::Disk, "here", 64), &[5; 64]);
         let header = &room[64 + 4 + 16..];
-        let secret = keys.to_open(std::array::from_fn(|byte| header[4 + byte])).unwrap().unwrap();
+        let secret = keys.to_open(id_of(header)).unwrap();
         let info = [&header[20..36]];
         let key = LessSafeKey::new(UnboundKey::from(secret.get().expand(&info, &AES_256_GCM).unwrap()));
         let identity =

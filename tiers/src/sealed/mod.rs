@@ -36,4 +36,5 @@ pub use key_files::KeyFiles;
 pub use keys::KeyRing;
 pub(crate) use keys::MacKey;
 pub use scratch::{Scratch, ScratchOptions};
-pub use tenants::{KeyId, KeyStore, KeysInMemory, RECORD_BYTES, TenantKeys, WrappedKey};
+pub use tenants::{FoundKey, KeyId, KeyStore, KeysInMemory, RECORD_BYTES, TenantKeys, WrappedKey};
+pub(crate) use tenants::{TENANT_BYTES, id_prefix, tenant_prefix};

@@ -85,7 +85,7 @@ impl Scratch {
 
     /// The end of [`borrow_slot`](Self::borrow_slot).
     pub fn return_slot(&self, frame: Frame) {
-        self.out.give_back(frame);
+        self.out.give_back(vec![frame]);
     }
 
     /// Bytes of one block, before it is sealed.
@@ -152,8 +152,8 @@ impl Lane {
         self.state.lock().free.pop()
     }
 
-    pub(super) fn give_back(&self, frame: Frame) {
-        self.state.lock().free.push(frame);
+    pub(super) fn give_back(&self, frames: Vec<Frame>) {
+        self.state.lock().free.extend(frames);
     }
 
     /// Starts the runs that have room, in the order in which they came: `whole`, or as much of them as there is room for.

@@ -5,7 +5,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, Tag, UnboundKey};
 use ring::hkdf::{HKDF_SHA256, Prk};
 use ring::rand::{SecureRandom, SystemRandom};
@@ -13,13 +13,14 @@ use zeroize::Zeroizing;
 
 use super::keys::{KeyRing, Secret};
 use crate::copy::Owner;
-use crate::error::{SetupError, SetupErrorKind};
 use crate::index::IndexEntry;
 
 /// Bytes of a wrapped key.
 pub const RECORD_BYTES: usize = 128;
 /// Bytes of the name of a key.
 pub(super) const ID_BYTES: usize = 16;
+/// Of these, bytes that name the tenant.
+pub(crate) const TENANT_BYTES: usize = 5;
 
 const KEY_BYTES: usize = 32;
 const SALT_BYTES: usize = 16;
@@ -29,19 +30,21 @@ const LIVE: [u8; 4] = *b"KVK1";
 const DESTROYED: [u8; 4] = *b"KVK0";
 /// What the tag covers beside the key.
 const CLEAR_BYTES: usize = 64;
+const ID_AT: usize = 16;
 const SALT_AT: usize = 32;
 const NONCE_AT: usize = 48;
 const TAG_AT: usize = CLEAR_BYTES + KEY_BYTES;
 /// Keys are wrapped for nothing else, and nothing else is derived so.
 const PURPOSE: &[u8] = b"kvbm tenant key v1";
 
-/// Names a tenant's key: random.
+/// Names a tenant's key: the tenant and one, 0 nobody's, in 5 bytes of which the highest is first, and 11 random ones. So a
+/// store finds a key and all keys of a tenant without a look at others.
 pub type KeyId = [u8; ID_BYTES];
 
 /// A tenant's key as it is stored: encrypted and authenticated by a main key.
 ///
 /// ```text
-///  0 magic 4 │ main key 4 │ tenant 8, 0 nobody's, else one more │ id 16 │ salt 16 │ nonce 12 │ zero 4
+///  0 magic 4 │ main key 4 │ tenant 8, 0 nobody's, else one more │ its name 16 │ salt 16 │ nonce 12 │ zero 4
 /// 64 the key 32, encrypted │ tag 16 │ zero 16
 /// ```
 #[derive(Clone, PartialEq, Eq)]
@@ -61,14 +64,16 @@ impl WrappedKey {
 
     /// The name of the key that was here before it was destroyed, if one was.
     pub(super) fn destroyed(bytes: &[u8; RECORD_BYTES]) -> Option<KeyId> {
-        bytes.starts_with(&DESTROYED).then(|| array_at(bytes, 16))
+        // Nothing less: a bit that flips makes no key a destroyed one.
+        let id = array_at(bytes, ID_AT);
+        (*bytes == Self::tombstone(id)).then_some(id)
     }
 
     /// What takes its place when it is destroyed: its name, so that no copy of it comes back.
     pub(super) fn tombstone(id: KeyId) -> [u8; RECORD_BYTES] {
         let mut bytes = [0; RECORD_BYTES];
         bytes[..4].copy_from_slice(&DESTROYED);
-        bytes[16..32].copy_from_slice(&id);
+        bytes[ID_AT..SALT_AT].copy_from_slice(&id);
         bytes
     }
 
@@ -78,7 +83,7 @@ impl WrappedKey {
 
     /// Its name.
     pub fn id(&self) -> KeyId {
-        array_at(&self.0, 16)
+        array_at(&self.0, ID_AT)
     }
 
     /// Whose blocks it seals; `None`: nobody's in particular.
@@ -96,21 +101,45 @@ fn array_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     std::array::from_fn(|byte| bytes[at + byte])
 }
 
-/// Where wrapped keys are kept.
-pub trait KeyStore: Send + Sync + fmt::Debug {
-    /// All that there are.
-    ///
-    /// # Errors
-    /// The medium.
-    fn load(&self) -> io::Result<Vec<WrappedKey>>;
+/// The tenant and one, 0 nobody's.
+fn numbered(tenant: Option<u32>) -> u64 {
+    tenant.map_or(0, |tenant| u64::from(tenant) + 1)
+}
 
-    /// One that was not there when all were loaded: another worker may have made it.
+/// What the names of a tenant's keys begin with.
+pub(crate) fn id_prefix(tenant: Option<u32>) -> [u8; TENANT_BYTES] {
+    array_at(&numbered(tenant).to_be_bytes(), size_of::<u64>() - TENANT_BYTES)
+}
+
+/// What such a name begins with.
+pub(crate) fn tenant_prefix(id: &KeyId) -> [u8; TENANT_BYTES] {
+    array_at(id, 0)
+}
+
+/// What a store has under the name of a key. That it could not be asked is an error, and none of these.
+#[derive(Debug)]
+pub enum FoundKey {
+    /// Its copies, as far as they differ: one at most is what was written.
+    Live(Vec<WrappedKey>),
+    /// It was destroyed: its name lies in its place.
+    Destroyed,
+    /// Nothing.
+    Absent,
+}
+
+/// Where wrapped keys are kept. Whoever asks may wait seconds for the answer.
+pub trait KeyStore: Send + Sync + fmt::Debug {
+    /// The key of that name.
     ///
     /// # Errors
-    /// The medium.
-    fn find(&self, _id: KeyId) -> io::Result<Option<WrappedKey>> {
-        Ok(None)
-    }
+    /// The medium: nobody knows.
+    fn find(&self, id: KeyId) -> io::Result<FoundKey>;
+
+    /// Of each of these tenants the keys, as many as it takes to go on with one.
+    ///
+    /// # Errors
+    /// The medium: nobody knows of this tenant.
+    fn of_tenants(&self, tenants: &[Option<u32>]) -> Vec<io::Result<Vec<WrappedKey>>>;
 
     /// Keeps another one. It survives the end of the machine when this returns.
     ///
@@ -118,11 +147,19 @@ pub trait KeyStore: Send + Sync + fmt::Debug {
     /// It may not be kept.
     fn add(&self, key: &WrappedKey) -> io::Result<()>;
 
-    /// Destroys all keys of a tenant, known or not, for good. Returns how many.
+    /// Puts a copy that is what was written in the place of those that are not. One that is gone stays so.
+    ///
+    /// # Errors
+    /// The medium.
+    fn repair(&self, _good: &WrappedKey) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// Destroys all keys of a tenant, known or not, for good, but for those that are spared. Returns how many.
     ///
     /// # Errors
     /// Some may be left: which place is named.
-    fn destroy(&self, tenant: u32) -> io::Result<usize>;
+    fn destroy(&self, tenant: u32, spared: &[KeyId]) -> io::Result<usize>;
 }
 
 /// Keys that end with their process.
@@ -130,20 +167,31 @@ pub trait KeyStore: Send + Sync + fmt::Debug {
 pub struct KeysInMemory;
 
 impl KeyStore for KeysInMemory {
-    fn load(&self) -> io::Result<Vec<WrappedKey>> {
-        Ok(Vec::new())
+    fn find(&self, _: KeyId) -> io::Result<FoundKey> {
+        Ok(FoundKey::Absent)
+    }
+
+    fn of_tenants(&self, tenants: &[Option<u32>]) -> Vec<io::Result<Vec<WrappedKey>>> {
+        tenants.iter().map(|_| Ok(Vec::new())).collect()
     }
 
     fn add(&self, _: &WrappedKey) -> io::Result<()> {
         Ok(())
     }
 
-    fn destroy(&self, _: u32) -> io::Result<usize> {
+    fn destroy(&self, _: u32, _: &[KeyId]) -> io::Result<usize> {
         Ok(0)
     }
 }
 
 /// The keys that blocks of one tier and namespace are sealed with: one for each tenant and main key.
+///
+/// Three things are told apart: a key is known, or it is gone, or its store could not be asked. The store is asked
+/// outside the lock, about one thing once at a time: whoever has a known key waits for nobody.
+///
+/// A tenant that is forgotten begins another *life*. A key that was made in a life seals what is of that life alone, and
+/// [forgetting](Self::forget) spares the keys of the life that it names and of later ones. So it does not matter in which order
+/// two calls, or a call and the first blocks behind it, come here.
 #[derive(Debug)]
 pub struct TenantKeys {
     ring: Arc<KeyRing>,
@@ -151,23 +199,56 @@ pub struct TenantKeys {
     store: Box<dyn KeyStore>,
     random: SystemRandom,
     known: Mutex<Known>,
+    /// The store has answered somebody.
+    answered: Condvar,
 }
 
 #[derive(Default)]
 struct Known {
     by_id: HashMap<KeyId, Key>,
-    /// What is sealed with now.
-    current: HashMap<Option<u32>, KeyId>,
-    /// How often each tenant was forgotten here.
-    lives: HashMap<u32, u32>,
-    /// Names that no store has: each is asked for once.
-    missing: HashSet<KeyId>,
+    tenants: HashMap<Option<u32>, TenantState>,
+    /// Names that were read in a destroyed key's place, and of keys that were forgotten here.
+    destroyed: HashSet<KeyId>,
+    /// What the store is being asked about.
+    asked: HashSet<Subject>,
+    /// How often forgetting somebody began or ended.
+    forgets: u64,
 }
 
 #[derive(Clone)]
 struct Key {
     tenant: Option<u32>,
+    /// Of the tenant, in which it was made here; `None`: in an earlier process, or by another worker.
+    life: Option<u32>,
     secret: Arc<Secret>,
+}
+
+struct TenantState {
+    /// The latest that anybody spoke of here.
+    life: u32,
+    /// Nobody spoke of forgetting it: what comes is sealed with a key that is there already, if one is.
+    adopts: bool,
+    /// What is sealed with now.
+    current: Option<KeyId>,
+    /// Its keys are to be destroyed, and may not be yet: what the store has is not believed.
+    is_condemned: bool,
+    /// [`Known::forgets`] when forgetting it began or ended last: answers to older questions mean nothing.
+    forgotten_at: u64,
+}
+
+impl Default for TenantState {
+    fn default() -> Self {
+        Self { life: 0, adopts: true, current: None, is_condemned: false, forgotten_at: 0 }
+    }
+}
+
+/// What a store is asked about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Subject {
+    /// The key of that name.
+    Key(KeyId),
+    /// A tenant's keys: which there are, another one, or the end of all.
+    Tenant(Option<u32>),
 }
 
 impl fmt::Debug for Known {
@@ -176,12 +257,14 @@ impl fmt::Debug for Known {
     }
 }
 
-/// Why there is no key to seal a block with.
+/// Why there is no key.
 #[derive(Debug)]
 pub(super) enum NoKey {
-    /// Its tenant was forgotten since it set out. That says nothing of any medium.
+    /// The block's tenant was forgotten since it set out. That says nothing of any medium.
     Forgotten,
-    /// A new one could not be made or kept.
+    /// It was destroyed, or is under a main key that is not given here, or is not what was written.
+    Gone,
+    /// The store could not be asked, or a new key not be kept. The next time may be better.
     Failed(io::Error),
 }
 
@@ -191,39 +274,25 @@ impl From<io::Error> for NoKey {
     }
 }
 
-/// Whoever writes garbage into a bucket does not make us remember all of it.
-const MAX_MISSING: usize = 1 << 16;
+/// Whoever writes garbage onto a medium does not make us remember all of it.
+const MAX_DESTROYED: usize = 1 << 16;
 
 impl TenantKeys {
     /// Those that are kept in `store`, of one namespace.
-    ///
-    /// # Errors
-    /// `Io`: the store.
-    pub fn open(ring: Arc<KeyRing>, namespace: &str, store: Box<dyn KeyStore>) -> Result<Self, SetupError> {
-        let kept = store.load().map_err(|error| {
-            SetupError::caused(
-                SetupErrorKind::Io,
-                format!("the keys of tenants cannot be read: {error}"),
-                error,
-            )
-        })?;
-        let random = SystemRandom::new();
-        let keys = Self { ring, namespace: namespace.to_owned(), store, random, known: Mutex::default() };
-        let unreadable = kept.iter().filter(|wrapped| keys.learn(wrapped).is_none()).count();
-        if unreadable > 0 {
-            tracing::warn!(
-                unreadable,
-                namespace,
-                "keys of tenants are under main keys that are not given here: what they sealed is not found"
-            );
+    pub fn new(ring: Arc<KeyRing>, namespace: &str, store: Box<dyn KeyStore>) -> Self {
+        Self {
+            ring,
+            namespace: namespace.to_owned(),
+            store,
+            random: SystemRandom::new(),
+            known: Mutex::default(),
+            answered: Condvar::new(),
         }
-        Ok(keys)
     }
 
     /// Keys that end with this process.
     pub fn in_memory(ring: Arc<KeyRing>, namespace: &str) -> Self {
-        let (store, random) = (Box::new(KeysInMemory), SystemRandom::new());
-        Self { ring, namespace: namespace.to_owned(), store, random, known: Mutex::default() }
+        Self::new(ring, namespace, Box::new(KeysInMemory))
     }
 
     /// The main keys.
@@ -231,71 +300,171 @@ impl TenantKeys {
         &self.ring
     }
 
-    /// Drops what is said of blocks of tenants who have no key here: nobody can read them.
+    /// Drops what is said of blocks of tenants that have no key: nobody can read them. Where the store does not say,
+    /// they stay.
     pub fn retain_readable(&self, entries: &mut Vec<IndexEntry>) {
-        let tenants: HashSet<_> = self.known.lock().by_id.values().map(|key| key.tenant).collect();
-        entries.retain(|entry| tenants.contains(&entry.tenant));
+        let tenants: HashSet<_> = entries.iter().map(|entry| entry.tenant).collect();
+        let tenants: Vec<_> = tenants.into_iter().collect();
+        let began = self.known.lock().forgets;
+        let answers = self.store.of_tenants(&tenants);
+        let (mut unreadable, mut unknown, mut dropped) = (0, 0, HashSet::new());
+        for (tenant, answer) in tenants.into_iter().zip(answers) {
+            let Ok(keys) = answer else {
+                unknown += 1;
+                continue;
+            };
+            let learnt = keys.iter().filter(|key| self.learn(key, began).is_some()).count();
+            unreadable += keys.len() - learnt;
+            if learnt == 0 && !self.known.lock().by_id.values().any(|key| key.tenant == tenant) {
+                dropped.insert(tenant);
+            }
+        }
+        if unknown + unreadable > 0 {
+            tracing::warn!(
+                unreadable,
+                unknown,
+                namespace = self.namespace,
+                "keys of tenants are under main keys that are not given here, or could not be asked for: what the former \
+                 sealed is not found, and what the latter did when they can be had"
+            );
+        }
+        entries.retain(|entry| !dropped.contains(&entry.tenant));
+    }
+
+    /// Whether [`to_seal`](Self::to_seal) answers at once.
+    pub(super) fn can_seal(&self, owner: Option<Owner>) -> bool {
+        !matches!(self.known.lock().current(owner), Ok(None))
+    }
+
+    /// Whether [`to_open`](Self::to_open) answers at once.
+    pub(super) fn can_open(&self, id: KeyId) -> bool {
+        let known = self.known.lock();
+        known.by_id.contains_key(&id) || known.destroyed.contains(&id)
     }
 
     /// The key to seal a block of `owner` with, made if there is none.
     pub(super) fn to_seal(&self, owner: Option<Owner>) -> Result<(KeyId, Arc<Secret>), NoKey> {
         let tenant = owner.map(|owner| owner.tenant);
-        let mut known = self.known.lock();
-        let is_past = |owner: Owner| known.lives.get(&owner.tenant).is_some_and(|&life| owner.life < life);
-        if owner.is_some_and(is_past) {
-            return Err(NoKey::Forgotten);
+        loop {
+            let mut known = self.known.lock();
+            if let Some(found) = known.current(owner)? {
+                return Ok(found);
+            }
+            let Some(_turn) = self.begin(&mut known, Subject::Tenant(tenant)) else { continue };
+            let adopts = known.tenant(tenant).adopts;
+            drop(known);
+            let kept = if adopts { self.find_current(tenant)? } else { None };
+            let (id, key) = kept.map_or_else(|| self.make_and_keep(tenant, owner), Ok)?;
+            self.known.lock().install(id, key);
         }
-        if let Some(id) = known.current.get(&tenant) {
-            return Ok((*id, Arc::clone(&known.by_id[id].secret)));
-        }
-        // With the lock held: a tenant has one key to seal with, and a new one is rare.
-        let (wrapped, secret) = self.make(tenant)?;
-        self.store.add(&wrapped)?;
-        let key = Key { tenant, secret };
-        let secret = Arc::clone(&key.secret);
-        known.by_id.insert(wrapped.id(), key);
-        known.current.insert(tenant, wrapped.id());
-        Ok((wrapped.id(), secret))
     }
 
-    /// The key of that name; `None`: it was destroyed, or is under a main key that is not given here.
-    pub(super) fn to_open(&self, id: KeyId) -> io::Result<Option<Arc<Secret>>> {
-        let known = self.known.lock();
-        if let Some(key) = known.by_id.get(&id) {
-            return Ok(Some(Arc::clone(&key.secret)));
-        }
-        if known.missing.contains(&id) {
-            return Ok(None);
-        }
-        // A store may take seconds.
-        drop(known);
-        let found = self.store.find(id)?;
-        let learnt = found.filter(|wrapped| wrapped.id() == id).and_then(|wrapped| self.learn(&wrapped));
-        if learnt.is_none() {
+    /// The key of that name.
+    pub(super) fn to_open(&self, id: KeyId) -> Result<Arc<Secret>, NoKey> {
+        loop {
             let mut known = self.known.lock();
-            if known.missing.len() < MAX_MISSING {
-                known.missing.insert(id);
+            if let Some(key) = known.by_id.get(&id) {
+                return Ok(Arc::clone(&key.secret));
+            }
+            if known.destroyed.contains(&id) {
+                return Err(NoKey::Gone);
+            }
+            let Some(_turn) = self.begin(&mut known, Subject::Key(id)) else { continue };
+            let began = known.forgets;
+            drop(known);
+            match self.store.find(id)? {
+                FoundKey::Live(copies) => self.learn_one(id, &copies, began)?,
+                FoundKey::Destroyed => self.known.lock().note_destroyed(id),
+                FoundKey::Absent => return Err(NoKey::Gone),
             }
         }
-        Ok(learnt)
     }
 
-    /// Destroys what the blocks of a tenant were sealed with: nobody reads them again who has no copy of it. What is
-    /// sealed for him from here on has another key; what is of an earlier `life` is not sealed any more.
+    /// Destroys what the blocks of a tenant were sealed with in earlier lives than `life`: nobody reads them again who has no
+    /// copy of it. What is sealed for it from here on has another key; what is of an earlier life is not sealed any more.
     ///
     /// # Errors
     /// Some of it may be left on a medium. In this process it is gone.
     pub fn forget(&self, tenant: u32, life: u32) -> io::Result<()> {
+        self.begin_forgetting(tenant, life);
+        self.destroy(tenant, life)
+    }
+
+    /// The first half of [`forget`](Self::forget), which asks nobody: in this process the keys are gone.
+    pub fn begin_forgetting(&self, tenant: u32, life: u32) {
+        self.known.lock().condemn(tenant, life);
+    }
+
+    /// The second half of [`forget`](Self::forget), for as long as the store takes.
+    ///
+    /// # Errors
+    /// Some of it may be left on a medium.
+    pub fn destroy(&self, tenant: u32, life: u32) -> io::Result<()> {
         let mut known = self.known.lock();
-        known.lives.insert(tenant, life);
-        known.current.remove(&Some(tenant));
-        let gone: Vec<_> =
-            known.by_id.iter().filter(|(_, key)| key.tenant == Some(tenant)).map(|(id, _)| *id).collect();
-        for id in gone {
-            known.by_id.remove(&id);
-            known.missing.insert(id);
+        let _turn = loop {
+            if let Some(turn) = self.begin(&mut known, Subject::Tenant(Some(tenant))) {
+                break turn;
+            }
+        };
+        let (at, spared) = (known.tenant(Some(tenant)).forgotten_at, known.keys_since(tenant, life));
+        drop(known);
+        let destroyed = self.store.destroy(tenant, &spared);
+        self.known.lock().end_forgetting(tenant, at, destroyed.is_ok());
+        destroyed.map(drop)
+    }
+
+    /// Whoever has the turn asks the store. `None`: somebody else had it, and has an answer now.
+    fn begin(&self, known: &mut MutexGuard<'_, Known>, subject: Subject) -> Option<Turn<'_>> {
+        if known.asked.insert(subject) {
+            return Some(Turn { keys: self, subject });
         }
-        self.store.destroy(tenant).map(drop)
+        self.answered.wait(known);
+        None
+    }
+
+    /// The key that what comes for a tenant is sealed with, if an earlier process or another worker made one.
+    fn find_current(&self, tenant: Option<u32>) -> io::Result<Option<(KeyId, Key)>> {
+        let kept = self.store.of_tenants(&[tenant]).pop().unwrap_or_else(|| Ok(Vec::new()))?;
+        let mut current =
+            kept.iter().filter(|key| key.main() == self.ring.current() && key.tenant() == tenant);
+        Ok(current.find_map(|key| Some((key.id(), Key { tenant, life: None, secret: self.unwrap(key)? }))))
+    }
+
+    fn make_and_keep(&self, tenant: Option<u32>, owner: Option<Owner>) -> Result<(KeyId, Key), NoKey> {
+        let (wrapped, secret) = self.make(tenant)?;
+        self.store.add(&wrapped)?;
+        let life = Some(owner.map_or(0, |owner| owner.life));
+        Ok((wrapped.id(), Key { tenant, life, secret }))
+    }
+
+    /// Learns a key from what a store has of it.
+    fn learn_one(&self, id: KeyId, copies: &[WrappedKey], began: u64) -> Result<(), NoKey> {
+        let is_good = |copy: &&WrappedKey| copy.id() == id && self.unwrap(copy).is_some();
+        let good = copies.iter().find(is_good).ok_or(NoKey::Gone)?;
+        if copies.len() > 1
+            && let Err(error) = self.store.repair(good)
+        {
+            tracing::warn!(%error, "a damaged copy of a tenant's key stays");
+        }
+        if self.known.lock().tenant(good.tenant()).is_condemned {
+            return Err(NoKey::Gone);
+        }
+        // Who was forgotten meanwhile may have another answer now.
+        self.learn(good, began);
+        Ok(())
+    }
+
+    /// Unwraps a key and remembers it, unless its tenant was forgotten since the question began; `None`: its main key is
+    /// not given here, or it is not what was written.
+    fn learn(&self, wrapped: &WrappedKey, began: u64) -> Option<()> {
+        let secret = self.unwrap(wrapped)?;
+        let mut known = self.known.lock();
+        let state = known.tenant(wrapped.tenant());
+        if !state.is_condemned && state.forgotten_at <= began {
+            let key = Key { tenant: wrapped.tenant(), life: None, secret };
+            known.by_id.entry(wrapped.id()).or_insert(key);
+        }
+        Some(())
     }
 
     fn make(&self, tenant: Option<u32>) -> io::Result<(WrappedKey, Arc<Secret>)> {
@@ -303,11 +472,11 @@ impl TenantKeys {
         let mut key = Zeroizing::new([0; KEY_BYTES]);
         self.random.fill(&mut *key).map_err(no_random)?;
         let mut bytes = [0; RECORD_BYTES];
-        self.random.fill(&mut bytes[16..NONCE_AT + NONCE_LEN]).map_err(no_random)?;
+        self.random.fill(&mut bytes[ID_AT..NONCE_AT + NONCE_LEN]).map_err(no_random)?;
         bytes[..4].copy_from_slice(&LIVE);
         bytes[4..8].copy_from_slice(&self.ring.current().to_le_bytes());
-        let numbered = tenant.map_or(0, |tenant| u64::from(tenant) + 1);
-        bytes[8..16].copy_from_slice(&numbered.to_le_bytes());
+        bytes[8..16].copy_from_slice(&numbered(tenant).to_le_bytes());
+        bytes[ID_AT..ID_AT + TENANT_BYTES].copy_from_slice(&id_prefix(tenant));
         let (wrapping, nonce) = self.wrapping(&bytes).ok_or_else(|| io::Error::other("no main key"))?;
         bytes[CLEAR_BYTES..TAG_AT].copy_from_slice(&*key);
         let covered = self.covered(&bytes);
@@ -318,26 +487,15 @@ impl TenantKeys {
         Ok((WrappedKey(bytes), secret(&key)))
     }
 
-    /// Unwraps a key; `None`: its main key is not given here, or it is not what was written.
-    fn learn(&self, wrapped: &WrappedKey) -> Option<Arc<Secret>> {
+    /// `None`: its main key is not given here, or it is not what was written.
+    fn unwrap(&self, wrapped: &WrappedKey) -> Option<Arc<Secret>> {
         let bytes = wrapped.bytes();
         let (wrapping, nonce) = self.wrapping(bytes)?;
         let mut key = Zeroizing::new(array_at::<KEY_BYTES>(bytes, CLEAR_BYTES));
         let tag = Tag::from(array_at::<TAG_BYTES>(bytes, TAG_AT));
         let covered = Aad::from(self.covered(bytes));
         wrapping.open_in_place_separate_tag(nonce, covered, tag, &mut *key, 0..).ok()?;
-        let mut known = self.known.lock();
-        // Destroyed since it was read.
-        if known.missing.contains(&wrapped.id()) {
-            return None;
-        }
-        let key = Key { tenant: wrapped.tenant(), secret: secret(&key) };
-        if wrapped.main() == self.ring.current() {
-            known.current.entry(key.tenant).or_insert(wrapped.id());
-        }
-        let secret = Arc::clone(&key.secret);
-        known.by_id.insert(wrapped.id(), key);
-        Some(secret)
+        Some(secret(&key))
     }
 
     fn wrapping(&self, bytes: &[u8; RECORD_BYTES]) -> Option<(LessSafeKey, Nonce)> {
@@ -353,6 +511,85 @@ impl TenantKeys {
     }
 }
 
+/// The right to ask the store about something. It goes on to somebody else also where the store panics.
+struct Turn<'k> {
+    keys: &'k TenantKeys,
+    subject: Subject,
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.keys.known.lock().asked.remove(&self.subject);
+        self.keys.answered.notify_all();
+    }
+}
+
+impl Known {
+    fn tenant(&mut self, tenant: Option<u32>) -> &mut TenantState {
+        self.tenants.entry(tenant).or_default()
+    }
+
+    /// What a block of `owner` is sealed with; `None`: that is not known yet.
+    fn current(&mut self, owner: Option<Owner>) -> Result<Option<(KeyId, Arc<Secret>)>, NoKey> {
+        let state = self.tenant(owner.map(|owner| owner.tenant));
+        let life = owner.map_or(0, |owner| owner.life);
+        if life < state.life {
+            return Err(NoKey::Forgotten);
+        }
+        if life > state.life {
+            // Who forgets it is on the way here.
+            (state.life, state.adopts, state.current) = (life, false, None);
+        }
+        let current = state.current;
+        Ok(current.and_then(|id| Some((id, Arc::clone(&self.by_id.get(&id)?.secret)))))
+    }
+
+    /// A key was found or made to seal with. Where its tenant was forgotten meanwhile it goes with the others.
+    fn install(&mut self, id: KeyId, key: Key) {
+        let state = self.tenant(key.tenant);
+        let is_of_now = key.life.map_or(state.adopts, |life| life == state.life);
+        if is_of_now {
+            state.current = Some(id);
+            self.by_id.insert(id, key);
+        }
+    }
+
+    fn note_destroyed(&mut self, id: KeyId) {
+        if self.destroyed.len() >= MAX_DESTROYED {
+            self.destroyed.clear();
+        }
+        self.destroyed.insert(id);
+    }
+
+    /// The keys of a tenant that were made here in this life or later ones.
+    fn keys_since(&self, tenant: u32, life: u32) -> Vec<KeyId> {
+        let keys = self.by_id.iter().filter(|(_, key)| key.tenant == Some(tenant));
+        keys.filter(|(_, key)| key.life.is_some_and(|made| made >= life)).map(|(id, _)| *id).collect()
+    }
+
+    fn condemn(&mut self, tenant: u32, life: u32) {
+        self.forgets += 1;
+        let at = self.forgets;
+        let is_past = |key: &Key| key.tenant == Some(tenant) && key.life.is_none_or(|made| made < life);
+        let gone: Vec<_> = self.by_id.extract_if(|_, key| is_past(key)).map(|(id, _)| id).collect();
+        gone.into_iter().for_each(|id| self.note_destroyed(id));
+        let is_known = |id: &KeyId| self.by_id.contains_key(id);
+        let state = self.tenants.entry(Some(tenant)).or_default();
+        state.current = state.current.filter(is_known);
+        (state.life, state.adopts) = (state.life.max(life), false);
+        (state.is_condemned, state.forgotten_at) = (true, at);
+    }
+
+    /// `at`: when the forgetting began that ends now.
+    fn end_forgetting(&mut self, tenant: u32, at: u64, is_done: bool) {
+        self.forgets += 1;
+        let now = self.forgets;
+        let state = self.tenant(Some(tenant));
+        state.is_condemned &= !is_done || state.forgotten_at != at;
+        state.forgotten_at = now;
+    }
+}
+
 /// What keys of blocks are derived from.
 fn secret(key: &[u8; KEY_BYTES]) -> Arc<Secret> {
     Arc::new(Secret::of(Prk::new_less_safe(HKDF_SHA256, key)))
@@ -360,30 +597,98 @@ fn secret(key: &[u8; KEY_BYTES]) -> Arc<Secret> {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
+    use crate::copy::{BlockKey, SlotId};
 
-    /// A store in memory that outlives those who use it.
+    /// A store in memory that outlives those who use it, fails as long as it is told to, and holds up who asks.
     #[derive(Debug, Default, Clone)]
-    struct Shelf(Arc<Mutex<Vec<WrappedKey>>>);
+    struct Shelf(Arc<Shelved>);
 
-    impl KeyStore for Shelf {
-        fn load(&self) -> io::Result<Vec<WrappedKey>> {
-            Ok(self.0.lock().clone())
+    #[derive(Debug, Default)]
+    struct Shelved {
+        keys: Mutex<Vec<WrappedKey>>,
+        mood: Mutex<Mood>,
+        changed: Condvar,
+    }
+
+    #[derive(Debug, Default)]
+    struct Mood {
+        fails: bool,
+        holds: bool,
+        waiting: usize,
+        asked: usize,
+    }
+
+    impl Shelf {
+        fn fail(&self, fails: bool) {
+            self.0.mood.lock().fails = fails;
         }
 
-        fn find(&self, id: KeyId) -> io::Result<Option<WrappedKey>> {
-            Ok(self.0.lock().iter().find(|key| key.id() == id).cloned())
+        fn hold(&self) {
+            self.0.mood.lock().holds = true;
+        }
+
+        fn release(&self) {
+            self.0.mood.lock().holds = false;
+            self.0.changed.notify_all();
+        }
+
+        fn wait_for(&self, callers: usize) {
+            let mut mood = self.0.mood.lock();
+            while mood.waiting < callers {
+                self.0.changed.wait(&mut mood);
+            }
+        }
+
+        fn asked(&self) -> usize {
+            self.0.mood.lock().asked
+        }
+
+        /// A call on its way.
+        fn call(&self) -> io::Result<()> {
+            let mut mood = self.0.mood.lock();
+            mood.asked += 1;
+            mood.waiting += 1;
+            self.0.changed.notify_all();
+            while mood.holds {
+                self.0.changed.wait(&mut mood);
+            }
+            mood.waiting -= 1;
+            if mood.fails { Err(io::Error::other("503")) } else { Ok(()) }
+        }
+
+        fn ids(&self) -> Vec<KeyId> {
+            self.0.keys.lock().iter().map(WrappedKey::id).collect()
+        }
+    }
+
+    impl KeyStore for Shelf {
+        /// The answer is of the moment of the question.
+        fn find(&self, id: KeyId) -> io::Result<FoundKey> {
+            let found: Vec<_> = self.0.keys.lock().iter().filter(|key| key.id() == id).cloned().collect();
+            self.call()?;
+            Ok(if found.is_empty() { FoundKey::Absent } else { FoundKey::Live(found) })
+        }
+
+        fn of_tenants(&self, tenants: &[Option<u32>]) -> Vec<io::Result<Vec<WrappedKey>>> {
+            let keys = self.0.keys.lock().clone();
+            let of = |tenant| Ok(keys.iter().filter(|key| key.tenant() == tenant).cloned().collect());
+            tenants.iter().map(|&tenant| self.call().and_then(|()| of(tenant))).collect()
         }
 
         fn add(&self, key: &WrappedKey) -> io::Result<()> {
-            self.0.lock().push(key.clone());
+            self.call()?;
+            self.0.keys.lock().push(key.clone());
             Ok(())
         }
 
-        fn destroy(&self, tenant: u32) -> io::Result<usize> {
-            let mut keys = self.0.lock();
+        fn destroy(&self, tenant: u32, spared: &[KeyId]) -> io::Result<usize> {
+            self.call()?;
+            let mut keys = self.0.keys.lock();
             let before = keys.len();
-            keys.retain(|key| key.tenant() != Some(tenant));
+            keys.retain(|key| key.tenant() != Some(tenant) || spared.contains(&key.id()));
             Ok(before - keys.len())
         }
     }
@@ -393,7 +698,7 @@ mod tests {
     }
 
     fn open(ring: Arc<KeyRing>, namespace: &str, shelf: &Shelf) -> TenantKeys {
-        TenantKeys::open(ring, namespace, Box::new(shelf.clone())).unwrap()
+        TenantKeys::new(ring, namespace, Box::new(shelf.clone()))
     }
 
     const ONE: &str = "0123456789abcdef";
@@ -404,6 +709,10 @@ mod tests {
         Some(Owner { tenant, life })
     }
 
+    fn is_gone(keys: &TenantKeys, id: KeyId) -> bool {
+        matches!(keys.to_open(id), Err(NoKey::Gone))
+    }
+
     #[test]
     fn each_tenant_has_a_key_that_the_next_process_finds_and_others_do_not() {
         let shelf = Shelf::default();
@@ -412,14 +721,14 @@ mod tests {
         assert_eq!(ids.iter().collect::<HashSet<_>>().len(), 3);
         assert_eq!(first.to_seal(owner(0, 0)).unwrap().0, ids[1], "one each");
         let again = open(ring(1, ONE), "here", &shelf);
-        assert!(ids.iter().all(|&id| again.to_open(id).unwrap().is_some()));
+        assert!(ids.iter().all(|&id| again.to_open(id).is_ok()));
         assert_eq!(again.to_seal(owner(0, 0)).unwrap().0, ids[1]);
         for stranger in [
             open(ring(1, OTHER), "here", &shelf),
             open(ring(2, ONE), "here", &shelf),
             open(ring(1, ONE), "there", &shelf),
         ] {
-            assert!(ids.iter().all(|&id| stranger.to_open(id).unwrap().is_none()));
+            assert!(ids.iter().all(|&id| is_gone(&stranger, id)));
         }
     }
 
@@ -427,13 +736,15 @@ mod tests {
     fn any_flipped_bit_of_a_wrapped_key_is_noticed() {
         let shelf = Shelf::default();
         let id = open(ring(1, ONE), "here", &shelf).to_seal(owner(7, 0)).unwrap().0;
-        let good = *shelf.0.lock()[0].bytes();
+        let good = *shelf.0.keys.lock()[0].bytes();
         for bit in 0..8 * (TAG_AT + TAG_BYTES) {
             let mut bytes = good;
             bytes[bit / 8] ^= 1 << (bit % 8);
-            shelf.0.lock().clear();
-            shelf.0.lock().extend(WrappedKey::parse(bytes));
-            assert!(open(ring(1, ONE), "here", &shelf).to_open(id).unwrap().is_none(), "bit {bit}");
+            let mut keys = shelf.0.keys.lock();
+            keys.clear();
+            keys.extend(WrappedKey::parse(bytes));
+            drop(keys);
+            assert!(is_gone(&open(ring(1, ONE), "here", &shelf), id), "bit {bit}");
         }
     }
 
@@ -444,9 +755,9 @@ mod tests {
         let both = Arc::new(KeyRing::parse(&format!("2:{},1:{}", OTHER.repeat(4), ONE.repeat(4))).unwrap());
         let rotated = open(both, "here", &shelf);
         let new = rotated.to_seal(owner(7, 0)).unwrap().0;
-        assert!(new != old && rotated.to_open(old).unwrap().is_some());
+        assert!(new != old && rotated.to_open(old).is_ok());
         let later = open(ring(2, OTHER), "here", &shelf);
-        assert!(later.to_open(old).unwrap().is_none() && later.to_open(new).unwrap().is_some());
+        assert!(is_gone(&later, old) && later.to_open(new).is_ok());
     }
 
     #[test]
@@ -455,13 +766,13 @@ mod tests {
         let keys = open(ring(1, ONE), "here", &shelf);
         let [gone, kept] = [7, 8].map(|tenant| keys.to_seal(owner(tenant, 0)).unwrap().0);
         keys.forget(7, 1).unwrap();
-        assert!(keys.to_open(gone).unwrap().is_none() && keys.to_open(kept).unwrap().is_some());
+        assert!(is_gone(&keys, gone) && keys.to_open(kept).is_ok());
         assert!(keys.to_seal(owner(7, 0)).is_err(), "it was on its way");
         let new = keys.to_seal(owner(7, 1)).unwrap().0;
         assert_ne!(new, gone);
         let later = open(ring(1, ONE), "here", &shelf);
-        assert!(later.to_open(gone).unwrap().is_none() && later.to_open(kept).unwrap().is_some());
-        assert!(later.to_open(new).unwrap().is_some());
+        assert!(is_gone(&later, gone) && later.to_open(kept).is_ok());
+        assert!(later.to_open(new).is_ok());
     }
 
     #[test]
@@ -469,7 +780,173 @@ mod tests {
         let shelf = Shelf::default();
         let (one, other) = (open(ring(1, ONE), "here", &shelf), open(ring(1, ONE), "here", &shelf));
         let id = one.to_seal(None).unwrap().0;
-        assert!(other.to_open(id).unwrap().is_some());
-        assert!(other.to_open([9; ID_BYTES]).unwrap().is_none());
+        assert!(other.to_open(id).is_ok());
+        assert!(is_gone(&other, [9; ID_BYTES]));
+    }
+
+    #[test]
+    fn a_key_that_could_not_be_read_is_asked_for_again() {
+        let shelf = Shelf::default();
+        let (one, other) = (open(ring(1, ONE), "here", &shelf), open(ring(1, ONE), "here", &shelf));
+        let id = one.to_seal(owner(7, 0)).unwrap().0;
+        shelf.fail(true);
+        for _ in 0..3 {
+            assert!(matches!(other.to_open(id), Err(NoKey::Failed(_))), "nobody knows");
+        }
+        assert!(matches!(other.to_seal(owner(7, 0)), Err(NoKey::Failed(_))));
+        shelf.fail(false);
+        // And then it heals.
+        assert!(other.to_open(id).is_ok());
+        assert_eq!(other.to_seal(owner(7, 0)).unwrap().0, id);
+        // Nothing is there: that may be another's mistake, and is not remembered.
+        let there = std::mem::take(&mut *shelf.0.keys.lock());
+        let third = open(ring(1, ONE), "here", &shelf);
+        assert!(is_gone(&third, id));
+        shelf.0.keys.lock().extend(there);
+        assert!(third.to_open(id).is_ok());
+    }
+
+    #[test]
+    fn what_cannot_be_asked_for_stays_readable() {
+        let shelf = Shelf::default();
+        let first = open(ring(1, ONE), "here", &shelf);
+        first.to_seal(owner(7, 0)).unwrap();
+        let entry = |tenant| IndexEntry {
+            slot: SlotId(0),
+            generation: 0,
+            block: BlockKey { hash: 1, group: 0 },
+            parent: None,
+            checksum: 1,
+            tenant: Some(tenant),
+        };
+        let left = || {
+            let mut entries = vec![entry(7), entry(8)];
+            open(ring(1, ONE), "here", &shelf).retain_readable(&mut entries);
+            entries.iter().filter_map(|entry| entry.tenant).collect::<Vec<_>>()
+        };
+        assert_eq!(left(), [7]);
+        shelf.fail(true);
+        assert_eq!(left(), [7, 8]);
+        shelf.fail(false);
+        assert_eq!(left(), [7]);
+    }
+
+    #[test]
+    fn a_look_up_under_way_brings_no_forgotten_key_back() {
+        let shelf = Shelf::default();
+        let (writer, reader) = (open(ring(1, ONE), "here", &shelf), open(ring(1, ONE), "here", &shelf));
+        let old = writer.to_seal(owner(7, 0)).unwrap().0;
+        let before = writer.to_seal(owner(8, 0)).unwrap().0;
+        shelf.hold();
+        thread::scope(|scope| {
+            let reading = scope.spawn(|| is_gone(&reader, old));
+            shelf.wait_for(1);
+            let forgetting = scope.spawn(|| reader.forget(7, 1));
+            shelf.wait_for(2);
+            shelf.release();
+            forgetting.join().unwrap().unwrap();
+            assert!(reading.join().unwrap());
+        });
+        assert!(is_gone(&reader, old));
+        let new = reader.to_seal(owner(7, 1)).unwrap().0;
+        assert!(new != old && shelf.ids().contains(&new), "the next process has it");
+        assert!(reader.to_open(before).is_ok());
+    }
+
+    #[test]
+    fn of_two_calls_the_later_life_wins_whichever_comes_first() {
+        for lives in [[1, 2], [2, 1]] {
+            let shelf = Shelf::default();
+            let keys = open(ring(1, ONE), "here", &shelf);
+            let old = keys.to_seal(owner(7, 0)).unwrap().0;
+            // What comes after both is there before the last of them.
+            keys.forget(7, lives[0]).unwrap();
+            let new = keys.to_seal(owner(7, 2)).unwrap().0;
+            keys.forget(7, lives[1]).unwrap();
+            assert!(matches!(keys.to_seal(owner(7, 1)), Err(NoKey::Forgotten)));
+            assert_eq!(keys.to_seal(owner(7, 2)).unwrap().0, new);
+            assert!(is_gone(&keys, old));
+            assert_eq!(shelf.ids(), [new], "it is not lost to the next process");
+        }
+    }
+
+    #[test]
+    fn what_comes_before_the_call_that_forgets_has_a_key_that_outlives_it() {
+        let shelf = Shelf::default();
+        open(ring(1, ONE), "here", &shelf).to_seal(owner(7, 0)).unwrap();
+        for is_known in [true, false] {
+            let keys = open(ring(1, ONE), "here", &shelf);
+            let old = shelf.ids();
+            if is_known {
+                assert!(old.contains(&keys.to_seal(owner(7, 0)).unwrap().0));
+            }
+            let new = keys.to_seal(owner(7, 1)).unwrap().0;
+            assert!(!old.contains(&new));
+            keys.forget(7, 1).unwrap();
+            assert_eq!(keys.to_seal(owner(7, 1)).unwrap().0, new);
+            assert_eq!(shelf.ids(), [new]);
+        }
+    }
+
+    #[test]
+    fn a_key_that_is_made_meanwhile_is_destroyed_or_kept_as_a_whole() {
+        for (life, is_kept) in [(0, false), (1, true)] {
+            let shelf = Shelf::default();
+            let keys = open(ring(1, ONE), "here", &shelf);
+            shelf.hold();
+            thread::scope(|scope| {
+                let sealing = scope.spawn(|| keys.to_seal(owner(7, life)));
+                shelf.wait_for(1);
+                keys.begin_forgetting(7, 1);
+                let forgetting = scope.spawn(|| keys.destroy(7, 1));
+                shelf.release();
+                forgetting.join().unwrap().unwrap();
+                assert_eq!(sealing.join().unwrap().is_ok(), is_kept);
+            });
+            let new = keys.to_seal(owner(7, 1)).unwrap().0;
+            assert_eq!(shelf.ids(), [new]);
+        }
+    }
+
+    #[test]
+    fn keys_that_could_not_be_destroyed_are_gone_here_and_go_with_the_next_call() {
+        let shelf = Shelf::default();
+        let keys = open(ring(1, ONE), "here", &shelf);
+        let old = keys.to_seal(owner(7, 0)).unwrap().0;
+        keys.begin_forgetting(7, 1);
+        shelf.fail(true);
+        keys.destroy(7, 1).unwrap_err();
+        shelf.fail(false);
+        assert!(is_gone(&keys, old), "the store has it still");
+        let new = keys.to_seal(owner(7, 1)).unwrap().0;
+        assert_eq!(shelf.ids(), [old, new]);
+        keys.forget(7, 1).unwrap();
+        assert_eq!(shelf.ids(), [new]);
+        assert_eq!(keys.to_seal(owner(7, 1)).unwrap().0, new);
+    }
+
+    #[test]
+    fn whoever_has_a_known_key_waits_for_no_store() {
+        let shelf = Shelf::default();
+        let keys = open(ring(1, ONE), "here", &shelf);
+        let known = keys.to_seal(owner(1, 0)).unwrap().0;
+        let before = shelf.asked();
+        shelf.hold();
+        thread::scope(|scope| {
+            let others: Vec<_> =
+                (0..3).map(|_| scope.spawn(|| keys.to_seal(owner(2, 0)).unwrap().0)).collect();
+            let reader = scope.spawn(|| is_gone(&keys, [9; ID_BYTES]));
+            let forgetting = scope.spawn(|| keys.forget(3, 1));
+            shelf.wait_for(3);
+            assert!(keys.can_open(known) && keys.can_seal(owner(1, 0)) && !keys.can_seal(owner(2, 0)));
+            assert!(keys.to_open(known).is_ok());
+            assert_eq!(keys.to_seal(owner(1, 0)).unwrap().0, known);
+            assert_eq!(shelf.asked() - before, 3, "about each thing once at a time");
+            shelf.release();
+            let made: HashSet<_> = others.into_iter().map(|other| other.join().unwrap()).collect();
+            assert_eq!(made.len(), 1, "one key for all three");
+            assert!(reader.join().unwrap());
+            forgetting.join().unwrap().unwrap();
+        });
     }
 }

@@ -1,14 +1,18 @@
 //! The decorator, around stores in memory and around faults.
 
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
-use super::{Cipher, KeyRing, SEAL_BYTES, Scratch, ScratchOptions, Sealed, TenantKeys};
+use super::{
+    Cipher, FoundKey, KeyId, KeyRing, KeyStore, SEAL_BYTES, Scratch, ScratchOptions, Sealed, TenantKeys,
+    WrappedKey,
+};
 use crate::backend::Backend;
 use crate::checksum::{Checksums, checksum};
-use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Owner, Route, Tier};
 use crate::disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
 use crate::dram::DramRegion;
 use crate::error::SetupErrorKind;
@@ -19,8 +23,8 @@ use crate::memcpy::MemcpyBackend;
 use crate::memory::Memory;
 use crate::testing::conformance::{self, Pair};
 use crate::testing::{
-    Fault, FaultBackend, MemoryStore, ParkedBackend, fill_pattern, has_pattern, host, options, order, run,
-    skip, start,
+    Fault, FaultBackend, MemoryStore, ParkedBackend, each, fill_pattern, has_pattern, host, options, order,
+    run, skip, start,
 };
 use crate::verify::Verified;
 
@@ -139,7 +143,7 @@ fn memory_holds_nothing_to_read_and_a_bad_block_costs_no_other() {
     };
     let load = || {
         let (report, reports) = std::sync::mpsc::channel();
-        let done = Done::new(move |op, result| report.send((op, result)).unwrap());
+        let done = each(move |op, result| report.send((op, result)).unwrap());
         sealed.submit_fenced(back.clone(), fences(), done);
         let mut results: Vec<_> = reports.iter().take(4).collect();
         results.sort_by_key(|(op, _)| *op);
@@ -356,6 +360,88 @@ fn a_backend_that_panics_takes_no_thread_along() {
     assert!(start(&fixture.sealed, vec![fixture.out()]).recv_timeout(Duration::from_millis(20)).is_err());
     fixture.faults.heal();
     fixture.works();
+}
+
+/// A store of keys that keeps those waiting that ask it for a tenant.
+#[derive(Debug, Clone, Default)]
+struct SlowKeys(Arc<(Mutex<(bool, usize)>, Condvar)>);
+
+impl SlowKeys {
+    fn hold(&self, holds: bool) {
+        self.0.0.lock().0 = holds;
+        self.0.1.notify_all();
+    }
+
+    fn wait_for_callers(&self) {
+        let mut state = self.0.0.lock();
+        while state.1 == 0 {
+            self.0.1.wait(&mut state);
+        }
+    }
+
+    fn wait(&self) {
+        let mut state = self.0.0.lock();
+        state.1 += 1;
+        self.0.1.notify_all();
+        while state.0 {
+            self.0.1.wait(&mut state);
+        }
+        state.1 -= 1;
+    }
+}
+
+impl KeyStore for SlowKeys {
+    fn find(&self, _: KeyId) -> io::Result<FoundKey> {
+        self.wait();
+        Ok(FoundKey::Absent)
+    }
+
+    fn of_tenants(&self, tenants: &[Option<u32>]) -> Vec<io::Result<Vec<WrappedKey>>> {
+        tenants.iter().map(|_| Ok(Vec::new())).collect()
+    }
+
+    fn add(&self, _: &WrappedKey) -> io::Result<()> {
+        self.wait();
+        Ok(())
+    }
+
+    fn destroy(&self, _: u32, _: &[KeyId]) -> io::Result<usize> {
+        Ok(0)
+    }
+}
+
+#[test]
+fn a_slow_store_of_keys_holds_up_no_block_whose_key_is_known() {
+    let (memory, scratch) = (Arc::new(host(32, BLOCK)), scratch(BLOCK, 16));
+    let store = MemoryStore::new(scratch.memory(), Tier::Disk, 32).unwrap();
+    let mut frames = store.region().frames().unwrap();
+    let there: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
+    let slow = SlowKeys::default();
+    let ring = KeyRing::parse(&format!("1:{}", "0123456789abcdef".repeat(4))).unwrap();
+    let keys = Arc::new(TenantKeys::new(Arc::new(ring), "test", Box::new(slow.clone())));
+    let cipher = Cipher::new(Arc::clone(&keys), Tier::Disk, "test", BLOCK);
+    let sealed = Sealed::new(store, Arc::clone(&memory) as _, (scratch, cipher), 1).unwrap();
+    let mut frames = memory.frames().unwrap();
+    let mut here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
+    fill_pattern(1, memory.write(&mut here[0]).unwrap());
+    let out = |tenant, slot: usize| CopyOp {
+        owner: Some(Owner { tenant, life: 0 }),
+        ..order(1, here[0].slot_ref(), there[slot].slot_ref())
+    };
+    run(&sealed, vec![out(1, 0)]).remove(0).unwrap();
+    // More than there are threads, of as many tenants.
+    slow.hold(true);
+    let waiting: Vec<_> = (1..9).map(|n| start(&sealed, vec![out(100 + n as u32, n)])).collect();
+    slow.wait_for_callers();
+    for _ in 0..20 {
+        run(&sealed, vec![out(1, 0)]).remove(0).unwrap();
+        let back = order(1, there[0].slot_ref(), here[1].slot_ref());
+        run(&sealed, vec![back]).remove(0).unwrap();
+        assert!(has_pattern(1, memory.read(&here[1]).unwrap()));
+    }
+    // And then it answers.
+    slow.hold(false);
+    assert!(waiting.iter().all(|reports| reports.recv().unwrap().1.is_ok()));
 }
 
 #[test]

@@ -30,7 +30,7 @@ impl Child {
 
     /// Whether it returned true within ten seconds.
     pub fn held(self) -> bool {
-        let (deadline, mut status) = (clock::now() + Duration::from_secs(10), 0);
+        let (deadline, mut status) = (clock::now() + Duration::from_mins(1), 0);
         loop {
             // SAFETY: a child of ours that nobody else waits for, and a place for its status.
             if unsafe { libc::waitpid(self.0, &raw mut status, libc::WNOHANG) } == self.0 {

@@ -86,12 +86,17 @@ pub fn run(backend: &dyn Backend, batch: Vec<CopyOp>) -> Vec<Result<(), CopyErro
 /// Submits a batch; its reports arrive in the channel.
 pub fn start(backend: &dyn Backend, batch: Vec<CopyOp>) -> mpsc::Receiver<(usize, Result<(), CopyError>)> {
     let (report, reports) = mpsc::channel();
-    let done = Done::new(move |index, result| {
+    let done = each(move |index, result| {
         // A test that stopped listening has failed already.
         let _ = report.send((index, result));
     });
     backend.submit(batch, done);
     reports
+}
+
+/// Has `listen` hear of each operation alone.
+pub fn each(listen: impl Fn(usize, Result<(), CopyError>) + Send + Sync + 'static) -> Done {
+    Done::new(move |ended| ended.into_iter().for_each(|(index, result)| listen(index, result)))
 }
 
 /// Says that a test is skipped, or fails it if `KVBM_REQUIRE` (a list such as `uring,cuda`) names `what`.

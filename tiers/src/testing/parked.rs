@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use crate::backend::Backend;
 use crate::batch::Share;
-use crate::copy::{CopyError, CopyOp, Done, Route};
+use crate::copy::{CopyError, CopyOp, Done, Endings, Route};
 use crate::error::SetupError;
 use crate::memory::{Memories, Memory};
 
@@ -56,8 +56,16 @@ impl ParkedBackend {
         let (Pending { op, .. }, index, done) = parked.operations.remove(place);
         // The report may submit again.
         drop(parked);
-        done.complete(index, result.and_then(|()| self.copy(&op)));
+        done.report(vec![(index, result.and_then(|()| self.copy(&op)))]);
         true
+    }
+
+    /// Ends all that wait, well, in one report for each batch: as a medium that did all of it at once.
+    pub fn finish_together(&self) {
+        let parked = std::mem::take(&mut self.parked.lock().operations);
+        let mut ended = Endings::default();
+        parked.iter().for_each(|(pending, index, done)| ended.add(done, *index, self.copy(&pending.op)));
+        ended.report();
     }
 
     fn copy(&self, op: &CopyOp) -> Result<(), CopyError> {

@@ -178,7 +178,7 @@ fn a_save_reads_what_it_wrote_before_the_fence() {
     // SAFETY: the engine's stream lives.
     let after = unsafe { engine.gpu.fence_behind(engine.handle()) }.unwrap();
     let (send, reports) = std::sync::mpsc::channel();
-    let done = Done::new(move |_, result| send.send(result).unwrap());
+    let done = each(move |_, result| send.send(result).unwrap());
     let save = order(0, engine.bench.there[0].slot_ref(), engine.bench.here[2].slot_ref());
     engine.bench.backend.submit_fenced(vec![save], Fences { after, ..Fences::default() }, done);
     assert!(reports.recv_timeout(Duration::from_millis(20)).is_err());
@@ -199,7 +199,7 @@ fn it_reads_what_a_load_brought_before_the_mark() {
     // SAFETY: the engine's stream lives.
     let after = unsafe { engine.gpu.fence_behind(engine.handle()) }.unwrap();
     let (send, reports) = std::sync::mpsc::channel();
-    let done = Done::new(move |_, result| send.send(result).unwrap());
+    let done = each(move |_, result| send.send(result).unwrap());
     let (load, mark) =
         (order(0, engine.bench.here[0].slot_ref(), engine.bench.there[0].slot_ref()), Mark::new());
     let fences = Fences { after, mark: Some(mark.clone()), ..Fences::default() };
@@ -255,7 +255,7 @@ fn a_thread_of_its_own_may_hold_a_save_too() {
     let error = unsafe { engine.gpu.hold(engine.handle(), &Fence::Host(raised.clone())) }.unwrap_err();
     assert_eq!(error.kind(), SetupErrorKind::Invalid);
     let (send, reports) = std::sync::mpsc::channel();
-    let done = Done::new(move |_, result| send.send(result).unwrap());
+    let done = each(move |_, result| send.send(result).unwrap());
     let save = order(0, engine.bench.there[0].slot_ref(), engine.bench.here[2].slot_ref());
     let fences = Fences { after: Fence::Host(raised.clone()), ..Fences::default() };
     backend.submit_fenced(vec![save], fences.clone(), done.clone());

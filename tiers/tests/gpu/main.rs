@@ -20,7 +20,7 @@ use kvbm_tiers::cuda::{
 };
 use kvbm_tiers::raw::RawGpu;
 use kvbm_tiers::testing::conformance::{self, Pair};
-use kvbm_tiers::testing::{fill_pattern, host, order, run, skip, start};
+use kvbm_tiers::testing::{each, fill_pattern, host, order, run, skip, start};
 use kvbm_tiers::transform::{Layout, Shape, Transform, View};
 use kvbm_tiers::{
     Backend, Checksums, CopyError, CopyErrorKind, CopyOp, DeviceRegion, DiskOptions, DiskRegion, Done,
@@ -173,15 +173,12 @@ unsafe impl Backend for Relay {
             } else {
                 (Arc::clone(&self.second) as _, Arc::clone(&self.first) as _)
             };
-            let done = done.clone();
-            let go_on = move |_, result: Result<(), CopyError>| match result {
-                Ok(()) => {
-                    let done = done.clone();
-                    second.submit(vec![legs[1]], Done::new(move |_, result| done.complete(index, result)));
-                }
-                Err(error) => done.complete(index, Err(error)),
+            let done = done.clone().renumbered(move |_| index);
+            let go_on = move |op, result: Result<(), CopyError>| match result {
+                Ok(()) => second.submit(vec![legs[1]], done.clone()),
+                Err(error) => done.report(vec![(op, Err(error))]),
             };
-            first.submit(vec![legs[0]], Done::new(go_on));
+            first.submit(vec![legs[0]], each(go_on));
         }
     }
 }

@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
-use kvbm::{BlockHash, Lease, RequestId, Tier, Transfer, Transferred, longest_hold};
-use kvbm_cli::measuring::chains::{LONG, Prompts, Random};
+use kvbm::{
+    BlockHash, Hints, Lease, Manager, RequestId, RequestInfo, Tier, Transfer, Transferred, longest_hold,
+};
+use kvbm_cli::measuring::chains::{LONG, Prompts, Random, SHORT};
 use kvbm_cli::measuring::subject::{OurManager, device_and_host_of};
 use kvbm_settings::{AdmissionMode, Capacity, EvictionPolicy, Settings, WriteBudget};
 use kvbm_tiers::chaos::{Chaos, Direction, Episode, Kind, Medium, Schedule};
@@ -22,6 +24,8 @@ const WRITABLE: u64 = 4;
 const DESCENDANTS: usize = 1_024;
 /// Prompts push others out of the host at most so many times until one of these is long enough.
 const ROUNDS: usize = 4;
+/// Brings most of what a host has.
+const TENANT: u32 = 7;
 /// A request is over after so many milliseconds.
 const TURN_MS: u64 = 10_000;
 
@@ -42,6 +46,16 @@ pub(crate) struct Holds {
     quarantine: Option<f64>,
     /// Everything is asked about, most of it refused.
     drain: f64,
+    /// Prompts of 8,192 blocks come to a host that is full and the last tier: its policy weighs them.
+    admission: f64,
+    /// A quarter of the host is evicted in one call.
+    evict: f64,
+    /// A tenant is forgotten that brought nearly all that the host has, in thousands of prompts.
+    forget: f64,
+    /// The manager closes while prompts of 8,192 blocks are on their way.
+    close: f64,
+    /// More comes than the host has room for while the disk below takes nothing; then it takes all.
+    outage: f64,
 }
 
 impl Holds {
@@ -54,6 +68,11 @@ impl Holds {
             ("upkeep", Some(self.upkeep)),
             ("quarantine", self.quarantine),
             ("drain", Some(self.drain)),
+            ("admission to a full last tier", Some(self.admission)),
+            ("evict", Some(self.evict)),
+            ("forget", Some(self.forget)),
+            ("close", Some(self.close)),
+            ("outage of the disk", Some(self.outage)),
         ];
         all.into_iter().filter_map(|(what, us)| Some((what, us?)))
     }
@@ -63,13 +82,15 @@ impl Holds {
     }
 }
 
-/// Fills a hierarchy whose host holds `blocks` blocks and measures each kind of work in turn.
+/// Fills hierarchies whose hosts hold `blocks` blocks and measures each kind of work in turn.
 pub(crate) fn measure(blocks: usize, eviction: EvictionPolicy) -> Result<Holds, Failure> {
-    let place = tempfile::tempdir().map_err(|error| Failure::unusable(error.to_string()))?;
+    let outage = outage(blocks, eviction)?;
+    let LastTier { admission, evict, forget, close } = last_tier(blocks, eviction);
+    let place = temporary_directory()?;
     let mut settings = device_and_host_of(blocks, eviction);
     below_the_host(&mut settings, blocks);
     settings.disk.dirs = vec![place.path().to_owned()];
-    let chaos = Chaos::new(Schedule::scripted([one_unreadable_block()]));
+    let chaos = Chaos::new(Schedule::scripted([episode(Medium::Disk, Direction::Read, Kind::Io, Some(1))]));
     let mut mix = Mix::new(OurManager::open_with(settings, Some(chaos.clone())), blocks);
     mix.fill(blocks);
     let prompts = mix.new_prompts();
@@ -80,11 +101,59 @@ pub(crate) fn measure(blocks: usize, eviction: EvictionPolicy) -> Result<Holds, 
         headroom: micros(|| mix.overfill()),
         upkeep: micros(|| mix.let_time_pass()),
         quarantine: mix.quarantine(&chaos),
-        drain: micros(|| {
-            // Most of it is refused: that it does not get there is the point.
-            let _ = mix.ours.manager().drain(PATIENCE);
-        }),
+        drain: micros(|| mix.drain()),
+        admission,
+        evict,
+        forget,
+        close,
+        outage,
     })
+}
+
+/// The longest holds where the host is the last tier.
+struct LastTier {
+    admission: f64,
+    evict: f64,
+    forget: f64,
+    close: f64,
+}
+
+fn last_tier(blocks: usize, eviction: EvictionPolicy) -> LastTier {
+    let hang = episode(Medium::Memory, Direction::Write, Kind::Hang, None);
+    let chaos = Chaos::new(Schedule::scripted([hang]));
+    let settings = device_and_host_of(blocks, eviction);
+    let mut mix = Mix::new(OurManager::open_with(settings, Some(chaos.clone())), blocks);
+    mix.fill_by_tenant(blocks);
+    let prompts = mix.new_prompts();
+    let of = |mix: &Mix, work: &dyn Fn(&Manager)| micros(|| work(mix.ours.manager()));
+    LastTier {
+        admission: micros(|| mix.serve(&prompts)),
+        evict: of(&mix, &|manager| _ = manager.evict(Tier::Host, blocks / 4)),
+        forget: of(&mix, &|manager| manager.forget(TENANT).expect("nothing outlives the process")),
+        close: mix.close(&chaos),
+    }
+}
+
+/// The longest hold while the disk below a host takes nothing, and when it does again.
+fn outage(blocks: usize, eviction: EvictionPolicy) -> Result<f64, Failure> {
+    let place = temporary_directory()?;
+    let mut settings = device_and_host_of(blocks, eviction);
+    settings.disk.capacity = Some(Capacity::Blocks((blocks / 4).max(1) as u64));
+    settings.disk.o_direct = false;
+    settings.disk.dirs = vec![place.path().to_owned()];
+    let chaos = Chaos::new(Schedule::scripted([episode(Medium::Disk, Direction::Write, Kind::Io, None)]));
+    let mut mix = Mix::new(OurManager::open_with(settings, Some(chaos.clone())), blocks);
+    chaos.start();
+    Ok(micros(|| {
+        mix.save_short(blocks / SHORT * 5 / 4);
+        chaos.heal();
+        mix.let_time_pass();
+        mix.drain();
+    }))
+}
+
+fn temporary_directory() -> Result<tempfile::TempDir, Failure> {
+    tempfile::tempdir().map_err(|error| Failure::unusable(error.to_string()))
 }
 
 /// A disk to which only goes what leaves the host, and little of it.
@@ -97,15 +166,10 @@ fn below_the_host(settings: &mut Settings, blocks: usize) {
     settings.disk.write_budget = Some(WriteBudget::BytesPerDay(24 * an_hour));
 }
 
-const fn one_unreadable_block() -> Episode {
-    Episode {
-        medium: Medium::Disk,
-        direction: Some(Direction::Read),
-        kind: Kind::Io,
-        start: Duration::ZERO,
-        length: Duration::from_hours(1),
-        operations: Some(1),
-    }
+/// From the start on.
+const fn episode(medium: Medium, direction: Direction, kind: Kind, operations: Option<u64>) -> Episode {
+    let (start, length) = (Duration::ZERO, Duration::from_hours(1));
+    Episode { medium, direction: Some(direction), kind, start, length, operations }
 }
 
 fn micros(work: impl FnOnce()) -> f64 {
@@ -135,6 +199,48 @@ impl Mix {
         self.ours.save_all(&prompts);
         let long = prompts.longest.iter().chain(&prompts.long);
         self.saved.extend(long.map(|prompt| prompt.hashes[..prompt.saved].to_vec()));
+    }
+
+    /// Fills the host with short prompts of a tenant. First come their first blocks, so that these lie side by side in the
+    /// table.
+    fn fill_by_tenant(&mut self, blocks: usize) {
+        let prompts: Vec<_> = (0..blocks / SHORT).map(|_| self.random.chain(SHORT)).collect();
+        let hints = Hints { tenant: Some(TENANT), ..Hints::default() };
+        for blocks in [1, SHORT] {
+            for prompt in &prompts {
+                self.ours.save_for(RequestInfo { hints, ..RequestInfo::default() }, &prompt[..blocks]);
+            }
+        }
+    }
+
+    fn save_short(&mut self, prompts: usize) {
+        for n in 0..prompts {
+            self.ours.save(&self.random.chain(SHORT), None);
+            if n % 1_024 == 0 {
+                self.pass_time(TURN_MS);
+            }
+        }
+    }
+
+    fn drain(&self) {
+        // That not all gets there is the point.
+        let _ = self.ours.manager().drain(PATIENCE);
+    }
+
+    /// Closes the manager while copies to the host hang.
+    fn close(&mut self, chaos: &Chaos) -> f64 {
+        chaos.start();
+        let manager = self.ours.manager();
+        let on_their_way: Vec<_> = (0..PROMPTS / 2)
+            .map(|_| {
+                let prompt = self.random.chain(self.prompt_blocks);
+                manager.save(self.ours.put_on_device(&prompt, RequestInfo::default()))
+            })
+            .collect();
+        let us = micros(|| _ = manager.close(Duration::ZERO));
+        chaos.heal();
+        drop(on_their_way);
+        us
     }
 
     fn new_prompts(&mut self) -> Vec<Vec<BlockHash>> {
@@ -169,7 +275,7 @@ impl Mix {
         let device = self.ours.manager().counts(Tier::Device).total as usize;
         for _ in 0..device / self.prompt_blocks.max(1) {
             let prompt = self.random.chain(self.prompt_blocks);
-            drop(self.ours.put_on_device(&prompt, None));
+            drop(self.ours.put_on_device(&prompt, RequestInfo::default()));
         }
     }
 

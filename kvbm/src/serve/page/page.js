@@ -19,6 +19,7 @@ const REASONS = {
   unreadable: "could not be read any more",
   forgotten: "was a tenant’s that was forgotten",
   in_flight: "was still on its way",
+  withdrawn: "is in a tier of which too much was wrong",
 };
 const FAULTS = {
   copy_io: "the medium failed at a copy",
@@ -168,10 +169,11 @@ function showGlance(state) {
   const minute = found(last, 60);
   // The page knows of no more than it saw since it was opened.
   const seen = Math.min(60, Math.round(state.uptime_s - before(last, 60).at));
+  const period = seen < 60 ? some(seen, "second") : "minute";
   const { blocks_total: asked, hit_blocks_total: hits } = state.lookups;
   putFigure("now-rate", percent(minute?.all));
   put("now-rate-words", asked > 0
-    ? `of the prompt blocks of the last ${seen < 60 ? some(seen, "second") : "minute"} were found; ${percent(hits / asked)} since the start. ${many(speed((one) => one.lookups.blocks_total) ?? 0)} blocks a second are asked for`
+    ? `${seen ? `of the prompt blocks of the last ${period} were found; ` : ""}${percent(hits / asked)} since the start. ${many(speed((one) => one.lookups.blocks_total) ?? 0)} blocks a second are asked for`
     : "nothing has been asked for yet");
   const tokens = state.block_tokens || 1;
   putFigure("saved", many(hits * tokens));

@@ -4,16 +4,16 @@ use std::time::Duration;
 
 use kvbm_tiers::{Frame, SlotId, Tier};
 
-use super::{BlockState, Caller, Effects, Parent, Ready, Reply, Spent, Transfer, TransferEnd, Waiter};
+use super::{
+    Block, BlockState, Caller, Destination, Effects, Parent, Reply, Spent, Transfer, TransferEnd, Waiter,
+};
 use crate::events::StoreReason;
+use crate::table::budget::Budget;
+use crate::table::flush_queue::Dirty;
 use crate::table::index::RecordId;
 use crate::table::pins::Pins;
-use crate::table::tier::Dirty;
 use crate::table::{MissReason, RequestInfo, Table};
 use crate::task::{CopyTask, Outcome, TaskResult, TransferId};
-
-/// Blocks that become resident in one step: some 200 µs.
-const MAX_PUBLISHED: usize = 256;
 
 impl Table {
     /// Takes note of what became of copies, at `now` by the clock of the hardware: publishes what can be, gives back
@@ -54,7 +54,7 @@ impl Table {
                         self.block_overdue(id, block);
                     } else {
                         // The medium is busy with the source; nothing will come here.
-                        self.abort(id, block);
+                        self.fail(id, block);
                         self.free_slot(id, block, None);
                     }
                 }
@@ -69,47 +69,54 @@ impl Table {
         self.publish_more()
     }
 
-    /// Makes resident what can be, a step of it: thousands of blocks may have waited for one that arrived.
+    /// Makes resident what can be, and gives up what failed, as much of it as a hold has time for: thousands of blocks may
+    /// have waited for one that arrived, or did not.
     pub fn publish_more(&mut self) -> Effects {
-        let mut room = MAX_PUBLISHED;
-        while room > 0
+        let mut hold = Budget::of_a_hold();
+        self.give_up_failed(&mut hold);
+        while !hold.is_spent()
             && let Some(id) = self.transfers.ready.pop()
         {
-            self.publish_ready(id, &mut room);
+            self.publish_ready(id, &mut hold);
+            self.give_up_failed(&mut hold);
         }
         self.take_effects()
     }
 
     /// What was put off until the table is unlocked.
     pub fn take_effects(&mut self) -> Effects {
-        let has_more = !self.transfers.ready.is_empty();
+        let has_more = !(self.transfers.ready.is_empty() && self.transfers.failed.is_empty());
         let news = self.listeners.take_news();
         Effects { news, has_more, ..std::mem::take(&mut self.transfers.effects) }
     }
 
+    /// Whether there are copies to make once the table is unlocked.
+    pub const fn has_tasks(&self) -> bool {
+        self.transfers.tasks_planned() > 0
+    }
+
     /// Ends a transfer early: of what has not arrived, what waits is not copied.
     pub fn cancel(&mut self, id: TransferId) -> Effects {
-        self.abort(id, 0);
-        self.take_effects()
+        self.fail(id, 0);
+        self.publish_more()
     }
 
-    /// Ends all transfers, and takes on no more. Copies that a medium works on keep their slots until they end.
-    pub fn close(&mut self) -> Effects {
-        // Set under the lock: whoever plans after this sees it, whoever planned before is among those that end here.
+    /// Takes on no more transfers. Those that there are [end one by one](Self::end_next); copies that a medium works on keep
+    /// their slots until they end.
+    pub fn close(&mut self) {
+        // Set under the lock: whoever plans after this sees it, whoever planned before is among those that end.
         self.transfers.is_closed = true;
         self.listeners.close();
-        let all: Vec<TransferId> = self.transfers.iter().map(|(id, _)| id).collect();
-        all.into_iter().for_each(|id| self.abort(id, 0));
-        self.take_effects()
     }
 
-    /// Ends the transfers of past namespaces, one at a time, the one at place `from` or behind it. Returns where the
-    /// next step goes on. `None`: there are no more.
-    pub fn end_past(&mut self, from: u32) -> Option<u32> {
-        let present = self.namespace();
-        let is_past = |transfer: &Transfer| transfer.namespace != present && !transfer.has_ended;
-        let id = self.transfers.next(from, is_past)?;
-        self.abort(id, 0);
+    /// Ends a transfer of a past namespace, or any once the table is [closed](Self::close): the one at place `from` or
+    /// behind it. Returns where to go on. `None`: there are no more.
+    pub fn end_next(&mut self, from: u32, hold: &mut Budget) -> Option<u32> {
+        let (present, is_closed) = (self.namespace(), self.transfers.is_closed);
+        let is_past = |transfer: &Transfer| is_closed || transfer.namespace != present;
+        let id = self.transfers.next(from, |transfer| is_past(transfer) && !transfer.has_ended)?;
+        self.fail(id, 0);
+        self.give_up_failed(hold);
         Some(id.place + 1)
     }
 
@@ -129,11 +136,11 @@ impl Table {
         first: usize,
         frames: impl IntoIterator<Item = Frame>,
     ) -> Effects {
-        self.abort(id, first);
+        self.fail(id, first);
         for (block, frame) in (first..).zip(frames) {
             self.block_returned(id, block, Some(frame));
         }
-        self.take_effects()
+        self.publish_more()
     }
 
     /// No more blocks of a transfer come. Who waits for it is told of its end, and has a lease of what it brought.
@@ -161,7 +168,7 @@ impl Table {
         arrived.frame = frame.or(arrived.frame.take());
         debug_assert_eq!(
             arrived.frame.as_ref().map(Frame::slot),
-            arrived.record.map(|_| arrived.slot),
+            arrived.record().map(|_| arrived.slot),
             "the handle of another slot came back"
         );
         transfer.account.copied = Some(now);
@@ -170,19 +177,19 @@ impl Table {
 
     /// A block will not come, and nobody touches its slot any more.
     fn block_failed(&mut self, id: TransferId, block: usize, frame: Option<Frame>) {
-        self.abort(id, block);
+        self.fail(id, block);
         self.block_returned(id, block, frame);
     }
 
     /// A block will not come, and a medium may still write its slot.
     fn block_overdue(&mut self, id: TransferId, block: usize) {
         // What comes behind it can never be published, so nobody need wait for that either.
-        self.abort(id, block);
+        self.fail(id, block);
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         let (tier, held) = (transfer.to, &mut transfer.blocks[block]);
         debug_assert_eq!(held.state, BlockState::Coming, "a block that had ended is overdue");
         held.state = BlockState::Overdue;
-        if held.record.is_some() {
+        if held.record().is_some() {
             self.tier_mut(tier).lost += 1;
         }
     }
@@ -200,7 +207,7 @@ impl Table {
         debug_assert!(block >= transfer.alive, "the slot of a block that may still come");
         let was = std::mem::replace(&mut held.state, BlockState::Ended);
         let frame = frame.or(held.frame.take());
-        if held.record.is_none() {
+        if held.record().is_none() {
             return;
         }
         let of_tier = self.tier_mut(tier);
@@ -220,20 +227,27 @@ impl Table {
         self.forget_if_home(id);
     }
 
-    /// Publishes what is ready of a transfer, `room` blocks at most. Those that hang on them are ready as well then.
-    fn publish_ready(&mut self, id: TransferId, room: &mut usize) {
+    /// Publishes what is ready of a transfer, as far as the hold goes. Those that hang on it are ready as well then.
+    fn publish_ready(&mut self, id: TransferId, hold: &mut Budget) {
         let present = self.namespace();
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         if transfer.namespace != present {
-            return self.abort(id, 0);
+            return self.fail(id, 0);
         }
         let (tier, parent, before) = (transfer.to, transfer.parent, transfer.published);
         let told = (transfer.context.info, transfer.reason);
-        while *room > 0
-            && let Some(ready) = self.transfers.at_mut(id).and_then(Transfer::next_ready)
+        let mut is_dropped = false;
+        while !hold.is_spent()
+            && let Some(next) = self.transfers.at_mut(id).and_then(|transfer| transfer.next_ready())
         {
-            *room -= 1;
-            let Ready::InTier(record, frame) = ready else { continue };
+            // The engine must not hear of a block that it is there, once it was told that it is wrong.
+            is_dropped = matches!(next, Destination::Engine { source } if !self.is_given(source));
+            if is_dropped {
+                break;
+            }
+            hold.change();
+            let frame = self.transfers.at_mut(id).and_then(Transfer::take_ready);
+            let (Destination::Tier(record), Some(frame)) = (next, frame) else { continue };
             self.publish(record, frame, told);
             for waiter in self.transfers.take_waiting_for(tier, record) {
                 match waiter {
@@ -246,7 +260,10 @@ impl Table {
             }
         }
         self.advance_parent(id, parent, before);
-        if *room == 0 {
+        if is_dropped {
+            self.fail(id, 0);
+        }
+        if hold.is_spent() {
             // Perhaps for nothing: the next step sees.
             self.transfers.ready.push(id);
         }
@@ -256,13 +273,9 @@ impl Table {
     /// The block that a transfer waited for is resident.
     fn hang_on(&mut self, id: TransferId, tier: Tier, record: RecordId) {
         let parent = self.pin_parent(tier, Some(record));
-        match (self.transfers.at_mut(id), parent) {
-            (Some(transfer), Some(parent)) => transfer.parent = parent,
-            (Some(transfer), None) => {
-                transfer.parent = Parent::Root;
-                self.abort(id, 0);
-            }
-            (None, parent) => parent.into_iter().for_each(|parent| self.unpin_parent(tier, parent)),
+        match self.transfers.at_mut(id) {
+            Some(transfer) => transfer.parent = parent,
+            None => self.unpin_parent(tier, parent),
         }
     }
 
@@ -274,30 +287,30 @@ impl Table {
         let Some(last) = transfer.published.checked_sub(1).filter(|_| inserted > 0) else { return };
         let (tier, context) = (transfer.to, transfer.context);
         let slot = transfer.blocks[last].slot;
-        let Some(record) = transfer.blocks[last].record else { return };
+        let Some(record) = transfer.blocks[last].record() else { return };
         transfer.parent = Parent::Resident(slot);
-        let depth = self.records.at(record).depth();
+        let depth = self.records.depth(record);
         let (held, records) = self.tier_and_records(tier);
         // The new pin before the old one goes: the ancestors must not be evictable in between.
-        let pinned = held.at_mut(slot).pin();
-        debug_assert!(pinned, "a block that was just published has no pins yet");
+        held.pin(slot);
         let access = context.access(now_ms, slot, depth, inserted as u32);
         held.touch(&access, records);
         self.unpin_parent(tier, old);
     }
 
-    /// Holds on to the block that a transfer will hang on; `None` if it cannot be pinned.
-    pub(in crate::table) fn pin_parent(&mut self, tier: Tier, parent: Option<RecordId>) -> Option<Parent> {
-        let Some(parent) = parent else { return Some(Parent::Root) };
+    /// Holds on to the block that a transfer will hang on.
+    pub(in crate::table) fn pin_parent(&mut self, tier: Tier, parent: Option<RecordId>) -> Parent {
+        let Some(parent) = parent else { return Parent::Root };
         let record = self.records.at(parent);
         if record.filling().has(tier) {
-            return Some(Parent::Awaited(parent));
+            return Parent::Awaited(parent);
         }
         let slot = record.slot(tier);
-        self.tier_mut(tier).at_mut(slot).pin().then_some(Parent::Resident(slot))
+        self.tier_mut(tier).pin(slot);
+        Parent::Resident(slot)
     }
 
-    pub(super) fn unpin_parent(&mut self, tier: Tier, parent: Parent) {
+    pub(in crate::table) fn unpin_parent(&mut self, tier: Tier, parent: Parent) {
         if let Parent::Resident(slot) = parent {
             self.unpin(tier, slot);
         }
@@ -344,64 +357,78 @@ impl Table {
     fn resume(&mut self, mut task: CopyTask) {
         let there = self.pin_resident_slot(Tier::Host, task.block);
         let (id, block) = (task.id.transfer, task.id.block as usize);
-        let Some(transfer) = self.transfers.at_mut(id).filter(|transfer| block < transfer.alive) else {
+        if self.transfers.at_mut(id).is_none_or(|transfer| block >= transfer.alive) {
             there.into_iter().for_each(|slot| self.unpin(Tier::Host, slot));
             return self.block_returned(id, block, None);
-        };
+        }
         if let Some(slot) = there {
-            transfer.blocks[block].source = Some(slot);
             task.from = self.slot_ref(Tier::Host, slot);
+            self.transfers.read_from(task.id, slot);
         }
         self.transfers.effects.tasks.push(task);
     }
 
-    /// Fails a transfer from its `from`-th block on, and every transfer that hangs on one of these blocks.
+    /// [Fails](Self::fail) a transfer from its `from`-th block on, and gives up what failed as far as a hold goes;
+    /// [`publish_more`](Self::publish_more) does the rest.
     pub(in crate::table) fn abort(&mut self, id: TransferId, from: usize) {
-        let mut doomed = vec![(id, from)];
-        let mut dead = Vec::new();
-        let mut copies = Vec::new();
-        let mut next = 0;
-        while let Some(&(id, from)) = doomed.get(next) {
-            next += 1;
-            let Some(transfer) = self.transfers.at_mut(id) else { continue };
-            let (tier, blocks) =
-                (transfer.to, from.max(transfer.published).min(transfer.alive)..transfer.alive);
-            transfer.alive = blocks.start;
-            transfer.is_cut = true;
-            if from == 0 && matches!(transfer.parent, Parent::Awaited(_)) {
-                self.stop_waiting(id);
+        self.fail(id, from);
+        self.give_up_failed(&mut Budget::of_a_hold());
+    }
+
+    /// Nothing of a transfer lands any more from its `from`-th block on. What its records say of these blocks, and every
+    /// transfer that hangs on one of them, is to be [given up](Self::give_up_failed).
+    pub(in crate::table) fn fail(&mut self, id: TransferId, from: usize) {
+        let Some(transfer) = self.transfers.at_mut(id) else { return };
+        let was = transfer.alive;
+        transfer.alive = from.max(transfer.published).min(was);
+        transfer.is_cut = true;
+        let (alive, is_away) = (transfer.alive, transfer.away > 0);
+        if from == 0 && matches!(transfer.parent, Parent::Awaited(_)) {
+            self.stop_waiting(id);
+        }
+        if alive < was && is_away {
+            self.transfers.effects.cancelled.push((id, alive as u32));
+        }
+        self.transfers.failed.push(id);
+    }
+
+    /// Gives up blocks that have failed, as many as the hold has time for.
+    pub(in crate::table) fn give_up_failed(&mut self, hold: &mut Budget) {
+        while let Some(&id) = self.transfers.failed.last() {
+            if !hold.look() {
+                return;
             }
-            let Some(transfer) = self.transfers.at_mut(id) else { continue };
-            let records: Vec<RecordId> =
-                transfer.blocks[blocks.clone()].iter().filter_map(|block| block.record).collect();
-            for record in records {
-                for waiter in self.transfers.take_waiting_for(tier, record) {
-                    match waiter {
-                        Waiter::Transfer(waiting) => {
-                            self.transfers
-                                .at_mut(waiting)
-                                .into_iter()
-                                .for_each(|held| held.parent = Parent::Root);
-                            doomed.push((waiting, 0));
-                        }
-                        Waiter::Copy(task) => copies.push(task),
+            match self.transfers.at_mut(id).and_then(|transfer| transfer.last_failed()) {
+                Some((tier, block, record)) => {
+                    // A record must not be forgotten before those that name it as their parent.
+                    if !record.is_some_and(|record| self.fail_waiting(tier, record)) {
+                        hold.change();
+                        self.give_up_block(id, block);
                     }
                 }
+                None => {
+                    self.transfers.failed.pop();
+                    self.end_if_done(id);
+                }
             }
-            dead.push((id, blocks));
         }
-        // Children first: a record must not be forgotten before those that name it as their parent.
-        for (id, blocks) in dead.iter().rev() {
-            blocks.clone().rev().for_each(|block| self.give_up_block(*id, block));
-        }
-        copies.into_iter().for_each(|task| self.resume(task));
-        for (id, blocks) in dead {
-            let is_away = self.transfers.at_mut(id).is_some_and(|transfer| transfer.away > 0);
-            if !blocks.is_empty() && is_away {
-                self.transfers.effects.cancelled.push((id, blocks.start as u32));
+    }
+
+    /// Fails what waits for a block that has failed. Returns whether there are transfers to be given up before it.
+    fn fail_waiting(&mut self, tier: Tier, record: RecordId) -> bool {
+        let mut goes_first = false;
+        for waiter in self.transfers.take_waiting_for(tier, record) {
+            match waiter {
+                Waiter::Transfer(waiting) => {
+                    let held = self.transfers.at_mut(waiting);
+                    held.into_iter().for_each(|held| held.parent = Parent::Root);
+                    self.fail(waiting, 0);
+                    goes_first = true;
+                }
+                Waiter::Copy(task) => self.resume(task),
             }
-            self.end_if_done(id);
         }
+        goes_first
     }
 
     /// A transfer that hangs on a block which is on its way does not wait for it any more.
@@ -420,8 +447,9 @@ impl Table {
     /// The block will not become resident: its record forgets the tier. If its bytes have arrived, its slot is free.
     fn give_up_block(&mut self, id: TransferId, block: usize) {
         let Some(transfer) = self.transfers.at_mut(id) else { return };
+        transfer.recorded = block;
         let (tier, held) = (transfer.to, &mut transfer.blocks[block]);
-        let record = held.record;
+        let record = held.record();
         if held.state == BlockState::Arrived {
             held.state = BlockState::Ended;
             let frame = held.frame.take();
@@ -510,8 +538,8 @@ impl Table {
 
     /// Pins the slot of a block that `tier` holds. `None`: it does not.
     fn pin_resident_slot(&mut self, tier: Tier, key: kvbm_tiers::BlockKey) -> Option<SlotId> {
-        let record = self.find(key).filter(|&r| self.records.at(r).resident().has(tier))?;
-        let slot = self.records.at(record).slot(tier);
-        self.tier_mut(tier).at_mut(slot).pin().then_some(slot)
+        let slot = self.slot_of(tier, key)?;
+        self.tier_mut(tier).pin(slot);
+        Some(slot)
     }
 }

@@ -18,16 +18,18 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
+use kvbm_tiers::{BlockKey, Frame, SlotId, SlotRef, Tier};
 
+use super::budget::Budget;
 use super::forgotten::Unflushed;
 use super::index::RecordId;
 use super::namespace::NamespaceId;
 use super::pins::Pins;
 use super::request::RequestContext;
+use super::tier_set::TierSet;
 use crate::events::{Buffer, StoreReason};
 use crate::hash::BlockHash;
-use crate::task::{Class, CopyTask, Defect, TransferId};
+use crate::task::{Class, CopyTask, Defect, TaskId, TransferId};
 
 pub use self::plan::{Filled, Reserved, Steps, TransferPlan};
 
@@ -42,11 +44,20 @@ pub(super) enum Parent {
     Awaited(RecordId),
 }
 
+/// Where a block goes.
+#[derive(Clone, Copy, Debug)]
+enum Destination {
+    /// Into a tier, as this record tells.
+    Tier(RecordId),
+    /// Into a slot of the engine's own, of which nothing is recorded: the block that the lease holds in this one, unless it
+    /// is dropped meanwhile.
+    Engine { source: SlotRef },
+}
+
 /// A block on its way.
 #[derive(Debug)]
 struct Block {
-    /// `None`: it goes into a slot of the engine's own, of which nothing is recorded.
-    record: Option<RecordId>,
+    destination: Destination,
     slot: SlotId,
     /// The handle to its slot, unless the engine has it, which fills the slot or owns it, or the tier.
     frame: Option<Frame>,
@@ -67,13 +78,21 @@ enum BlockState {
     Ended,
 }
 
-/// A block whose turn has come.
-#[derive(Debug)]
-enum Ready {
-    /// It becomes resident.
-    InTier(RecordId, Frame),
-    /// It is where the engine wanted it.
-    WithEngine,
+impl Block {
+    const fn record(&self) -> Option<RecordId> {
+        match self.destination {
+            Destination::Tier(record) => Some(record),
+            Destination::Engine { .. } => None,
+        }
+    }
+}
+
+/// A block of a transfer: where a search among all that are on their way goes on.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TransferCursor {
+    /// Of the transfer.
+    place: u32,
+    block: usize,
 }
 
 /// Who asked for a transfer.
@@ -114,6 +133,9 @@ struct Transfer {
     published: usize,
     /// Blocks from here on have failed.
     alive: usize,
+    /// Blocks from here on have been given up: their records do not tell of them any more. Those between have failed and
+    /// are given up in their turn.
+    recorded: usize,
     /// Copies that a queue or a medium still has, and blocks that an engine fills.
     away: usize,
     /// How its blocks come, as those who listen are told.
@@ -262,9 +284,18 @@ pub(super) struct Transfers {
     effects: Effects,
     /// Transfers of which blocks can become resident.
     ready: Vec<TransferId>,
+    /// Transfers of which blocks are to be given up. One that hangs on another comes after it, and goes first.
+    failed: Vec<TransferId>,
     is_closed: bool,
     /// Blocks that leave are noted.
     notes_left: bool,
+}
+
+impl TransferCursor {
+    /// The first block of the next transfer.
+    pub(super) const fn after(id: TransferId) -> Self {
+        Self { place: id.place + 1, block: 0 }
+    }
 }
 
 impl Transfers {
@@ -313,6 +344,12 @@ impl Transfers {
         transfer.take()
     }
 
+    /// A block is read from a slot of the host tier instead, which is pinned for that.
+    fn read_from(&mut self, task: TaskId, host: SlotId) {
+        let transfer = self.at_mut(task.transfer).expect("its copy is not sent yet");
+        transfer.blocks[task.block as usize].source = Some(host);
+    }
+
     fn wait_for(&mut self, block: (Tier, RecordId), waiter: Waiter) {
         self.waiting.entry(block).or_default().push(waiter);
     }
@@ -331,6 +368,14 @@ impl Transfers {
         places.filter_map(|(place, (life, held))| Some((TransferId { place, life: *life }, held.as_ref()?)))
     }
 
+    /// The transfer at a place that has not ended, with the tiers that it fills and reads; none, if there is no transfer.
+    /// `None`: there is no such place.
+    pub(super) fn tiers_at(&self, place: u32) -> Option<(TransferId, TierSet)> {
+        let (life, held) = self.places.get(place as usize)?;
+        let tiers = held.as_ref().filter(|held| !held.has_ended).map(Transfer::tiers).unwrap_or_default();
+        Some((TransferId { place, life: *life }, tiers))
+    }
+
     /// The first at place `from` or behind it that is what is looked for.
     fn next(&self, from: u32, is_it: impl Fn(&Transfer) -> bool) -> Option<TransferId> {
         let mut places = (from..).zip(self.places.get(from as usize..)?);
@@ -338,20 +383,50 @@ impl Transfers {
         Some(TransferId { place, life: *life })
     }
 
-    /// The first at place `from` or behind it that has a block on its way whose record is what is looked for, and which
-    /// of its blocks.
+    /// The transfer that brings a block into `tier`, and which of its blocks it is. Those of a transfer follow one another in
+    /// a chain: `depth_of` tells where.
+    pub(super) fn bringing(
+        &self,
+        tier: Tier,
+        record: RecordId,
+        depth_of: impl Fn(RecordId) -> u32,
+    ) -> Option<(TransferId, usize)> {
+        let depth = depth_of(record);
+        let place_in = |transfer: &Transfer| {
+            let coming = transfer.blocks.get(transfer.published..transfer.alive)?;
+            let below = depth.checked_sub(depth_of(coming.first()?.record()?))?;
+            let is_it = coming.get(below as usize)?.record() == Some(record);
+            is_it.then_some(transfer.published + below as usize)
+        };
+        let mut into_tier = self.iter().filter(|(_, transfer)| transfer.to == tier);
+        into_tier.find_map(|(id, transfer)| Some((id, place_in(transfer)?)))
+    }
+
+    /// The first block on its way, of those from `from` on, whose record is what is looked for. Else where the next hold
+    /// goes on, if this one is over before all were looked at.
     pub(super) fn next_with(
         &self,
-        from: u32,
+        mut from: TransferCursor,
         is_it: impl Fn(RecordId) -> bool,
-    ) -> Option<(TransferId, usize)> {
-        let first = |transfer: &Transfer| {
-            let coming = transfer.blocks.iter().enumerate().take(transfer.alive).skip(transfer.published);
-            coming.filter_map(|(at, block)| Some((at, block.record?))).find(|&(_, record)| is_it(record))
-        };
-        let id = self.next(from, |transfer| first(transfer).is_some())?;
-        let transfer = self.places.get(id.place as usize)?.1.as_ref()?;
-        first(transfer).map(|(at, _)| (id, at))
+        hold: &mut Budget,
+    ) -> Result<(TransferId, usize), Option<TransferCursor>> {
+        while let Some((life, held)) = self.places.get(from.place as usize) {
+            let first = held.as_ref().map_or(0, |held| held.published.max(from.block).min(held.alive));
+            let coming = held.as_ref().map_or(&[][..], |held| &held.blocks[first..held.alive]);
+            for (at, block) in (first..).zip(coming) {
+                if block.record().is_some_and(&is_it) {
+                    return Ok((TransferId { place: from.place, life: *life }, at));
+                }
+                if !hold.look() {
+                    return Err(Some(TransferCursor { block: at, ..from }));
+                }
+            }
+            from = TransferCursor { place: from.place + 1, block: 0 };
+            if !hold.look() {
+                return Err(Some(from));
+            }
+        }
+        Err(None)
     }
 
     /// Whether none is on the books.
@@ -400,6 +475,7 @@ impl Transfer {
             blocks: Vec::new(),
             published: 0,
             alive: 0,
+            recorded: 0,
             away: 0,
             reason: store_reason(class),
             is_open: true,
@@ -413,31 +489,52 @@ impl Transfer {
         }
     }
 
-    fn add(&mut self, record: Option<RecordId>, slot: SlotId, frame: Option<Frame>) {
+    /// Those that it fills and reads.
+    fn tiers(&self) -> TierSet {
+        let tiers = self.sources.as_ref().map(Pins::tiers).unwrap_or_default().with(self.to);
+        // Copies may read what was to pass the host tier, and is there.
+        let reads_host = self.blocks.iter().any(|block| block.source.is_some());
+        if reads_host { tiers.with(Tier::Host) } else { tiers }
+    }
+
+    fn add(&mut self, destination: Destination, slot: SlotId, frame: Option<Frame>) {
         debug_assert_eq!(self.alive, self.blocks.len(), "a block was added behind one that failed");
-        self.blocks.push(Block { record, slot, frame, state: BlockState::Coming, source: None });
+        self.recorded += 1;
+        self.blocks.push(Block { destination, slot, frame, state: BlockState::Coming, source: None });
         self.alive += 1;
         self.away += 1;
     }
 
-    /// The next block to publish, if its turn has come.
-    fn next_ready(&mut self) -> Option<Ready> {
+    /// Where the next block goes, if its turn has come.
+    fn next_ready(&self) -> Option<Destination> {
         if matches!(self.parent, Parent::Awaited(_)) || self.published == self.alive {
             return None;
         }
-        let block = self.blocks.get_mut(self.published).filter(|block| block.state == BlockState::Arrived)?;
-        let ready = match block.record {
-            Some(record) => Ready::InTier(record, block.frame.take()?),
-            None => Ready::WithEngine,
-        };
+        let next = self.blocks.get(self.published).filter(|block| block.state == BlockState::Arrived)?;
+        Some(next.destination)
+    }
+
+    /// Counts the next block as published, and gives out the handle to its slot in a tier.
+    fn take_ready(&mut self) -> Option<Frame> {
+        let block = self.blocks.get_mut(self.published)?;
         block.state = BlockState::Ended;
         self.published += 1;
-        Some(ready)
+        block.frame.take()
     }
 
     /// Whether nothing of it can become resident any more.
     const fn is_done(&self) -> bool {
-        !self.is_open && !matches!(self.parent, Parent::Awaited(_)) && self.published == self.alive
+        let is_given_up = self.recorded == self.alive;
+        !self.is_open
+            && !matches!(self.parent, Parent::Awaited(_))
+            && self.published == self.alive
+            && is_given_up
+    }
+
+    /// The last block that failed and has not been given up, with its tier and its record.
+    fn last_failed(&self) -> Option<(Tier, usize, Option<RecordId>)> {
+        let last = self.recorded.checked_sub(1).filter(|&last| last >= self.alive)?;
+        Some((self.to, last, self.blocks[last].record()))
     }
 
     /// The block of the host tier in which its `block`-th one stays on its way.

@@ -8,34 +8,38 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::{BlockKey, Frame, Route, SlotId, SlotRef, Tier};
+use kvbm_tiers::{BlockKey, Frame, Owner, Route, SlotId, SlotRef, Tier};
 
-use super::{Account, Parent, Reply, Transfer, Waiter};
+use super::{Account, Destination, Parent, Reply, Transfer, Waiter};
 use crate::events::StoreReason;
 use crate::hash::Chain;
+use crate::table::budget::Budget;
+use crate::table::evict::NoSlot;
 use crate::table::index::RecordId;
+use crate::table::insertion::Admitted;
 use crate::table::namespace::NamespaceId;
-use crate::table::owners::OwnerId;
 use crate::table::pins::Pins;
 use crate::table::request::{RequestContext, RequestInfo};
 use crate::table::tier_set::TierSet;
 use crate::table::{MissReason, Table};
 use crate::task::{Class, CopyTask, TaskId, TransferId};
 
-/// How long the steps of plans are, in blocks.
+/// How long the steps of plans and drops are, in blocks, where the hold's [budget](Budget) does not end them before.
 #[derive(Clone, Copy, Debug)]
 pub struct Steps {
     /// Blocks for which slots are taken.
     pub placed: usize,
     /// Blocks that are only looked at.
     pub looked_at: usize,
+    /// Blocks that are dropped.
+    pub dropped: usize,
 }
 
 impl Default for Steps {
     /// Some 300 µs, where each block that is placed needs another evicted and the index grows; a cache miss or two for
-    /// each that is looked at.
+    /// each that is looked at; some 200 µs for those that are dropped.
     fn default() -> Self {
-        Self { placed: 128, looked_at: 2_048 }
+        Self { placed: 128, looked_at: 2_048, dropped: 256 }
     }
 }
 
@@ -43,8 +47,42 @@ impl Default for Steps {
 /// far as there is room: it is the last that would be asked for again.
 const WEIGHED: usize = 1_024;
 
+/// Looks that the hold must have left for a block that stays in the host tier on its way: it has its place in the destination by
+/// the time that the host tier is asked, and cannot wait.
+const FOR_HOST: usize = 512;
+
 /// Blocks of the first step of a load into an engine's own memory.
 const FIRST_INTO_ENGINE: usize = 32;
+
+/// A block that the destination of a plan lacks. Between two steps others have the table: what is known of a block stays
+/// together, so that one that is missing then is missing, and none is taken for another.
+#[derive(Clone, Copy, Debug)]
+struct PlannedBlock {
+    key: BlockKey,
+    /// In the chain that was asked for.
+    position: u32,
+    source: Source,
+}
+
+/// Where a block is read.
+#[derive(Clone, Copy, Debug)]
+enum Source {
+    /// Nowhere: an engine fills its slot.
+    Filled,
+    /// In a slot of the engine's own.
+    Engine(SlotRef),
+    /// In this life of a slot of a tier.
+    Tier(SlotRef),
+}
+
+impl Source {
+    const fn slot(self) -> Option<SlotRef> {
+        match self {
+            Self::Filled => None,
+            Self::Engine(slot) | Self::Tier(slot) => Some(slot),
+        }
+    }
+}
 
 /// A transfer in the making.
 #[derive(Debug)]
@@ -56,14 +94,11 @@ pub struct TransferPlan {
     /// The caller's lease; none where an engine fills the blocks.
     pins: Option<Pins>,
     trace: Option<Trace>,
-    /// Leading blocks of the chain before `keys`, which the destination has, and the last of them.
+    /// Leading blocks of the chain before `blocks`, which the destination has, and the last of them.
     before: usize,
     behind: Option<BlockKey>,
-    /// The blocks that the destination lacks, root first, and, unless an engine fills them, where each is read.
-    keys: Vec<BlockKey>,
-    from: Vec<SlotRef>,
-    /// Of blocks that go into slots of the engine's own: their records, which nothing else leads to without a look-up.
-    records: Vec<RecordId>,
+    /// The blocks that the destination lacks, root first.
+    blocks: Vec<PlannedBlock>,
     /// Pins what is read.
     sources: Option<Pins>,
     /// Tiers from which nothing leads to the destination but through the host tier.
@@ -71,19 +106,21 @@ pub struct TransferPlan {
     /// The last block is to try whether a medium is well again.
     is_probe: bool,
     is_probe_sent: bool,
-    /// Leading ones of `keys` that came to the destination since, and those behind them that others bring.
+    /// Leading ones of `blocks` that came to the destination since, and those behind them that others bring.
     resident: usize,
     in_flight: usize,
     transfer: Option<TransferId>,
     /// The last block that has its place.
     above: Option<RecordId>,
     placed: usize,
+    /// Blocks that a full tier may still decline, once the first is next.
+    unweighed: usize,
     admitted: usize,
     keeping: Keeping,
     recompute: usize,
     declined: usize,
     refused: usize,
-    /// Blocks for which no slots were taken, because those before them had failed meanwhile.
+    /// Blocks for which no slots were taken, because they, or those before them, were gone by then.
     failed: usize,
     found_no_room: bool,
     /// The handles to the slots that an engine fills.
@@ -95,7 +132,7 @@ pub struct TransferPlan {
     /// Slots of the engine's own for these blocks; empty: they go into slots of the destination tier.
     engine_slots: Vec<SlotRef>,
     /// Whose the blocks are that come new.
-    owner: Option<OwnerId>,
+    owner: Option<Owner>,
     /// Goes when no medium has a slot of the transfer any more.
     with_media: Option<Arc<()>>,
 }
@@ -127,9 +164,28 @@ enum Keeping {
 struct Placed {
     record: RecordId,
     to: SlotRef,
-    /// The place is in a tier, and the record tells of it.
-    is_recorded: bool,
+    destination: Destination,
     frame: Option<Frame>,
+}
+
+/// Why a block has no place.
+#[derive(Clone, Copy, Debug)]
+enum Unplaced {
+    /// The hold is over: there may be a slot in the next.
+    Later,
+    /// There is no room for it, or it names what the tier knows as another.
+    NoRoom,
+    /// What was to be read is not there any more.
+    Gone,
+}
+
+impl From<NoSlot> for Unplaced {
+    fn from(why: NoSlot) -> Self {
+        match why {
+            NoSlot::Later => Self::Later,
+            NoSlot::Refused => Self::NoRoom,
+        }
+    }
 }
 
 /// Slots that an engine fills.
@@ -168,9 +224,7 @@ impl TransferPlan {
             trace: None,
             before: 0,
             behind: None,
-            keys: Vec::new(),
-            from: Vec::new(),
-            records: Vec::new(),
+            blocks: Vec::new(),
             sources: None,
             through_host: TierSet::default(),
             is_probe: false,
@@ -180,6 +234,7 @@ impl TransferPlan {
             transfer: None,
             above: None,
             placed: 0,
+            unweighed: 0,
             admitted: usize::MAX,
             keeping: if class == Class::Load { Keeping::NotYet } else { Keeping::No },
             recompute: 0,
@@ -233,8 +288,19 @@ impl TransferPlan {
     }
 
     /// Where each missing block is read, root first.
-    pub fn sources(&self) -> &[SlotRef] {
-        &self.from
+    pub fn sources(&self) -> impl Iterator<Item = SlotRef> + '_ {
+        self.blocks.iter().filter_map(|block| block.source.slot())
+    }
+
+    /// Whether an engine fills the blocks.
+    const fn is_filled(&self) -> bool {
+        self.pins.is_none()
+    }
+
+    /// The engine's own slot for a block.
+    fn engine_slot(&self, block: PlannedBlock) -> Option<SlotRef> {
+        let at = (block.position as usize).checked_sub(self.wanted.start)?;
+        self.engine_slots.get(at).copied()
     }
 
     /// Leaves all but the first `blocks` missing ones to the engine, which computes them sooner. Returns how many.
@@ -250,10 +316,9 @@ impl TransferPlan {
     }
 
     fn cut(&mut self, blocks: usize) -> usize {
-        let all = self.keys.len();
-        self.keys.truncate(blocks);
-        self.from.truncate(blocks);
-        all - self.keys.len()
+        let all = self.blocks.len();
+        self.blocks.truncate(blocks);
+        all - self.blocks.len()
     }
 
     /// The last block tries whether a medium is well again.
@@ -291,18 +356,25 @@ impl TransferPlan {
         Transfer::new(self.class, to, (self.context, self.namespace), parent)
     }
 
-    /// A reset closed the namespace of its blocks: none of them comes.
+    /// A reset closed the namespace of its blocks, or what was to be read is withdrawn: none of them comes.
     fn fail(&mut self) {
-        self.failed += self.cut(0);
+        self.failed += self.cut_all();
+    }
+
+    /// The destination is withdrawn: it takes none of them.
+    fn refuse_all(&mut self) {
+        self.refused += self.cut_all();
+    }
+
+    fn cut_all(&mut self) -> usize {
         (self.before, self.behind, self.resident, self.in_flight) = (0, None, 0, 0);
+        self.cut(0)
     }
 
     /// For so many blocks, once: a large array that grows is moved, with the table locked.
     fn set_room_aside(&mut self, blocks: usize) {
-        if self.keys.is_empty() {
-            self.keys.reserve_exact(blocks);
-            self.from.reserve_exact(blocks);
-            self.records.reserve_exact(if self.is_into_engine() { blocks } else { 0 });
+        if self.blocks.is_empty() {
+            self.blocks.reserve_exact(blocks);
         }
     }
 
@@ -313,16 +385,21 @@ impl TransferPlan {
     /// Blocks that are not placed yet, as far as one step goes.
     fn next(&self, most: usize) -> Range<usize> {
         let next = self.known() + self.placed;
-        next..self.keys.len().min(self.admitted).min(next.saturating_add(most)).max(next)
+        next..self.blocks.len().min(self.admitted).min(next.saturating_add(most)).max(next)
+    }
+
+    const fn looks_for_host(&self) -> usize {
+        if matches!(self.keeping, Keeping::No) { 0 } else { FOR_HOST }
     }
 
     fn last_known(&self) -> Option<BlockKey> {
-        self.known().checked_sub(1).map_or(self.behind, |last| Some(self.keys[last]))
+        self.known().checked_sub(1).map_or(self.behind, |last| Some(self.blocks[last].key))
     }
 
     /// The tier that all its blocks come from, if it is one.
     fn only_source(&self) -> Option<Tier> {
-        let mut placed = self.from[self.known()..].iter().take(self.placed).map(|from| from.tier);
+        let placed = &self.blocks[self.known()..][..self.placed];
+        let mut placed = placed.iter().filter_map(|block| Some(block.source.slot()?.tier));
         let first = placed.next()?;
         placed.all(|tier| tier == first).then_some(first)
     }
@@ -332,7 +409,7 @@ impl TransferPlan {
         let behind = self.behind.filter(|_| self.before > 0);
         Account {
             before: self.before + known,
-            found: behind.into_iter().chain(self.keys[..known].iter().copied()).collect(),
+            found: behind.into_iter().chain(self.blocks[..known].iter().map(|block| block.key)).collect(),
             blocks: self.placed + self.failed,
             recompute: self.recompute,
             declined: self.declined,
@@ -350,13 +427,14 @@ impl Table {
         let chain = self.enter(chain);
         let context = RequestContext { info: self.named(info), path: chain.len() as u32 };
         let mut plan = TransferPlan::new(Class::Save, to, context, self.namespace());
-        plan.owner = self.owners.number(info.hints.tenant);
+        plan.owner = self.owners.present(info.hints.tenant);
         plan.before = self.matches(chain).blocks(to);
         plan.behind = match plan.before.checked_sub(1) {
             Some(last) => Some(chain.key(last)),
             None => self.parent_of_first(chain),
         };
-        plan.keys = (plan.before..chain.len()).map(|at| chain.key(at)).collect();
+        let planned = |at| PlannedBlock { key: chain.key(at), position: at as u32, source: Source::Filled };
+        plan.blocks = (plan.before..chain.len()).map(planned).collect();
         plan
     }
 
@@ -381,10 +459,14 @@ impl Table {
             plan.orphans = slots.len();
             plan.before = held;
         } else {
-            plan.owner = self.owners.number(plan.context.info.hints.tenant);
+            plan.owner = self.owners.present(plan.context.info.hints.tenant);
             plan.before = before;
-            plan.keys = (before..plan.wanted.end).map(|at| chain.key(at)).collect();
-            plan.from = slots[before - first..].to_vec();
+            let planned = |(at, &slot)| PlannedBlock {
+                key: chain.key(at),
+                position: at as u32,
+                source: Source::Engine(slot),
+            };
+            plan.blocks = (before..).zip(&slots[before - first..]).map(planned).collect();
         }
         plan.behind = last_of(plan.before).or_else(|| self.parent_of_first(chain));
         plan
@@ -402,27 +484,27 @@ impl Table {
         let has_destination = self.has(plan.to) || plan.is_into_engine();
         let is_complete = !has_destination || self.trace_lease(plan, &mut pins);
         if is_complete {
-            plan.keys.reverse();
-            plan.from.reverse();
-            plan.records.reverse();
-            let read = plan.from.iter().fold(TierSet::default(), |tiers, from| tiers.with(from.tier));
-            plan.sources = (!plan.from.is_empty()).then(|| self.pin_again(&pins, read));
+            plan.blocks.reverse();
+            let read = plan.sources().fold(TierSet::default(), |tiers, from| tiers.with(from.tier));
+            plan.sources = (!plan.blocks.is_empty()).then(|| self.pin_again(&pins, read));
         }
         plan.pins = Some(pins);
         is_complete
     }
 
     fn trace_lease(&mut self, plan: &mut TransferPlan, pins: &mut Pins) -> bool {
-        let to = plan.to;
+        let (to, class) = (plan.to, plan.class);
         let quarantines = self.quarantines.so_far();
         if plan.trace.as_ref().is_none_or(|trace| trace.quarantines != quarantines) {
             self.drop_quarantined(pins);
-            plan.keys.clear();
-            plan.from.clear();
-            plan.records.clear();
+            plan.blocks.clear();
         }
         // Up from the deepest block, since only a parent is one step away; the lease's pins keep all of them in place.
-        let held = |tier: Tier| if tier == to { 0 } else { pins.held().blocks(tier) };
+        // Who goes down is decided where blocks are flushed.
+        let is_source = |tier: Tier| tier != to && (class != Class::Prefetch || tier > to);
+        let held = |tier: Tier| if is_source(tier) { pins.held().blocks(tier) } else { 0 };
+        // What a withdrawn destination has counts as missing: it is refused.
+        let is_in_use = !self.is_withdrawn(to);
         let mut trace = match plan.trace.take().filter(|trace| trace.quarantines == quarantines) {
             Some(trace) => trace,
             None => {
@@ -436,8 +518,12 @@ impl Table {
         for _ in 0..self.steps.looked_at {
             // A chain may begin in the middle of a longer one: what comes before its first block is not its own.
             let record = trace.at.filter(|_| trace.before > plan.wanted.start);
-            let record = record.map(|id| (id, self.records.at(id)));
-            let Some((id, record)) = record.filter(|(_, record)| !record.resident().has(to)) else {
+            let record = record.map(|id| self.records.at(id));
+            let Some(record) = record.filter(|record| !(is_in_use && record.resident().has(to))) else {
+                if trace.at.is_none() && trace.before > plan.wanted.start {
+                    // The chain begins behind the first block that the lease speaks of: it is not there, nor what follows.
+                    plan.failed += plan.cut(0);
+                }
                 plan.before = trace.before;
                 // In the engine's own memory blocks hang on nothing.
                 let behind = trace.at.filter(|_| !plan.is_into_engine());
@@ -450,11 +536,12 @@ impl Table {
                 plan.set_room_aside(before + 1 - plan.wanted.start);
                 let fastest =
                     Tier::ALL.into_iter().find(|&tier| held(tier) > before).unwrap_or(trace.longest);
-                plan.keys.push(record.key());
-                plan.from.push(self.slot_ref(fastest, record.slot(fastest)));
-                if plan.is_into_engine() {
-                    plan.records.push(id);
-                }
+                let from = self.slot_ref(fastest, record.slot(fastest));
+                plan.blocks.push(PlannedBlock {
+                    key: record.key(),
+                    position: before as u32,
+                    source: Source::Tier(from),
+                });
             }
             trace.at = record.parent();
         }
@@ -465,11 +552,15 @@ impl Table {
     /// Takes slots for the next blocks of a plan; the tasks to copy them are among the
     /// [effects](Table::take_effects). True when there are no more.
     pub fn extend(&mut self, plan: &mut TransferPlan) -> bool {
-        // What a tenant was about to store when he was forgotten does not come after all.
+        // What a tenant was about to store when it was forgotten does not come after all.
         let is_owner_past = plan.owner.is_some_and(|owner| self.owners.is_past(owner));
         let is_past = plan.namespace != self.namespace() || is_owner_past;
-        if is_past && plan.transfer.is_none() {
-            plan.fail();
+        if plan.transfer.is_none() {
+            if is_past || plan.sources.as_ref().is_some_and(|pins| self.are_withdrawn(pins.tiers())) {
+                plan.fail();
+            } else if self.is_withdrawn(plan.to) {
+                plan.refuse_all();
+            }
         }
         if plan.transfer.is_none() && !self.pass_known(plan) {
             return false;
@@ -482,25 +573,45 @@ impl Table {
             plan.admitted = plan.known() + plan.placed;
             return true;
         }
+        let mut hold = Budget::of_a_hold();
+        if plan.unweighed > 0 && !self.weigh(plan, &mut hold) {
+            return false;
+        }
+        self.set_room_aside(plan, id);
         // An engine waits for its first layer: those who copy a few blocks wake up while the others are planned.
         let is_first_of_engine = plan.is_into_engine() && plan.placed == 0;
         let most = if is_first_of_engine { FIRST_INTO_ENGINE } else { usize::MAX };
         let step = plan.next(self.steps.placed.min(most));
-        self.transfers.effects.tasks.reserve(if plan.from.is_empty() { 0 } else { step.len() });
-        let placed = step.clone().take_while(|&at| self.place_next(plan, id, at)).count();
-        if placed < step.len() {
-            // No room, or a chain that names a block twice or under another parent than before: none at all.
-            self.miss_history.note(
-                plan.keys[step.start + placed],
-                MissReason::Capacity,
-                plan.to,
-                self.now_ms,
-            );
-            plan.refused += plan.keys.len().min(plan.admitted) - (step.start + placed);
-            plan.found_no_room = true;
-            plan.admitted = step.start + placed;
+        self.transfers.effects.tasks.reserve(if plan.is_filled() { 0 } else { step.len() });
+        for at in step {
+            if hold.looks_left() < plan.looks_for_host() {
+                return false;
+            }
+            match self.place_next(plan, (id, at), &mut hold) {
+                Ok(()) => {}
+                Err(Unplaced::Later) => return false,
+                Err(why) => {
+                    self.end_placing(plan, at, why);
+                    break;
+                }
+            }
         }
         plan.next(1).is_empty()
+    }
+
+    /// Block `at` of a plan has no place, and those behind it nothing to hang on.
+    fn end_placing(&mut self, plan: &mut TransferPlan, at: usize, why: Unplaced) {
+        let left = plan.blocks.len().min(plan.admitted) - at;
+        plan.admitted = at;
+        match why {
+            Unplaced::Later => unreachable!("the next hold goes on"),
+            Unplaced::NoRoom => {
+                self.miss_history.note(plan.blocks[at].key, MissReason::Capacity, plan.to, self.now_ms);
+                plan.refused += left;
+                plan.found_no_room = true;
+            }
+            Unplaced::Gone => plan.failed += left,
+        }
     }
 
     /// Passes over what the destination has or awaits. False: there is more to look at.
@@ -510,8 +621,8 @@ impl Table {
         }
         let mut above = plan.last_known().and_then(|key| self.find(key));
         for _ in 0..self.steps.looked_at {
-            let Some(&key) = plan.keys.get(plan.known()) else { return true };
-            let record = self.find(key);
+            let Some(&PlannedBlock { key, .. }) = plan.blocks.get(plan.known()) else { return true };
+            let record = self.find(key).filter(|&record| !self.is_dropped(record));
             let known = record.map(|record| *self.records.at(record));
             // One that hangs on something else is of another chain.
             let known = known.filter(|known| above.is_none() || known.parent() == above);
@@ -537,88 +648,113 @@ impl Table {
         let above = behind.and_then(|key| self.find(key));
         let has = |record: RecordId| self.records.at(record).has_or_awaits(plan.to);
         let is_rooted = behind.is_none() || above.is_some_and(has);
-        let parent = if is_rooted { self.pin_parent(plan.to, above) } else { None };
-        if parent.is_none() {
+        let parent = if is_rooted { self.pin_parent(plan.to, above) } else { Parent::Root };
+        if !is_rooted {
             plan.refuse_behind(plan.known());
         }
         plan.above = above;
         // A policy is shown new blocks below one that is resident; one that is on its way it does not know yet.
-        if matches!(parent, Some(Parent::Root | Parent::Resident(_))) {
-            self.admit(plan);
+        if is_rooted && !matches!(parent, Parent::Awaited(_)) {
+            plan.unweighed = if self.has(plan.to) { plan.next(WEIGHED).len() } else { 0 };
         }
-        let mut transfer = plan.open(plan.to, parent.unwrap_or(Parent::Root));
-        transfer.blocks.reserve_exact(plan.next(usize::MAX).len());
+        let mut transfer = plan.open(plan.to, parent);
         transfer.sources = plan.sources.take();
         transfer.with_media.clone_from(&plan.with_media);
-        if plan.from.is_empty() {
+        if plan.is_filled() {
             transfer.reason = StoreReason::Filled;
-            plan.frames.reserve_exact(plan.next(usize::MAX).len());
         }
         let id = self.transfers.open(transfer);
         plan.transfer = Some(id);
         id
     }
 
-    /// Asks a full tier which of the new blocks it takes in.
-    fn admit(&mut self, plan: &mut TransferPlan) {
-        let new = plan.next(WEIGHED);
-        if !self.has(plan.to) || new.is_empty() {
+    /// Asks a full tier which of the new blocks it takes in, as far as the hold goes. True when that is known.
+    fn weigh(&mut self, plan: &mut TransferPlan, hold: &mut Budget) -> bool {
+        let new = plan.next(plan.unweighed);
+        let keys: Vec<_> = plan.blocks[new.clone()].iter().map(|block| block.key).collect();
+        let Admitted { blocks, has_more } = self.admit_new(plan.to, plan.above, &keys, plan.context, hold);
+        if blocks < new.len() {
+            plan.admitted = new.start + blocks;
+            plan.declined = plan.blocks.len() - plan.admitted;
+            let first = keys[blocks];
+            self.miss_history.note(first, MissReason::Admission, plan.to, self.now_ms);
+        }
+        plan.unweighed = if has_more { blocks } else { 0 };
+        plan.unweighed == 0
+    }
+
+    /// For all blocks to come, once: a large array that grows is moved, with the table locked.
+    fn set_room_aside(&mut self, plan: &mut TransferPlan, id: TransferId) {
+        if plan.placed > 0 {
             return;
         }
-        let admitted = self.admit_new(plan.to, plan.above, &plan.keys[new.clone()], plan.context);
-        if admitted < new.len() {
-            plan.admitted = new.start + admitted;
-            plan.declined = plan.keys.len() - plan.admitted;
-            let first = plan.keys[plan.admitted];
-            self.miss_history.note(first, MissReason::Admission, plan.to, self.now_ms);
+        let blocks = plan.next(usize::MAX).len();
+        self.transfers.at_mut(id).into_iter().for_each(|transfer| transfer.blocks.reserve_exact(blocks));
+        if plan.is_filled() {
+            plan.frames.reserve_exact(blocks);
         }
     }
 
     /// Takes a slot for block `at` of a plan, and has it copied there or filled by the engine.
-    fn place_next(&mut self, plan: &mut TransferPlan, id: TransferId, at: usize) -> bool {
-        let key = plan.keys[at];
-        let Some(Placed { record, to, is_recorded, frame }) = self.place_in(plan, at) else { return false };
+    fn place_next(
+        &mut self,
+        plan: &mut TransferPlan,
+        (id, at): (TransferId, usize),
+        hold: &mut Budget,
+    ) -> Result<(), Unplaced> {
+        let planned = plan.blocks[at];
+        let Placed { record, to, destination, frame } = self.place_planned(plan, planned, hold)?;
         let block = plan.placed as u32;
-        let from = plan.from.get(at).copied();
         let kept_here = match frame {
-            Some(frame) if from.is_none() => {
+            Some(frame) if plan.is_filled() => {
                 plan.frames.push(frame);
                 None
             }
             frame => frame,
         };
         let transfer = self.transfers.at_mut(id).expect("the transfer is open until its plan is finished");
-        transfer.add(is_recorded.then_some(record), to.slot, kept_here);
+        transfer.add(destination, to.slot, kept_here);
         plan.above = Some(record);
         plan.placed += 1;
-        if let Some(from) = from {
-            let is_probe = plan.is_probe && at + 1 == plan.keys.len();
+        if let Some(from) = planned.source.slot() {
+            let is_probe = plan.is_probe && at + 1 == plan.blocks.len();
             let id = TaskId { transfer: id, block };
             let (class, parent, owner) = (plan.class, self.parent_hash(record), self.owners.of(record));
-            let task = CopyTask { id, class, block: key, parent, owner, from, to, via: None, is_probe };
+            let task =
+                CopyTask { id, class, block: planned.key, parent, owner, from, to, via: None, is_probe };
             if from.tier > Tier::Host && plan.through_host.has(from.tier) {
-                self.pass_host(plan, record, task);
+                self.pass_host(plan, record, task, hold);
             } else {
                 self.send(plan, task);
             }
         }
-        true
+        Ok(())
     }
 
-    /// Where block `at` of a plan goes. `None`: there is no room, or what was to be read is gone.
-    fn place_in(&mut self, plan: &TransferPlan, at: usize) -> Option<Placed> {
-        if plan.is_into_engine() {
-            let record = *plan.records.get(at)?;
-            // Bad blocks may have been dropped since they were traced, and their records be others' by now.
-            let known = self.records.at(record);
-            if !known.is(plan.keys[at]) || known.is_nowhere() {
-                return None;
-            }
-            let to = *plan.engine_slots.get(at)?;
-            return Some(Placed { record, to, is_recorded: false, frame: None });
+    /// Where a block of a plan goes. What the plan found about it is asked again: others had the table since.
+    fn place_planned(
+        &mut self,
+        plan: &TransferPlan,
+        block: PlannedBlock,
+        hold: &mut Budget,
+    ) -> Result<Placed, Unplaced> {
+        let Source::Tier(source) = block.source else {
+            let (record, frame) = self.place_new(plan.to, block.key, plan.above, plan.owner, hold)?;
+            let to = frame.slot_ref();
+            return Ok(Placed { record, to, destination: Destination::Tier(record), frame: Some(frame) });
+        };
+        if !self.is_given(source) {
+            return Err(Unplaced::Gone);
         }
-        let (record, frame) = self.place(plan.to, plan.keys[at], plan.above, plan.owner)?;
-        Some(Placed { record, to: frame.slot_ref(), is_recorded: true, frame: Some(frame) })
+        let record = self.tier(source.tier).at(source.slot).record;
+        if plan.is_into_engine() {
+            hold.change();
+            let to = plan.engine_slot(block).ok_or(Unplaced::Gone)?;
+            return Ok(Placed { record, to, destination: Destination::Engine { source }, frame: None });
+        }
+        let frame = self.place(plan.to, record, plan.above, hold)?;
+        let to = frame.slot_ref();
+        Ok(Placed { record, to, destination: Destination::Tier(record), frame: Some(frame) })
     }
 
     /// By the name that the table knows it by.
@@ -633,12 +769,20 @@ impl Table {
     }
 
     /// Sends a block through the host tier, where it stays if there is room and its ancestors are there.
-    fn pass_host(&mut self, plan: &mut TransferPlan, record: RecordId, mut task: CopyTask) {
+    fn pass_host(
+        &mut self,
+        plan: &mut TransferPlan,
+        record: RecordId,
+        mut task: CopyTask,
+        hold: &mut Budget,
+    ) {
         let known = *self.records.at(record);
         if matches!(plan.keeping, Keeping::NotYet) {
             let has = |parent: RecordId| self.records.at(parent).has_or_awaits(Tier::Host);
-            let may_stay = self.has(Tier::Host) && known.parent().is_none_or(has);
-            plan.keeping = if may_stay { Keeping::Known } else { Keeping::No };
+            plan.keeping = if known.parent().is_none_or(has) { Keeping::Known } else { Keeping::No };
+        }
+        if !self.is_in_use(Tier::Host) {
+            plan.keeping = Keeping::No;
         }
         if matches!(plan.keeping, Keeping::Known) {
             if known.filling().has(Tier::Host) {
@@ -657,27 +801,25 @@ impl Table {
             plan.keeping = Keeping::No;
         }
         if let Keeping::Into(kept) = plan.keeping {
-            match self.place(Tier::Host, task.block, known.parent(), plan.owner) {
-                Some((record, frame)) => {
+            match self.place(Tier::Host, record, known.parent(), hold) {
+                Ok(frame) => {
                     task.via = Some(frame.slot_ref());
                     let slot = frame.slot();
                     let kept = self.transfers.at_mut(kept).expect("it is open until the plan is finished");
-                    kept.add(Some(record), slot, Some(frame));
+                    kept.add(Destination::Tier(record), slot, Some(frame));
                 }
-                None => plan.keeping = Keeping::No,
+                Err(_) => plan.keeping = Keeping::No,
             }
         }
         self.send(plan, task);
     }
 
     fn copy_from_host(&mut self, plan: &mut TransferPlan, slot: SlotId, mut task: CopyTask) {
-        if self.tier_mut(Tier::Host).at_mut(slot).pin() {
-            task.from = self.slot_ref(Tier::Host, slot);
-            // It says nothing of the medium that was to be tried.
-            task.is_probe = false;
-            let transfer = self.transfers.at_mut(task.id.transfer).expect("it is being planned");
-            transfer.blocks[task.id.block as usize].source = Some(slot);
-        }
+        self.tier_mut(Tier::Host).pin(slot);
+        task.from = self.slot_ref(Tier::Host, slot);
+        // It says nothing of the medium that was to be tried.
+        task.is_probe = false;
+        self.transfers.read_from(task.id, slot);
         self.send(plan, task);
     }
 
@@ -688,7 +830,7 @@ impl Table {
         if !parent.is_none_or(has) {
             return Keeping::No;
         }
-        let Some(parent) = self.pin_parent(Tier::Host, parent) else { return Keeping::No };
+        let parent = self.pin_parent(Tier::Host, parent);
         let kept = self.transfers.open(plan.open(Tier::Host, parent));
         let transfer = self.transfers.at_mut(task.transfer).expect("it is being planned");
         transfer.kept = Some((kept, task.block as usize));
@@ -703,11 +845,12 @@ impl Table {
         records: &[RecordId],
         (parent, pins): (Parent, Pins),
         is_probe: bool,
+        hold: &mut Budget,
     ) -> usize {
         let mut placed = Vec::with_capacity(records.len());
         for &record in records {
             let known = *self.records.at(record);
-            let Some((_, frame)) = self.place(to, known.key(), known.parent(), None) else { break };
+            let Ok(frame) = self.place(to, record, known.parent(), hold) else { break };
             placed.push((record, frame));
         }
         let blocks = placed.len();
@@ -735,34 +878,54 @@ impl Table {
                 is_probe,
             };
             let transfer = self.transfers.at_mut(id).expect("it was opened here");
-            transfer.add(Some(record), task.to.slot, Some(frame));
+            transfer.add(Destination::Tier(record), task.to.slot, Some(frame));
             self.transfers.effects.tasks.push(task);
         }
         self.end_plan(id, None);
         blocks
     }
 
-    /// Takes a slot of `tier` for a block behind `above`. `None`: there is none, or the tier knows the block.
-    pub(super) fn place(
+    /// Takes a slot of `tier` for a copy of a block behind `above`.
+    fn place(
+        &mut self,
+        tier: Tier,
+        record: RecordId,
+        above: Option<RecordId>,
+        hold: &mut Budget,
+    ) -> Result<Frame, NoSlot> {
+        let frame = self.claim(tier, above, hold)?;
+        self.begin_in(frame, record, above).ok_or(NoSlot::Refused)
+    }
+
+    /// The same for a block that comes from elsewhere, and need not be known.
+    fn place_new(
         &mut self,
         tier: Tier,
         key: BlockKey,
         above: Option<RecordId>,
-        owner: Option<OwnerId>,
-    ) -> Option<(RecordId, Frame)> {
+        owner: Option<Owner>,
+        hold: &mut Budget,
+    ) -> Result<(RecordId, Frame), NoSlot> {
         // The slot first: a block that finds no room needs no record.
-        let frame = self.claim(tier, above)?;
-        let record = self.intern(key, above, owner).filter(|&record| {
-            // A chain that names a block twice, or under another parent than before, is no chain.
-            let known = self.records.at(record);
-            known.parent() == above && !known.resident().has(tier) && !known.filling().has(tier)
-        });
-        let Some(record) = record else {
+        let frame = self.claim(tier, above, hold)?;
+        let Some(record) = self.intern(key, above, owner) else {
+            self.tier_mut(tier).pool.give_back(frame);
+            return Err(NoSlot::Refused);
+        };
+        Ok((record, self.begin_in(frame, record, above).ok_or(NoSlot::Refused)?))
+    }
+
+    /// Has a block come into a slot, whose handle goes back if it must not.
+    fn begin_in(&mut self, frame: Frame, record: RecordId, above: Option<RecordId>) -> Option<Frame> {
+        let tier = frame.tier();
+        let known = self.records.at(record);
+        // A chain that names a block twice, or under another parent than before, is no chain.
+        if known.parent() != above || known.has_or_awaits(tier) || self.is_dropped(record) {
             self.tier_mut(tier).pool.give_back(frame);
             return None;
-        };
+        }
         self.records.at_mut(record).begin(tier, frame.slot());
-        Some((record, frame))
+        Some(frame)
     }
 
     /// Hands a transfer over to its caller: `reply` is called with its end. What is left of the plan is to be dropped with

@@ -6,3 +6,7 @@
 | `pages` | the pages of one host pool, and how they come and go |
 | `storage` | `KvbmStorage`, the class that SGLang loads |
 """
+
+from kvbm_rs.logs import logger_below
+
+logger = logger_below("sglang")

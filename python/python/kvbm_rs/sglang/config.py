@@ -1,7 +1,6 @@
 """What `--hicache-storage-backend-extra-config` may say, and what the bytes of pages depend on."""
 
 import json
-import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -9,14 +8,13 @@ import sglang
 
 from kvbm_rs import Settings
 from kvbm_rs.errors import InvalidError
+from kvbm_rs.sglang import logger
 from kvbm_rs.weights import weights_of
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
     from kvbm_rs.sglang.pages import Layout
-
-logger = logging.getLogger(__name__)
 
 _RUN_WITH = "0.5.23"
 
@@ -70,7 +68,8 @@ class Config:
             fixed |= {"disk.capacity": "0", "host.persist": None}
         if not self._serves_metrics(pool):
             fixed["metrics.enabled"] = False
-        settings = self._read(pool if self.has_own(pool) else None, fixed)
+        # With attention in data parallel its ranks have the same tensor ranks; of servers beside each other SGLang tells nothing.
+        settings = self._read(pool if self.has_own(pool) else None, fixed).of_replica(self.storage.dp_rank)
         for remark in settings.remarks():
             logger.warning("%s", remark)
         return settings if self.has_own(pool) else settings.scaled(share)

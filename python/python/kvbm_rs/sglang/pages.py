@@ -1,7 +1,7 @@
 """The pages of one of SGLang's host pools: they go straight between its memory and our tiers."""
 
 import hashlib
-import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,10 @@ import torch
 
 from kvbm_rs import Chain, EngineMemory, Manager
 from kvbm_rs.errors import InvalidError, KvbmError
+from kvbm_rs.sglang import logger
 
 if TYPE_CHECKING:
     from kvbm_rs import Load, LoadEnd, Save, SaveEnd, Settings
-
-logger = logging.getLogger(__name__)
 
 # Seconds between two looks whether a medium that hangs has let go of SGLang's memory.
 _LOOK = 0.001
@@ -108,6 +107,8 @@ class Pages:
             settings, host.adopt(), block_tokens=host.page_tokens, fingerprint=fingerprint
         )
         self.counts = dict.fromkeys(_COUNTED, 0)
+        # Names the weights since they were exchanged: only this process knows which they are.
+        self._weights = b""
 
     def leading(self, keys: Sequence[str]) -> int:
         """How many leading ones are here."""
@@ -125,9 +126,9 @@ class Pages:
         slots = self._host.slots_of(indices, len(keys))
         chained = self._chained(keys)
         alone = [at for at in range(chained, len(keys)) if self._is_alone(keys[at])]
-        loads = [(0, self._load(_chain(keys[:chained]), slots[:chained]))] if chained else []
+        loads = [(0, self._load(self._chain(keys[:chained]), slots[:chained]))] if chained else []
         # All are begun before any is waited for.
-        loads += [(at, self._load(_alone(keys[at]), [slots[at]])) for at in alone]
+        loads += [(at, self._load(self._alone(keys[at]), [slots[at]])) for at in alone]
         arrived = [False] * len(keys)
         for first, load in loads:
             came = _arrived(load)
@@ -140,7 +141,7 @@ class Pages:
         """Which of them are here now. `prefix`: those before the first one; `None`: SGLang did not say."""
         slots = self._host.slots_of(indices, len(keys))
         if self._is_chained and prefix is not None:
-            save = self._manager.save_from(_chain([*prefix, *keys]), len(prefix), slots)
+            save = self._manager.save_from(self._chain([*prefix, *keys]), len(prefix), slots)
             end = _ended(save)
             if not end.orphans:
                 self._count(end)
@@ -150,7 +151,7 @@ class Pages:
 
     def _save_alone(self, keys: Sequence[str], slots: Sequence[int]) -> list[bool]:
         lacking = [at for at, key in enumerate(keys) if not self._chained([key])]
-        saves = [(at, self._manager.save_from(_alone(keys[at]), 0, [slots[at]])) for at in lacking]
+        saves = [(at, self._manager.save_from(self._alone(keys[at]), 0, [slots[at]])) for at in lacking]
         kept = [True] * len(keys)
         for at, save in saves:
             end = _ended(save)
@@ -161,7 +162,13 @@ class Pages:
 
     def forget(self) -> None:
         """Nothing that is here now is found again."""
+        # After a restart SGLang has the weights of its files again.
+        self._weights = os.urandom(16)
         self._manager.reset()
+
+    def opened(self) -> list[str]:
+        """What there is, in lines for a log."""
+        return self._manager.opened()
 
     def occupancy(self) -> dict[str, tuple[int, int]]:
         """Pages that each tier has room for, and those in it."""
@@ -178,13 +185,21 @@ class Pages:
             # They keep the pool's memory until they end.
             logger.error("copies of a medium that hangs still use the host pool")
 
+    def _chain(self, keys: Sequence[str]) -> Chain:
+        """SGLang's names of pages: SHA-256 over the one before and the tokens, in hexadecimal."""
+        return Chain((bytes.fromhex(key) for key in keys), salt=self._weights)
+
+    def _alone(self, key: str) -> Chain:
+        """Of a page that hangs on nothing. It has another name than in a chain: a chain has no holes, and these may have."""
+        return Chain([hashlib.sha256(b"alone" + bytes.fromhex(key)).digest()], salt=self._weights)
+
     def _chained(self, keys: Sequence[str]) -> int:
         if not self._is_chained:
             return 0
-        return max(self._manager.matches(_chain(keys)).values(), default=0)
+        return max(self._manager.matches(self._chain(keys)).values(), default=0)
 
     def _is_alone(self, key: str) -> bool:
-        return bool(self._manager.matches(_alone(key)))
+        return bool(self._manager.matches(self._alone(key)))
 
     def _load(self, chain: Chain, slots: list[int]) -> "Load":
         return self._manager.load_into(self._manager.lease(chain), 0, slots)
@@ -196,16 +211,6 @@ class Pages:
         self.counts["refused"] += end.refused
         # Blocks that are refused or declined did not fail.
         self.counts["failed_stores"] += max(end.failed - end.declined - end.refused, 0)
-
-
-def _chain(keys: Sequence[str]) -> Chain:
-    """SGLang's names of pages: SHA-256 over the one before and the tokens, in hexadecimal."""
-    return Chain(bytes.fromhex(key) for key in keys)
-
-
-def _alone(key: str) -> Chain:
-    """Of a page that hangs on nothing. It has another name than in a chain: a chain has no holes, and these may have."""
-    return Chain([hashlib.sha256(b"alone" + bytes.fromhex(key)).digest()])
 
 
 def _arrived(load: "Load") -> int:

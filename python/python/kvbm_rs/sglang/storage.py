@@ -4,7 +4,6 @@ SGLang calls it on threads of its own: one asks what is here, one loads, one sto
 scheduler's. Whatever fails is a miss; only a start raises.
 """
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,11 +20,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
+from kvbm_rs import logs
+from kvbm_rs._native import flush_log
 from kvbm_rs.errors import KvbmError
+from kvbm_rs.sglang import logger
 from kvbm_rs.sglang.config import Config
 from kvbm_rs.sglang.pages import HostPool, Pages
-
-logger = logging.getLogger(__name__)
 
 KV = PoolName.KV.value
 
@@ -82,6 +82,7 @@ class KvbmStorage(HiCacheStorage):
         fingerprint = self._config.fingerprint(name, host.layout)
         # Of other pools SGLang may keep the end of a prompt alone.
         self._pages[name] = Pages(host, settings, fingerprint, is_chained=name == KV)
+        logs.announce(f"KvbmStorage, pool {name},", self._pages[name])
 
     # The KV cache.
 
@@ -219,6 +220,8 @@ class KvbmStorage(HiCacheStorage):
         while self._pages:
             _, pages = self._pages.popitem()
             pages.close(self._config.shutdown_seconds)
+        # SGLang ends its processes without asking Python to.
+        flush_log()
 
     # The copying interface, which SGLang does not use with `interface_v1`.
 

@@ -6,3 +6,8 @@
 | `kvbm_rs.vllm.policy.HazardPolicy` | `"eviction_policy": "HazardPolicy", "cache_policy_module_path": "kvbm_rs.vllm.policy"` |
 | `kvbm_rs.vllm.tier.KvbmTier` | in `secondary_tiers`: `"type": "KvbmTier", "module_path": "kvbm_rs.vllm.tier"` |
 """
+
+from kvbm_rs.logs import logger_below
+
+# vLLM shows what is below its own.
+logger = logger_below("vllm")

@@ -30,7 +30,7 @@ class HazardPolicy(CachePolicy):
         super().__init__(cache_capacity)
         # Which chunk follows which is known nowhere else: a public method says it of a key, but not which keys there are.
         if "_offload_key_positions" not in ReqContext.__dataclass_fields__:
-            raise UnavailableError("HazardPolicy needs the chunk positions that vLLM 0.32 keeps for a request: use that")
+            raise UnavailableError("HazardPolicy needs the chunk positions that vLLM 0.32 and 0.33 keep for a request: use one of these")
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
         self._policy = self._make_policy(cache_capacity)
         # For every chunk of every look-up and copy: without a frame of Python's between.
@@ -45,8 +45,8 @@ class HazardPolicy(CachePolicy):
         """The chunk, or None."""
         return self._chunks.get(key)
 
-    def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
-        """Adds a chunk that is about to be written."""
+    def insert(self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None) -> None:
+        """Adds a chunk that is about to be written. vLLM 0.33 says for which request; `on_store_miss` has said it before."""
         self._chunks[key] = chunk
         self._policy.insert(key)
 

@@ -4,7 +4,7 @@ All methods run on the scheduler's thread, and none waits for a medium but `drai
 has threads of its own.
 """
 
-import logging
+import os
 from collections.abc import Collection, Iterable
 from typing import Any, ClassVar
 
@@ -24,13 +24,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvbm_rs import Settings
-from kvbm_rs._native import Tier
+from kvbm_rs import Settings, logs
+from kvbm_rs._native import Tier, flush_log
 from kvbm_rs.errors import InvalidError
-from kvbm_rs.vllm import identity, tier_metrics, versions
+from kvbm_rs.vllm import identity, logger, tier_metrics, versions
 from kvbm_rs.vllm.samples import Reader
-
-logger = logging.getLogger("vllm.kvbm")
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 # One in so many chunks of the primary tier is left to stores while requests wait for what they were promised.
@@ -85,14 +83,16 @@ class KvbmTier(SecondaryTierManager):
         config = offloading_spec.config
         tokens = [group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups]
         chunks = len(primary_kv_view)
+        own = _settings(settings, self.block_size_bytes).of_replica(config.parallel.data_parallel_index)
         self._tier = Tier(
             primary_kv_view,
             tokens,
             max(1, chunks // MARGIN),
-            _settings(settings, self.block_size_bytes),
+            own,
             identity.of_offloading(config, weights),
             (HIT, MISS),
         )
+        logs.announce("KvbmTier", self._tier, own.remarks())
         if len(tokens) == 1:
             # Called for every key of every request that waits: a function of Python's would cost as much as all the rest.
             self.lookup = self._tier.lookup  # type: ignore[method-assign]
@@ -156,14 +156,17 @@ class KvbmTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         # What requests were told holds no more.
         self._step += 1
-        unknown = self._tier.drain(self._forget)
+        # Nobody else knows which weights are served from here on: the files have others, or will have.
+        unknown = self._tier.drain(os.urandom(16) if self._forget else None)
         if unknown is not None:
-            logger.error("what was stored with past weights may be found again after a restart: %s", unknown)
+            logger.warning("the new epoch is not noted everywhere yet: %s", unknown)
 
     def shutdown(self) -> None:
         left, copies = self._tier.close(self._shutdown_seconds)
         if left:
             logger.warning("%d chunks did not get to their medium in %.0f s", left, self._shutdown_seconds)
+        # vLLM ends its processes without asking Python to.
+        flush_log()
         if copies:
             # vLLM keeps the primary tier's memory then.
             raise RuntimeError(f"{copies} copies still use the primary tier: a medium hangs")
@@ -184,10 +187,7 @@ class KvbmTier(SecondaryTierManager):
 def _settings(values: dict[str, Any], chunk_bytes: int) -> Settings:
     if "block_bytes" in values:
         raise InvalidError("block_bytes: leave it out, a block is a chunk of vLLM's")
-    settings = Settings.from_environment(values | {"block_bytes": chunk_bytes})
-    for remark in settings.remarks():
-        logger.warning("%s", remark)
-    return settings
+    return Settings.from_environment(values | {"block_bytes": chunk_bytes})
 
 
 def _flag(name: str, value: object) -> bool:

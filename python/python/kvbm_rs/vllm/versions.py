@@ -1,7 +1,6 @@
 """The versions of vLLM that the package has run with, and what the connector does without in the oldest of them."""
 
 import enum
-import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,11 +8,10 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvbm_rs.errors import InvalidError
+from kvbm_rs.vllm import logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-logger = logging.getLogger("vllm.kvbm")
 
 # All tests run with it.
 TESTED = "0.32.0"

@@ -1,17 +1,16 @@
 //! Which object is what, by its name.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use futures::TryStreamExt;
 use object_store::ObjectMeta;
 use object_store::path::Path;
-use tokio::time::timeout;
 
-use super::super::discover::{parse_epoch, segment_name};
+use super::super::epochs::parse_marker;
 use super::super::error::StoreError;
 use super::super::files::staged;
 use super::super::keys::is_key;
-use super::super::names::SegmentName;
+use super::super::lease::parse_term;
+use super::super::names::{SegmentName, epoch_name, parse_epoch_name};
 use super::super::open::Store;
 use super::super::share::worker_of;
 
@@ -31,6 +30,8 @@ pub(super) struct Inventory {
 pub(super) struct Namespace {
     pub(super) path: Path,
     pub(super) segments: Vec<(SegmentName, ObjectMeta)>,
+    /// Where segments lie, or may.
+    pub(super) directories: BTreeSet<Path>,
     pub(super) manifests: Vec<ObjectMeta>,
     /// Files that were not finished, and when each was last written to, in milliseconds since 1970.
     pub(super) leftovers: Vec<(Path, i64)>,
@@ -39,7 +40,10 @@ pub(super) struct Namespace {
 }
 
 /// The directories of a namespace.
-const SEGMENTS: &str = "segments";
+const SEGMENTS: &str = "blocks";
+/// Where versions that did not tell epochs apart put theirs.
+const FORMER_SEGMENTS: &str = "segments";
+const COLLECTOR: &str = "collector";
 const MANIFESTS: &str = "manifests";
 const EPOCHS: &str = "epochs";
 const KEYS: &str = "keys";
@@ -48,14 +52,12 @@ const NIXL: &str = "nixl";
 impl Inventory {
     pub(super) async fn take(store: &Store) -> Result<Self, StoreError> {
         let mut inventory = Self::default();
-        let mut listing = store.client.list(Some(&store.root));
-        while let Some(meta) = next(store, &mut listing).await? {
+        let mut listing = store.listing(&store.root, None, LISTING_LIMIT);
+        while let Some(meta) = listing.next().await? {
             inventory.sort_in(&store.root, meta);
         }
         for (path, namespace) in &mut inventory.namespaces {
-            for directory in [SEGMENTS, MANIFESTS, EPOCHS] {
-                namespace.leftovers.extend(leftovers(store, &path.clone().join(directory)));
-            }
+            namespace.leftovers.extend(leftovers(store, path));
         }
         Ok(inventory)
     }
@@ -68,29 +70,53 @@ impl Inventory {
 
     fn sort_in(&mut self, root: &Path, meta: ObjectMeta) {
         let below: Vec<_> = meta.location.parts().skip(root.parts().count()).collect();
-        let is_kind = |name: &str| [SEGMENTS, MANIFESTS, EPOCHS, KEYS, NIXL].contains(&name);
+        let kinds = [SEGMENTS, FORMER_SEGMENTS, MANIFESTS, EPOCHS, COLLECTOR, KEYS, NIXL];
+        let is_kind = |name: &str| kinds.contains(&name);
         let Some(at) = below.iter().rposition(|part| is_kind(part.as_ref())).filter(|&at| at > 0) else {
             self.strangers += 1;
             return;
         };
         let path: Path = root.parts().chain(below[..at].iter().cloned()).collect();
         let kind = below[at].as_ref().to_owned();
-        let is_direct = at + 2 == below.len();
+        let place = match &below[at + 1..] {
+            [_] => Place::Direct,
+            [epoch, _] => parse_epoch_name(epoch.as_ref()).map_or(Place::Elsewhere, |_| Place::InEpoch),
+            _ => Place::Elsewhere,
+        };
         let namespace = self.namespaces.entry(path.clone()).or_default();
         namespace.path = path;
-        namespace.sort_in(&kind, is_direct, meta);
+        namespace.sort_in(&kind, place, meta);
     }
 }
 
+/// Where in a namespace's directory an object lies.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Direct,
+    /// In the directory of an epoch.
+    InEpoch,
+    Elsewhere,
+}
+
 impl Namespace {
-    fn sort_in(&mut self, kind: &str, is_direct: bool, meta: ObjectMeta) {
-        let name = segment_name(&meta).filter(|_| kind == SEGMENTS && is_direct);
+    fn sort_in(&mut self, kind: &str, place: Place, meta: ObjectMeta) {
+        let is_direct = place == Place::Direct;
+        let is_place =
+            (kind, place) == (SEGMENTS, Place::InEpoch) || (kind, place) == (FORMER_SEGMENTS, Place::Direct);
+        let name = meta.location.filename().and_then(SegmentName::parse).filter(|_| is_place);
         match (kind, name) {
-            (SEGMENTS, Some(name)) => self.segments.push((name, meta)),
+            (_, Some(name)) => {
+                let parts = meta.location.parts().count().saturating_sub(1);
+                self.directories.insert(meta.location.parts().take(parts).collect());
+                self.segments.push((name, meta));
+            }
             (MANIFESTS, _) if is_direct && worker_of(&meta.location).is_some() => self.manifests.push(meta),
-            (EPOCHS, _) if is_direct && parse_epoch(&meta.location).is_some() => {}
+            (EPOCHS, _) if is_direct && let Some(epoch) = parse_marker(&meta.location) => {
+                self.directories.insert(self.path.clone().join(SEGMENTS).join(epoch_name(epoch)));
+            }
+            (COLLECTOR, _) if is_direct && parse_term(&meta.location).is_some() => {}
             // What blocks are encrypted with: whoever removes one makes them unreadable.
-            (KEYS, _) if is_direct && is_key(&meta.location) => {}
+            (KEYS, _) if is_key(&meta.location) => {}
             // Slots of a tier on NIXL: nobody but the process that wrote them knows what they mean.
             (NIXL, _) if !is_direct => {}
             _ => self.foreign.push(meta.location),
@@ -99,19 +125,12 @@ impl Namespace {
 }
 
 /// The client takes the names of these for none.
-fn leftovers(store: &Store, directory: &Path) -> Vec<(Path, i64)> {
-    let files = store.files_below(directory).map(|files| staged(&files)).unwrap_or_default();
-    let named = files.into_iter().filter_map(|(path, written)| {
-        let name = path.file_name()?.to_str()?;
-        // As it is: `join` would write the sign at its end in another way.
-        Some((Path::parse(format!("{directory}/{name}")).ok()?, written.saturating_mul(1_000)))
+fn leftovers(store: &Store, namespace: &Path) -> Vec<(Path, i64)> {
+    let Some(root) = store.files_below(namespace) else { return Vec::new() };
+    let named = staged(&root).into_iter().filter_map(|(path, written)| {
+        let name = path.strip_prefix(&root).ok()?.to_str()?;
+        // As it is: `join` would write the sign in it in another way.
+        Some((Path::parse(format!("{namespace}/{name}")).ok()?, written.saturating_mul(1_000)))
     });
     named.collect()
-}
-
-async fn next(
-    store: &Store,
-    listing: &mut (impl futures::TryStream<Ok = ObjectMeta, Error = object_store::Error> + Unpin),
-) -> Result<Option<ObjectMeta>, StoreError> {
-    timeout(LISTING_LIMIT, listing.try_next()).await?.map_err(|error| store.secrets.scrub(&error))
 }

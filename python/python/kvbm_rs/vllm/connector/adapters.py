@@ -1,18 +1,16 @@
 """Which weights a LoRA adapter has: vLLM's names of blocks have its name and its path, behind which there may be others tomorrow."""
 
 import hashlib
-import logging
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm_rs.vllm import logger
 from kvbm_rs.weights import digest_of_files
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
-
-logger = logging.getLogger(__name__)
 
 # Beside them there may be what the training left, and goes on to change.
 _FILES = "adapter_*"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
@@ -72,6 +73,11 @@ class Config:
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         transfer = vllm_config.kv_transfer_config
+        _check_role(transfer.kv_role)
+        # A worker also sees what a `MultiConnector` around it is, by which vLLM's scheduler goes.
+        around = get_current_vllm_config_or_none()
+        if around is not None and around.kv_transfer_config is not None:
+            _check_role(around.kv_transfer_config.kv_role)
         extra = transfer.kv_connector_extra_config
         _check(extra)
         parallel = vllm_config.parallel_config
@@ -90,6 +96,7 @@ class Config:
         self.max_tokens: int = vllm_config.model_config.max_model_len
         self.slots: int = kv_cache_config.num_blocks
         self.block_tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self.hash_tokens = _hash_tokens(kv_cache_config, self.block_tokens)
         self.weights_never_change: bool = extra.get("weights_never_change", False)
         self.save_generated: bool = extra.get("save_generated", True)
         self.layerwise: bool = extra.get("layerwise", False)
@@ -97,9 +104,8 @@ class Config:
             _check_layerwise(self, vllm_config)
         events = vllm_config.kv_events_config
         self.publishes = events is not None and events.enable_kv_cache_events
-        self.settings = Settings.from_environment(
-            {**extra.get("settings", {}), "block_bytes": self.groups[0].block_bytes}
-        )
+        settings = Settings.from_environment({**extra.get("settings", {}), "block_bytes": self.groups[0].block_bytes})
+        self.settings = settings.of_replica(parallel.data_parallel_index)
         lora = vllm_config.lora_config
         # How adapters are used: of what type their weights are made, and for which layers.
         self.adapter_options = lora and lora.compute_hash()
@@ -130,11 +136,30 @@ def _check(extra: dict[str, Any]) -> None:
             raise InvalidError(f"kv_connector_extra_config: {name} is a {kind.__name__}, not {value!r}")
 
 
+def _check_role(role: str) -> None:
+    if role != "kv_both":
+        raise InvalidError(
+            f"kv_role: KvbmConnector saves and loads, which {role} does not say; with kv_producer vLLM would give it blocks to load "
+            "into that a step under way still writes. Set kv_both, here and in a MultiConnector around it"
+        )
+
+
 def _check_parallel(parallel: Any) -> None:
     # Of context parallelism a block's tokens are spread over ranks, and its size is not the one that hashes are of.
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise InvalidError(f"KvbmConnector has no {name.removesuffix('_size').replace('_', ' ')}ism: set {name} to 1")
+
+
+def _hash_tokens(cache: "KVCacheConfig", block_tokens: int) -> int:
+    """Tokens behind which vLLM names what came so far: those of a block, or fewer (`--prefix-match-unit`)."""
+    # 0.29 does not say it, and has the same for all that it serves here.
+    tokens = getattr(cache, "hash_block_size", None) or block_tokens
+    if block_tokens % tokens:
+        raise InvalidError(
+            f"vLLM hashes every {tokens} tokens, and a block has {block_tokens}: set --prefix-match-unit to a divisor of that"
+        )
+    return tokens
 
 
 def _groups(cache: "KVCacheConfig") -> list[Group]:

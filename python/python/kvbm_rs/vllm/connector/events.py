@@ -56,9 +56,9 @@ class Publisher:
         # Found by look-ups, and to be told with the next events.
         self._found: list[KVCacheEvent] = []
 
-    def note(self, request: "Request", chain: "Chain", first: int) -> None:
-        """The blocks of `request` from position `first` on may come to a tier, or are there."""
-        hashes, tokens = request.block_hashes, request.all_token_ids
+    def note(self, request: "Request", hashes: "list[BlockHash]", chain: "Chain", first: int) -> None:
+        """The blocks of `request` from position `first` on may come to a tier, or are there. `hashes` has one for each block."""
+        tokens = request.all_token_ids
         lora = request.lora_request and (request.lora_request.adapter_id, request.lora_request.name)
         for at, name in enumerate(chain.names(first), first):
             if name in self._blocks or name in self._expected:

@@ -1,7 +1,7 @@
 """The scheduler's role: look-ups, loads and saves, and which of the engine's blocks are held for them."""
 
 import itertools
-import logging
+import os
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -18,9 +18,11 @@ from kvbm_rs import (
     HybridLoadEnd,
     HybridSave,
     Manager,
+    logs,
 )
 from kvbm_rs._native import vllm_request_numbers
-from kvbm_rs.errors import KvbmError
+from kvbm_rs.errors import KvbmError, UnavailableError
+from kvbm_rs.vllm import logger
 from kvbm_rs.vllm.connector.adapters import Adapters
 from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.events import Publisher
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.request import Request
-
-logger = logging.getLogger(__name__)
 
 # Seconds.
 _CLOSE_WAIT = 5.0
@@ -159,6 +159,10 @@ class Scheduler:
         self._grid = int(config.settings["hybrid.checkpoint_blocks"])
         self._reader = Reader(self.manager)
         self._adapters = Adapters(config.adapter_options)
+        # Names the weights since a reset: only this process knows which they are.
+        self._weights = b""
+        # vLLM's names up to each block's end: the last one is the block's.
+        self._hashes_per_block = config.block_tokens // config.hash_tokens
         self._publisher = None
         if config.publishes:
             self._publisher = Publisher(self.manager, config.block_tokens, config.groups[0].index)
@@ -179,8 +183,7 @@ class Scheduler:
         self._pool: BlockPool | None = None
         # vLLM 0.29 does not show it: a request's blocks are known at its end only, and are saved then.
         self._kv: KVCacheManager | None = None
-        for tier, blocks in self.manager.recovered().items():
-            logger.info("%s: %d blocks of an earlier process", tier, blocks)
+        logs.announce("KvbmConnector", self.manager, config.settings.remarks())
 
     def bind(self, kv_cache_manager: "KVCacheManager") -> None:
         self._kv = kv_cache_manager
@@ -390,7 +393,7 @@ class Scheduler:
         """Leading blocks that can be saved once so many tokens are computed."""
         request = known.request
         tokens = computed if self._config.save_generated else min(computed, request.num_prompt_tokens)
-        return min(tokens // self._config.block_tokens, len(request.block_hashes))
+        return min(tokens // self._config.block_tokens, len(request.block_hashes) // self._hashes_per_block)
 
     def _save(self, known: _Request) -> None:
         full = self._full(known, known.computed)
@@ -526,7 +529,7 @@ class Scheduler:
             if known.number in busy:
                 still.append(pinning)
                 continue
-            chain = Chain(known.request.block_hashes[: pinning.blocks], salt=known.salt)
+            chain = Chain(self._hashes(known.request)[: pinning.blocks], salt=known.salt)
             try:
                 self.manager.pin(self.manager.lease(chain), known.asked.pin_seconds)
             except KvbmError:
@@ -551,18 +554,26 @@ class Scheduler:
         """Forgets all, since the weights may be others; unless they never are."""
         if self._config.weights_never_change:
             return True
-        self.manager.reset()
-        # What was computed with the weights of before must not come into the new epoch.
+        # After a restart the engine has the weights of its files again, and a bucket's other engines have weights of their own.
+        self._weights = os.urandom(16)
+        # What was computed with the weights of before must not come into the new epoch, whatever becomes of the reset.
         for known in self._requests.values():
             known.lease = None
             # One whose load has ended, or a session, waits too.
             waits = known.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             begins_anew = waits and not known.request.num_computed_tokens
+            known.salt = self._salt(known.request) if known.salt is not None else None
             known.saved = 0 if begins_anew and known.salt is not None else _ALL
+            known.forget_chain()
         for ending in self._ending:
             self._let_go(ending)
         self._ending = []
         self._pinning, self._pinned = [], []
+        try:
+            self.manager.reset()
+        except UnavailableError as error:
+            # What was kept before the first reset is of the files' weights, and all since has names that end with this process.
+            logger.warning("the new epoch is not noted everywhere yet: %s", error)
         return True
 
     def shutdown(self) -> None:
@@ -572,7 +583,7 @@ class Scheduler:
 
     def _chain(self, known: _Request) -> Chain:
         """Its chain, with the blocks that have become full."""
-        hashes, first = known.request.block_hashes, len(known.chain)
+        hashes, first = self._hashes(known.request), len(known.chain)
         if first and (first > len(hashes) or hashes[first - 1] != known.last):
             # A session goes on without the last token that was said: no block that was computed has it.
             known.forget_chain()
@@ -582,23 +593,43 @@ class Scheduler:
         known.chain.extend(hashes[first:])
         known.last = hashes[-1] if hashes else None
         if self._publisher and len(known.chain) > first:
-            self._publisher.note(known.request, known.chain, first)
+            self._publisher.note(known.request, hashes, known.chain, first)
         return known.chain
+
+    def _hashes(self, request: "Request") -> "list[BlockHash]":
+        """vLLM's names of its full blocks. Each commits to all that comes before it, however often vLLM hashes."""
+        hashes, every = request.block_hashes, self._hashes_per_block
+        return hashes if every == 1 else hashes[every - 1 :: every]
 
     def _known(self, request: "Request") -> _Request:
         known = self._requests.get(request.request_id)
         if known is None:
-            number, salt = self._number(request.request_id), self._salt(request)
+            number, salt = self._number(request.request_id), self._salt(request) if self._is_hashed(request) else None
             limits = self._limits if salt is not None else replace(self._limits, why_not_held=_NOT_KEPT)
             asked = asked_by(request, limits)
             known = _Request(number, request, asked, asked.for_manager(), salt)
             self._requests[request.request_id] = known
         return known
 
+    def _is_hashed(self, request: "Request") -> bool:
+        """Whether its hashes are of as many tokens as the engine said: blocks are told by their number."""
+        tokens, hashes = self._config.hash_tokens, len(request.block_hashes)
+        if hashes == request.num_tokens // tokens:
+            return True
+        logger.error(
+            "request %s: %d tokens have %d hashes, wanted is one for each %d: none of its blocks is kept or served",
+            request.request_id,
+            request.num_tokens,
+            hashes,
+            tokens,
+        )
+        return False
+
     def _salt(self, request: "Request") -> bytes | None:
         if request.mm_features and not self._config.names_media:
             return None
-        return self._adapters.salt(request.lora_request)
+        adapter = self._adapters.salt(request.lora_request)
+        return None if adapter is None else self._weights + adapter
 
     def _still_has_its_salt(self, known: _Request) -> bool:
         """Whether its blocks still have the names that they had when it came. If not, it keeps nothing from here on."""

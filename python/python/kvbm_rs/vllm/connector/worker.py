@@ -1,6 +1,5 @@
 """The worker's role: adopts the KV tensors, and passes on what has ended."""
 
-import logging
 import threading
 import time
 from dataclasses import dataclass, field
@@ -10,14 +9,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvbm_rs import EngineMemory, HybridLease, HybridLoad, Manager, Rank
 from kvbm_rs.errors import KvbmError
+from kvbm_rs.vllm import logger
 from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.tensors import adopt, block_dimension, by_blocks
 from kvbm_rs.vllm.versions import KVConnectorTransferResults
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger(__name__)
 
 # Of engines whose only worker is in this process: for their schedulers, which vLLM makes later.
 _adopted: dict[str, list[EngineMemory]] = {}
