@@ -49,7 +49,7 @@ fn embedding((prompt_tokens, request): (Vec<u32>, RequestId), generated_tokens: 
     Ok(())
 }
 
-/// docs/embedding-names.md
+/// docs/embedding.md
 async fn names(settings: Settings) -> Tried {
     let fingerprint = Fingerprint {
         model: "meta-llama/Llama-3.1-8B".into(),
@@ -94,7 +94,7 @@ async fn adopt(
         bytes: t.bytes_of_a_piece,
     });
     let map = SegmentMap::new(slots, &parts.collect::<Vec<_>>())?;
-    // SAFETY: the tensors live as long as `owner`, and nobody touches a slot while a copy that names it is under way.
+    // SAFETY: the tensors live as long as `owner`, and no code touches a slot while a copy that names it is under way.
     let region = unsafe { DeviceRegion::adopt(map, Space::Host, owner) };
     let manager = Manager::open_with(settings, options, EngineMemory::new(region, layers)?).await?;
     Ok(())
@@ -145,7 +145,7 @@ async fn ranks(settings: Settings, fingerprint: Option<Fingerprint>) -> Tried {
     Ok(())
 }
 
-/// docs/embedding-hybrid.md
+/// docs/engine-memory.md
 async fn hybrid(
     (settings, options): (Settings, Options),
     (full_attention, sliding, states): (EngineMemory, EngineMemory, EngineMemory),

@@ -18,7 +18,7 @@ pub enum SettingsError {
         key: String,
         /// The value as it was given; `(set)` for a secret.
         value: String,
-        /// Who gave it.
+        /// Where it came from.
         origin: Origin,
         /// What is wrong, and what is valid.
         #[source]
@@ -29,7 +29,7 @@ pub enum SettingsError {
     Unknown {
         /// The name as it was given.
         name: String,
-        /// Who gave it.
+        /// Where it came from.
         origin: Origin,
         /// The most similar name of the same sort.
         nearest: &'static str,

@@ -187,7 +187,7 @@ impl Field {
         }
     }
 
-    /// How a member of a family is called below the family's path, whoever wrote it.
+    /// The name of a member of a family below the family's path, whatever its source.
     pub(crate) fn member(&self, name: &str) -> String {
         match self {
             Self::Parameters(_) => parameter_name(name).map_or_else(|_| name.to_owned(), parameter_path),
@@ -470,7 +470,7 @@ mod tests {
         }
     }
 
-    /// Whoever wrote it, and however wrong.
+    /// From any source, and however wrong.
     #[test]
     fn urls_with_credentials_are_neither_accepted_nor_shown() {
         let schemes = ["file", "s3", "memory", "http", "https"];

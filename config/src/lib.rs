@@ -10,7 +10,7 @@
 //! | `registry` | the one table of keys and variables, which everything below reads |
 //! | `nixl` | how plugins of NIXL and their parameters are named |
 //! | `file` | a TOML file as lines of `key = value` |
-//! | `origin` | who chose a value |
+//! | `origin` | where a value came from |
 //! | [`loader`] | defaults < file < environment < arguments < command line, and where each value came from |
 //! | `validate` | what must hold between settings |
 //! | [`mod@reference`] | the generated `docs/configuration.md` |

@@ -99,7 +99,7 @@ impl Loader {
         self
     }
 
-    /// Sets the setting with the TOML path `path` on behalf of whoever calls the program that embeds us.
+    /// Sets the setting with the TOML path `path` on behalf of the caller of the program that embeds kvbm.
     pub fn argument(mut self, path: impl Into<String>, value: Argument) -> Self {
         self.arguments.push((path.into(), value));
         self
@@ -236,7 +236,7 @@ pub struct Accepted {
     pub name: String,
     /// Its value.
     pub value: String,
-    /// Who gave it.
+    /// Where it came from.
     pub origin: Origin,
     /// What that means.
     pub remark: String,

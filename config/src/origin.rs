@@ -1,4 +1,4 @@
-//! Who chose a value.
+//! Where a value came from.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use serde::{Serialize, Serializer};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Origin {
-    /// Nobody chose it.
+    /// The default.
     #[default]
     Default,
     /// The program's own choice, see [`Loader::defaults`](crate::Loader::defaults).

@@ -5,8 +5,7 @@ use std::fmt::Write as _;
 use crate::field::{Field, size_range};
 use crate::registry::{IGNORED, KEYS, Key, Variable};
 use crate::settings::Settings;
-use crate::value::NONE;
-use crate::value::whole_numbers;
+use crate::value::{NONE, TEXTS, whole_numbers};
 
 /// The whole of `docs/configuration.md`.
 pub fn reference_markdown() -> String {
@@ -22,35 +21,30 @@ pub fn reference_markdown() -> String {
 /// Sections of the file: TOML table, title, introduction.
 const SECTIONS: &[(&str, &str, &str)] = &[
     ("", "Top of the file", "Keys that stand before the first `[section]`."),
-    (
-        "device",
-        "`[device]`: G1",
-        "Emulated in host memory unless a GPU backend is chosen. Capacity `none`: no device tier of our own.",
-    ),
+    ("device", "`[device]`: G1", "Capacity `none`: no device tier of our own."),
     ("host", "`[host]`: G2", "Capacity `none`: no host tier."),
     ("disk", "`[disk]`: G3", "Capacity `none`: no disk tier."),
     ("object", "`[object]`: G4", "URL `none` or capacity `0`: no object tier, whatever the other keys say."),
     (
         "encryption",
         "`[encryption]`",
-        "Keys turn it on, for all that outlives the process, on disk, in objects and in persistent DRAM: AES-256-GCM, see \
-         [security](security.md). In a tier that is encrypted each block takes 68 bytes more, on disk and in DRAM up to a \
-         page.",
+        "Keys encrypt what outlives the process, on disk, in objects and in persistent DRAM: AES-256-GCM, see \
+         [security](security.md). Each block then takes 68 bytes more, on disk and in DRAM up to a page.",
     ),
     ("transfer", "`[transfer]`", "How blocks move between tiers."),
     ("flush", "`[flush]`", "When blocks are copied to the tier below."),
     (
         "hybrid",
         "`[hybrid]`",
-        "Models with sliding windows or a state: see [hybrid models](embedding-hybrid.md).",
+        "Models with sliding windows or a state: see [hybrid models](engine-memory.md#hybrid-models).",
     ),
     ("metrics", "`[metrics]`", "What is exported for Prometheus."),
-    ("traces", "`[traces]`", "What is told a tracer."),
+    ("traces", "`[traces]`", "What a tracer is told."),
     (
         "nixl",
         "`[nixl]`",
-        "NVIDIA's transfer library, 1.5 or later, loaded where it is installed (`pip install nixl-cu12`). `kvbm doctor` shows which of its \
-         plugins work here.",
+        "NVIDIA's transfer library, 1.5 or later, if installed (`pip install nixl-cu12`). `kvbm doctor` shows which plugins work \
+         here.",
     ),
 ];
 
@@ -81,8 +75,8 @@ const INTRODUCTION: &str = "\
 
 <!-- Generated from the registry of kvbm-settings. Do not edit: KVBM_BLESS=1 cargo test -p kvbm-settings -->
 
-Every setting has one default, one key in a TOML file and at least one environment variable. `kvbm config` prints the
-effective value of each and where it came from.
+Every setting has one default, one key in a TOML file and at least one environment variable. `kvbm config` prints each value
+and where it came from.
 
 ## Where values come from
 Each source overrides the one above it:
@@ -92,33 +86,33 @@ Each source overrides the one above it:
 3. the environment: `DYN_KVBM_*`;
 4. the command line.
 
-Nothing is guessed. A `DYN_KVBM_*` variable or TOML key that does not exist is an error that names the nearest one that
-does, and a value that is not valid is an error that names the key, the value, the variable or line it came from, and
-what is valid. Settings are also checked together: a tier needs `block_bytes`, a size must hold at least one block, the
-two S3 keys come as a pair. A URL with a user, a password or a query is refused and never shown.
+An unknown `DYN_KVBM_*` variable or TOML key is an error that names the nearest one. An invalid value is an error that names the
+key, the value, its variable or line, and what is valid. Settings are also checked together: a tier needs `block_bytes`, a
+size must hold at least one block, the two S3 keys come as a pair. A URL with a user, a password or a query is refused and never
+shown.
 
 ```toml run
 {example}```
 
 ## How values are written
-White space around a value never matters; an empty value is an error.
+White space around a value does not matter; an empty value is an error. `none` unsets what can be unset.
 
 | sort | how |
 |---|---|
 | toggle | `true`, `1`, `on`, `yes`, or `false`, `0`, `off`, `no`, in any case. `=false` always means off. |
+| `1–256` | a whole number in this range |
 | size | `65536` (bytes), `64KiB`, `1.5GB`, `1.5 GiB`: decimal units are powers of 1000, binary ones of 1024 |
 | capacity | a size, rounded down to whole blocks, or `5000 blocks`, at most 1,073,741,816 of them; `0` or `none`: no tier; of the object tier also `unlimited` |
-| `…_GB` | a capacity, but a plain number counts decimal gigabytes, 10⁹ bytes, and blocks are not taken |
-| `…_NUM_BLOCKS` | a whole number, which wins over the `…_GB` of the same tier in the environment. With `OVERRIDE` in the name, `0` or `none` leaves the size to the other variable; without it, `0` or `none` means no tier, and `unlimited` is taken |
-| duration | a whole number in the unit that the key's name ends with |
-| directories | separated by `:` or `,`; in TOML also an array, which a directory with such a name needs |
+| `…_GB` | a capacity; a plain number is decimal gigabytes, 10⁹ bytes; blocks are not taken |
+| `…_NUM_BLOCKS` | a whole number, which overrides the tier's `…_GB` in the environment. With `OVERRIDE` in the name, `0` or `none` leaves the size to the other variable; else they mean no tier, and `unlimited` is taken |
+| ms | a whole number of milliseconds |
+| text | at most 4096 bytes |
+| directories | separated by `:` or `,`; in TOML also an array, for names with these |
 | secret | never printed: `kvbm config` says `(set)` |
 
-What can be unset is unset by `none`.
-
 ## Settings
-† marks variables of NVIDIA Dynamo's KVBM; see [below](#coming-from-nvidia-dynamo-kvbm) for what differs. Where a
-setting has several variables, a later one wins.
+† marks variables of NVIDIA Dynamo's KVBM ([differences](#coming-from-nvidia-dynamo-kvbm)). Of several variables the last one
+wins.
 ";
 
 const MIGRATION: &str = "\
@@ -128,7 +122,7 @@ The variables marked † keep their names and meaning, except:
 
 const NO_EFFECT: &str = "\
 ### Accepted, no effect yet
-These are checked and reported, so that a deployment which sets them starts; nothing follows them yet.
+These are checked and reported, and change nothing.
 ";
 
 fn settings_table(keys: &[&Key]) -> String {
@@ -176,25 +170,39 @@ fn valid_values(key: &Key) -> String {
         Field::Limit(_) => "capacity, or `unlimited`".to_owned(),
         Field::Directories(_) => "directories".to_owned(),
         Field::Secret(_) => "secret".to_owned(),
-        Field::Millis(_, range) => format!("ms; {}", whole_numbers(range)),
+        Field::Millis(_, range) => format!("ms; {}", short(whole_numbers(range))),
         Field::Bytes(_, range) | Field::BytesIfSet(_, range) => format!("size {}", size_range(range)),
         Field::Choice(_) => format!("`{}`", key.field.valid().replace(", ", "`, `")),
-        _ => key.field.valid(),
+        _ => short(key.field.valid()),
     }
 }
 
+fn short(valid: String) -> String {
+    match valid.strip_prefix("a whole number from ") {
+        Some(range) => range.replacen(" to ", "–", 1),
+        None if valid == TEXTS => "text".to_owned(),
+        None => valid,
+    }
+}
+
+/// One row for all variables that differ alike.
 fn differences_table() -> String {
-    let mut table = String::from("| variable | here |\n|---|---|\n");
+    let mut rows: Vec<(&str, Vec<String>)> = Vec::new();
     for key in KEYS {
         for variable in key.variables {
-            if let Some(difference) = variable.upstream.filter(|difference| !difference.is_empty()) {
-                let _ = writeln!(
-                    table,
-                    "| {} | {difference} |",
-                    variable_name(key, variable).trim_end_matches(" †")
-                );
+            let Some(difference) = variable.upstream.filter(|difference| !difference.is_empty()) else {
+                continue;
+            };
+            let name = variable_name(key, variable).trim_end_matches(" †").to_owned();
+            match rows.iter_mut().find(|(text, _)| *text == difference) {
+                Some((_, names)) => names.push(name),
+                None => rows.push((difference, vec![name])),
             }
         }
+    }
+    let mut table = String::from("| variable | here |\n|---|---|\n");
+    for (difference, names) in rows {
+        let _ = writeln!(table, "| {} | {difference} |", names.join("<br>"));
     }
     table
 }
@@ -202,7 +210,7 @@ fn differences_table() -> String {
 fn ignored_table() -> String {
     let mut table = String::from("| variable | valid values | why |\n|---|---|---|\n");
     for ignored in IGNORED {
-        let _ = writeln!(table, "| `{}` | {} | {} |", ignored.name, ignored.valid(), ignored.doc);
+        let _ = writeln!(table, "| `{}` | {} | {} |", ignored.name, short(ignored.valid()), ignored.doc);
     }
     table
 }

@@ -151,7 +151,7 @@ const fn upstream(name: &'static str, form: Form, difference: &'static str) -> V
 }
 
 const SAME: &str = "";
-const STRICT: &str = "A value that is no number is an error, not 0.";
+const STRICT: &str = "No number is an error, not 0.";
 const FALSE_IS_FALSE: &str = "`false` means off; upstream reads any value as on.";
 
 /// Every setting, in the order in which it is shown.
@@ -167,10 +167,9 @@ pub(crate) static KEYS: &[Key] = &[
         path: "eviction",
         field: Field::Choice(|s| &mut s.eviction),
         variables: &[own("DYN_KVBM_EVICTION", Form::Plain)],
-        doc: "Which block leaves a full tier. `hazard`: the leaf that brings the fewest expected hits for the time that \
-              it would be held, learned from the traffic (docs/policies.md); `lru`: the leaf used least recently; `fifo`: the leaf that came first; \
-              `turn`: as `lru`, with grace for late turns of a conversation and for frequent use; the others are \
-              the policies known by these names.",
+        doc: "Which block leaves a full tier. `hazard`: the leaf with the fewest expected hits for the time that it would be \
+              held, learned from the traffic (docs/policies.md); `lru`: the leaf used least recently; `fifo`: the leaf that came first; \
+              `turn`: as `lru`, with grace for late turns of a conversation and for frequent use; others as known by these names.",
         in_use: true,
     },
     Key {
@@ -193,8 +192,8 @@ pub(crate) static KEYS: &[Key] = &[
         path: "tenant_quotas",
         field: Field::TenantQuotas(|s| &mut s.tenant_quotas),
         variables: &[own("DYN_KVBM_TENANT_QUOTAS", Form::Plain)],
-        doc: "Beyond how much of each tier a tenant gives way before all others that are within theirs, whatever the \
-              shares. What nobody else wants it may use. Implies `fair_tenants`.",
+        doc: "How much of each tier a tenant may hold before it gives way to others that are within theirs, whatever the \
+              shares. It may use what no other wants. Implies `fair_tenants`.",
         in_use: true,
     },
     Key {
@@ -249,10 +248,9 @@ pub(crate) static KEYS: &[Key] = &[
         path: "host.persist",
         field: Field::Directory(|s| &mut s.host.persist),
         variables: &[own("DYN_KVBM_CPU_CACHE_PERSIST", Form::Plain)],
-        doc: "A directory on tmpfs or hugetlbfs, such as `/dev/shm/kvbm`, that the host tier lies in: it survives the \
-              end of the process, however that comes, and the next one serves from it (docs/persistent-dram.md). \
-              Blocks are found again by a manager with a fingerprint, and lie there encrypted where `encryption` has keys. \
-              `none`: memory of the process's own.",
+        doc: "A directory on tmpfs or hugetlbfs, such as `/dev/shm/kvbm`, for the host tier: it survives any end of the \
+              process, and the next one serves from it (docs/persistent-dram.md). Blocks are found again under the same \
+              fingerprint, and are encrypted if `encryption` has keys. `none`: private memory.",
         in_use: true,
     },
     Key {
@@ -277,7 +275,7 @@ pub(crate) static KEYS: &[Key] = &[
         path: "disk.dirs",
         field: Field::Directories(|s| &mut s.disk.dirs),
         variables: &[upstream("DYN_KVBM_DISK_CACHE_DIR", Form::Plain, "May name several directories.")],
-        doc: "Directories of the disk tier, each with its share of the slots; a chain lies in one of them as far as there is room.",
+        doc: "Directories of the disk tier, each with its share of the slots; a chain lies in one of them while it has room.",
         in_use: true,
     },
     Key {
@@ -309,8 +307,8 @@ pub(crate) static KEYS: &[Key] = &[
         path: "disk.queue_depth",
         field: Field::Count(|s| &mut s.disk.queue_depth, 1..=4096),
         variables: &[own("DYN_KVBM_DISK_QUEUE_DEPTH", Form::Plain)],
-        doc: "Operations in flight; with NIXL so many each way. With `threads` or `gds` so many threads start: 256 at \
-              most, also where `auto` falls back to them.",
+        doc: "Operations in flight; with NIXL, each way. With `threads` or `gds`, also by `auto`, the number of threads, 256 at \
+              most.",
         in_use: true,
     },
     Key {
@@ -327,7 +325,7 @@ pub(crate) static KEYS: &[Key] = &[
         variables: &[own("DYN_KVBM_DISK_ADMISSION", Form::Plain)],
         doc: "Which blocks of the host tier are written to disk, and when. `write_through`: all, soon; `write_back`: \
               all, when they are about to leave the host; `selective`: of these, what is likely enough to return; \
-              `auto`: as whichever of these serves best on a sample of the blocks (docs/policies.md). Other than with \
+              `auto`: the one of these that serves best on a sample of the blocks (docs/policies.md). Except with \
               `write_through`, a sixteenth of the host tier (4,096 slots at most) is kept free, and a save that finds \
               less room is cut short. The object tier is fed from disk.",
         in_use: true,
@@ -336,9 +334,8 @@ pub(crate) static KEYS: &[Key] = &[
         path: "disk.write_budget",
         field: Field::Budget(|s| &mut s.disk.write_budget),
         variables: &[own("DYN_KVBM_DISK_WRITE_BUDGET", Form::Plain)],
-        doc: "How much is written to the disk tier in a day at most, the blocks likeliest to return first; `none`: no \
-              limit. `0`: nothing is written. Each start of the process brings an hour's share; what is prefetched \
-              to disk from objects does not count.",
+        doc: "How much is written to the disk tier in a day at most, the blocks likeliest to return first. `0`: nothing. \
+              Each start of the process brings an hour's share; prefetches from objects do not count.",
         in_use: true,
     },
     Key {
@@ -368,11 +365,10 @@ pub(crate) static KEYS: &[Key] = &[
             upstream(
                 "DYN_KVBM_OBJECT_NUM_BLOCKS",
                 Form::Blocks,
-                "A value that is no number is an error, not 0. `0` means no object tier.",
+                "No number is an error, not 0. `0` means no object tier.",
             ),
         ],
-        doc: "Size of the object tier; `unlimited`: as much as can be numbered. `0`: no object tier, even with a URL, \
-              which a warning then says.",
+        doc: "Size of the object tier. `0`: no object tier, even with a URL (with a warning).",
         in_use: true,
     },
     Key {
@@ -414,23 +410,22 @@ pub(crate) static KEYS: &[Key] = &[
         path: "object.segment_bytes",
         field: Field::Bytes(|s| &mut s.object.segment_bytes, 4 * KIB..=256 * MIB),
         variables: &[own("DYN_KVBM_OBJECT_SEGMENT_BYTES", Form::Plain)],
-        doc: "Largest segment object; blocks that are flushed together share one. A request must end within 15 s, which \
-              256 MiB need a fast network for.",
+        doc: "Largest segment object; blocks that are flushed together share one. A request must end within 15 s.",
         in_use: true,
     },
     Key {
         path: "object.concurrency",
         field: Field::Count(|s| &mut s.object.concurrency, 1..=256),
         variables: &[own("DYN_KVBM_OBJECT_CONCURRENCY", Form::Plain)],
-        doc: "Requests in flight; with NIXL so many each way.",
+        doc: "Requests in flight; with NIXL, each way.",
         in_use: true,
     },
     Key {
         path: "object.put_budget",
         field: Field::Count(|s| &mut s.object.put_budget, 0..=1_000_000_000),
         variables: &[own("DYN_KVBM_OBJECT_PUT_BUDGET", Form::Plain)],
-        doc: "Requests that write objects or list them in each `object.budget_period_ms`, as stores charge for them; 0: \
-              any number. Spent, nothing is flushed to objects until some is there again, a little with every second.",
+        doc: "Requests that write or list objects in each `object.budget_period_ms`; 0: any number. Spent, nothing is \
+              flushed to objects until it refills.",
         in_use: true,
     },
     Key {
@@ -451,47 +446,46 @@ pub(crate) static KEYS: &[Key] = &[
         path: "object.budget_period_ms",
         field: Field::Millis(|s| &mut s.object.budget_period_ms, 1_000..=31 * DAY_MS),
         variables: &[own("DYN_KVBM_OBJECT_BUDGET_PERIOD_MS", Form::Plain)],
-        doc: "In which the budgets of the object tier are to be spent.",
+        doc: "The period of the object tier's budgets.",
         in_use: true,
     },
     Key {
         path: "object.keep",
         field: Field::Flag(|s| &mut s.object.keep),
         variables: &[own("DYN_KVBM_OBJECT_KEEP", Form::Plain)],
-        doc: "Leave the objects in place at shutdown. With a fingerprint, later processes find them, and others while \
-              this one runs in any case.",
+        doc: "Leave the objects in place at shutdown. With a fingerprint later processes find them; others find them \
+              while this one runs.",
         in_use: true,
     },
     Key {
         path: "object.renewal_ms",
         field: Field::Millis(|s| &mut s.object.renewal_ms, 50..=3_600_000),
         variables: &[own("DYN_KVBM_OBJECT_RENEWAL_MS", Form::Plain)],
-        doc: "How often a worker writes down, in the store, on which objects it relies. One that has not for ten times as \
-              long is taken for gone.",
+        doc: "How often a worker records in the store which objects it uses. After ten times as long without it the worker \
+              is taken for gone.",
         in_use: true,
     },
     Key {
         path: "object.discover_ms",
         field: Field::Millis(|s| &mut s.object.discover_ms, 50..=3_600_000),
         variables: &[own("DYN_KVBM_OBJECT_DISCOVER_MS", Form::Plain)],
-        doc: "How often a worker looks what others with the same fingerprint have stored since: a listing of what is new, \
-              and a request for each of at most 256 objects.",
+        doc: "How often a worker looks for new objects of others with the same fingerprint: a listing, and a request for \
+              each of at most 256 objects.",
         in_use: true,
     },
     Key {
         path: "object.collect_after_ms",
         field: Field::Millis(|s| &mut s.object.collect_after_ms, 0..=40 * DAY_MS),
         variables: &[own("DYN_KVBM_OBJECT_COLLECT_AFTER_MS", Form::Plain)],
-        doc: "Objects of the same fingerprint on which no worker relies are deleted when they are so old, and at least \
-              ten renewals.",
+        doc: "Objects of the same fingerprint that no worker uses are deleted at this age, and after at least ten renewals.",
         in_use: true,
     },
     Key {
         path: "object.collect_above",
         field: Field::Limit(|s| &mut s.object.collect_above),
         variables: &[own("DYN_KVBM_OBJECT_COLLECT_ABOVE", Form::Plain)],
-        doc: "Size of all objects of a fingerprint above which those on which no worker relies are deleted sooner, \
-              oldest first, but not before ten renewals.",
+        doc: "Size of all objects of a fingerprint above which unused ones are deleted sooner, oldest first, but not before \
+              ten renewals.",
         in_use: true,
     },
     Key {
@@ -508,8 +502,8 @@ pub(crate) static KEYS: &[Key] = &[
         path: "encryption.key_file",
         field: Field::Text(|s| &mut s.encryption.key_file),
         variables: &[own("DYN_KVBM_ENCRYPTION_KEY_FILE", Form::Plain)],
-        doc: "A file of keys, one `number:key` on each line, the one to encrypt with first and those to decrypt with after \
-              it; no one but its owner may read it. A key is 32 random bytes, in hexadecimal or base64.",
+        doc: "A file of keys, one `number:key` on each line, the one to encrypt with first; only its owner may read it. A key \
+              is 32 random bytes, in hexadecimal or base64.",
         in_use: true,
     },
     Key {
@@ -544,8 +538,8 @@ pub(crate) static KEYS: &[Key] = &[
         path: "transfer.timeout_ms",
         field: Field::Millis(|s| &mut s.transfer.timeout_ms, 100..=HOUR_MS),
         variables: &[own("DYN_KVBM_TRANSFER_TIMEOUT_MS", Form::Plain)],
-        doc: "How long a medium may complete nothing before the copies that it works on fail as overdue; 30 s at least \
-              for the object tier, whose client gives up by itself within 20 s.",
+        doc: "How long a medium may complete nothing before its copies fail as overdue; 30 s at least for the object tier, \
+              whose client gives up within 20 s.",
         in_use: true,
     },
     Key {
@@ -566,31 +560,29 @@ pub(crate) static KEYS: &[Key] = &[
         path: "transfer.scrub_mib_per_second",
         field: Field::Count(|s| &mut s.transfer.scrub_mib_per_second, 0..=100_000),
         variables: &[own("DYN_KVBM_SCRUB_MIB_PER_SECOND", Form::Plain)],
-        doc: "MiB a second, of the disk tier and of a host tier that outlives the process, that are verified though \
-              nobody asks for them, while the disk is not read for others. `0`: none.",
+        doc: "MiB a second of the disk tier and of a persistent host tier that are verified while the disk is idle. `0`: none.",
         in_use: true,
     },
     Key {
         path: "transfer.prefill_tokens_per_second",
         field: Field::Count(|s| &mut s.transfer.prefill_tokens_per_second, 0..=100_000_000),
         variables: &[own("DYN_KVBM_PREFILL_TOKENS_PER_SECOND", Form::Plain)],
-        doc: "Prompt tokens that the engine computes in a second. A load ends where the tiers, by their measured \
-              pace, are slower than that. `0`: not known, so everything that is held is loaded.",
+        doc: "Prompt tokens that the engine computes in a second. A load ends where the tiers, by their measured pace, are \
+              slower. `0`: unknown; everything is loaded.",
         in_use: true,
     },
     Key {
         path: "transfer.shadow_share",
         field: Field::Share(|s| &mut s.transfer.shadow_share),
         variables: &[own("DYN_KVBM_SHADOW_SHARE", Form::Plain)],
-        doc: "Share of the hits below the device that an engine which can is asked to compute again, so that it is known \
-              how many of them are wrong (docs/reliability.md).",
+        doc: "Share of the hits below the device that an engine is asked to compute again and compare (docs/reliability.md).",
         in_use: true,
     },
     Key {
         path: "flush.interval_ms",
         field: Field::Millis(|s| &mut s.flush.interval_ms, 1..=DAY_MS),
         variables: &[own("DYN_KVBM_FLUSH_INTERVAL_MS", Form::Plain)],
-        doc: "A block is copied to the tier below at the latest so long after it became resident.",
+        doc: "A block is copied to the tier below at the latest this long after it became resident.",
         in_use: true,
     },
     Key {
@@ -619,8 +611,8 @@ pub(crate) static KEYS: &[Key] = &[
         path: "metrics.host",
         field: Field::Address(|s| &mut s.metrics.host),
         variables: &[own("DYN_KVBM_METRICS_HOST", Form::Plain)],
-        doc: "Address to bind. `0.0.0.0` opens it to the network, as upstream does; every address but those of this \
-              machine alone takes `metrics.token_file` or `metrics.token` too.",
+        doc: "Address to bind. `0.0.0.0` opens it to the network, as upstream does; addresses that other machines reach \
+              need `metrics.token_file` or `metrics.token`.",
         in_use: true,
     },
     Key {
@@ -646,7 +638,7 @@ pub(crate) static KEYS: &[Key] = &[
         path: "metrics.token_file",
         field: Field::Text(|s| &mut s.metrics.token_file),
         variables: &[own("DYN_KVBM_METRICS_TOKEN_FILE", Form::Plain)],
-        doc: "A file whose only line is what readers show as `Authorization: Bearer …`, of 16 bytes or more.",
+        doc: "A file whose only line is the token of readers (`Authorization: Bearer …`), of 16 bytes or more.",
         in_use: true,
     },
     Key {
@@ -660,8 +652,7 @@ pub(crate) static KEYS: &[Key] = &[
         path: "traces.enabled",
         field: Field::Flag(|s| &mut s.traces.enabled),
         variables: &[own("DYN_KVBM_TRACES", Form::Plain)],
-        doc: "Send spans of look-ups and transfers to an OpenTelemetry collector: docs/observe.md. Takes a program that is \
-              built with the feature `otel`.",
+        doc: "Send spans of look-ups and transfers to an OpenTelemetry collector: docs/observe.md. Needs the feature `otel`.",
         in_use: true,
     },
     Key {
@@ -676,8 +667,8 @@ pub(crate) static KEYS: &[Key] = &[
         path: "traces.nvtx",
         field: Field::Flag(|s| &mut s.traces.nvtx),
         variables: &[own("DYN_KVBM_TRACES_NVTX", Form::Plain)],
-        doc: "Mark transfers and copies on the timeline of a profiler such as Nsight Systems. Takes NVIDIA's NVTX, and a \
-              program that is built with the feature `nvtx`.",
+        doc: "Mark transfers and copies on the timeline of a profiler such as Nsight Systems. Needs NVIDIA's NVTX and the \
+              feature `nvtx`.",
         in_use: true,
     },
     Key {
@@ -688,9 +679,8 @@ pub(crate) static KEYS: &[Key] = &[
             Form::Plain,
             "Names may hold `_`, so GDS_MT can be set.",
         )],
-        doc: "Plugins of NIXL by name, on or off. None named: UCX alone, if NIXL is installed; all of them off: none. \
-              POSIX serves `disk.backend`, OBJ `object.backend`; what is on and serves nothing is said at the start and by \
-              `kvbm doctor`.",
+        doc: "Plugins of NIXL by name, on or off. None named: UCX alone, if NIXL is installed; all off: none. POSIX serves \
+              `disk.backend`, OBJ `object.backend`; the start and `kvbm doctor` report unused ones.",
         in_use: true,
     },
     Key {
@@ -710,7 +700,7 @@ pub(crate) static KEYS: &[Key] = &[
     },
 ];
 
-/// A variable of upstream's that is checked and otherwise ignored, so that nobody who comes from there is stopped.
+/// A variable of upstream's that is checked and otherwise ignored, so that deployments with it start.
 pub(crate) struct Ignored {
     pub(crate) name: &'static str,
     pub(crate) takes: Takes,

@@ -14,7 +14,7 @@ use crate::value::{Capacity, WriteBudget};
 /// 30 bits. The crate that has the slots says the same, which `kvbm` asserts.
 pub const MAX_TIER_BLOCKS: u32 = (1 << 30) - 8;
 
-/// The largest block, in bytes. So many of them as a tier can have still fit into an address space.
+/// The largest block, in bytes. The largest number of them in a tier still fits into an address space.
 pub const MAX_BLOCK_BYTES: u64 = 1 << 30;
 
 /// The most threads that a disk tier has. More serve no drive better, and each takes a stack.
@@ -282,7 +282,7 @@ impl ObjectSettings {
         self.url.as_deref().filter(|_| !self.has_no_room())
     }
 
-    /// Whether somebody gave the tier a size of nothing.
+    /// Whether the tier was given a size of nothing.
     pub(crate) fn has_no_room(&self) -> bool {
         self.capacity.is_some_and(Capacity::is_zero)
     }
@@ -399,7 +399,7 @@ pub(crate) const SECRET_SET: &str = "(set)";
 pub(crate) const URL_HIDDEN: &str = "(hidden: it may hold credentials)";
 
 /// Whether a text that is or should be a URL may carry a user, a password or a signed query, well-formed or not:
-/// who forgets the `@` must not find the secret in a log. Local paths can't.
+/// without its `@` the secret must not be in a log either. Local paths hold none.
 pub(crate) fn may_hold_credentials(text: &str) -> bool {
     if text.starts_with("file:///") {
         return false;
@@ -460,7 +460,7 @@ pub struct TransferSettings {
     pub copy_threads: u32,
     /// Prompt tokens that the engine computes in a second; 0: not known.
     pub prefill_tokens_per_second: u32,
-    /// MiB a second of each tier that outlives the process which are verified though nobody asks for them.
+    /// MiB a second of idle blocks that are verified, of each tier that outlives the process.
     pub scrub_mib_per_second: u32,
     /// Share of hits (0–1) that the engine is asked to compute again.
     pub shadow_share: f64,
@@ -700,7 +700,7 @@ fn without_secrets<S: Serializer>(all: &Parameters<String>, serializer: S) -> Re
 }
 
 impl NixlSettings {
-    /// The plugin that is used where nobody names any.
+    /// The plugin that is used if none is named.
     pub const DEFAULT_PLUGIN: &'static str = "UCX";
 
     /// The plugins that are on.
@@ -716,7 +716,7 @@ impl NixlSettings {
         self.enabled().contains(&plugin)
     }
 
-    /// Whether nobody named any plugin: the default one may then be missing.
+    /// Whether no plugin is named: the default one may then be missing.
     pub fn is_default(&self) -> bool {
         self.backends.is_empty()
     }

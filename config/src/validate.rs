@@ -193,7 +193,7 @@ impl Settings {
         Ok(())
     }
 
-    /// Whoever chooses NIXL has its plugin on, and a store that it reaches.
+    /// NIXL needs its plugin on, and a store that it reaches.
     fn check_nixl(&self) -> Result<(), Violation> {
         if self.disk.backend == DiskBackend::Nixl && !self.nixl.is_enabled("POSIX") {
             return Err(("disk.backend", plugin_off("POSIX")));

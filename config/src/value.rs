@@ -116,7 +116,7 @@ fn not_a_size(reason: &str) -> InvalidValue {
     InvalidValue::new(reason, SIZES)
 }
 
-/// The shortest exact way to write so many bytes: [`parse_size`] gives them back.
+/// The shortest exact way to write a number of bytes: [`parse_size`] gives it back.
 pub fn format_size(bytes: u64) -> String {
     let divides = UNITS.iter().filter(|(_, unit)| *unit > 1 && bytes > 0 && bytes.is_multiple_of(*unit));
     match divides.min_by_key(|(_, unit)| bytes / unit) {
@@ -129,9 +129,9 @@ pub fn format_size(bytes: u64) -> String {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Capacity {
-    /// As many blocks as fit into so many bytes.
+    /// As many blocks as fit into this number of bytes.
     Bytes(u64),
-    /// Exactly so many blocks.
+    /// Exactly this number of blocks.
     Blocks(u64),
 }
 
@@ -181,9 +181,9 @@ const MAX_DRIVE_WRITES_PER_DAY: f64 = 1000.0;
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WriteBudget {
-    /// So many bytes in any 24 hours.
+    /// Bytes in any 24 hours.
     BytesPerDay(u64),
-    /// So many times the tier's size in any 24 hours.
+    /// Multiples of the tier's size in any 24 hours.
     DriveWritesPerDay(f64),
 }
 

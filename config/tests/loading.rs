@@ -378,7 +378,7 @@ fn secrets_are_in_no_output() {
     }
 }
 
-/// Well-formed or not, with or without the `@` that somebody forgot.
+/// Well-formed or not, with or without the `@`.
 const LEAKS: [&str; 6] = [
     "s3://id:hunter2@bucket",
     "s3://id:hunter2",

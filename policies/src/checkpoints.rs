@@ -1,9 +1,9 @@
 //! Checkpoints: what is kept of layers that look back over a window only, or carry a state.
 //!
 //! Such a layer's old blocks no longer exist, so it has no chain of its own. At some positions of the chain it leaves a
-//! checkpoint, its last blocks as of there: every so many blocks (the *grid*), and where a prompt or a turn ends. A
+//! checkpoint, its last blocks as of there: at regular distances (the *grid*), and where a prompt or a turn ends. A
 //! state is a window of one block. **A window longer than the way between two checkpoints is not kept twice**: a
-//! checkpoint keeps what came after the one of the grid before it, and who wants the whole window takes that one too.
+//! checkpoint keeps what came after the one of the grid before it, and the whole window takes that one too.
 //!
 //! Positions count blocks: the checkpoint at position 32 is as of the end of the 32nd block.
 
@@ -70,7 +70,7 @@ impl CheckpointGrid {
         })
     }
 
-    /// Where checkpoints can be made of the blocks `there` of a window: on the grid, and at the end if that `is_end`.
+    /// Where checkpoints can be made from the blocks `there` of a window: on the grid, and at the end if that `is_end`.
     /// Each needs all that it keeps.
     pub fn within(self, there: Range<usize>, window: usize, is_end: bool) -> impl Iterator<Item = usize> {
         let on_grid = (there.start / self.every * self.every..=there.end).step_by(self.every);
@@ -139,7 +139,7 @@ mod tests {
             }
         }
 
-        /// What a long chain costs is what the planner says of it.
+        /// A long chain costs what the planner says.
         #[test]
         fn a_grid_keeps_as_much_as_is_planned_for(every in 1_u32..20, ways in 1_usize..20, window in 1_usize..60) {
             let (grid, end) = (CheckpointGrid::new(every), every as usize * ways);

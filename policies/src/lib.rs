@@ -10,7 +10,7 @@
 //! | [`admission`] | the [`Admission`] trait: which blocks are copied to the tier below, and when |
 //! | [`reuse`] | the [`ReuseModel`] of a tier, which both borrow: how soon blocks return |
 //! | [`checkpoints`] | what is kept of layers with a window or a state |
-//! | `tier_policies` | the [`TierPolicies`] of one tier: who hears of what, and in which order |
+//! | `tier_policies` | the [`TierPolicies`] of one tier: which policy hears what, in which order |
 //! | `chunk_cache` | [`ChunkCache`]: a cache that an engine keeps itself, which only asks what goes |
 //! | `chunked` | arrays that never move |
 //! | `seam` | what the owner of a tier and its policies say to each other |

@@ -6,12 +6,12 @@
 //! ATC'17.) Taking single blocks of a path, not whole paths, keeps every request in: what is left of a path is a
 //! shorter path, so a sampled prefix-closed tier is a prefix-closed tier.
 
-/// Which blocks stand for all: one in so many, evenly along each path.
+/// Which blocks stand for all: a fixed share, evenly along each path.
 ///
 /// A path is cut into groups of 1, 1, 2, 4, … blocks up to the sample's stride, and of the stride from there
 /// on. The hash of a group's first block picks one of `stride` places; the block there is in, where the group
-/// has that place. So each block is in with the same probability, of a long path every stretch is, and whoever
-/// looks for the sampled blocks of a path reads few of its keys.
+/// has that place. So each block is in with the same probability, every stretch of a long path is sampled, and
+/// a look for the sampled blocks of a path reads few of its keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sample {
     stride: u32,

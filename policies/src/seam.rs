@@ -2,7 +2,7 @@
 
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Memory is set aside for so many blocks at most, whatever a tier's nominal size. Beyond, policies grow as
+/// Memory is set aside for at most this number of blocks, whatever a tier's nominal size. Beyond, policies grow as
 /// they are used.
 pub(crate) const PREPARED_BLOCKS: u32 = 1 << 20;
 
@@ -54,7 +54,7 @@ pub struct Access {
 pub struct Hints {
     /// How many tokens it is expected to generate.
     pub expected_output_tokens: Option<u32>,
-    /// Nobody will continue it: what lies below the last fork of its path, and so only it has used, is worthless from
+    /// No request will continue it: what lies below the last fork of its path, and so only it has used, is worthless from
     /// now on.
     pub will_not_return: bool,
     /// Whose it is: see [`Tenants`](crate::eviction::Tenants).
@@ -78,9 +78,9 @@ impl Hints {
 pub struct Ended {
     /// Which.
     pub request: RequestId,
-    /// What it generated. Nobody knows this earlier.
+    /// What it generated. It is not known earlier.
     pub output_tokens: u32,
-    /// Nobody will continue it: as [`Hints::will_not_return`], said when it is known best.
+    /// No request will continue it: as [`Hints::will_not_return`], said when it is known best.
     pub will_not_return: bool,
     /// When, in milliseconds of the same origin as [`Access::now_ms`].
     pub at_ms: u64,

@@ -1,4 +1,4 @@
-//! Load or recompute: how much of what is held is sooner loaded than computed again.
+//! Load or recompute: how many held blocks are loaded faster than they are computed.
 //!
 //! The leading blocks of a prompt lie in ever slower tiers. Loading k of them and computing the rest takes, one
 //! after the other, the loads of the first k and the prefill of the others. Within a tier each block costs the
@@ -13,8 +13,8 @@ pub struct Leg {
     pub block_s: Option<f64>,
 }
 
-/// How many leading blocks to load, of those on `legs`, where computing a block takes `prefill_s` seconds. Of
-/// equals the most, for what is loaded leaves the engine free for others.
+/// How many leading blocks of those on `legs` to load, if computing a block takes `prefill_s` seconds. Of equals the
+/// most: loading leaves the engine free for others.
 pub fn split(legs: impl IntoIterator<Item = Leg>, prefill_s: f64) -> u32 {
     let (mut blocks, mut gain) = (0, 0.0);
     let mut best = (0, 0.0);

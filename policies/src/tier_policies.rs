@@ -7,8 +7,8 @@ use crate::seam::{Access, BlockId, Ended, Forest, Upkeep};
 
 /// The policies of one tier: which of its blocks leaves it, and which of them go to the tier below.
 ///
-/// They share one [`ReuseModel`], which hears of each event once and before they do: two models of one tier would
-/// learn the same twice, at the price of the dearest policy. Where none of them asks a model, none is fed.
+/// They share one [`ReuseModel`], which hears each event once and before they do: two models of one tier would learn the
+/// same twice. If no policy asks a model, none is fed.
 #[derive(Debug)]
 pub struct TierPolicies {
     pub(crate) reuse: ReuseModel,
@@ -24,8 +24,8 @@ impl TierPolicies {
         Self { reuse, eviction, admission }
     }
 
-    /// Who used `block` last, the last one of a path of `depth` blocks: what leaves goes down in his name. `None` where
-    /// no policy of the tier needs the reuse model, which knows.
+    /// Which request used `block` last, the last one of a path of `depth` blocks: what leaves goes down in its name. `None`
+    /// if no policy of the tier needs the reuse model, which knows.
     pub fn last_use(&self, block: BlockId, depth: u32) -> Option<LastUse> {
         self.reuse.last_use(block, depth)
     }
@@ -98,12 +98,12 @@ impl TierPolicies {
         now_ms: u64,
         forest: &dyn Forest,
     ) -> u32 {
-        // Without a rule, whoever asks has decided already.
+        // Without a rule the caller has decided already.
         let Some(rule) = &mut self.admission else { return candidates.blocks };
         rule.admit(candidates, trigger, now_ms, forest, &self.reuse)
     }
 
-    /// So many of the blocks just admitted were not written, because the lower tier had no room for them.
+    /// This number of the blocks just admitted was not written: the lower tier had no room for them.
     pub fn refund(&mut self, blocks: u32) {
         if let Some(rule) = &mut self.admission {
             rule.refund(blocks);

@@ -1,4 +1,4 @@
-//! The hazard policy inside a cache that somebody else keeps, over real traces, which are not part of the repository:
+//! The hazard policy inside a cache that another program keeps, over real traces, which are not part of the repository:
 //! vLLM's CPU tier as `tests/vllm/policy_replay.py` plays it, without vLLM.
 
 mod traces;
@@ -25,7 +25,7 @@ fn it_hits_as_often_as_a_tier_of_our_own() {
     }
 }
 
-/// Who keeps the chunks, as vLLM's manager does: it asks for room before anything comes.
+/// Keeps the chunks, as vLLM's manager does: it asks for room before anything comes.
 struct Owner {
     cache: ChunkCache,
     there: HashSet<ChunkKey>,

@@ -27,7 +27,8 @@
 //! With the feature `baselines` there is `raw`, what all this is measured against. With the feature `testing`, the
 //! module of that name offers doubles of all this and the suite that a new backend must pass.
 //!
-//! This is the only crate of the workspace with `unsafe` code.
+//! Most `unsafe` code of the workspace is here. The rest adopts memory: in the Python package, in a bench and in examples
+//! of the pages.
 
 #![deny(unsafe_op_in_unsafe_fn)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]

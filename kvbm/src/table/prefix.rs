@@ -14,7 +14,7 @@ use super::index::{Bucket, EMPTY, KeyHash, RecordId};
 use super::tier_set::TierSet;
 use crate::hash::Chain;
 
-/// Parts into which a round cuts an interval. Measured at a million records (docs/performance.md): fewer
+/// Parts into which a round cuts an interval. Measured at a million records (docs/adr/0002-records-and-slots.md): fewer
 /// parts mean more rounds of dependent misses, more parts more probes than the memory system overlaps.
 const PARTS: usize = 8;
 /// Longest chain that is searched; what lies behind counts as absent.

@@ -1,4 +1,4 @@
-//! Switches to the rule that would have served best of late.
+//! Switches to the rule that would have served best recently.
 
 use super::fixed::{WriteBack, WriteThrough};
 use super::pair::{TierPair, TierShape};
@@ -36,7 +36,7 @@ const FIRST: usize = 1;
 
 /// Blocks in a shadow's lower tier.
 const SHADOW_BLOCKS: u32 = 512;
-/// A rule is nearly as good as the best one that finds so much of what that one finds.
+/// A rule is nearly as good as the best one if it finds this share of what that one finds.
 const NEARLY: f64 = 0.995;
 /// Sampled uses from one choice to the next.
 const TERM: u32 = 256;
@@ -53,18 +53,18 @@ impl Auto {
         Self { sampling: Sampling::one_in(stride), rivals: RIVALS.map(rival), chosen: FIRST, uses: 0 }
     }
 
-    /// One block in so many is sampled.
+    /// One block in this number is sampled.
     pub fn stride(pair: &TierPair) -> u32 {
         (pair.lower.capacity / SHADOW_BLOCKS).max(1)
     }
 
     fn choose(&mut self) {
         let best = self.rivals.iter().map(|rival| rival.shadow.hits).fold(0.0, f64::max);
-        // Where none has found anything yet, none is good.
+        // While none has found anything, none is good.
         let is_good = |rival: &Rival| rival.shadow.hits > 0.0 && rival.shadow.hits >= NEARLY * best;
-        // The first good one: they stand in the order of what they write.
+        // The first good one: they are ordered by what they write.
         self.chosen = self.rivals.iter().position(is_good).unwrap_or(FIRST);
-        // So some twenty terms count: what one of them finds is too little to tell half a per cent apart.
+        // So some twenty terms count: one term finds too little to tell half a per cent apart.
         for rival in &mut self.rivals {
             rival.shadow.hits *= KEPT;
         }
@@ -110,7 +110,7 @@ impl Admission for Auto {
     }
 
     fn upkeep(&mut self, work: &mut Vec<Upkeep>) {
-        // The rules have none of their own: what they go by the tier's model learns.
+        // The rules have no model of their own: the tier's model learns what they use.
         self.rivals.iter_mut().for_each(|rival| work.append(&mut rival.shadow.take_upkeep()));
     }
 
@@ -122,7 +122,7 @@ impl Admission for Auto {
         forest: &dyn Forest,
         reuse: &ReuseModel,
     ) -> u32 {
-        // All are asked, for what they are asked about is what some of them learn from.
+        // All are asked, since some of them learn from the questions.
         let answers =
             self.rivals.each_mut().map(|rival| rival.rule.admit(candidates, trigger, now_ms, forest, reuse));
         answers[self.chosen]

@@ -17,8 +17,7 @@ const DAY_MS: u64 = 86_400_000;
 const SAVED_HOURS: u64 = 1;
 
 impl Budget {
-    /// So many times a medium of `capacity_bytes` a day, as endurance is specified for drives. Nothing for what
-    /// is negative or no number.
+    /// A multiple of `capacity_bytes` a day, as endurance is specified for drives. Nothing if it is negative or no number.
     pub fn drive_writes_per_day(drive_writes: f64, capacity_bytes: u64) -> Self {
         Self { bytes_per_day: (drive_writes * capacity_bytes as f64) as u64 }
     }
@@ -26,14 +25,13 @@ impl Budget {
 
 /// Another rule, within a [`Budget`].
 ///
-/// Of what the other rule admits, only so much is written as the budget allows, in the blocks that are the most
-/// likely to return: the shorter the budget, the likelier they have to be. While the budget exceeds the demand it
-/// changes nothing.
+/// Of the blocks that the other rule admits, those most likely to return are written, as far as the budget allows. While
+/// the budget exceeds the demand it changes nothing.
 ///
 /// An allowance runs up at 23/24 of the daily rate, to at most an hour's worth: so no day sees more than the
 /// budget, wherever it begins.
 ///
-/// O(1) a question, besides the other rule. How likely a block is to return, the upper tier's reuse model knows.
+/// O(1) a question, besides the other rule. The upper tier's reuse model knows how likely a block is to return.
 #[derive(Debug)]
 pub struct Budgeted {
     inner: Box<dyn Admission>,
@@ -48,7 +46,7 @@ impl Budgeted {
         Self { inner, bucket: Bucket::new(budget), block_bytes: block_bytes.max(1), tally: Tally::default() }
     }
 
-    /// Whether the demand of late for blocks worth more than `worth` leaves something of the budget.
+    /// Whether recent demand for blocks worth more than `worth` leaves something of the budget.
     fn is_affordable(&self, worth: f32) -> bool {
         // Demand and span are halved together, so both are of the same time.
         let allowance = self.bucket.level.saturating_add(self.bucket.income(self.tally.span_ms()));
@@ -90,7 +88,7 @@ impl Admission for Budgeted {
     ) -> u32 {
         let wanted = self.inner.admit(candidates, trigger, now_ms, forest, reuse).min(candidates.blocks);
         self.bucket.advance(now_ms);
-        // Demand is what the rule wants: else the budget would be saved for blocks that nobody writes.
+        // Demand is what the rule wants: else the budget would be saved for blocks that are never written.
         if wanted == 0 {
             return 0;
         }
@@ -132,7 +130,7 @@ impl Bucket {
     fn advance(&mut self, now_ms: u64) {
         let filled_ms = *self.filled_ms.get_or_insert(now_ms);
         let income = self.income(now_ms.saturating_sub(filled_ms));
-        // What is less than a byte goes on running up.
+        // Fractions of a byte go on running up.
         if income > 0 {
             self.level = self.level.saturating_add(income).min(self.most());
             self.filled_ms = Some(now_ms);

@@ -17,7 +17,7 @@ impl Admission for WriteThrough {
         _forest: &dyn Forest,
         _reuse: &ReuseModel,
     ) -> u32 {
-        // Also when they leave: what was not written when it was used, for want of room or budget, has a last chance.
+        // Also when they leave: a last chance for blocks that had no room or budget when they were used.
         candidates.blocks
     }
 }

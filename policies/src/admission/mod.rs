@@ -10,8 +10,8 @@
 //! | [`fixed`] | `write_through` | every block as soon as it is used |
 //! | [`fixed`] | `write_back` | every block when it is about to leave the upper tier |
 //! | [`selective`] | `selective` | what is about to leave and likely enough to return |
-//! | [`auto`] | `auto` | as whichever of these serves best on a sample |
-//! | [`budget`] | | at most so many bytes a day, the likeliest to return first |
+//! | [`auto`] | `auto` | the one of these that serves best on a sample |
+//! | [`budget`] | | a limit of bytes a day, the likeliest to return first |
 //! | `worth` | | how a block's chance to return compares to the others' |
 
 pub mod auto;

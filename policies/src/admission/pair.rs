@@ -22,7 +22,7 @@ pub struct TierShape {
 
 impl TierShape {
     pub(super) fn shrunk(self, by: u32) -> Self {
-        // Not 0: a tier that everything leaves at once tells nothing of one that keeps it for a while.
+        // Not 0: a tier that keeps nothing tells nothing of one that does.
         Self { capacity: (self.capacity / by).max(1), ..self }
     }
 }

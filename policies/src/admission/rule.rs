@@ -54,6 +54,6 @@ pub trait Admission: Send + fmt::Debug {
         reuse: &ReuseModel,
     ) -> u32;
 
-    /// So many of the blocks just admitted were not written, because the lower tier had no room for them.
+    /// This number of the blocks just admitted was not written: the lower tier had no room for them.
     fn refund(&mut self, _blocks: u32) {}
 }

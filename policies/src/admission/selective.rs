@@ -5,15 +5,14 @@ use super::worth::Tally;
 use crate::reuse::ReuseModel;
 use crate::seam::Forest;
 
-/// Writes blocks that are about to leave the upper tier, except those least likely to return: so many that
+/// Writes blocks that are about to leave the upper tier, except those least likely to return:
 /// [`REFUSED_RETURNS`] of all returns that are expected of the candidates are given up.
 ///
-/// The candidates of a path return no oftener the deeper they are, and leave in that order. So it is enough to
-/// judge the last one: where it is refused, the one above it is asked about when it leaves in turn, and what is
-/// written in the end is a prefix. For the first half hour, while few blocks have had the time not to return, it
-/// writes everything.
+/// Deeper candidates of a path return no more often, and leave first. So it is enough to judge the last one: if it is
+/// refused, the one above it is judged when it leaves in turn, and what is written in the end is a prefix. In the first
+/// half hour, in which few blocks can be known not to return, it writes everything.
 ///
-/// O(1) a question. How likely a block is to return, the upper tier's reuse model knows.
+/// O(1) a question. The upper tier's reuse model knows how likely a block is to return.
 #[derive(Debug, Default)]
 pub struct Selective {
     tally: Tally,
@@ -36,7 +35,7 @@ impl Admission for Selective {
         _forest: &dyn Forest,
         reuse: &ReuseModel,
     ) -> u32 {
-        // There is time: the longer a block has lain unused, the more its age tells.
+        // The longer a block has lain unused, the more its age tells.
         if trigger == Trigger::Used {
             return 0;
         }
@@ -55,7 +54,7 @@ mod tests {
     use crate::seam::{Access, BlockId, Hints, RequestId};
     use crate::testing::Loose;
 
-    /// How many of a block are admitted, the first that is asked about, half an hour after it was used.
+    /// Whether the first block that is asked about is admitted, half an hour after its use.
     fn admitted_first(will_not_return: bool) -> u32 {
         let mut reuse = ReuseModel::default();
         let hints = Hints { will_not_return, ..Hints::default() };

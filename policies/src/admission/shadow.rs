@@ -28,7 +28,7 @@ pub(super) struct SampledUse {
     pub(super) hints: Hints,
     /// The sampled blocks of the path, by content, root first.
     pub(super) path: Vec<u64>,
-    /// So many of them, the first ones, the same request was known to use before.
+    /// How many of the first ones the same request was known to use before.
     pub(super) counted: usize,
 }
 

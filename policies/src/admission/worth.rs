@@ -41,7 +41,7 @@ impl Tally {
         class.blocks += blocks as f32;
         class.returns += blocks as f32 * worth;
         self.asked += 1;
-        // All at once and seldom: fading every class with every question would double what a question costs.
+        // All at once and rarely: to fade every class with every question would double its cost.
         if self.asked.is_multiple_of(HALF_LIFE) {
             self.halve();
         }
@@ -55,8 +55,8 @@ impl Tally {
         }
     }
 
-    /// The part of all returns that is expected of candidates worth no more than `worth`. Where none is expected yet,
-    /// what is worth anything is all that there is.
+    /// The share of all expected returns that candidates worth no more than `worth` have. Before any is expected, every
+    /// candidate of any worth counts as all.
     pub(super) fn share_of_returns_up_to(&self, worth: f32) -> f32 {
         let returns = |classes: &[Class]| classes.iter().map(|class| class.returns).sum::<f32>();
         let all = returns(&self.classes);

@@ -1,6 +1,6 @@
-//! A cache that somebody else keeps, who names chunks by key and asks which of them go.
+//! A cache that another program keeps, which names chunks by key and asks which of them go.
 //!
-//! An inference engine's own CPU tier, for one. Such an owner does not keep his cache prefix-closed: a chunk may come
+//! An inference engine's own CPU tier, for one. Such an owner does not keep its cache prefix-closed: a chunk may come
 //! without the one before it, or be taken out from under those behind it. [`ChunkCache`] keeps a forest of those that
 //! can be reached and shows the policies nothing else.
 //!
@@ -26,7 +26,7 @@ use crate::tier_policies::TierPolicies;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChunkKey(pub u128);
 
-/// Decides which chunks leave a cache whose owner keeps them, and who tells of requests when he can.
+/// Decides which chunks leave a cache that its owner keeps. The owner tells of requests when it can.
 ///
 /// A request is [followed](Self::follow): these are the keys of its prompt, in order. Its chunks are
 /// [offered](Self::offer) and some of them [inserted](Self::insert), each busy until it is [idle](Self::idle); when room
@@ -36,7 +36,7 @@ pub struct ChunkKey(pub u128);
 /// compute is *expected* from its first offer on: policies judge it together with what is there, and name the worst. What
 /// they name before it came is declined; the owner hears nothing of that.
 ///
-/// A chunk whose predecessor is not there, as where that was declined, is an *orphan*: no look-up reaches it. Orphans go
+/// A chunk without its predecessor (declined, for instance) is an *orphan*: no look-up reaches it. Orphans go
 /// first, oldest first; the next use of their chain takes in those that can be reached again. Where chunks of a request
 /// are of several cache groups, gaps are usual (of a sliding window only the end is kept), and a chunk behind one begins
 /// a chain.
@@ -87,7 +87,7 @@ impl ChunkCache {
         self.use_chains(request, now_ms, first);
     }
 
-    /// `key` has come, and is busy. A key that nobody offered begins a chain.
+    /// `key` has come, and is busy. A key that was not offered begins a chain.
     pub fn insert(&mut self, key: ChunkKey) {
         if self.forest.restore(key) {
             return;
@@ -137,8 +137,8 @@ impl ChunkCache {
         }
     }
 
-    /// Takes `count` chunks out, in the order in which they are to go: none that is busy or in `keep`. `None` if there
-    /// are not so many that can go: all stay then.
+    /// Takes `count` chunks out, in the order in which they are to go: none that is busy or in `keep`. `None` if
+    /// fewer can go: all stay then.
     pub fn evict(&mut self, count: usize, keep: impl IntoIterator<Item = ChunkKey>) -> Option<Vec<ChunkKey>> {
         self.tell_arrivals();
         let kept: Vec<_> = keep.into_iter().filter_map(|key| self.forest.keep(key)).collect();
@@ -153,7 +153,7 @@ impl ChunkCache {
 
     /// The request has ended and generated `output_tokens`.
     pub fn finish(&mut self, request: RequestId, output_tokens: u32, now_ms: u64) {
-        // Who found all of its prompt in the cache has offered nothing.
+        // A request that found all of its prompt in the cache has offered nothing.
         self.use_chains(request, now_ms, None);
         self.expect_no_more(request);
         self.requests.end(request);
@@ -166,7 +166,7 @@ impl ChunkCache {
         self.policies.upkeep(work)
     }
 
-    /// As many as are wanted, out of the policies' sight but not freed; `None`: there are not so many.
+    /// As many as are wanted, out of the policies' sight but not freed; `None`: there are fewer.
     fn victims(&mut self, count: usize) -> Option<Vec<BlockId>> {
         let mut victims: Vec<_> = self.forest.idle_orphans().take(count).collect();
         let first_linked = victims.len();
@@ -210,7 +210,7 @@ impl ChunkCache {
         for chain in self.requests.begin_use(request) {
             let first = Place { request, chain, index: 0 };
             let (index, deepest) = self.requests.deepest_linked(first, &self.forest);
-            // Of the chunks of several groups nobody says which are kept.
+            // It is not known which chunks of several groups are kept.
             let expected = offered.filter(|&place| place.chain == chain && !self.requests.has_gaps(place));
             self.tell_use(Place { index, ..first }, deepest, 0, expected.map(|place| place.index));
         }
@@ -252,7 +252,7 @@ impl ChunkCache {
 
     /// A request uses the path that ends at `deepest`, and what follows it from `next` on: orphans, and from the index
     /// `expected` on also what has not come yet. So the policies judge a prompt as a whole before room is made for a part of
-    /// it, and a long one that will not return pushes nothing out that is worth more.
+    /// it, and a long one that will not return displaces nothing that is worth more.
     fn tell_use(
         &mut self,
         next: Place,

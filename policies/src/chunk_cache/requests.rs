@@ -19,7 +19,7 @@ pub(super) struct Place {
 #[derive(Debug, Default)]
 pub(super) struct Requests {
     followed: HashMap<RequestId, Followed>,
-    /// Who offered a chunk last.
+    /// Which request offered a chunk last.
     offered: HashMap<ChunkKey, Place>,
 }
 

@@ -37,7 +37,7 @@ fn the_tail_of_what_was_used_longest_ago_goes_first() {
         cache.finish(request, 1, now + 5);
     }
     assert_eq!(cache.evict(2, []), Some(vec![key(7, 2), key(7, 1)]));
-    // Who finds all of his prompt uses it at his end.
+    // A request that finds all of its prompt uses it at its end.
     let again = RequestId(3);
     cache.follow(again, 0, keys(7, 0..1));
     cache.finish(again, 1, 30);
@@ -117,7 +117,7 @@ fn what_did_not_come_is_expected_until_the_end_of_its_request() {
     cache.finish(A, 1, 1);
     assert_eq!(cache.resident(), 1);
     assert!(cache.forest.id(key(7, 1)).is_none());
-    // Whoever else expected it need not.
+    // Other requests that expected it need not.
     store(&mut cache, B, &keys(7, 1..2), 2);
     cache.finish(B, 1, 3);
     assert_eq!(cache.evict(2, []), Some(vec![key(7, 1), key(7, 0)]), "it hangs on what came before");
@@ -162,7 +162,7 @@ fn a_window_hangs_on_nothing_and_is_no_orphan() {
 /// What an owner may do.
 #[derive(Clone, Debug)]
 enum Step {
-    /// A request for so many chunks of a chain: those that are missing come, where there is room, in pieces of so many.
+    /// A request for a number of chunks of a chain: the missing ones come, if there is room, in pieces.
     Request {
         chain: u8,
         chunks: u8,

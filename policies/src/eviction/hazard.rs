@@ -9,7 +9,7 @@ use crate::reuse::{PathId, ReuseModel};
 use crate::seam::{Access, BlockId, Forest, Standing};
 
 /// How often all tails are ranked anew while as many blocks come as are resident.
-// Twice the pace gained 0.2 points over ten cells and cost 0.3 µs a block (docs/policies.md).
+// Twice the pace gained 0.2 points over ten cells and cost 0.3 µs a block.
 const RERANKS: usize = 16;
 
 /// The rank of what will not return, which is known without learning.

@@ -10,8 +10,8 @@ use crate::seam::{BlockId, Forest, Standing};
 /// meant to be that of the youngest block at or below it, and it matters only once the block is a leaf. Two
 /// moves make it so, without any stamp being stored:
 ///
-/// - *An interior block at the old end leaves the queue.* Whatever is below it was stamped later, so its own
-///   stamp is not the one that will count.
+/// - *An interior block at the old end leaves the queue.* Blocks below it were stamped later, so its own
+///   stamp will not count.
 /// - *When a block goes and exposes its parent, the parent takes its place,* unless the parent is still
 ///   queued. The block was the last one below, and siblings that went before it were older: its stamp is the
 ///   youngest. A parent still queued while its child came to the old end was stamped after the child.

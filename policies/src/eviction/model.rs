@@ -74,7 +74,7 @@ pub(crate) struct Tree {
 }
 
 impl Tree {
-    /// A tier that three tenants share, and requests of nobody, at two priorities.
+    /// A tier that three tenants share, and requests without a tenant, at two priorities.
     pub(crate) fn with_tenants() -> Self {
         Self { has_tenants: true, ..Self::default() }
     }

@@ -12,7 +12,7 @@ use crate::seam::{Access, BlockId, Forest};
 /// [`released`](Self::released); [`removed`](Self::removed) ends its life.
 ///
 /// Each call borrows the tier's [`ReuseModel`], which has heard of the event before the policy does. It knows
-/// nothing unless somebody [needs](Self::needs_reuse) it.
+/// nothing unless a policy [needs](Self::needs_reuse) it.
 pub trait Eviction: Send + fmt::Debug {
     /// Whether it goes by what the tier's reuse model knows.
     fn needs_reuse(&self) -> bool {

@@ -72,7 +72,7 @@ impl<T: Ranked> Residents<T> {
         let Some(request) = access.request else { return access.inserted == 0 };
         let is_first = !self.counted.contains(&request);
         if is_first {
-            // Whoever outlives 64 other requests counts twice, and his blocks then rank a little too high.
+            // A request that outlives 64 others counts twice, and its blocks then rank a little too high.
             self.counted.truncate(Self::COUNTED - 1);
             self.counted.push_front(request);
         }

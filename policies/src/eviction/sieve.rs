@@ -62,7 +62,7 @@ impl Eviction for Sieve {
             let ahead = self.blocks.lowest(self.hand.., forest);
             let block = ahead.or_else(|| self.blocks.lowest(.., forest))?;
             let place = *self.blocks.state(block)?;
-            // On the victim, not past it: who asks again before that has gone hears the same.
+            // On the victim, not past it: a second question before that has gone gets the same answer.
             self.hand = place.stamp;
             if !place.is_used {
                 return Some(block);

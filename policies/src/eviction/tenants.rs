@@ -1,4 +1,4 @@
-//! Fairness between those who share a tier.
+//! Fairness between the tenants that share a tier.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
@@ -12,9 +12,9 @@ use crate::seam::{Access, BlockId, Forest, Standing};
 /// tenant that is furthest above its share, the one with the most blocks for its weight, if it has a leaf that
 /// may go; else from the next one. Of a tenant's leaves those of the lowest [priority](crate::Hints::priority) go
 /// first, and of these the one that the other policy gives up first. So a tenant that alone uses a tier has all of
-/// it, and one that comes later gets its share from those who have more than theirs.
+/// it, and one that comes later gets its share from those that have more than theirs.
 ///
-/// A block is charged to the tenant whose request brought it, at that request's priority, whoever uses it later.
+/// A block is charged to the tenant whose request brought it, at that request's priority, whichever uses it later.
 /// Requests that name no tenant are one tenant together.
 ///
 /// The other policy is asked for its next victim until one fits; those that do not fit are set aside in that
@@ -40,8 +40,8 @@ pub struct TenantTerms {
     /// How large a tenant's share is, compared to others. Tenants that are not named weigh 1; what is not positive
     /// counts as almost nothing.
     pub weights: HashMap<u32, f64>,
-    /// Blocks beyond which a tenant gives way before all that are within their quotas. It may use what nobody else
-    /// wants: a quota evicts nothing while there is room.
+    /// Blocks beyond which a tenant gives way before all that are within their quotas. It may use what no other
+    /// tenant wants: a quota evicts nothing while there is room.
     pub quotas: HashMap<u32, u32>,
 }
 
@@ -52,7 +52,7 @@ type GroupId = (Tenant, u8);
 /// The priority of requests that name none.
 pub const USUAL_PRIORITY: u8 = 50;
 
-/// How far above its share a tenant is. Whoever is above his quota is further than all who are not.
+/// How far above its share a tenant is. A tenant above its quota is further than all that are not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Load {
     is_over_quota: bool,
@@ -235,7 +235,7 @@ impl Eviction for Tenants {
         self.blocks(tenant)
     }
 
-    /// Always: it knows in whose name a block goes down, and the tier below charges him.
+    /// Always: it knows in which tenant's name a block goes down, and the tier below charges that tenant.
     fn needs_reuse(&self) -> bool {
         true
     }
@@ -270,7 +270,7 @@ impl Eviction for Tenants {
                     self.groups.range((tenant, above)..=(tenant, u8::MAX)).next().map(|(&id, _)| id)
                 });
             }
-            // Nothing of his may go now, and whoever needs room must not wait for it.
+            // No block of this tenant may go now, and the need for room must not wait for it.
             heaviest = self.order.range(..(load, tenant)).next_back().copied();
         }
         None
@@ -313,7 +313,7 @@ mod tests {
         Tenants::new(kind.build(8), weigh(HashMap::from([(0, 3.0), (1, 0.0)])))
     }
 
-    /// The tree's requests belong to tenants 0, 1, 2 and nobody in turn, at two priorities.
+    /// The tree's requests belong to tenants 0, 1, 2 and none in turn, at two priorities.
     fn play(policy: &mut dyn Eviction, ops: &[Op]) -> Vec<(u64, u64)> {
         let mut tree = Tree::with_tenants();
         let victims = ops.iter().filter_map(|&op| tree.apply(op, policy));

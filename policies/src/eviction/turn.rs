@@ -242,7 +242,7 @@ struct Gaps {
 
 impl Gaps {
     const KEPT: usize = 1024;
-    /// The median is taken anew after so many, and after each one before the first so many.
+    /// The median is taken anew after this number, and after each one before that.
     const STEP: usize = 32;
 
     /// Returns its place, by which it can be [set](Self::set).
@@ -278,7 +278,7 @@ mod tests {
     /// One conversation: a block is its position.
     const LINE: Line = Line(Standing::Evictable);
 
-    /// How a use is reported: all at once, or what is there and then so many blocks at a time.
+    /// How a use is reported: all at once, or what is there and then a number of blocks at a time.
     #[derive(Clone, Copy, Debug)]
     enum Parts {
         One,

@@ -2,15 +2,14 @@
 
 use std::collections::HashMap;
 
-/// A block is hot that one request in so many uses.
-// Without these apart, conversation was off by tens of points: its first block is in every request
-// (docs/planning.md).
+/// A block is hot if one request in this number uses it.
+// Without these apart, conversation was off by tens of points: its first block is in every request.
 const SHARE: u32 = 50;
 /// Uses below which nothing is hot.
 const LEAST_USES: u32 = 16;
 /// Blocks of a path that may be hot, from its root on. Of longer shared prefixes a sample takes enough.
 pub(super) const DEEPEST: usize = 32;
-/// After so many requests, half of what was counted is forgotten.
+/// After this number of requests half of the counts is forgotten.
 const WINDOW: u32 = 8_192;
 
 /// Counts the uses of the blocks that are hot, and of those next to them.

@@ -31,9 +31,9 @@ const FOLLOWED: u32 = 16_384;
 /// Blocks that return from further down than the *horizon* count as misses, which bounds what is kept: one
 /// block in ⌈horizon ÷ 16,384⌉ is followed, at about 75 bytes each, 1.3 MB in all.
 ///
-/// A request reads one key in so many, and the first few, and costs some 100 ns for each block that it follows. Whoever
-/// cannot wait for that collects [`SampledRequests`], at a few ns for each of these, and lets another thread
-/// [take](Self::take) them.
+/// A request reads the first few keys and a fixed share of the others, and costs some 100 ns for each block that it
+/// follows. A caller that cannot wait for that collects [`SampledRequests`], at a few ns for each of these, and lets
+/// another thread [take](Self::take) them.
 #[derive(Debug)]
 pub struct MissRatio {
     sample: Sample,
@@ -130,7 +130,7 @@ impl MissRatio {
             self.exact.count(self.stack.above(key).map(|above| above + 1));
         }
         for &key in others {
-            // Where in its own stretch the block stands, nobody knows: in the middle.
+            // Where the block stands in its own stretch is unknown: take the middle.
             let own = self.sample.stride().div_ceil(2);
             self.sampled.count(self.stack.above(key).map(|above| above + own));
         }

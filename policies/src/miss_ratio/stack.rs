@@ -23,7 +23,7 @@ pub(super) struct Stack {
 #[derive(Clone, Copy, Debug, Default)]
 struct LaneEntry {
     key: u64,
-    /// 0: nobody stands here.
+    /// 0: no block stands here.
     weight: u32,
 }
 

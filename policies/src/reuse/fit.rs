@@ -113,7 +113,7 @@ impl Model {
     pub(super) fn fit(&mut self, records: &[Record]) {
         let lives = lives(records);
         let Some(oldest) = lives.iter().map(|life| life.exit.bin()).max() else { return };
-        // Ages that nobody has reached cost nothing: whole vectors of groups.
+        // Ages that no record has reached cost nothing: whole vectors of groups.
         let groups = (oldest / GROUP + 1).next_multiple_of(LANES);
         let mut expected: Vec<_> = lives.iter().map(|life| self.effect(life.profile)).collect();
         self.fit_base(&lives, &expected);

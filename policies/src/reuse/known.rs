@@ -47,7 +47,7 @@ pub(super) struct Touched {
 /// A record that ended by a return.
 #[derive(Debug)]
 struct Returning {
-    /// Who used it before, and who does now.
+    /// Which request used it before, and which does now.
     parties: (UseId, UseId),
     blocks: u32,
     record: Record,
@@ -143,7 +143,7 @@ impl KnownBlocks {
         let from = now.reached.min(known_depth);
         // Until the end of this call, so that it is not given up in between.
         self.uses.hold(used);
-        // Before `append` forks the path: those who left it earlier are counted, not this one.
+        // Before `append` forks the path: requests that left it earlier are counted, not this one.
         if let Some(node) = known.filter(|_| !inserted.is_empty()) {
             self.diverge(node);
         }
@@ -164,13 +164,13 @@ impl KnownBlocks {
         let resident = path.resident_blocks();
         let is_there = |&at: &u32| resident.get(at as usize) == Some(&block.0);
         let guess = depth.checked_sub(path.start).filter(is_there);
-        // Owners say the true depth. Where nobody does (`remove`, some tests) it is looked for, from the tail.
+        // Owners say the true depth. Without it (`remove`, some tests) it is looked for, from the tail.
         let at = guess.or_else(|| (0..path.resident).rev().find(is_there))?;
         Some(Node { path: id, depth: path.start + at })
     }
 
     /// Makes those ghosts resident that go on from `node` through the first ones of `inserted`. Returns where
-    /// they end, how many they are, and how many of them somebody else than `own` had used last.
+    /// they end, how many they are, and how many of them another request than `own` had used last.
     fn revive(
         &mut self,
         node: Option<Node>,
@@ -186,7 +186,7 @@ impl KnownBlocks {
                 return (known, revived, returned);
             };
             let last = self.segment(ghost).map(|(_, segment)| segment.used);
-            // What this request itself used last has left and come back meanwhile: nobody returned for it.
+            // What this request itself used last has left and come back meanwhile: that is no return.
             returned += u32::from(last != own || own.is_none());
             self.ghosts.revive(tag);
             self.path_mut(ghost.path).revive(block);
@@ -414,7 +414,7 @@ impl KnownBlocks {
     /// A resident block, which is a leaf and whose content `key` names, became a ghost. Returns the path whose last
     /// resident block is of another segment now.
     pub(super) fn remove(&mut self, block: BlockId, key: u64) -> Option<PathId> {
-        // Whoever removes a block does not say its depth; the search from the tail finds a leaf at once.
+        // A removal does not say the block's depth; the search from the tail finds a leaf at once.
         let Node { path: id, depth } = self.find(block, u32::MAX)?;
         self.home[block.0 as usize] = NOWHERE;
         let path = self.path_mut(id);
@@ -538,7 +538,7 @@ impl KnownBlocks {
         self.state_at(self.find(block, depth.saturating_sub(1))?)
     }
 
-    /// Who used a resident block last, the last one of a path of `depth` blocks.
+    /// Which request used a resident block last, the last one of a path of `depth` blocks.
     pub(super) fn last_use(&self, block: BlockId, depth: u32) -> Option<LastUse> {
         let (_, segment) = self.segment(self.find(block, depth.saturating_sub(1))?)?;
         let used = self.uses.at(segment.used);
@@ -555,8 +555,8 @@ impl KnownBlocks {
         })
     }
 
-    /// Whether a use ended in the path of `node`, which no other path leaves from there on: then nobody but who
-    /// continues that request comes by.
+    /// Whether a use ended in the path of `node`, which no other path leaves from there on: then only
+    /// continuations of that request come by.
     fn is_below_the_last_fork(&self, node: Node, used: &RequestUse) -> bool {
         used.end == node.path && node.depth >= self.path(node.path).last_fork()
     }

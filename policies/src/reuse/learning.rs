@@ -24,7 +24,7 @@ enum Phase {
     Waiting,
     /// A fit is due; the open records of the paths before this one are here.
     Collecting(usize, Vec<Vec<Record>>),
-    /// Somebody else has the work. If he dropped it undone, nobody but us holds the result's place.
+    /// Another thread has the work. If it dropped the work undone, only this holds the result's place.
     Fitting(Arc<OnceLock<Arc<Model>>>),
 }
 
@@ -94,7 +94,7 @@ impl Learning {
             let ended = ended.iter().flat_map(|chunk| chunk.iter().copied());
             let records: Vec<_> = ended.chain(last).chain(open.into_iter().flatten()).collect();
             model.fit(&records);
-            // Nobody else writes it, so it cannot be set already.
+            // Nothing else writes it, so it cannot be set already.
             let _ = learned.set(Arc::new(model));
         }));
         false

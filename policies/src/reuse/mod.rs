@@ -41,12 +41,12 @@ use self::rank::FreshRanks;
 use self::records::Records;
 use crate::seam::{Access, BlockId, Ended, Forest, Upkeep};
 
-/// A block is worth as much as it is likely to be used within so many milliseconds. The model knows little of
+/// A block is worth as much as it is likely to be used within these milliseconds. The model knows little of
 /// blocks unused for longer than [`GHOST_MS`], and few are half that old when they leave.
 const RETURN_HORIZON_MS: u64 = GHOST_MS / 2;
 
-/// What does not return counts as such only when it is forgotten. When so many milliseconds have passed, as
-/// many failures have been counted as returns are waited for.
+/// What does not return counts as such only when it is forgotten. After these milliseconds as many failures have been
+/// counted as returns are waited for.
 const LEARNING_MS: u64 = 2 * GHOST_MS;
 
 /// What is known of the blocks of one tier: when and by what requests they were used, and how soon blocks of their
@@ -56,7 +56,7 @@ const LEARNING_MS: u64 = 2 * GHOST_MS;
 /// segments and ghosts. It learns only if its [`upkeep`](Self::upkeep) is done.
 #[derive(Default)]
 pub struct ReuseModel {
-    /// Nobody asks it: then it hears nothing either.
+    /// No policy asks it: then it hears nothing either.
     is_idle: bool,
     known: KnownBlocks,
     model: Arc<Model>,
@@ -83,7 +83,7 @@ impl ReuseModel {
             return;
         }
         self.changed.clear();
-        // From the first use on: a tier that nobody uses teaches nothing.
+        // From the first use on: an unused tier teaches nothing.
         self.ready_ms.get_or_insert(access.now_ms.saturating_add(LEARNING_MS));
         // Before the use, so that all that it changes is ranked by one model.
         if let Some(model) = self.learning.take_result() {
@@ -165,7 +165,7 @@ impl ReuseModel {
         rank::return_chance(&self.model, state.profile, state.age_ms, RETURN_HORIZON_MS)
     }
 
-    /// Who used `block` last, the last one of a path of `depth` blocks. `None`: it is not known.
+    /// Which request used `block` last, the last one of a path of `depth` blocks. `None`: unknown.
     pub fn last_use(&self, block: BlockId, depth: u32) -> Option<LastUse> {
         self.known.last_use(block, depth)
     }

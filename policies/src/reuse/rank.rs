@@ -38,7 +38,7 @@ pub(super) fn gittins(model: &Model, profile: Profile, age_ms: u64) -> f32 {
 /// Ranks that a cache holds: 4 KB.
 const CACHED: usize = 256;
 
-/// What blocks of different kinds are worth to one model when they have just been used, once somebody has asked.
+/// What blocks of different kinds are worth to one model when they have just been used, once that was asked for.
 ///
 /// Each use ranks the tail that it has just used, and few kinds come by again and again: a look here takes the place of a
 /// sum over all bins, half a microsecond.
@@ -48,7 +48,7 @@ pub(super) struct FreshRanks(Box<[Cell<FreshRank>]>);
 #[derive(Clone, Copy, Debug, Default)]
 struct FreshRank {
     profile: Profile,
-    /// `None`: nobody has asked yet.
+    /// `None`: not asked for yet.
     rank: Option<f32>,
 }
 

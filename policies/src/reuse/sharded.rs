@@ -5,7 +5,7 @@ use std::hash::{BuildHasherDefault, Hash, Hasher};
 
 /// A map of numbers to what is known of them, in parts of their own.
 ///
-/// A table of two million entries takes 100 ms to grow, during which nobody else has the lock. A part takes a
+/// A table of two million entries takes 100 ms to grow, and its lock is held meanwhile. A part takes a
 /// tenth of a millisecond, and they grow at different times.
 #[derive(Debug)]
 pub(super) struct ShardedMap<V>(Vec<HashMap<Key, V, BuildHasherDefault<Mixer>>>);

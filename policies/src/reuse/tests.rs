@@ -305,7 +305,7 @@ fn a_fit_that_is_never_done_is_asked_for_again() {
     assert_eq!(fits.count(), 4);
 }
 
-/// Though so many requests came meanwhile that the next fit is due, and none since it ended.
+/// Although the next fit is already due by the requests that came meanwhile, and none came since it ended.
 #[test]
 fn a_fit_that_is_done_is_not_thrown_away() {
     let (mut world, mut policy) = (World::default(), hazard(4));

@@ -4,7 +4,7 @@
 //! see every request, at its time, with a shorter path.
 //!
 //! The few blocks that one request in 20 begins with are left out: they are taken for resident from their first
-//! use on. To have one of them in a sample or not would change the estimate by more than all others together.
+//! use on. A sample with or without one of them would differ by more than all others together change it.
 
 use std::collections::{HashMap, HashSet};
 
@@ -14,10 +14,10 @@ use crate::simulation::single::{Outcome, Policy};
 use crate::simulation::tier::Chains;
 use crate::simulation::workload::{BLOCK_TOKENS, Request, Workload};
 
-/// A block is left out that one request in so many begins with.
+/// A block is left out if one request in this number begins with it.
 // Rarer than hot blocks of the curve, for these are not measured but taken for resident.
 const SHARE: usize = 20;
-/// Only so many blocks of a path may be.
+/// At most this number of blocks of a path is.
 const DEEPEST: usize = 32;
 
 /// Collects the requests of a [`Miniature`].
@@ -159,7 +159,7 @@ impl Miniature {
         capacities.iter().map(rate).collect()
     }
 
-    /// How many blocks so many sampled ones stand for.
+    /// How many blocks this number of sampled ones stands for.
     pub fn scaled(&self, blocks: u64) -> f64 {
         blocks as f64 * self.scale
     }

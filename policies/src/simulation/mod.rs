@@ -1,7 +1,7 @@
 //! Policies over a trace, without any table: what `kvbm plan` is made of.
 //!
-//! Nothing of this runs in a live tier, save the two small tiers of names that [`Auto`](crate::admission::Auto) keeps
-//! beside the real ones, which are simulated ones.
+//! A live tier runs none of this, except the two small tiers of names that [`Auto`](crate::admission::Auto) simulates
+//! beside the real ones.
 //!
 //! | module | holds |
 //! |---|---|

@@ -1,5 +1,5 @@
 //! Requests that have not ended, in a simulation or a replay: a trace says when each began and how much it
-//! generated, and nobody may know the latter before the end.
+//! generated, and the latter must not be known before the end.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

@@ -146,7 +146,7 @@ impl Stages {
             let victim = victim.expect("nothing is busy, so every leaf is evictable");
             let last_user = stage.forget_use(chains, victim);
             // Asked while the victim is there, for rules look at it. Told as a use of now: with the time of its last
-            // one `hazard` lost half a point at conversation 1k + 5k (docs/policies.md).
+            // one `hazard` lost half a point at conversation 1k + 5k.
             if let Some((deepest, written)) = self.offer(index, chains, victim, Trigger::Leaving, now_ms)
                 && let Some(LastUser { request, hints }) = last_user
             {
@@ -172,7 +172,7 @@ impl Stages {
         let [stage, lower, ..] = &mut self.tiers[upper..] else { return None };
         let held = lower.tier.deepest_resident(chains, last).map_or(0, |block| chains.depth(block));
         let blocks = chains.depth(last) - held;
-        // Were the lower tier told of clean blocks that leave, `hazard` would take each for a use (docs/policies.md).
+        // Were the lower tier told of clean blocks that leave, `hazard` would take each for a use.
         if blocks == 0 {
             return None;
         }
@@ -203,7 +203,7 @@ struct Stage {
     tier: Tier,
     capacity: u32,
     policies: TierPolicies,
-    /// By block: who used it last, exact once it is a leaf. A use marks the deepest block alone; what leaves
+    /// By block: which request used it last, exact once it is a leaf. A use marks the deepest block alone; what leaves
     /// hands its mark to its parent.
     last_use: Vec<Option<LastUser>>,
     outcome: TierOutcome,
