@@ -53,7 +53,7 @@ fn series_are_few_whatever_happens() {
     const VALUES: [(&str, usize); 15] = [
         ("tier", 5),
         ("state", 6),
-        ("reason", 9),
+        ("reason", 10),
         ("scale", 5),
         ("backend", 1),
         ("request", 4),

@@ -39,7 +39,7 @@ impl Core {
             }
         }
         self.came_back(batch, overdue);
-        self.land_all(self.outcomes(ended));
+        self.land_all(&self.outcomes(ended));
         self.tasks_left(batch, left, going_on);
     }
 
@@ -104,12 +104,12 @@ impl Core {
                 let halfway = task.halfway;
                 (task, Outcome::Failed { halfway, defect: None })
             });
-            self.land_all(self.outcomes(dropped.collect()));
+            self.land_all(&self.outcomes(dropped.collect()));
         }
     }
 
     /// A prompt of thousands of blocks may end at once: others get the table in between.
-    fn land_all(self: &Arc<Self>, results: Vec<TaskResult>) {
+    fn land_all(self: &Arc<Self>, results: &[TaskResult]) {
         results.chunks(MAX_LANDED).for_each(|results| self.land(results.iter().copied()));
     }
 

@@ -41,16 +41,16 @@ impl Table {
 
     /// Audits some records, from number `from` on, one by one, as many as the hold has time for: what only shows in all of
     /// them together is left to [`audit`](Self::audit). Returns where to go on; `None`: those were the last.
-    pub fn audit_some(&self, from: u32, violations: &mut Vec<Violation>, hold: &mut Budget) -> Option<u32> {
+    pub fn audit_some(&self, from: u32, violations: &mut Vec<Violation>, budget: &mut Budget) -> Option<u32> {
         let mut next = from;
         while self.records.has_beyond(next) {
-            if !hold.change() {
+            if !budget.change() {
                 return Some(next);
             }
             let (id, record) = (RecordId(next), self.records.at(RecordId(next)));
             if !record.is_nowhere() {
                 // Once for all children, and once for each tier that has some.
-                hold.pay(self.audit_record(id, record, MAX_COUNTED, violations) * (1 + Tier::COUNT));
+                budget.pay(self.audit_record(id, record, MAX_COUNTED, violations) * (1 + Tier::COUNT));
             }
             next += 1;
         }

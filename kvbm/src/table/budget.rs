@@ -363,7 +363,7 @@ mod tests {
         let hashes = chain(0, SLOTS);
         save(&mut table, Tier::Host, &hashes);
         let pins = lease(&mut table, &hashes);
-        let mut down = TransferPlan::copying(Class::Prefetch, Tier::Disk, pins);
+        let mut down = TransferPlan::copying(Class::Save, Tier::Disk, pins);
         while !hold(|_| table.trace(&mut down)) {}
         while !hold(|_| table.extend(&mut down)) {}
         table.finish_plan(&mut down, Reply::new(drop), Duration::ZERO);

@@ -40,46 +40,46 @@ impl Table {
     /// Lets leave what its policy gives up next, until `slots` slots of `tier` are free or will be after the copies
     /// that are among the [effects](Self::take_effects), or these are `copies`, or the hold is over. Returns whether
     /// there is more to do. Nothing, where blocks go down as soon as they come.
-    pub fn make_headroom(&mut self, tier: Tier, slots: usize, copies: usize, hold: &mut Budget) -> bool {
+    pub fn make_headroom(&mut self, tier: Tier, slots: usize, copies: usize, budget: &mut Budget) -> bool {
         let Some(to) = self.flushes_to(tier) else { return false };
         if !self.tier(tier).policies.has_admission() {
             return false;
         }
         let mut promised = 0;
-        while !hold.is_spent() {
+        while !budget.is_spent() {
             let is_enough = self.tier(tier).pool.free() as usize + promised >= slots;
             if is_enough || self.transfers.tasks_planned() >= copies {
                 return false;
             }
             let (held, records) = self.tier_and_records(tier);
             // Asked anew for each: what was sent down is pinned now, so its parent is next.
-            let Some(leaf) = held.next_to_leave(records, hold) else { break };
-            match self.demote(tier, to, leaf, hold) {
+            let Some(leaf) = held.next_to_leave(records, budget) else { break };
+            match self.demote(tier, to, leaf, budget) {
                 Demotion::Gone => {}
                 Demotion::Sent => promised += 1,
                 Demotion::Stuck => return false,
                 Demotion::Later => break,
             }
         }
-        hold.is_spent()
+        budget.is_spent()
     }
 
-    fn demote(&mut self, tier: Tier, to: Tier, leaf: SlotId, hold: &mut Budget) -> Demotion {
+    fn demote(&mut self, tier: Tier, to: Tier, leaf: SlotId, budget: &mut Budget) -> Demotion {
         let record = self.tier(tier).at(leaf).record;
         let is_clean = self.tier(tier).is_clean(leaf, &self.records);
         if !is_clean {
-            let Some(mut blocks) = self.missing_beginning(tier, to, leaf, hold) else {
+            let Some(mut blocks) = self.missing_beginning(tier, to, leaf, budget) else {
                 return Demotion::Later;
             };
-            hold.pay_changes(ASKED);
+            budget.pay_changes(ASKED);
             blocks.truncate(MAX_SENT);
             let is_whole = blocks.last() == Some(&record);
             blocks.truncate(self.admitted(tier, &blocks, Trigger::Leaving));
             let is_refused = blocks.is_empty();
             let info = self.tier(tier).last_user(leaf, &self.records);
             let mut group = Group { blocks, info, ..Group::default() };
-            if !self.launch((tier, to), &mut group, hold).is_empty() {
-                return if hold.is_spent() { Demotion::Later } else { Demotion::Stuck };
+            if !self.launch((tier, to), &mut group, budget).is_empty() {
+                return if budget.is_spent() { Demotion::Later } else { Demotion::Stuck };
             }
             if !is_whole && !is_refused {
                 // What comes before it goes down first.
@@ -90,7 +90,7 @@ impl Table {
             }
         }
         let key = self.records.at(record).key();
-        self.evict_leaf(tier, leaf, hold);
+        self.evict_leaf(tier, leaf, budget);
         if !is_clean && self.find(key).is_none() {
             self.miss_history.note(key, MissReason::Admission, to, self.now_ms);
         }
@@ -104,14 +104,14 @@ impl Table {
         tier: Tier,
         to: Tier,
         leaf: SlotId,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Option<Vec<RecordId>> {
         // In this life of its slot the leaf has these ancestors.
         let leaf_ref = self.slot_ref(tier, leaf);
         let known = self.tier_mut(tier).climbed.take().filter(|climb| climb.leaf == leaf_ref);
         let mut from = known.map_or(self.tier(tier).at(leaf).record, |climb| climb.to);
-        while hold.looks_left() > MAX_SENT {
-            match self.missing_path(to, from, hold) {
+        while budget.looks_left() > MAX_SENT {
+            match self.missing_path(to, from, budget) {
                 Ok(path) => return Some(path),
                 Err(above) => from = above,
             }
@@ -148,10 +148,10 @@ impl Table {
 
     /// Has the leaves of `tier` that the tier below lacks asked about as if they left now, from slot `from` on. Returns
     /// where the next hold goes on.
-    pub fn want_flush_of_all(&mut self, tier: Tier, from: u32, hold: &mut Budget) -> Option<u32> {
+    pub fn want_flush_of_all(&mut self, tier: Tier, from: u32, budget: &mut Budget) -> Option<u32> {
         let held = self.tiers[tier.index()].as_ref().filter(|held| held.policies.has_admission())?;
         // Each that is looked at may be a leaf.
-        let (slots, next) = held.step(from, &mut hold.changes_as_looks());
+        let (slots, next) = held.step(from, &mut budget.changes_as_looks());
         let is_leaf = |slot: &u32| {
             let at = held.at(SlotId(*slot));
             at.is_leaf() && !at.is_quarantined() && !held.is_forgotten(SlotId(*slot))

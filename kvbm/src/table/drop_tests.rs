@@ -206,7 +206,7 @@ impl World {
                 }
             }
             Step::Flush(tier) => {
-                self.table.take_flush(TIERS[tier].0, 5, Trigger::Used, &mut Budget::of_a_hold())
+                self.table.take_flush(TIERS[tier].0, 5, Trigger::Used, &mut Budget::of_a_hold());
             }
             Step::Evict { tier, blocks } => _ = self.table.evict(TIERS[tier].0, blocks),
         }

@@ -29,17 +29,17 @@ impl Table {
         &mut self,
         tier: Tier,
         above: Option<RecordId>,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Result<Frame, NoSlot> {
         if self.tier(tier).pool.free() == 0 {
-            self.sweep_tier(tier, SWEPT, hold);
+            self.sweep_tier(tier, SWEPT, budget);
         }
         let home = self.home(tier, above);
         // One for one, but for a few that wait for chains of their own directory: nothing leaves in vain.
         while !self.tier(tier).has_room(home) {
-            match self.victim(tier, hold) {
-                Some(victim) => self.evict_leaf(tier, victim, hold),
-                None if hold.is_spent() => return Err(NoSlot::Later),
+            match self.victim(tier, budget) {
+                Some(victim) => self.evict_leaf(tier, victim, budget),
+                None if budget.is_spent() => return Err(NoSlot::Later),
                 None if self.tier(tier).pool.free() > 0 => break,
                 None => {
                     let held = self.tier_mut(tier);
@@ -49,7 +49,7 @@ impl Table {
                 }
             }
         }
-        hold.change();
+        budget.change();
         let pool = &mut self.tier_mut(tier).pool;
         let taken = if pool.free_in(home) > 0 { pool.take_in(home) } else { pool.take() };
         taken.ok_or(NoSlot::Refused)
@@ -72,23 +72,23 @@ impl Table {
     /// What may leave `tier` now. While the tier below cannot be written, that includes what waits to be flushed,
     /// oldest first and no more than is needed: a disk that is away must not close the host tier as well. `None` also
     /// where the hold is over before there is one.
-    fn victim(&mut self, tier: Tier, hold: &mut Budget) -> Option<SlotId> {
-        while !hold.is_spent() {
+    fn victim(&mut self, tier: Tier, budget: &mut Budget) -> Option<SlotId> {
+        while !budget.is_spent() {
             let (held, records) = self.tier_and_records(tier);
-            let victim = held.victim(records, hold);
-            if victim.is_some() || !held.is_flush_blocked || hold.is_spent() {
+            let victim = held.victim(records, budget);
+            if victim.is_some() || !held.is_flush_blocked || budget.is_spent() {
                 return victim;
             }
             let waiting = held.flushes.pop_first()?;
             held.put_off(waiting, 0);
-            hold.change();
+            budget.change();
         }
         None
     }
 
     /// Evicts a leaf.
-    pub(super) fn evict_leaf(&mut self, tier: Tier, leaf: SlotId, hold: &mut Budget) {
-        hold.change();
+    pub(super) fn evict_leaf(&mut self, tier: Tier, leaf: SlotId, budget: &mut Budget) {
+        budget.change();
         self.note_evicted(tier, leaf);
         let (held, records) = self.tier_and_records(tier);
         held.stats.unflushed += u64::from(held.is_unflushed(leaf, records));
@@ -98,10 +98,10 @@ impl Table {
 
     /// Evicts up to `blocks` leaves of `tier`, as far as the hold goes; returns how many. More may follow where the hold
     /// [is spent](Budget::is_spent).
-    pub fn evict_some(&mut self, tier: Tier, blocks: usize, hold: &mut Budget) -> usize {
+    pub fn evict_some(&mut self, tier: Tier, blocks: usize, budget: &mut Budget) -> usize {
         for done in 0..blocks {
-            let Some(victim) = self.victim(tier, hold) else { return done };
-            self.evict_leaf(tier, victim, hold);
+            let Some(victim) = self.victim(tier, budget) else { return done };
+            self.evict_leaf(tier, victim, budget);
         }
         blocks
     }
@@ -110,9 +110,9 @@ impl Table {
     pub fn evict(&mut self, tier: Tier, blocks: usize) -> usize {
         let mut evicted = 0;
         loop {
-            let mut hold = Budget::of_a_hold();
-            evicted += self.evict_some(tier, blocks - evicted, &mut hold);
-            if evicted == blocks || !hold.is_spent() {
+            let mut budget = Budget::of_a_hold();
+            evicted += self.evict_some(tier, blocks - evicted, &mut budget);
+            if evicted == blocks || !budget.is_spent() {
                 return evicted;
             }
         }
@@ -126,7 +126,7 @@ impl Table {
         tier: Tier,
         last: BlockKey,
         go_unflushed: bool,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Option<BlockKey> {
         let mut next = self.find(last);
         while let Some(record) = next.filter(|&record| self.records.at(record).resident().has(tier)) {
@@ -137,7 +137,7 @@ impl Table {
             if !is_free || !(go_unflushed || held.is_clean(slot, records)) {
                 return None;
             }
-            if !hold.change() {
+            if !budget.change() {
                 return Some(records.at(record).key());
             }
             next = records.at(record).parent();

@@ -40,7 +40,7 @@ impl Table {
 
     /// Counts the blocks of `tier` that the tier below is to have and lacks, from slot `from` on, and says where the
     /// next step goes on: `None` after the last one.
-    pub fn unflushed(&self, tier: Tier, from: u32, hold: &mut Budget) -> (usize, Option<u32>) {
+    pub fn unflushed(&self, tier: Tier, from: u32, budget: &mut Budget) -> (usize, Option<u32>) {
         let held = self.tiers[tier.index()].as_ref().filter(|held| !held.is_withdrawn);
         let Some((held, to)) = held.and_then(|held| Some((held, held.flush_to?))) else { return (0, None) };
         let is_missing = |slot: &u32| {
@@ -48,7 +48,7 @@ impl Table {
             let is_wanted = !at.is_quarantined() && !held.is_forgotten(SlotId(*slot));
             held.flushes.has(SlotId(*slot)) && is_wanted && !self.records.at(at.record).resident().has(to)
         };
-        let (slots, next) = held.step(from, hold);
+        let (slots, next) = held.step(from, budget);
         (slots.filter(is_missing).count(), next)
     }
 
@@ -69,9 +69,9 @@ impl Table {
     }
 
     /// Has failed flushes of `tier` tried again whose pause is over. Returns whether there are more.
-    pub fn revive_flushes(&mut self, tier: Tier, hold: &mut Budget) -> bool {
+    pub fn revive_flushes(&mut self, tier: Tier, budget: &mut Budget) -> bool {
         let now_ms = self.now_ms;
-        self.tiers[tier.index()].as_mut().is_some_and(|held| held.revive_flushes(now_ms, hold))
+        self.tiers[tier.index()].as_mut().is_some_and(|held| held.revive_flushes(now_ms, budget))
     }
 
     /// Whether the blocks that wait in `tier` should be flushed now: one waits longer than `interval_ms`,
@@ -84,13 +84,13 @@ impl Table {
 
     /// Sends the next `blocks` dirty blocks of `tier` down, ancestors included, as far as they are admitted below, or
     /// as far as the hold goes. The tasks are among the [effects](Self::take_effects).
-    pub fn take_flush(&mut self, tier: Tier, blocks: usize, trigger: Trigger, hold: &mut Budget) {
-        self.take_group(tier, blocks, Group::default(), (trigger, hold));
+    pub fn take_flush(&mut self, tier: Tier, blocks: usize, trigger: Trigger, budget: &mut Budget) {
+        self.take_group(tier, blocks, Group::default(), (trigger, budget));
     }
 
     /// Sends one block down, to see whether the tier below is well again.
-    pub fn take_probe(&mut self, tier: Tier, trigger: Trigger, hold: &mut Budget) {
-        self.take_group(tier, 1, Group { is_probe: true, ..Group::default() }, (trigger, hold));
+    pub fn take_probe(&mut self, tier: Tier, trigger: Trigger, budget: &mut Budget) {
+        self.take_group(tier, 1, Group { is_probe: true, ..Group::default() }, (trigger, budget));
     }
 
     fn take_group(
@@ -98,11 +98,11 @@ impl Table {
         tier: Tier,
         blocks: usize,
         mut group: Group,
-        (trigger, hold): (Trigger, &mut Budget),
+        (trigger, budget): (Trigger, &mut Budget),
     ) {
         let Some(to) = self.flushes_to(tier) else { return };
         let mut taken = 0;
-        while taken < blocks && hold.look() {
+        while taken < blocks && budget.look() {
             // Entries of blocks that went down by another way stay in the queue until their turn.
             let Some(next) = self.tier_mut(tier).flushes.pop_first() else { break };
             if !self.awaits_flush(tier, to, next) {
@@ -111,11 +111,11 @@ impl Table {
             taken += 1;
             let continues = group.blocks.last().copied() == self.records.at(next.record).parent();
             if group.blocks.is_empty() || !continues {
-                if !self.launch_admitted((tier, to), &mut group, trigger, hold) {
+                if !self.launch_admitted((tier, to), &mut group, trigger, budget) {
                     self.tier_mut(tier).flushes.push_first(next);
                     return;
                 }
-                match self.missing_path(to, next.record, hold) {
+                match self.missing_path(to, next.record, budget) {
                     Ok(path) => group.blocks = path,
                     Err(above) => {
                         // What comes first is looked for in the next hold, and goes down before.
@@ -131,10 +131,10 @@ impl Table {
             }
             group.info = next.info;
             if group.blocks.len() > MAX_SENT {
-                return self.launch_first((tier, to), &mut group, next, (trigger, hold));
+                return self.launch_first((tier, to), &mut group, next, (trigger, budget));
             }
         }
-        let is_launched = self.launch_admitted((tier, to), &mut group, trigger, hold);
+        let is_launched = self.launch_admitted((tier, to), &mut group, trigger, budget);
         if is_launched && self.tier(tier).flushes.waiting() == 0 {
             self.tier_mut(tier).pressed = false;
         }
@@ -146,11 +146,11 @@ impl Table {
         (tier, to): Route,
         group: &mut Group,
         last: Dirty,
-        (trigger, hold): (Trigger, &mut Budget),
+        (trigger, budget): (Trigger, &mut Budget),
     ) {
         group.blocks.truncate(MAX_SENT);
         let before = self.transfers.tasks_planned();
-        let is_launched = self.launch_admitted((tier, to), group, trigger, hold);
+        let is_launched = self.launch_admitted((tier, to), group, trigger, budget);
         // A rule that refuses the beginning is not asked about what comes behind it.
         if !is_launched || self.transfers.tasks_planned() > before {
             self.tier_mut(tier).flushes.push_first(last);
@@ -163,14 +163,14 @@ impl Table {
         (tier, to): Route,
         group: &mut Group,
         trigger: Trigger,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> bool {
         if self.tier(tier).policies.has_admission() {
             let path = std::mem::take(&mut group.blocks);
-            group.blocks = self.admitted_above(tier, path, (trigger, group.info), hold);
+            group.blocks = self.admitted_above(tier, path, (trigger, group.info), budget);
         }
         let info = group.info;
-        let left = self.launch((tier, to), group, hold);
+        let left = self.launch((tier, to), group, budget);
         self.requeue(tier, &left, info);
         left.is_empty()
     }
@@ -182,7 +182,7 @@ impl Table {
         tier: Tier,
         mut path: Vec<RecordId>,
         (trigger, info): (Trigger, RequestInfo),
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Vec<RecordId> {
         while !path.is_empty() {
             let admitted = self.admitted(tier, &path, trigger);
@@ -191,7 +191,7 @@ impl Table {
                 return path;
             }
             path.pop();
-            if !hold.change() {
+            if !budget.change() {
                 break;
             }
         }
@@ -216,12 +216,12 @@ impl Table {
         &self,
         to: Tier,
         record: RecordId,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Result<Vec<RecordId>, RecordId> {
         let (mut path, mut next) = (Vec::new(), Some(record));
         while let Some(missing) = next.filter(|&next| !self.records.at(next).has_or_awaits(to)) {
             // What is sent down is paid for as well.
-            if path.len() > hold.looks_left() / 2 || !hold.look() {
+            if path.len() > budget.looks_left() / 2 || !budget.look() {
                 return Err(missing);
             }
             path.push(missing);
@@ -236,7 +236,7 @@ impl Table {
         &mut self,
         (tier, to): Route,
         group: &mut Group,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Vec<RecordId> {
         let next = Group { is_probe: group.is_probe, ..Group::default() };
         let Group { blocks: mut group, info, is_probe } = std::mem::replace(group, next);
@@ -254,7 +254,7 @@ impl Table {
         let mut admitted = group.len();
         if !matches!(parent, Parent::Awaited(_)) {
             let keys: Vec<_> = group.iter().map(|&record| self.records.at(record).key()).collect();
-            let admission = self.admit_new(to, above, &keys, context, hold);
+            let admission = self.admit_new(to, above, &keys, context, budget);
             if admission.has_more {
                 // There is more room in the next hold.
                 self.unpin_parent(to, parent);
@@ -265,7 +265,7 @@ impl Table {
         }
         let (taken, declined) = group.split_at(admitted);
         declined.iter().for_each(|&record| self.skip_flush_above(to, record));
-        let placed = self.send_down((source, to), taken, (parent, pins), is_probe, hold);
+        let placed = self.send_down((source, to), taken, (parent, pins), is_probe, budget);
         self.tier_mut(tier).refund(group.len() + rest.len() - placed);
         [&taken[placed..], &rest].concat()
     }

@@ -126,18 +126,18 @@ impl TierTable {
 impl Table {
     /// Lets forgotten blocks go that nobody reads, as many as the hold has time for. Returns whether there is more to look
     /// at.
-    pub fn sweep(&mut self, hold: &mut Budget) -> bool {
+    pub fn sweep(&mut self, budget: &mut Budget) -> bool {
         // The tiers after the first that takes all of the hold wait for their turn.
-        Tier::ALL.into_iter().any(|tier| self.has(tier) && self.sweep_tier(tier, usize::MAX, hold))
+        Tier::ALL.into_iter().any(|tier| self.has(tier) && self.sweep_tier(tier, usize::MAX, budget))
     }
 
     /// Lets up to `most` of them leave `tier`. Returns whether there is more to look at.
-    pub(super) fn sweep_tier(&mut self, tier: Tier, most: usize, hold: &mut Budget) -> bool {
+    pub(super) fn sweep_tier(&mut self, tier: Tier, most: usize, budget: &mut Budget) -> bool {
         let mut swept = 0;
-        while swept < most && hold.look() {
+        while swept < most && budget.look() {
             let Some(slot) = self.tier_mut(tier).next_to_sweep() else { return false };
             if self.sweep_slot(tier, slot) {
-                hold.change();
+                budget.change();
                 swept += 1;
             }
         }

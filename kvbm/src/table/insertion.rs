@@ -39,10 +39,10 @@ impl Table {
         parent: Option<RecordId>,
         keys: &[BlockKey],
         context: RequestContext,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Admitted {
         // What nobody asks for any more must not count against what is new.
-        self.sweep_tier(tier, keys.len(), hold);
+        self.sweep_tier(tier, keys.len(), budget);
         let held = self.tier(tier);
         // What the device lacks the engine is about to compute there: it must have the room. And what comes to
         // a tier that is flushed may be wanted below.
@@ -51,10 +51,10 @@ impl Table {
             return Admitted::all(keys.len());
         }
         // They are told and taken back, and that must not be all.
-        if hold.looks_left() < 3 * keys.len() {
+        if budget.looks_left() < 3 * keys.len() {
             return Admitted { blocks: keys.len(), has_more: true };
         }
-        hold.pay(2 * keys.len());
+        budget.pay(2 * keys.len());
         let depth = parent.map_or(0, |parent| self.records.depth(parent));
         let parent = parent.map(|parent| BlockId(self.records.at(parent).slot(tier).0));
         // Beyond all slots, those for staging included: no block of the tier has such an id.
@@ -65,7 +65,7 @@ impl Table {
         let (policies, insertion) = self.show(tier, first, keys, parent);
         // Not by `TierTable::touch`, which looks the depth up in a record: these have none.
         policies.touch(&access, &insertion);
-        let kept = self.choose(tier, first, keys, parent, hold);
+        let kept = self.choose(tier, first, keys, parent, budget);
         // From the last one up, as leaves leave. When they come, they are told under the numbers of their slots.
         for left in (0..kept.blocks).rev() {
             self.reject_new(tier, (BlockId(first + left as u32), &keys[left]), left, parent);
@@ -81,19 +81,19 @@ impl Table {
         first: u32,
         keys: &[BlockKey],
         parent: Option<BlockId>,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Admitted {
         let mut kept = keys.len();
         while kept > self.tier(tier).pool.free() as usize {
-            match self.victim_among(tier, first, &keys[..kept], parent, hold) {
+            match self.victim_among(tier, first, &keys[..kept], parent, budget) {
                 Some(block) if block.0 >= first => {
                     // The last one: those before it have children.
                     kept -= 1;
-                    hold.change();
+                    budget.change();
                     self.reject_new(tier, (block, &keys[kept]), kept, parent);
                 }
-                Some(block) => self.evict_leaf(tier, SlotId(block.0), hold),
-                None if hold.is_spent() => return Admitted { blocks: kept, has_more: true },
+                Some(block) => self.evict_leaf(tier, SlotId(block.0), budget),
+                None if budget.is_spent() => return Admitted { blocks: kept, has_more: true },
                 // The rest finds no room, and is refused when it asks for it.
                 None => break,
             }

@@ -247,7 +247,7 @@ impl Table {
 
     /// Notes again what `tier` holds, for indices that lost notes, as far as the hold goes. Returns whether there is more,
     /// and room for it.
-    pub fn renew_indices(&mut self, tier: Tier, hold: &mut Budget) -> bool {
+    pub fn renew_indices(&mut self, tier: Tier, budget: &mut Budget) -> bool {
         let journal = self.tiers[tier.index()].as_ref().and_then(|held| held.journal.clone());
         let Some(Journal { notes, .. }) = journal else { return false };
         for (share, waiting) in notes.iter().enumerate() {
@@ -257,12 +257,12 @@ impl Table {
             };
             let mut next = (from as usize).max(share);
             while next < self.tier(tier).slots.len() {
-                if !hold.look() {
+                if !budget.look() {
                     waiting.set_renewal(Some(next as u32));
                     return true;
                 }
                 if let Some(record) = self.resident_at(tier, SlotId(next as u32)) {
-                    hold.change();
+                    budget.change();
                     self.note_stored(tier, record);
                 }
                 next += notes.len();

@@ -28,13 +28,6 @@ pub(super) struct Owners {
     evicted: [Vec<u64>; Tier::COUNT],
 }
 
-#[derive(Debug)]
-struct KnownOwner {
-    owner: Owner,
-    /// The tenant was forgotten since: so is every block of this owner, at once, however many there are.
-    is_past: bool,
-}
-
 /// What a tier has of a tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TenantCounts {
@@ -140,9 +133,9 @@ impl Table {
 
     /// Ends the next transfer of what is forgotten, from its first such block on, as far as the hold goes. Returns where the
     /// next hold goes on. `None`: there are no more.
-    pub fn end_forgotten(&mut self, from: TransferCursor, hold: &mut Budget) -> Option<TransferCursor> {
+    pub fn end_forgotten(&mut self, from: TransferCursor, budget: &mut Budget) -> Option<TransferCursor> {
         let (transfers, owners) = (&self.transfers, &self.owners);
-        match transfers.next_with(from, |record| owners.is_forgotten(record), hold) {
+        match transfers.next_with(from, |record| owners.is_forgotten(record), budget) {
             Ok((id, block)) => {
                 self.abort(id, block);
                 Some(TransferCursor::after(id))
@@ -154,20 +147,20 @@ impl Table {
     /// Drops the topmost blocks of what is forgotten among the records from number `from` on, and what hangs on them, as
     /// far as the hold goes; [`drop_more`](Self::drop_more) ends what is too much for one. Returns where the next hold goes
     /// on.
-    pub fn drop_forgotten(&mut self, from: u32, hold: &mut Budget) -> Option<u32> {
+    pub fn drop_forgotten(&mut self, from: u32, budget: &mut Budget) -> Option<u32> {
         let mut next = from;
         while self.records.has_beyond(next) {
-            if !hold.look() {
+            if !budget.look() {
                 return Some(next);
             }
             if let Some(key) = self.topmost_forgotten(RecordId(next)) {
                 for tier in Tier::ALL.into_iter().filter(|&tier| self.has(tier)).collect::<Vec<_>>() {
                     // A match looks at each block of which more is to be dropped; and each tier may have many of them.
-                    if hold.is_spent() || self.is_dropping() {
+                    if budget.is_spent() || self.is_dropping() {
                         return Some(next);
                     }
                     let blocks = self.quarantine_resident(tier, key, Defect::Forgotten);
-                    hold.pay_changes(blocks + 1);
+                    budget.pay_changes(blocks + 1);
                 }
             }
             next += 1;

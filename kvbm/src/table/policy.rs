@@ -32,17 +32,17 @@ impl TierTable {
     }
 
     /// What leaves next, flushed or not; `None` also where the hold is over before it is found.
-    pub(super) fn next_to_leave(&mut self, records: &Records, hold: &mut Budget) -> Option<SlotId> {
+    pub(super) fn next_to_leave(&mut self, records: &Records, budget: &mut Budget) -> Option<SlotId> {
         let (policies, structure) = self.policies_and_structure(records);
-        structure.looks.set(hold.looks_left());
+        structure.looks.set(budget.looks_left());
         let next = policies.victim(&structure).map(|block| SlotId(block.0));
-        hold.pay(hold.looks_left() - structure.looks.get());
+        budget.pay(budget.looks_left() - structure.looks.get());
         next
     }
 
     /// What may leave at once; `None` also where what leaves next must be flushed first.
-    pub(super) fn victim(&mut self, records: &Records, hold: &mut Budget) -> Option<SlotId> {
-        self.next_to_leave(records, hold).filter(|&leaf| self.is_clean(leaf, records))
+    pub(super) fn victim(&mut self, records: &Records, budget: &mut Budget) -> Option<SlotId> {
+        self.next_to_leave(records, budget).filter(|&leaf| self.is_clean(leaf, records))
     }
 
     /// Blocks that are charged to a tenant.
@@ -228,12 +228,12 @@ impl Table {
         first: u32,
         keys: &[BlockKey],
         parent: Option<BlockId>,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Option<BlockId> {
         let (policies, insertion) = self.show(tier, first, keys, parent);
-        insertion.tier.looks.set(hold.looks_left());
+        insertion.tier.looks.set(budget.looks_left());
         let next = policies.victim(&insertion);
-        hold.pay(hold.looks_left() - insertion.tier.looks.get());
+        budget.pay(budget.looks_left() - insertion.tier.looks.get());
         next
     }
 

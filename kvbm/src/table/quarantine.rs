@@ -222,18 +222,18 @@ impl Table {
 
     /// Has policies consider some of the leaves in directories that are open again: while they were closed these were
     /// passed over. Returns whether there are more.
-    pub fn reconsider_reopened(&mut self, hold: &mut Budget) -> bool {
+    pub fn reconsider_reopened(&mut self, budget: &mut Budget) -> bool {
         let Some(mut walk) = self.quarantines.reopened.pop() else { return false };
         let held = self.tier_mut(walk.tier);
         let shards = held.pool.shards() as u32;
-        while hold.look() {
+        while budget.look() {
             if walk.next as usize >= held.slots.len() {
                 return !self.quarantines.reopened.is_empty();
             }
             let slot = SlotId(walk.next);
             if held.at(slot).record != Slot::EMPTY.record {
                 held.reconsider(slot);
-                hold.pay(CONSIDERED);
+                budget.pay(CONSIDERED);
             }
             walk.next += shards;
         }
@@ -248,10 +248,10 @@ impl Table {
 
     /// Drops some of what lies in directories that are [lost](Self::lose_directory), with all descendants. Returns whether
     /// there is more, which is to wait until there is nothing to [drop](Self::drop_more) besides.
-    pub fn drop_lost(&mut self, hold: &mut Budget) -> bool {
+    pub fn drop_lost(&mut self, budget: &mut Budget) -> bool {
         let Some(mut lost) = self.quarantines.lost.pop() else { return false };
         let shards = self.tier(lost.tier).pool.shards() as u32;
-        while !self.is_dropping() && hold.look() {
+        while !self.is_dropping() && budget.look() {
             let held = self.tier(lost.tier);
             if lost.next as usize >= held.slots.len() {
                 return !self.quarantines.lost.is_empty();
@@ -260,7 +260,7 @@ impl Table {
             let record = held.at(slot).record;
             if let Some(found) = held.pool.resident_ref(slot).filter(|_| record != Slot::EMPTY.record) {
                 let dropped = self.quarantine(self.records.at(record).key(), found, Defect::Unreadable);
-                hold.pay_changes(dropped);
+                budget.pay_changes(dropped);
             }
             lost.next += shards;
         }

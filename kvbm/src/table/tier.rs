@@ -246,9 +246,13 @@ impl TierTable {
     }
 
     /// The slots from `from` on that hold blocks, as far as the hold goes, and where the next one begins.
-    pub(super) fn step(&self, from: u32, hold: &mut Budget) -> (impl Iterator<Item = u32> + '_, Option<u32>) {
-        let end = (from as usize + hold.looks_left()).min(self.slots.len()).max(from as usize) as u32;
-        hold.pay((end - from) as usize);
+    pub(super) fn step(
+        &self,
+        from: u32,
+        budget: &mut Budget,
+    ) -> (impl Iterator<Item = u32> + '_, Option<u32>) {
+        let end = (from as usize + budget.looks_left()).min(self.slots.len()).max(from as usize) as u32;
+        budget.pay((end - from) as usize);
         let holds_block = |slot: &u32| self.at(SlotId(*slot)).record != Slot::EMPTY.record;
         let next = ((end as usize) < self.slots.len()).then_some(end);
         ((from..end).filter(holds_block), next)
@@ -320,9 +324,9 @@ impl TierTable {
     }
 
     /// Has those failed flushes tried again whose pause is over by `now_ms`. Returns whether there are more.
-    pub(super) fn revive_flushes(&mut self, now_ms: u64, hold: &mut Budget) -> bool {
+    pub(super) fn revive_flushes(&mut self, now_ms: u64, budget: &mut Budget) -> bool {
         while self.flushes.has_due(now_ms) {
-            if !hold.change() {
+            if !budget.change() {
                 return true;
             }
             if let Some(block) = self.flushes.pop_due(now_ms) {

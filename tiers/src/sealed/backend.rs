@@ -298,7 +298,7 @@ impl<B: Backend + 'static> Shared<B> {
                 }
             };
             self.work((Way::Back, have_keys), blocks, finish, move |blocks| {
-                shared.end(Way::Back, blocks, &done)
+                shared.end(Way::Back, blocks, &done);
             });
         }
     }

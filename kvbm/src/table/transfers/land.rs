@@ -4,9 +4,7 @@ use std::time::Duration;
 
 use kvbm_tiers::{Frame, SlotId, Tier};
 
-use super::{
-    Block, BlockState, Caller, Destination, Effects, Parent, Reply, Spent, Transfer, TransferEnd, Waiter,
-};
+use super::{BlockState, Caller, Destination, Effects, Parent, Reply, Spent, Transfer, TransferEnd, Waiter};
 use crate::events::StoreReason;
 use crate::table::budget::Budget;
 use crate::table::flush_queue::Dirty;
@@ -72,13 +70,13 @@ impl Table {
     /// Makes resident what can be, and gives up what failed, as much of it as a hold has time for: thousands of blocks may
     /// have waited for one that arrived, or did not.
     pub fn publish_more(&mut self) -> Effects {
-        let mut hold = Budget::of_a_hold();
-        self.give_up_failed(&mut hold);
-        while !hold.is_spent()
+        let mut budget = Budget::of_a_hold();
+        self.give_up_failed(&mut budget);
+        while !budget.is_spent()
             && let Some(id) = self.transfers.ready.pop()
         {
-            self.publish_ready(id, &mut hold);
-            self.give_up_failed(&mut hold);
+            self.publish_ready(id, &mut budget);
+            self.give_up_failed(&mut budget);
         }
         self.take_effects()
     }
@@ -111,12 +109,12 @@ impl Table {
 
     /// Ends a transfer of a past namespace, or any once the table is [closed](Self::close): the one at place `from` or
     /// behind it. Returns where to go on. `None`: there are no more.
-    pub fn end_next(&mut self, from: u32, hold: &mut Budget) -> Option<u32> {
+    pub fn end_next(&mut self, from: u32, budget: &mut Budget) -> Option<u32> {
         let (present, is_closed) = (self.namespace(), self.transfers.is_closed);
         let is_past = |transfer: &Transfer| is_closed || transfer.namespace != present;
         let id = self.transfers.next(from, |transfer| is_past(transfer) && !transfer.has_ended)?;
         self.fail(id, 0);
-        self.give_up_failed(hold);
+        self.give_up_failed(budget);
         Some(id.place + 1)
     }
 
@@ -228,7 +226,7 @@ impl Table {
     }
 
     /// Publishes what is ready of a transfer, as far as the hold goes. Those that hang on it are ready as well then.
-    fn publish_ready(&mut self, id: TransferId, hold: &mut Budget) {
+    fn publish_ready(&mut self, id: TransferId, budget: &mut Budget) {
         let present = self.namespace();
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         if transfer.namespace != present {
@@ -237,7 +235,7 @@ impl Table {
         let (tier, parent, before) = (transfer.to, transfer.parent, transfer.published);
         let told = (transfer.context.info, transfer.reason);
         let mut is_dropped = false;
-        while !hold.is_spent()
+        while !budget.is_spent()
             && let Some(next) = self.transfers.at_mut(id).and_then(|transfer| transfer.next_ready())
         {
             // The engine must not hear of a block that it is there, once it was told that it is wrong.
@@ -245,7 +243,7 @@ impl Table {
             if is_dropped {
                 break;
             }
-            hold.change();
+            budget.change();
             let frame = self.transfers.at_mut(id).and_then(Transfer::take_ready);
             let (Destination::Tier(record), Some(frame)) = (next, frame) else { continue };
             self.publish(record, frame, told);
@@ -263,7 +261,7 @@ impl Table {
         if is_dropped {
             self.fail(id, 0);
         }
-        if hold.is_spent() {
+        if budget.is_spent() {
             // Perhaps for nothing: the next step sees.
             self.transfers.ready.push(id);
         }
@@ -393,16 +391,16 @@ impl Table {
     }
 
     /// Gives up blocks that have failed, as many as the hold has time for.
-    pub(in crate::table) fn give_up_failed(&mut self, hold: &mut Budget) {
+    pub(in crate::table) fn give_up_failed(&mut self, budget: &mut Budget) {
         while let Some(&id) = self.transfers.failed.last() {
-            if !hold.look() {
+            if !budget.look() {
                 return;
             }
             match self.transfers.at_mut(id).and_then(|transfer| transfer.last_failed()) {
                 Some((tier, block, record)) => {
                     // A record must not be forgotten before those that name it as their parent.
                     if !record.is_some_and(|record| self.fail_waiting(tier, record)) {
-                        hold.change();
+                        budget.change();
                         self.give_up_block(id, block);
                     }
                 }

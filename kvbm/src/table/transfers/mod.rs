@@ -408,7 +408,7 @@ impl Transfers {
         &self,
         mut from: TransferCursor,
         is_it: impl Fn(RecordId) -> bool,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Result<(TransferId, usize), Option<TransferCursor>> {
         while let Some((life, held)) = self.places.get(from.place as usize) {
             let first = held.as_ref().map_or(0, |held| held.published.max(from.block).min(held.alive));
@@ -417,12 +417,12 @@ impl Transfers {
                 if block.record().is_some_and(&is_it) {
                     return Ok((TransferId { place: from.place, life: *life }, at));
                 }
-                if !hold.look() {
+                if !budget.look() {
                     return Err(Some(TransferCursor { block: at, ..from }));
                 }
             }
             from = TransferCursor { place: from.place + 1, block: 0 };
-            if !hold.look() {
+            if !budget.look() {
                 return Err(Some(from));
             }
         }

@@ -573,8 +573,8 @@ impl Table {
             plan.admitted = plan.known() + plan.placed;
             return true;
         }
-        let mut hold = Budget::of_a_hold();
-        if plan.unweighed > 0 && !self.weigh(plan, &mut hold) {
+        let mut budget = Budget::of_a_hold();
+        if plan.unweighed > 0 && !self.weigh(plan, &mut budget) {
             return false;
         }
         self.set_room_aside(plan, id);
@@ -584,10 +584,10 @@ impl Table {
         let step = plan.next(self.steps.placed.min(most));
         self.transfers.effects.tasks.reserve(if plan.is_filled() { 0 } else { step.len() });
         for at in step {
-            if hold.looks_left() < plan.looks_for_host() {
+            if budget.looks_left() < plan.looks_for_host() {
                 return false;
             }
-            match self.place_next(plan, (id, at), &mut hold) {
+            match self.place_next(plan, (id, at), &mut budget) {
                 Ok(()) => {}
                 Err(Unplaced::Later) => return false,
                 Err(why) => {
@@ -669,10 +669,10 @@ impl Table {
     }
 
     /// Asks a full tier which of the new blocks it takes in, as far as the hold goes. True when that is known.
-    fn weigh(&mut self, plan: &mut TransferPlan, hold: &mut Budget) -> bool {
+    fn weigh(&mut self, plan: &mut TransferPlan, budget: &mut Budget) -> bool {
         let new = plan.next(plan.unweighed);
         let keys: Vec<_> = plan.blocks[new.clone()].iter().map(|block| block.key).collect();
-        let Admitted { blocks, has_more } = self.admit_new(plan.to, plan.above, &keys, plan.context, hold);
+        let Admitted { blocks, has_more } = self.admit_new(plan.to, plan.above, &keys, plan.context, budget);
         if blocks < new.len() {
             plan.admitted = new.start + blocks;
             plan.declined = plan.blocks.len() - plan.admitted;
@@ -700,10 +700,10 @@ impl Table {
         &mut self,
         plan: &mut TransferPlan,
         (id, at): (TransferId, usize),
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Result<(), Unplaced> {
         let planned = plan.blocks[at];
-        let Placed { record, to, destination, frame } = self.place_planned(plan, planned, hold)?;
+        let Placed { record, to, destination, frame } = self.place_planned(plan, planned, budget)?;
         let block = plan.placed as u32;
         let kept_here = match frame {
             Some(frame) if plan.is_filled() => {
@@ -723,7 +723,7 @@ impl Table {
             let task =
                 CopyTask { id, class, block: planned.key, parent, owner, from, to, via: None, is_probe };
             if from.tier > Tier::Host && plan.through_host.has(from.tier) {
-                self.pass_host(plan, record, task, hold);
+                self.pass_host(plan, record, task, budget);
             } else {
                 self.send(plan, task);
             }
@@ -736,10 +736,10 @@ impl Table {
         &mut self,
         plan: &TransferPlan,
         block: PlannedBlock,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Result<Placed, Unplaced> {
         let Source::Tier(source) = block.source else {
-            let (record, frame) = self.place_new(plan.to, block.key, plan.above, plan.owner, hold)?;
+            let (record, frame) = self.place_new(plan.to, block.key, plan.above, plan.owner, budget)?;
             let to = frame.slot_ref();
             return Ok(Placed { record, to, destination: Destination::Tier(record), frame: Some(frame) });
         };
@@ -748,11 +748,11 @@ impl Table {
         }
         let record = self.tier(source.tier).at(source.slot).record;
         if plan.is_into_engine() {
-            hold.change();
+            budget.change();
             let to = plan.engine_slot(block).ok_or(Unplaced::Gone)?;
             return Ok(Placed { record, to, destination: Destination::Engine { source }, frame: None });
         }
-        let frame = self.place(plan.to, record, plan.above, hold)?;
+        let frame = self.place(plan.to, record, plan.above, budget)?;
         let to = frame.slot_ref();
         Ok(Placed { record, to, destination: Destination::Tier(record), frame: Some(frame) })
     }
@@ -774,7 +774,7 @@ impl Table {
         plan: &mut TransferPlan,
         record: RecordId,
         mut task: CopyTask,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) {
         let known = *self.records.at(record);
         if matches!(plan.keeping, Keeping::NotYet) {
@@ -801,7 +801,7 @@ impl Table {
             plan.keeping = Keeping::No;
         }
         if let Keeping::Into(kept) = plan.keeping {
-            match self.place(Tier::Host, record, known.parent(), hold) {
+            match self.place(Tier::Host, record, known.parent(), budget) {
                 Ok(frame) => {
                     task.via = Some(frame.slot_ref());
                     let slot = frame.slot();
@@ -845,12 +845,12 @@ impl Table {
         records: &[RecordId],
         (parent, pins): (Parent, Pins),
         is_probe: bool,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> usize {
         let mut placed = Vec::with_capacity(records.len());
         for &record in records {
             let known = *self.records.at(record);
-            let Ok(frame) = self.place(to, record, known.parent(), hold) else { break };
+            let Ok(frame) = self.place(to, record, known.parent(), budget) else { break };
             placed.push((record, frame));
         }
         let blocks = placed.len();
@@ -891,9 +891,9 @@ impl Table {
         tier: Tier,
         record: RecordId,
         above: Option<RecordId>,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Result<Frame, NoSlot> {
-        let frame = self.claim(tier, above, hold)?;
+        let frame = self.claim(tier, above, budget)?;
         self.begin_in(frame, record, above).ok_or(NoSlot::Refused)
     }
 
@@ -904,10 +904,10 @@ impl Table {
         key: BlockKey,
         above: Option<RecordId>,
         owner: Option<Owner>,
-        hold: &mut Budget,
+        budget: &mut Budget,
     ) -> Result<(RecordId, Frame), NoSlot> {
         // The slot first: a block that finds no room needs no record.
-        let frame = self.claim(tier, above, hold)?;
+        let frame = self.claim(tier, above, budget)?;
         let Some(record) = self.intern(key, above, owner) else {
             self.tier_mut(tier).pool.give_back(frame);
             return Err(NoSlot::Refused);
