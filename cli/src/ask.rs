@@ -7,11 +7,11 @@ use clap::Args;
 use serde_json::Value;
 use url::Url;
 
-use crate::failure::{Failure, with_causes};
+use crate::failure::{CommandFailure, with_causes};
 
 /// Whom to ask.
 #[derive(Debug, Args)]
-pub(crate) struct Process {
+pub(crate) struct AskedProcess {
     /// Where it serves
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:6880")]
     pub(crate) url: Url,
@@ -23,10 +23,11 @@ pub(crate) struct Process {
 /// Nobody needs longer to answer.
 const LIMIT: Duration = Duration::from_secs(10);
 
-impl Process {
+impl AskedProcess {
     /// What it answers at `path`.
-    pub(crate) async fn get(&self, path: &str, query: &[(&str, &str)]) -> Result<Value, Failure> {
-        let mut url = self.url.join(path).map_err(|error| Failure::unusable(format!("--url: {error}")))?;
+    pub(crate) async fn get(&self, path: &str, query: &[(&str, &str)]) -> Result<Value, CommandFailure> {
+        let mut url =
+            self.url.join(path).map_err(|error| CommandFailure::unusable(format!("--url: {error}")))?;
         if !query.is_empty() {
             url.query_pairs_mut().extend_pairs(query);
         }
@@ -34,23 +35,27 @@ impl Process {
         let _ = rustls::crypto::ring::default_provider().install_default();
         let unusable = |error: reqwest::Error| {
             let error = with_causes(&error.without_url());
-            Failure::unusable(format!("{} does not answer: {error}; is metrics.enabled set there?", self.url))
+            CommandFailure::unusable(format!(
+                "{} does not answer: {error}; is metrics.enabled set there?",
+                self.url
+            ))
         };
         let client = reqwest::Client::builder().timeout(LIMIT).no_proxy().build().map_err(unusable)?;
         let mut request = client.get(url);
         if let Some(path) = &self.token_file {
             let token = std::fs::read_to_string(path).map_err(|error| {
-                Failure::unusable(format!("cannot read the token in {}: {error}", path.display()))
+                CommandFailure::unusable(format!("cannot read the token in {}: {error}", path.display()))
             })?;
             request = request.bearer_auth(token.trim());
         }
         let answer = request.send().await.map_err(unusable)?;
         let status = answer.status();
         let body = answer.bytes().await.map_err(unusable)?;
-        let body: Value = serde_json::from_slice(&body)
-            .map_err(|_| Failure::unusable(format!("{} is no kvbm: it answered {status}", self.url)))?;
+        let body: Value = serde_json::from_slice(&body).map_err(|_| {
+            CommandFailure::unusable(format!("{} is no kvbm: it answered {status}", self.url))
+        })?;
         match body["error"].as_str() {
-            Some(error) => Err(Failure::unusable(format!("{}: {error}", self.url))),
+            Some(error) => Err(CommandFailure::unusable(format!("{}: {error}", self.url))),
             None => Ok(body),
         }
     }

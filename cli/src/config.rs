@@ -3,20 +3,20 @@
 use kvbm_settings::{Accepted, Row};
 use serde::Serialize;
 
-use crate::failure::Failure;
-use crate::global::Global;
+use crate::failure::CommandFailure;
+use crate::global::GlobalOptions;
 use crate::output;
 
 #[derive(Serialize)]
-struct Effective {
+struct EffectiveSettings {
     settings: Vec<Row>,
     /// Recognised and checked, without effect yet.
     accepted: Vec<Accepted>,
 }
 
-pub(crate) fn run(global: &Global) -> Result<(), Failure> {
+pub(crate) fn run(global: &GlobalOptions) -> Result<(), CommandFailure> {
     let loaded = global.loader()?.load()?;
-    let effective = Effective { settings: loaded.rows(), accepted: loaded.accepted };
+    let effective = EffectiveSettings { settings: loaded.rows(), accepted: loaded.accepted };
     if global.json {
         return output::print_json(&effective);
     }

@@ -18,10 +18,10 @@ use rustix::process::{Resource, getrlimit, getuid};
 use serde::Serialize;
 use tokio::runtime::Runtime;
 
-use crate::failure::{Failure, with_causes};
-use crate::global::Global;
+use crate::failure::{CommandFailure, with_causes};
+use crate::global::GlobalOptions;
 use crate::output;
-use crate::scratch::Scratch;
+use crate::scratch::CommandScratch;
 use crate::stop;
 
 /// What is examined.
@@ -34,19 +34,19 @@ pub(crate) struct DoctorArgs {
 
 /// Serialises to the command's JSON.
 #[derive(Debug, Serialize)]
-struct Examination {
-    machine: Vec<Check>,
-    nixl: Vec<Check>,
-    tiers: Vec<Check>,
-    routes: Vec<Check>,
+struct DoctorExamination {
+    machine: Vec<DoctorCheck>,
+    nixl: Vec<DoctorCheck>,
+    tiers: Vec<DoctorCheck>,
+    routes: Vec<DoctorCheck>,
 }
 
 /// Something that is there, or why not.
 #[derive(Debug, Serialize)]
-struct Check {
+struct DoctorCheck {
     name: String,
     #[serde(flatten)]
-    state: State,
+    state: CheckState,
     /// Of a route that was measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     mib_s: Option<f64>,
@@ -54,7 +54,7 @@ struct Check {
 
 #[derive(Debug, Serialize)]
 #[serde(tag = "state", rename_all = "lowercase")]
-enum State {
+enum CheckState {
     Ready {
         detail: String,
     },
@@ -68,9 +68,9 @@ enum State {
     },
 }
 
-use State::{Disabled, Ready, Unavailable};
+use CheckState::{Disabled, Ready, Unavailable};
 
-impl Check {
+impl DoctorCheck {
     fn ready(name: impl Into<String>, detail: impl Into<String>) -> Self {
         Self { name: name.into(), state: Ready { detail: detail.into() }, mib_s: None }
     }
@@ -91,7 +91,7 @@ impl Check {
     }
 }
 
-pub(crate) fn run(args: &DoctorArgs, global: &Global) -> Result<(), Failure> {
+pub(crate) fn run(args: &DoctorArgs, global: &GlobalOptions) -> Result<(), CommandFailure> {
     let loaded = global.load(|loader| loader)?;
     let nixl = nixl(&loaded);
     let settings = loaded.settings;
@@ -104,11 +104,11 @@ pub(crate) fn run(args: &DoctorArgs, global: &Global) -> Result<(), Failure> {
         measure_routes(&runtime, &settings, &ready, &mut routes);
     }
     let tiers = tiers.into_iter().map(|(_, check)| check).collect();
-    let examination = Examination { machine: machine(&settings), nixl, tiers, routes };
+    let examination = DoctorExamination { machine: machine(&settings), nixl, tiers, routes };
     if global.json { output::print_json(&examination) } else { output::print(&examination.to_text()) }
 }
 
-impl Examination {
+impl DoctorExamination {
     fn to_text(&self) -> String {
         let none = "no tier is set up; give sizes such as DYN_KVBM_CPU_CACHE_GB and DYN_KVBM_BLOCK_BYTES";
         let sections = [
@@ -122,12 +122,12 @@ impl Examination {
     }
 }
 
-fn section(title: &str, checks: &[Check], otherwise: &str) -> String {
+fn section(title: &str, checks: &[DoctorCheck], otherwise: &str) -> String {
     if checks.is_empty() {
         return format!("{title}: {otherwise}");
     }
     let mut table = output::table(&[title, "state"], usize::MAX);
-    for Check { name, state, mib_s } in checks {
+    for DoctorCheck { name, state, mib_s } in checks {
         let rate = mib_s.map_or_else(String::new, |rate| format!(", {rate:.0} MiB/s"));
         let state = match state {
             Ready { detail } => format!("ready: {detail}{rate}"),
@@ -139,13 +139,13 @@ fn section(title: &str, checks: &[Check], otherwise: &str) -> String {
     table.trim_fmt()
 }
 
-fn machine(settings: &Settings) -> Vec<Check> {
+fn machine(settings: &Settings) -> Vec<DoctorCheck> {
     let uname = rustix::system::uname();
     let kernel = format!("{} {}", uname.sysname().to_string_lossy(), uname.release().to_string_lossy());
     let cpus = available_parallelism().map_or_else(|error| error.to_string(), |cpus| cpus.to_string());
     let mut checks = vec![
-        Check::ready("kernel", kernel),
-        Check::ready("CPUs", cpus),
+        DoctorCheck::ready("kernel", kernel),
+        DoctorCheck::ready("CPUs", cpus),
         memory(settings),
         huge_pages(),
         persist::check(settings),
@@ -155,9 +155,9 @@ fn machine(settings: &Settings) -> Vec<Check> {
     checks.extend(settings.disk.dirs.iter().map(|dir| direct_io(dir)));
     let gpu = kvbm::probe_gpu();
     checks.push(numa(gpu.nodes.get(settings.device.ordinal as usize).copied().flatten()));
-    checks.push(Check::of("CUDA", gpu.cuda));
-    checks.push(Check::of("NVRTC", gpu.nvrtc));
-    checks.push(Check::of("GDS", gpu.gds));
+    checks.push(DoctorCheck::of("CUDA", gpu.cuda));
+    checks.push(DoctorCheck::of("NVRTC", gpu.nvrtc));
+    checks.push(DoctorCheck::of("GDS", gpu.gds));
     checks
 }
 
@@ -168,18 +168,18 @@ fn memory_wanted(settings: &Settings) -> u64 {
     tiers.map(|capacity| capacity.blocks(block_bytes).saturating_mul(block_bytes)).sum()
 }
 
-fn memory(settings: &Settings) -> Check {
+fn memory(settings: &Settings) -> DoctorCheck {
     let wanted = memory_wanted(settings);
     let Some(available) = available_memory() else {
-        return Check::unavailable("memory", "/proc/meminfo does not tell how much there is");
+        return DoctorCheck::unavailable("memory", "/proc/meminfo does not tell how much there is");
     };
     let detail =
         format!("{} available, {} wanted by the settings", output::bytes(available), output::bytes(wanted));
     if wanted <= available {
-        return Check::ready("memory", detail);
+        return DoctorCheck::ready("memory", detail);
     }
     let remedy = "lower host.capacity (DYN_KVBM_CPU_CACHE_GB) or device.capacity (DYN_KVBM_DEVICE_CACHE_GB)";
-    Check::unavailable("memory", format!("{detail}; {remedy}"))
+    DoctorCheck::unavailable("memory", format!("{detail}; {remedy}"))
 }
 
 fn available_memory() -> Option<u64> {
@@ -189,31 +189,33 @@ fn available_memory() -> Option<u64> {
     Some(kib << 10)
 }
 
-fn huge_pages() -> Check {
+fn huge_pages() -> DoctorCheck {
     const SWITCH: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
     let remedy = format!("as root: echo madvise > {SWITCH}");
     match fs::read_to_string(SWITCH) {
         Ok(modes) if modes.contains("[never]") => {
-            Check::unavailable("huge pages", format!("switched off; {remedy}"))
+            DoctorCheck::unavailable("huge pages", format!("switched off; {remedy}"))
         }
-        Ok(modes) => Check::ready("huge pages", modes.trim()),
-        Err(error) => Check::unavailable("huge pages", format!("{SWITCH}: {error}; the kernel lacks them")),
+        Ok(modes) => DoctorCheck::ready("huge pages", modes.trim()),
+        Err(error) => {
+            DoctorCheck::unavailable("huge pages", format!("{SWITCH}: {error}; the kernel lacks them"))
+        }
     }
 }
 
-fn locked_memory(settings: &Settings) -> Check {
+fn locked_memory(settings: &Settings) -> DoctorCheck {
     let name = "locked memory";
     let wanted = memory_wanted(settings);
     match getrlimit(Resource::Memlock).current {
-        None => Check::ready(name, "unlimited"),
+        None => DoctorCheck::ready(name, "unlimited"),
         Some(limit) if getuid().is_root() => {
-            Check::ready(name, format!("{}, which does not bind root", output::bytes(limit)))
+            DoctorCheck::ready(name, format!("{}, which does not bind root", output::bytes(limit)))
         }
-        Some(limit) if limit >= wanted => Check::ready(name, output::bytes(limit)),
+        Some(limit) if limit >= wanted => DoctorCheck::ready(name, output::bytes(limit)),
         Some(limit) => {
             let (limit, wanted) = (output::bytes(limit), output::bytes(wanted));
             let remedy = "raise `ulimit -l`, or LimitMEMLOCK of the service";
-            Check::unavailable(
+            DoctorCheck::unavailable(
                 name,
                 format!("{limit}, less than the {wanted} of the tiers in memory; {remedy}"),
             )
@@ -221,61 +223,63 @@ fn locked_memory(settings: &Settings) -> Check {
     }
 }
 
-fn io_uring() -> Check {
+fn io_uring() -> DoctorCheck {
     match UringBackend::probe() {
-        Ok(()) => Check::ready("io_uring", "the kernel grants a ring"),
-        Err(error) => Check::unavailable("io_uring", with_causes(&error)),
+        Ok(()) => DoctorCheck::ready("io_uring", "the kernel grants a ring"),
+        Err(error) => DoctorCheck::unavailable("io_uring", with_causes(&error)),
     }
 }
 
 /// `gpu`: the node of the GPU, near which host memory is taken where there is a choice.
-fn numa(gpu: Option<u32>) -> Check {
+fn numa(gpu: Option<u32>) -> DoctorCheck {
     match fs::read_to_string("/sys/devices/system/node/online").map(|nodes| nodes.trim().to_owned()) {
-        Ok(nodes) if nodes == "0" => Check::ready("NUMA", "one node"),
+        Ok(nodes) if nodes == "0" => DoctorCheck::ready("NUMA", "one node"),
         Ok(nodes) => {
             let near = gpu.map_or_else(
                 || "host memory is taken from any".to_owned(),
                 |node| format!("host memory is taken from node {node}, the GPU's"),
             );
-            Check::ready("NUMA", format!("nodes {nodes}; {near}"))
+            DoctorCheck::ready("NUMA", format!("nodes {nodes}; {near}"))
         }
-        Err(error) => Check::unavailable("NUMA", format!("the kernel does not tell the nodes: {error}")),
+        Err(error) => {
+            DoctorCheck::unavailable("NUMA", format!("the kernel does not tell the nodes: {error}"))
+        }
     }
 }
 
-fn direct_io(dir: &Path) -> Check {
+fn direct_io(dir: &Path) -> DoctorCheck {
     let name = format!("O_DIRECT in {}", dir.display());
     let file = match tempfile::Builder::new().prefix("kvbm-doctor-").tempfile_in(dir) {
         Ok(file) => file,
-        Err(error) => return Check::unavailable(name, format!("{error}; choose another disk.dirs")),
+        Err(error) => return DoctorCheck::unavailable(name, format!("{error}; choose another disk.dirs")),
     };
     let direct = OFlags::DIRECT.bits().cast_signed();
     // Only opening tells: file systems without it refuse the flag there, and not before.
     match fs::OpenOptions::new().read(true).custom_flags(direct).open(file.path()) {
-        Ok(_) => Check::ready(name, "the file system bypasses the page cache"),
+        Ok(_) => DoctorCheck::ready(name, "the file system bypasses the page cache"),
         Err(error) => {
             let remedy = "I/O will be buffered; use ext4 or XFS on a local drive";
-            Check::unavailable(name, format!("{error}; {remedy}"))
+            DoctorCheck::unavailable(name, format!("{error}; {remedy}"))
         }
     }
 }
 
 /// The library, the plugins that are on, and those that could be.
-fn nixl(loaded: &Loaded) -> Vec<Check> {
+fn nixl(loaded: &Loaded) -> Vec<DoctorCheck> {
     let settings = &loaded.settings.nixl;
     let report = kvbm::probe_nixl(&loaded.settings);
     let nobody_asked = settings.is_default() && settings.library.is_none();
     let native = |why: String| if nobody_asked { format!("{why}. Blocks move natively") } else { why };
-    let mut checks = vec![Check::of("library", report.library.map_err(native))];
-    checks.extend(report.plugins.into_iter().map(|plugin| Check::of(plugin.name, plugin.state)));
+    let mut checks = vec![DoctorCheck::of("library", report.library.map_err(native))];
+    checks.extend(report.plugins.into_iter().map(|plugin| DoctorCheck::of(plugin.name, plugin.state)));
     let is_off = |name: &&String| !settings.is_enabled(name);
     for name in settings.backends.keys().filter(is_off) {
         let origin = loaded.origins.get(&format!("nixl.backends.{name}")).cloned().unwrap_or_default();
-        checks.push(Check::disabled(name, format!("by {origin}")));
+        checks.push(DoctorCheck::disabled(name, format!("by {origin}")));
     }
     let is_unnamed = |name: &&String| is_off(name) && !settings.backends.contains_key(*name);
     for name in report.installed.iter().filter(is_unnamed) {
-        checks.push(Check::disabled(name, format!("unless DYN_KVBM_NIXL_BACKEND_{name}=true")));
+        checks.push(DoctorCheck::disabled(name, format!("unless DYN_KVBM_NIXL_BACKEND_{name}=true")));
     }
     checks
 }
@@ -290,39 +294,39 @@ fn configured(settings: &Settings) -> impl Iterator<Item = Tier> + use<> {
     Tier::ALL.into_iter().zip(is_present).filter_map(|(tier, is_present)| is_present.then_some(tier))
 }
 
-fn try_tier(runtime: &Runtime, settings: &Settings, tier: Tier) -> (Tier, Check) {
+fn try_tier(runtime: &Runtime, settings: &Settings, tier: Tier) -> (Tier, DoctorCheck) {
     // Alone, so that a tier that does not open says nothing of the others.
     let opened = open(runtime, miniature(settings, &[tier]));
     let check = match opened {
-        Ok(opened) => Check::ready(tier.name(), place(settings, tier, opened.device)),
-        Err(failure) => Check::unavailable(tier.name(), failure.to_string()),
+        Ok(opened) => DoctorCheck::ready(tier.name(), place(settings, tier, opened.device)),
+        Err(failure) => DoctorCheck::unavailable(tier.name(), failure.to_string()),
     };
     (tier, check)
 }
 
-fn try_routes(runtime: &Runtime, settings: &Settings, tiers: &[Tier]) -> Vec<Check> {
+fn try_routes(runtime: &Runtime, settings: &Settings, tiers: &[Tier]) -> Vec<DoctorCheck> {
     match open(runtime, miniature(settings, tiers)) {
         Ok(opened) => opened.routes,
-        Err(failure) => vec![Check::unavailable("all", failure.to_string())],
+        Err(failure) => vec![DoctorCheck::unavailable("all", failure.to_string())],
     }
 }
 
 /// What became of some tiers.
-struct Opened {
-    routes: Vec<Check>,
+struct OpenedTiers {
+    routes: Vec<DoctorCheck>,
     /// Whose memory the device tier is.
     device: Option<&'static str>,
 }
 
 /// Opens the tiers and lists their routes.
-fn open(runtime: &Runtime, mut settings: Settings) -> Result<Opened, Failure> {
-    let _scratch = Scratch::divert(&mut settings)?;
+fn open(runtime: &Runtime, mut settings: Settings) -> Result<OpenedTiers, CommandFailure> {
+    let _scratch = CommandScratch::divert(&mut settings)?;
     // The address may be an engine's, which runs.
     settings.metrics.enabled = false;
     let manager = runtime.block_on(Manager::open(settings, Options::default()))?;
     let routes = manager.routes().iter();
-    let routes = routes.map(|route| Check::ready(route_name(route.from, route.to), &route.backend));
-    Ok(Opened { routes: routes.collect(), device: manager.device() })
+    let routes = routes.map(|route| DoctorCheck::ready(route_name(route.from, route.to), &route.backend));
+    Ok(OpenedTiers { routes: routes.collect(), device: manager.device() })
 }
 
 fn route_name(from: Tier, to: Tier) -> String {
@@ -330,14 +334,14 @@ fn route_name(from: Tier, to: Tier) -> String {
 }
 
 /// Adds to the routes how fast they are; those through a tier that is not set up stay without.
-fn measure_routes(runtime: &Runtime, settings: &Settings, tiers: &[Tier], routes: &mut Vec<Check>) {
+fn measure_routes(runtime: &Runtime, settings: &Settings, tiers: &[Tier], routes: &mut Vec<DoctorCheck>) {
     let mut rates = HashMap::new();
     for &bottom in tiers.iter().filter(|&&tier| tier > Tier::Device) {
         match measure::routes(runtime, settings, bottom) {
             Ok(measured) => rates.extend(measured.map(|((from, to), rate)| (route_name(from, to), rate))),
             Err(failure) => {
                 let name = format!("{bottom}, measured");
-                routes.push(Check::unavailable(name, failure.to_string()));
+                routes.push(DoctorCheck::unavailable(name, failure.to_string()));
             }
         }
     }

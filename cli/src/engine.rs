@@ -21,9 +21,9 @@ use kvbm_tiers::clock;
 use serde::Serialize;
 use tokio::runtime::Runtime;
 
-use crate::failure::Failure;
-use crate::pattern::Pattern;
-use crate::stop::Stop;
+use crate::failure::CommandFailure;
+use crate::pattern::BlockPattern;
+use crate::stop::StopSignal;
 use crate::trace::TraceError;
 
 /// How long one request waits for room before it goes on without.
@@ -66,7 +66,7 @@ impl HitTokens {
 
 /// What serving requests came to.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Tally {
+pub(crate) struct ServedTally {
     pub(crate) requests: u64,
     pub(crate) prompt_tokens: u64,
     pub(crate) hit_tokens: HitTokens,
@@ -90,7 +90,7 @@ pub(crate) struct Tally {
     pub(crate) hangs: u64,
 }
 
-impl AddAssign for Tally {
+impl AddAssign for ServedTally {
     fn add_assign(&mut self, other: Self) {
         self.requests += other.requests;
         self.prompt_tokens += other.prompt_tokens;
@@ -111,7 +111,7 @@ impl AddAssign for Tally {
 
 /// Serves requests. Close it to have its memory, files and objects gone.
 #[derive(Debug)]
-pub(crate) struct Engine {
+pub(crate) struct SimulatedEngine {
     manager: Manager,
     clock: Arc<ManualClock>,
     /// The same with the jumps of `chaos`: the manager's clock.
@@ -127,20 +127,20 @@ pub(crate) struct Engine {
     device_blocks: usize,
     /// Where saves go, if anywhere.
     below: Option<Tier>,
-    room: Room,
+    room: DeviceRoom,
     runtime: Runtime,
-    stop: Stop,
+    stop: StopSignal,
 }
 
-impl Engine {
+impl SimulatedEngine {
     /// Opens the tiers that `settings` name, on a clock that follows the requests' timestamps. With
     /// [`chaos`](Options::chaos) in `options`, transfers that never end are given up.
     pub(crate) fn open(
         settings: Settings,
         options: Options,
         runtime: Runtime,
-        stop: Stop,
-    ) -> Result<Self, Failure> {
+        stop: StopSignal,
+    ) -> Result<Self, CommandFailure> {
         let tiers = present(&settings);
         let chaos = options.chaos.clone();
         let longest_wait = chaos.as_ref().map(|_| longest_wait(&settings));
@@ -157,7 +157,7 @@ impl Engine {
         let below = tiers.iter().copied().find(|&tier| tier > Tier::Device);
         let blocks = |tier| manager.counts(tier).total as usize;
         let device_blocks = blocks(Tier::Device);
-        let room = Room::new(below.map_or(device_blocks, |below| blocks(below).min(device_blocks)));
+        let room = DeviceRoom::new(below.map_or(device_blocks, |below| blocks(below).min(device_blocks)));
         // The ids of a trace are chained already; chaining them again makes that sure, whatever the trace says.
         let hasher = ChainHasher::new(TOKENS_PER_ID, SEED)?;
         Ok(Self {
@@ -189,15 +189,15 @@ impl Engine {
         &self,
         requests: impl Iterator<Item = Result<Request, TraceError>> + Send,
         concurrency: usize,
-        observe: impl Fn(&Request, &Tally) + Sync,
-    ) -> Result<Tally, Failure> {
+        observe: impl Fn(&Request, &ServedTally) + Sync,
+    ) -> Result<ServedTally, CommandFailure> {
         self.chaos.iter().for_each(Chaos::start);
-        let total = Mutex::new(Tally::default());
+        let total = Mutex::new(ServedTally::default());
         let failed = AtomicBool::new(false);
-        let requests = Mutex::new(Arrivals::new(requests));
-        let work = || -> Result<(), Failure> {
+        let requests = Mutex::new(RequestArrivals::new(requests));
+        let work = || -> Result<(), CommandFailure> {
             while !failed.load(Ordering::Relaxed)
-                && let Some(Arrival { request, info, hashes, room }) = self.next(&requests)?
+                && let Some(RequestArrival { request, info, hashes, room }) = self.next(&requests)?
             {
                 let tally = self.serve(&request, info, Chain::from(&hashes))?;
                 drop(room);
@@ -212,7 +212,7 @@ impl Engine {
             let others: Vec<_> = (1..concurrency).map(|_| scope.spawn(work)).collect();
             let own = work();
             others.into_iter().fold(own, |outcome, other| {
-                let died = || Err(Failure::unexpected("a worker thread died"));
+                let died = || Err(CommandFailure::unexpected("a worker thread died"));
                 outcome.and(other.join().unwrap_or_else(|_| died()))
             })
         })?;
@@ -222,8 +222,8 @@ impl Engine {
     /// The next request. Time moves to its timestamp, and requests that have ended by then are reported.
     fn next<'e>(
         &'e self,
-        arrivals: &Mutex<Arrivals<impl Iterator<Item = Result<Request, TraceError>>>>,
-    ) -> Result<Option<Arrival<'e>>, Failure> {
+        arrivals: &Mutex<RequestArrivals<impl Iterator<Item = Result<Request, TraceError>>>>,
+    ) -> Result<Option<RequestArrival<'e>>, CommandFailure> {
         let mut arrivals = lock(arrivals);
         self.stop.check()?;
         let Some(request) = arrivals.requests.next().transpose()? else { return Ok(None) };
@@ -238,7 +238,7 @@ impl Engine {
         let (begun, tenant) = (arrivals.begin(&request), (self.tenant)(&request));
         let info = RequestInfo { request: Some(begun), hints: Hints { tenant, ..Hints::default() } };
         self.manager.tick();
-        Ok(Some(Arrival { request, info, hashes, room }))
+        Ok(Some(RequestArrival { request, info, hashes, room }))
     }
 
     fn let_the_clock_jump(&self) {
@@ -258,21 +258,31 @@ impl Engine {
         self.hasher.chain(&ids)
     }
 
-    fn serve(&self, request: &Request, info: RequestInfo, chain: Chain<'_>) -> Result<Tally, Failure> {
-        let mut tally = Tally {
+    fn serve(
+        &self,
+        request: &Request,
+        info: RequestInfo,
+        chain: Chain<'_>,
+    ) -> Result<ServedTally, CommandFailure> {
+        let mut tally = ServedTally {
             requests: 1,
             prompt_tokens: u64::from(request.input_length),
             cut_prompts: u64::from(request.full_blocks().len() > self.device_blocks),
-            ..Tally::default()
+            ..ServedTally::default()
         };
         match self.try_to_serve(info, chain, &mut tally) {
             Ok(()) => Ok(tally),
-            Err(Unserved::Hung) => Ok(Tally { hangs: 1, ..tally }),
-            Err(Unserved::Failed(failure)) => Err(failure),
+            Err(UnservedBlock::Hung) => Ok(ServedTally { hangs: 1, ..tally }),
+            Err(UnservedBlock::Failed(failure)) => Err(failure),
         }
     }
 
-    fn try_to_serve(&self, info: RequestInfo, chain: Chain<'_>, tally: &mut Tally) -> Result<(), Unserved> {
+    fn try_to_serve(
+        &self,
+        info: RequestInfo,
+        chain: Chain<'_>,
+        tally: &mut ServedTally,
+    ) -> Result<(), UnservedBlock> {
         if chain.is_empty() {
             return Ok(());
         }
@@ -285,7 +295,7 @@ impl Engine {
         self.save(lease, tally)
     }
 
-    fn load(&self, lease: Lease, tally: &mut Tally) -> Result<Lease, Unserved> {
+    fn load(&self, lease: Lease, tally: &mut ServedTally) -> Result<Lease, UnservedBlock> {
         let started = clock::now();
         let mut lease = lease;
         loop {
@@ -302,36 +312,37 @@ impl Engine {
         }
     }
 
-    fn verify(&self, chain: Chain<'_>, lease: &Lease, tally: &mut Tally) {
+    fn verify(&self, chain: Chain<'_>, lease: &Lease, tally: &mut ServedTally) {
         let hits = (tally.hit_tokens.total() / u64::from(BLOCK_TOKENS)) as usize;
         self.verify_leading(chain, lease, hits, tally);
     }
 
-    fn verify_leading(&self, chain: Chain<'_>, lease: &Lease, blocks: usize, tally: &mut Tally) {
+    fn verify_leading(&self, chain: Chain<'_>, lease: &Lease, blocks: usize, tally: &mut ServedTally) {
         for (position, &hash) in chain.hashes.iter().enumerate().take(blocks) {
-            let matches =
-                self.manager.read_device(lease, chain, position, |block| Pattern::of(hash).matches(block));
+            let matches = self
+                .manager
+                .read_device(lease, chain, position, |block| BlockPattern::of(hash).matches(block));
             tally.blocks_verified += 1;
             tally.mismatches += u64::from(matches != Some(true));
         }
     }
 
     /// Loads as much of a chain as is held, and compares it.
-    pub(crate) fn read_back(&self, chain: &[BlockHash]) -> Result<ReadBack, Failure> {
+    pub(crate) fn read_back(&self, chain: &[BlockHash]) -> Result<ReadBack, CommandFailure> {
         let chain = Chain::from(&chain[..chain.len().min(self.device_blocks)]);
         let lease = self.manager.lease(chain);
         let plan: Vec<_> = lease.held().plan().collect();
-        let lease = match self.load(lease, &mut Tally::default()) {
+        let lease = match self.load(lease, &mut ServedTally::default()) {
             Ok(lease) => lease,
-            Err(Unserved::Hung) => {
-                return Err(Failure::unexpected("a load did not end in any reasonable time"));
+            Err(UnservedBlock::Hung) => {
+                return Err(CommandFailure::unexpected("a load did not end in any reasonable time"));
             }
-            Err(Unserved::Failed(failure)) => return Err(failure),
+            Err(UnservedBlock::Failed(failure)) => return Err(failure),
         };
         let mut sources: Vec<_> =
             plan.into_iter().flat_map(|(tier, range)| range.map(move |_| tier)).collect();
         sources.truncate(lease.blocks(Tier::Device));
-        let mut tally = Tally::default();
+        let mut tally = ServedTally::default();
         self.verify_leading(chain, &lease, sources.len(), &mut tally);
         Ok(ReadBack { sources, wrong: tally.mismatches })
     }
@@ -342,8 +353,8 @@ impl Engine {
         info: RequestInfo,
         chain: Chain<'_>,
         lease: Lease,
-        tally: &mut Tally,
-    ) -> Result<Lease, Unserved> {
+        tally: &mut ServedTally,
+    ) -> Result<Lease, UnservedBlock> {
         if lease.blocks(Tier::Device) == chain.len() {
             return Ok(lease);
         }
@@ -351,7 +362,7 @@ impl Engine {
             return Ok(self.manager.lease_for(info, chain));
         };
         for position in allocation.blocks() {
-            allocation.fill(position, |slot| Pattern::of(chain.hashes[position]).fill(slot));
+            allocation.fill(position, |slot| BlockPattern::of(chain.hashes[position]).fill(slot));
         }
         Ok(self.wait(allocation.publish()?)?.lease)
     }
@@ -362,8 +373,8 @@ impl Engine {
         info: RequestInfo,
         chain: Chain<'_>,
         lease: Lease,
-        tally: &mut Tally,
-    ) -> Result<Option<Allocation>, Unserved> {
+        tally: &mut ServedTally,
+    ) -> Result<Option<Allocation>, UnservedBlock> {
         let started = clock::now();
         let mut lease = lease;
         loop {
@@ -378,7 +389,7 @@ impl Engine {
     }
 
     /// Saves what the device holds, as far as the tier below can take it.
-    fn save(&self, lease: Lease, tally: &mut Tally) -> Result<(), Unserved> {
+    fn save(&self, lease: Lease, tally: &mut ServedTally) -> Result<(), UnservedBlock> {
         let Some(below) = self.below else { return Ok(()) };
         let SlotCounts { total, lost, .. } = self.manager.counts(below);
         let goal = lease.blocks(Tier::Device).min((total - lost) as usize);
@@ -400,26 +411,26 @@ impl Engine {
         }
     }
 
-    fn wait_for_room(&self, tally: &mut Tally) -> Result<(), Failure> {
+    fn wait_for_room(&self, tally: &mut ServedTally) -> Result<(), CommandFailure> {
         tally.full_waits += 1;
         self.manager.tick();
         self.stop.pause(PAUSE)
     }
 
-    fn wait(&self, ticket: Transfer<Transferred>) -> Result<Transferred, Unserved> {
+    fn wait(&self, ticket: Transfer<Transferred>) -> Result<Transferred, UnservedBlock> {
         let answer = self.stop.or(ticket);
         let Some(limit) = self.longest_wait else { return Ok(self.runtime.block_on(answer)??) };
         let answer = self.runtime.block_on(async { tokio::time::timeout(limit, answer).await });
-        Ok(answer.map_err(|_| Unserved::Hung)???)
+        Ok(answer.map_err(|_| UnservedBlock::Hung)???)
     }
 
     /// Saves, flushes and loads fresh blocks until that works in every tier.
-    pub(crate) fn recover(&self) -> Result<Recovery, Failure> {
+    pub(crate) fn recover(&self) -> Result<RecoveryTally, CommandFailure> {
         /// The longest pause of a store that was down, and time to flush what has gathered meanwhile.
         const LIMIT: Duration = Duration::from_mins(2);
         const BETWEEN_ROUNDS: Duration = Duration::from_millis(20);
         let started = clock::now();
-        let mut tally = Tally::default();
+        let mut tally = ServedTally::default();
         let mut broken: Vec<_> = self.tiers.iter().copied().filter(|&tier| tier > Tier::Device).collect();
         for round in 0.. {
             let mut still_broken = Vec::new();
@@ -435,22 +446,22 @@ impl Engine {
             self.stop.pause(BETWEEN_ROUNDS)?;
         }
         let after = broken.is_empty().then(|| started.elapsed());
-        Ok(Recovery { after, mismatches: tally.mismatches, hangs: tally.hangs })
+        Ok(RecoveryTally { after, mismatches: tally.mismatches, hangs: tally.hangs })
     }
 
-    fn works(&self, tier: Tier, round: u32, tally: &mut Tally) -> Result<bool, Failure> {
+    fn works(&self, tier: Tier, round: u32, tally: &mut ServedTally) -> Result<bool, CommandFailure> {
         match self.probe(tier, round, tally) {
             Ok(works) => Ok(works),
-            Err(Unserved::Hung) => {
+            Err(UnservedBlock::Hung) => {
                 tally.hangs += 1;
                 Ok(false)
             }
-            Err(Unserved::Failed(failure)) => Err(failure),
+            Err(UnservedBlock::Failed(failure)) => Err(failure),
         }
     }
 
     /// Whether blocks that no request has go down to `tier` and come back from there.
-    fn probe(&self, tier: Tier, round: u32, tally: &mut Tally) -> Result<bool, Unserved> {
+    fn probe(&self, tier: Tier, round: u32, tally: &mut ServedTally) -> Result<bool, UnservedBlock> {
         const BLOCKS: u32 = 4;
         let ids: Vec<_> =
             (0..BLOCKS).flat_map(|block| [u32::MAX - block, round << 2 | tier as u32]).collect();
@@ -487,7 +498,7 @@ impl Engine {
     }
 
     /// Flushes what is dirty, waits for all copies and checks the table's invariants.
-    pub(crate) fn settle(&self) -> Settled {
+    pub(crate) fn settle(&self) -> SettledState {
         /// For the slowest of stores.
         const LIMIT: Duration = Duration::from_mins(1);
         let deadline = clock::now() + LIMIT;
@@ -496,7 +507,7 @@ impl Engine {
             drained = self.manager.drain(Duration::from_millis(200)).is_complete();
         }
         let drift = self.manager.audit();
-        Settled { drained, drift: drift.iter().map(|drift| format!("{drift:?}")).collect() }
+        SettledState { drained, drift: drift.iter().map(|drift| format!("{drift:?}")).collect() }
     }
 
     /// Waits until no more copies than `never` are overdue. A busy machine may keep a healthy medium from completing
@@ -520,12 +531,12 @@ impl Engine {
     }
 
     /// Fails once the user wants to stop.
-    pub(crate) fn check_stop(&self) -> Result<(), Failure> {
+    pub(crate) fn check_stop(&self) -> Result<(), CommandFailure> {
         self.stop.check()
     }
 }
 
-impl Drop for Engine {
+impl Drop for SimulatedEngine {
     /// Copies under way hold their tiers. They end first, so that nobody writes where others tidy up.
     fn drop(&mut self) {
         // Of what went wrong on purpose, something may never end.
@@ -539,20 +550,20 @@ impl Drop for Engine {
 
 /// Why a request was not served to its end.
 #[derive(Debug)]
-enum Unserved {
+enum UnservedBlock {
     /// A transfer did not end in any reasonable time.
     Hung,
     /// The replay ends here.
-    Failed(Failure),
+    Failed(CommandFailure),
 }
 
-impl From<Failure> for Unserved {
-    fn from(failure: Failure) -> Self {
+impl From<CommandFailure> for UnservedBlock {
+    fn from(failure: CommandFailure) -> Self {
         Self::Failed(failure)
     }
 }
 
-impl From<kvbm::Error> for Unserved {
+impl From<kvbm::Error> for UnservedBlock {
     fn from(error: kvbm::Error) -> Self {
         Self::Failed(error.into())
     }
@@ -569,7 +580,7 @@ pub(crate) struct ReadBack {
 
 /// How all tiers came to work again.
 #[derive(Debug)]
-pub(crate) struct Recovery {
+pub(crate) struct RecoveryTally {
     /// How soon; `None`: they did not.
     pub(crate) after: Option<Duration>,
     /// Fresh blocks that came back with a wrong byte.
@@ -580,7 +591,7 @@ pub(crate) struct Recovery {
 
 /// The state after the last request.
 #[derive(Debug)]
-pub(crate) struct Settled {
+pub(crate) struct SettledState {
     /// Whether everything dirty was flushed in time.
     pub(crate) drained: bool,
     /// Invariants of the table that do not hold.
@@ -607,7 +618,7 @@ pub(crate) fn fingerprint(settings: &Settings) -> Fingerprint {
     }
 }
 
-impl Tally {
+impl ServedTally {
     /// Of what was planned, `arrived` leading blocks count as hits; the rest failed.
     fn hit(&mut self, plan: &[(Tier, Range<usize>)], arrived: usize) {
         for (tier, range) in plan {
@@ -640,7 +651,7 @@ fn present(settings: &Settings) -> Vec<Tier> {
 /// Admits requests while all admitted ones fit into the smallest tier that they fill: else each could hold a
 /// part and wait for the others' for ever.
 #[derive(Debug)]
-struct Room {
+struct DeviceRoom {
     blocks: usize,
     free: Mutex<usize>,
     freed: Condvar,
@@ -648,23 +659,23 @@ struct Room {
 
 /// A request to serve.
 #[derive(Debug)]
-struct Arrival<'e> {
+struct RequestArrival<'e> {
     request: Request,
     info: RequestInfo,
     hashes: Vec<BlockHash>,
     /// Its right to fill so many blocks.
-    room: Admission<'e>,
+    room: FillPermit<'e>,
 }
 
 /// Requests still to come, and those that would still be running.
 #[derive(Debug)]
-struct Arrivals<I> {
+struct RequestArrivals<I> {
     requests: I,
     running: Running,
     begun: u64,
 }
 
-impl<I> Arrivals<I> {
+impl<I> RequestArrivals<I> {
     fn new(requests: I) -> Self {
         Self { requests, running: Running::default(), begun: 0 }
     }
@@ -679,25 +690,25 @@ impl<I> Arrivals<I> {
 
 /// The right to fill so many blocks.
 #[derive(Debug)]
-struct Admission<'r> {
-    room: &'r Room,
+struct FillPermit<'r> {
+    room: &'r DeviceRoom,
     blocks: usize,
 }
 
-impl Room {
+impl DeviceRoom {
     const fn new(blocks: usize) -> Self {
         Self { blocks, free: Mutex::new(blocks), freed: Condvar::new() }
     }
 
-    fn admit(&self, blocks: usize) -> Admission<'_> {
+    fn admit(&self, blocks: usize) -> FillPermit<'_> {
         let blocks = blocks.min(self.blocks);
         let free = self.freed.wait_while(lock(&self.free), |free| *free < blocks);
         *free.unwrap_or_else(PoisonError::into_inner) -= blocks;
-        Admission { room: self, blocks }
+        FillPermit { room: self, blocks }
     }
 }
 
-impl Drop for Admission<'_> {
+impl Drop for FillPermit<'_> {
     fn drop(&mut self) {
         *lock(&self.room.free) += self.blocks;
         self.room.freed.notify_all();
@@ -718,7 +729,7 @@ mod tests {
     #[test]
     fn hits_count_as_far_as_blocks_arrived() {
         let plan = [(Tier::Device, 0..2), (Tier::Host, 2..5), (Tier::Object, 5..9)];
-        let mut tally = Tally::default();
+        let mut tally = ServedTally::default();
         tally.hit(&plan, 4);
         let blocks = Tier::ALL.map(|tier| tally.hit_tokens.of(tier) / u64::from(BLOCK_TOKENS));
         assert_eq!((blocks, tally.failed_loads), ([2, 2, 0, 0], 5));
@@ -727,7 +738,7 @@ mod tests {
     #[test]
     fn a_request_whose_transfer_does_not_end_is_given_up_and_counted() {
         let runtime = crate::stop::runtime().unwrap();
-        let stop = Stop::on_signals(&runtime).unwrap();
+        let stop = StopSignal::on_signals(&runtime).unwrap();
         let mut settings = Settings { block_bytes: Some(4_096), ..Settings::default() };
         settings.device.capacity = Some(kvbm_settings::Capacity::Blocks(8));
         settings.device.backend = kvbm_settings::DeviceBackend::Emulated;
@@ -737,7 +748,7 @@ mod tests {
         let schedule = Schedule::scripted(["memory:hang@0s+100ms".parse().unwrap()]);
         let chaos = Some(Chaos::new(schedule));
         let options = Options { chaos, ..Options::default() };
-        let mut engine = Engine::open(settings, options, runtime, stop).unwrap();
+        let mut engine = SimulatedEngine::open(settings, options, runtime, stop).unwrap();
         engine.longest_wait = Some(Duration::from_millis(10));
         let request = Request {
             timestamp_ms: 0,
@@ -755,7 +766,7 @@ mod tests {
 
     #[test]
     fn requests_larger_than_the_room_come_in_alone() {
-        let room = Room::new(10);
+        let room = DeviceRoom::new(10);
         let small = room.admit(4);
         std::thread::scope(|scope| {
             let large = scope.spawn(|| room.admit(1_000).blocks);

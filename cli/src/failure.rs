@@ -11,12 +11,12 @@ use crate::trace::TraceError;
 
 /// Why a command ends before its time.
 #[derive(Debug)]
-pub(crate) struct Failure {
+pub(crate) struct CommandFailure {
     status: u8,
     message: String,
 }
 
-impl Failure {
+impl CommandFailure {
     /// The input, the settings or the system are not as the command needs them: the user can change that.
     const UNUSABLE: u8 = 2;
     /// Something that should not happen did.
@@ -43,7 +43,7 @@ impl Failure {
     }
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for CommandFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)
     }
@@ -63,19 +63,19 @@ pub(crate) fn with_causes(error: &dyn Error) -> String {
     message
 }
 
-impl From<SettingsError> for Failure {
+impl From<SettingsError> for CommandFailure {
     fn from(error: SettingsError) -> Self {
         Self::unusable(with_causes(&error))
     }
 }
 
-impl From<TraceError> for Failure {
+impl From<TraceError> for CommandFailure {
     fn from(error: TraceError) -> Self {
         Self::unusable(with_causes(&error))
     }
 }
 
-impl From<kvbm::Error> for Failure {
+impl From<kvbm::Error> for CommandFailure {
     fn from(error: kvbm::Error) -> Self {
         match error.kind() {
             ErrorKind::Invalid | ErrorKind::Unavailable => Self::unusable(with_causes(&error)),
@@ -94,15 +94,15 @@ mod tests {
 
     #[derive(Debug, Error)]
     #[error("cannot open it: {0}")]
-    struct Quoting(#[source] io::Error);
+    struct QuotedCause(#[source] io::Error);
 
     #[derive(Debug, Error)]
     #[error("the tier is not there")]
-    struct Silent(#[source] Quoting);
+    struct SilentFailure(#[source] QuotedCause);
 
     #[test]
     fn every_cause_appears_once() {
-        let error = Silent(Quoting(io::Error::other("no such device")));
+        let error = SilentFailure(QuotedCause(io::Error::other("no such device")));
         assert_eq!(with_causes(&error), "the tier is not there: cannot open it: no such device");
     }
 }

@@ -10,8 +10,8 @@ use kvbm_tiers::object::{Store, StoreOptions};
 use kvbm_tiers::sealed::{KeyFiles, KeyStore};
 use serde::Serialize;
 
-use crate::failure::Failure;
-use crate::global::Global;
+use crate::failure::CommandFailure;
+use crate::global::GlobalOptions;
 use crate::output;
 
 /// A process that was killed may not quite be gone.
@@ -37,14 +37,14 @@ pub(crate) struct ForgetArgs {
 
 /// What is printed as JSON.
 #[derive(Debug, Serialize)]
-struct Report<'a> {
+struct ForgetReport<'a> {
     tenant: u32,
     keys_destroyed: usize,
     /// Files of blocks that are not encrypted.
     in_the_clear: &'a [PathBuf],
 }
 
-pub(crate) fn run(args: &ForgetArgs, global: &Global) -> Result<(), Failure> {
+pub(crate) fn run(args: &ForgetArgs, global: &GlobalOptions) -> Result<(), CommandFailure> {
     let settings = global.load(|loader| loader)?.settings;
     let named = if args.disk_dirs.is_empty() { &settings.disk.dirs } else { &args.disk_dirs };
     let memory = settings.host.persist.iter().chain(&settings.host.persist_index);
@@ -54,26 +54,27 @@ pub(crate) fn run(args: &ForgetArgs, global: &Global) -> Result<(), Failure> {
     let keys_destroyed = on_disk(&dirs, args.tenant)? + in_store(args, &settings)?;
     let in_the_clear = in_the_clear(&dirs);
     if global.json {
-        let report = Report { tenant: args.tenant, keys_destroyed, in_the_clear: &in_the_clear };
+        let report = ForgetReport { tenant: args.tenant, keys_destroyed, in_the_clear: &in_the_clear };
         output::print_json(&report)?;
     } else {
         output::print(&format!("{keys_destroyed} keys of tenant {} destroyed", args.tenant))?;
     }
     match in_the_clear.first() {
         None => Ok(()),
-        Some(path) => Err(Failure::unexpected(format!(
+        Some(path) => Err(CommandFailure::unexpected(format!(
             "{} is not encrypted and does not say whose blocks it has: remove it if they must go",
             path.display()
         ))),
     }
 }
 
-fn on_disk(dirs: &[PathBuf], tenant: u32) -> Result<usize, Failure> {
-    let files = KeyFiles::open_all(dirs, PATIENCE).map_err(|error| Failure::unusable(error.to_string()))?;
+fn on_disk(dirs: &[PathBuf], tenant: u32) -> Result<usize, CommandFailure> {
+    let files =
+        KeyFiles::open_all(dirs, PATIENCE).map_err(|error| CommandFailure::unusable(error.to_string()))?;
     destroy(files.iter(), tenant)
 }
 
-fn in_store(args: &ForgetArgs, settings: &Settings) -> Result<usize, Failure> {
+fn in_store(args: &ForgetArgs, settings: &Settings) -> Result<usize, CommandFailure> {
     let object = &settings.object;
     let Some(url) = args.object_url.as_deref().or_else(|| object.place()) else { return Ok(0) };
     let options = StoreOptions {
@@ -82,16 +83,21 @@ fn in_store(args: &ForgetArgs, settings: &Settings) -> Result<usize, Failure> {
         access_key: object.access_key.clone(),
         secret_key: object.secret_key.clone(),
     };
-    let store = Store::open(url, &options).map_err(|error| Failure::unusable(error.to_string()))?;
-    let keys = store.all_keys().map_err(|error| Failure::unusable(error.to_string()))?;
+    let store = Store::open(url, &options).map_err(|error| CommandFailure::unusable(error.to_string()))?;
+    let keys = store.all_keys().map_err(|error| CommandFailure::unusable(error.to_string()))?;
     destroy(keys.iter(), args.tenant)
 }
 
 /// All, also where one cannot be.
-fn destroy<'k, K: KeyStore + 'k>(stores: impl Iterator<Item = &'k K>, tenant: u32) -> Result<usize, Failure> {
+fn destroy<'k, K: KeyStore + 'k>(
+    stores: impl Iterator<Item = &'k K>,
+    tenant: u32,
+) -> Result<usize, CommandFailure> {
     let destroyed: Vec<_> = stores.map(|keys| keys.destroy(tenant, &[])).collect();
     let keys = destroyed.into_iter().sum::<std::io::Result<usize>>();
-    keys.map_err(|error| Failure::unusable(format!("not every key could be destroyed: {error}; try again")))
+    keys.map_err(|error| {
+        CommandFailure::unusable(format!("not every key could be destroyed: {error}; try again"))
+    })
 }
 
 /// Files of slots, on drives or in memory, whose names say that they are not encrypted.

@@ -8,7 +8,7 @@ use kvbm_settings::{Loaded, Loader, SettingsError};
 /// What every command takes.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Options of every command")]
-pub(crate) struct Global {
+pub(crate) struct GlobalOptions {
     /// Settings file (TOML), instead of the one that `DYN_KVBM_CONFIG` names
     #[arg(long, global = true, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -20,7 +20,7 @@ pub(crate) struct Global {
     pub(crate) verbose: u8,
 }
 
-impl Global {
+impl GlobalOptions {
     /// All sources of settings but the command's own options.
     pub(crate) fn loader(&self) -> Result<Loader, SettingsError> {
         let loader = Loader::from_process()?.nixl_plugins(kvbm::installed_nixl_plugins);

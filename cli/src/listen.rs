@@ -6,19 +6,19 @@ use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Registry};
 
-use crate::failure::Failure;
-use crate::global::Global;
+use crate::failure::CommandFailure;
+use crate::global::GlobalOptions;
 use crate::output;
 
 /// What is told until this is dropped reaches a tracer.
 #[derive(Default)]
-pub(crate) struct Sending {
+pub(crate) struct SpanSending {
     #[cfg(feature = "otel")]
     _spans: Option<kvbm::SpanExport>,
 }
 
 /// Begins to listen. What a tracer lacks is an error; settings that are wrong are said by the command that takes them.
-pub(crate) fn start(global: &Global) -> Result<Sending, Failure> {
+pub(crate) fn start(global: &GlobalOptions) -> Result<SpanSending, CommandFailure> {
     let (layer, sending) = match tracers(global) {
         Ok((sending, layers)) => {
             (layers.into_iter().reduce(|one, other| one.and_then(other).boxed()), Ok(sending))
@@ -32,7 +32,7 @@ pub(crate) fn start(global: &Global) -> Result<Sending, Failure> {
 type Listener = Box<dyn Layer<Registry> + Send + Sync>;
 
 #[cfg(any(feature = "nvtx", feature = "otel"))]
-fn tracers(global: &Global) -> Result<(Sending, Vec<Listener>), Failure> {
+fn tracers(global: &GlobalOptions) -> Result<(SpanSending, Vec<Listener>), CommandFailure> {
     let Ok(loaded) = global.loader().and_then(kvbm_settings::Loader::load) else {
         return Ok(Default::default());
     };
@@ -41,7 +41,7 @@ fn tracers(global: &Global) -> Result<(Sending, Vec<Listener>), Failure> {
     if settings.nvtx {
         layers.push(kvbm::NvtxRanges::open()?.layer().boxed());
     }
-    let sending = Sending {
+    let sending = SpanSending {
         #[cfg(feature = "otel")]
         _spans: kvbm::SpanExport::open(settings)?.inspect(|export| layers.push(export.layer().boxed())),
     };
@@ -50,7 +50,7 @@ fn tracers(global: &Global) -> Result<(Sending, Vec<Listener>), Failure> {
 
 #[cfg(not(any(feature = "nvtx", feature = "otel")))]
 #[expect(clippy::unnecessary_wraps, reason = "with the features it fails")]
-fn tracers(_: &Global) -> Result<(Sending, Vec<Listener>), Failure> {
+fn tracers(_: &GlobalOptions) -> Result<(SpanSending, Vec<Listener>), CommandFailure> {
     Ok(Default::default())
 }
 

@@ -49,8 +49,8 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use kvbm_cli::trace;
 
-use crate::failure::Failure;
-use crate::global::Global;
+use crate::failure::CommandFailure;
+use crate::global::GlobalOptions;
 
 /// A KV block manager for LLM inference: keeps the KV cache of past prompts in device, host, disk and object
 /// tiers.
@@ -61,7 +61,7 @@ use crate::global::Global;
 #[command(name = "kvbm", version, max_term_width = 110)]
 struct Cli {
     #[command(flatten)]
-    global: Global,
+    global: GlobalOptions,
     #[command(subcommand)]
     command: Command,
 }
@@ -94,7 +94,7 @@ enum Command {
 }
 
 impl Command {
-    fn run(self, global: &Global) -> Result<(), Failure> {
+    fn run(self, global: &GlobalOptions) -> Result<(), CommandFailure> {
         match self {
             Self::Demo(args) => demo::run(args, global),
             Self::Replay(args) => replay::run(*args, global),

@@ -5,14 +5,14 @@ use std::io::{self, IsTerminal, Write};
 use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, Table, presets};
 use serde::Serialize;
 
-use crate::failure::Failure;
+use crate::failure::CommandFailure;
 
 /// Prints `text` and a line feed. Nobody reading any more is no error.
-pub(crate) fn print(text: &str) -> Result<(), Failure> {
+pub(crate) fn print(text: &str) -> Result<(), CommandFailure> {
     let mut stdout = io::stdout().lock();
     match writeln!(stdout, "{text}").and_then(|()| stdout.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(Failure::unexpected(format!("cannot write to standard output: {error}")))
+            Err(CommandFailure::unexpected(format!("cannot write to standard output: {error}")))
         }
         _ => Ok(()),
     }
@@ -24,9 +24,9 @@ pub(crate) fn tell(text: &str) {
 }
 
 /// Prints `value` as one line of JSON.
-pub(crate) fn print_json(value: &impl Serialize) -> Result<(), Failure> {
+pub(crate) fn print_json(value: &impl Serialize) -> Result<(), CommandFailure> {
     let json = serde_json::to_string(value)
-        .map_err(|error| Failure::unexpected(format!("cannot write the result as JSON: {error}")))?;
+        .map_err(|error| CommandFailure::unexpected(format!("cannot write the result as JSON: {error}")))?;
     print(&json)
 }
 

@@ -5,22 +5,22 @@ use std::time::{Duration, Instant};
 use kvbm_policies::Request;
 use kvbm_tiers::clock;
 
-use crate::stop::Stop;
+use crate::stop::StopSignal;
 use crate::trace::TraceError;
 
 /// Hands out each request when its timestamp says, `speed` times as fast as the trace was recorded. One that is
 /// asked for too late comes at once: the replay catches up.
 #[derive(Debug)]
-pub(crate) struct Paced<I> {
+pub(crate) struct PacedIter<I> {
     requests: I,
     speed: f64,
-    stop: Stop,
+    stop: StopSignal,
     /// When the first request came, and its timestamp.
     origin: Option<(Instant, u64)>,
 }
 
-impl<I> Paced<I> {
-    pub(crate) const fn new(requests: I, speed: f64, stop: Stop) -> Self {
+impl<I> PacedIter<I> {
+    pub(crate) const fn new(requests: I, speed: f64, stop: StopSignal) -> Self {
         Self { requests, speed, stop, origin: None }
     }
 
@@ -42,7 +42,7 @@ fn due_after(trace_ms: u64, speed: f64) -> Duration {
     Duration::try_from_secs_f64(trace_ms as f64 / 1e3 / speed).unwrap_or(Duration::MAX)
 }
 
-impl<I: Iterator<Item = Result<Request, TraceError>>> Iterator for Paced<I> {
+impl<I: Iterator<Item = Result<Request, TraceError>>> Iterator for PacedIter<I> {
     type Item = I::Item;
 
     fn next(&mut self) -> Option<Self::Item> {

@@ -12,12 +12,12 @@ const STRETCH: usize = 512 * WORD;
 
 /// The content of one block.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Pattern {
+pub(crate) struct BlockPattern {
     start: u64,
     step: u64,
 }
 
-impl Pattern {
+impl BlockPattern {
     /// The content of the block called `hash`.
     pub(crate) fn of(hash: BlockHash) -> Self {
         let hash = hash.get();
@@ -67,12 +67,12 @@ mod tests {
 
     fn block(hash: u128, bytes: usize) -> Vec<u8> {
         let mut block = vec![0; bytes];
-        Pattern::of(BlockHash::from_u128(hash)).fill(&mut block);
+        BlockPattern::of(BlockHash::from_u128(hash)).fill(&mut block);
         block
     }
 
     fn matches(hash: u128, block: &[u8]) -> bool {
-        Pattern::of(BlockHash::from_u128(hash)).matches(block)
+        BlockPattern::of(BlockHash::from_u128(hash)).matches(block)
     }
 
     proptest! {

@@ -6,14 +6,14 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kvbm::Manager;
 
-use crate::engine::Tally;
+use crate::engine::ServedTally;
 use crate::output;
 
 /// Requests served, hit rate, bytes moved.
 #[derive(Debug)]
-pub(crate) struct Progress(ProgressBar);
+pub(crate) struct ReplayProgress(ProgressBar);
 
-impl Progress {
+impl ReplayProgress {
     /// For `requests` requests, where their number is known.
     pub(crate) fn new(requests: Option<u64>) -> Self {
         let target = ProgressDrawTarget::stderr_with_hz(10);
@@ -25,7 +25,7 @@ impl Progress {
     }
 
     /// Shows the state after a request.
-    pub(crate) fn show(&self, tally: &Tally, manager: &Manager) {
+    pub(crate) fn show(&self, tally: &ServedTally, manager: &Manager) {
         if self.0.is_hidden() {
             return;
         }
@@ -47,7 +47,7 @@ impl Progress {
     }
 }
 
-impl Drop for Progress {
+impl Drop for ReplayProgress {
     fn drop(&mut self) {
         self.0.finish_and_clear();
     }

@@ -7,21 +7,21 @@ use kvbm_settings::{DiskSettings, HostSettings, ObjectSettings, Settings};
 use tempfile::TempDir;
 use url::Url;
 
-use crate::failure::Failure;
+use crate::failure::CommandFailure;
 
 /// What a command made and takes away with it, however it ends. Drop the manager first.
 #[derive(Debug, Default)]
-pub(crate) struct Scratch {
+pub(crate) struct CommandScratch {
     /// Removed with all that is in them, before the directories that held them.
     fresh: Vec<TempDir>,
     /// Directories that were made to hold these; removed if they are empty, the deepest first.
     made: Vec<PathBuf>,
 }
 
-impl Scratch {
+impl CommandScratch {
     /// Points the tiers of `settings` that leave this process's memory to fresh places inside those that they
     /// name.
-    pub(crate) fn divert(settings: &mut Settings) -> Result<Self, Failure> {
+    pub(crate) fn divert(settings: &mut Settings) -> Result<Self, CommandFailure> {
         let mut scratch = Self::default();
         scratch.divert_host(&mut settings.host)?;
         if settings.disk.capacity.is_some() {
@@ -31,7 +31,7 @@ impl Scratch {
         Ok(scratch)
     }
 
-    fn divert_host(&mut self, host: &mut HostSettings) -> Result<(), Failure> {
+    fn divert_host(&mut self, host: &mut HostSettings) -> Result<(), CommandFailure> {
         let places = [
             (&mut host.persist, "host.persist (DYN_KVBM_CPU_CACHE_PERSIST)"),
             (&mut host.persist_index, "host.persist_index (DYN_KVBM_CPU_CACHE_PERSIST_INDEX)"),
@@ -44,7 +44,7 @@ impl Scratch {
         Ok(())
     }
 
-    fn divert_disk(&mut self, disk: &mut DiskSettings) -> Result<(), Failure> {
+    fn divert_disk(&mut self, disk: &mut DiskSettings) -> Result<(), CommandFailure> {
         disk.keep = false;
         for dir in &mut disk.dirs {
             *dir = self.fresh_inside(dir, "--disk-dir (disk.dirs, DYN_KVBM_DISK_CACHE_DIR)")?;
@@ -52,7 +52,7 @@ impl Scratch {
         Ok(())
     }
 
-    fn divert_object(&mut self, object: &mut ObjectSettings) -> Result<(), Failure> {
+    fn divert_object(&mut self, object: &mut ObjectSettings) -> Result<(), CommandFailure> {
         object.keep = false;
         let Some(url) = &mut object.url else { return Ok(()) };
         // What is no URL is the object tier's to refuse.
@@ -68,10 +68,10 @@ impl Scratch {
         Ok(())
     }
 
-    fn fresh_inside(&mut self, dir: &Path, setting: &str) -> Result<PathBuf, Failure> {
+    fn fresh_inside(&mut self, dir: &Path, setting: &str) -> Result<PathBuf, CommandFailure> {
         let unusable = |error: std::io::Error| {
             let dir = dir.display();
-            Failure::unusable(format!(
+            CommandFailure::unusable(format!(
                 "cannot write to the directory {dir}: {error}; choose another with {setting}"
             ))
         };
@@ -91,7 +91,7 @@ impl Scratch {
     }
 }
 
-impl Drop for Scratch {
+impl Drop for CommandScratch {
     fn drop(&mut self) {
         for fresh in self.fresh.drain(..) {
             let path = fresh.path().to_owned();
@@ -112,10 +112,10 @@ fn fresh_name() -> String {
 }
 
 /// The URL of an absolute path.
-pub(crate) fn file_url(path: &Path) -> Result<String, Failure> {
+pub(crate) fn file_url(path: &Path) -> Result<String, CommandFailure> {
     Url::from_file_path(path)
         .map(String::from)
-        .map_err(|()| Failure::unusable(format!("{} is not an absolute path", path.display())))
+        .map_err(|()| CommandFailure::unusable(format!("{} is not an absolute path", path.display())))
 }
 
 #[cfg(test)]
@@ -135,7 +135,7 @@ mod tests {
         settings.disk.dirs = vec![disk.clone()];
         settings.host.persist = Some(memory.clone());
         settings.object.url = Some(file_url(&objects).unwrap());
-        let scratch = Scratch::divert(&mut settings).unwrap();
+        let scratch = CommandScratch::divert(&mut settings).unwrap();
         assert!(settings.disk.dirs[0].starts_with(&disk) && settings.disk.dirs[0].exists());
         fs::write(settings.disk.dirs[0].join("slots"), "x").unwrap();
         assert!(settings.host.persist.as_ref().is_some_and(|dir| dir.starts_with(&memory) && dir.exists()));
@@ -149,7 +149,7 @@ mod tests {
         let fresh = || {
             let mut settings = Settings::default();
             settings.object.url = Some("s3://bucket/prefix/".to_owned());
-            drop(Scratch::divert(&mut settings).unwrap());
+            drop(CommandScratch::divert(&mut settings).unwrap());
             settings.object.url.unwrap()
         };
         let (a, b) = (fresh(), fresh());
@@ -162,7 +162,7 @@ mod tests {
         let mut settings = Settings::default();
         settings.disk.capacity = Some(Capacity::Blocks(1));
         settings.disk.dirs = vec![file.path().join("below")];
-        let failure = Scratch::divert(&mut settings).unwrap_err();
+        let failure = CommandScratch::divert(&mut settings).unwrap_err();
         assert!(failure.to_string().contains("DYN_KVBM_DISK_CACHE_DIR"), "{failure}");
     }
 }

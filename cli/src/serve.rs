@@ -10,10 +10,10 @@ use kvbm_settings::{Loader, Settings};
 use serde::Serialize;
 
 use crate::engine;
-use crate::failure::Failure;
-use crate::global::Global;
+use crate::failure::CommandFailure;
+use crate::global::GlobalOptions;
 use crate::output;
-use crate::stop::{self, Stop};
+use crate::stop::{self, StopSignal};
 
 /// The port where nobody names another.
 const PORT: &str = "6880";
@@ -30,7 +30,7 @@ pub(crate) struct ServeArgs {
 
 /// For commands that can be watched.
 #[derive(Clone, Copy, Debug, Args)]
-pub(crate) struct Watched {
+pub(crate) struct WatchedCommand {
     /// Serve metrics, the state and a live page at this address, or at this port of the loopback interface
     #[arg(
         long,
@@ -43,7 +43,7 @@ pub(crate) struct Watched {
     serve: Option<SocketAddr>,
 }
 
-impl Watched {
+impl WatchedCommand {
     pub(crate) fn apply(self, loader: Loader) -> Loader {
         self.serve.into_iter().fold(loader, serve_at)
     }
@@ -55,21 +55,21 @@ impl Watched {
 
 /// Where it can be looked at.
 #[derive(Debug, Serialize)]
-struct Serving {
+struct ServedManager {
     url: String,
 }
 
-pub(crate) fn run(args: &ServeArgs, global: &Global) -> Result<(), Failure> {
+pub(crate) fn run(args: &ServeArgs, global: &GlobalOptions) -> Result<(), CommandFailure> {
     let settings = global.load(|loader| {
         let loader = loader.set("metrics.enabled", |s| s.metrics.enabled = true);
         args.address.into_iter().fold(loader, serve_at)
     })?;
     let runtime = stop::runtime()?;
-    let stop = Stop::on_signals(&runtime)?;
+    let stop = StopSignal::on_signals(&runtime)?;
     let manager = runtime.block_on(stop.or(open(settings.settings)))??;
     let url = manager.serving_at().map(url).unwrap_or_default();
     if global.json {
-        output::print_json(&Serving { url })?;
+        output::print_json(&ServedManager { url })?;
     } else {
         output::print(&url)?;
     }
@@ -78,7 +78,7 @@ pub(crate) fn run(args: &ServeArgs, global: &Global) -> Result<(), Failure> {
     if closing.is_complete() {
         return Ok(());
     }
-    Err(Failure::unexpected(format!("{} copies did not end", closing.copies_left)))
+    Err(CommandFailure::unexpected(format!("{} copies did not end", closing.copies_left)))
 }
 
 /// What a medium works on may take so long to end.

@@ -7,27 +7,27 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-use crate::failure::Failure;
+use crate::failure::CommandFailure;
 
 /// A small runtime for what waits beside the work: signals, tickets.
-pub(crate) fn runtime() -> Result<Runtime, Failure> {
+pub(crate) fn runtime() -> Result<Runtime, CommandFailure> {
     Builder::new_multi_thread()
         .worker_threads(1)
         .thread_name("kvbm-cli")
         .enable_all()
         .build()
-        .map_err(|error| Failure::unusable(format!("cannot start a thread: {error}")))
+        .map_err(|error| CommandFailure::unusable(format!("cannot start a thread: {error}")))
 }
 
 /// Tells whether the user wants to stop, and lets waits end early.
 #[derive(Clone, Debug)]
-pub(crate) struct Stop(watch::Receiver<Option<u8>>);
+pub(crate) struct StopSignal(watch::Receiver<Option<u8>>);
 
-impl Stop {
+impl StopSignal {
     /// From here on the first signal asks for a clean end; the second one ends the process where it is.
-    pub(crate) fn on_signals(runtime: &Runtime) -> Result<Self, Failure> {
+    pub(crate) fn on_signals(runtime: &Runtime) -> Result<Self, CommandFailure> {
         let _entered = runtime.enter();
-        let unusable = |error| Failure::unusable(format!("cannot listen to signals: {error}"));
+        let unusable = |error| CommandFailure::unusable(format!("cannot listen to signals: {error}"));
         let mut interrupt = signal(SignalKind::interrupt()).map_err(unusable)?;
         let mut terminate = signal(SignalKind::terminate()).map_err(unusable)?;
         let (raise, raised) = watch::channel(None);
@@ -48,12 +48,12 @@ impl Stop {
     }
 
     /// An error once the user wants to stop.
-    pub(crate) fn check(&self) -> Result<(), Failure> {
-        self.0.borrow().map_or(Ok(()), |signal| Err(Failure::interrupted(signal)))
+    pub(crate) fn check(&self) -> Result<(), CommandFailure> {
+        self.0.borrow().map_or(Ok(()), |signal| Err(CommandFailure::interrupted(signal)))
     }
 
     /// The outcome of `work`, or an error as soon as the user wants to stop.
-    pub(crate) async fn or<T>(&self, work: impl Future<Output = T>) -> Result<T, Failure> {
+    pub(crate) async fn or<T>(&self, work: impl Future<Output = T>) -> Result<T, CommandFailure> {
         let mut raised = self.0.clone();
         tokio::select! {
             biased;
@@ -61,7 +61,7 @@ impl Stop {
             _ = raised.wait_for(Option::is_some) => {
                 self.check()?;
                 // Only a runtime that shuts down drops the sender.
-                Err(Failure::unexpected("the signal handler is gone"))
+                Err(CommandFailure::unexpected("the signal handler is gone"))
             }
         }
     }
@@ -73,7 +73,7 @@ impl Stop {
     }
 
     /// Lets `time` pass.
-    pub(crate) fn pause(&self, time: Duration) -> Result<(), Failure> {
+    pub(crate) fn pause(&self, time: Duration) -> Result<(), CommandFailure> {
         std::thread::sleep(time);
         self.check()
     }

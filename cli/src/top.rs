@@ -13,18 +13,18 @@ use rustix::io::Errno;
 use serde::Deserialize;
 use tokio::runtime::Runtime;
 
-use crate::ask::Process;
-use crate::failure::Failure;
-use crate::global::Global;
+use crate::ask::AskedProcess;
+use crate::failure::CommandFailure;
+use crate::global::GlobalOptions;
 use crate::output;
-use crate::stop::{self, Stop};
+use crate::stop::{self, StopSignal};
 
 /// Shows tiers, routes, hits and faults of a process that serves its state (`DYN_KVBM_METRICS=true`), anew every second,
 /// until q is pressed.
 #[derive(Debug, Args)]
 pub(crate) struct TopArgs {
     #[command(flatten)]
-    process: Process,
+    process: AskedProcess,
     /// Print what is the case now, and end; as where standard input or output is no terminal, or with --json
     #[arg(long)]
     once: bool,
@@ -35,17 +35,17 @@ pub(crate) struct TopArgs {
 
 /// As the process describes itself: `State` of the crate `kvbm`, as far as it is shown.
 #[derive(Clone, Debug, Default, Deserialize)]
-struct Look {
+struct ScreenLook {
     version: String,
     uptime_s: f64,
-    tiers: Vec<Tier>,
-    routes: Vec<Route>,
-    lookups: Lookups,
-    faults: Vec<Fault>,
+    tiers: Vec<TierRow>,
+    routes: Vec<RouteRow>,
+    lookups: LookupCounts,
+    faults: Vec<FaultRow>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
-struct Tier {
+struct TierRow {
     #[serde(rename = "tier")]
     name: String,
     capacity_blocks: Option<u64>,
@@ -57,7 +57,7 @@ struct Tier {
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
-struct Route {
+struct RouteRow {
     from: String,
     to: String,
     backend: String,
@@ -71,13 +71,13 @@ struct Route {
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
-struct Lookups {
+struct LookupCounts {
     blocks_total: u64,
     hit_blocks_total: u64,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
-struct Fault {
+struct FaultRow {
     at_s: f64,
     what: String,
     #[serde(rename = "where")]
@@ -85,52 +85,53 @@ struct Fault {
     count: u64,
 }
 
-pub(crate) fn run(args: &TopArgs, global: &Global) -> Result<(), Failure> {
+pub(crate) fn run(args: &TopArgs, global: &GlobalOptions) -> Result<(), CommandFailure> {
     let runtime = stop::runtime()?;
     if global.json {
         return output::print_json(&runtime.block_on(args.process.get("v1/state", &[]))?);
     }
     let first = ask(&runtime, &args.process)?;
     if args.once || !io::stdout().is_terminal() || !io::stdin().is_terminal() {
-        return output::print(&text(&first, &Look::default()));
+        return output::print(&text(&first, &ScreenLook::default()));
     }
-    let stop = Stop::on_signals(&runtime)?;
+    let stop = StopSignal::on_signals(&runtime)?;
     watch(args, first, &runtime, &stop)
-        .map_err(|error| Failure::unexpected(format!("cannot draw on the terminal: {error}")))?;
+        .map_err(|error| CommandFailure::unexpected(format!("cannot draw on the terminal: {error}")))?;
     stop.check()
 }
 
-fn ask(runtime: &Runtime, process: &Process) -> Result<Look, Failure> {
+fn ask(runtime: &Runtime, process: &AskedProcess) -> Result<ScreenLook, CommandFailure> {
     let state = runtime.block_on(process.get("v1/state", &[]))?;
-    serde_json::from_value(state)
-        .map_err(|error| Failure::unusable(format!("{} is no kvbm of this version: {error}", process.url)))
+    serde_json::from_value(state).map_err(|error| {
+        CommandFailure::unusable(format!("{} is no kvbm of this version: {error}", process.url))
+    })
 }
 
-fn watch(args: &TopArgs, first: Look, runtime: &Runtime, stop: &Stop) -> io::Result<()> {
-    let _screen = Screen::open()?;
-    let mut shown = text(&first, &Look::default());
+fn watch(args: &TopArgs, first: ScreenLook, runtime: &Runtime, stop: &StopSignal) -> io::Result<()> {
+    let _screen = TopScreen::open()?;
+    let mut shown = text(&first, &ScreenLook::default());
     let mut before = first;
     loop {
-        Screen::show(&format!("{shown}\nq: end"))?;
+        TopScreen::show(&format!("{shown}\nq: end"))?;
         if is_left(Duration::from_secs(args.interval), stop)? {
             return Ok(());
         }
         shown = match ask(runtime, &args.process) {
             Ok(now) => {
                 // Another process answers there, or this one began anew.
-                let since = if now.uptime_s > before.uptime_s { before } else { Look::default() };
+                let since = if now.uptime_s > before.uptime_s { before } else { ScreenLook::default() };
                 let shown = text(&now, &since);
                 before = now;
                 shown
             }
             // It may come back: what it was is shown beside.
-            Err(failure) => format!("{failure}\n\n{}", text(&before, &Look::default())),
+            Err(failure) => format!("{failure}\n\n{}", text(&before, &ScreenLook::default())),
         };
     }
 }
 
 /// Waits for the next look. True: the user has seen enough, or is gone.
-fn is_left(interval: Duration, stop: &Stop) -> io::Result<bool> {
+fn is_left(interval: Duration, stop: &StopSignal) -> io::Result<bool> {
     /// A signal is heeded so soon.
     const STEP: Duration = Duration::from_millis(200);
     let end = clock::now() + interval;
@@ -169,9 +170,9 @@ fn ends(keys: &[u8]) -> bool {
 }
 
 /// The terminal, which is as it was when this is dropped.
-struct Screen;
+struct TopScreen;
 
-impl Screen {
+impl TopScreen {
     fn open() -> io::Result<Self> {
         terminal::enable_raw_mode()?;
         // From here on there is something to put back.
@@ -198,7 +199,7 @@ impl Screen {
     }
 }
 
-impl Drop for Screen {
+impl Drop for TopScreen {
     fn drop(&mut self) {
         let _ = execute!(io::stdout(), cursor::Show, LeaveAlternateScreen);
         let _ = terminal::disable_raw_mode();
@@ -206,7 +207,7 @@ impl Drop for Screen {
 }
 
 /// What is the case `now`, and how fast it went since `before`; since the start, where that is nothing.
-fn text(now: &Look, before: &Look) -> String {
+fn text(now: &ScreenLook, before: &ScreenLook) -> String {
     let mut text = String::new();
     let seconds = (now.uptime_s - before.uptime_s).max(1e-3);
     let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / seconds;
@@ -288,7 +289,7 @@ mod tests {
 
     use super::*;
 
-    fn look(uptime_s: f64, blocks: u64) -> Look {
+    fn look(uptime_s: f64, blocks: u64) -> ScreenLook {
         let tier = json!({"tier": "host", "capacity_blocks": 4000, "resident_blocks": 1000, "dirty_blocks": 7,
             "lost_blocks": 2, "evictions_total": blocks, "hit_blocks_total": 50});
         let route = json!({"from": "host", "to": "disk", "backend": "uring\u{1b}[2J", "queued_blocks": 3,
@@ -320,7 +321,7 @@ mod tests {
             assert!(shown.contains(expected), "{expected}: {shown}");
         }
         assert!(shown.contains("7s ago: copy_io at host>disk, 9 times"), "{shown}");
-        assert!(text(&look(10.0, 100), &Look::default()).contains("10.0 MB"), "since the start");
+        assert!(text(&look(10.0, 100), &ScreenLook::default()).contains("10.0 MB"), "since the start");
         assert!(!shown.contains('\u{1b}'), "a process moves no cursor");
     }
 }

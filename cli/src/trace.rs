@@ -204,7 +204,7 @@ fn decompress(input: impl Read + Send + 'static) -> io::Result<Box<dyn BufRead +
 
 /// A line as it is written; fields beyond these are ignored.
 #[derive(Deserialize)]
-struct Line {
+struct TraceLine {
     timestamp: u64,
     input_length: u32,
     output_length: u32,
@@ -212,7 +212,7 @@ struct Line {
 }
 
 fn parse(line: &[u8]) -> Result<Request, LineProblem> {
-    let Line { timestamp, input_length, output_length, hash_ids } =
+    let TraceLine { timestamp, input_length, output_length, hash_ids } =
         serde_json::from_slice(line).map_err(|error| json_problem(&error))?;
     // Some traces name the partial last block and some do not; both tell the full ones.
     let full = input_length / BLOCK_TOKENS;

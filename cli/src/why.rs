@@ -3,9 +3,9 @@
 use clap::Args;
 use serde_json::Value;
 
-use crate::ask::Process;
-use crate::failure::Failure;
-use crate::global::Global;
+use crate::ask::AskedProcess;
+use crate::failure::CommandFailure;
+use crate::global::GlobalOptions;
 use crate::output;
 use crate::stop;
 
@@ -14,14 +14,14 @@ use crate::stop;
 #[derive(Debug, Args)]
 pub(crate) struct WhyArgs {
     #[command(flatten)]
-    process: Process,
+    process: AskedProcess,
     #[command(flatten)]
-    what: What,
+    what: AskedThing,
 }
 
 #[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
-struct What {
+struct AskedThing {
     /// Block hashes, root first, with commas between them
     #[arg(long, value_name = "HASH,…")]
     chain: Option<String>,
@@ -30,10 +30,10 @@ struct What {
     request: Option<String>,
 }
 
-pub(crate) fn run(args: &WhyArgs, global: &Global) -> Result<(), Failure> {
+pub(crate) fn run(args: &WhyArgs, global: &GlobalOptions) -> Result<(), CommandFailure> {
     let asked = match &args.what {
-        What { chain: Some(chain), .. } => ("chain", chain.clone()),
-        What { request, .. } => ("request", request.clone().unwrap_or_default()),
+        AskedThing { chain: Some(chain), .. } => ("chain", chain.clone()),
+        AskedThing { request, .. } => ("request", request.clone().unwrap_or_default()),
     };
     let answer = stop::runtime()?.block_on(args.process.get("v1/why", &[(asked.0, &asked.1)]))?;
     if global.json { output::print_json(&answer) } else { output::print(&text(&answer)) }

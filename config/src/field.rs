@@ -23,7 +23,7 @@ pub(crate) const UNLIMITED: &str = "unlimited";
 
 /// A value before it is parsed.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Raw {
+pub(crate) enum RawValue {
     /// A scalar.
     One(String),
     /// A TOML array.
@@ -32,8 +32,8 @@ pub(crate) enum Raw {
     Member { name: String, value: String },
 }
 
-impl Raw {
-    /// The value as text. May hold a secret: show [`Field::shown`] instead.
+impl RawValue {
+    /// The value as text. May hold a secret: show [`SettingField::shown`] instead.
     fn text(&self) -> String {
         match self {
             Self::One(text) | Self::Member { value: text, .. } => text.clone(),
@@ -46,7 +46,7 @@ impl Raw {
 type At<T> = fn(&mut Settings) -> &mut T;
 
 /// A setting's place and type.
-pub(crate) enum Field {
+pub(crate) enum SettingField {
     Flag(At<bool>),
     Count(At<u32>, RangeInclusive<u32>),
     Millis(At<u64>, RangeInclusive<u64>),
@@ -72,34 +72,34 @@ pub(crate) enum Field {
     TenantWeights(At<BTreeMap<u32, f64>>),
     /// By tenant.
     TenantQuotas(At<BTreeMap<u32, Capacity>>),
-    Choice(fn(&mut Settings) -> &mut dyn Choice),
+    Choice(fn(&mut Settings) -> &mut dyn NamedChoice),
     /// A family: `path.NAME` is on or off.
     Toggles(At<BTreeMap<String, bool>>),
     /// A family of families: `path.plugin.name` is a text.
     Parameters(At<BTreeMap<String, BTreeMap<String, String>>>),
 }
 
-impl Field {
+impl SettingField {
     /// Parses `raw` into its place.
-    pub(crate) fn assign(&self, settings: &mut Settings, raw: &Raw) -> Result<(), InvalidValue> {
+    pub(crate) fn assign(&self, settings: &mut Settings, raw: &RawValue) -> Result<(), InvalidValue> {
         match (self, raw) {
-            (Self::Toggles(at), Raw::Member { name, value }) => {
+            (Self::Toggles(at), RawValue::Member { name, value }) => {
                 at(settings).insert(plugin_name(name)?, parse_boolean(value)?);
                 Ok(())
             }
-            (Self::Parameters(at), Raw::Member { name, value }) => {
+            (Self::Parameters(at), RawValue::Member { name, value }) => {
                 let (plugin, name) = parameter_name(name)?;
                 at(settings).entry(plugin).or_default().insert(name, parse_parameter(value)?);
                 Ok(())
             }
-            (Self::Directories(at), Raw::One(text)) => {
+            (Self::Directories(at), RawValue::One(text)) => {
                 put(at(settings), parse_directories(&split_directories(text)))
             }
-            (Self::Directories(at), Raw::Many(names)) => put(at(settings), parse_directories(names)),
-            (Self::Hosts(at), Raw::Many(names)) => {
+            (Self::Directories(at), RawValue::Many(names)) => put(at(settings), parse_directories(names)),
+            (Self::Hosts(at), RawValue::Many(names)) => {
                 put(at(settings), parse_hosts(names.iter().map(String::as_str)))
             }
-            (_, Raw::One(text)) => self.assign_text(settings, text),
+            (_, RawValue::One(text)) => self.assign_text(settings, text),
             _ => Err(InvalidValue::new("not a single value", self.valid())),
         }
     }
@@ -139,8 +139,8 @@ impl Field {
         }
     }
 
-    /// The value as [`Field::assign`] takes it: nothing when unset, one per member of a family.
-    pub(crate) fn values(&self, settings: &Settings) -> Vec<Raw> {
+    /// The value as [`SettingField::assign`] takes it: nothing when unset, one per member of a family.
+    pub(crate) fn values(&self, settings: &Settings) -> Vec<RawValue> {
         // An accessor borrows for writing, since one serves both ways.
         let settings = &mut settings.clone();
         let text = match self {
@@ -161,26 +161,28 @@ impl Field {
             Self::TenantQuotas(at) => tenants::text(at(settings)),
             Self::Choice(at) => Some(at(settings).name().to_owned()),
             Self::Directories(at) => {
-                return vec![Raw::Many(at(settings).iter().map(|path| path.display().to_string()).collect())];
+                return vec![RawValue::Many(
+                    at(settings).iter().map(|path| path.display().to_string()).collect(),
+                )];
             }
             Self::Hosts(at) => match at(settings) {
                 hosts if hosts.is_empty() => None,
-                hosts => return vec![Raw::Many(hosts.clone())],
+                hosts => return vec![RawValue::Many(hosts.clone())],
             },
             Self::Toggles(at) => return at(settings).iter().map(member).collect(),
             Self::Parameters(at) => return at(settings).iter().flat_map(parameters).collect(),
         };
-        text.map(Raw::One).into_iter().collect()
+        text.map(RawValue::One).into_iter().collect()
     }
 
     /// `raw` as it may be shown.
-    pub(crate) fn shown(&self, raw: &Raw) -> String {
+    pub(crate) fn shown(&self, raw: &RawValue) -> String {
         match self {
             Self::Secret(_) => SECRET_SET.to_owned(),
             Self::Url(..) => match raw {
-                Raw::One(url) => shown_url(url).to_owned(),
+                RawValue::One(url) => shown_url(url).to_owned(),
                 // No setting takes several.
-                Raw::Many(_) | Raw::Member { .. } => URL_HIDDEN.to_owned(),
+                RawValue::Many(_) | RawValue::Member { .. } => URL_HIDDEN.to_owned(),
             },
             Self::Parameters(_) => shown_member(raw),
             _ => raw.text(),
@@ -254,12 +256,12 @@ fn some_room(capacity: Option<Capacity>) -> Option<Capacity> {
     capacity.filter(|capacity| !capacity.is_zero())
 }
 
-fn member((name, on): (&String, &bool)) -> Raw {
-    Raw::Member { name: name.clone(), value: on.to_string() }
+fn member((name, on): (&String, &bool)) -> RawValue {
+    RawValue::Member { name: name.clone(), value: on.to_string() }
 }
 
-fn parameters((plugin, values): (&String, &BTreeMap<String, String>)) -> Vec<Raw> {
-    let parameter = |(name, value): (&String, &String)| Raw::Member {
+fn parameters((plugin, values): (&String, &BTreeMap<String, String>)) -> Vec<RawValue> {
+    let parameter = |(name, value): (&String, &String)| RawValue::Member {
         name: parameter_path((plugin.clone(), name.clone())),
         value: value.clone(),
     };
@@ -267,9 +269,9 @@ fn parameters((plugin, values): (&String, &BTreeMap<String, String>)) -> Vec<Raw
 }
 
 /// The value of a plugin's parameter as it may be shown.
-fn shown_member(raw: &Raw) -> String {
+fn shown_member(raw: &RawValue) -> String {
     match raw {
-        Raw::Member { name, value } => shown_parameter(name, value).to_owned(),
+        RawValue::Member { name, value } => shown_parameter(name, value).to_owned(),
         other => other.text(),
     }
 }
@@ -332,7 +334,7 @@ fn urls(schemes: &[&str]) -> String {
 }
 
 /// A setting that is one of a few names.
-pub(crate) trait Choice {
+pub(crate) trait NamedChoice {
     fn names(&self) -> Vec<&'static str>;
     fn name(&self) -> &'static str;
     fn choose(&mut self, name: &str) -> Result<(), InvalidValue>;
@@ -340,7 +342,7 @@ pub(crate) trait Choice {
 
 macro_rules! choice {
     ($($kind:ty),*) => {$(
-        impl Choice for $kind {
+        impl NamedChoice for $kind {
             fn names(&self) -> Vec<&'static str> {
                 Self::ALL.iter().map(|choice| choice.name()).collect()
             }
@@ -381,9 +383,9 @@ mod tests {
         fn no_field_panics_on_arbitrary_text(text in any::<String>(), name in any::<String>()) {
             for key in KEYS {
                 let mut settings = Settings::default();
-                let _ = key.field.assign(&mut settings, &Raw::One(text.clone()));
-                let _ = key.field.assign(&mut settings, &Raw::Many(vec![text.clone()]));
-                let _ = key.field.assign(&mut settings, &Raw::Member { name: name.clone(), value: text.clone() });
+                let _ = key.field.assign(&mut settings, &RawValue::One(text.clone()));
+                let _ = key.field.assign(&mut settings, &RawValue::Many(vec![text.clone()]));
+                let _ = key.field.assign(&mut settings, &RawValue::Member { name: name.clone(), value: text.clone() });
             }
         }
     }
@@ -402,13 +404,13 @@ mod tests {
 
     #[test]
     fn zero_and_none_mean_no_tier() {
-        let host = Field::Capacity(|settings| &mut settings.host.capacity);
-        let object = Field::Limit(|settings| &mut settings.object.capacity);
+        let host = SettingField::Capacity(|settings| &mut settings.host.capacity);
+        let object = SettingField::Limit(|settings| &mut settings.object.capacity);
         for text in ["0", "0GB", "0 blocks", "none", " None "] {
             let mut settings = Settings::default();
             settings.host.capacity = Some(Capacity::Blocks(1));
-            host.assign(&mut settings, &Raw::One(text.to_owned())).expect(text);
-            object.assign(&mut settings, &Raw::One(text.to_owned())).expect(text);
+            host.assign(&mut settings, &RawValue::One(text.to_owned())).expect(text);
+            object.assign(&mut settings, &RawValue::One(text.to_owned())).expect(text);
             assert_eq!(settings.host.capacity, None, "{text}");
             assert!(settings.object.capacity.is_some_and(Capacity::is_zero), "{text}");
         }
@@ -416,14 +418,14 @@ mod tests {
 
     #[test]
     fn only_a_limit_can_be_unlimited() {
-        let unlimited = Raw::One(" Unlimited".to_owned());
+        let unlimited = RawValue::One(" Unlimited".to_owned());
         let mut settings = Settings::default();
         settings.object.capacity = Some(Capacity::Blocks(1));
-        Field::Limit(|s| &mut s.object.capacity)
+        SettingField::Limit(|s| &mut s.object.capacity)
             .assign(&mut settings, &unlimited)
             .expect("a word for no limit");
         assert_eq!(settings.object.capacity, None);
-        for key in KEYS.iter().filter(|key| matches!(key.field, Field::Capacity(_))) {
+        for key in KEYS.iter().filter(|key| matches!(key.field, SettingField::Capacity(_))) {
             let error = key.field.assign(&mut settings, &unlimited).expect_err(key.path);
             assert!(error.to_string().ends_with(CAPACITIES), "{error}");
         }
@@ -504,23 +506,23 @@ mod tests {
     #[test]
     fn choices_are_serialised_by_the_name_that_selects_them() {
         #[derive(serde::Serialize)]
-        struct Table<T> {
+        struct TomlTable<T> {
             value: T,
         }
         for &backend in DiskBackend::ALL {
-            let text = toml::to_string(&Table { value: backend }).expect("a name is a string");
+            let text = toml::to_string(&TomlTable { value: backend }).expect("a name is a string");
             assert_eq!(text, format!("value = \"{}\"\n", backend.name()));
         }
         for &backend in ObjectBackend::ALL {
-            let text = toml::to_string(&Table { value: backend }).expect("a name is a string");
+            let text = toml::to_string(&TomlTable { value: backend }).expect("a name is a string");
             assert_eq!(text, format!("value = \"{}\"\n", backend.name()));
         }
         for &backend in DeviceBackend::ALL {
-            let text = toml::to_string(&Table { value: backend }).expect("a name is a string");
+            let text = toml::to_string(&TomlTable { value: backend }).expect("a name is a string");
             assert_eq!(text, format!("value = \"{}\"\n", backend.name()));
         }
         for &eviction in EvictionPolicy::ALL {
-            let text = toml::to_string(&Table { value: eviction }).expect("a name is a string");
+            let text = toml::to_string(&TomlTable { value: eviction }).expect("a name is a string");
             assert_eq!(text, format!("value = \"{}\"\n", eviction.name()));
             assert_eq!(eviction.name().to_uppercase().parse(), Ok(eviction));
         }

@@ -7,14 +7,14 @@ use std::path::Path;
 use toml::de::{DeTable, DeValue};
 
 use crate::error::SettingsError;
-use crate::field::Raw;
+use crate::field::RawValue;
 use crate::registry::KEYS;
 
 /// One `key = value` of the file.
-pub(crate) struct Entry {
+pub(crate) struct FileEntry {
     /// Dotted path from the top.
     pub(crate) path: String,
-    pub(crate) raw: Raw,
+    pub(crate) raw: RawValue,
     /// Line of the key, from 1.
     pub(crate) line: usize,
 }
@@ -23,13 +23,13 @@ pub(crate) struct Entry {
 const MAX_BYTES: u64 = 1 << 20;
 
 /// All entries of the file at `path`.
-pub(crate) fn read(path: &Path) -> Result<Vec<Entry>, SettingsError> {
+pub(crate) fn read(path: &Path) -> Result<Vec<FileEntry>, SettingsError> {
     let text = read_text(path).map_err(|source| SettingsError::Read { path: path.to_owned(), source })?;
     entries(path, &text)
 }
 
 /// All entries of `text`, which errors call `name`.
-pub(crate) fn entries(name: &Path, text: &str) -> Result<Vec<Entry>, SettingsError> {
+pub(crate) fn entries(name: &Path, text: &str) -> Result<Vec<FileEntry>, SettingsError> {
     // The parser's own display quotes the line, which may hold a secret: only its message goes on.
     parse(text).map_err(|error| SettingsError::Syntax {
         path: name.to_owned(),
@@ -48,21 +48,23 @@ fn read_text(path: &Path) -> io::Result<String> {
     Ok(text)
 }
 
-fn parse(text: &str) -> Result<Vec<Entry>, toml::de::Error> {
+fn parse(text: &str) -> Result<Vec<FileEntry>, toml::de::Error> {
     let document = DeTable::parse(text)?;
     let mut entries = Vec::new();
     flatten(text, "", document.get_ref(), &mut entries);
     Ok(entries)
 }
 
-fn flatten(text: &str, above: &str, table: &DeTable<'_>, entries: &mut Vec<Entry>) {
+fn flatten(text: &str, above: &str, table: &DeTable<'_>, entries: &mut Vec<FileEntry>) {
     for (name, value) in table {
         let path = join(above, name.get_ref());
         match value.get_ref() {
             DeValue::Table(inner) if is_section(&path) || !inner.is_empty() => {
                 flatten(text, &path, inner, entries);
             }
-            other => entries.push(Entry { path, raw: raw(other), line: line_of(text, name.span().start) }),
+            other => {
+                entries.push(FileEntry { path, raw: raw(other), line: line_of(text, name.span().start) })
+            }
         }
     }
 }
@@ -79,13 +81,13 @@ fn is_section(path: &str) -> bool {
 }
 
 /// What no setting takes (an empty table, an array in an array) becomes an empty array, which none takes either.
-fn raw(value: &DeValue<'_>) -> Raw {
+fn raw(value: &DeValue<'_>) -> RawValue {
     match value {
         DeValue::Array(values) => {
             let texts: Option<Vec<_>> = values.iter().map(|value| scalar(value.get_ref())).collect();
-            Raw::Many(texts.unwrap_or_default())
+            RawValue::Many(texts.unwrap_or_default())
         }
-        other => scalar(other).map_or_else(|| Raw::Many(Vec::new()), Raw::One),
+        other => scalar(other).map_or_else(|| RawValue::Many(Vec::new()), RawValue::One),
     }
 }
 
@@ -126,8 +128,8 @@ mod tests {
         let entries = parse(text).expect("valid TOML");
         let found: Vec<_> =
             entries.iter().map(|entry| (entry.path.as_str(), entry.raw.clone(), entry.line)).collect();
-        let one = |text: &str| Raw::One(text.to_owned());
-        let dirs = Raw::Many(vec!["/a:b".to_owned(), "/c".to_owned()]);
+        let one = |text: &str| RawValue::One(text.to_owned());
+        let dirs = RawValue::Many(vec!["/a:b".to_owned(), "/c".to_owned()]);
         let expected =
             [("block_bytes", one("65536"), 1), ("disk.dirs", dirs, 6), ("host.huge_pages", one("false"), 4)];
         assert_eq!(found, expected);

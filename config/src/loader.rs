@@ -8,11 +8,13 @@ use std::{fmt, mem};
 use serde::Serialize;
 
 use crate::error::SettingsError;
-use crate::field::Raw;
-use crate::file::{self, Entry};
+use crate::field::RawValue;
+use crate::file::{self, FileEntry};
 use crate::nixl;
 use crate::origin::Origin;
-use crate::registry::{self, CONFIG_VARIABLE, IGNORED, KEYS, Key, Meaning, PREFIX, Variable};
+use crate::registry::{
+    self, CONFIG_VARIABLE, EnvVariable, IGNORED, KEYS, PREFIX, SettingKey, UpstreamMeaning,
+};
 use crate::settings::Settings;
 use crate::value::InvalidValue;
 use crate::value::NONE;
@@ -30,7 +32,7 @@ pub enum Argument {
 }
 
 /// One override of the command line.
-struct Override {
+struct SettingOverride {
     key: &'static str,
     apply: Box<dyn FnOnce(&mut Settings)>,
 }
@@ -45,13 +47,13 @@ pub struct Loader {
     text: Option<String>,
     environment: BTreeMap<String, String>,
     arguments: Vec<(String, Argument)>,
-    overrides: Vec<Override>,
+    overrides: Vec<SettingOverride>,
     /// Plugins of NIXL on this machine.
-    installed: Option<Box<Installed>>,
+    installed: Option<Box<InstalledFile>>,
 }
 
 /// Lists plugins.
-type Installed = dyn FnOnce(Option<&str>) -> Vec<String>;
+type InstalledFile = dyn FnOnce(Option<&str>) -> Vec<String>;
 
 impl Loader {
     /// Defaults alone.
@@ -107,7 +109,7 @@ impl Loader {
 
     /// Sets the setting with the TOML path `key` on behalf of the command line; the last call wins.
     pub fn set(mut self, key: &'static str, apply: impl FnOnce(&mut Settings) + 'static) -> Self {
-        self.overrides.push(Override { key, apply: Box::new(apply) });
+        self.overrides.push(SettingOverride { key, apply: Box::new(apply) });
         self
     }
 
@@ -124,7 +126,7 @@ impl Loader {
     /// The first thing that is wrong: an unknown name, a value that is not valid, a file that cannot be read,
     /// settings that contradict each other.
     pub fn load(mut self) -> Result<Loaded, SettingsError> {
-        let mut loading = Loading::new(mem::take(&mut self.defaults));
+        let mut loading = LoadingFile::new(mem::take(&mut self.defaults));
         reject_unknown_variables(&self.environment)?;
         let named_by_variable = self.environment.get(CONFIG_VARIABLE).map(PathBuf::from);
         if let Some(text) = self.text.take() {
@@ -182,7 +184,7 @@ impl Loaded {
         KEYS.iter().flat_map(|key| self.rows_of(key)).collect()
     }
 
-    fn rows_of(&self, key: &Key) -> Vec<Row> {
+    fn rows_of(&self, key: &SettingKey) -> Vec<Row> {
         let row = |(key, value): (String, String)| {
             let origin = self.origins.get(&key).cloned().unwrap_or_default();
             Row { key, value, origin }
@@ -209,7 +211,7 @@ impl Settings {
         KEYS.iter().flat_map(|key| self.shown_values_of(key)).collect()
     }
 
-    fn shown_values_of(&self, key: &Key) -> Vec<(String, String)> {
+    fn shown_values_of(&self, key: &SettingKey) -> Vec<(String, String)> {
         let values = key.field.values(self);
         if values.is_empty() {
             return vec![(key.path.to_owned(), NONE.to_owned())];
@@ -252,15 +254,16 @@ impl fmt::Display for Accepted {
 }
 
 /// The settings while sources are laid over each other.
-struct Loading {
+struct LoadingFile {
     loaded: Loaded,
     /// Keys that a variable demands a value for, with that variable.
-    required: Vec<(&'static Key, &'static str)>,
+    required: Vec<(&'static SettingKey, &'static str)>,
 }
 
-impl Loading {
+impl LoadingFile {
     fn new(defaults: Settings) -> Self {
-        let chosen = |key: &&Key| key.field.values(&defaults) != key.field.values(&Settings::default());
+        let chosen =
+            |key: &&SettingKey| key.field.values(&defaults) != key.field.values(&Settings::default());
         let origins = KEYS.iter().filter(chosen).flat_map(|key| {
             let values = key.field.values(&defaults);
             values.iter().map(|raw| (full_path(key, raw), Origin::Program)).collect::<Vec<_>>()
@@ -269,7 +272,7 @@ impl Loading {
         Self { loaded: Loaded { settings: defaults, origins, accepted: Vec::new() }, required: Vec::new() }
     }
 
-    fn add_entries(&mut self, file: &Path, entries: Vec<Entry>) -> Result<(), SettingsError> {
+    fn add_entries(&mut self, file: &Path, entries: Vec<FileEntry>) -> Result<(), SettingsError> {
         for entry in entries {
             let origin = Origin::File { path: file.to_owned(), line: entry.line };
             let (key, member) = known_key(&entry.path, &origin)?;
@@ -290,7 +293,7 @@ impl Loading {
         }
         for (name, text) in environment {
             if let Some((key, member)) = registry::family_of(name) {
-                let raw = as_member(Some(member), Raw::One(text.clone()));
+                let raw = as_member(Some(member), RawValue::One(text.clone()));
                 self.assign(key, &raw, Origin::Variable(name.clone()))?;
             }
         }
@@ -299,21 +302,21 @@ impl Loading {
 
     fn add_variable(
         &mut self,
-        key: &'static Key,
-        variable: &Variable,
+        key: &'static SettingKey,
+        variable: &EnvVariable,
         text: &str,
     ) -> Result<(), SettingsError> {
         let origin = Origin::Variable(variable.name.to_owned());
-        let given = Raw::One(text.to_owned());
+        let given = RawValue::One(text.to_owned());
         let meaning =
             variable.form.interpret(text).map_err(|problem| invalid(key, &given, &origin, problem))?;
         match meaning {
-            Meaning::Value(value) => self.assign(key, &Raw::One(value), origin),
-            Meaning::Required => {
+            UpstreamMeaning::Value(value) => self.assign(key, &RawValue::One(value), origin),
+            UpstreamMeaning::Required => {
                 self.required.push((key, variable.name));
                 Ok(())
             }
-            Meaning::Silent => Ok(()),
+            UpstreamMeaning::Silent => Ok(()),
         }
     }
 
@@ -334,16 +337,16 @@ impl Loading {
         for (path, value) in arguments {
             let (key, member) = known_key(&path, &Origin::Argument)?;
             let raw = match value {
-                Argument::One(text) => Raw::One(text),
-                Argument::Many(texts) => Raw::Many(texts),
+                Argument::One(text) => RawValue::One(text),
+                Argument::Many(texts) => RawValue::Many(texts),
             };
             self.assign(key, &as_member(member, raw), Origin::Argument)?;
         }
         Ok(())
     }
 
-    fn add_overrides(&mut self, overrides: Vec<Override>) -> Result<(), SettingsError> {
-        for Override { key, apply } in overrides {
+    fn add_overrides(&mut self, overrides: Vec<SettingOverride>) -> Result<(), SettingsError> {
+        for SettingOverride { key, apply } in overrides {
             known_key(key, &Origin::CommandLine)?;
             apply(&mut self.loaded.settings);
             self.loaded.origins.insert(key.to_owned(), Origin::CommandLine);
@@ -351,7 +354,12 @@ impl Loading {
         Ok(())
     }
 
-    fn assign(&mut self, key: &'static Key, raw: &Raw, origin: Origin) -> Result<(), SettingsError> {
+    fn assign(
+        &mut self,
+        key: &'static SettingKey,
+        raw: &RawValue,
+        origin: Origin,
+    ) -> Result<(), SettingsError> {
         let assigned = key.field.assign(&mut self.loaded.settings, raw);
         assigned.map_err(|problem| invalid(key, raw, &origin, problem))?;
         self.loaded.origins.insert(full_path(key, raw), origin);
@@ -373,7 +381,7 @@ impl Loading {
     }
 
     /// The names of plugins are not a closed list: this machine is asked before one is refused.
-    fn check_plugins(&self, installed: Option<Box<Installed>>) -> Result<(), SettingsError> {
+    fn check_plugins(&self, installed: Option<Box<InstalledFile>>) -> Result<(), SettingsError> {
         // To ask is to look for the library and its plugins on disk: not where every name is known anyway.
         if self.check_plugins_among(&[]).is_ok() {
             return Ok(());
@@ -391,7 +399,7 @@ impl Loading {
     }
 
     fn check_required(&self) -> Result<(), SettingsError> {
-        let missing = |(key, _): &&(&Key, &str)| key.field.values(&self.loaded.settings).is_empty();
+        let missing = |(key, _): &&(&SettingKey, &str)| key.field.values(&self.loaded.settings).is_empty();
         let Some((key, variable)) = self.required.iter().find(missing) else { return Ok(()) };
         let others = key.variables.iter().map(|other| other.name).filter(|other| other != variable);
         let remedy =
@@ -405,7 +413,10 @@ impl Loading {
     }
 }
 
-fn known_key<'p>(path: &'p str, origin: &Origin) -> Result<(&'static Key, Option<&'p str>), SettingsError> {
+fn known_key<'p>(
+    path: &'p str,
+    origin: &Origin,
+) -> Result<(&'static SettingKey, Option<&'p str>), SettingsError> {
     registry::by_path(path).ok_or_else(|| SettingsError::Unknown {
         name: path.to_owned(),
         origin: origin.clone(),
@@ -415,22 +426,22 @@ fn known_key<'p>(path: &'p str, origin: &Origin) -> Result<(&'static Key, Option
 }
 
 /// The value of a family's member carries the member's name.
-fn as_member(member: Option<&str>, raw: Raw) -> Raw {
+fn as_member(member: Option<&str>, raw: RawValue) -> RawValue {
     match (member, raw) {
-        (Some(name), Raw::One(value)) => Raw::Member { name: name.to_owned(), value },
+        (Some(name), RawValue::One(value)) => RawValue::Member { name: name.to_owned(), value },
         (_, raw) => raw,
     }
 }
 
 /// The key's path, down to the member of a family.
-fn full_path(key: &Key, raw: &Raw) -> String {
+fn full_path(key: &SettingKey, raw: &RawValue) -> String {
     match raw {
-        Raw::Member { name, .. } => format!("{}.{}", key.path, key.field.member(name)),
-        Raw::One(_) | Raw::Many(_) => key.path.to_owned(),
+        RawValue::Member { name, .. } => format!("{}.{}", key.path, key.field.member(name)),
+        RawValue::One(_) | RawValue::Many(_) => key.path.to_owned(),
     }
 }
 
-fn invalid(key: &Key, raw: &Raw, origin: &Origin, problem: InvalidValue) -> SettingsError {
+fn invalid(key: &SettingKey, raw: &RawValue, origin: &Origin, problem: InvalidValue) -> SettingsError {
     let value = printable(&key.field.shown(raw));
     SettingsError::Invalid { key: full_path(key, raw), value, origin: origin.clone(), problem }
 }

@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
-use crate::field::{Field, size_range};
-use crate::registry::{IGNORED, KEYS, Key, Variable};
+use crate::field::{SettingField, size_range};
+use crate::registry::{EnvVariable, IGNORED, KEYS, SettingKey};
 use crate::settings::Settings;
 use crate::value::{NONE, TEXTS, whole_numbers};
 
@@ -125,7 +125,7 @@ const NO_EFFECT: &str = "\
 These are checked and reported, and change nothing.
 ";
 
-fn settings_table(keys: &[&Key]) -> String {
+fn settings_table(keys: &[&SettingKey]) -> String {
     let mut table = String::from(
         "| variable | TOML key | default | unit, valid values | meaning |\n|---|---|---|---|---|\n",
     );
@@ -138,41 +138,43 @@ fn settings_table(keys: &[&Key]) -> String {
     table
 }
 
-fn variable_name(key: &Key, variable: &Variable) -> String {
+fn variable_name(key: &SettingKey, variable: &EnvVariable) -> String {
     let member = match key.field {
-        Field::Toggles(_) => "<NAME>",
-        Field::Parameters(_) => "<NAME>__<KEY>",
+        SettingField::Toggles(_) => "<NAME>",
+        SettingField::Parameters(_) => "<NAME>__<KEY>",
         _ => "",
     };
     let mark = if variable.upstream.is_some() { " †" } else { "" };
     format!("`{}{member}`{mark}", variable.name)
 }
 
-fn toml_path(key: &Key) -> String {
+fn toml_path(key: &SettingKey) -> String {
     match key.field {
-        Field::Toggles(_) => format!("{}.<NAME>", key.path),
-        Field::Parameters(_) => format!("{}.<name>.<key>", key.path),
+        SettingField::Toggles(_) => format!("{}.<NAME>", key.path),
+        SettingField::Parameters(_) => format!("{}.<name>.<key>", key.path),
         _ => key.path.to_owned(),
     }
 }
 
-fn default_of(key: &Key) -> String {
+fn default_of(key: &SettingKey) -> String {
     let values = key.field.values(&Settings::default());
     let shown: Vec<_> = values.iter().map(|raw| key.field.shown(raw)).collect();
     if shown.is_empty() { NONE.to_owned() } else { format!("`{}`", shown.join(", ")) }
 }
 
 /// Short where the introduction explains the sort.
-fn valid_values(key: &Key) -> String {
+fn valid_values(key: &SettingKey) -> String {
     match &key.field {
-        Field::Flag(_) | Field::Toggles(_) => "toggle".to_owned(),
-        Field::Capacity(_) => "capacity".to_owned(),
-        Field::Limit(_) => "capacity, or `unlimited`".to_owned(),
-        Field::Directories(_) => "directories".to_owned(),
-        Field::Secret(_) => "secret".to_owned(),
-        Field::Millis(_, range) => format!("ms; {}", short(whole_numbers(range))),
-        Field::Bytes(_, range) | Field::BytesIfSet(_, range) => format!("size {}", size_range(range)),
-        Field::Choice(_) => format!("`{}`", key.field.valid().replace(", ", "`, `")),
+        SettingField::Flag(_) | SettingField::Toggles(_) => "toggle".to_owned(),
+        SettingField::Capacity(_) => "capacity".to_owned(),
+        SettingField::Limit(_) => "capacity, or `unlimited`".to_owned(),
+        SettingField::Directories(_) => "directories".to_owned(),
+        SettingField::Secret(_) => "secret".to_owned(),
+        SettingField::Millis(_, range) => format!("ms; {}", short(whole_numbers(range))),
+        SettingField::Bytes(_, range) | SettingField::BytesIfSet(_, range) => {
+            format!("size {}", size_range(range))
+        }
+        SettingField::Choice(_) => format!("`{}`", key.field.valid().replace(", ", "`, `")),
         _ => short(key.field.valid()),
     }
 }

@@ -22,7 +22,7 @@ use kvbm_settings::{
 use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::geometry::{ALIGNMENT, MAX_SLOTS};
 use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, Store, StoreOptions};
-use kvbm_tiers::ranks::{Leader, RollCall};
+use kvbm_tiers::ranks::{Leader, RankRegistry};
 use kvbm_tiers::sealed::{KeyRing, SEAL_BYTES, TenantKeys};
 use kvbm_tiers::{
     Backend, Checksums, DeviceRegion, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame, FramePool,
@@ -32,11 +32,11 @@ use kvbm_tiers::{
 use prometheus::Registry;
 
 use crate::device::Device;
-use crate::durable::Durable;
+use crate::durable::DurableTiers;
 use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fingerprint::Fingerprint;
-use crate::metrics::{Gauges, Metrics, TenantMetrics};
+use crate::metrics::{Metrics, StateGauges, TenantMetrics};
 use crate::options::{Options, RouteReport};
 use crate::scheduler::{Core, Executor, Parts, ScrubOptions, Tuning};
 use crate::table::{Table, TierSpec};
@@ -46,10 +46,10 @@ pub(crate) use ranks::{OpenedRank, open_rank};
 pub use report::{GpuReport, NixlReport, PluginReport};
 pub(crate) use sealed::Tenants;
 
-use durable::{Identity, KeptTier, Namespace};
+use durable::{KeptTier, NameSeed, NamespaceNames};
 use gpu::GpuTier;
-use nixl::Nixl;
-use objects::Objects;
+use nixl::NixlChoice;
+use objects::ObjectTier;
 use ranks::LossHook;
 use sealed::MemoryEnd;
 
@@ -76,7 +76,7 @@ pub fn installed_nixl_plugins(library: Option<&str>) -> Vec<String> {
 }
 
 /// A manager's parts.
-pub(crate) struct Assembled {
+pub(crate) struct AssembledTiers {
     pub(crate) core: Arc<Core>,
     pub(crate) device: Option<Arc<dyn Device>>,
     /// The host tier's memory, or that of the staging slots alone.
@@ -85,7 +85,7 @@ pub(crate) struct Assembled {
     pub(crate) is_host_sealed: bool,
     pub(crate) routes: Vec<RouteReport>,
     /// What outlives the process.
-    pub(crate) durable: Durable,
+    pub(crate) durable: DurableTiers,
     pub(crate) store: SharedStore,
     pub(crate) tenants: Tenants,
 }
@@ -97,7 +97,7 @@ pub(crate) async fn open(
     options: &Options,
     engine: Option<EngineMemory>,
     suffix: &str,
-) -> Result<Assembled> {
+) -> Result<AssembledTiers> {
     settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
     let block_bytes = settings.block_bytes.unwrap_or_default();
     let world = options.ranks.as_ref().map_or(1, |group| u64::from(group.world));
@@ -109,25 +109,35 @@ pub(crate) async fn open(
     let (group, on_durable) = (options.ranks.clone(), options.on_durable.clone());
     let registry = options.registry.clone();
     let suffix = suffix.to_owned();
-    let build = move || -> Result<Assembled> {
+    let build = move || -> Result<AssembledTiers> {
         let on_loss = LossHook::default();
         let known = fingerprint.as_ref();
         durable::warn_of_cold_start(&settings, known);
         let named = namespace(&settings, known, &suffix);
         let tiers = match group {
             Some(_) if chaos.is_some() => return Err(ranks::chaos_is_elsewhere()),
-            Some(group) => Tiers::lead(&settings, known, named, group, &on_loss, engine.as_ref())?,
+            Some(group) => OpenedRegions::lead(&settings, known, named, group, &on_loss, engine.as_ref())?,
             None => {
                 let engine = engine.as_ref().map(EngineMemory::region).transpose()?;
-                Tiers::open(&settings, named, chaos, engine)?
+                OpenedRegions::open(&settings, named, chaos, engine)?
             }
         };
         let tuning = tuning(&settings, block_tokens);
         let routes = tiers.routes();
         let is_host_sealed = tiers.keys_of(Tier::Host).is_some();
         let tenants = tiers.tenants();
-        let Tiers {
-            device, host, specs, staging, trials, executor, roll_call, fallbacks, kept, objects, ..
+        let OpenedRegions {
+            device,
+            host,
+            specs,
+            staging,
+            trials,
+            executor,
+            roll_call,
+            fallbacks,
+            kept,
+            objects,
+            ..
         } = tiers;
         fallbacks.into_iter().for_each(|wanted| metrics.fell_back(wanted));
         let directories = if settings.disk.capacity.is_some() { settings.disk.dirs.len() } else { 0 };
@@ -136,7 +146,7 @@ pub(crate) async fn open(
         let table = fingerprint.into_iter().fold(table, Table::with_fingerprint);
         objects.iter().try_for_each(|objects| objects.export(&registry))?;
         roll_call.into_iter().try_for_each(|roll_call| ranks::export(roll_call, &registry))?;
-        let store = objects.as_ref().map(Objects::store).unwrap_or_default();
+        let store = objects.as_ref().map(ObjectTier::store).unwrap_or_default();
         let scrub = ScrubOptions {
             bytes_per_second: u64::from(settings.transfer.scrub_mib_per_second) << 20,
             block_bytes,
@@ -146,7 +156,7 @@ pub(crate) async fn open(
         let core = Core::new(Parts { table, executor, staging, trials, scrub, clock, metrics, tuning });
         on_loss.set(&core);
         store.keep_looking(&core);
-        Ok(Assembled { core, device, host, is_host_sealed, routes, durable, store, tenants })
+        Ok(AssembledTiers { core, device, host, is_host_sealed, routes, durable, store, tenants })
     };
     tokio::task::spawn_blocking(build)
         .await
@@ -187,7 +197,7 @@ fn prefill_block_s(settings: &Settings, block_tokens: u64) -> Option<f64> {
 
 /// Tiers as they are opened, fastest first.
 #[derive(Default)]
-struct Tiers {
+struct OpenedRegions {
     device: Option<Arc<dyn Device>>,
     emulated: Option<Arc<DramRegion>>,
     /// The engine's memory, in place of a device tier.
@@ -203,28 +213,28 @@ struct Tiers {
     executor: Executor,
     /// Of a manager with ranks.
     leader: Option<Arc<Leader>>,
-    roll_call: Option<RollCall>,
+    roll_call: Option<RankRegistry>,
     /// What would have been better, and is not there.
     fallbacks: Vec<&'static str>,
     /// What goes wrong on purpose.
     chaos: Option<Chaos>,
     /// Names the files and objects that are kept.
-    namespace: Namespace,
+    namespace: NamespaceNames,
     /// What outlives the process is encrypted with.
     keys: Option<Arc<KeyRing>>,
     /// Of each of these tiers.
     tenant_keys: Vec<(Tier, Arc<TenantKeys>)>,
     /// Those whose slots outlive the process.
     kept: Vec<KeptTier>,
-    objects: Option<Objects>,
+    objects: Option<ObjectTier>,
     /// Directories of the disk tier that cannot be used now.
     away: Vec<PathBuf>,
 }
 
-impl Tiers {
+impl OpenedRegions {
     fn open(
         settings: &Settings,
-        namespace: Namespace,
+        namespace: NamespaceNames,
         chaos: Option<Chaos>,
         engine: Option<Arc<DeviceRegion>>,
     ) -> Result<Self> {
@@ -237,7 +247,7 @@ impl Tiers {
         tiers.open_host(settings)?;
         tiers.connect_memory(settings)?;
         tiers.connect_engine(settings)?;
-        let nixl = Nixl::start(settings)?;
+        let nixl = NixlChoice::start(settings)?;
         tiers.open_disk(settings, &nixl)?;
         tiers.open_object(settings, &nixl)?;
         tiers.link_flushes(settings);
@@ -331,10 +341,10 @@ impl Tiers {
         self.connect_host(backend, end)
     }
 
-    fn open_disk(&mut self, settings: &Settings, nixl: &Nixl) -> Result<()> {
+    fn open_disk(&mut self, settings: &Settings, nixl: &NixlChoice) -> Result<()> {
         let Some(capacity) = settings.disk.capacity else { return Ok(()) };
         let kept = settings.disk.keep && self.namespace.identity.is_some();
-        let keys = sealed::Kept::in_files(&settings.disk.dirs, kept);
+        let keys = sealed::KeyPlace::in_files(&settings.disk.dirs, kept);
         let end = self.memory_end((Tier::Disk, 1), keys, settings)?;
         let block_bytes = end.memory.block_bytes();
         let dirs = settings.disk.dirs.len() as u32;
@@ -376,7 +386,7 @@ impl Tiers {
         (region, checksums): (Arc<DiskRegion>, Arc<Checksums>),
         end: MemoryEnd,
         settings: &DiskSettings,
-        nixl: &Nixl,
+        nixl: &NixlChoice,
     ) -> Result<()> {
         let ends = DiskEnds { end, region, depth: settings.queue_depth, checksums };
         self.connect_disk_and_device(&ends, settings.backend)?;
@@ -461,7 +471,7 @@ impl Tiers {
         self.connect_verified(threads, end, checksums)
     }
 
-    fn open_object(&mut self, settings: &Settings, nixl: &Nixl) -> Result<()> {
+    fn open_object(&mut self, settings: &Settings, nixl: &NixlChoice) -> Result<()> {
         let object = &settings.object;
         let Some(url) = object.place() else { return Ok(()) };
         let store = Store::open(url, &store_options(object)).map_err(setup)?;
@@ -476,7 +486,7 @@ impl Tiers {
                 self.connect_objects(store, settings)?;
             }
             ObjectChoice::Nixl => {
-                let end = self.memory_end((Tier::Object, 1), sealed::Kept::Nowhere, settings)?;
+                let end = self.memory_end((Tier::Object, 1), sealed::KeyPlace::Nowhere, settings)?;
                 let place = (self.namespace.name.clone(), object.concurrency);
                 let backend = nixl.objects(Arc::clone(&end.memory), store, slots, place)?;
                 let backend = self.with_chaos(backend, Arc::clone(&end.memory))?;
@@ -490,7 +500,7 @@ impl Tiers {
     fn connect_objects(&mut self, store: Store, settings: &Settings) -> Result<()> {
         let segment_blocks = segment_blocks(settings);
         let is_shared = self.namespace.identity.is_some();
-        let keys = if is_shared { sealed::Kept::In(&store) } else { sealed::Kept::Nowhere };
+        let keys = if is_shared { sealed::KeyPlace::In(&store) } else { sealed::KeyPlace::Nowhere };
         let end = self.memory_end((Tier::Object, segment_blocks), keys, settings)?;
         let sizes = (segment_blocks, end.memory.block_bytes());
         let kept_epoch = self.kept.iter().flat_map(KeptTier::epochs).map(|(epoch, _)| epoch).max();
@@ -507,7 +517,7 @@ impl Tiers {
         let backend = ObjectBackend::new(store, Arc::clone(&end.memory), known, &options).map_err(setup)?;
         let backend = Arc::new(backend);
         let (slots, is_shared) = (object_slots(settings)?, options.sharing.is_some());
-        let found = Objects::find(Arc::clone(&backend), (slots, is_shared), self.keys_of(Tier::Object))?;
+        let found = ObjectTier::find(Arc::clone(&backend), (slots, is_shared), self.keys_of(Tier::Object))?;
         self.objects = Some(found);
         self.connect_verified(backend, end, checksums)
     }
@@ -662,7 +672,7 @@ fn slots(capacity: Capacity, settings: &Settings) -> Result<u32> {
 
 /// Keeps the files and objects of other block sizes, fingerprints and cache groups apart. Without a fingerprint nothing in it tells
 /// models apart: nobody reads what another process has written.
-fn namespace(settings: &Settings, fingerprint: Option<&Fingerprint>, suffix: &str) -> Namespace {
+fn namespace(settings: &Settings, fingerprint: Option<&Fingerprint>, suffix: &str) -> NamespaceNames {
     let block_bytes = settings.block_bytes.unwrap_or_default();
     // What is encrypted lies beside what is not, and neither is taken for the other.
     let form = if settings.encryption.is_on() { "v2-sealed" } else { "v1-block" };
@@ -670,7 +680,7 @@ fn namespace(settings: &Settings, fingerprint: Option<&Fingerprint>, suffix: &st
         Some(fingerprint) => format!("{form}{block_bytes}-{fingerprint}{suffix}"),
         None => format!("{form}{block_bytes}{suffix}"),
     };
-    Namespace { name, identity: fingerprint.map(Identity::of), shares_objects: true }
+    NamespaceNames { name, identity: fingerprint.map(NameSeed::of), shares_objects: true }
 }
 
 fn store_options(object: &ObjectSettings) -> StoreOptions {
@@ -698,7 +708,8 @@ pub(crate) fn export(
     (settings, block_tokens): (&Settings, u64),
 ) -> Result<()> {
     let refused = |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);
-    let gauges = Gauges::new(Arc::downgrade(core), policies::bytes_per_day(settings)).map_err(refused)?;
+    let gauges =
+        StateGauges::new(Arc::downgrade(core), policies::bytes_per_day(settings)).map_err(refused)?;
     registry.register(Box::new(gauges)).map_err(refused)?;
     let tenants = TenantMetrics::new(core, settings, block_tokens).map_err(refused)?;
     tenants.map_or(Ok(()), |tenants| registry.register(Box::new(tenants)).map_err(refused))
@@ -742,7 +753,7 @@ mod tests {
         })
     }
 
-    /// Every size that [`Tiers::open`] takes from the settings.
+    /// Every size that [`OpenedRegions::open`] takes from the settings.
     fn sizes(settings: &Settings) -> Result<()> {
         for capacity in [settings.device.capacity, settings.disk.capacity].into_iter().flatten() {
             geometry(slots(capacity, settings)?, settings)?;

@@ -39,7 +39,7 @@ use std::sync::Arc;
 use kvbm_settings::Settings;
 use kvbm_tiers::{DramRegion, Loan, Memory, Tier};
 
-use crate::device::Lent;
+use crate::device::LentSlot;
 use crate::error::{Error, ErrorKind};
 use crate::hash::Chain;
 use crate::lease::Lease;
@@ -153,7 +153,7 @@ impl Blocks {
         self.check_open()?;
         let chain = chain.into();
         let lease = self.core.lease(chain, info);
-        let mut reading = Reading { blocks: self, lease: &lease, chain, read, handed_over: 0 };
+        let mut reading = ReadingSlots { blocks: self, lease: &lease, chain, read, handed_over: 0 };
         let mut parts = self.parts(&lease, chain);
         let mut coming = parts.next();
         reading.hand_over(lease.blocks(Tier::Host))?;
@@ -216,7 +216,7 @@ impl Blocks {
             self.core.abandon(reserved);
             return Ok(before);
         }
-        let mut filling = Filling { blocks: self, slots: Some((reserved, lease)), filled: 0 };
+        let mut filling = FillingSlots { blocks: self, slots: Some((reserved, lease)), filled: 0 };
         let kept = filling.fill_all(fill)?;
         filling.publish()?;
         // Then nothing of it was published.
@@ -229,7 +229,7 @@ impl Blocks {
     }
 
     /// What a lease holds below the host tier, in parts; each is on its way up from the moment that it is asked for.
-    fn parts<'a>(&'a self, lease: &'a Lease, chain: Chain<'a>) -> impl Iterator<Item = Part> + 'a {
+    fn parts<'a>(&'a self, lease: &'a Lease, chain: Chain<'a>) -> impl Iterator<Item = PutPart> + 'a {
         let (here, held) = (lease.blocks(Tier::Host), lease.held().longest());
         let all = lease.held().worth_loading().max(here);
         self.core.metrics().left_to_engine(held - all);
@@ -237,20 +237,20 @@ impl Blocks {
         (here..all).step_by(blocks).map(move |first| {
             let end = all.min(first + blocks);
             let lease = self.core.lease_beginning(lease, chain.prefix(end));
-            Part { end, loaded: self.core.transfer(Class::Load, Tier::Host, lease) }
+            PutPart { end, loaded: self.core.transfer(Class::Load, Tier::Host, lease) }
         })
     }
 }
 
 /// Successive blocks on their way to the host tier.
-struct Part {
+struct PutPart {
     /// The position behind its last block.
     end: usize,
     loaded: Transfer<Transferred>,
 }
 
 /// A chain that is handed over to an engine.
-struct Reading<'a, R> {
+struct ReadingSlots<'a, R> {
     blocks: &'a Blocks,
     lease: &'a Lease,
     chain: Chain<'a>,
@@ -258,7 +258,7 @@ struct Reading<'a, R> {
     handed_over: usize,
 }
 
-impl<R> Reading<'_, R> {
+impl<R> ReadingSlots<'_, R> {
     /// Hands over what comes before position `end`. A lease keeps it in the host tier, [`Self::lease`] or a part's.
     fn hand_over<E>(&mut self, end: usize) -> Result<(), E>
     where
@@ -267,7 +267,7 @@ impl<R> Reading<'_, R> {
         while self.handed_over < end {
             let first = self.handed_over;
             let next = first..end.min(first + LENT);
-            let lent = Lent::leading(&self.blocks.core, Tier::Host, self.lease, self.chain, next);
+            let lent = LentSlot::leading(&self.blocks.core, Tier::Host, self.lease, self.chain, next);
             for loan in lent.loans() {
                 let Some(block) = self.sound(loan) else { break };
                 (self.read)(self.handed_over, block)?;
@@ -282,7 +282,7 @@ impl<R> Reading<'_, R> {
     }
 }
 
-impl<'a, R> Reading<'a, R> {
+impl<'a, R> ReadingSlots<'a, R> {
     /// The block in a lent slot. `None`: an earlier process left it, and it is not what it was; it is dropped.
     fn sound<'b>(&self, loan: &'b Loan) -> Option<&'b [u8]>
     where
@@ -299,14 +299,14 @@ impl<'a, R> Reading<'a, R> {
 }
 
 /// Slots that an engine fills. However that ends, what was filled is published and the others are given back.
-struct Filling<'a> {
+struct FillingSlots<'a> {
     blocks: &'a Blocks,
     /// There until the drop.
     slots: Option<(Reserved, Lease)>,
     filled: usize,
 }
 
-impl Filling<'_> {
+impl FillingSlots<'_> {
     /// Returns the position behind the last block.
     fn fill_all<E>(&mut self, mut fill: impl FnMut(usize, &mut [u8]) -> Result<(), E>) -> Result<usize, E> {
         let Some((Reserved { before, frames, .. }, _)) = &mut self.slots else { return Ok(0) };
@@ -327,7 +327,7 @@ impl Filling<'_> {
     }
 }
 
-impl Drop for Filling<'_> {
+impl Drop for FillingSlots<'_> {
     fn drop(&mut self) {
         // The engine has an error of its own to tell.
         drop(self.publish());
@@ -433,7 +433,7 @@ mod tests {
         });
         assert_eq!(put.unwrap(), 1);
         let lease = blocks.manager.lease(&chain);
-        let lent = Lent::leading(&blocks.core, Tier::Host, &lease, Chain::from(&chain), 0..1);
+        let lent = LentSlot::leading(&blocks.core, Tier::Host, &lease, Chain::from(&chain), 0..1);
         let known = blocks.memory.checksums().unwrap().get(lent.loans()[0].slot());
         assert_eq!(known, Some(kvbm_tiers::checksum::checksum(&[7; 4096])));
     }

@@ -27,34 +27,34 @@ pub(crate) const fn has_limit(slots: u32) -> bool {
 /// A request only leaves the sampled keys of its chain here, a few nanoseconds each; the curve takes them later, at some
 /// 100 ns each: for a chain of 65,536 blocks that would be ten times as long as all else that a lease does.
 #[derive(Debug)]
-pub(crate) struct Demand {
-    waiting: Mutex<Waiting>,
-    curve: Mutex<Curve>,
+pub(crate) struct DemandSample {
+    waiting: Mutex<WaitingPrompts>,
+    curve: Mutex<DemandCurve>,
 }
 
 #[derive(Debug)]
-struct Waiting {
+struct WaitingPrompts {
     requests: SampledRequests,
     now_ms: u64,
 }
 
 #[derive(Debug)]
-struct Curve {
+struct DemandCurve {
     ratio: MissRatio,
     faded_ms: u64,
     /// Empty: it takes the place of what waits.
     spare: SampledRequests,
 }
 
-impl Demand {
+impl DemandSample {
     /// For tiers of up to `largest` blocks, which [have a limit](has_limit).
     pub(crate) fn of_tiers(largest: u32) -> Self {
         // Hit rates of blocks do not depend on their tokens.
         let curve = MissRatio::new(largest.saturating_mul(REACH).max(LEAST), 1);
         let (requests, spare) = (SampledRequests::new(curve.sample()), SampledRequests::new(curve.sample()));
         Self {
-            waiting: Mutex::new(Waiting { requests, now_ms: 0 }),
-            curve: Mutex::new(Curve { ratio: curve, faded_ms: 0, spare }),
+            waiting: Mutex::new(WaitingPrompts { requests, now_ms: 0 }),
+            curve: Mutex::new(DemandCurve { ratio: curve, faded_ms: 0, spare }),
         }
     }
 
@@ -81,8 +81,8 @@ impl Demand {
     }
 }
 
-impl Curve {
-    fn take_up(&mut self, waiting: &Mutex<Waiting>) {
+impl DemandCurve {
+    fn take_up(&mut self, waiting: &Mutex<WaitingPrompts>) {
         let now_ms = {
             let mut waiting = waiting.lock();
             // Swapped, so that requests wait for two pointers and not for the curve.

@@ -57,13 +57,13 @@ impl Device for kvbm_tiers::cuda::DeviceWindow {
 
 /// Slots of resident blocks, lent for reading, and given back also if the reader panics. The blocks stay where they are
 /// meanwhile.
-pub(crate) struct Lent<'a> {
+pub(crate) struct LentSlot<'a> {
     core: &'a Core,
     tier: Tier,
     loans: Vec<Loan>,
 }
 
-impl<'a> Lent<'a> {
+impl<'a> LentSlot<'a> {
     /// Those blocks of a chain at `positions` before the first that `tier` does not hold; none if the lease is from before
     /// a reset.
     pub(crate) fn leading(
@@ -82,7 +82,7 @@ impl<'a> Lent<'a> {
     }
 }
 
-impl Drop for Lent<'_> {
+impl Drop for LentSlot<'_> {
     fn drop(&mut self) {
         if self.loans.is_empty() {
             return;

@@ -14,12 +14,12 @@ use crate::error::{Error, ErrorKind, Result};
 /// An engine's KV cache: where its blocks lie, and how many layers each has. A clone is of the same memory.
 #[derive(Clone, Debug)]
 pub struct EngineMemory {
-    place: Place,
+    place: MemoryPlace,
     layers: NonZeroU16,
 }
 
 #[derive(Clone, Debug)]
-enum Place {
+enum MemoryPlace {
     Here(Arc<DeviceRegion>),
     /// Bytes of a block where the settings are not of it.
     InRanks {
@@ -36,7 +36,7 @@ impl EngineMemory {
     /// [`ErrorKind::Invalid`]: no layers, or a block cannot be divided into so many.
     pub fn new(region: DeviceRegion, layers: u16) -> Result<Self> {
         let layers = layers_of(region.segments().block_bytes() as u64, layers)?;
-        Ok(Self { place: Place::Here(Arc::new(region)), layers })
+        Ok(Self { place: MemoryPlace::Here(Arc::new(region)), layers })
     }
 
     /// For the leader of [ranks](crate::Rank), each of which [brings](crate::Rank::join_with) its slice of `slots` slots.
@@ -45,7 +45,7 @@ impl EngineMemory {
     /// # Errors
     /// [`ErrorKind::Invalid`]: no layers.
     pub fn in_ranks(slots: u32, layers: u16) -> Result<Self> {
-        let place = Place::InRanks { slots, block_bytes: None };
+        let place = MemoryPlace::InRanks { slots, block_bytes: None };
         Ok(Self { place, layers: layers_of(u64::from(layers), layers)? })
     }
 
@@ -54,7 +54,7 @@ impl EngineMemory {
     /// # Errors
     /// [`ErrorKind::Invalid`]: no layers, or a block cannot be divided into so many.
     pub fn group_in_ranks(slots: u32, layers: u16, block_bytes: u64) -> Result<Self> {
-        let place = Place::InRanks { slots, block_bytes: Some(block_bytes) };
+        let place = MemoryPlace::InRanks { slots, block_bytes: Some(block_bytes) };
         Ok(Self { place, layers: layers_of(block_bytes, layers)? })
     }
 
@@ -64,24 +64,24 @@ impl EngineMemory {
 
     pub(crate) fn slots(&self) -> u32 {
         match &self.place {
-            Place::Here(region) => region.segments().slots(),
-            Place::InRanks { slots, .. } => *slots,
+            MemoryPlace::Here(region) => region.segments().slots(),
+            MemoryPlace::InRanks { slots, .. } => *slots,
         }
     }
 
     /// Bytes of a block; `None`: the settings say.
     pub(crate) fn block_bytes(&self) -> Option<u64> {
         match &self.place {
-            Place::Here(region) => Some(region.segments().block_bytes() as u64),
-            Place::InRanks { block_bytes, .. } => *block_bytes,
+            MemoryPlace::Here(region) => Some(region.segments().block_bytes() as u64),
+            MemoryPlace::InRanks { block_bytes, .. } => *block_bytes,
         }
     }
 
     /// The memory of a process that has it.
     pub(crate) fn region(&self) -> Result<Arc<DeviceRegion>> {
         match &self.place {
-            Place::Here(region) => Ok(Arc::clone(region)),
-            Place::InRanks { .. } => Err(Error::new(
+            MemoryPlace::Here(region) => Ok(Arc::clone(region)),
+            MemoryPlace::InRanks { .. } => Err(Error::new(
                 ErrorKind::Invalid,
                 "the engine's memory is in ranks, and there are none: set Options::ranks",
             )),
@@ -91,10 +91,10 @@ impl EngineMemory {
     /// That a leader's ranks have it.
     pub(crate) fn check_in_ranks(&self, settings: &Settings) -> Result<()> {
         match &self.place {
-            Place::InRanks { .. } => {
+            MemoryPlace::InRanks { .. } => {
                 layers_of(settings.block_bytes.unwrap_or_default(), self.layers.get()).map(drop)
             }
-            Place::Here(_) => Err(Error::new(
+            MemoryPlace::Here(_) => Err(Error::new(
                 ErrorKind::Invalid,
                 "a leader of ranks has no memory of its own: say EngineMemory::in_ranks, and give it to the ranks",
             )),

@@ -102,7 +102,7 @@ pub enum RemoveReason {
 ///
 /// A receiver that is too slow loses the oldest ones, and learns how many: it never holds the manager up.
 #[must_use = "events are buffered for it until it is dropped"]
-pub struct Events(Arc<Buffer>);
+pub struct Events(Arc<EventBuffer>);
 
 impl fmt::Debug for Events {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -147,13 +147,13 @@ impl Drop for Events {
 
 /// What waits for one receiver.
 #[derive(Debug)]
-pub(crate) struct Buffer {
-    ring: Mutex<Ring>,
+pub(crate) struct EventBuffer {
+    ring: Mutex<EventRing>,
     news: Notify,
 }
 
 #[derive(Debug)]
-struct Ring {
+struct EventRing {
     waiting: VecDeque<CacheEvent>,
     capacity: usize,
     lost: u64,
@@ -161,7 +161,7 @@ struct Ring {
     is_over: bool,
 }
 
-impl Ring {
+impl EventRing {
     fn push(&mut self, event: CacheEvent) {
         if self.waiting.len() >= self.capacity {
             self.waiting.pop_front();
@@ -178,7 +178,7 @@ impl Ring {
     }
 }
 
-impl Buffer {
+impl EventBuffer {
     /// To be called with the table unlocked.
     pub(crate) fn wake(&self) {
         // Leaves word where nobody waits yet: no wake-up is lost.
@@ -198,18 +198,18 @@ impl Buffer {
 
 /// Whoever is told of events.
 #[derive(Debug, Default)]
-pub(crate) struct Listeners {
-    buffers: Vec<Arc<Buffer>>,
+pub(crate) struct EventListeners {
+    buffers: Vec<Arc<EventBuffer>>,
     has_news: bool,
     is_over: bool,
 }
 
-impl Listeners {
+impl EventListeners {
     /// One more, for whom up to `capacity` events wait (at least one).
     pub(crate) fn add(&mut self, capacity: usize) -> Events {
         let (capacity, is_over) = (capacity.max(1), self.is_over);
-        let ring = Ring { waiting: VecDeque::new(), capacity, lost: 0, is_over };
-        let buffer = Arc::new(Buffer { ring: Mutex::new(ring), news: Notify::new() });
+        let ring = EventRing { waiting: VecDeque::new(), capacity, lost: 0, is_over };
+        let buffer = Arc::new(EventBuffer { ring: Mutex::new(ring), news: Notify::new() });
         self.buffers.push(Arc::clone(&buffer));
         Events(buffer)
     }
@@ -225,7 +225,7 @@ impl Listeners {
     }
 
     /// Whom to wake because of what was noted since the last call.
-    pub(crate) fn take_news(&mut self) -> Vec<Arc<Buffer>> {
+    pub(crate) fn take_news(&mut self) -> Vec<Arc<EventBuffer>> {
         if std::mem::take(&mut self.has_news) { self.buffers.clone() } else { Vec::new() }
     }
 
@@ -237,7 +237,7 @@ impl Listeners {
     }
 }
 
-impl Drop for Listeners {
+impl Drop for EventListeners {
     fn drop(&mut self) {
         self.close();
         self.buffers.iter().for_each(|buffer| buffer.wake());

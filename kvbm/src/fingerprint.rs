@@ -114,7 +114,7 @@ impl Fingerprint {
         let Self { model, weights, dtype, layouts, ranks, block_tokens, rope, engine, engine_version, hashing, epoch: _ } =
             self;
         let Hashing { algorithm, seed } = hashing;
-        let mut encoding = Encoding::default();
+        let mut encoding = FingerprintEncoding::default();
         encoding.bytes(VERSION);
         [model, weights, dtype].into_iter().for_each(|text| encoding.bytes(text.as_bytes()));
         encoding.number(layouts.len() as u64);
@@ -157,7 +157,7 @@ impl fmt::Display for Fingerprint {
 }
 
 impl KvLayout {
-    fn encode(&self, encoding: &mut Encoding) {
+    fn encode(&self, encoding: &mut FingerprintEncoding) {
         let Self { layers, order, shape, strides } = self;
         encoding.number(u64::from(*layers));
         encoding.bytes(order.as_bytes());
@@ -167,7 +167,7 @@ impl KvLayout {
 }
 
 impl Ranks {
-    fn encode(self, encoding: &mut Encoding) {
+    fn encode(self, encoding: &mut FingerprintEncoding) {
         let Self { tensor_world, tensor_rank, pipeline_world, pipeline_rank } = self;
         [tensor_world, tensor_rank, pipeline_world, pipeline_rank]
             .into_iter()
@@ -176,7 +176,7 @@ impl Ranks {
 }
 
 impl Rope {
-    fn encode(&self, encoding: &mut Encoding) {
+    fn encode(&self, encoding: &mut FingerprintEncoding) {
         let Self { theta, dimensions, scaling } = self;
         // Both zeroes are one number.
         encoding.number((theta + 0.0).to_bits());
@@ -187,9 +187,9 @@ impl Rope {
 
 /// Numbers of 64 bits, little-endian, and texts behind their lengths.
 #[derive(Default)]
-struct Encoding(Vec<u8>);
+struct FingerprintEncoding(Vec<u8>);
 
-impl Encoding {
+impl FingerprintEncoding {
     fn number(&mut self, number: u64) {
         self.0.extend(number.to_le_bytes());
     }

@@ -7,12 +7,12 @@ use parking_lot::{Condvar, Mutex};
 /// The blocks that have arrived, by layer.
 #[derive(Debug)]
 pub(crate) struct LayerCount {
-    state: Mutex<State>,
+    state: Mutex<LayerState>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct State {
+struct LayerState {
     /// Of each layer: blocks that are still to come.
     missing: Vec<usize>,
     has_ended: bool,
@@ -21,7 +21,7 @@ struct State {
 impl LayerCount {
     /// Of a load of so many blocks.
     pub(crate) fn new(layers: u16, blocks: usize) -> Self {
-        let state = State { missing: vec![blocks; layers.into()], has_ended: false };
+        let state = LayerState { missing: vec![blocks; layers.into()], has_ended: false };
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -59,7 +59,7 @@ impl LayerCount {
     }
 }
 
-impl State {
+impl LayerState {
     fn arrived(&self) -> u16 {
         self.missing.iter().take_while(|&&missing| missing == 0).count() as u16
     }

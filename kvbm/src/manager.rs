@@ -13,9 +13,9 @@ use kvbm_settings::Settings;
 use kvbm_tiers::{DramRegion, Frame, SlotId, Tier, clock};
 
 use crate::assemble::{self, SharedStore, Tenants};
-use crate::checkpoints::Checkpoints;
-use crate::device::{Device, Lent};
-use crate::durable::{Durable, RecoveryReport};
+use crate::checkpoints::CheckpointGroups;
+use crate::device::{Device, LentSlot};
+use crate::durable::{DurableTiers, RecoveryReport};
 use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
 use crate::events::Events;
@@ -26,7 +26,7 @@ use crate::pinned::PinnedChains;
 use crate::scheduler::{Core, Drained, StagingCounts};
 use crate::serve::{Listener, Server};
 use crate::shadow::{self, Elements, Shadow, ShadowCounts, ShadowSample, ShadowVerdict};
-use crate::state::{Observed, Readiness, State, Why};
+use crate::state::{ObservedState, Readiness, State, Why};
 use crate::sync::{JoinHandle, Mutex, spawn};
 use crate::table::{Match, RequestInfo, Reserved, SlotCounts, TierStats, Violation};
 use crate::task::Class;
@@ -53,18 +53,18 @@ pub struct Manager {
     host: Option<Arc<DramRegion>>,
     /// Blocks lie there encrypted.
     is_host_sealed: bool,
-    observed: Arc<Observed>,
+    observed: Arc<ObservedState>,
     /// Answers whoever asks.
     server: Mutex<Option<Server>>,
-    durable: Durable,
+    durable: DurableTiers,
     store: SharedStore,
     tenants: Tenants,
-    background: Mutex<Option<Background>>,
+    background: Mutex<Option<BackgroundThreads>>,
     pinned: Arc<PinnedChains>,
     engine: Option<EngineMemory>,
     shadow: Shadow,
     /// The groups of layers beside those that keep every block.
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointGroups,
     /// The one that opened it.
     process: u32,
 }
@@ -124,10 +124,10 @@ impl Manager {
         assemble::export(&options.registry, &assembled.core, (&observed, options.block_tokens))?;
         let device = assembled.device.as_ref().map(|device| device.name());
         let observed =
-            Observed::new(&assembled.core, assembled.routes, device, observed, options.block_tokens)
+            ObservedState::new(&assembled.core, assembled.routes, device, observed, options.block_tokens)
                 .with_store(assembled.store.clone());
         let pinned = Arc::new(PinnedChains::default());
-        let background = Background::start(&assembled.core, &pinned)?;
+        let background = BackgroundThreads::start(&assembled.core, &pinned)?;
         Ok(Self {
             core: assembled.core,
             device: assembled.device,
@@ -142,7 +142,7 @@ impl Manager {
             pinned,
             engine,
             shadow,
-            checkpoints: Checkpoints::default(),
+            checkpoints: CheckpointGroups::default(),
             process: std::process::id(),
         })
     }
@@ -227,12 +227,12 @@ impl Manager {
         std::iter::once(&self.core).chain(self.checkpoints.cores())
     }
 
-    pub(crate) const fn checkpoints(&self) -> &Checkpoints {
+    pub(crate) const fn checkpoints(&self) -> &CheckpointGroups {
         &self.checkpoints
     }
 
     /// With other cache groups beside it.
-    pub(crate) fn with_checkpoints(mut self, checkpoints: Checkpoints) -> Self {
+    pub(crate) fn with_checkpoints(mut self, checkpoints: CheckpointGroups) -> Self {
         checkpoints.follow(&self.core);
         self.checkpoints = checkpoints;
         self
@@ -301,7 +301,7 @@ impl Manager {
         let chain = chain.into();
         let is_held = position < lease.blocks(Tier::Device).min(chain.len());
         let device = self.device.as_ref().filter(|_| is_held)?;
-        let lent = Lent::leading(&self.core, Tier::Device, lease, chain, position..position + 1);
+        let lent = LentSlot::leading(&self.core, Tier::Device, lease, chain, position..position + 1);
         let (mut read, mut answer) = (Some(read), None);
         device.read(lent.loans().first()?, &mut |block| answer = read.take().map(|read| read(block)));
         answer
@@ -319,7 +319,7 @@ impl Manager {
         let chain = chain.into();
         let is_held = position < lease.blocks(Tier::Device).min(chain.len());
         let held = if is_held { position..position + 1 } else { 0..0 };
-        let lent = Lent::leading(&self.core, Tier::Device, lease, chain, held);
+        let lent = LentSlot::leading(&self.core, Tier::Device, lease, chain, held);
         lent.loans().first().map(kvbm_tiers::Loan::slot)
     }
 
@@ -733,13 +733,13 @@ impl Drop for Allocation {
 }
 
 /// The thread that flushes and gives up what is overdue.
-struct Background {
+struct BackgroundThreads {
     stop: Option<SyncSender<()>>,
     thread: Option<JoinHandle>,
     core: Arc<Core>,
 }
 
-impl Background {
+impl BackgroundThreads {
     /// How often it looks, when nobody wakes it.
     const PERIOD: Duration = Duration::from_millis(20);
 
@@ -755,7 +755,7 @@ impl Background {
 
 fn run(core: &Arc<Core>, pinned: &PinnedChains, woken: &Receiver<()>) {
     loop {
-        match woken.recv_timeout(Background::PERIOD) {
+        match woken.recv_timeout(BackgroundThreads::PERIOD) {
             Ok(()) | Err(RecvTimeoutError::Timeout) => {
                 // Flushing must go on whatever a policy or a backend does.
                 let round = AssertUnwindSafe(|| {
@@ -775,7 +775,7 @@ fn run(core: &Arc<Core>, pinned: &PinnedChains, woken: &Receiver<()>) {
     }
 }
 
-impl Drop for Background {
+impl Drop for BackgroundThreads {
     fn drop(&mut self) {
         self.core.set_waker(None);
         self.stop = None;

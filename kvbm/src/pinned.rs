@@ -13,40 +13,40 @@ const MAX: usize = 65_536;
 
 /// Leases with an end.
 #[derive(Debug, Default)]
-pub(crate) struct PinnedChains(Mutex<Pins>);
+pub(crate) struct PinnedChains(Mutex<PinnedMemory>);
 
 #[derive(Debug, Default)]
-struct Pins {
-    by_end: BinaryHeap<Pin>,
+struct PinnedMemory {
+    by_end: BinaryHeap<PinnedPages>,
     /// The namespace when those of earlier ones were ended last.
     namespace: NamespaceId,
 }
 
 #[derive(Debug)]
-struct Pin {
+struct PinnedPages {
     until_ms: Reverse<u64>,
     lease: Lease,
 }
 
-impl Ord for Pin {
+impl Ord for PinnedPages {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         self.until_ms.cmp(&other.until_ms)
     }
 }
 
-impl PartialOrd for Pin {
+impl PartialOrd for PinnedPages {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl PartialEq for Pin {
+impl PartialEq for PinnedPages {
     fn eq(&self, other: &Self) -> bool {
         self.until_ms == other.until_ms
     }
 }
 
-impl Eq for Pin {}
+impl Eq for PinnedPages {}
 
 impl PinnedChains {
     /// `check` is asked under the lock: a reset that comes after it finds the pin, and ends it.
@@ -64,7 +64,7 @@ impl PinnedChains {
                 format!("{MAX} chains are pinned already: wait until some of the pins have expired");
             return Err(Error::new(ErrorKind::Full, message));
         }
-        pins.by_end.push(Pin { until_ms: Reverse(until_ms), lease });
+        pins.by_end.push(PinnedPages { until_ms: Reverse(until_ms), lease });
         Ok(())
     }
 
@@ -83,8 +83,8 @@ impl PinnedChains {
         }
         pins.namespace = present;
         let all = std::mem::take(&mut pins.by_end);
-        let is_present = |pin: &Pin| pin.lease.pins().namespace() == present;
-        let (kept, past): (Vec<Pin>, Vec<Pin>) = all.into_iter().partition(is_present);
+        let is_present = |pin: &PinnedPages| pin.lease.pins().namespace() == present;
+        let (kept, past): (Vec<PinnedPages>, Vec<PinnedPages>) = all.into_iter().partition(is_present);
         pins.by_end = kept.into();
         drop(pins);
         // Out of the lock: each lease takes the table's when it ends.
@@ -98,7 +98,7 @@ impl PinnedChains {
     }
 
     /// Out of the lock: a lease takes the table's when it ends.
-    fn next_expired(&self, now_ms: u64) -> Option<Pin> {
+    fn next_expired(&self, now_ms: u64) -> Option<PinnedPages> {
         let mut pins = self.0.lock();
         pins.by_end.peek().filter(|pin| pin.until_ms.0 <= now_ms)?;
         pins.by_end.pop()

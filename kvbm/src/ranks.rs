@@ -30,7 +30,7 @@ use parking_lot::Condvar;
 
 use crate::assemble::{OpenedRank, open_rank};
 use crate::device::Device;
-use crate::durable::Durable;
+use crate::durable::DurableTiers;
 use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fingerprint::Fingerprint;
@@ -74,10 +74,10 @@ pub struct Rank {
     leader: i32,
     device: Option<DeviceSlots>,
     stopper: Stopper,
-    service: Arc<Service>,
+    service: Arc<ServiceResult>,
     thread: Option<JoinHandle>,
     /// What its slots hold, written down for the next process.
-    durable: Durable,
+    durable: DurableTiers,
     /// The one that joined.
     process: u32,
     /// The same rank of other cache groups.
@@ -93,7 +93,7 @@ struct DeviceSlots {
 
 /// What became of the service, once it has ended.
 #[derive(Default)]
-struct Service {
+struct ServiceResult {
     // Not the mutex of `sync`, which has no condition that one could wait for.
     outcome: parking_lot::Mutex<Option<Result<()>>>,
     ended: Condvar,
@@ -138,7 +138,7 @@ impl Rank {
         let OpenedRank { member, device, durable } = open_rank(settings, options, memory, suffix)?;
         // Asked for now: from here on the thread has the member, until the service ends.
         let (stopper, leader) = (member.stopper(), member.leader());
-        let service = Arc::new(Service::default());
+        let service = Arc::new(ServiceResult::default());
         let outcome = Arc::clone(&service);
         let thread = spawn("kvbm-rank", move || outcome.run(|| member.serve().map_err(leader_gone)))
             .map_err(|error| Error::caused(ErrorKind::Unavailable, "cannot start a thread", error))?;
@@ -206,7 +206,7 @@ impl Drop for Rank {
     }
 }
 
-impl Service {
+impl ServiceResult {
     fn wait(&self) -> Result<()> {
         let mut outcome = self.outcome.lock();
         loop {
@@ -275,7 +275,7 @@ mod tests {
 
     #[test]
     fn a_service_that_panics_has_ended() {
-        let service = Service::default();
+        let service = ServiceResult::default();
         let _ = catch_unwind(AssertUnwindSafe(|| service.run(|| panic!("a defect"))));
         let error = service.outcome.lock().clone().expect("who waits would wait for ever").unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unavailable);
@@ -283,9 +283,9 @@ mod tests {
 
     /// A device that shows blocks of no bytes.
     #[derive(Debug)]
-    struct Empty;
+    struct EmptyTable;
 
-    impl Device for Empty {
+    impl Device for EmptyTable {
         fn name(&self) -> &'static str {
             "empty"
         }
@@ -303,7 +303,7 @@ mod tests {
 
     #[test]
     fn a_slot_outlives_who_panics_over_it() {
-        let slots = DeviceSlots::new(Arc::new(Empty), FramePool::new(Tier::Device, 1));
+        let slots = DeviceSlots::new(Arc::new(EmptyTable), FramePool::new(Tier::Device, 1));
         let panicked = |over: &dyn Fn() -> bool| catch_unwind(AssertUnwindSafe(over)).is_err();
         assert!(panicked(&|| slots.fill(SlotId(0), &mut |_| panic!("an engine's defect"))));
         assert!(slots.read(SlotId(0), &mut |_| ()), "the slot can be read again");

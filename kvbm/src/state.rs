@@ -199,7 +199,7 @@ fn as_hex<S: Serializer>(hash: &BlockHash, serializer: S) -> Result<S::Ok, S::Er
 
 /// What is needed to tell all this.
 #[derive(Debug)]
-pub(crate) struct Observed {
+pub(crate) struct ObservedState {
     core: Weak<Core>,
     routes: Vec<RouteReport>,
     device: Option<&'static str>,
@@ -209,7 +209,7 @@ pub(crate) struct Observed {
     store: SharedStore,
 }
 
-impl Observed {
+impl ObservedState {
     pub(crate) fn new(
         core: &Arc<Core>,
         routes: Vec<RouteReport>,

@@ -22,7 +22,7 @@ use crate::task::TransferId;
 /// finishes, and the slots come back by themselves.
 #[must_use = "dropping a transfer loses the answer, not the work"]
 pub struct Transfer<T> {
-    state: State<T>,
+    state: AnswerState<T>,
     id: Option<TransferId>,
     /// Ends it early.
     cancel: Option<Box<dyn FnOnce() + Send + Sync>>,
@@ -30,7 +30,7 @@ pub struct Transfer<T> {
     layers: Vec<(u8, Arc<LayerCount>)>,
 }
 
-enum State<T> {
+enum AnswerState<T> {
     UnderWay(oneshot::Receiver<T>),
     /// It has parts, and ends with the last of them.
     Joined(Pin<Box<dyn Future<Output = Result<T>> + Send + Sync>>),
@@ -67,12 +67,12 @@ impl<T> fmt::Debug for Transfer<T> {
 
 impl<T> Transfer<T> {
     pub(crate) const fn new(answer: oneshot::Receiver<T>) -> Self {
-        Self { state: State::UnderWay(answer), id: None, cancel: None, layers: Vec::new() }
+        Self { state: AnswerState::UnderWay(answer), id: None, cancel: None, layers: Vec::new() }
     }
 
     /// Of work that was not begun.
     pub(crate) const fn failed(error: Error) -> Self {
-        Self { state: State::Over(Some(error)), id: None, cancel: None, layers: Vec::new() }
+        Self { state: AnswerState::Over(Some(error)), id: None, cancel: None, layers: Vec::new() }
     }
 
     /// Of work that was over at once.
@@ -99,7 +99,7 @@ impl<T> Transfer<T> {
             }
             answer(answers)
         };
-        let state = State::Joined(Box::pin(joined));
+        let state = AnswerState::Joined(Box::pin(joined));
         Self { state, id, cancel: None, layers: Vec::new() }
             .cancelled_by(move || cancels.into_iter().for_each(|cancel| cancel()))
     }
@@ -208,7 +208,7 @@ impl<T> Transfer<T> {
 pub(crate) fn wait_for<F: Future>(future: F, limit: Duration) -> Option<F::Output> {
     // None: beyond the end of time.
     let deadline = clock::now().checked_add(limit);
-    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    let waker = Waker::from(Arc::new(UnparkWaker(std::thread::current())));
     // On a thread of a runtime, too, which has tasks that never wait be told to come again.
     let mut future = pin!(unconstrained(future));
     loop {
@@ -224,9 +224,9 @@ pub(crate) fn wait_for<F: Future>(future: F, limit: Duration) -> Option<F::Outpu
 }
 
 /// Wakes a thread that waits.
-struct Unpark(Thread);
+struct UnparkWaker(Thread);
 
-impl Wake for Unpark {
+impl Wake for UnparkWaker {
     fn wake(self: Arc<Self>) {
         self.0.unpark();
     }
@@ -237,11 +237,13 @@ impl<T> Future for Transfer<T> {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let answer = match &mut self.state {
-            State::UnderWay(answer) => ready!(Pin::new(answer).poll(context)).map_err(|_| Error::closed()),
-            State::Joined(joined) => ready!(joined.as_mut().poll(context)),
-            State::Over(error) => Err(error.take().unwrap_or_else(Error::closed)),
+            AnswerState::UnderWay(answer) => {
+                ready!(Pin::new(answer).poll(context)).map_err(|_| Error::closed())
+            }
+            AnswerState::Joined(joined) => ready!(joined.as_mut().poll(context)),
+            AnswerState::Over(error) => Err(error.take().unwrap_or_else(Error::closed)),
         };
-        self.state = State::Over(None);
+        self.state = AnswerState::Over(None);
         Poll::Ready(answer)
     }
 }

@@ -9,12 +9,12 @@ const CHUNK: usize = 1_024;
 /// A growing array in chunks, of which it adds one at a time: a `Vec` copies all that it has when it grows, and a
 /// tier's lock would be held for milliseconds meanwhile.
 #[derive(Debug)]
-pub(crate) struct Chunked<T> {
+pub(crate) struct ChunkedVec<T> {
     chunks: Vec<Vec<T>>,
     len: usize,
 }
 
-impl<T> Chunked<T> {
+impl<T> ChunkedVec<T> {
     pub(crate) const fn len(&self) -> usize {
         self.len
     }
@@ -41,7 +41,7 @@ impl<T> Chunked<T> {
     }
 }
 
-impl<T: Copy> Chunked<T> {
+impl<T: Copy> ChunkedVec<T> {
     /// The value at `at`. So that there is one, `fill` is appended as often as it takes.
     pub(crate) fn reach(&mut self, at: usize, fill: T) -> &mut T {
         while self.len <= at {
@@ -51,13 +51,13 @@ impl<T: Copy> Chunked<T> {
     }
 }
 
-impl<T> Default for Chunked<T> {
+impl<T> Default for ChunkedVec<T> {
     fn default() -> Self {
         Self { chunks: Vec::new(), len: 0 }
     }
 }
 
-impl<T> Index<usize> for Chunked<T> {
+impl<T> Index<usize> for ChunkedVec<T> {
     type Output = T;
 
     fn index(&self, at: usize) -> &T {
@@ -65,7 +65,7 @@ impl<T> Index<usize> for Chunked<T> {
     }
 }
 
-impl<T> IndexMut<usize> for Chunked<T> {
+impl<T> IndexMut<usize> for ChunkedVec<T> {
     fn index_mut(&mut self, at: usize) -> &mut T {
         &mut self.chunks[at / CHUNK][at % CHUNK]
     }
@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn values_stay_where_they_are_while_it_grows() {
-        let mut array = Chunked::default();
+        let mut array = ChunkedVec::default();
         assert_eq!(array.get(0), None);
         array.push(1);
         let place: *const i32 = &raw const array[0];

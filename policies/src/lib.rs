@@ -46,7 +46,7 @@ pub use reuse::{LastUse, ReuseModel};
 pub use sample::Sample;
 pub use seam::{Access, BlockId, Ended, Forest, Hints, RequestId, Standing, Upkeep};
 pub use simulation::hierarchy::{Hierarchy, HierarchyOutcome, TierPlan};
-pub use simulation::miniature::{Miniature, Thinning};
+pub use simulation::miniature::{Miniature, TraceThinning};
 pub use simulation::running::Running;
 pub use simulation::single::{Outcome, Policy, simulate};
 pub use simulation::workload::{BLOCK_TOKENS, Request, Workload};

@@ -3,7 +3,9 @@
 
 mod traces;
 
-use kvbm_policies::{BLOCK_TOKENS, EvictionKind, MissRatio, Policy, Request, Sample, Thinning, Workload};
+use kvbm_policies::{
+    BLOCK_TOKENS, EvictionKind, MissRatio, Policy, Request, Sample, TraceThinning, Workload,
+};
 use traces::load;
 
 /// The floor in per cent by capacity in blocks: what a published policy of this kind reached, less 0.3 points.
@@ -83,7 +85,7 @@ fn a_miniature_is_off_by_little() {
             let capacities = if cfg!(debug_assertions) { &CAPACITIES[1..2] } else { &CAPACITIES };
             let exact: Vec<_> = capacities.iter().map(|&capacity| rate(kind, &workload, capacity)).collect();
             for stride in [5, 20] {
-                let mut thinning = Thinning::new(Sample::one_in(stride));
+                let mut thinning = TraceThinning::new(Sample::one_in(stride));
                 requests.iter().for_each(|request| thinning.push(request));
                 let small = thinning.finish();
                 let estimate = |&capacity| small.simulate(Policy::Online(kind), capacity).token_hit_rate();

@@ -69,8 +69,12 @@ pub fn submit(backend: &Arc<dyn Backend>, batch: Vec<CopyOp>, fences: Fences, do
     match fences.after {
         Fence::Host(fence) => {
             let batch = Some((batch, done));
-            let waiting =
-                Waiting { batch, backend: Arc::clone(backend), mark: fences.mark, layers: fences.layers };
+            let waiting = WaitingBatch {
+                batch,
+                backend: Arc::clone(backend),
+                mark: fences.mark,
+                layers: fences.layers,
+            };
             fence.park(move || waiting.submit());
         }
         _ => backend.submit_fenced(batch, fences, done),
@@ -78,7 +82,7 @@ pub fn submit(backend: &Arc<dyn Backend>, batch: Vec<CopyOp>, fences: Fences, do
 }
 
 /// A batch that waits for a thread of the engine.
-struct Waiting {
+struct WaitingBatch {
     /// Taken when it is submitted.
     batch: Option<(Vec<CopyOp>, Done)>,
     backend: Arc<dyn Backend>,
@@ -86,7 +90,7 @@ struct Waiting {
     layers: Option<Layers>,
 }
 
-impl Waiting {
+impl WaitingBatch {
     fn submit(mut self) {
         if let Some((ops, done)) = self.batch.take() {
             let fences = Fences { after: Fence::Done, mark: self.mark.take(), layers: self.layers.take() };
@@ -96,7 +100,7 @@ impl Waiting {
 }
 
 /// Every operation is reported, also where the engine went away without raising its fence.
-impl Drop for Waiting {
+impl Drop for WaitingBatch {
     fn drop(&mut self) {
         if let Some((ops, done)) = self.batch.take() {
             done.refuse(0..ops.len(), "the engine dropped its fence without raising it");
@@ -130,7 +134,7 @@ mod tests {
     use crate::memcpy::MemcpyBackend;
     use crate::testing::{each, fill_pattern, has_pattern, host, order};
 
-    struct Fixture {
+    struct FenceFixture {
         backend: Arc<dyn Backend>,
         regions: [Arc<DramRegion>; 2],
         frames: [Frame; 2],
@@ -138,7 +142,7 @@ mod tests {
         reports: mpsc::Receiver<Result<(), CopyError>>,
     }
 
-    impl Fixture {
+    impl FenceFixture {
         fn new() -> Self {
             let geometry = Geometry::new(1, 4096).unwrap();
             let options = DramOptions { geometry, huge_pages: false, fault_threads: 1 };
@@ -174,7 +178,7 @@ mod tests {
 
     #[test]
     fn a_save_waits_until_the_engine_raises_its_fence() {
-        let mut fixture = Fixture::new();
+        let mut fixture = FenceFixture::new();
         let fence = HostFence::new();
         fixture.save(Fence::Host(fence.clone()));
         fixture.engine_writes(7);
@@ -189,7 +193,7 @@ mod tests {
 
     #[test]
     fn a_fence_that_is_dropped_refuses_what_waits_for_it() {
-        let mut fixture = Fixture::new();
+        let mut fixture = FenceFixture::new();
         let fence = HostFence::new();
         fixture.save(Fence::Host(fence.clone()));
         drop(fence);
@@ -203,7 +207,7 @@ mod tests {
 
     #[test]
     fn a_backend_without_a_gpu_refuses_to_wait_for_one() {
-        let fixture = Fixture::new();
+        let fixture = FenceFixture::new();
         // SAFETY: nobody uses the handle.
         fixture.save(unsafe { Fence::event(1) });
         let error = fixture.reports.recv().unwrap().unwrap_err();

@@ -22,14 +22,14 @@ use crate::fork::{ProcessBound, ServiceThread};
 #[derive(Debug)]
 pub(crate) struct CopyThreads {
     // Before the threads, which finish what was submitted.
-    queue: ProcessBound<Sender<Arc<Batch>>>,
+    queue: ProcessBound<Sender<Arc<ThreadBatch>>>,
     layered: Arc<LayeredBatches>,
     threads: Vec<ServiceThread>,
     grain: usize,
 }
 
 /// Executes one operation, or a share of it, to its end.
-pub(crate) type Execute = dyn Fn(&CopyOp, Share) -> Result<(), CopyError> + Send + Sync;
+pub(crate) type ExecuteFn = dyn Fn(&CopyOp, Share) -> Result<(), CopyError> + Send + Sync;
 
 /// One of so many equal shares of a block's bytes: a layer, or all of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,16 +53,16 @@ impl Share {
     }
 }
 
-struct Batch {
+struct ThreadBatch {
     ops: Vec<CopyOp>,
     done: Done,
     /// How many operations a thread takes at a time.
     grain: usize,
     next: AtomicUsize,
-    layered: Option<Layered>,
+    layered: Option<LayeredState>,
 }
 
-impl fmt::Debug for Batch {
+impl fmt::Debug for ThreadBatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Batch").field("blocks", &self.ops.len()).finish_non_exhaustive()
     }
@@ -71,11 +71,11 @@ impl fmt::Debug for Batch {
 /// The batches that go layer by layer and have units left, oldest first. An engine waits for the first layer of all
 /// blocks of a load, and so much of it may have come when the load's next batch does.
 #[derive(Debug, Default)]
-struct LayeredBatches(Mutex<Vec<Arc<Batch>>>);
+struct LayeredBatches(Mutex<Vec<Arc<ThreadBatch>>>);
 
 /// The state of a batch that goes layer by layer. What a thread takes at a time, a unit, is a layer of `grain` blocks;
 /// units are numbered layer by layer.
-struct Layered {
+struct LayeredState {
     layers: Layers,
     /// Units that each layer still lacks.
     of_layer: Vec<AtomicUsize>,
@@ -90,7 +90,7 @@ impl CopyThreads {
         name: &str,
         threads: usize,
         grain: usize,
-        execute: &Arc<Execute>,
+        execute: &Arc<ExecuteFn>,
     ) -> io::Result<Self> {
         let (queue, batches) = crossbeam_channel::unbounded();
         let (grain, layered) = (grain.max(1), Arc::<LayeredBatches>::default());
@@ -106,7 +106,7 @@ impl CopyThreads {
 
     /// Copies whole blocks, one after the other, or `layers` of them.
     pub(crate) fn submit(&self, ops: Vec<CopyOp>, layers: Option<Layers>, done: Done) {
-        let batch = Arc::new(Batch::new(ops, layers, self.grain, done));
+        let batch = Arc::new(ThreadBatch::new(ops, layers, self.grain, done));
         self.layered.add(&batch);
         for _ in 0..batch.units().min(self.threads.len()) {
             // One message per helper and not per operation: each takes a grain of what is left when it comes, so
@@ -121,14 +121,14 @@ impl CopyThreads {
 }
 
 impl LayeredBatches {
-    fn add(&self, batch: &Arc<Batch>) {
+    fn add(&self, batch: &Arc<ThreadBatch>) {
         if batch.layered.is_some() && batch.units() > 0 {
             self.0.lock().push(Arc::clone(batch));
         }
     }
 
     /// Works on a batch, and on others of its load, until none has anything left to take.
-    fn work(&self, batch: &Batch, execute: &Execute) {
+    fn work(&self, batch: &ThreadBatch, execute: &ExecuteFn) {
         match &batch.layered {
             Some(layered) => {
                 while let Some((batch, unit)) = self.next_unit(&layered.layers) {
@@ -144,7 +144,7 @@ impl LayeredBatches {
     }
 
     /// Of a load: of the batch that is farthest behind.
-    fn next_unit(&self, load: &Layers) -> Option<(Arc<Batch>, usize)> {
+    fn next_unit(&self, load: &Layers) -> Option<(Arc<ThreadBatch>, usize)> {
         let mut batches = self.0.lock();
         let of_load = batches.iter().enumerate().filter(|(_, batch)| batch.is_of_load(load));
         let (place, _) = of_load.min_by_key(|(_, batch)| batch.next_layer())?;
@@ -155,12 +155,12 @@ impl LayeredBatches {
     }
 }
 
-impl Batch {
+impl ThreadBatch {
     fn new(ops: Vec<CopyOp>, layers: Option<Layers>, grain: usize, done: Done) -> Self {
         // A layer of a block is less work than the block.
         let grain = grain * layers.as_ref().map_or(1, |layers| usize::from(layers.count()));
         let grains = ops.len().div_ceil(grain);
-        let layered = layers.map(|layers| Layered::new(layers, grains));
+        let layered = layers.map(|layers| LayeredState::new(layers, grains));
         Self { ops, done, grain, next: AtomicUsize::new(0), layered }
     }
 
@@ -189,7 +189,7 @@ impl Batch {
         self.layered.as_ref().is_some_and(|layered| layered.layers.are_of_load(load))
     }
 
-    fn copy(&self, unit: usize, execute: &Execute) {
+    fn copy(&self, unit: usize, execute: &ExecuteFn) {
         match &self.layered {
             Some(layered) => self.copy_layer(layered, unit, execute),
             None => self.copy_blocks(unit, execute),
@@ -201,12 +201,12 @@ impl Batch {
         (first..).zip(self.ops[first..].iter().take(self.grain))
     }
 
-    fn copy_blocks(&self, grain: usize, execute: &Execute) {
+    fn copy_blocks(&self, grain: usize, execute: &ExecuteFn) {
         let ended = self.ops_of(grain).map(|(index, op)| (index, caught(op, Share::WHOLE, execute)));
         self.done.report(ended.collect());
     }
 
-    fn copy_layer(&self, layered: &Layered, unit: usize, execute: &Execute) {
+    fn copy_layer(&self, layered: &LayeredState, unit: usize, execute: &ExecuteFn) {
         let (layer, grain) = (unit / self.grains(), unit % self.grains());
         let share = Share { number: layer as u16, of: layered.layers.shares() };
         for (index, op) in self.ops_of(grain) {
@@ -222,7 +222,7 @@ impl Batch {
     }
 }
 
-impl Layered {
+impl LayeredState {
     fn new(layers: Layers, grains: usize) -> Self {
         let count = usize::from(layers.count());
         let counts = |of: usize, each: usize| (0..of).map(|_| AtomicUsize::new(each)).collect();
@@ -240,7 +240,7 @@ impl Layered {
 }
 
 /// The batch goes on whatever one operation does.
-fn caught(op: &CopyOp, share: Share, execute: &Execute) -> Result<(), CopyError> {
+fn caught(op: &CopyOp, share: Share, execute: &ExecuteFn) -> Result<(), CopyError> {
     catch_unwind(AssertUnwindSafe(|| execute(op, share))).unwrap_or_else(|_| {
         let message = format!("{} to {}: the copy panicked; please report this", op.from, op.to);
         Err(CopyError::new(CopyErrorKind::Io, message))
@@ -258,7 +258,7 @@ mod tests {
 
     /// Two threads that panic for the slot 1.
     fn pool() -> CopyThreads {
-        let execute: Arc<Execute> = Arc::new(|op: &CopyOp, _| {
+        let execute: Arc<ExecuteFn> = Arc::new(|op: &CopyOp, _| {
             assert!(op.from.slot != SlotId(1), "as the test wants");
             Ok(())
         });
@@ -310,7 +310,7 @@ mod tests {
     fn the_first_layer_of_all_blocks_comes_before_the_second_of_any() {
         let copied = Arc::new(Mutex::new(Vec::new()));
         let log = Arc::clone(&copied);
-        let execute: Arc<Execute> = Arc::new(move |op: &CopyOp, share: Share| {
+        let execute: Arc<ExecuteFn> = Arc::new(move |op: &CopyOp, share: Share| {
             log.lock().push((share.number, op.from.slot.0));
             Ok(())
         });
@@ -334,7 +334,7 @@ mod tests {
         let (begun, begins) = mpsc::channel();
         let (go_on, waits) = mpsc::channel::<()>();
         let (log, waits) = (Arc::clone(&copied), Mutex::new(waits));
-        let execute: Arc<Execute> = Arc::new(move |op: &CopyOp, share: Share| {
+        let execute: Arc<ExecuteFn> = Arc::new(move |op: &CopyOp, share: Share| {
             let mut log = log.lock();
             if log.len() == 1 {
                 begun.send(()).unwrap();
@@ -367,7 +367,7 @@ mod tests {
 
     #[test]
     fn a_block_that_fails_in_a_layer_fails_alone_and_no_later_layer_is_whole() {
-        let execute: Arc<Execute> = Arc::new(|op: &CopyOp, share: Share| {
+        let execute: Arc<ExecuteFn> = Arc::new(|op: &CopyOp, share: Share| {
             assert!((share.number, op.from.slot.0) != (2, 5), "as the test wants");
             Ok(())
         });

@@ -12,14 +12,14 @@ use crate::stream;
 /// into being when a slot of theirs is first written.
 #[derive(Debug, Default)]
 pub struct Checksums {
-    known: Mutex<Known>,
+    known: Mutex<SlotChecksums>,
     /// How many checksums are an earlier process's, and have not been compared with their blocks. Changed with `known`
     /// locked; read without, so that it costs nothing when there are none.
     inherited: AtomicU32,
 }
 
 #[derive(Debug, Default)]
-struct Known {
+struct SlotChecksums {
     chunks: Vec<Option<Box<[u32]>>>,
     /// A bit for each slot whose checksum is inherited.
     inherited: Vec<u64>,
@@ -96,14 +96,14 @@ impl Checksums {
     }
 
     /// The checksum of a slot is this process's own.
-    fn settle(&self, known: &mut Known, slot: SlotId) {
+    fn settle(&self, known: &mut SlotChecksums, slot: SlotId) {
         if self.inherited() > 0 && known.unmark(slot) {
             self.inherited.fetch_sub(1, Ordering::Relaxed);
         }
     }
 }
 
-impl Known {
+impl SlotChecksums {
     fn get(&self, slot: SlotId) -> Option<u32> {
         let (chunk, place) = position(slot);
         Some(self.chunks.get(chunk)?.as_ref()?[place]).filter(|&crc| crc != 0)

@@ -21,8 +21,8 @@ use memmap2::{Advice, MmapMut, MmapRaw};
 use crate::checksum::{Checksums, checksum};
 use crate::copy::{CopyError, SlotId, SlotRef, Tier};
 use crate::error::{SetupError, SetupErrorKind};
-use crate::files::{Patience, SettingNames};
-use crate::fork::Maker;
+use crate::files::{LockWait, SettingNames};
+use crate::fork::MakerProcess;
 use crate::frame::{Frame, FramePool, Loan, PoolId};
 use crate::geometry::Geometry;
 use crate::memory::{Memory, forget_checksum};
@@ -30,7 +30,7 @@ use crate::verify::corrupt;
 
 use file::MemoryFile;
 pub use mount::{Mount, MountKind};
-use pages::{HUGE_PAGE, Mapper, Pages, available_memory, huge_bytes, prefault};
+use pages::{HUGE_PAGE, PageKind, PageMapper, available_memory, huge_bytes, prefault};
 
 /// What to change when memory in a file cannot be had.
 pub(crate) static SETTINGS: SettingNames = SettingNames {
@@ -54,9 +54,9 @@ pub struct DramRegion {
     tier: Tier,
     geometry: Geometry,
     /// Before the mapping, which it has as well until its thread ends.
-    mapper: ManuallyDrop<Option<Mapper>>,
+    mapper: ManuallyDrop<Option<PageMapper>>,
     map: ManuallyDrop<Arc<MmapRaw>>,
-    maker: Maker,
+    maker: MakerProcess,
     /// From the mapping's start to the first slot, which lies on a huge page boundary.
     base: usize,
     huge_bytes: usize,
@@ -119,7 +119,7 @@ impl DramRegion {
     /// memory, the namespace is no file name, or the file is of another size. `NotWritable`: what lies there is not a
     /// file of this user's that is closed to all others. `InUse`: another process has it.
     pub fn persistent(options: DramOptions, place: &PersistOptions) -> Result<Self, SetupError> {
-        Self::persistent_within(options, place, Patience::FOR_A_DEAD_RING)
+        Self::persistent_within(options, place, LockWait::FOR_A_DEAD_RING)
     }
 
     fn persistent_within(
@@ -153,17 +153,17 @@ impl DramRegion {
         let map = Arc::new(MmapRaw::from(map));
         let there = file.as_ref().map_or(0, MemoryFile::bytes);
         let later = file.as_ref().is_some_and(|file| !file.may_be_huge());
-        prefault(&map, base, if later { 0 } else { there }, fault_threads, Pages::There)
-            .and_then(|()| prefault(&map, base + there, bytes - there, fault_threads, Pages::Private))
+        prefault(&map, base, if later { 0 } else { there }, fault_threads, PageKind::There)
+            .and_then(|()| prefault(&map, base + there, bytes - there, fault_threads, PageKind::Private))
             .map_err(|error| too_large(&error.to_string()))?;
-        let mapper = later.then(|| Mapper::start(Arc::clone(&map), base, there)).transpose();
+        let mapper = later.then(|| PageMapper::start(Arc::clone(&map), base, there)).transpose();
         let mapper = mapper.map_err(|error| no_thread(tier, error))?;
         // The kernel's report is long where a process has many mappings: it is read only where it can say something.
         let says_something = huge_pages || file.as_ref().is_some_and(|file| file.page_bytes() >= HUGE_PAGE);
         let start = map.as_ptr() as usize + base;
         let huge_bytes = if says_something { huge_bytes(start, bytes).min(geometry.bytes()) } else { 0 };
         let (mapper, map) = (ManuallyDrop::new(mapper), ManuallyDrop::new(map));
-        let (pool, maker) = (PoolId::fresh(), Maker::this_process());
+        let (pool, maker) = (PoolId::fresh(), MakerProcess::this_process());
         let checksums = (tier == Tier::Host).then(Arc::default);
         let pool_given = AtomicBool::new(false);
         Ok(Self { tier, geometry, mapper, map, maker, base, huge_bytes, checksums, pool, pool_given, file })

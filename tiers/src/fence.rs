@@ -82,17 +82,17 @@ impl fmt::Debug for EventFence {
 
 /// A flag that a thread raises when its work has ended. What still waits when the last clone is dropped is refused.
 #[derive(Clone, Default)]
-pub struct HostFence(Arc<Mutex<Flag>>);
+pub struct HostFence(Arc<Mutex<FenceFlag>>);
 
-enum Flag {
+enum FenceFlag {
     Raised,
-    Down(Vec<Parked>),
+    Down(Vec<ParkedJobs>),
 }
 
 /// What waits for a thread. Whoever parks it hears of its being dropped instead of called.
-type Parked = Box<dyn FnOnce() + Send>;
+type ParkedJobs = Box<dyn FnOnce() + Send>;
 
-impl Default for Flag {
+impl Default for FenceFlag {
     fn default() -> Self {
         Self::Down(Vec::new())
     }
@@ -107,20 +107,20 @@ impl HostFence {
     /// The work has ended: submits what waits for it.
     pub fn raise(&self) {
         // Not under the lock: a completion may drop or raise fences.
-        let earlier = std::mem::replace(&mut *self.0.lock(), Flag::Raised);
-        if let Flag::Down(parked) = earlier {
+        let earlier = std::mem::replace(&mut *self.0.lock(), FenceFlag::Raised);
+        if let FenceFlag::Down(parked) = earlier {
             parked.into_iter().for_each(|work| work());
         }
     }
 
     /// Whether it is.
     pub fn is_raised(&self) -> bool {
-        matches!(*self.0.lock(), Flag::Raised)
+        matches!(*self.0.lock(), FenceFlag::Raised)
     }
 
     /// Does `work` when it is raised, at once if it is already. Drops it if nobody can raise it any more.
     pub fn park(&self, work: impl FnOnce() + Send + 'static) {
-        if let Flag::Down(parked) = &mut *self.0.lock() {
+        if let FenceFlag::Down(parked) = &mut *self.0.lock() {
             return parked.push(Box::new(work));
         }
         work();

@@ -15,9 +15,9 @@ use crate::clock;
 /// that is not there (something else of the child's may have its addresses), or close channels, whose locks a
 /// thread of the parent may have held at the moment of the fork.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Maker(u32);
+pub(crate) struct MakerProcess(u32);
 
-impl Maker {
+impl MakerProcess {
     pub(crate) fn this_process() -> Self {
         Self(std::process::id())
     }
@@ -31,12 +31,12 @@ impl Maker {
 #[derive(Debug)]
 pub(crate) struct ProcessBound<T> {
     value: ManuallyDrop<T>,
-    maker: Maker,
+    maker: MakerProcess,
 }
 
 impl<T> ProcessBound<T> {
     pub(crate) fn new(value: T) -> Self {
-        Self { value: ManuallyDrop::new(value), maker: Maker::this_process() }
+        Self { value: ManuallyDrop::new(value), maker: MakerProcess::this_process() }
     }
 }
 
@@ -63,13 +63,13 @@ impl<T> Drop for ProcessBound<T> {
 pub(crate) struct ServiceThread {
     /// `None` only while dropping.
     handle: Option<JoinHandle<()>>,
-    maker: Maker,
+    maker: MakerProcess,
 }
 
 impl ServiceThread {
     /// The system refuses where a process may have no more.
     pub(crate) fn spawn(name: impl Into<String>, work: impl FnOnce() + Send + 'static) -> io::Result<Self> {
-        Ok(Self { handle: Some(clock::spawn(name, work)?), maker: Maker::this_process() })
+        Ok(Self { handle: Some(clock::spawn(name, work)?), maker: MakerProcess::this_process() })
     }
 
     /// Whether it runs in this process, and not in the parent of a forked child.

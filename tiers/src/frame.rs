@@ -70,8 +70,8 @@ pub struct FramePool {
     slots: u32,
     /// Slots from here on are set aside.
     own_slots: u32,
-    states: HugeVec<Entry>,
-    shards: Vec<Shard>,
+    states: HugeVec<SlotEntry>,
+    shards: Vec<FrameShard>,
     lives: Lives,
     /// Slots lent for reading, each as often as it is. Few at any time.
     loans: Vec<SlotId>,
@@ -97,7 +97,7 @@ impl Lives {
 
 /// Every so many-th slot: those of one medium, where a tier has several. They come and go together.
 #[derive(Debug)]
-struct Shard {
+struct FrameShard {
     /// The first of its free slots that were used before.
     free_head: u32,
     /// Its first slot that was never used.
@@ -108,11 +108,11 @@ struct Shard {
 
 /// A slot's state in the upper two bits; below them the next free slot of a free one, else the generation.
 #[derive(Clone, Copy, Debug)]
-struct Entry(u32);
+struct SlotEntry(u32);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-enum State {
+enum SlotState {
     Free = 0,
     Out = 1 << PAYLOAD_BITS,
     Resident = 2 << PAYLOAD_BITS,
@@ -126,8 +126,8 @@ const RESERVED: u32 = 1 << 24;
 const LAST: u32 = PAYLOAD;
 const _: () = assert!(MAX_SLOTS < LAST, "slot numbers must not collide with the end mark");
 
-impl Entry {
-    const fn new(state: State, payload: u32) -> Self {
+impl SlotEntry {
+    const fn new(state: SlotState, payload: u32) -> Self {
         Self(state as u32 | payload)
     }
 
@@ -135,7 +135,7 @@ impl Entry {
         self.0 & PAYLOAD
     }
 
-    fn is(self, state: State) -> bool {
+    fn is(self, state: SlotState) -> bool {
         self.0 & !PAYLOAD == state as u32
     }
 }
@@ -179,7 +179,7 @@ impl FramePool {
 
     fn with_shards(id: PoolId, tier: Tier, slots: u32, shards: u32) -> Self {
         let slots = slots.min(MAX_SLOTS);
-        let shard = |first: u32| Shard {
+        let shard = |first: u32| FrameShard {
             free_head: LAST,
             unused: first,
             free: slots.saturating_sub(first).div_ceil(shards),
@@ -223,7 +223,7 @@ impl FramePool {
     pub fn take_in(&mut self, shard: usize) -> Option<Frame> {
         let slot = self.pop_free(shard).or_else(|| self.first_use(shard))?;
         self.shards[shard].free -= 1;
-        self.states[slot as usize] = Entry::new(State::Out, self.lives.next());
+        self.states[slot as usize] = SlotEntry::new(SlotState::Out, self.lives.next());
         self.out += 1;
         Some(self.frame(slot))
     }
@@ -240,8 +240,8 @@ impl FramePool {
     }
 
     fn take_this(&mut self, slot: SlotId) -> Option<Frame> {
-        self.states.get(slot.0 as usize).filter(|entry| entry.is(State::Free))?;
-        self.states[slot.0 as usize] = Entry::new(State::Out, self.lives.next());
+        self.states.get(slot.0 as usize).filter(|entry| entry.is(SlotState::Free))?;
+        self.states[slot.0 as usize] = SlotEntry::new(SlotState::Out, self.lives.next());
         self.out += 1;
         let shard = self.shard_of(slot);
         self.shards[shard].free -= 1;
@@ -256,7 +256,7 @@ impl FramePool {
             shard.unused = first + used.saturating_sub(first).div_ceil(shards) * shards;
         }
         for slot in (0..used).rev() {
-            if self.states[slot as usize].is(State::Free) {
+            if self.states[slot as usize].is(SlotState::Free) {
                 self.chain(slot);
             }
         }
@@ -266,7 +266,7 @@ impl FramePool {
     fn chain(&mut self, slot: u32) {
         let shard = self.shard_of(SlotId(slot));
         let head = &mut self.shards[shard].free_head;
-        self.states[slot as usize] = Entry::new(State::Free, *head);
+        self.states[slot as usize] = SlotEntry::new(SlotState::Free, *head);
         *head = slot;
     }
 
@@ -302,7 +302,7 @@ impl FramePool {
     /// If the frame is another pool's.
     pub fn deposit(&mut self, frame: Frame) -> SlotId {
         let slot = self.redeem(frame);
-        self.mark(slot, State::Resident);
+        self.mark(slot, SlotState::Resident);
         self.resident += 1;
         slot
     }
@@ -310,7 +310,7 @@ impl FramePool {
     /// Gives out the slot handle of a slot deposited before; `None`: there is no deposit for it, or it is lent.
     pub fn withdraw(&mut self, slot: SlotId) -> Option<Frame> {
         self.resident_ref(slot).filter(|_| !self.loans.contains(&slot))?;
-        self.mark(slot, State::Out);
+        self.mark(slot, SlotState::Out);
         self.resident -= 1;
         self.out += 1;
         Some(self.frame(slot.0))
@@ -318,7 +318,7 @@ impl FramePool {
 
     /// The name of a resident slot, as a copy order's source needs it; `None`: it is not resident.
     pub fn resident_ref(&self, slot: SlotId) -> Option<SlotRef> {
-        let entry = self.states.get(slot.0 as usize).filter(|entry| entry.is(State::Resident))?;
+        let entry = self.states.get(slot.0 as usize).filter(|entry| entry.is(SlotState::Resident))?;
         Some(SlotRef { tier: self.tier, slot, generation: entry.payload() })
     }
 
@@ -417,7 +417,7 @@ impl FramePool {
     fn pop_free(&mut self, shard: usize) -> Option<u32> {
         let slot = self.shards[shard].free_head;
         let entry = self.states.get(slot as usize)?;
-        debug_assert!(entry.is(State::Free), "slot {slot} handed out twice");
+        debug_assert!(entry.is(SlotState::Free), "slot {slot} handed out twice");
         self.shards[shard].free_head = entry.payload();
         Some(slot)
     }
@@ -441,7 +441,7 @@ impl FramePool {
             let ahead = used.max(1024).max(slots - used).min(self.own_slots as usize - used);
             self.states.reserve_exact(ahead);
         }
-        self.states.resize(slots.max(used), Entry::new(State::Free, LAST));
+        self.states.resize(slots.max(used), SlotEntry::new(SlotState::Free, LAST));
     }
 
     /// Consumes a slot handle; the caller says what becomes of its slot.
@@ -449,15 +449,15 @@ impl FramePool {
     fn redeem(&mut self, frame: Frame) -> SlotId {
         assert_eq!(frame.pool, self.id, "{} belongs to another pool", frame.slot);
         let entry = self.states[frame.slot().0 as usize];
-        debug_assert!(entry.is(State::Out), "{} has a second slot handle", frame.slot);
+        debug_assert!(entry.is(SlotState::Out), "{} has a second slot handle", frame.slot);
         debug_assert_eq!(entry.payload(), frame.generation(), "{} outlived its slot", frame.slot);
         self.out -= 1;
         frame.slot()
     }
 
-    fn mark(&mut self, slot: SlotId, state: State) {
+    fn mark(&mut self, slot: SlotId, state: SlotState) {
         let entry = &mut self.states[slot.0 as usize];
-        *entry = Entry::new(state, entry.payload());
+        *entry = SlotEntry::new(state, entry.payload());
     }
 
     fn frame(&self, slot: u32) -> Frame {
@@ -619,7 +619,7 @@ mod tests {
 
     #[test]
     fn an_entry_is_four_bytes() {
-        assert_eq!(size_of::<Entry>(), 4);
+        assert_eq!(size_of::<SlotEntry>(), 4);
     }
 
     #[test]

@@ -48,7 +48,7 @@ impl HugeVec<u64> {
     /// `len` zeroes. Large arrays are not written to: their pages come into being when they are first used.
     pub fn zeroed(len: usize) -> Self {
         let mut array = Self::with_capacity(len);
-        if matches!(place_of::<u64>(len), Some(Place::Mapped(_))) {
+        if matches!(place_of::<u64>(len), Some(ArrayPlace::Mapped(_))) {
             // Fresh mappings read as zero.
             array.len = len;
         } else {
@@ -76,7 +76,7 @@ impl<T: Copy> HugeVec<T> {
     /// Has the kernel provide the memory for all its room now.
     #[must_use]
     pub fn populated(mut self) -> Self {
-        if let Some(Place::Mapped(bytes)) = place_of::<T>(self.capacity) {
+        if let Some(ArrayPlace::Mapped(bytes)) = place_of::<T>(self.capacity) {
             Ahead { start: self.start.addr().get(), bytes }.provide();
             self.provided = bytes;
         }
@@ -86,7 +86,7 @@ impl<T: Copy> HugeVec<T> {
     /// Names the pages of the next `values` values, as far as there is room for these, which have not been used or named
     /// before. `None`: there are none, or the array is none of its own pages.
     pub fn ahead(&mut self, values: usize) -> Option<Ahead> {
-        let Some(Place::Mapped(bytes)) = place_of::<T>(self.capacity) else { return None };
+        let Some(ArrayPlace::Mapped(bytes)) = place_of::<T>(self.capacity) else { return None };
         let used = (self.len * size_of::<T>()).next_multiple_of(HUGE_PAGE);
         let wanted = self.len.saturating_add(values).min(self.capacity) * size_of::<T>();
         let (from, to) = (self.provided.max(used), wanted.next_multiple_of(HUGE_PAGE).min(bytes));
@@ -129,7 +129,9 @@ impl<T: Copy> HugeVec<T> {
     fn move_to(&mut self, capacity: usize) {
         let (from, to) = (place_of::<T>(self.capacity), place_of::<T>(capacity));
         self.start = match (from, to) {
-            (Some(Place::Mapped(old)), Some(Place::Mapped(new))) => remap(self.start.cast(), old, new).cast(),
+            (Some(ArrayPlace::Mapped(old)), Some(ArrayPlace::Mapped(new))) => {
+                remap(self.start.cast(), old, new).cast()
+            }
             (_, to) => {
                 let start = to.map_or(NonNull::dangling(), |to| to.take().cast());
                 // SAFETY: the new place is larger than `len` values and distinct from the old one.
@@ -171,7 +173,7 @@ impl Ahead {
 
 /// What an array of some size lies in.
 #[derive(Clone, Copy, Debug)]
-enum Place {
+enum ArrayPlace {
     Allocated(Layout),
     /// So many bytes, whole pages.
     Mapped(usize),
@@ -181,16 +183,16 @@ enum Place {
 ///
 /// # Panics
 /// If the array would exceed the address space, like `Vec`.
-fn place_of<T>(capacity: usize) -> Option<Place> {
+fn place_of<T>(capacity: usize) -> Option<ArrayPlace> {
     let layout = Layout::array::<T>(capacity).expect("an array fits into the address space");
     match layout.size() {
         0 => None,
-        1..HUGE_PAGE => Some(Place::Allocated(layout)),
-        size => Some(Place::Mapped(size.next_multiple_of(page_size()))),
+        1..HUGE_PAGE => Some(ArrayPlace::Allocated(layout)),
+        size => Some(ArrayPlace::Mapped(size.next_multiple_of(page_size()))),
     }
 }
 
-impl Place {
+impl ArrayPlace {
     fn take(self) -> NonNull<u8> {
         match self {
             Self::Allocated(layout) => {

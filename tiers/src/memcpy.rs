@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use crate::backend::{Backend, submit_unfenced};
-use crate::batch::{CopyThreads, Execute};
+use crate::batch::{CopyThreads, ExecuteFn};
 use crate::copy::{CopyOp, Done, Route};
 use crate::device::DeviceRegion;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fence::Fences;
-use crate::memory::{Memories, Memory};
+use crate::memory::{CpuMemories, Memory};
 
 /// What a thread copies before it looks for the next work: enough to make the look negligible.
 const GRAIN_BYTES: usize = 256 << 10;
@@ -16,7 +16,7 @@ const GRAIN_BYTES: usize = 256 << 10;
 /// A pool of threads that copies blocks between regions of memory, and within one.
 #[derive(Debug)]
 pub struct MemcpyBackend {
-    memories: Arc<Memories>,
+    memories: Arc<CpuMemories>,
     routes: Vec<Route>,
     threads: CopyThreads,
 }
@@ -28,7 +28,7 @@ impl MemcpyBackend {
     /// `Invalid`: two regions are of one tier, or their blocks differ in size. `Unavailable`: no threads.
     pub fn new(regions: Vec<Arc<dyn Memory>>, threads: usize) -> Result<Self, SetupError> {
         let block_bytes = regions.first().map_or(GRAIN_BYTES, |region| region.block_bytes());
-        Self::start(Memories::new(regions)?, block_bytes, threads)
+        Self::start(CpuMemories::new(regions)?, block_bytes, threads)
     }
 
     /// Copies between `memory` and the slots of a device that the CPU can address, such as an engine's tensors.
@@ -41,15 +41,15 @@ impl MemcpyBackend {
         threads: usize,
     ) -> Result<Self, SetupError> {
         let block_bytes = memory.block_bytes();
-        Self::start(Memories::new(vec![memory])?.and_device(device)?, block_bytes, threads)
+        Self::start(CpuMemories::new(vec![memory])?.and_device(device)?, block_bytes, threads)
     }
 
-    fn start(memories: Memories, block_bytes: usize, threads: usize) -> Result<Self, SetupError> {
+    fn start(memories: CpuMemories, block_bytes: usize, threads: usize) -> Result<Self, SetupError> {
         let grain = GRAIN_BYTES / block_bytes;
         let (routes, memories) = (memories.routes(), Arc::new(memories));
         let between = Arc::clone(&memories);
         // SAFETY: executes submitted operations only, whose submitter answers for their slots.
-        let copy: Arc<Execute> = Arc::new(move |op: &CopyOp, part| unsafe { between.copy(op, part) });
+        let copy: Arc<ExecuteFn> = Arc::new(move |op: &CopyOp, part| unsafe { between.copy(op, part) });
         let threads = CopyThreads::start("kvbm-copy", threads, grain, &copy).map_err(|error| {
             let message =
                 "cannot start copy threads; lower transfer.copy_threads (DYN_KVBM_TRANSFER_COPY_THREADS)";
@@ -60,7 +60,7 @@ impl MemcpyBackend {
 }
 
 // SAFETY: every thread copies the operations that it took, one by one, and completes each after the last of its bytes;
-// `Memories` keeps the regions alive and copies whole blocks between slots that exist.
+// `CpuMemories` keeps the regions alive and copies whole blocks between slots that exist.
 unsafe impl Backend for MemcpyBackend {
     fn name(&self) -> &'static str {
         "memcpy"

@@ -72,15 +72,15 @@ pub unsafe trait Memory: Send + Sync + fmt::Debug {
 
 /// The regions that the CPU copies between, at most one per tier and all with blocks of one size.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Memories([Option<Place>; Tier::COUNT]);
+pub(crate) struct CpuMemories([Option<MemoryPart>; Tier::COUNT]);
 
 #[derive(Clone, Debug)]
-enum Place {
+enum MemoryPart {
     Whole(Arc<dyn Memory>),
     InPieces(Arc<DeviceRegion>),
 }
 
-impl Place {
+impl MemoryPart {
     fn tier(&self) -> Tier {
         match self {
             Self::Whole(memory) => memory.tier(),
@@ -96,19 +96,19 @@ impl Place {
     }
 
     /// Where these bytes of a slot's block lie; `None`: there is no such slot.
-    fn end(&self, slot: SlotId, bytes: Range<usize>) -> Option<End<impl Iterator<Item = Segment> + '_>> {
+    fn end(&self, slot: SlotId, bytes: Range<usize>) -> Option<CopyEnd<impl Iterator<Item = Segment> + '_>> {
         match self {
             Self::Whole(memory) => {
                 let start = memory.slot(slot)?.as_ptr().cast::<u8>().expose_provenance();
-                Some(End::Whole(start + bytes.start))
+                Some(CopyEnd::Whole(start + bytes.start))
             }
-            Self::InPieces(region) => region.segments().cut(slot, bytes).map(End::InPieces),
+            Self::InPieces(region) => region.segments().cut(slot, bytes).map(CopyEnd::InPieces),
         }
     }
 }
 
 /// One end of a copy.
-enum End<I> {
+enum CopyEnd<I> {
     /// All bytes lie from this address on.
     Whole(usize),
     InPieces(I),
@@ -116,29 +116,31 @@ enum End<I> {
 
 /// What a copy of so many bytes comes down to.
 fn for_each_piece<I: Iterator<Item = Segment>>(
-    ends: (End<I>, End<I>),
+    ends: (CopyEnd<I>, CopyEnd<I>),
     bytes: usize,
     mut copy: impl FnMut(Piece),
 ) {
     match ends {
-        (End::Whole(from), End::Whole(to)) => copy(Piece { from, to, bytes }),
+        (CopyEnd::Whole(from), CopyEnd::Whole(to)) => copy(Piece { from, to, bytes }),
         // The pieces of the one end are those of the copy: a block has dozens, of a few KiB each.
-        (End::Whole(mut from), End::InPieces(to)) => to.for_each(|Segment { address: to, bytes }| {
+        (CopyEnd::Whole(mut from), CopyEnd::InPieces(to)) => to.for_each(|Segment { address: to, bytes }| {
             copy(Piece { from, to, bytes });
             from += bytes;
         }),
-        (End::InPieces(from), End::Whole(mut to)) => from.for_each(|Segment { address: from, bytes }| {
-            copy(Piece { from, to, bytes });
-            to += bytes;
-        }),
-        (End::InPieces(from), End::InPieces(to)) => pieces(from, to).for_each(copy),
+        (CopyEnd::InPieces(from), CopyEnd::Whole(mut to)) => {
+            from.for_each(|Segment { address: from, bytes }| {
+                copy(Piece { from, to, bytes });
+                to += bytes;
+            })
+        }
+        (CopyEnd::InPieces(from), CopyEnd::InPieces(to)) => pieces(from, to).for_each(copy),
     }
 }
 
-impl Memories {
+impl CpuMemories {
     pub(crate) fn new(regions: Vec<Arc<dyn Memory>>) -> Result<Self, SetupError> {
         let mut memories = Self::default();
-        regions.into_iter().try_for_each(|region| memories.add(Place::Whole(region)))?;
+        regions.into_iter().try_for_each(|region| memories.add(MemoryPart::Whole(region)))?;
         Ok(memories)
     }
 
@@ -148,11 +150,11 @@ impl Memories {
             let message = format!("the CPU cannot copy to or from {device:?}");
             return Err(SetupError::new(SetupErrorKind::Invalid, message));
         }
-        self.add(Place::InPieces(device))?;
+        self.add(MemoryPart::InPieces(device))?;
         Ok(self)
     }
 
-    fn add(&mut self, place: Place) -> Result<(), SetupError> {
+    fn add(&mut self, place: MemoryPart) -> Result<(), SetupError> {
         let (tier, ours) = (place.tier(), place.block_bytes());
         let invalid = |message| Err(SetupError::new(SetupErrorKind::Invalid, message));
         if self.0.iter().flatten().any(|other| other.block_bytes() != ours) {
@@ -166,7 +168,7 @@ impl Memories {
 
     /// All ordered pairs of the tiers, each with itself too.
     pub(crate) fn routes(&self) -> Vec<Route> {
-        let tiers = self.0.iter().flatten().map(Place::tier);
+        let tiers = self.0.iter().flatten().map(MemoryPart::tier);
         tiers.clone().flat_map(|from| tiers.clone().map(move |to| (from, to))).collect()
     }
 
@@ -178,14 +180,14 @@ impl Memories {
 
     fn checksums(&self, tier: Tier) -> Option<&Checksums> {
         match self.0[tier.index()].as_ref()? {
-            Place::Whole(memory) => memory.checksums(),
-            Place::InPieces(_) => None,
+            MemoryPart::Whole(memory) => memory.checksums(),
+            MemoryPart::InPieces(_) => None,
         }
     }
 
     /// The block of a slot; `None`: its tier is not memory of ours, has no such slot, or has blocks in pieces.
     pub(crate) fn block(&self, slot: SlotRef) -> Option<NonNull<[u8]>> {
-        let Place::Whole(region) = self.0[slot.tier.index()].as_ref()? else { return None };
+        let MemoryPart::Whole(region) = self.0[slot.tier.index()].as_ref()? else { return None };
         let start = region.slot(slot.slot)?.cast();
         Some(NonNull::slice_from_raw_parts(start, region.block_bytes()))
     }
@@ -195,7 +197,7 @@ impl Memories {
         &self,
         slot: SlotRef,
         part: Share,
-    ) -> Result<(End<impl Iterator<Item = Segment> + '_>, usize), CopyError> {
+    ) -> Result<(CopyEnd<impl Iterator<Item = Segment> + '_>, usize), CopyError> {
         let place = self.0[slot.tier.index()].as_ref().ok_or_else(|| no_such_slot(slot))?;
         let bytes = part.of_bytes(place.block_bytes());
         let length = bytes.len();

@@ -8,7 +8,7 @@ use std::{fs, io};
 /// come from there while there are any. On a machine with one node, where the process was started with a choice of its
 /// own (`numactl`), or where the kernel refuses, it changes nothing.
 pub fn near<T>(node: Option<u32>, allocate: impl FnOnce() -> T) -> T {
-    let _preferred = node.filter(|_| node_count(Path::new("/sys")) > 1).and_then(Preferred::new);
+    let _preferred = node.filter(|_| node_count(Path::new("/sys")) > 1).and_then(PreferredNode::new);
     allocate()
 }
 
@@ -26,9 +26,9 @@ fn node_count(sysfs: &Path) -> usize {
 const MASK_WORDS: usize = 16;
 
 /// A preference of this thread, and of those that it starts meanwhile.
-struct Preferred;
+struct PreferredNode;
 
-impl Preferred {
+impl PreferredNode {
     fn new(node: u32) -> Option<Self> {
         if policy() != Some(libc::MPOL_DEFAULT) {
             return None;
@@ -45,7 +45,7 @@ impl Preferred {
     }
 }
 
-impl Drop for Preferred {
+impl Drop for PreferredNode {
     fn drop(&mut self) {
         if let Err(error) = set_policy(libc::MPOL_DEFAULT, None) {
             tracing::warn!(%error, "this thread goes on preferring one NUMA node");
@@ -90,14 +90,14 @@ mod tests {
 
     #[test]
     fn a_preference_holds_for_threads_that_it_starts_and_ends_with_it() {
-        match Preferred::new(0) {
+        match PreferredNode::new(0) {
             None => crate::testing::skip("numa", &"the kernel sets no policy"),
             Some(preferred) => {
                 assert_eq!(policy(), Some(libc::MPOL_PREFERRED));
                 std::thread::scope(|scope| {
                     scope.spawn(|| assert_eq!(policy(), Some(libc::MPOL_PREFERRED)));
                 });
-                assert!(Preferred::new(0).is_none(), "an earlier choice stays");
+                assert!(PreferredNode::new(0).is_none(), "an earlier choice stays");
                 drop(preferred);
                 assert_eq!(policy(), Some(libc::MPOL_DEFAULT));
             }

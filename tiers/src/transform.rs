@@ -3,8 +3,8 @@
 //! the reference for the kernel that does it on a GPU.
 //!
 //! The innermost unit is a *row*: the values of one head of one token, in whatever type (it is never looked at).
-//! NHD and HND differ in the order of [`Axis::Token`] and [`Axis::Head`]; an engine's *layer-first* tensors have
-//! [`Axis::Layer`] outside [`Axis::Block`], blocks that lie whole have it inside.
+//! NHD and HND differ in the order of [`LayoutAxis::Token`] and [`LayoutAxis::Head`]; an engine's *layer-first* tensors have
+//! [`LayoutAxis::Layer`] outside [`LayoutAxis::Block`], blocks that lie whole have it inside.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use crate::error::{SetupError, SetupErrorKind};
 
 /// What a KV cache extends over, apart from the values of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Axis {
+pub enum LayoutAxis {
     /// Blocks, by their slot numbers.
     Block,
     /// Layers of the model.
@@ -25,10 +25,10 @@ pub enum Axis {
     Head,
 }
 
-use Axis::{Block, Head, Kv, Layer, Token};
+use LayoutAxis::{Block, Head, Kv, Layer, Token};
 
 /// The axes within a block, in the order of a [`Transform`]'s arrays.
-const INNER: [Axis; 4] = [Layer, Kv, Token, Head];
+const INNER: [LayoutAxis; 4] = [Layer, Kv, Token, Head];
 
 /// How many there are of everything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,7 +48,7 @@ pub struct Shape {
 }
 
 impl Shape {
-    const fn extent(&self, axis: Axis) -> usize {
+    const fn extent(&self, axis: LayoutAxis) -> usize {
         match axis {
             Block => self.blocks,
             Layer => self.layers,
@@ -63,25 +63,25 @@ impl Shape {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     shape: Shape,
-    order: [Axis; 5],
+    order: [LayoutAxis; 5],
     bytes: usize,
 }
 
 impl Layout {
     /// Blocks whole, one after the other; tokens outside heads.
-    pub const BLOCKS_NHD: [Axis; 5] = [Block, Layer, Kv, Token, Head];
+    pub const BLOCKS_NHD: [LayoutAxis; 5] = [Block, Layer, Kv, Token, Head];
     /// Blocks whole, one after the other; heads outside tokens.
-    pub const BLOCKS_HND: [Axis; 5] = [Block, Layer, Kv, Head, Token];
+    pub const BLOCKS_HND: [LayoutAxis; 5] = [Block, Layer, Kv, Head, Token];
     /// A tensor per layer, keys before values; tokens outside heads.
-    pub const LAYERS_NHD: [Axis; 5] = [Layer, Kv, Block, Token, Head];
+    pub const LAYERS_NHD: [LayoutAxis; 5] = [Layer, Kv, Block, Token, Head];
     /// A tensor per layer, keys before values; heads outside tokens.
-    pub const LAYERS_HND: [Axis; 5] = [Layer, Kv, Block, Head, Token];
+    pub const LAYERS_HND: [LayoutAxis; 5] = [Layer, Kv, Block, Head, Token];
 
     /// `shape` in this order.
     ///
     /// # Errors
     /// `Invalid`: an axis is missing, of extent 0 or above 2³², or it all exceeds the address space.
-    pub fn new(shape: Shape, order: [Axis; 5]) -> Result<Self, SetupError> {
+    pub fn new(shape: Shape, order: [LayoutAxis; 5]) -> Result<Self, SetupError> {
         let all = [Block, Layer, Kv, Token, Head];
         if let Some(missing) = all.into_iter().find(|axis| !order.contains(axis)) {
             return Err(invalid(format!("a layout without the axis {missing:?}")));
@@ -137,7 +137,7 @@ impl Layout {
     }
 
     /// Bytes from one index of an axis to the next: what all axes inside it take.
-    fn stride(&self, axis: Axis) -> usize {
+    fn stride(&self, axis: LayoutAxis) -> usize {
         let inside = self.order.iter().rev().take_while(|&&other| other != axis);
         inside.fold(self.shape.row_bytes, |bytes, &axis| bytes * self.shape.extent(axis))
     }
@@ -256,9 +256,9 @@ impl Transform {
 
     /// What the kernel is told.
     #[cfg(feature = "cuda")]
-    pub(crate) fn plan(&self) -> Plan {
+    pub(crate) fn plan(&self) -> TransformPlan {
         let wide = |numbers: [usize; INNER.len()]| numbers.map(|number| number as u64);
-        Plan {
+        TransformPlan {
             extents: self.from.extents.map(|extent| extent as u32),
             rows: self.from.extents.iter().product::<usize>() as u32,
             row_bytes: self.from.row_bytes as u64,
@@ -276,7 +276,7 @@ impl Transform {
 #[cfg(feature = "cuda")]
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub(crate) struct Plan {
+pub(crate) struct TransformPlan {
     pub(crate) extents: [u32; INNER.len()],
     pub(crate) row_bytes: u64,
     pub(crate) from_offset: u64,
@@ -320,7 +320,7 @@ mod tests {
         )
     }
 
-    fn some_order() -> impl Strategy<Value = [Axis; 5]> {
+    fn some_order() -> impl Strategy<Value = [LayoutAxis; 5]> {
         Just([Block, Layer, Kv, Token, Head]).prop_shuffle()
     }
 
@@ -339,7 +339,7 @@ mod tests {
     }
 
     /// Where a row starts, straight from the definition: the axes are the digits of its number.
-    fn address(layout: &Layout, index: impl Fn(Axis) -> usize) -> usize {
+    fn address(layout: &Layout, index: impl Fn(LayoutAxis) -> usize) -> usize {
         let number = layout.order.iter().fold(0, |n, &axis| n * layout.shape.extent(axis) + index(axis));
         number * layout.shape.row_bytes
     }

@@ -10,7 +10,7 @@ use crate::copy::{Completion, CopyError, CopyOp, Done, Route, SlotId, SlotRef};
 use crate::error::SetupError;
 use crate::fence::Fences;
 use crate::memory::Memory;
-use crate::verifiers::{GRAIN_BYTES, Urgency, Verifiers};
+use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency};
 use crate::verify::corrupt;
 
 /// A backend around memory that outlives its process. Of the blocks that an earlier process left there, each is
@@ -24,7 +24,7 @@ use crate::verify::corrupt;
 pub struct VerifiedOnce<B> {
     inner: Arc<B>,
     memory: Arc<dyn Memory>,
-    verifiers: Arc<Verifiers>,
+    verifiers: Arc<BlockWorkers>,
 }
 
 impl<B: Backend> VerifiedOnce<B> {
@@ -33,7 +33,7 @@ impl<B: Backend> VerifiedOnce<B> {
     /// # Errors
     /// `Unavailable`: no threads.
     pub fn new(inner: B, memory: Arc<dyn Memory>) -> Result<Self, SetupError> {
-        let verifiers = Arc::new(Verifiers::start()?);
+        let verifiers = Arc::new(BlockWorkers::start()?);
         Ok(Self { inner: Arc::new(inner), memory, verifiers })
     }
 
@@ -48,12 +48,12 @@ impl<B: Backend> VerifiedOnce<B> {
     }
 
     /// The sources of a batch that have not been verified.
-    fn doubtful(&self, batch: &[CopyOp]) -> Vec<Source> {
+    fn doubtful(&self, batch: &[CopyOp]) -> Vec<DoubtfulSource> {
         let Some(checksums) = self.checksums() else { return Vec::new() };
         let ours = self.memory.tier();
         let sources = batch.iter().map(|op| op.from).enumerate();
         let doubtful = sources.filter(|(_, from)| from.tier == ours && checksums.is_inherited(from.slot));
-        doubtful.map(|(op, from)| Source { op, from, verdict: Ok(()) }).collect()
+        doubtful.map(|(op, from)| DoubtfulSource { op, from, verdict: Ok(()) }).collect()
     }
 
     fn verify(&self, from: SlotRef) -> Result<(), CopyError> {
@@ -69,10 +69,10 @@ impl<B: Backend> VerifiedOnce<B> {
 }
 
 impl<B: Backend + 'static> VerifiedOnce<B> {
-    fn check_and_send(&self, mut order: Order) {
+    fn check_and_send(&self, mut order: SubmittedOrder) {
         let doubtful = self.doubtful(&order.batch);
         let block_bytes = self.memory.block_bytes();
-        let verify = |once: &Self, source: &mut Source| source.verdict = once.verify(source.from);
+        let verify = |once: &Self, source: &mut DoubtfulSource| source.verdict = once.verify(source.from);
         if doubtful.len() * block_bytes <= GRAIN_BYTES {
             let mut sources = doubtful;
             sources.iter_mut().for_each(|source| verify(self, source));
@@ -80,7 +80,7 @@ impl<B: Backend + 'static> VerifiedOnce<B> {
             return order.send(&self.inner);
         }
         let (checker, sender) = (self.share(), Arc::clone(&self.inner));
-        let check = move |source: &mut Source| verify(&checker, source);
+        let check = move |source: &mut DoubtfulSource| verify(&checker, source);
         // An engine waits for these, as for what arrives.
         self.verifiers.work_on(Urgency::Awaited, block_bytes, doubtful, check, move |sources| {
             order.note(sources);
@@ -121,22 +121,22 @@ fn needs_sum(memory: &dyn Memory, slots: &[Option<SlotId>], (op, result): &Compl
 }
 
 /// A source that has not been verified yet.
-struct Source {
+struct DoubtfulSource {
     op: usize,
     from: SlotRef,
     verdict: Result<(), CopyError>,
 }
 
 /// What was submitted.
-struct Order {
+struct SubmittedOrder {
     batch: Vec<CopyOp>,
     fences: Option<Fences>,
     done: Done,
     bad: HashMap<usize, CopyError>,
 }
 
-impl Order {
-    fn note(&mut self, sources: Vec<Source>) {
+impl SubmittedOrder {
+    fn note(&mut self, sources: Vec<DoubtfulSource>) {
         let bad = sources.into_iter().filter_map(|source| Some((source.op, source.verdict.err()?)));
         self.bad.extend(bad);
     }
@@ -189,12 +189,12 @@ unsafe impl<B: Backend + 'static> Backend for VerifiedOnce<B> {
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
         let done = self.summing(&batch, done);
-        self.check_and_send(Order { batch, fences: None, done, bad: HashMap::new() });
+        self.check_and_send(SubmittedOrder { batch, fences: None, done, bad: HashMap::new() });
     }
 
     fn submit_fenced(&self, batch: Vec<CopyOp>, fences: Fences, done: Done) {
         let done = self.summing(&batch, done);
-        self.check_and_send(Order { batch, fences: Some(fences), done, bad: HashMap::new() });
+        self.check_and_send(SubmittedOrder { batch, fences: Some(fences), done, bad: HashMap::new() });
     }
 }
 
@@ -213,7 +213,7 @@ mod tests {
     const BLOCK: usize = 20_000;
 
     /// Memory with blocks that an earlier process left, and a device that they go to.
-    struct Fixture {
+    struct InheritedFixture {
         memory: Arc<DramRegion>,
         device: Arc<DramRegion>,
         once: VerifiedOnce<MemcpyBackend>,
@@ -221,7 +221,7 @@ mod tests {
         there: Vec<Frame>,
     }
 
-    impl Fixture {
+    impl InheritedFixture {
         fn new() -> Self {
             let memory = Arc::new(host(SLOTS, BLOCK));
             let device = Arc::new(DramRegion::open(Tier::Device, options(SLOTS, BLOCK)).unwrap());
@@ -282,7 +282,7 @@ mod tests {
     #[test]
     fn a_flipped_bit_costs_its_block_alone() {
         for blocks in [4, SLOTS as usize] {
-            let fixture = Fixture::new();
+            let fixture = InheritedFixture::new();
             fixture.flip_bit(1);
             fixture.flip_bit(3);
             assert_eq!(fixture.load(blocks), [1, 3]);
@@ -293,7 +293,7 @@ mod tests {
 
     #[test]
     fn nothing_is_verified_twice() {
-        let fixture = Fixture::new();
+        let fixture = InheritedFixture::new();
         assert!(fixture.load(SLOTS as usize).is_empty());
         assert_eq!(fixture.inherited(), 0);
         fixture.flip_bit(0);
@@ -305,14 +305,14 @@ mod tests {
 
     #[test]
     fn a_batch_without_a_good_block_ends() {
-        let fixture = Fixture::new();
+        let fixture = InheritedFixture::new();
         fixture.flip_bit(0);
         assert_eq!(fixture.load(1), [0]);
     }
 
     #[test]
     fn a_slot_that_is_written_anew_is_its_own_process_s() {
-        let mut fixture = Fixture::new();
+        let mut fixture = InheritedFixture::new();
         fixture.flip_bit(0);
         fixture.flip_bit(1);
         fill_pattern(0, fixture.memory.write(&mut fixture.here[0]).unwrap());
@@ -324,7 +324,7 @@ mod tests {
 
     #[test]
     fn many_readers_of_one_block_hear_the_same() {
-        let fixture = Fixture::new();
+        let fixture = InheritedFixture::new();
         fixture.flip_bit(5);
         std::thread::scope(|scope| {
             for reader in 0..4 {
@@ -363,7 +363,7 @@ mod tests {
                 self.0.submit(batch, forgetful);
             }
         }
-        let Fixture { memory, device, mut there, here, .. } = Fixture::new();
+        let InheritedFixture { memory, device, mut there, here, .. } = InheritedFixture::new();
         let regions = vec![Arc::clone(&memory) as _, Arc::clone(&device) as Arc<dyn Memory>];
         let inner = Unsummed(MemcpyBackend::new(regions, 1).unwrap(), Arc::clone(&memory));
         let once = VerifiedOnce::new(inner, Arc::clone(&memory) as _).unwrap();

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::clock;
 use crate::error::{SetupError, SetupErrorKind};
-use crate::fork::Maker;
+use crate::fork::MakerProcess;
 
 /// A few threads that work off jobs. What has arrived is verified before what is about to leave is summed: an engine
 /// waits for the one, nobody for the other. The threads end by themselves when this is dropped and nothing is left;
@@ -20,13 +20,13 @@ use crate::fork::Maker;
 /// The queues have no bound of their own: a job is at most one copy that was submitted and has not ended, and of
 /// those a scheduler has a bounded number.
 #[derive(Debug)]
-pub(crate) struct Verifiers {
-    arrivals: Option<Sender<Job>>,
-    departures: Option<Sender<Job>>,
-    maker: Maker,
+pub(crate) struct BlockWorkers {
+    arrivals: Option<Sender<BlockJob>>,
+    departures: Option<Sender<BlockJob>>,
+    maker: MakerProcess,
 }
 
-type Job = Box<dyn FnOnce() + Send>;
+type BlockJob = Box<dyn FnOnce() + Send>;
 
 /// What goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,7 +47,7 @@ const MAX_THREADS: usize = 4;
 /// So many arrivals may overtake a departure.
 const MAX_ARRIVALS_IN_A_ROW: usize = 15;
 
-impl Verifiers {
+impl BlockWorkers {
     /// On half the cores: the others compute, or serve the rings.
     ///
     /// # Errors
@@ -71,7 +71,11 @@ impl Verifiers {
             let (arrived, departing) = (arrived.clone(), departing.clone());
             clock::spawn(format!("{name}-{number}"), move || work(&arrived, &departing))?;
         }
-        Ok(Self { arrivals: Some(arrivals), departures: Some(departures), maker: Maker::this_process() })
+        Ok(Self {
+            arrivals: Some(arrivals),
+            departures: Some(departures),
+            maker: MakerProcess::this_process(),
+        })
     }
 
     /// Has `work` done on all blocks, of `block_bytes` each, in parallel; then `go_on` is called with all of them, in their
@@ -90,7 +94,7 @@ impl Verifiers {
         let grain = (GRAIN_BYTES / block_bytes).max(1);
         let grains = blocks.len().div_ceil(grain);
         let gathered =
-            Gathered { grains: (0..grains).map(|_| None).collect(), left: grains, go_on: Some(go_on) };
+            GatheredBlocks { grains: (0..grains).map(|_| None).collect(), left: grains, go_on: Some(go_on) };
         let batch = Arc::new((work, Mutex::new(gathered)));
         let mut blocks = blocks.into_iter();
         for number in 0..grains {
@@ -114,7 +118,7 @@ impl Verifiers {
     }
 
     /// Without a thread to do it, it is done here.
-    fn send(&self, urgency: Urgency, job: Job) {
+    fn send(&self, urgency: Urgency, job: BlockJob) {
         let queue = match urgency {
             Urgency::Awaited => &self.arrivals,
             Urgency::Background => &self.departures,
@@ -128,13 +132,13 @@ impl Verifiers {
 }
 
 /// The blocks of a batch that were worked on so far.
-struct Gathered<T, F> {
+struct GatheredBlocks<T, F> {
     grains: Vec<Option<Vec<T>>>,
     left: usize,
     go_on: Option<F>,
 }
 
-impl<T, F> Gathered<T, F> {
+impl<T, F> GatheredBlocks<T, F> {
     /// With the last grain: what to do with all blocks.
     fn put(&mut self, number: usize, grain: Vec<T>) -> Option<(F, Vec<T>)> {
         self.grains[number] = Some(grain);
@@ -146,7 +150,7 @@ impl<T, F> Gathered<T, F> {
     }
 }
 
-impl Drop for Verifiers {
+impl Drop for BlockWorkers {
     fn drop(&mut self) {
         if !self.maker.is_this_process() {
             // In a forked child the threads do not exist, and a lock of the queue may have been held at the fork.
@@ -155,7 +159,7 @@ impl Drop for Verifiers {
     }
 }
 
-fn work(arrived: &Receiver<Job>, departing: &Receiver<Job>) {
+fn work(arrived: &Receiver<BlockJob>, departing: &Receiver<BlockJob>) {
     let mut arrivals_in_a_row = 0;
     loop {
         if arrivals_in_a_row >= MAX_ARRIVALS_IN_A_ROW {
@@ -182,7 +186,7 @@ fn work(arrived: &Receiver<Job>, departing: &Receiver<Job>) {
 }
 
 /// A job that panics takes its copy along, which will be overdue, and not the thread: others wait behind it.
-fn run(job: Job) {
+fn run(job: BlockJob) {
     if catch_unwind(AssertUnwindSafe(job)).is_err() {
         tracing::error!("a job on a block panicked");
     }
@@ -196,8 +200,8 @@ mod tests {
     use super::*;
 
     /// One thread, held up until the sender is dropped.
-    fn held_up() -> (Arc<Verifiers>, mpsc::Sender<()>) {
-        let verifiers = Arc::new(Verifiers::with_threads("test", 1).unwrap());
+    fn held_up() -> (Arc<BlockWorkers>, mpsc::Sender<()>) {
+        let verifiers = Arc::new(BlockWorkers::with_threads("test", 1).unwrap());
         let (release, released) = mpsc::channel::<()>();
         // It errs when the sender is dropped.
         let wait = move || assert!(released.recv().is_err());
@@ -226,7 +230,7 @@ mod tests {
 
     #[test]
     fn a_job_that_panics_takes_no_thread_along() {
-        let verifiers = Verifiers::with_threads("test", 1).unwrap();
+        let verifiers = BlockWorkers::with_threads("test", 1).unwrap();
         let (report, reports) = mpsc::channel();
         for number in 0..3 {
             let report = report.clone();

@@ -7,7 +7,7 @@ use crate::checksum::{Checksums, checksum};
 use crate::copy::{Completion, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::{Memory, forget_checksum, no_such_slot};
-use crate::verifiers::{GRAIN_BYTES, Urgency, Verifiers};
+use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency};
 
 /// A backend whose blocks are checksummed when they leave memory and verified when they return. A block that
 /// comes back changed ends in [`CopyErrorKind::Corrupt`].
@@ -25,14 +25,14 @@ use crate::verifiers::{GRAIN_BYTES, Urgency, Verifiers};
 #[derive(Debug)]
 pub struct Verified<B> {
     inner: Arc<B>,
-    guard: Arc<Guard>,
-    verifiers: Arc<Verifiers>,
-    arrivals: Arrivals,
+    guard: Arc<ChecksumGuard>,
+    verifiers: Arc<BlockWorkers>,
+    arrivals: ArrivalCheck,
 }
 
 /// Who verifies what comes in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Arrivals {
+enum ArrivalCheck {
     /// The thread that completes it.
     Here,
     /// The verifiers.
@@ -42,7 +42,7 @@ enum Arrivals {
 }
 
 #[derive(Debug)]
-struct Guard {
+struct ChecksumGuard {
     memory: Arc<dyn Memory>,
     checksums: Arc<Checksums>,
 }
@@ -54,15 +54,20 @@ impl<B: Backend> Verified<B> {
     /// `Invalid`: `inner` serves other routes. `Unavailable`: no threads.
     pub fn new(inner: B, memory: Arc<dyn Memory>, checksums: Arc<Checksums>) -> Result<Self, SetupError> {
         only_other_end(&inner, memory.tier())?;
-        let verifiers = Verifiers::start()?;
-        let guard = Arc::new(Guard { memory, checksums });
-        Ok(Self { inner: Arc::new(inner), guard, verifiers: Arc::new(verifiers), arrivals: Arrivals::Here })
+        let verifiers = BlockWorkers::start()?;
+        let guard = Arc::new(ChecksumGuard { memory, checksums });
+        Ok(Self {
+            inner: Arc::new(inner),
+            guard,
+            verifiers: Arc::new(verifiers),
+            arrivals: ArrivalCheck::Here,
+        })
     }
 
     /// The same, whose threads also verify what comes in.
     #[must_use]
     pub fn on_threads_of_its_own(mut self) -> Self {
-        self.arrivals = Arrivals::Aside;
+        self.arrivals = ArrivalCheck::Aside;
         self
     }
 
@@ -70,7 +75,7 @@ impl<B: Backend> Verified<B> {
     /// than its checksum does.
     #[must_use]
     pub fn of_departures(mut self) -> Self {
-        self.arrivals = Arrivals::Elsewhere;
+        self.arrivals = ArrivalCheck::Elsewhere;
         self
     }
 
@@ -83,7 +88,7 @@ impl<B: Backend> Verified<B> {
     /// All checksums of what leaves are recorded.
     fn send(&self, batch: Vec<CopyOp>, done: Done) {
         let ours = self.guard.memory.tier();
-        let done = if self.arrivals == Arrivals::Elsewhere || batch.iter().all(|op| op.to.tier != ours) {
+        let done = if self.arrivals == ArrivalCheck::Elsewhere || batch.iter().all(|op| op.to.tier != ours) {
             done
         } else {
             self.verifying(&batch, done)
@@ -94,7 +99,7 @@ impl<B: Backend> Verified<B> {
     /// Has what arrives verified before it is reported.
     fn verifying(&self, batch: &[CopyOp], done: Done) -> Done {
         let (guard, ops): (_, Arc<[CopyOp]>) = (Arc::clone(&self.guard), batch.into());
-        let verifiers = (self.arrivals == Arrivals::Aside).then(|| Arc::clone(&self.verifiers));
+        let verifiers = (self.arrivals == ArrivalCheck::Aside).then(|| Arc::clone(&self.verifiers));
         Done::new(move |mut ended| match &verifiers {
             Some(verifiers) if ended.iter().any(|completion| guard.has_arrived(&ops, completion)) => {
                 let (done, block_bytes) = (done.clone(), guard.memory.block_bytes());
@@ -159,7 +164,7 @@ unsafe impl<B: Backend + 'static> Backend for Verified<B> {
     }
 }
 
-impl Guard {
+impl ChecksumGuard {
     /// The block takes along the checksum that memory remembers. False: it remembers none.
     fn record_known(&self, op: &CopyOp) -> bool {
         let known = self.memory.checksums().and_then(|checksums| checksums.get(op.from.slot));
@@ -235,7 +240,7 @@ mod tests {
     const BLOCK: usize = 5000;
 
     /// Verified around faults around a store, one block stored in it.
-    struct Fixture {
+    struct VerifiedFixture {
         memory: Arc<DramRegion>,
         store: Arc<MemoryStore>,
         faults: Arc<FaultBackend<Arc<MemoryStore>>>,
@@ -244,7 +249,7 @@ mod tests {
         there: Vec<Frame>,
     }
 
-    impl Fixture {
+    impl VerifiedFixture {
         fn new() -> Self {
             let memory = Arc::new(host(4, BLOCK));
             let store = Arc::new(MemoryStore::new(Arc::clone(&memory) as _, Tier::Disk, 4).unwrap());
@@ -298,7 +303,7 @@ mod tests {
 
     #[test]
     fn a_healthy_block_passes() {
-        let fixture = Fixture::new();
+        let fixture = VerifiedFixture::new();
         fixture.store().unwrap();
         fixture.load().unwrap();
         let ours = &fixture.memory;
@@ -307,7 +312,7 @@ mod tests {
 
     #[test]
     fn every_flipped_bit_is_caught_wherever_it_lies() {
-        let fixture = Fixture::new();
+        let fixture = VerifiedFixture::new();
         fixture.store().unwrap();
         for byte in [0, 1, 4095, 4096, BLOCK - 1] {
             fixture.store.flip_bit(fixture.there[0].slot(), byte);
@@ -322,7 +327,7 @@ mod tests {
         for (fault, route) in
             [(Fault::LyingShort, OUT), (Fault::LyingShort, IN), (Fault::BitFlip, OUT), (Fault::BitFlip, IN)]
         {
-            let fixture = Fixture::new();
+            let fixture = VerifiedFixture::new();
             if route == IN {
                 fixture.store().unwrap();
             }
@@ -336,7 +341,7 @@ mod tests {
 
     #[test]
     fn reported_failures_pass_through() {
-        let fixture = Fixture::new();
+        let fixture = VerifiedFixture::new();
         fixture.faults.inject(Fault::FailAfter(1, CopyErrorKind::NoSpace), &[OUT]);
         fixture.store().unwrap();
         assert_fails(fixture.store(), CopyErrorKind::NoSpace);
@@ -348,12 +353,12 @@ mod tests {
 
     #[test]
     fn what_was_never_stored_is_corrupt() {
-        assert_fails(Fixture::new().load(), CopyErrorKind::Corrupt);
+        assert_fails(VerifiedFixture::new().load(), CopyErrorKind::Corrupt);
     }
 
     #[test]
     fn a_bit_that_flips_in_memory_is_caught_when_the_block_comes_back() {
-        let Fixture { memory, verified, here, there, .. } = Fixture::new();
+        let VerifiedFixture { memory, verified, here, there, .. } = VerifiedFixture::new();
         let device = DramRegion::open(Tier::Device, options(1, BLOCK)).unwrap();
         let mut origin = device.frames().unwrap().take().unwrap();
         fill_pattern(2, device.write(&mut origin).unwrap());
@@ -376,7 +381,7 @@ mod tests {
 
     #[test]
     fn a_slot_that_is_written_in_place_does_not_keep_its_old_checksum() {
-        let mut fixture = Fixture::new();
+        let mut fixture = VerifiedFixture::new();
         fixture.store().unwrap();
         fixture.load().unwrap();
         fixture.here.swap(0, 1);
@@ -388,7 +393,7 @@ mod tests {
 
     #[test]
     fn memory_remembers_what_was_verified_and_nothing_else() {
-        let fixture = Fixture::new();
+        let fixture = VerifiedFixture::new();
         let known = || fixture.memory.checksums().unwrap().get(fixture.here[1].slot());
         fixture.store().unwrap();
         fixture.load().unwrap();
@@ -401,7 +406,7 @@ mod tests {
     /// What happens to the bytes in memory after the sum is noticed too, which a sum at the departure would not.
     #[test]
     fn what_was_summed_when_it_was_written_is_not_summed_when_it_leaves() {
-        let mut fixture = Fixture::new();
+        let mut fixture = VerifiedFixture::new();
         fill_pattern(2, fixture.memory.write(&mut fixture.here[0]).unwrap());
         fixture.memory.remember_checksum(&fixture.here[0]);
         fixture.store().unwrap();
@@ -414,7 +419,7 @@ mod tests {
 
     #[test]
     fn slow_and_silent_backends_are_so() {
-        let fixture = Fixture::new();
+        let fixture = VerifiedFixture::new();
         fixture.faults.inject(Fault::Slow(Duration::from_millis(20)), &[OUT]);
         let before = Instant::now();
         fixture.store().unwrap();
@@ -435,13 +440,13 @@ mod tests {
 
     /// Memory that remembers which threads asked for its slots, and no checksums.
     #[derive(Debug)]
-    struct Watched {
+    struct WatchedMemory {
         region: DramRegion,
         readers: Mutex<HashSet<ThreadId>>,
     }
 
     // SAFETY: all is the region's, which this keeps.
-    unsafe impl Memory for Watched {
+    unsafe impl Memory for WatchedMemory {
         fn tier(&self) -> Tier {
             self.region.tier()
         }
@@ -486,7 +491,8 @@ mod tests {
     #[test]
     fn the_submitting_thread_sums_little_and_the_backend_gets_batches_whole() {
         const SLOTS: u32 = 64;
-        let memory = Arc::new(Watched { region: host(SLOTS, GRAIN_BYTES / 4), readers: Mutex::default() });
+        let memory =
+            Arc::new(WatchedMemory { region: host(SLOTS, GRAIN_BYTES / 4), readers: Mutex::default() });
         let store = MemoryStore::new(Arc::clone(&memory) as _, Tier::Disk, SLOTS).unwrap();
         let sizes = Arc::new(Sizes { store, batches: Mutex::default() });
         let verified = Verified::new(Arc::clone(&sizes), Arc::clone(&memory) as _, Arc::default()).unwrap();

@@ -8,8 +8,8 @@ pub(crate) mod tiers;
 
 use clap::Subcommand;
 
-use crate::failure::Failure;
-use crate::global::Global;
+use crate::failure::CommandFailure;
+use crate::global::GlobalOptions;
 use crate::output;
 
 #[derive(Debug, Subcommand)]
@@ -26,7 +26,7 @@ pub(crate) enum Bench {
 }
 
 impl Bench {
-    pub(crate) fn run(&self, global: &Global) -> Result<(), Failure> {
+    pub(crate) fn run(&self, global: &GlobalOptions) -> Result<(), CommandFailure> {
         global.load(|loader| loader)?;
         match self {
             Self::Table(args) => {

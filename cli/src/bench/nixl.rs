@@ -13,7 +13,7 @@ use kvbm_tiers::nixl::raw::{Caller, RawNixl, RawNixlPeer};
 use kvbm_tiers::{CopyError, DramOptions, Geometry, SetupError};
 use serde::Serialize;
 
-use crate::failure::{Failure, with_causes};
+use crate::failure::{CommandFailure, with_causes};
 use crate::output;
 
 /// Blocks of a request, as in the manager's batches.
@@ -60,7 +60,7 @@ struct Row {
 }
 
 /// `None`: this was the other process.
-pub(crate) fn run(args: &NixlArgs) -> Result<Option<NixlReport>, Failure> {
+pub(crate) fn run(args: &NixlArgs) -> Result<Option<NixlReport>, CommandFailure> {
     if let Some(place) = &args.peer {
         let _peer = RawNixlPeer::open(memory(args.blocks(), args.size)?, place).map_err(setup)?;
         // Until the first process lets go of its end.
@@ -77,14 +77,14 @@ impl NixlArgs {
     }
 }
 
-fn memory(blocks: u32, size: u64) -> Result<DramOptions, Failure> {
+fn memory(blocks: u32, size: u64) -> Result<DramOptions, CommandFailure> {
     let geometry = Geometry::new(blocks, size as usize).map_err(setup)?;
     Ok(DramOptions { geometry, huge_pages: true, fault_threads: 1 })
 }
 
 /// Both callers in turns that change who goes first.
-fn two_processes(args: &NixlArgs) -> Result<Vec<Row>, Failure> {
-    let home = tempfile::tempdir().map_err(|error| Failure::unusable(error.to_string()))?;
+fn two_processes(args: &NixlArgs) -> Result<Vec<Row>, CommandFailure> {
+    let home = tempfile::tempdir().map_err(|error| CommandFailure::unusable(error.to_string()))?;
     let place = home.path().join("introduction");
     let _peer = Peer::start(args, &place)?;
     let mut raw = RawNixl::load_remote_metadata(memory(args.blocks(), args.size)?, &place, BATCH, IN_FLIGHT)
@@ -99,7 +99,7 @@ fn two_processes(args: &NixlArgs) -> Result<Vec<Row>, Failure> {
 /// Layered and direct, once each.
 type Round = [Duration; 2];
 
-fn rounds(raw: &mut RawNixl, direction: Direction, count: u32) -> Result<Vec<Round>, Failure> {
+fn rounds(raw: &mut RawNixl, direction: Direction, count: u32) -> Result<Vec<Round>, CommandFailure> {
     let mut rounds = Vec::new();
     for round in 0..=count {
         let mut run = |caller| raw.run(direction, caller).map_err(failed);
@@ -124,7 +124,7 @@ fn row(op: &'static str, bytes: u64, rounds: &[Round]) -> Row {
 }
 
 /// Tiny blocks within this process, so that the calls are what takes the time.
-fn layer(count: u32) -> Result<Spread, Failure> {
+fn layer(count: u32) -> Result<Spread, CommandFailure> {
     let mut raw = RawNixl::loopback(memory(TINY_BLOCKS, 64)?, BATCH).map_err(setup)?;
     let requests = f64::from(TINY_BLOCKS) / BATCH as f64;
     let added = |[ours, direct]: &Round| (ours.as_secs_f64() - direct.as_secs_f64()) * 1e6 / requests;
@@ -136,8 +136,9 @@ fn layer(count: u32) -> Result<Spread, Failure> {
 struct Peer(Child);
 
 impl Peer {
-    fn start(args: &NixlArgs, place: &std::path::Path) -> Result<Self, Failure> {
-        let cannot = |error: io::Error| Failure::unusable(format!("cannot start a second process: {error}"));
+    fn start(args: &NixlArgs, place: &std::path::Path) -> Result<Self, CommandFailure> {
+        let cannot =
+            |error: io::Error| CommandFailure::unusable(format!("cannot start a second process: {error}"));
         let mut command = Command::new(std::env::current_exe().map_err(cannot)?);
         command.args(["bench", "nixl", "--size", &args.size.to_string()]);
         command.args(["--working-set", &args.working_set.to_string()]).arg("--peer").arg(place);
@@ -172,11 +173,11 @@ impl NixlReport {
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "the shape that map_err asks for")]
-fn setup(error: SetupError) -> Failure {
-    Failure::unusable(with_causes(&error))
+fn setup(error: SetupError) -> CommandFailure {
+    CommandFailure::unusable(with_causes(&error))
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "the shape that map_err asks for")]
-fn failed(error: CopyError) -> Failure {
-    Failure::unexpected(with_causes(&error))
+fn failed(error: CopyError) -> CommandFailure {
+    CommandFailure::unexpected(with_causes(&error))
 }

@@ -23,7 +23,7 @@ use tracing::Dispatch;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::layer::SubscriberExt;
 
-use crate::failure::Failure;
+use crate::failure::CommandFailure;
 use crate::output;
 use crate::stop;
 
@@ -87,7 +87,7 @@ struct Row {
     cpu_ratio: Spread,
 }
 
-pub(crate) fn run(args: &ObserveArgs) -> Result<ObserveReport, Failure> {
+pub(crate) fn run(args: &ObserveArgs) -> Result<ObserveReport, CommandFailure> {
     let runtime = stop::runtime()?;
     let bed = Bed::open(&runtime)?;
     let length = Duration::from_millis(args.round_ms);
@@ -149,7 +149,7 @@ struct Bed<'a> {
 }
 
 impl<'a> Bed<'a> {
-    fn open(runtime: &'a Runtime) -> Result<Self, Failure> {
+    fn open(runtime: &'a Runtime) -> Result<Self, CommandFailure> {
         let mut settings = Settings { block_bytes: Some(BLOCK_BYTES), ..Settings::default() };
         let slots = Some(Capacity::Blocks((CHAINS * CHAIN) as u64));
         (settings.device.capacity, settings.host.capacity) = (slots, slots);
@@ -161,7 +161,7 @@ impl<'a> Bed<'a> {
         Ok(Self { runtime, manager, chains })
     }
 
-    fn round(&self, watch: Watch, length: Duration) -> Result<Sample, Failure> {
+    fn round(&self, watch: Watch, length: Duration) -> Result<Sample, CommandFailure> {
         if watch != Watch::Spans {
             return self.time(length, watch == Watch::Metrics);
         }
@@ -174,7 +174,7 @@ impl<'a> Bed<'a> {
     }
 
     /// Moves blocks for so long. Metrics are read once, if at all.
-    fn time(&self, length: Duration, reads: bool) -> Result<Sample, Failure> {
+    fn time(&self, length: Duration, reads: bool) -> Result<Sample, CommandFailure> {
         let (began, cpu_before, mut blocks) = (clock::now(), cpu(), 0);
         let address = self.manager.serving_at().filter(|_| reads);
         let reading = address.map(|address| self.runtime.spawn(read_metrics(address)));
@@ -183,14 +183,14 @@ impl<'a> Bed<'a> {
         }
         if let Some(reading) = reading {
             let read = self.runtime.block_on(reading).map_err(io::Error::other).flatten();
-            read.map_err(|error| Failure::unusable(format!("cannot read the metrics: {error}")))?;
+            read.map_err(|error| CommandFailure::unusable(format!("cannot read the metrics: {error}")))?;
         }
         let cpu_s = cpu().saturating_sub(cpu_before).as_secs_f64();
         Ok(Sample { blocks: blocks as f64, seconds: began.elapsed().as_secs_f64(), cpu_s })
     }
 
     /// All chains down, and up again.
-    fn turn(&self) -> Result<usize, Failure> {
+    fn turn(&self) -> Result<usize, CommandFailure> {
         let (manager, all) = (&self.manager, CHAINS * CHAIN);
         let of = |request| RequestInfo { request: Some(RequestId(request)), ..RequestInfo::default() };
         for (request, chain) in (0..).zip(&self.chains) {
@@ -205,7 +205,7 @@ impl<'a> Bed<'a> {
         }
         manager.evict(Tier::Device, all);
         if manager.evict(Tier::Host, all) != all {
-            return Err(Failure::unexpected("not all blocks went down and up"));
+            return Err(CommandFailure::unexpected("not all blocks went down and up"));
         }
         Ok(2 * all)
     }

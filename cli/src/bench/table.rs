@@ -13,7 +13,7 @@ use kvbm_settings::EvictionPolicy;
 use serde::Serialize;
 
 use self::holds::Holds;
-use crate::failure::Failure;
+use crate::failure::CommandFailure;
 use crate::output;
 
 /// Counts what the whole program allocates: one relaxed addition for each allocation.
@@ -81,7 +81,7 @@ struct Spreads {
 }
 
 /// Opens managers and a table, one after the other, and times them. Takes a minute for a million blocks.
-pub(crate) fn run(args: &TableArgs) -> Result<TableReport, Failure> {
+pub(crate) fn run(args: &TableArgs) -> Result<TableReport, CommandFailure> {
     let (blocks, samples) = (args.blocks as usize, args.samples as usize);
     let bytes_per_block = bytes_per_block(blocks, args.eviction)?;
     let [match_288_us, match_8192_us, match_65536_us] = matches(args);
@@ -112,9 +112,9 @@ fn matches(args: &TableArgs) -> [Spread; 3] {
         .map(|prompts| match_us(&ours, prompts, args.samples as usize, &mut cold))
 }
 
-fn bytes_per_block(blocks: usize, eviction: EvictionPolicy) -> Result<f64, Failure> {
+fn bytes_per_block(blocks: usize, eviction: EvictionPolicy) -> Result<f64, CommandFailure> {
     let kind: EvictionKind =
-        eviction.name().parse().map_err(|_| Failure::unexpected("a policy has two names"))?;
+        eviction.name().parse().map_err(|_| CommandFailure::unexpected("a policy has two names"))?;
     let mut random = Random::new(7);
     let chains: Vec<_> = (0..blocks / SHORT).map(|_| random.chain(SHORT)).collect();
     let memory = || ALLOCATED.allocated() + kvbm_tiers::mapped_bytes();

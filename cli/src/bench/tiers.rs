@@ -24,10 +24,10 @@ use tokio::runtime::Runtime;
 pub(crate) use self::bed::Bed;
 use self::bottom::Bottom;
 use self::raw::Raw;
-use crate::failure::Failure;
+use crate::failure::CommandFailure;
 use crate::output;
-use crate::scratch::{Scratch, file_url};
-use crate::stop::{self, Stop};
+use crate::scratch::{CommandScratch, file_url};
+use crate::stop::{self, StopSignal};
 
 /// Times the tiers through the manager against the bare media.
 #[derive(Args, Debug)]
@@ -96,10 +96,10 @@ struct Contest {
 type Round = [Duration; 2];
 
 /// Runs all contests; seconds each.
-pub(crate) fn run(args: &TiersArgs) -> Result<TiersReport, Failure> {
+pub(crate) fn run(args: &TiersArgs) -> Result<TiersReport, CommandFailure> {
     let runtime = stop::runtime()?;
-    let stop = Stop::on_signals(&runtime)?;
-    let progress = Progress::new(args);
+    let stop = StopSignal::on_signals(&runtime)?;
+    let progress = ReplayProgress::new(args);
     let mut rows = Vec::new();
     for &bottom in &args.tier {
         for &size in &args.size {
@@ -111,12 +111,12 @@ pub(crate) fn run(args: &TiersArgs) -> Result<TiersReport, Failure> {
 }
 
 impl Contest {
-    fn new(bottom: Bottom, size: u64, args: &TiersArgs) -> Result<Self, Failure> {
+    fn new(bottom: Bottom, size: u64, args: &TiersArgs) -> Result<Self, CommandFailure> {
         let blocks = args.working_set / size.max(1);
         if blocks == 0 {
             let (set, size) = (format_size(args.working_set), format_size(size));
             let message = format!("--working-set {set} holds no block of {size}: raise it");
-            return Err(Failure::unusable(message));
+            return Err(CommandFailure::unusable(message));
         }
         let mut settings = Settings { block_bytes: Some(size), ..Settings::default() };
         settings.device.capacity = Some(Capacity::Blocks(blocks));
@@ -156,14 +156,14 @@ impl Contest {
         self,
         args: &TiersArgs,
         runtime: &Runtime,
-        stop: &Stop,
-        progress: &Progress,
-    ) -> Result<[Row; 2], Failure> {
+        stop: &StopSignal,
+        progress: &ReplayProgress,
+    ) -> Result<[Row; 2], CommandFailure> {
         progress.show(&self);
         let (mut ours, mut theirs) = (self.settings.clone(), self.settings.clone());
         // The first makes the directory that both use, and so must be the last to go.
-        let _ours = Scratch::divert(&mut ours)?;
-        let _theirs = Scratch::divert(&mut theirs)?;
+        let _ours = CommandScratch::divert(&mut ours)?;
+        let _theirs = CommandScratch::divert(&mut theirs)?;
         let mut bed = Bed::open(ours, self.bottom.tier(), runtime)?;
         let mut raw = Raw::open(&theirs, self.bottom)?;
         let (mut writes, mut reads) = (Vec::new(), Vec::new());
@@ -207,7 +207,7 @@ impl Contest {
 }
 
 /// One round: both write, both read.
-fn play(bed: &mut Bed<'_>, raw: &mut Raw, raw_first: bool) -> Result<[Round; 2], Failure> {
+fn play(bed: &mut Bed<'_>, raw: &mut Raw, raw_first: bool) -> Result<[Round; 2], CommandFailure> {
     bed.prepare_write()?;
     raw.settle()?;
     let write = in_turns(raw_first, || bed.write(), || raw.write())?;
@@ -219,9 +219,9 @@ fn play(bed: &mut Bed<'_>, raw: &mut Raw, raw_first: bool) -> Result<[Round; 2],
 
 fn in_turns(
     raw_first: bool,
-    mut ours: impl FnMut() -> Result<Duration, Failure>,
-    mut raw: impl FnMut() -> Result<Duration, Failure>,
-) -> Result<Round, Failure> {
+    mut ours: impl FnMut() -> Result<Duration, CommandFailure>,
+    mut raw: impl FnMut() -> Result<Duration, CommandFailure>,
+) -> Result<Round, CommandFailure> {
     if raw_first {
         let raw = raw()?;
         return Ok([ours()?, raw]);
@@ -246,9 +246,9 @@ const fn disk_depth(size: u64) -> u32 {
 
 /// A line on a terminal that says what is being timed.
 #[derive(Debug)]
-struct Progress(ProgressBar);
+struct ReplayProgress(ProgressBar);
 
-impl Progress {
+impl ReplayProgress {
     fn new(args: &TiersArgs) -> Self {
         let steps = args.tier.len() as u64 * args.size.len() as u64 * u64::from(args.rounds + 1);
         let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
@@ -266,7 +266,7 @@ impl Progress {
     }
 }
 
-impl Drop for Progress {
+impl Drop for ReplayProgress {
     fn drop(&mut self) {
         self.0.finish_and_clear();
     }

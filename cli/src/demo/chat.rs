@@ -42,7 +42,7 @@ pub(super) fn without_end() -> impl Iterator<Item = Request> {
 }
 
 fn session(number: u64) -> impl Iterator<Item = Request> {
-    let mut dice = Dice(scramble(number));
+    let mut dice = ChatDice(scramble(number));
     let system = dice.below(SYSTEM_TOKENS.len() as u64) as usize;
     let mut now_ms = dice.below(SPAN_MS);
     let mut tokens = SYSTEM_TOKENS[system];
@@ -80,9 +80,9 @@ fn name(kind: u64, owner: u64, block: u64) -> u64 {
 }
 
 /// A small seeded generator.
-struct Dice(u64);
+struct ChatDice(u64);
 
-impl Dice {
+impl ChatDice {
     fn roll(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(1);
         scramble(self.0)

@@ -6,13 +6,15 @@ use std::iter::once;
 use kvbm::table::SlotCounts;
 use kvbm::{TIER_COLORS, Tier};
 
-use super::record::{PREFILL_TOKENS_PER_SECOND, Record, Sample, Summary, Traffic, medium, minutes};
+use super::record::{
+    DemoRecord, DemoSample, DemoSummary, PREFILL_TOKENS_PER_SECOND, RouteTraffic, medium, minutes,
+};
 use crate::output;
 
 const TEMPLATE: &str = include_str!("page.html");
 
 /// The whole page.
-pub(super) fn page(record: &Record) -> String {
+pub(super) fn page(record: &DemoRecord) -> String {
     let parts = [
         ("{{colors}}", TIER_COLORS.to_owned()),
         ("{{introduction}}", introduction(&record.summary)),
@@ -26,7 +28,7 @@ pub(super) fn page(record: &Record) -> String {
     parts.iter().fold(TEMPLATE.to_owned(), |page, (place, part)| page.replace(place, part))
 }
 
-fn introduction(summary: &Summary) -> String {
+fn introduction(summary: &DemoSummary) -> String {
     format!(
         "{} requests of a generated multi-turn chat, replayed in {:.1} s. Sessions share system prompts and grow \
          turn by turn; every block that came back was compared with what it should be, byte by byte.",
@@ -35,7 +37,7 @@ fn introduction(summary: &Summary) -> String {
     )
 }
 
-fn cards(summary: &Summary) -> String {
+fn cards(summary: &DemoSummary) -> String {
     let cards = [
         (output::percent(summary.token_hit_rate), "of prompt tokens were cached".to_owned()),
         (
@@ -58,9 +60,9 @@ fn legend() -> String {
 }
 
 /// Where the tokens of a stretch of the run came from: the tiers, then computation. Adds up to 1.
-type Shares = [f64; Tier::COUNT + 1];
+type TierShares = [f64; Tier::COUNT + 1];
 
-fn shares(before: &Sample, after: &Sample) -> Shares {
+fn shares(before: &DemoSample, after: &DemoSample) -> TierShares {
     let prompt = after.prompt_tokens - before.prompt_tokens;
     let mut shares = [0.0; Tier::COUNT + 1];
     for tier in Tier::ALL {
@@ -80,11 +82,11 @@ const TOP: f64 = 8.0;
 const STRETCHES: usize = 80;
 
 /// Areas on top of each other.
-fn sources(samples: &[Sample]) -> String {
+fn sources(samples: &[DemoSample]) -> String {
     let stretch = samples.len().div_ceil(STRETCHES).max(1);
     let ends: Vec<_> = samples.chunks(stretch).filter_map(|chunk| chunk.last()).collect();
-    let begins = once(&Sample::ZERO).chain(ends.iter().copied());
-    let points: Vec<Shares> = begins.zip(&ends).map(|(before, after)| shares(before, after)).collect();
+    let begins = once(&DemoSample::ZERO).chain(ends.iter().copied());
+    let points: Vec<TierShares> = begins.zip(&ends).map(|(before, after)| shares(before, after)).collect();
     let mut areas = String::new();
     let mut floor = vec![0.0; points.len()];
     for (source, name) in Tier::ALL.into_iter().map(Tier::name).chain(once("computed")).enumerate() {
@@ -128,11 +130,11 @@ fn area(floor: &[f64], ceiling: &[f64], (width, height): (f64, f64), (left, top)
     format!("M{}Z", there.chain(back).collect::<String>().trim_end())
 }
 
-fn occupancy(record: &Record) -> String {
+fn occupancy(record: &DemoRecord) -> String {
     record.slots.iter().map(|(tier, slots)| tier_occupancy(&record.samples, *tier, *slots)).collect()
 }
 
-fn tier_occupancy(samples: &[Sample], tier: Tier, slots: SlotCounts) -> String {
+fn tier_occupancy(samples: &[DemoSample], tier: Tier, slots: SlotCounts) -> String {
     const SIZE: (f64, f64) = (280.0, 90.0);
     let step = samples.len().div_ceil(STRETCHES).max(1);
     let resident: Vec<f64> =
@@ -157,9 +159,9 @@ fn tier_occupancy(samples: &[Sample], tier: Tier, slots: SlotCounts) -> String {
     )
 }
 
-fn routes(traffic: &[Traffic]) -> String {
+fn routes(traffic: &[RouteTraffic]) -> String {
     let most = traffic.iter().map(|route| route.bytes).max().unwrap_or(0);
-    let row = |Traffic { from, to, bytes }: &Traffic| {
+    let row = |RouteTraffic { from, to, bytes }: &RouteTraffic| {
         format!(
             "<tr><td>{from} → {to}</td><td><span class=\"bar {to}\" style=\"width:{width:.1}%\"></span></td>\
              <td>{bytes}</td></tr>",
@@ -170,7 +172,7 @@ fn routes(traffic: &[Traffic]) -> String {
     traffic.iter().map(row).collect()
 }
 
-fn assumptions(summary: &Summary) -> String {
+fn assumptions(summary: &DemoSummary) -> String {
     format!(
         "Time saved = {} cached tokens ÷ {} prompt tokens/s (an assumed prefill rate) = {:.0} s, less {:.1} s that \
          loading them took here. The device tier is emulated in host memory; its blocks hold patterns in place of KV.",
@@ -186,10 +188,10 @@ mod tests {
     use super::*;
     use crate::engine::HitTokens;
 
-    fn record(samples: Vec<Sample>) -> Record {
+    fn record(samples: Vec<DemoSample>) -> DemoRecord {
         let hit_tokens = HitTokens { device: 512, host: 1_024, disk: 0, object: 512 };
-        let bytes = vec![Traffic { from: Tier::Device, to: Tier::Host, bytes: 1 << 20 }];
-        let summary = Summary {
+        let bytes = vec![RouteTraffic { from: Tier::Device, to: Tier::Host, bytes: 1 << 20 }];
+        let summary = DemoSummary {
             requests: samples.len() as u64,
             prompt_tokens: 4_096,
             hit_tokens,
@@ -204,12 +206,12 @@ mod tests {
             seconds: 1.0,
         };
         let counts = SlotCounts { total: 10, ..SlotCounts::default() };
-        Record { summary, samples, slots: Tier::ALL.map(|tier| (tier, counts)).to_vec(), drift: 0 }
+        DemoRecord { summary, samples, slots: Tier::ALL.map(|tier| (tier, counts)).to_vec(), drift: 0 }
     }
 
     #[test]
     fn the_page_is_whole_and_needs_nothing_else() {
-        let sample = Sample { prompt_tokens: 4_096, resident: [3; 4], ..Sample::ZERO };
+        let sample = DemoSample { prompt_tokens: 4_096, resident: [3; 4], ..DemoSample::ZERO };
         for samples in [vec![], vec![sample], vec![sample; 1_000]] {
             let page = page(&record(samples));
             assert!(!page.contains("{{") && !page.contains("NaN"), "{page}");
@@ -222,9 +224,9 @@ mod tests {
     #[test]
     fn shares_of_a_stretch_add_up() {
         let hit_tokens = HitTokens { device: 100, host: 200, disk: 0, object: 0 };
-        let after = Sample { prompt_tokens: 400, hit_tokens, ..Sample::ZERO };
-        let per_mille = |shares: Shares| shares.map(|share| (share * 1e3) as u32);
-        assert_eq!(per_mille(shares(&Sample::ZERO, &after)), [250, 500, 0, 0, 250]);
+        let after = DemoSample { prompt_tokens: 400, hit_tokens, ..DemoSample::ZERO };
+        let per_mille = |shares: TierShares| shares.map(|share| (share * 1e3) as u32);
+        assert_eq!(per_mille(shares(&DemoSample::ZERO, &after)), [250, 500, 0, 0, 250]);
         assert_eq!(per_mille(shares(&after, &after)), [0, 0, 0, 0, 1_000]);
     }
 }

@@ -14,16 +14,16 @@ use kvbm_settings::{Capacity, DeviceBackend, Loader, Settings, WriteBudget};
 use kvbm_tiers::clock;
 use tempfile::NamedTempFile;
 
-use self::record::{Record, Recorder};
-use crate::engine::{Engine, Tally};
-use crate::failure::Failure;
-use crate::global::Global;
+use self::record::{DemoRecord, DemoRecorder};
+use crate::engine::{ServedTally, SimulatedEngine};
+use crate::failure::CommandFailure;
+use crate::global::GlobalOptions;
 use crate::output;
-use crate::pace::Paced;
-use crate::progress::Progress;
-use crate::scratch::{Scratch, file_url};
-use crate::serve::{self, Watched};
-use crate::stop::{self, Stop};
+use crate::pace::PacedIter;
+use crate::progress::ReplayProgress;
+use crate::scratch::{CommandScratch, file_url};
+use crate::serve::{self, WatchedCommand};
+use crate::stop::{self, StopSignal};
 
 const REPORT: &str = "kvbm-demo.html";
 
@@ -45,18 +45,19 @@ const SPEED: f64 = 60.0;
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct DemoArgs {
     #[command(flatten)]
-    watched: Watched,
+    watched: WatchedCommand,
 }
 
-pub(crate) fn run(args: DemoArgs, global: &Global) -> Result<(), Failure> {
+pub(crate) fn run(args: DemoArgs, global: &GlobalOptions) -> Result<(), CommandFailure> {
     let objects = std::env::temp_dir().join("kvbm-demo-objects");
     let mut settings = settings(global, &objects, args.watched)?;
     let page = blank_page()?;
     let runtime = stop::runtime()?;
-    let stop = Stop::on_signals(&runtime)?;
+    let stop = StopSignal::on_signals(&runtime)?;
     // Before the engine, so that it goes after it.
-    let _scratch = Scratch::divert(&mut settings)?;
-    let engine = Engine::open(settings, Options::default(), runtime, stop.clone())?.for_tenants(chat::tenant);
+    let _scratch = CommandScratch::divert(&mut settings)?;
+    let engine =
+        SimulatedEngine::open(settings, Options::default(), runtime, stop.clone())?.for_tenants(chat::tenant);
     serve::tell(engine.manager());
     let record = play(&engine)?;
     write_page(page, &html::page(&record))?;
@@ -75,7 +76,11 @@ pub(crate) fn run(args: DemoArgs, global: &Global) -> Result<(), Failure> {
 
 /// The stage is always the same; how blocks move and leave is as the settings say, but for what is there to be
 /// watched.
-fn settings(global: &Global, objects: &Path, watched: Watched) -> Result<Settings, Failure> {
+fn settings(
+    global: &GlobalOptions,
+    objects: &Path,
+    watched: WatchedCommand,
+) -> Result<Settings, CommandFailure> {
     let url = file_url(objects)?;
     let loaded = global.load(|loader| {
         let loader = loader
@@ -103,11 +108,11 @@ fn worth_watching(loader: Loader) -> Loader {
         .set("tenant_quotas", move |s| s.tenant_quotas = chat::TENANTS.map(quota).into())
 }
 
-fn play(engine: &Engine) -> Result<Record, Failure> {
+fn play(engine: &SimulatedEngine) -> Result<DemoRecord, CommandFailure> {
     let requests = chat::requests();
-    let (progress, recorder) = (Progress::new(Some(requests.len() as u64)), Recorder::new(engine));
+    let (progress, recorder) = (ReplayProgress::new(Some(requests.len() as u64)), DemoRecorder::new(engine));
     let started = clock::now();
-    let tally = engine.run(requests.into_iter().map(Ok), 1, |_, tally: &Tally| {
+    let tally = engine.run(requests.into_iter().map(Ok), 1, |_, tally: &ServedTally| {
         progress.show(tally, engine.manager());
         recorder.sample(tally);
     })?;
@@ -119,39 +124,39 @@ fn play(engine: &Engine) -> Result<Record, Failure> {
 }
 
 /// Chats that go on, for who watches. To be interrupted is how that ends.
-fn go_on(engine: &Engine, stop: &Stop) -> Result<(), Failure> {
+fn go_on(engine: &SimulatedEngine, stop: &StopSignal) -> Result<(), CommandFailure> {
     output::tell("the chats go on at sixty times their pace; Ctrl-C ends them");
-    let requests = Paced::new(chat::without_end().map(Ok), SPEED, stop.clone());
+    let requests = PacedIter::new(chat::without_end().map(Ok), SPEED, stop.clone());
     let ended = engine.run(requests, 1, |_, _| ());
     if stop.check().is_err() { Ok(()) } else { ended.map(drop) }
 }
 
 /// The report's file, which has no name yet: that this directory cannot be written to is better known early.
-fn blank_page() -> Result<NamedTempFile, Failure> {
+fn blank_page() -> Result<NamedTempFile, CommandFailure> {
     let builder = tempfile::Builder::new()
         .permissions(Permissions::from_mode(0o644))
         .prefix(".kvbm-demo-")
         .tempfile_in(".");
     builder.map_err(|error| {
-        Failure::unusable(format!(
+        CommandFailure::unusable(format!(
             "cannot write {REPORT} to the current directory: {error}; start it elsewhere"
         ))
     })
 }
 
-fn write_page(page: NamedTempFile, text: &str) -> Result<(), Failure> {
-    let failed = |error| Failure::unusable(format!("cannot write {REPORT}: {error}"));
+fn write_page(page: NamedTempFile, text: &str) -> Result<(), CommandFailure> {
+    let failed = |error| CommandFailure::unusable(format!("cannot write {REPORT}: {error}"));
     std::fs::write(page.path(), text).map_err(failed)?;
     page.persist(REPORT).map(drop).map_err(|error| failed(error.error))
 }
 
-fn verdict(record: &Record) -> Result<(), Failure> {
+fn verdict(record: &DemoRecord) -> Result<(), CommandFailure> {
     if record.summary.mismatches > 0 || record.drift > 0 {
         let message = format!(
             "{} blocks with wrong bytes, {} broken invariants",
             record.summary.mismatches, record.drift
         );
-        return Err(Failure::unexpected(message));
+        return Err(CommandFailure::unexpected(message));
     }
     Ok(())
 }

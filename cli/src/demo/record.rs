@@ -6,7 +6,7 @@ use kvbm::Tier;
 use kvbm::table::SlotCounts;
 use serde::Serialize;
 
-use crate::engine::{Engine, HitTokens, Settled, Tally};
+use crate::engine::{HitTokens, ServedTally, SettledState, SimulatedEngine};
 use crate::output;
 
 /// What a GPU is assumed to compute, in prompt tokens per second; it prices the tokens that were cached.
@@ -14,7 +14,7 @@ pub(super) const PREFILL_TOKENS_PER_SECOND: u64 = 8_000;
 
 /// The state after a request.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Sample {
+pub(super) struct DemoSample {
     /// Since the start.
     pub(super) prompt_tokens: u64,
     pub(super) hit_tokens: HitTokens,
@@ -22,7 +22,7 @@ pub(super) struct Sample {
     pub(super) resident: [u32; Tier::COUNT],
 }
 
-impl Sample {
+impl DemoSample {
     /// Before the first request.
     pub(super) const ZERO: Self = Self {
         prompt_tokens: 0,
@@ -33,7 +33,7 @@ impl Sample {
 
 /// Bytes that took one route.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Traffic {
+pub(super) struct RouteTraffic {
     pub(super) from: Tier,
     pub(super) to: Tier,
     pub(super) bytes: u64,
@@ -41,7 +41,7 @@ pub(super) struct Traffic {
 
 /// Serialises to the command's JSON.
 #[derive(Debug, Serialize)]
-pub(super) struct Summary {
+pub(super) struct DemoSummary {
     pub(super) requests: u64,
     pub(super) prompt_tokens: u64,
     pub(super) hit_tokens: HitTokens,
@@ -49,7 +49,7 @@ pub(super) struct Summary {
     pub(super) blocks_verified: u64,
     pub(super) mismatches: u64,
     pub(super) failed_loads: u64,
-    pub(super) bytes: Vec<Traffic>,
+    pub(super) bytes: Vec<RouteTraffic>,
     /// Assumed.
     pub(super) prefill_tokens_per_second: u64,
     /// What computing the hit tokens would have taken at that rate.
@@ -61,9 +61,9 @@ pub(super) struct Summary {
 
 /// Everything that the report shows.
 #[derive(Debug)]
-pub(super) struct Record {
-    pub(super) summary: Summary,
-    pub(super) samples: Vec<Sample>,
+pub(super) struct DemoRecord {
+    pub(super) summary: DemoSummary,
+    pub(super) samples: Vec<DemoSample>,
     pub(super) slots: Vec<(Tier, SlotCounts)>,
     /// Invariants of the table that do not hold.
     pub(super) drift: usize,
@@ -71,27 +71,28 @@ pub(super) struct Record {
 
 /// Takes a sample after each request.
 #[derive(Debug)]
-pub(super) struct Recorder<'e> {
-    engine: &'e Engine,
-    samples: Mutex<Vec<Sample>>,
+pub(super) struct DemoRecorder<'e> {
+    engine: &'e SimulatedEngine,
+    samples: Mutex<Vec<DemoSample>>,
 }
 
-impl<'e> Recorder<'e> {
-    pub(super) const fn new(engine: &'e Engine) -> Self {
+impl<'e> DemoRecorder<'e> {
+    pub(super) const fn new(engine: &'e SimulatedEngine) -> Self {
         Self { engine, samples: Mutex::new(Vec::new()) }
     }
 
-    pub(super) fn sample(&self, tally: &Tally) {
+    pub(super) fn sample(&self, tally: &ServedTally) {
         let mut resident = [0; Tier::COUNT];
         self.engine.slots().iter().for_each(|(tier, counts)| resident[tier.index()] = counts.resident);
-        let sample = Sample { prompt_tokens: tally.prompt_tokens, hit_tokens: tally.hit_tokens, resident };
+        let sample =
+            DemoSample { prompt_tokens: tally.prompt_tokens, hit_tokens: tally.hit_tokens, resident };
         self.samples.lock().unwrap_or_else(PoisonError::into_inner).push(sample);
     }
 
-    pub(super) fn finish(self, tally: &Tally, settled: &Settled, seconds: f64) -> Record {
+    pub(super) fn finish(self, tally: &ServedTally, settled: &SettledState, seconds: f64) -> DemoRecord {
         let bytes = self.engine.manager().bytes().into_iter();
         let hits = tally.hit_tokens.total();
-        let summary = Summary {
+        let summary = DemoSummary {
             requests: tally.requests,
             prompt_tokens: tally.prompt_tokens,
             hit_tokens: tally.hit_tokens,
@@ -99,28 +100,28 @@ impl<'e> Recorder<'e> {
             blocks_verified: tally.blocks_verified,
             mismatches: tally.mismatches,
             failed_loads: tally.failed_loads,
-            bytes: bytes.map(|(from, to, bytes)| Traffic { from, to, bytes }).collect(),
+            bytes: bytes.map(|(from, to, bytes)| RouteTraffic { from, to, bytes }).collect(),
             prefill_tokens_per_second: PREFILL_TOKENS_PER_SECOND,
             prefill_seconds_avoided: hits as f64 / PREFILL_TOKENS_PER_SECOND as f64,
             load_seconds: tally.load_time.as_secs_f64(),
             seconds,
         };
         let samples = self.samples.into_inner().unwrap_or_else(PoisonError::into_inner);
-        Record { summary, samples, slots: self.engine.slots(), drift: settled.drift.len() }
+        DemoRecord { summary, samples, slots: self.engine.slots(), drift: settled.drift.len() }
     }
 }
 
-impl Summary {
+impl DemoSummary {
     /// Seconds of prefill avoided, less those spent loading.
     pub(super) fn seconds_saved(&self) -> f64 {
         self.prefill_seconds_avoided - self.load_seconds
     }
 }
 
-impl Record {
+impl DemoRecord {
     /// Two tables and the conclusion.
     pub(super) fn to_text(&self) -> String {
-        let Summary { requests, blocks_verified, mismatches, seconds, .. } = &self.summary;
+        let DemoSummary { requests, blocks_verified, mismatches, seconds, .. } = &self.summary;
         format!(
             "{}\n{}\n{} requests in {seconds:.1} s; {} blocks came back and were checked byte by byte: {} mismatches.\n\
              Time saved: {}, if a GPU computes {} prompt tokens/s (an assumption): the {} cached tokens would have \
@@ -158,7 +159,7 @@ impl Record {
 
     fn routes(&self) -> String {
         let mut table = output::table(&["route", "bytes"], 1);
-        for Traffic { from, to, bytes } in &self.summary.bytes {
+        for RouteTraffic { from, to, bytes } in &self.summary.bytes {
             table.add_row([format!("{from} → {to}"), output::bytes(*bytes)]);
         }
         table.trim_fmt()

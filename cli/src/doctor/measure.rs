@@ -8,8 +8,8 @@ use kvbm_settings::{Capacity, Settings};
 use tokio::runtime::Runtime;
 
 use crate::bench::tiers::Bed;
-use crate::failure::Failure;
-use crate::scratch::Scratch;
+use crate::failure::CommandFailure;
+use crate::scratch::CommandScratch;
 
 /// Bytes that go to and fro.
 const WORKING_SET: u64 = 64 << 20;
@@ -19,9 +19,13 @@ const ROUNDS: usize = 3;
 pub(super) type Measured = ((Tier, Tier), f64);
 
 /// Measures the routes between the device and the host, and between the host and `bottom` if that is another.
-pub(super) fn routes(runtime: &Runtime, settings: &Settings, bottom: Tier) -> Result<[Measured; 2], Failure> {
+pub(super) fn routes(
+    runtime: &Runtime,
+    settings: &Settings,
+    bottom: Tier,
+) -> Result<[Measured; 2], CommandFailure> {
     let (mut settings, bytes) = working_set(settings, bottom);
-    let _scratch = Scratch::divert(&mut settings)?;
+    let _scratch = CommandScratch::divert(&mut settings)?;
     let bed = Bed::open(settings, bottom, runtime)?;
     let (mut writes, mut reads) = (Vec::new(), Vec::new());
     let mib_s = |time: Duration| bytes as f64 / f64::from(1 << 20) / time.as_secs_f64();

@@ -8,7 +8,7 @@ use kvbm_tiers::geometry::ALIGNMENT;
 use kvbm_tiers::sealed::SEAL_BYTES;
 use kvbm_tiers::{Mount, MountKind};
 
-use super::Check;
+use super::DoctorCheck;
 use crate::failure::with_causes;
 use crate::output;
 
@@ -18,22 +18,27 @@ const USUAL: &str = "/dev/shm";
 /// What containers get unless they ask for more.
 const CONTAINER: u64 = 64 << 20;
 
-pub(super) fn check(settings: &Settings) -> Check {
+pub(super) fn check(settings: &Settings) -> DoctorCheck {
     let Some(dir) = &settings.host.persist else {
         return match Mount::of(Path::new(USUAL)) {
             Ok(mount) => {
                 let there = describe(&mount);
-                Check::disabled(NAME, format!("unless DYN_KVBM_CPU_CACHE_PERSIST={USUAL}/kvbm: {there}"))
+                DoctorCheck::disabled(
+                    NAME,
+                    format!("unless DYN_KVBM_CPU_CACHE_PERSIST={USUAL}/kvbm: {there}"),
+                )
             }
-            Err(_) => Check::disabled(NAME, "unless DYN_KVBM_CPU_CACHE_PERSIST names a directory on tmpfs"),
+            Err(_) => {
+                DoctorCheck::disabled(NAME, "unless DYN_KVBM_CPU_CACHE_PERSIST names a directory on tmpfs")
+            }
         };
     };
     match Mount::of(dir) {
         Ok(mount) => {
             let found = format!("{}: {}", dir.display(), describe(&mount));
-            Check::of(NAME, lacks(settings, dir, &mount).map_or(Ok(found), Err))
+            DoctorCheck::of(NAME, lacks(settings, dir, &mount).map_or(Ok(found), Err))
         }
-        Err(error) => Check::unavailable(NAME, with_causes(&error)),
+        Err(error) => DoctorCheck::unavailable(NAME, with_causes(&error)),
     }
 }
 

@@ -10,12 +10,12 @@ use kvbm_tiers::object::fsck::{BucketReport, FsckOptions, NamespaceReport, fsck}
 use kvbm_tiers::sealed::KeyRing;
 use serde::Serialize;
 
-use crate::failure::{Failure, with_causes};
+use crate::failure::{CommandFailure, with_causes};
 use crate::output;
 
 /// What was found in one bucket.
 #[derive(Debug, Serialize)]
-pub(super) struct Bucket {
+pub(super) struct BucketFindings {
     url: String,
     is_sound: bool,
     #[serde(flatten)]
@@ -33,7 +33,7 @@ pub(super) fn check(
     object: &ObjectSettings,
     keys: Option<Arc<KeyRing>>,
     repair: bool,
-) -> Result<Bucket, Failure> {
+) -> Result<BucketFindings, CommandFailure> {
     let store = StoreOptions {
         endpoint: object.endpoint.clone(),
         region: object.region.clone(),
@@ -55,8 +55,8 @@ pub(super) fn check(
     };
     let report = fsck(url, &store, &options, Arc::new(on_progress));
     bar.finish_and_clear();
-    let report = report.map_err(|error| Failure::unusable(with_causes(&error)))?;
-    Ok(Bucket { url: url.to_owned(), is_sound: report.is_sound(), report })
+    let report = report.map_err(|error| CommandFailure::unusable(with_causes(&error)))?;
+    Ok(BucketFindings { url: url.to_owned(), is_sound: report.is_sound(), report })
 }
 
 fn bar() -> ProgressBar {
@@ -66,8 +66,8 @@ fn bar() -> ProgressBar {
         .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-impl Bucket {
-    pub(super) fn print(&self) -> Result<(), Failure> {
+impl BucketFindings {
+    pub(super) fn print(&self) -> Result<(), CommandFailure> {
         output::print(&self.table())?;
         for finding in &self.report.findings {
             let end = match (finding.removed, finding.in_use) {

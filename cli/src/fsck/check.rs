@@ -9,11 +9,11 @@ use kvbm_tiers::sealed::KeyRing;
 use kvbm_tiers::{BlockKey, IndexEntry, KeptIndex, SetupError, SlotId};
 use serde::Serialize;
 
-use crate::failure::{Failure, with_causes};
+use crate::failure::{CommandFailure, with_causes};
 
 /// What was found of one index.
 #[derive(Debug, Serialize)]
-pub(super) struct Finding {
+pub(super) struct IndexFinding {
     pub(super) index: PathBuf,
     pub(super) tier: &'static str,
     /// That it tells of.
@@ -29,7 +29,7 @@ pub(super) struct Finding {
     pub(super) header_is_whole: bool,
 }
 
-impl Finding {
+impl IndexFinding {
     /// Whether a start would drop nothing.
     pub(super) fn is_sound(&self) -> bool {
         let Self { wrong, orphans, damaged, torn_bytes, header_is_whole, .. } = self;
@@ -38,7 +38,7 @@ impl Finding {
 }
 
 /// An index, and which of its entries are of no use.
-struct Checked {
+struct CheckedIndex {
     kept: KeptIndex,
     wrong: HashSet<SlotId>,
     orphans: Option<Vec<SlotId>>,
@@ -49,7 +49,7 @@ pub(super) fn check(
     pairs: &[(PathBuf, PathBuf)],
     keys: Option<&Arc<KeyRing>>,
     repair: bool,
-) -> Result<Vec<Finding>, Failure> {
+) -> Result<Vec<IndexFinding>, CommandFailure> {
     let open = |(index, slots): &(PathBuf, PathBuf)| {
         KeptIndex::open(index, slots, keys).map_err(|error| unusable(&error))
     };
@@ -58,24 +58,24 @@ pub(super) fn check(
     let mut all: Vec<_> = kept.into_iter().map(|kept| read(kept, &bar)).collect();
     bar.finish_and_clear();
     find_orphans(&mut all);
-    let findings = all.iter().map(Checked::finding).collect();
+    let findings = all.iter().map(CheckedIndex::finding).collect();
     if repair {
-        all.into_iter().filter(|checked| !checked.finding().is_sound()).try_for_each(Checked::repair)?;
+        all.into_iter().filter(|checked| !checked.finding().is_sound()).try_for_each(CheckedIndex::repair)?;
     }
     Ok(findings)
 }
 
-fn unusable(error: &SetupError) -> Failure {
-    Failure::unusable(with_causes(error))
+fn unusable(error: &SetupError) -> CommandFailure {
+    CommandFailure::unusable(with_causes(error))
 }
 
-fn read(kept: KeptIndex, bar: &ProgressBar) -> Checked {
+fn read(kept: KeptIndex, bar: &ProgressBar) -> CheckedIndex {
     let bad = |entry: &&IndexEntry| {
         bar.inc(1);
         !kept.is_sound(entry)
     };
     let wrong = kept.found().entries.iter().filter(bad).map(|entry| entry.slot).collect();
-    Checked { kept, wrong, orphans: None }
+    CheckedIndex { kept, wrong, orphans: None }
 }
 
 fn bar(blocks: u64) -> ProgressBar {
@@ -85,8 +85,8 @@ fn bar(blocks: u64) -> ProgressBar {
 }
 
 /// The files of one tier are looked at together: a chain may lie in all of them.
-fn find_orphans(all: &mut [Checked]) {
-    let mut tiers: BTreeMap<_, Vec<&mut Checked>> = BTreeMap::new();
+fn find_orphans(all: &mut [CheckedIndex]) {
+    let mut tiers: BTreeMap<_, Vec<&mut CheckedIndex>> = BTreeMap::new();
     for checked in all {
         let options = checked.kept.options();
         let tier = (options.namespace.clone(), options.identity, options.tier, checked.kept.found().epoch);
@@ -102,7 +102,7 @@ fn find_orphans(all: &mut [Checked]) {
     }
 }
 
-fn is_complete(tier: &[&mut Checked]) -> bool {
+fn is_complete(tier: &[&mut CheckedIndex]) -> bool {
     tier.first().is_some_and(|first| first.kept.options().parts as usize == tier.len())
 }
 
@@ -123,14 +123,14 @@ fn rooted<'e>(entries: impl Iterator<Item = &'e IndexEntry>) -> HashSet<BlockKey
     rooted
 }
 
-impl Checked {
+impl CheckedIndex {
     fn sound(&self) -> impl Iterator<Item = &IndexEntry> {
         self.kept.found().entries.iter().filter(|entry| !self.wrong.contains(&entry.slot))
     }
 
-    fn finding(&self) -> Finding {
+    fn finding(&self) -> IndexFinding {
         let (options, found) = (self.kept.options(), self.kept.found());
-        Finding {
+        IndexFinding {
             index: options.path.clone(),
             tier: options.tier.name(),
             blocks: found.entries.len() as u64,
@@ -142,7 +142,7 @@ impl Checked {
         }
     }
 
-    fn repair(self) -> Result<(), Failure> {
+    fn repair(self) -> Result<(), CommandFailure> {
         let bad: Vec<_> = self.wrong.into_iter().chain(self.orphans.into_iter().flatten()).collect();
         self.kept.repair(&bad).map_err(|error| unusable(&error))
     }

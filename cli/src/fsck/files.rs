@@ -5,18 +5,18 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::failure::Failure;
+use crate::failure::CommandFailure;
 
 /// What lies in the directories.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Found {
+pub(super) struct FoundFiles {
     /// Indices with the files of slots that they tell of.
     pub(super) pairs: Vec<(PathBuf, PathBuf)>,
     pub(super) without_index: Vec<PathBuf>,
 }
 
 /// Finds them by their names: an index is called as its slots are, and may lie in another directory.
-pub(super) fn find(dirs: &[PathBuf]) -> Result<Found, Failure> {
+pub(super) fn find(dirs: &[PathBuf]) -> Result<FoundFiles, CommandFailure> {
     let mut indices = Vec::new();
     let mut slots = BTreeMap::new();
     for dir in dirs {
@@ -36,12 +36,12 @@ pub(super) fn find(dirs: &[PathBuf]) -> Result<Found, Failure> {
         (index, slots.unwrap_or(missing))
     };
     let pairs: Vec<_> = indices.into_iter().map(with_slots).collect();
-    Ok(Found { pairs, without_index: slots.into_values().collect() })
+    Ok(FoundFiles { pairs, without_index: slots.into_values().collect() })
 }
 
-fn ours(dir: &Path) -> Result<impl Iterator<Item = PathBuf> + use<>, Failure> {
+fn ours(dir: &Path) -> Result<impl Iterator<Item = PathBuf> + use<>, CommandFailure> {
     let unreadable =
-        |error| Failure::unusable(format!("cannot read the directory {}: {error}", dir.display()));
+        |error| CommandFailure::unusable(format!("cannot read the directory {}: {error}", dir.display()));
     let entries = fs::read_dir(dir).map_err(unreadable)?;
     let is_ours =
         |path: &PathBuf| path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"kvbm-"));
@@ -68,7 +68,7 @@ mod tests {
         let [index, blocks, other_index, memory, alone, ..] = paths;
         let dirs = [a.path().to_owned(), b.path().to_owned()];
         let expected =
-            Found { pairs: vec![(index, blocks), (other_index, memory)], without_index: vec![alone] };
+            FoundFiles { pairs: vec![(index, blocks), (other_index, memory)], without_index: vec![alone] };
         assert_eq!(find(&dirs).unwrap(), expected);
         assert!(find(&["/no/such/dir".into()]).is_err());
     }

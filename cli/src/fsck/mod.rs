@@ -18,10 +18,10 @@ use kvbm_settings::ObjectSettings;
 use kvbm_tiers::sealed::KeyRing;
 use serde::Serialize;
 
-use self::bucket::Bucket;
-use self::check::Finding;
-use crate::failure::Failure;
-use crate::global::Global;
+use self::bucket::BucketFindings;
+use self::check::IndexFinding;
+use crate::failure::CommandFailure;
+use crate::global::GlobalOptions;
 use crate::output;
 
 /// Checks what outlives a process: every block's bytes against the checksum that was stored with them.
@@ -46,16 +46,16 @@ pub(crate) struct FsckArgs {
 
 /// What is printed as JSON.
 #[derive(Debug, Serialize)]
-struct Report<'a> {
+struct FsckReport<'a> {
     is_sound: bool,
     repaired: bool,
-    files: &'a [Finding],
+    files: &'a [IndexFinding],
     /// Files of ours that no index tells of: no start finds anything in them.
     without_index: &'a [PathBuf],
-    buckets: &'a [Bucket],
+    buckets: &'a [BucketFindings],
 }
 
-pub(crate) fn run(args: &FsckArgs, global: &Global) -> Result<(), Failure> {
+pub(crate) fn run(args: &FsckArgs, global: &GlobalOptions) -> Result<(), CommandFailure> {
     let (urls, dirs): (Vec<_>, Vec<_>) = args.places.iter().partition(|place| bucket::is_url(place));
     let dirs: Vec<PathBuf> = dirs.into_iter().map(PathBuf::from).collect();
     let found = files::find(&dirs)?;
@@ -66,13 +66,13 @@ pub(crate) fn run(args: &FsckArgs, global: &Global) -> Result<(), Failure> {
     let buckets = urls.iter().map(|url| bucket::check(url, &object, keys.clone(), args.repair));
     let buckets = buckets.collect::<Result<Vec<_>, _>>()?;
     let is_sound =
-        findings.iter().all(Finding::is_sound) && buckets.iter().all(|bucket| bucket.report.is_sound());
+        findings.iter().all(IndexFinding::is_sound) && buckets.iter().all(|bucket| bucket.report.is_sound());
     let repaired = args.repair
-        && (!findings.iter().all(Finding::is_sound)
+        && (!findings.iter().all(IndexFinding::is_sound)
             || buckets.iter().any(|bucket| bucket.report.removed() > 0));
     if global.json {
         let without_index = &found.without_index;
-        let report = Report { is_sound, repaired, files: &findings, without_index, buckets: &buckets };
+        let report = FsckReport { is_sound, repaired, files: &findings, without_index, buckets: &buckets };
         output::print_json(&report)?;
     } else {
         if !dirs.is_empty() {
@@ -81,34 +81,37 @@ pub(crate) fn run(args: &FsckArgs, global: &Global) -> Result<(), Failure> {
         for path in &found.without_index {
             output::print(&format!("no index tells of {}: no start finds anything in it", path.display()))?;
         }
-        buckets.iter().try_for_each(Bucket::print)?;
+        buckets.iter().try_for_each(BucketFindings::print)?;
     }
     match (is_sound, repaired) {
         (true, _) if !buckets.iter().all(|bucket| bucket.report.is_complete()) => {
-            Err(Failure::unusable("not all could be read: what was read is sound; try again"))
+            Err(CommandFailure::unusable("not all could be read: what was read is sound; try again"))
         }
         (true, _) => Ok(()),
-        (false, true) => Err(Failure::unexpected("what was wrong is dropped, as far as nobody relies on it")),
-        (false, false) => Err(Failure::unexpected("not all is sound; --repair drops what is not")),
+        (false, true) => {
+            Err(CommandFailure::unexpected("what was wrong is dropped, as far as nobody relies on it"))
+        }
+        (false, false) => Err(CommandFailure::unexpected("not all is sound; --repair drops what is not")),
     }
 }
 
 /// The main keys that the settings name: indices and footers of encrypted blocks are authenticated with one.
-fn keys(global: &Global) -> Result<Option<Arc<KeyRing>>, Failure> {
+fn keys(global: &GlobalOptions) -> Result<Option<Arc<KeyRing>>, CommandFailure> {
     let encryption = global.load(|loader| loader)?.settings.encryption;
     let keys = match (&encryption.key_file, &encryption.key) {
         (Some(file), _) => KeyRing::from_file(Path::new(file)),
         (None, Some(keys)) => KeyRing::parse(keys),
         (None, None) => return Ok(None),
     };
-    keys.map(|keys| Some(Arc::new(keys))).map_err(|error| Failure::unusable(error.to_string()))
+    keys.map(|keys| Some(Arc::new(keys))).map_err(|error| CommandFailure::unusable(error.to_string()))
 }
 
-fn text(findings: &[Finding]) -> String {
+fn text(findings: &[IndexFinding]) -> String {
     let titles = ["index", "tier", "blocks", "wrong bytes", "no root", "bad entries", "torn", "header"];
     let mut table = output::table(&titles, 2);
     for finding in findings {
-        let Finding { index, tier, blocks, wrong, orphans, damaged, torn_bytes, header_is_whole } = finding;
+        let IndexFinding { index, tier, blocks, wrong, orphans, damaged, torn_bytes, header_is_whole } =
+            finding;
         let orphans = orphans.map_or("?".to_owned(), output::count);
         let header = if *header_is_whole { "sound" } else { "one copy bad" };
         let [blocks, wrong, damaged] = [blocks, wrong, damaged].map(|&number| output::count(number));

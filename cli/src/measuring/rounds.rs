@@ -77,9 +77,9 @@ impl Picks {
 
 /// One prompt in a subject's terms, as it comes from the engine: just written, hence in the cache.
 #[derive(Debug)]
-pub struct Arrival<N>(Vec<N>);
+pub struct PromptArrival<N>(Vec<N>);
 
-impl<N: Copy> Arrival<N> {
+impl<N: Copy> PromptArrival<N> {
     /// Room for a prompt.
     pub const fn new() -> Self {
         Self(Vec::new())
@@ -101,7 +101,7 @@ impl<N: Copy> Arrival<N> {
     }
 }
 
-impl<N: Copy> Default for Arrival<N> {
+impl<N: Copy> Default for PromptArrival<N> {
     fn default() -> Self {
         Self::new()
     }
@@ -117,7 +117,7 @@ pub fn match_us<S: Subject<Name = kvbm::BlockHash>>(
     samples: usize,
     cold: &mut CacheSweep,
 ) -> Spread {
-    let (mut picks, mut arrival) = (Picks::new(prompts.len()), Arrival::new());
+    let (mut picks, mut arrival) = (Picks::new(prompts.len()), PromptArrival::new());
     for prompt in prompts {
         subject.match_prompt(&prompt.hashes);
     }

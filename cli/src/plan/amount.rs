@@ -4,19 +4,19 @@ use std::fmt;
 
 use kvbm_settings::parse_size;
 
-use super::model::Model;
-use crate::failure::Failure;
+use super::model::KvModel;
+use crate::failure::CommandFailure;
 
 /// A capacity as it was given.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Amount {
+pub(super) enum CostAmount {
     /// So many blocks.
     Blocks(u32),
     /// What fits into so many bytes.
     Bytes { bytes: u64, text: String },
 }
 
-impl Amount {
+impl CostAmount {
     /// `5000` is blocks; `64GB`, `1.5TB` and `64GiB` are bytes.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         let text = text.trim();
@@ -34,13 +34,13 @@ impl Amount {
     ///
     /// # Errors
     /// A size, where it is not known what a block takes.
-    pub(super) fn blocks(&self, model: Option<&Model>) -> Result<u32, Failure> {
+    pub(super) fn blocks(&self, model: Option<&KvModel>) -> Result<u32, CommandFailure> {
         match (self, model) {
             (Self::Blocks(blocks), _) => Ok(*blocks),
             (Self::Bytes { bytes, .. }, Some(model)) => {
                 Ok(u32::try_from(bytes / model.bytes_per_block.max(1)).unwrap_or(u32::MAX))
             }
-            (Self::Bytes { text, .. }, None) => Err(Failure::unusable(format!(
+            (Self::Bytes { text, .. }, None) => Err(CommandFailure::unusable(format!(
                 "{text} is a size, and what a block takes depends on the model: name it with --model (or --layers, \
                  --kv-heads and --head-dim), or give blocks"
             ))),
@@ -48,7 +48,7 @@ impl Amount {
     }
 }
 
-impl fmt::Display for Amount {
+impl fmt::Display for CostAmount {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Blocks(blocks) => write!(f, "{blocks}"),
@@ -63,14 +63,14 @@ mod tests {
 
     #[test]
     fn digits_are_blocks_and_units_are_bytes() {
-        assert_eq!(Amount::parse("5000"), Ok(Amount::Blocks(5_000)));
-        let bytes = |text| match Amount::parse(text) {
-            Ok(Amount::Bytes { bytes, .. }) => bytes,
+        assert_eq!(CostAmount::parse("5000"), Ok(CostAmount::Blocks(5_000)));
+        let bytes = |text| match CostAmount::parse(text) {
+            Ok(CostAmount::Bytes { bytes, .. }) => bytes,
             other => panic!("{text}: {other:?}"),
         };
         assert_eq!(["64GB", "1.5TB", "1GiB"].map(bytes), [64_000_000_000, 1_500_000_000_000, 1 << 30]);
         for text in ["", "lots", "-5", "5000000000", "1.5"] {
-            assert!(Amount::parse(text).is_err(), "{text}");
+            assert!(CostAmount::parse(text).is_err(), "{text}");
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::path::Path;
 
-use kvbm_policies::{Miniature, Sample, Thinning};
+use kvbm_policies::{Miniature, Sample, TraceThinning};
 
 use crate::trace::{TraceError, TraceReader};
 
@@ -12,7 +12,7 @@ const MAX_BLOCKS: usize = 20_000_000;
 
 /// A trace in memory.
 #[derive(Debug)]
-pub(super) struct Input {
+pub(super) struct PlanInput {
     pub(super) miniature: Miniature,
     pub(super) requests: u64,
     pub(super) prompt_tokens: u64,
@@ -23,13 +23,13 @@ pub(super) struct Input {
 
 /// Reads the trace, or as much of each path as `sample` says. Where nothing is said, that is all of it, unless the
 /// trace is a file too large for that.
-pub(super) fn read(trace: &Path, sample: Option<Sample>) -> Result<Input, TraceError> {
+pub(super) fn read(trace: &Path, sample: Option<Sample>) -> Result<PlanInput, TraceError> {
     let is_file = File::open(trace).and_then(|file| file.metadata()).is_ok_and(|metadata| metadata.is_file());
     let most = if sample.is_none() && is_file { MAX_BLOCKS } else { usize::MAX };
     read_at_most(trace, sample.unwrap_or(Sample::ALL), most)
 }
 
-fn read_at_most(trace: &Path, first: Sample, max_blocks: usize) -> Result<Input, TraceError> {
+fn read_at_most(trace: &Path, first: Sample, max_blocks: usize) -> Result<PlanInput, TraceError> {
     let mut sample = first;
     loop {
         if let Some(input) = read_sample(trace, sample, max_blocks)? {
@@ -40,9 +40,9 @@ fn read_at_most(trace: &Path, first: Sample, max_blocks: usize) -> Result<Input,
 }
 
 /// `None` where more blocks than so many are in the sample.
-fn read_sample(trace: &Path, sample: Sample, max_blocks: usize) -> Result<Option<Input>, TraceError> {
+fn read_sample(trace: &Path, sample: Sample, max_blocks: usize) -> Result<Option<PlanInput>, TraceError> {
     let mut reader = TraceReader::open(trace)?;
-    let mut thinning = Thinning::new(sample);
+    let mut thinning = TraceThinning::new(sample);
     let (mut requests, mut prompt_tokens, mut times) = (0, 0, None);
     for request in reader.by_ref() {
         let request = request?;
@@ -56,7 +56,7 @@ fn read_sample(trace: &Path, sample: Sample, max_blocks: usize) -> Result<Option
         }
     }
     let (first, last) = times.unwrap_or_default();
-    Ok(Some(Input {
+    Ok(Some(PlanInput {
         miniature: thinning.finish(),
         requests,
         prompt_tokens,

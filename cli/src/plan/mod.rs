@@ -26,14 +26,14 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use kvbm_policies::{AdmissionKind, EvictionKind, Policy, Sample};
 use kvbm_tiers::clock;
 
-use self::amount::Amount;
-use self::input::Input;
-use self::model::{Model, ModelArgs};
-use self::outcome::{Curve, Plan, Row};
+use self::amount::CostAmount;
+use self::input::PlanInput;
+use self::model::{KvModel, ModelArgs};
+use self::outcome::{MissCurve, OutcomeRow, PlanOutcome};
 use self::tiers::TierAmount;
 use self::what_if::CostArgs;
-use crate::failure::Failure;
-use crate::global::Global;
+use crate::failure::CommandFailure;
+use crate::global::GlobalOptions;
 use crate::output::{self, rounded};
 
 /// Capacities of the table, in blocks.
@@ -51,8 +51,8 @@ pub(crate) struct PlanArgs {
     trace: PathBuf,
     /// Capacities to try: blocks of 512 tokens, or sizes such as 64GB, which need a model
     /// [default: 1000,5000,10000,30000; with --html, ten from 500 to 50000]
-    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = Amount::parse)]
-    capacity: Vec<Amount>,
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = CostAmount::parse)]
+    capacity: Vec<CostAmount>,
     /// Policies to try; belady knows the future and serves as a bound. Tiers use the first that does not
     #[arg(
         long,
@@ -83,9 +83,9 @@ pub(crate) struct PlanArgs {
     costs: CostArgs,
 }
 
-pub(crate) fn run(args: &PlanArgs, global: &Global) -> Result<(), Failure> {
+pub(crate) fn run(args: &PlanArgs, global: &GlobalOptions) -> Result<(), CommandFailure> {
     global.load(|loader| loader)?;
-    let page = args.html.as_deref().map(html::Page::create).transpose()?;
+    let page = args.html.as_deref().map(html::PlanPage::create).transpose()?;
     let plan = plan(args)?;
     plan.notes.iter().for_each(|note| output::tell(&format!("note: {note}")));
     if let Some(page) = page {
@@ -108,7 +108,7 @@ fn parse_rate(text: &str) -> Result<f64, String> {
     if rate > 0.0 && rate <= 1.0 { Ok(rate) } else { Err("a rate is above 0 and at most 1".to_owned()) }
 }
 
-fn plan(args: &PlanArgs) -> Result<Plan, Failure> {
+fn plan(args: &PlanArgs) -> Result<PlanOutcome, CommandFailure> {
     let model = args.model.model()?;
     let capacities = args.capacities(model.as_ref())?;
     let tiers = args.tiers(model.as_ref())?;
@@ -118,7 +118,7 @@ fn plan(args: &PlanArgs) -> Result<Plan, Failure> {
     let is_deep = args.what_if || args.html.is_some();
     let admissions = admissions_to_compare(args.admission, args.html.is_some());
     let eviction = args.tier_eviction();
-    let mut plan = Plan {
+    let mut plan = PlanOutcome {
         trace: args.trace.display().to_string(),
         requests: input.requests,
         prompt_tokens: input.prompt_tokens,
@@ -145,7 +145,7 @@ fn plan(args: &PlanArgs) -> Result<Plan, Failure> {
 }
 
 impl PlanArgs {
-    fn capacities(&self, model: Option<&Model>) -> Result<Vec<u32>, Failure> {
+    fn capacities(&self, model: Option<&KvModel>) -> Result<Vec<u32>, CommandFailure> {
         if self.capacity.is_empty() {
             return Ok(if self.html.is_some() { FINE_CAPACITIES.into() } else { CAPACITIES.into() });
         }
@@ -153,10 +153,10 @@ impl PlanArgs {
     }
 
     /// The tiers in question, from fast to slow; none where nothing is asked of them.
-    fn tiers(&self, model: Option<&Model>) -> Result<Vec<tiers::TierSize>, Failure> {
+    fn tiers(&self, model: Option<&KvModel>) -> Result<Vec<tiers::TierSize>, CommandFailure> {
         if self.tiers.is_empty() && (self.what_if || self.html.is_some()) {
             let amounts: Result<Vec<_>, _> = TIERS.split(',').map(TierAmount::parse).collect();
-            return tiers::sizes(&amounts.map_err(Failure::unusable)?, model);
+            return tiers::sizes(&amounts.map_err(CommandFailure::unusable)?, model);
         }
         tiers::sizes(&self.tiers, model)
     }
@@ -176,10 +176,15 @@ fn admissions_to_compare(chosen: AdmissionKind, all: bool) -> Vec<AdmissionKind>
 }
 
 /// Each policy at each capacity.
-fn rows(input: &Input, policies: &[Policy], capacities: &[u32], block_bytes: Option<u64>) -> Vec<Row> {
+fn rows(
+    input: &PlanInput,
+    policies: &[Policy],
+    capacities: &[u32],
+    block_bytes: Option<u64>,
+) -> Vec<OutcomeRow> {
     let jobs: Vec<_> =
         policies.iter().flat_map(|&policy| capacities.iter().map(move |&c| (policy, c))).collect();
-    jobs::each("policies and capacities", &jobs, |&(policy, capacity)| Row {
+    jobs::each("policies and capacities", &jobs, |&(policy, capacity)| OutcomeRow {
         eviction: policy.name(),
         capacity,
         bytes: block_bytes.map(|bytes| bytes.saturating_mul(capacity.into())),
@@ -188,7 +193,7 @@ fn rows(input: &Input, policies: &[Policy], capacities: &[u32], block_bytes: Opt
 }
 
 /// Eight capacities to each doubling, up to where everything fits.
-fn lru_curve(input: &Input) -> Curve {
+fn lru_curve(input: &PlanInput) -> MissCurve {
     const FIRST: f64 = 64.0;
     let all = u32::try_from(input.miniature.blocks()).unwrap_or(u32::MAX);
     let steps = (0..).map(|step| (FIRST * 2_f64.powf(f64::from(step) / 8.0)) as u32);
@@ -196,13 +201,13 @@ fn lru_curve(input: &Input) -> Curve {
     let started = clock::now();
     let rates = input.miniature.lru_token_hit_rates(&capacities);
     let seconds = started.elapsed().as_secs_f64();
-    Curve {
+    MissCurve {
         points: capacities.into_iter().zip(rates.into_iter().map(rounded)).collect(),
         microseconds_per_request: rounded(seconds * 1e6 / input.requests.max(1) as f64),
     }
 }
 
-fn notes(input: &Input, capacities: &[u32]) -> Vec<String> {
+fn notes(input: &PlanInput, capacities: &[u32]) -> Vec<String> {
     let blocks = input.miniature.blocks();
     let mut notes = Vec::new();
     if input.out_of_order > 0 {
@@ -306,17 +311,17 @@ mod tests {
     }
 
     #[derive(Parser)]
-    struct Line {
+    struct ReportLine {
         #[command(flatten)]
         args: PlanArgs,
     }
 
-    fn planned(trace: &Path, options: &[&str]) -> Result<Plan, Failure> {
+    fn planned(trace: &Path, options: &[&str]) -> Result<PlanOutcome, CommandFailure> {
         let line = ["plan", trace.to_str().unwrap()].into_iter().chain(options.iter().copied());
-        plan(&Line::try_parse_from(line).unwrap().args)
+        plan(&ReportLine::try_parse_from(line).unwrap().args)
     }
 
-    fn plan_of(text: &str, options: &[&str]) -> Result<Plan, Failure> {
+    fn plan_of(text: &str, options: &[&str]) -> Result<PlanOutcome, CommandFailure> {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("trace.jsonl");
         std::fs::write(&path, text).unwrap();
@@ -393,7 +398,7 @@ mod tests {
     #[test]
     fn every_option_is_documented() {
         let page = include_str!("../../../docs/planning.md");
-        for option in Line::command().get_arguments().filter_map(clap::Arg::get_long) {
+        for option in ReportLine::command().get_arguments().filter_map(clap::Arg::get_long) {
             assert!(page.contains(&format!("`--{option}")), "docs/planning.md lacks --{option}");
         }
     }

@@ -6,7 +6,7 @@ use kvbm_policies::{BLOCK_TOKENS, checkpoints};
 use kvbm_settings::parse_size;
 use serde::Serialize;
 
-use crate::failure::Failure;
+use crate::failure::CommandFailure;
 use crate::output;
 
 /// What a model's attention keeps of a token, as published.
@@ -18,14 +18,14 @@ use crate::output;
 /// <https://deepwiki.com/deepseek-ai/DeepSeek-V3/6.1-configuration-options>; Qwen3 235B: the configuration
 /// of AI-Hypercomputer/maxtext.
 #[rustfmt::skip]
-const PRESETS: [(&str, Shape); 24] = [
+const PRESETS: [(&str, ModelShape); 24] = [
     ("deepseek-v2", latent(60, 512 + 64)),
     ("deepseek-v3", latent(61, 512 + 64)),
-    ("gemma-3-4b", Shape { window_layers: 29, window: 1024, ..heads(34, 4, 256) }),
-    ("gemma-3-12b", Shape { window_layers: 40, window: 1024, ..heads(48, 8, 256) }),
-    ("gemma-3-27b", Shape { window_layers: 52, window: 1024, ..heads(62, 16, 128) }),
-    ("gpt-oss-20b", Shape { window_layers: 12, window: 128, ..heads(24, 8, 64) }),
-    ("gpt-oss-120b", Shape { window_layers: 18, window: 128, ..heads(36, 8, 64) }),
+    ("gemma-3-4b", ModelShape { window_layers: 29, window: 1024, ..heads(34, 4, 256) }),
+    ("gemma-3-12b", ModelShape { window_layers: 40, window: 1024, ..heads(48, 8, 256) }),
+    ("gemma-3-27b", ModelShape { window_layers: 52, window: 1024, ..heads(62, 16, 128) }),
+    ("gpt-oss-20b", ModelShape { window_layers: 12, window: 128, ..heads(24, 8, 64) }),
+    ("gpt-oss-120b", ModelShape { window_layers: 18, window: 128, ..heads(36, 8, 64) }),
     ("llama-3-8b", heads(32, 8, 128)),
     ("llama-3-70b", heads(80, 8, 128)),
     ("llama-3-405b", heads(126, 8, 128)),
@@ -49,7 +49,7 @@ const DTYPES: [(&str, u64); 5] = [("bf16", 2), ("fp16", 2), ("fp32", 4), ("fp8",
 
 /// Numbers that a model is built with. 0 where it has none of the kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Shape {
+struct ModelShape {
     layers: u32,
     kv_heads: u32,
     head_dim: u32,
@@ -61,12 +61,12 @@ struct Shape {
     window: u32,
 }
 
-const fn heads(layers: u32, kv_heads: u32, head_dim: u32) -> Shape {
-    Shape { layers, kv_heads, head_dim, latent_dim: 0, window_layers: 0, window: 0 }
+const fn heads(layers: u32, kv_heads: u32, head_dim: u32) -> ModelShape {
+    ModelShape { layers, kv_heads, head_dim, latent_dim: 0, window_layers: 0, window: 0 }
 }
 
-const fn latent(layers: u32, latent_dim: u32) -> Shape {
-    Shape { layers, kv_heads: 0, head_dim: 0, latent_dim, window_layers: 0, window: 0 }
+const fn latent(layers: u32, latent_dim: u32) -> ModelShape {
+    ModelShape { layers, kv_heads: 0, head_dim: 0, latent_dim, window_layers: 0, window: 0 }
 }
 
 /// The options that say how large a block is.
@@ -119,30 +119,30 @@ impl ModelArgs {
     ///
     /// # Errors
     /// A description that is not whole, or contradicts itself.
-    pub(super) fn model(&self) -> Result<Option<Model>, Failure> {
+    pub(super) fn model(&self) -> Result<Option<KvModel>, CommandFailure> {
         let preset = PRESETS.into_iter().find(|(name, _)| Some(*name) == self.model.as_deref());
         let shape = self.shape(preset.map(|(_, shape)| shape).unwrap_or_default());
-        if shape == Shape::default() {
+        if shape == ModelShape::default() {
             return self.is_alone().map(|()| None);
         }
         if shape.layers == 0 || (shape.latent_dim == 0 && (shape.kv_heads == 0 || shape.head_dim == 0)) {
-            return Err(Failure::unusable(
+            return Err(CommandFailure::unusable(
                 "a model needs --layers, and --kv-heads with --head-dim or --mla-latent-dim; or name one: --model",
             ));
         }
         if shape.window_layers > shape.layers {
-            return Err(Failure::unusable(format!(
+            return Err(CommandFailure::unusable(format!(
                 "--window-layers {} is more than all {} layers",
                 shape.window_layers, shape.layers
             )));
         }
         let name = preset.map_or("custom", |(name, _)| name);
-        Ok(Some(Model::new(name, shape, self)))
+        Ok(Some(KvModel::new(name, shape, self)))
     }
 
-    fn shape(&self, preset: Shape) -> Shape {
+    fn shape(&self, preset: ModelShape) -> ModelShape {
         let by_latent = self.mla_latent_dim.is_some();
-        Shape {
+        ModelShape {
             layers: self.layers.unwrap_or(preset.layers),
             kv_heads: self.kv_heads.unwrap_or(preset.kv_heads),
             head_dim: self.head_dim.unwrap_or(preset.head_dim),
@@ -157,9 +157,9 @@ impl ModelArgs {
     }
 
     /// That nothing was said which only a model gives a meaning.
-    fn is_alone(&self) -> Result<(), Failure> {
+    fn is_alone(&self) -> Result<(), CommandFailure> {
         if self.dtype.is_some() || self.state_bytes.is_some() || self.tensor_parallel > 1 {
-            return Err(Failure::unusable(
+            return Err(CommandFailure::unusable(
                 "--dtype, --state-bytes and --tensor-parallel describe a model: say which, with --model or --layers",
             ));
         }
@@ -169,7 +169,7 @@ impl ModelArgs {
 
 /// What a block takes on one rank. Serialises to a part of the command's JSON.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(super) struct Model {
+pub(super) struct KvModel {
     /// The preset, or `custom`.
     pub(super) name: &'static str,
     pub(super) dtype: &'static str,
@@ -181,8 +181,8 @@ pub(super) struct Model {
     pub(super) bytes_per_block: u64,
 }
 
-impl Model {
-    fn new(name: &'static str, shape: Shape, args: &ModelArgs) -> Self {
+impl KvModel {
+    fn new(name: &'static str, shape: ModelShape, args: &ModelArgs) -> Self {
         let dtype = args.dtype.unwrap_or("bf16");
         let number_bytes = DTYPES.iter().find(|(name, _)| *name == dtype).map_or(2, |&(_, bytes)| bytes);
         let layer_bytes = number_bytes * numbers_per_layer(shape, args.tensor_parallel);
@@ -219,7 +219,7 @@ impl Model {
 
 /// What one rank keeps of a token in a layer. Heads are shared out, and repeated where ranks outnumber them; a
 /// latent serves all heads, so each rank has it whole.
-fn numbers_per_layer(shape: Shape, ranks: u32) -> u64 {
+fn numbers_per_layer(shape: ModelShape, ranks: u32) -> u64 {
     match shape.latent_dim {
         0 => 2 * u64::from(shape.kv_heads.div_ceil(ranks)) * u64::from(shape.head_dim),
         latent_dim => u64::from(latent_dim),
@@ -233,13 +233,13 @@ mod tests {
     use super::*;
 
     #[derive(Parser)]
-    struct Line {
+    struct ModelLine {
         #[command(flatten)]
         args: ModelArgs,
     }
 
-    fn model(line: &str) -> Result<Option<Model>, String> {
-        let line = Line::try_parse_from(["test"].into_iter().chain(line.split_whitespace()));
+    fn model(line: &str) -> Result<Option<KvModel>, String> {
+        let line = ModelLine::try_parse_from(["test"].into_iter().chain(line.split_whitespace()));
         line.map_err(|error| error.to_string())?.args.model().map_err(|failure| failure.to_string())
     }
 

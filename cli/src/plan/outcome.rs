@@ -2,13 +2,13 @@
 
 use serde::Serialize;
 
-use super::model::Model;
-use super::tiers::Staircase;
+use super::model::KvModel;
+use super::tiers::BitsStaircase;
 use super::what_if::WhatIf;
 
 /// What a plan found. Serialises to the command's JSON.
 #[derive(Debug, Serialize)]
-pub(super) struct Plan {
+pub(super) struct PlanOutcome {
     /// The trace, as it was named.
     pub(super) trace: String,
     pub(super) requests: u64,
@@ -20,15 +20,15 @@ pub(super) struct Plan {
     /// Blocks that one in the sample stands for; 1 where all are simulated.
     pub(super) sample_stride: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) model: Option<Model>,
+    pub(super) model: Option<KvModel>,
     /// One for each policy and capacity, in the order asked for: policy by policy.
-    pub(super) rows: Vec<Row>,
+    pub(super) rows: Vec<OutcomeRow>,
     /// LRU at many capacities; where it was asked what more would bring.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) lru_curve: Option<Curve>,
+    pub(super) lru_curve: Option<MissCurve>,
     /// Several tiers together: one for each way of admission, the chosen one first.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub(super) tiers: Vec<Staircase>,
+    pub(super) tiers: Vec<BitsStaircase>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) what_if: Option<WhatIf>,
     /// What the reader should know about the figures.
@@ -37,7 +37,7 @@ pub(super) struct Plan {
 
 /// One policy at one capacity.
 #[derive(Debug, Serialize)]
-pub(super) struct Row {
+pub(super) struct OutcomeRow {
     /// The policy's name.
     pub(super) eviction: &'static str,
     /// Blocks that the tier holds.
@@ -51,7 +51,7 @@ pub(super) struct Row {
 
 /// Stack distances turned into hit rates.
 #[derive(Debug, Serialize)]
-pub(super) struct Curve {
+pub(super) struct MissCurve {
     /// Capacity in blocks, and token hit rate.
     pub(super) points: Vec<(u32, f64)>,
     /// What measuring it took, per request of the trace.

@@ -1,12 +1,12 @@
 //! The result as tables.
 
-use super::outcome::{Plan, Row};
-use super::tiers::Staircase;
-use super::what_if::{Point, WhatIf};
+use super::outcome::{OutcomeRow, PlanOutcome};
+use super::tiers::BitsStaircase;
+use super::what_if::{WhatIf, WhatIfPoint};
 use crate::output;
 
 /// Everything that was asked for.
-pub(super) fn page(plan: &Plan) -> String {
+pub(super) fn page(plan: &PlanOutcome) -> String {
     let mut parts = vec![summary(plan), rates(&plan.rows)];
     parts.extend(plan.tiers.iter().map(staircase));
     if let Some(what_if) = &plan.what_if {
@@ -16,7 +16,7 @@ pub(super) fn page(plan: &Plan) -> String {
     parts.join("\n\n")
 }
 
-fn summary(plan: &Plan) -> String {
+fn summary(plan: &PlanOutcome) -> String {
     let trace = format!(
         "{}: {} requests over {}, {} prompt tokens, {} distinct blocks",
         plan.trace,
@@ -54,8 +54,8 @@ pub(super) fn rate(share: f64) -> String {
 }
 
 /// A line for each capacity, a column for each policy.
-fn rates(rows: &[Row]) -> String {
-    let columns: Vec<&[Row]> = rows.chunk_by(|a, b| a.eviction == b.eviction).collect();
+fn rates(rows: &[OutcomeRow]) -> String {
+    let columns: Vec<&[OutcomeRow]> = rows.chunk_by(|a, b| a.eviction == b.eviction).collect();
     let policies = columns.iter().map(|column| column[0].eviction);
     let titles: Vec<_> = ["capacity (blocks)"].into_iter().chain(policies).collect();
     let mut table = output::table(&titles, 0);
@@ -67,7 +67,7 @@ fn rates(rows: &[Row]) -> String {
     format!("Token hit rate of one tier\n{}", table.trim_fmt())
 }
 
-fn staircase(case: &Staircase) -> String {
+fn staircase(case: &BitsStaircase) -> String {
     let titles = ["tier", "capacity (blocks)", "token hit rate", "read/request", "written/request"];
     let mut table = output::table(&titles, 1);
     for step in &case.tiers {
@@ -105,7 +105,7 @@ pub(super) fn amount(blocks: f64, bytes: Option<f64>) -> String {
 }
 
 /// `+64.0 GB`, or in blocks where the model is not known.
-pub(super) fn more(point: &Point) -> String {
+pub(super) fn more(point: &WhatIfPoint) -> String {
     let sign = if point.more_blocks < 0 { '−' } else { '+' };
     match (point.more_blocks, point.more_bytes) {
         (0, _) => "as it is".to_owned(),
@@ -115,12 +115,12 @@ pub(super) fn more(point: &Point) -> String {
 }
 
 /// `+3.1 points`.
-pub(super) fn gain_points(point: &Point, what_if: &WhatIf) -> String {
+pub(super) fn gain_points(point: &WhatIfPoint, what_if: &WhatIf) -> String {
     signed((point.token_hit_rate - what_if.token_hit_rate) * 100.0, 2)
 }
 
 /// `−0.41 s`.
-pub(super) fn gain_seconds(point: &Point, what_if: &WhatIf) -> String {
+pub(super) fn gain_seconds(point: &WhatIfPoint, what_if: &WhatIf) -> String {
     signed(point.mean_ttft_seconds - what_if.mean_ttft_seconds, 3)
 }
 
@@ -135,7 +135,7 @@ fn signed(number: f64, decimals: usize) -> String {
     }
 }
 
-fn what_if_tier(tier: &str, points: &[Point], what_if: &WhatIf) -> String {
+fn what_if_tier(tier: &str, points: &[WhatIfPoint], what_if: &WhatIf) -> String {
     let titles = ["change", "capacity (blocks)", "token hit rate", "points", "mean TTFT", "seconds"];
     let mut table = output::table(&titles, 0);
     for point in points {
@@ -153,7 +153,7 @@ fn what_if_tier(tier: &str, points: &[Point], what_if: &WhatIf) -> String {
     format!("What if the {tier} tier were another size\n{}", table.trim_fmt())
 }
 
-fn costs(plan: &Plan, what_if: &WhatIf) -> String {
+fn costs(plan: &PlanOutcome, what_if: &WhatIf) -> String {
     let curve = plan.lru_curve.as_ref().map(|curve| {
         format!(
             " The curve of LRU at every capacity took {:.1} µs a request.",

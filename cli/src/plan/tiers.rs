@@ -5,11 +5,11 @@ use kvbm_policies::simulation::hierarchy::TierOutcome;
 use kvbm_policies::{AdmissionKind, BLOCK_TOKENS, EvictionKind, Hierarchy, TierPlan};
 use serde::Serialize;
 
-use super::amount::Amount;
-use super::input::Input;
+use super::amount::CostAmount;
+use super::input::PlanInput;
 use super::jobs;
-use super::model::Model;
-use crate::failure::Failure;
+use super::model::KvModel;
+use crate::failure::CommandFailure;
 use crate::output::{self, rounded};
 
 const SECONDS_PER_DAY: f64 = 86_400.0;
@@ -18,7 +18,7 @@ const SECONDS_PER_DAY: f64 = 86_400.0;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct TierAmount {
     tier: Tier,
-    amount: Amount,
+    amount: CostAmount,
 }
 
 impl TierAmount {
@@ -29,7 +29,7 @@ impl TierAmount {
             .ok_or_else(|| format!("not TIER=CAPACITY, such as host=5000; tiers: {}", valid()))?;
         let tier = Tier::ALL.into_iter().find(|tier| tier.name() == name.trim());
         let tier = tier.ok_or_else(|| format!("unknown tier `{name}`; valid: {}", valid()))?;
-        Ok(Self { tier, amount: Amount::parse(amount)? })
+        Ok(Self { tier, amount: CostAmount::parse(amount)? })
     }
 }
 
@@ -44,19 +44,22 @@ pub(super) struct TierSize {
 ///
 /// # Errors
 /// A tier given twice, and a size without a model.
-pub(super) fn sizes(amounts: &[TierAmount], model: Option<&Model>) -> Result<Vec<TierSize>, Failure> {
+pub(super) fn sizes(
+    amounts: &[TierAmount],
+    model: Option<&KvModel>,
+) -> Result<Vec<TierSize>, CommandFailure> {
     let size = |given: &TierAmount| Ok(TierSize { tier: given.tier, capacity: given.amount.blocks(model)? });
-    let mut sizes = amounts.iter().map(size).collect::<Result<Vec<_>, Failure>>()?;
+    let mut sizes = amounts.iter().map(size).collect::<Result<Vec<_>, CommandFailure>>()?;
     sizes.sort_by_key(|size| size.tier.index());
     match sizes.windows(2).find(|pair| pair[0].tier == pair[1].tier) {
-        Some(pair) => Err(Failure::unusable(format!("--tiers names {} twice", pair[0].tier))),
+        Some(pair) => Err(CommandFailure::unusable(format!("--tiers names {} twice", pair[0].tier))),
         None => Ok(sizes),
     }
 }
 
 /// What went through a tier, of the whole trace.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Traffic {
+pub(super) struct TierTraffic {
     pub(super) tier: Tier,
     pub(super) hit_tokens: f64,
     pub(super) blocks_read: f64,
@@ -65,11 +68,11 @@ pub(super) struct Traffic {
 
 /// Simulates the tiers; one of 0 blocks is left out.
 pub(super) fn simulate(
-    input: &Input,
+    input: &PlanInput,
     sizes: &[TierSize],
     eviction: EvictionKind,
     admission: AdmissionKind,
-) -> Vec<Traffic> {
+) -> Vec<TierTraffic> {
     let small = &input.miniature;
     let sizes: Vec<_> = sizes.iter().filter(|size| size.capacity > 0).collect();
     let plan = |size: &&TierSize| TierPlan {
@@ -78,7 +81,7 @@ pub(super) fn simulate(
         admission: admission_to(size.tier, &sizes, admission),
     };
     let outcome = Hierarchy::new(&sizes.iter().map(plan).collect::<Vec<_>>()).simulate(small.workload());
-    let traffic = |(size, tier): (&&TierSize, &TierOutcome)| Traffic {
+    let traffic = |(size, tier): (&&TierSize, &TierOutcome)| TierTraffic {
         tier: size.tier,
         hit_tokens: small.scaled(tier.hit_tokens),
         blocks_read: small.scaled(tier.blocks_read),
@@ -105,21 +108,21 @@ fn admission_to(tier: Tier, sizes: &[&TierSize], chosen: AdmissionKind) -> Admis
 
 /// Tiers under one way of admission. Serialises to a part of the command's JSON.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Staircase {
+pub(super) struct BitsStaircase {
     pub(super) admission: &'static str,
     pub(super) eviction: &'static str,
     /// Of all tiers together: 0 to 1.
     pub(super) token_hit_rate: f64,
     /// From fast to slow.
-    pub(super) tiers: Vec<Step>,
+    pub(super) tiers: Vec<TierStep>,
     /// What the disk tier has to endure, where there is one and the trace takes any time.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) disk: Option<Endurance>,
+    pub(super) disk: Option<DriveEndurance>,
 }
 
 /// One tier.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Step {
+pub(super) struct TierStep {
     pub(super) tier: &'static str,
     pub(super) capacity: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -137,7 +140,7 @@ pub(super) struct Step {
 /// Writes at the trace's rate of requests, kept up for a day.
 #[derive(Clone, Debug, Serialize)]
 #[expect(clippy::struct_field_names, reason = "these are the names in the JSON")]
-pub(super) struct Endurance {
+pub(super) struct DriveEndurance {
     pub(super) blocks_per_day: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) bytes_per_day: Option<f64>,
@@ -147,12 +150,12 @@ pub(super) struct Endurance {
 
 /// The tiers under each way of admission; nothing where there are none.
 pub(super) fn staircases(
-    input: &Input,
+    input: &PlanInput,
     sizes: &[TierSize],
     eviction: EvictionKind,
     admissions: &[AdmissionKind],
     block_bytes: Option<u64>,
-) -> Vec<Staircase> {
+) -> Vec<BitsStaircase> {
     if sizes.iter().all(|size| size.capacity == 0) {
         return Vec::new();
     }
@@ -160,12 +163,12 @@ pub(super) fn staircases(
         let traffic = simulate(input, sizes, eviction, admission);
         let requests = input.requests.max(1) as f64;
         let tokens = input.prompt_tokens.max(1) as f64;
-        let step = |traffic: &Traffic| {
+        let step = |traffic: &TierTraffic| {
             let capacity =
                 sizes.iter().find(|size| size.tier == traffic.tier).map_or(0, |size| size.capacity);
             let bytes = |blocks: f64| block_bytes.map(|bytes| (blocks * bytes as f64).round());
             let (read, written) = (traffic.blocks_read / requests, traffic.blocks_written / requests);
-            Step {
+            TierStep {
                 tier: traffic.tier.name(),
                 capacity,
                 bytes: block_bytes.map(|bytes| bytes.saturating_mul(capacity.into())),
@@ -176,7 +179,7 @@ pub(super) fn staircases(
                 bytes_written_per_request: bytes(written),
             }
         };
-        Staircase {
+        BitsStaircase {
             admission: admission.name(),
             eviction: eviction.name(),
             token_hit_rate: rounded(traffic.iter().map(|tier| tier.hit_tokens).sum::<f64>() / tokens),
@@ -187,16 +190,16 @@ pub(super) fn staircases(
 }
 
 fn endurance(
-    input: &Input,
+    input: &PlanInput,
     sizes: &[TierSize],
-    traffic: &[Traffic],
+    traffic: &[TierTraffic],
     block_bytes: Option<u64>,
-) -> Option<Endurance> {
+) -> Option<DriveEndurance> {
     let size = sizes.iter().find(|size| size.tier == Tier::Disk)?;
     let disk = traffic.iter().find(|traffic| traffic.tier == Tier::Disk)?;
     let per_day = (input.seconds > 0.0).then_some(SECONDS_PER_DAY / input.seconds)?;
     let blocks_per_day = disk.blocks_written * per_day;
-    Some(Endurance {
+    Some(DriveEndurance {
         blocks_per_day: blocks_per_day.round(),
         bytes_per_day: block_bytes.map(|bytes| (blocks_per_day * bytes as f64).round()),
         drive_writes_per_day: rounded(blocks_per_day / f64::from(size.capacity)),

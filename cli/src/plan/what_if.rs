@@ -7,9 +7,9 @@ use kvbm_settings::parse_size;
 use kvbm_tiers::clock;
 use serde::Serialize;
 
-use super::input::Input;
+use super::input::PlanInput;
 use super::jobs;
-use super::tiers::{self, TierSize, Traffic};
+use super::tiers::{self, TierSize, TierTraffic};
 use crate::output::rounded;
 
 /// Sizes that are tried, in parts of what the tier has.
@@ -46,8 +46,8 @@ fn parse_bandwidth(text: &str) -> Result<u64, String> {
 }
 
 impl CostArgs {
-    pub(super) fn costs(&self, block_bytes: Option<u64>) -> Costs {
-        Costs {
+    pub(super) fn costs(&self, block_bytes: Option<u64>) -> WhatIfCosts {
+        WhatIfCosts {
             prefill_tokens_per_second: self.prefill_rate,
             host_bytes_per_second: self.host_bandwidth,
             disk_bytes_per_second: self.disk_bandwidth,
@@ -60,7 +60,7 @@ impl CostArgs {
 /// What a request's first token waits for, queues aside: computing what no tier holds, after loading what the slower
 /// tiers hold.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub(super) struct Costs {
+pub(super) struct WhatIfCosts {
     pub(super) prefill_tokens_per_second: f64,
     pub(super) host_bytes_per_second: u64,
     pub(super) disk_bytes_per_second: u64,
@@ -70,7 +70,7 @@ pub(super) struct Costs {
     block_bytes: Option<u64>,
 }
 
-impl Costs {
+impl WhatIfCosts {
     /// Seconds to load a block. What is on the device is there.
     fn seconds_per_block(&self, tier: Tier) -> f64 {
         let bandwidth = match tier {
@@ -82,10 +82,10 @@ impl Costs {
         self.block_bytes.unwrap_or(0) as f64 / bandwidth as f64
     }
 
-    fn mean_seconds(&self, input: &Input, traffic: &[Traffic]) -> f64 {
+    fn mean_seconds(&self, input: &PlanInput, traffic: &[TierTraffic]) -> f64 {
         let hits: f64 = traffic.iter().map(|tier| tier.hit_tokens).sum();
         let computing = (input.prompt_tokens as f64 - hits).max(0.0) / self.prefill_tokens_per_second;
-        let load = |tier: &Traffic| tier.blocks_read * self.seconds_per_block(tier.tier);
+        let load = |tier: &TierTraffic| tier.blocks_read * self.seconds_per_block(tier.tier);
         (computing + traffic.iter().map(load).sum::<f64>()) / input.requests.max(1) as f64
     }
 
@@ -114,7 +114,7 @@ impl Costs {
 /// What other sizes would bring. Serialises to a part of the command's JSON.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct WhatIf {
-    pub(super) costs: Costs,
+    pub(super) costs: WhatIfCosts,
     /// With the tiers as they are.
     pub(super) token_hit_rate: f64,
     pub(super) mean_ttft_seconds: f64,
@@ -128,12 +128,12 @@ pub(super) struct WhatIf {
 pub(super) struct TierWhatIf {
     pub(super) tier: &'static str,
     /// By capacity, the present one among them.
-    pub(super) points: Vec<Point>,
+    pub(super) points: Vec<WhatIfPoint>,
 }
 
 /// One size.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub(super) struct Point {
+pub(super) struct WhatIfPoint {
     pub(super) capacity: u32,
     /// Blocks more than there are.
     pub(super) more_blocks: i64,
@@ -146,11 +146,11 @@ pub(super) struct Point {
 
 /// Simulates each tier in other sizes.
 pub(super) fn explore(
-    input: &Input,
+    input: &PlanInput,
     sizes: &[TierSize],
     eviction: EvictionKind,
     admission: AdmissionKind,
-    costs: Costs,
+    costs: WhatIfCosts,
 ) -> WhatIf {
     let cases: Vec<_> = std::iter::once(sizes.to_vec()).chain(variants(sizes)).collect();
     let results = jobs::each("other sizes", &cases, |case| {
@@ -163,7 +163,7 @@ pub(super) fn explore(
     let (token_hit_rate, mean_ttft_seconds, _) = results[0];
     let point = |at: usize, case: &[TierSize], result: &(f64, f64, f64)| {
         let more_blocks = i64::from(case[at].capacity) - i64::from(sizes[at].capacity);
-        Point {
+        WhatIfPoint {
             capacity: case[at].capacity,
             more_blocks,
             more_bytes: costs.block_bytes.map(|bytes| bytes as f64 * more_blocks as f64),

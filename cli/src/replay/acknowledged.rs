@@ -14,8 +14,8 @@ use std::sync::Arc;
 use kvbm::{BlockHash, CachedBlock, DurableEvent, OnDurable, Tier};
 use serde::Serialize;
 
-use crate::engine::Engine;
-use crate::failure::Failure;
+use crate::engine::SimulatedEngine;
+use crate::failure::CommandFailure;
 
 /// The open log.
 #[derive(Clone, Debug)]
@@ -26,7 +26,7 @@ pub(super) struct AckLog {
 
 /// What an earlier run was told and was not taken back.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Acknowledged {
+pub(super) struct AcknowledgedBlocks {
     blocks: HashSet<(Tier, BlockHash)>,
     /// Of all blocks that the log ever named.
     parents: HashMap<BlockHash, Option<BlockHash>>,
@@ -34,7 +34,7 @@ pub(super) struct Acknowledged {
 
 /// One line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Line {
+pub(super) enum AcknowledgedLine {
     Stored { tier: Tier, hash: BlockHash, parent: Option<BlockHash> },
     Removed { tier: Tier, hash: BlockHash },
     Cleared { tier: Tier },
@@ -42,9 +42,9 @@ pub(super) enum Line {
 
 impl AckLog {
     /// Goes on with the log at `path`, and returns what it says so far.
-    pub(super) fn open(path: &Path) -> Result<(Self, Acknowledged), Failure> {
+    pub(super) fn open(path: &Path) -> Result<(Self, AcknowledgedBlocks), CommandFailure> {
         let unusable = |error: io::Error| {
-            Failure::unusable(format!("cannot use {} as a log (--ack-log): {error}", path.display()))
+            CommandFailure::unusable(format!("cannot use {} as a log (--ack-log): {error}", path.display()))
         };
         let file = OpenOptions::new().read(true).append(true).create(true).open(path).map_err(unusable)?;
         let mut text = io::read_to_string(&file).map_err(unusable)?;
@@ -53,11 +53,13 @@ impl AckLog {
             text.truncate(text.rfind('\n').map_or(0, |end| end + 1));
             file.set_len(text.len() as u64).map_err(unusable)?;
         }
-        let mut acknowledged = Acknowledged::default();
+        let mut acknowledged = AcknowledgedBlocks::default();
         for (number, line) in text.lines().enumerate() {
-            let line = Line::parse(line).ok_or_else(|| {
+            let line = AcknowledgedLine::parse(line).ok_or_else(|| {
                 let (path, number) = (path.display(), number + 1);
-                Failure::unusable(format!("{path}:{number} is no line of an --ack-log: name another file"))
+                CommandFailure::unusable(format!(
+                    "{path}:{number} is no line of an --ack-log: name another file"
+                ))
             })?;
             acknowledged.note(line);
         }
@@ -67,11 +69,11 @@ impl AckLog {
     /// Has everything noted that becomes durable.
     pub(super) fn listener(&self) -> OnDurable {
         let log = self.clone();
-        OnDurable::new(move |events| log.append_or_warn(events.iter().filter_map(Line::of)))
+        OnDurable::new(move |events| log.append_or_warn(events.iter().filter_map(AcknowledgedLine::of)))
     }
 
     /// Appends lines in one write, so that a process that is killed has written them or not.
-    pub(super) fn append(&self, lines: impl IntoIterator<Item = Line>) -> io::Result<()> {
+    pub(super) fn append(&self, lines: impl IntoIterator<Item = AcknowledgedLine>) -> io::Result<()> {
         let mut text = String::new();
         for line in lines {
             let _ = writeln!(text, "{line}");
@@ -80,14 +82,14 @@ impl AckLog {
     }
 
     /// [`append`](Self::append) where nobody waits for the answer.
-    pub(super) fn append_or_warn(&self, lines: impl IntoIterator<Item = Line>) {
+    pub(super) fn append_or_warn(&self, lines: impl IntoIterator<Item = AcknowledgedLine>) {
         if let Err(error) = self.append(lines) {
             tracing::error!(%error, path = %self.path.display(), "cannot write the log of what is durable");
         }
     }
 }
 
-impl Line {
+impl AcknowledgedLine {
     fn of(event: &DurableEvent) -> Option<Self> {
         match *event {
             DurableEvent::Stored(CachedBlock { tier, hash, parent, .. }) => {
@@ -114,7 +116,7 @@ impl Line {
     }
 }
 
-impl fmt::Display for Line {
+impl fmt::Display for AcknowledgedLine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Stored { tier, hash, parent: None } => write!(f, "+ {:032x} {} -", hash.get(), tier.name()),
@@ -135,15 +137,15 @@ fn named(text: &str) -> Option<Tier> {
     Tier::ALL.into_iter().find(|tier| tier.name() == text)
 }
 
-impl Acknowledged {
-    fn note(&mut self, line: Line) {
+impl AcknowledgedBlocks {
+    fn note(&mut self, line: AcknowledgedLine) {
         match line {
-            Line::Stored { tier, hash, parent } => {
+            AcknowledgedLine::Stored { tier, hash, parent } => {
                 self.blocks.insert((tier, hash));
                 self.parents.insert(hash, parent);
             }
-            Line::Removed { tier, hash } => drop(self.blocks.remove(&(tier, hash))),
-            Line::Cleared { tier } => self.blocks.retain(|(other, _)| *other != tier),
+            AcknowledgedLine::Removed { tier, hash } => drop(self.blocks.remove(&(tier, hash))),
+            AcknowledgedLine::Cleared { tier } => self.blocks.retain(|(other, _)| *other != tier),
         }
     }
 
@@ -164,8 +166,12 @@ impl Acknowledged {
     }
 
     /// Loads every block and compares its bytes. What is not there any more is taken back in `log`.
-    pub(super) fn check(&self, engine: &Engine, log: &AckLog) -> Result<Found, Failure> {
-        let mut found = Found::default();
+    pub(super) fn check(
+        &self,
+        engine: &SimulatedEngine,
+        log: &AckLog,
+    ) -> Result<FoundBlocks, CommandFailure> {
+        let mut found = FoundBlocks::default();
         let mut served = HashMap::new();
         // What is in the host tier comes first: loading what is not would push it out.
         for tier in Tier::ALL {
@@ -184,25 +190,25 @@ impl Acknowledged {
             count.from_there += u64::from(served.get(&hash) == Some(&tier));
         }
         let lost = self.blocks.iter().filter(|(_, hash)| !served.contains_key(hash));
-        log.append_or_warn(lost.map(|&(tier, hash)| Line::Removed { tier, hash }));
+        log.append_or_warn(lost.map(|&(tier, hash)| AcknowledgedLine::Removed { tier, hash }));
         Ok(found)
     }
 }
 
 /// What of the acknowledged blocks was there.
 #[derive(Debug, Default, Serialize)]
-pub(super) struct Found {
+pub(super) struct FoundBlocks {
     /// Blocks whose bytes were wrong.
     pub(super) wrong: u64,
     #[serde(flatten)]
-    tiers: BTreeMap<&'static str, Count>,
+    tiers: BTreeMap<&'static str, TierCount>,
 }
 
-impl Found {
+impl FoundBlocks {
     /// For people.
     pub(super) fn summary(&self) -> String {
-        let tier = |(tier, count): (&&str, &Count)| {
-            let Count { acknowledged, served, from_there } = *count;
+        let tier = |(tier, count): (&&str, &TierCount)| {
+            let TierCount { acknowledged, served, from_there } = *count;
             format!(
                 "{served} of {acknowledged} in the {tier} tier were there, {from_there} of them in that tier"
             )
@@ -215,7 +221,7 @@ impl Found {
 
 /// Blocks of a tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-struct Count {
+struct TierCount {
     acknowledged: u64,
     /// From whichever tier.
     served: u64,
@@ -231,8 +237,8 @@ mod tests {
         BlockHash::from_u128(number)
     }
 
-    fn stored(tier: Tier, number: u128, parent: Option<u128>) -> Line {
-        Line::Stored { tier, hash: block(number), parent: parent.map(block) }
+    fn stored(tier: Tier, number: u128, parent: Option<u128>) -> AcknowledgedLine {
+        AcknowledgedLine::Stored { tier, hash: block(number), parent: parent.map(block) }
     }
 
     #[test]
@@ -240,16 +246,16 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
         let (log, nothing) = AckLog::open(&path).unwrap();
-        assert_eq!(nothing, Acknowledged::default());
-        let taken_back = Line::Removed { tier: Tier::Disk, hash: block(2) };
+        assert_eq!(nothing, AcknowledgedBlocks::default());
+        let taken_back = AcknowledgedLine::Removed { tier: Tier::Disk, hash: block(2) };
         log.append([stored(Tier::Disk, 1, None), stored(Tier::Disk, 2, Some(1)), taken_back]).unwrap();
         log.append([stored(Tier::Host, 3, Some(1)), stored(Tier::Object, 9, None)]).unwrap();
-        log.append([Line::Cleared { tier: Tier::Object }]).unwrap();
+        log.append([AcknowledgedLine::Cleared { tier: Tier::Object }]).unwrap();
         (&*log.file).write_all(b"- 0000").unwrap();
         let (log, acknowledged) = AckLog::open(&path).unwrap();
         assert_eq!(acknowledged.blocks, HashSet::from([(Tier::Disk, block(1)), (Tier::Host, block(3))]));
         assert_eq!(acknowledged.chains(Tier::Host), [[block(1), block(3)]]);
-        log.append([Line::Removed { tier: Tier::Disk, hash: block(1) }]).unwrap();
+        log.append([AcknowledgedLine::Removed { tier: Tier::Disk, hash: block(1) }]).unwrap();
         let (_, acknowledged) = AckLog::open(&path).unwrap();
         assert_eq!(acknowledged.blocks, HashSet::from([(Tier::Host, block(3))]));
     }
@@ -265,7 +271,7 @@ mod tests {
 
     #[test]
     fn every_block_is_in_one_chain_from_its_root() {
-        let mut acknowledged = Acknowledged::default();
+        let mut acknowledged = AcknowledgedBlocks::default();
         for (number, parent) in [(1, None), (2, Some(1)), (3, Some(2)), (4, Some(2)), (5, None)] {
             acknowledged.note(stored(Tier::Disk, number, parent));
         }

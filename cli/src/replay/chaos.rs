@@ -10,8 +10,8 @@ use kvbm_settings::Settings;
 use kvbm_tiers::chaos::{Chaos, Episode, Kind, Medium, Schedule};
 use serde::Serialize;
 
-use crate::engine::{Engine, Recovery};
-use crate::failure::Failure;
+use crate::engine::{RecoveryTally, SimulatedEngine};
+use crate::failure::CommandFailure;
 
 /// What is to go wrong. It ends at the latest with the last request, so that the replay can see whether
 /// everything works again.
@@ -31,7 +31,7 @@ pub(super) struct ChaosArgs {
 
 /// The faults of a run, and the count of what must not happen.
 #[derive(Debug)]
-pub(super) struct Trouble {
+pub(super) struct ChaosTrouble {
     seed: Option<u64>,
     chaos: Chaos,
     panics: Arc<AtomicU64>,
@@ -39,14 +39,14 @@ pub(super) struct Trouble {
 
 impl ChaosArgs {
     /// `None`: all shall be well. From here on panics are counted.
-    pub(super) fn trouble(&self, settings: &Settings) -> Option<Trouble> {
+    pub(super) fn trouble(&self, settings: &Settings) -> Option<ChaosTrouble> {
         let drawn = self.chaos.map(|seed| Schedule::seeded(seed, &media(settings)));
         let scripted = (!self.fault.is_empty()).then(|| Schedule::scripted(self.fault.iter().copied()));
         let schedule = match (drawn, scripted) {
             (Some(drawn), Some(scripted)) => drawn.and(scripted),
             (one, other) => one.or(other)?,
         };
-        Some(Trouble { seed: self.chaos, chaos: Chaos::new(schedule), panics: count_panics() })
+        Some(ChaosTrouble { seed: self.chaos, chaos: Chaos::new(schedule), panics: count_panics() })
     }
 }
 
@@ -71,7 +71,7 @@ fn count_panics() -> Arc<AtomicU64> {
     panics
 }
 
-impl Trouble {
+impl ChaosTrouble {
     pub(super) fn chaos(&self) -> Chaos {
         self.chaos.clone()
     }
@@ -82,7 +82,7 @@ impl Trouble {
     }
 
     /// Ends all faults and sees whether everything works again.
-    pub(super) fn heal(&self, engine: &Engine) -> Result<Recovery, Failure> {
+    pub(super) fn heal(&self, engine: &SimulatedEngine) -> Result<RecoveryTally, CommandFailure> {
         self.chaos.heal();
         engine.recover()
     }
@@ -111,10 +111,10 @@ pub(super) struct ChaosReport {
 
 impl ChaosReport {
     pub(super) fn new(
-        trouble: &Trouble,
-        recovery: &Recovery,
+        trouble: &ChaosTrouble,
+        recovery: &RecoveryTally,
         (mismatches, hangs): (u64, u64),
-        engine: &Engine,
+        engine: &SimulatedEngine,
     ) -> Self {
         let injected = trouble.chaos.injected().into_iter();
         let (slots, staging) = (engine.slots(), engine.manager().staging());

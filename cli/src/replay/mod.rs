@@ -16,17 +16,17 @@ use kvbm_tiers::clock;
 use prometheus::Registry;
 
 use self::acknowledged::AckLog;
-use self::chaos::{ChaosArgs, ChaosReport, Trouble};
-use self::report::Report;
-use crate::engine::Engine;
-use crate::failure::Failure;
-use crate::global::Global;
+use self::chaos::{ChaosArgs, ChaosReport, ChaosTrouble};
+use self::report::ReplayReport;
+use crate::engine::SimulatedEngine;
+use crate::failure::CommandFailure;
+use crate::global::GlobalOptions;
 use crate::output;
-use crate::pace::{self, Paced};
-use crate::progress::Progress;
-use crate::scratch::Scratch;
-use crate::serve::{self, Watched};
-use crate::stop::{self, Stop};
+use crate::pace::{self, PacedIter};
+use crate::progress::ReplayProgress;
+use crate::scratch::CommandScratch;
+use crate::serve::{self, WatchedCommand};
+use crate::stop::{self, StopSignal};
 use crate::trace::{TraceError, TraceReader};
 
 /// Each request takes the blocks that it finds in any tier back to the device, where every byte of them is
@@ -79,30 +79,30 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "FILE", requires = "keep")]
     ack_log: Option<PathBuf>,
     #[command(flatten)]
-    watched: Watched,
+    watched: WatchedCommand,
 }
 
-pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
+pub(crate) fn run(args: ReplayArgs, global: &GlobalOptions) -> Result<(), CommandFailure> {
     let mut settings = global.load(|loader| args.apply(loader))?.settings;
     let ReplayArgs { trace, requests, concurrency, keep, ack_log, speed, chaos, .. } = args;
     let reader = TraceReader::open(&trace)?;
     let expected = check(&trace, requests)?;
     let runtime = stop::runtime()?;
-    let stop = Stop::on_signals(&runtime)?;
+    let stop = StopSignal::on_signals(&runtime)?;
     // Before the engine, so that it goes after it.
-    let _scratch = if keep { Scratch::default() } else { Scratch::divert(&mut settings)? };
+    let _scratch = if keep { CommandScratch::default() } else { CommandScratch::divert(&mut settings)? };
     let registry = Registry::new();
     let trouble = chaos.trouble(&settings);
-    let faults = trouble.as_ref().map(Trouble::chaos);
+    let faults = trouble.as_ref().map(ChaosTrouble::chaos);
     let acks = ack_log.map(|path| AckLog::open(&path)).transpose()?;
     let on_durable = acks.as_ref().map(|(log, _)| log.listener());
     let options = Options { registry: registry.clone(), on_durable, chaos: faults, ..Options::default() };
-    let engine = Engine::open(settings, options, runtime, stop.clone())?;
+    let engine = SimulatedEngine::open(settings, options, runtime, stop.clone())?;
     let acknowledged = acks.map(|(log, earlier)| earlier.check(&engine, &log)).transpose()?;
     serve::tell(engine.manager());
     let requests = limited(reader, requests);
     let requests: Box<dyn Iterator<Item = _> + Send> = match speed {
-        Some(speed) => Box::new(Paced::new(requests, speed, stop)),
+        Some(speed) => Box::new(PacedIter::new(requests, speed, stop)),
         None => Box::new(requests),
     };
     let report = replay(&engine, &trace, (requests, expected), concurrency.into(), trouble.as_ref())?;
@@ -116,18 +116,19 @@ pub(crate) fn run(args: ReplayArgs, global: &Global) -> Result<(), Failure> {
 }
 
 fn replay(
-    engine: &Engine,
+    engine: &SimulatedEngine,
     trace: &Path,
     (requests, expected): (impl Iterator<Item = Result<Request, TraceError>> + Send, Option<u64>),
     concurrency: usize,
-    trouble: Option<&Trouble>,
-) -> Result<Report, Failure> {
-    let progress = Progress::new(expected);
+    trouble: Option<&ChaosTrouble>,
+) -> Result<ReplayReport, CommandFailure> {
+    let progress = ReplayProgress::new(expected);
     let started = clock::now();
     let tally = engine.run(requests, concurrency, |_, tally| progress.show(tally, engine.manager()))?;
     let seconds = started.elapsed().as_secs_f64();
     progress.finishing("flushing what is dirty");
-    let recovery = trouble.map(|trouble| Ok::<_, Failure>((trouble, trouble.heal(engine)?))).transpose()?;
+    let recovery =
+        trouble.map(|trouble| Ok::<_, CommandFailure>((trouble, trouble.heal(engine)?))).transpose()?;
     let settled = engine.settle();
     if let Some((trouble, _)) = &recovery {
         engine.wait_for_late_copies(trouble.never_completing());
@@ -136,7 +137,7 @@ fn replay(
     let chaos = recovery.map(|(trouble, recovery)| {
         ChaosReport::new(trouble, &recovery, (tally.mismatches, tally.hangs), engine)
     });
-    Ok(Report::new(trace, &tally, settled, engine, seconds).with(chaos))
+    Ok(ReplayReport::new(trace, &tally, settled, engine, seconds).with(chaos))
 }
 
 /// Reads a trace to its end before anything is made, so that a bad line spoils no half-done run. Returns how

@@ -10,15 +10,15 @@ use prometheus::Registry;
 use prometheus::proto::MetricFamily;
 use serde::Serialize;
 
-use super::acknowledged::Found;
+use super::acknowledged::FoundBlocks;
 use super::chaos::ChaosReport;
-use crate::engine::{Engine, HitTokens, Settled, Tally};
-use crate::failure::Failure;
+use crate::engine::{HitTokens, ServedTally, SettledState, SimulatedEngine};
+use crate::failure::CommandFailure;
 use crate::output;
 
 /// Serialises to the command's JSON.
 #[derive(Debug, Serialize)]
-pub(super) struct Report {
+pub(super) struct ReplayReport {
     trace: String,
     requests: u64,
     prompt_tokens: u64,
@@ -51,13 +51,19 @@ pub(super) struct Report {
     recovered: Vec<RecoveryReport>,
     /// What of the blocks that an earlier run was told are durable was there.
     #[serde(skip_serializing_if = "Option::is_none")]
-    acknowledged: Option<Found>,
+    acknowledged: Option<FoundBlocks>,
     #[serde(flatten)]
     chaos: Option<ChaosReport>,
 }
 
-impl Report {
-    pub(super) fn new(trace: &Path, tally: &Tally, settled: Settled, engine: &Engine, seconds: f64) -> Self {
+impl ReplayReport {
+    pub(super) fn new(
+        trace: &Path,
+        tally: &ServedTally,
+        settled: SettledState,
+        engine: &SimulatedEngine,
+        seconds: f64,
+    ) -> Self {
         let rate = output::share(tally.hit_tokens.total(), tally.prompt_tokens);
         let bytes = engine.manager().bytes().into_iter();
         Self {
@@ -102,7 +108,7 @@ impl Report {
     }
 
     /// The same, of a replay with a log of what is durable.
-    pub(super) fn with_acknowledged(self, acknowledged: Option<Found>) -> Self {
+    pub(super) fn with_acknowledged(self, acknowledged: Option<FoundBlocks>) -> Self {
         Self { acknowledged, ..self }
     }
 
@@ -178,22 +184,27 @@ impl Report {
     }
 
     /// Fails if anything is wrong that never may be.
-    pub(super) fn verdict(&self) -> Result<(), Failure> {
+    pub(super) fn verdict(&self) -> Result<(), CommandFailure> {
         if self.mismatches > 0 {
             let message = format!("{} blocks came back with wrong bytes", self.mismatches);
-            return Err(Failure::unexpected(message));
+            return Err(CommandFailure::unexpected(message));
         }
         let wrong = self.acknowledged.as_ref().map_or(0, |found| found.wrong);
         if wrong > 0 {
-            return Err(Failure::unexpected(format!("{wrong} blocks of an earlier run had wrong bytes")));
+            return Err(CommandFailure::unexpected(format!(
+                "{wrong} blocks of an earlier run had wrong bytes"
+            )));
         }
         if !self.drift.is_empty() {
             let message = format!("{} invariants of the block table do not hold", self.drift.len());
-            return Err(Failure::unexpected(message));
+            return Err(CommandFailure::unexpected(message));
         }
         let wrong = self.chaos.as_ref().map(ChaosReport::faults).unwrap_or_default();
         if !wrong.is_empty() {
-            return Err(Failure::unexpected(format!("after the faults there are {}", wrong.join(", "))));
+            return Err(CommandFailure::unexpected(format!(
+                "after the faults there are {}",
+                wrong.join(", ")
+            )));
         }
         Ok(())
     }

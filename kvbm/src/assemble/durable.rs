@@ -16,8 +16,8 @@ use kvbm_tiers::{
     Recovered, SlotId, Tier, TierIndex, clock, is_of_directory,
 };
 
-use super::{Objects, Tiers, setup};
-use crate::durable::{Durable, OnDurable, RecoveryReport, Service};
+use super::{ObjectTier, OpenedRegions, setup};
+use crate::durable::{DurableTiers, OnDurable, RecoveryReport, WriterService};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fingerprint::Fingerprint;
 use crate::metrics::Metrics;
@@ -28,15 +28,15 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(15);
 
 /// Names the files and objects of a manager.
 #[derive(Debug, Default)]
-pub(super) struct Namespace {
+pub(super) struct NamespaceNames {
     pub(super) name: String,
     /// What its blocks are told from others by: `None`, and nothing that is left is found again.
-    pub(super) identity: Option<Identity>,
+    pub(super) identity: Option<NameSeed>,
     /// Whether others find its objects: they are whole blocks.
     pub(super) shares_objects: bool,
 }
 
-impl Namespace {
+impl NamespaceNames {
     /// That of a part of what it names.
     pub(super) fn part(self, part: &str) -> Self {
         Self { name: format!("{}-{part}", self.name), ..self }
@@ -45,12 +45,12 @@ impl Namespace {
 
 /// What the names of blocks begin with.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Identity {
+pub(super) struct NameSeed {
     pub(super) digest: u128,
     pub(super) epoch: u64,
 }
 
-impl Identity {
+impl NameSeed {
     pub(super) fn of(fingerprint: &Fingerprint) -> Self {
         Self { digest: fingerprint.digest_in(0), epoch: fingerprint.epoch }
     }
@@ -61,7 +61,7 @@ pub(super) struct KeptTier {
     tier: Tier,
     /// Number `i` of `n` tells of the slots `i`, `i + n` and so on, in their order. `None`: it cannot be had now.
     indices: Vec<Option<(TierIndex, Recovered)>>,
-    bytes: Bytes,
+    bytes: BlockBytes,
     /// What its blocks are encrypted with, if they are.
     tenants: Option<Arc<TenantKeys>>,
     /// To open the indices.
@@ -69,14 +69,14 @@ pub(super) struct KeptTier {
 }
 
 /// Who has the bytes of a kept tier.
-pub(super) enum Bytes {
+pub(super) enum BlockBytes {
     /// This process; these are their checksums.
     Here(Arc<Checksums>),
     /// Its ranks, each with checksums of its own.
     InRanks(Arc<Leader>),
 }
 
-impl Tiers {
+impl OpenedRegions {
     /// The slot files of the disk tier have an index each, beside them; `new` says which of the files were made just now.
     /// A directory whose index cannot be had joins those that are `away`.
     pub(super) fn keep_disk(
@@ -111,7 +111,7 @@ impl Tiers {
                 opened => opened.map_err(setup)?,
             });
         }
-        self.keep(Tier::Disk, indices, Bytes::Here(Arc::clone(checksums)), started.elapsed());
+        self.keep(Tier::Disk, indices, BlockBytes::Here(Arc::clone(checksums)), started.elapsed());
         self.kept.last_mut().map_or(Ok(()), |kept| kept.forget_parts(new))
     }
 
@@ -139,7 +139,7 @@ impl Tiers {
             patience: PATIENCE,
             keys: self.keys.clone(),
         };
-        self.keep_one(&index, Bytes::Here(Arc::clone(checksums)))?;
+        self.keep_one(&index, BlockBytes::Here(Arc::clone(checksums)))?;
         self.kept.last_mut().map_or(Ok(()), |kept| kept.forget_parts(&[!was_there]))
     }
 
@@ -166,7 +166,7 @@ impl Tiers {
                 patience: PATIENCE,
                 keys: self.keys.clone(),
             };
-            self.keep_one(&index, Bytes::InRanks(Arc::clone(leader)))
+            self.keep_one(&index, BlockBytes::InRanks(Arc::clone(leader)))
         };
         let HostSettings { persist, persist_index, .. } = &settings.host;
         if let Some(dir) = persist.as_ref().filter(|_| slots[Tier::Host.index()] > 0) {
@@ -177,7 +177,7 @@ impl Tiers {
     }
 
     /// Opens the only index of a tier.
-    fn keep_one(&mut self, index: &IndexOptions, bytes: Bytes) -> Result<()> {
+    fn keep_one(&mut self, index: &IndexOptions, bytes: BlockBytes) -> Result<()> {
         let started = clock::now();
         let opened = TierIndex::open(index).map_err(setup)?;
         self.keep(index.tier, vec![Some(opened)], bytes, started.elapsed());
@@ -188,7 +188,7 @@ impl Tiers {
         &mut self,
         tier: Tier,
         indices: Vec<Option<(TierIndex, Recovered)>>,
-        bytes: Bytes,
+        bytes: BlockBytes,
         took: Duration,
     ) {
         let tenants = self.keys_of(tier);
@@ -241,11 +241,11 @@ pub(super) fn warn_of_cold_start(settings: &Settings, fingerprint: Option<&Finge
 /// Makes resident again what is left of an earlier process, and has noted from here on what comes and leaves.
 pub(super) fn resume(
     table: Table,
-    (mut kept, objects): (Vec<KeptTier>, Option<Objects>),
+    (mut kept, objects): (Vec<KeptTier>, Option<ObjectTier>),
     on_durable: Option<&OnDurable>,
     metrics: &Metrics,
-) -> Result<(Table, Durable)> {
-    let epochs = kept.iter().flat_map(KeptTier::epochs).chain(objects.as_ref().and_then(Objects::epoch));
+) -> Result<(Table, DurableTiers)> {
+    let epochs = kept.iter().flat_map(KeptTier::epochs).chain(objects.as_ref().and_then(ObjectTier::epoch));
     let epoch = epochs.fold(table.naming().epoch, Ord::max);
     let mut table = if epoch == table.naming().epoch { table } else { table.resuming(epoch) };
     // What lies further down as well need not go there again.
@@ -257,10 +257,10 @@ pub(super) fn resume(
     for kept in &mut kept {
         reports.push(kept.restore(&mut table, epoch)?);
     }
-    let durable = Durable::reporting(reports);
+    let durable = DurableTiers::reporting(reports);
     for KeptTier { tier, indices, bytes, .. } in kept {
         let (naming, parts) = (table.naming(), indices.len() as u32);
-        let service = || Service {
+        let service = || WriterService {
             tier,
             parts,
             naming,
@@ -275,8 +275,8 @@ pub(super) fn resume(
 
 /// What a rank's tiers hold of an earlier process, and has noted from here on what comes to them. Which of it is a block is
 /// for the leader to say.
-pub(super) fn resume_rank(kept: Vec<KeptTier>) -> Result<(Vec<KeptSlots>, Durable)> {
-    let durable = Durable::default();
+pub(super) fn resume_rank(kept: Vec<KeptTier>) -> Result<(Vec<KeptSlots>, DurableTiers)> {
+    let durable = DurableTiers::default();
     let resume = |mut kept: KeptTier| {
         let parts = kept.indices.len() as u32;
         let of_tier = |(part, index): (u32, &mut Option<(TierIndex, Recovered)>)| {
@@ -288,7 +288,8 @@ pub(super) fn resume_rank(kept: Vec<KeptTier>) -> Result<(Vec<KeptSlots>, Durabl
         let KeptTier { tier, indices, bytes, .. } = kept;
         let slots = indices.iter().flatten().map(|(index, _)| index.slots()).sum();
         // Names are the leader's affair, as is who is told.
-        let service = || Service { tier, parts, naming: Naming::default(), on_durable: None, metrics: None };
+        let service =
+            || WriterService { tier, parts, naming: Naming::default(), on_durable: None, metrics: None };
         let journal = bytes.journal(durable.write_all(indices, service)?);
         tracing::info!(%tier, slots = left.len(), "a rank has something in slots of an earlier process");
         Ok(KeptSlots { tier, left, journal: Arc::new(RankJournal { journal, slots }) })
@@ -319,7 +320,7 @@ impl SlotJournal for RankJournal {
     }
 }
 
-impl Bytes {
+impl BlockBytes {
     fn journal(&self, notes: Vec<Option<Arc<Notes>>>) -> Journal {
         match self {
             Self::Here(checksums) => Journal::new(Arc::clone(checksums), notes),

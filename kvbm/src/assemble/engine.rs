@@ -72,7 +72,7 @@ pub(super) fn try_out(
     };
     // A slot of the tier may hold what an earlier process left.
     let before = pool.is_some().then(|| host.read(&frame).map(<[u8]>::to_vec)).flatten();
-    let mut canary = Canary { backend, limit, host, frame, hangs: false };
+    let mut canary = MemoryCanary { backend, limit, host, frame, hangs: false };
     // The ends: where a size or stride is so wrong that there is no memory, it shows at the far one.
     let mut slots = vec![SlotId(0), SlotId(engine.segments().slots() - 1)];
     slots.dedup();
@@ -91,7 +91,7 @@ pub(super) fn try_out(
 
 const NOT_COPIED: &str = "a block could not be copied between the engine's memory and ours";
 
-struct Canary<'a> {
+struct MemoryCanary<'a> {
     backend: &'a Arc<dyn Backend>,
     limit: Duration,
     host: &'a DramRegion,
@@ -100,7 +100,7 @@ struct Canary<'a> {
     hangs: bool,
 }
 
-impl Canary<'_> {
+impl MemoryCanary<'_> {
     /// All slots get their patterns before any is read: two that overlap show.
     fn fly(&mut self, slots: &[SlotId]) -> Result<()> {
         let before = slots.iter().map(|&slot| self.read(slot)).collect::<Result<Vec<_>>>()?;

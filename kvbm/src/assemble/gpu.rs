@@ -71,7 +71,7 @@ pub(super) fn connect_engine(
 }
 
 /// Takes the tier's memory from a GPU that was found.
-type Allocate = Box<dyn FnOnce(Geometry) -> std::result::Result<Box<dyn GpuTier>, SetupError>>;
+type AllocateFn = Box<dyn FnOnce(Geometry) -> std::result::Result<Box<dyn GpuTier>, SetupError>>;
 
 #[cfg(feature = "cuda")]
 pub(super) use cuda::connect_engine;
@@ -84,7 +84,7 @@ pub(super) use cuda::probe;
 const ABSENT: &str = "this build has no GPU backend: build it with the feature `cuda`";
 
 #[cfg(not(feature = "cuda"))]
-fn find(_: u32) -> std::result::Result<Allocate, SetupError> {
+fn find(_: u32) -> std::result::Result<AllocateFn, SetupError> {
     Err(SetupError::new(SetupErrorKind::Unavailable, ABSENT))
 }
 

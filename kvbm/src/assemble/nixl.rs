@@ -24,11 +24,11 @@ trait Library {
         &mut self,
         plugin: &str,
         settings: &Settings,
-    ) -> std::result::Result<Option<Box<dyn Plugin>>, SetupError>;
+    ) -> std::result::Result<Option<Box<dyn NixlPlugin>>, SetupError>;
 }
 
 /// A plugin that runs.
-trait Plugin: fmt::Debug {
+trait NixlPlugin: fmt::Debug {
     /// Between `memory` and `region`.
     fn disk(&self, memory: Arc<dyn Memory>, region: Arc<DiskRegion>, depth: u32) -> Result<Arc<dyn Backend>>;
 
@@ -44,11 +44,11 @@ trait Plugin: fmt::Debug {
 
 /// The plugins that were started for a manager.
 #[derive(Debug, Default)]
-pub(super) struct Nixl {
-    plugins: BTreeMap<String, Box<dyn Plugin>>,
+pub(super) struct NixlChoice {
+    plugins: BTreeMap<String, Box<dyn NixlPlugin>>,
 }
 
-impl Nixl {
+impl NixlChoice {
     /// Starts the plugins that are on. The one that is on by default may be missing, and has nothing to move
     /// within one process: it is not started. Who names a library asks for it.
     pub(super) fn start(settings: &Settings) -> Result<Self> {
@@ -95,7 +95,7 @@ impl Nixl {
         self.plugin("OBJ")?.objects(memory, store, slots, place)
     }
 
-    fn plugin(&self, name: &str) -> Result<&dyn Plugin> {
+    fn plugin(&self, name: &str) -> Result<&dyn NixlPlugin> {
         self.plugins
             .get(name)
             .map(|plugin| &**plugin)
@@ -106,7 +106,7 @@ impl Nixl {
 /// What became of each plugin that is on, and of the library.
 pub(super) fn probe(settings: &Settings) -> NixlReport {
     let mut library = load(settings).map_err(|error| error.to_string());
-    let told = |name: &str, started: Option<Box<dyn Plugin>>| {
+    let told = |name: &str, started: Option<Box<dyn NixlPlugin>>| {
         let state = if started.is_some() { "started" } else { "loaded" };
         idle(name, settings).map_or_else(|| state.to_owned(), |why| format!("{state}, but {why}"))
     };

@@ -6,14 +6,14 @@ use std::time::Duration;
 use kvbm_settings::{Capacity, ObjectSettings, OlderEpoch as OlderEpochSetting};
 use kvbm_tiers::object::segment::{FooterKeys, Provenance};
 use kvbm_tiers::object::{
-    Budgets, Discovered, EpochStanding, FoundBlock, Intake, OPERATION_LIMIT, ObjectBackend, ObjectOptions,
+    Budgets, Discovered, Discovery, EpochStanding, FoundBlock, OPERATION_LIMIT, ObjectBackend, ObjectOptions,
     OlderEpoch, Sharing, TakeIn,
 };
 use kvbm_tiers::sealed::{KeyRing, TenantKeys};
 use kvbm_tiers::{SlotId, Tier, clock};
 use prometheus::Registry;
 
-use super::Namespace;
+use super::NamespaceNames;
 use crate::durable::RecoveryReport;
 use crate::error::{Error, ErrorKind, Result};
 use crate::metrics::ObjectTraffic;
@@ -21,7 +21,7 @@ use crate::scheduler::Core;
 use crate::table::Table;
 
 /// An object tier, and what was in it before.
-pub(super) struct Objects {
+pub(super) struct ObjectTier {
     backend: Arc<ObjectBackend>,
     /// `None`: nobody shares it.
     found: Option<Discovered>,
@@ -37,7 +37,7 @@ pub(crate) struct SharedStore(Weak<ObjectBackend>);
 /// `block_bytes` are those of a block as it is stored, `kept_epoch` what is kept beside the store says.
 pub(super) fn options(
     object: &ObjectSettings,
-    (namespace, ring): (&Namespace, Option<&Arc<KeyRing>>),
+    (namespace, ring): (&NamespaceNames, Option<&Arc<KeyRing>>),
     (segment_blocks, block_bytes): (usize, usize),
     kept_epoch: u64,
 ) -> ObjectOptions {
@@ -82,7 +82,7 @@ fn budgets(object: &ObjectSettings, bytes: impl Fn(Capacity) -> u64) -> Budgets 
     }
 }
 
-impl Objects {
+impl ObjectTier {
     /// Looks what is there, for a tier of so many slots.
     ///
     /// # Errors
@@ -165,10 +165,10 @@ impl TakeIn for TakeInto {
         provenance: Provenance,
         found: &[FoundBlock],
         stand_for: &mut dyn FnMut(usize, SlotId),
-    ) -> Vec<Intake> {
+    ) -> Vec<Discovery> {
         let epoch = (provenance.epoch, provenance.forgotten);
         let core = self.0.upgrade().filter(|core| !core.is_closed());
-        core.map_or_else(|| vec![Intake::Waits; found.len()], |core| core.take_in(epoch, found, stand_for))
+        core.map_or_else(|| vec![Discovery::Waits; found.len()], |core| core.take_in(epoch, found, stand_for))
     }
 
     fn follow(&self, epoch: u64) -> bool {

@@ -6,17 +6,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use kvbm_settings::Settings;
-use kvbm_tiers::ranks::{JoinOptions, Leader, LeaderOptions, Member, Membership, RollCall};
+use kvbm_tiers::ranks::{JoinOptions, Leader, LeaderOptions, Member, Membership, RankRegistry};
 use kvbm_tiers::{Backend, Frame, FramePool, Loan, Route, Tier};
 use prometheus::Registry;
 
-use super::durable::{Identity, resume_rank};
+use super::durable::{NameSeed, resume_rank};
 use super::{
-    HostSlots, Namespace, Tiers, host_slots, namespace, object_slots, own_slots, policies, sealed, setup,
-    slots,
+    HostSlots, NamespaceNames, OpenedRegions, host_slots, namespace, object_slots, own_slots, policies,
+    sealed, setup, slots,
 };
 use crate::device::Device;
-use crate::durable::Durable;
+use crate::durable::DurableTiers;
 use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fingerprint::{Fingerprint, Ranks};
@@ -26,10 +26,10 @@ use crate::scheduler::Core;
 
 /// What is done when a rank is lost: all residency ends, since a part of every block is gone.
 #[derive(Clone, Default)]
-pub(super) struct LossHook(Arc<Losses>);
+pub(super) struct LossHook(Arc<RankLosses>);
 
 #[derive(Default)]
-struct Losses {
+struct RankLosses {
     core: OnceLock<Weak<Core>>,
     /// A rank was lost since blocks were made resident again, perhaps before there was a core.
     any: AtomicBool,
@@ -58,12 +58,12 @@ impl LossHook {
     }
 }
 
-impl Tiers {
+impl OpenedRegions {
     /// Those of a leader: slots are counted here, and their bytes lie in the ranks, for which this waits.
     pub(super) fn lead(
         settings: &Settings,
         fingerprint: Option<&Fingerprint>,
-        namespace: Namespace,
+        namespace: NamespaceNames,
         group: RankGroup,
         on_loss: &LossHook,
         engine: Option<&EngineMemory>,
@@ -116,14 +116,14 @@ impl Tiers {
             }
         }
         if slots[Tier::Device.index()] > 0 {
-            self.device = Some(Arc::new(Elsewhere));
+            self.device = Some(Arc::new(RemoteRegions));
         }
     }
 }
 
 /// Where a leader writes down what its ranks have yet to forget, if they keep something: beside what it keeps itself, else
 /// where they meet.
-fn debts_path(namespace: &Namespace, settings: &Settings, meeting: &Path) -> Option<PathBuf> {
+fn debts_path(namespace: &NamespaceNames, settings: &Settings, meeting: &Path) -> Option<PathBuf> {
     let (disk, host) = (&settings.disk, &settings.host);
     let kept = disk.dirs.first().filter(|_| disk.keep && disk.capacity.is_some());
     let kept = kept.or(host.persist_index.as_ref()).or(host.persist.as_ref());
@@ -132,7 +132,7 @@ fn debts_path(namespace: &Namespace, settings: &Settings, meeting: &Path) -> Opt
 }
 
 /// Exports which ranks are there.
-pub(super) fn export(roll_call: RollCall, registry: &Registry) -> Result<()> {
+pub(super) fn export(roll_call: RankRegistry, registry: &Registry) -> Result<()> {
     let refused = |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);
     registry.register(Box::new(RankGauges::new(roll_call).map_err(refused)?)).map_err(refused)
 }
@@ -165,7 +165,7 @@ pub(crate) struct OpenedRank {
     pub(crate) member: Member,
     pub(crate) device: Option<(Arc<dyn Device>, FramePool)>,
     /// What outlives the process.
-    pub(crate) durable: Durable,
+    pub(crate) durable: DurableTiers,
 }
 
 /// Opens a rank's tiers, those of the cache group `suffix` apart from others', and joins. Takes memory, makes files, probes stores, and waits for the leader.
@@ -183,13 +183,13 @@ pub(crate) fn open_rank(
     // Ranks may share directories and stores: each has files and objects of its own there.
     let namespace = namespace(settings, fingerprint, suffix).part(&format!("rank{rank}of{world}"));
     // Epochs are in the names of blocks, which are the leader's.
-    let identity = namespace.identity.map(|identity| Identity { epoch: 0, ..identity });
+    let identity = namespace.identity.map(|identity| NameSeed { epoch: 0, ..identity });
     // Slices of blocks: nobody else finds anything in objects of them.
-    let namespace = Namespace { identity, shares_objects: false, ..namespace };
+    let namespace = NamespaceNames { identity, shares_objects: false, ..namespace };
     let region = engine.map(EngineMemory::region).transpose()?;
-    let tiers = Tiers::open(settings, namespace, chaos, region)?;
+    let tiers = OpenedRegions::open(settings, namespace, chaos, region)?;
     let tenants = tiers.tenants();
-    let Tiers { device, specs, executor, kept, away, .. } = tiers;
+    let OpenedRegions { device, specs, executor, kept, away, .. } = tiers;
     if !away.is_empty() {
         return Err(leader_counts_on(&away));
     }
@@ -228,9 +228,9 @@ fn leader_counts_on(away: &[PathBuf]) -> Error {
 
 /// The device of a leader: its bytes are the ranks'.
 #[derive(Debug)]
-struct Elsewhere;
+struct RemoteRegions;
 
-impl Device for Elsewhere {
+impl Device for RemoteRegions {
     fn name(&self) -> &'static str {
         "ranks"
     }

@@ -13,7 +13,7 @@ use kvbm_tiers::sealed::{
 use kvbm_tiers::{Backend, DramRegion, Frame, Memory, Route, Sealed, Tier, Verified};
 
 use super::durable::PATIENCE;
-use super::{Tiers, setup};
+use super::{OpenedRegions, setup};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Sealed blocks on their way in each direction: what is read meanwhile on the fastest drives takes less, and a segment
@@ -34,7 +34,7 @@ pub(super) fn keys(settings: &Settings) -> Result<Option<Arc<KeyRing>>> {
 /// The memory that a lower tier's backend reads and writes, and what stands between that and the host's.
 pub(super) struct MemoryEnd {
     pub(super) memory: Arc<dyn Memory>,
-    seal: Option<Seal>,
+    seal: Option<TierSeal>,
     host: HostEnd,
 }
 
@@ -42,10 +42,10 @@ pub(super) struct MemoryEnd {
 /// the latter.
 pub(super) struct HostEnd {
     pub(super) memory: Arc<dyn Memory>,
-    seal: Option<Seal>,
+    seal: Option<TierSeal>,
 }
 
-struct Seal {
+struct TierSeal {
     parts: (Scratch, Cipher),
     run_blocks: usize,
 }
@@ -70,12 +70,12 @@ impl HostEnd {
     }
 }
 
-impl Tiers {
+impl OpenedRegions {
     /// For a lower tier whose backend gets up to `run_blocks` blocks together.
     pub(super) fn memory_end(
         &mut self,
         (tier, run_blocks): (Tier, usize),
-        kept: Kept<'_>,
+        kept: KeyPlace<'_>,
         settings: &Settings,
     ) -> Result<MemoryEnd> {
         let host = self.host_end(run_blocks, settings)?;
@@ -91,7 +91,7 @@ impl Tiers {
         let scratch = Scratch::open(ScratchOptions { block_bytes, blocks, huge_pages }).map_err(setup)?;
         let cipher = Cipher::new(keys, tier, &self.namespace.name, block_bytes);
         let memory = scratch.memory();
-        Ok(MemoryEnd { memory, seal: Some(Seal { parts: (scratch, cipher), run_blocks }), host })
+        Ok(MemoryEnd { memory, seal: Some(TierSeal { parts: (scratch, cipher), run_blocks }), host })
     }
 
     /// For a backend that gets up to `run_blocks` blocks together.
@@ -104,7 +104,7 @@ impl Tiers {
         let scratch = Scratch::in_the_clear(options).map_err(setup)?;
         let cipher = Cipher::new(keys, Tier::Host, &self.namespace.name, block_bytes);
         let memory = scratch.memory();
-        Ok(HostEnd { memory, seal: Some(Seal { parts: (scratch, cipher), run_blocks }) })
+        Ok(HostEnd { memory, seal: Some(TierSeal { parts: (scratch, cipher), run_blocks }) })
     }
 
     /// Blocks that outlive the process in memory do so sealed, where there are keys. These lie beside the index.
@@ -112,7 +112,7 @@ impl Tiers {
         let (Some(ring), Some(dir)) = (self.keys.clone(), &settings.persist) else { return Ok(()) };
         let namespace = format!("{}-host", self.namespace.name);
         let dirs = std::slice::from_ref(settings.persist_index.as_ref().unwrap_or(dir));
-        let kept = Kept::in_files(dirs, self.namespace.identity.is_some());
+        let kept = KeyPlace::in_files(dirs, self.namespace.identity.is_some());
         let keys = TenantKeys::new(ring, &namespace, kept.open(&namespace)?);
         self.tenant_keys.push((Tier::Host, Arc::new(keys)));
         Ok(())
@@ -121,7 +121,7 @@ impl Tiers {
     /// Joins tiers by a backend of `end`, which is sealed where the host tier is.
     pub(super) fn connect_host(&mut self, backend: impl Backend + 'static, end: HostEnd) -> Result<()> {
         match end.seal {
-            Some(Seal { parts, run_blocks }) => {
+            Some(TierSeal { parts, run_blocks }) => {
                 let sealed = Sealed::of_memory(backend, self.memory()?, parts, run_blocks).map_err(setup)?;
                 self.connect(sealed)
             }
@@ -136,7 +136,7 @@ impl Tiers {
         end: MemoryEnd,
     ) -> Result<()> {
         match end.seal {
-            Some(Seal { parts, run_blocks }) => {
+            Some(TierSeal { parts, run_blocks }) => {
                 // What arrives has a tag, which is stronger than its checksum: to read it twice would tell nothing more.
                 let inner = verified.of_departures();
                 let memory = Arc::clone(&end.host.memory);
@@ -171,14 +171,14 @@ impl Tiers {
 }
 
 /// Where the keys of tenants are kept: with what they seal.
-pub(super) enum Kept<'a> {
+pub(super) enum KeyPlace<'a> {
     /// What they seal nobody finds who has not the keys in memory.
     Nowhere,
     Beside(&'a [PathBuf]),
     In(&'a Store),
 }
 
-impl<'a> Kept<'a> {
+impl<'a> KeyPlace<'a> {
     pub(super) const fn in_files(dirs: &'a [PathBuf], is_kept: bool) -> Self {
         if is_kept { Self::Beside(dirs) } else { Self::Nowhere }
     }
@@ -260,7 +260,7 @@ fn forget_in_ranks(leader: &Weak<Leader>, tenant: u32, life: u32) -> Result<()> 
         .map_err(|error| Error::caused(ErrorKind::Unavailable, error.to_string(), error))
 }
 
-impl Tiers {
+impl OpenedRegions {
     pub(super) fn keys_of(&self, tier: Tier) -> Option<Arc<TenantKeys>> {
         self.tenant_keys.iter().find(|(of, _)| *of == tier).map(|(_, keys)| Arc::clone(keys))
     }

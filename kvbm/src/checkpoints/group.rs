@@ -11,7 +11,7 @@ use crate::scheduler::Core;
 use crate::table::LeftBlock;
 
 /// A cache group beside full attention.
-pub(super) struct Group {
+pub(super) struct GroupTable {
     pub(super) number: u8,
     /// Blocks that it looks back over; 1 for a state.
     pub(super) window: usize,
@@ -19,7 +19,7 @@ pub(super) struct Group {
     pub(super) manager: Manager,
 }
 
-impl Group {
+impl GroupTable {
     /// The blocks that a checkpoint keeps, root first. The last one has the name of the block at the checkpoint's
     /// position, so that a look for it costs no digest; the others' names are their own, so that no two checkpoints
     /// share a block.
@@ -36,8 +36,8 @@ impl Group {
         self.manager.core().matches(self.chain(std::slice::from_ref(at))).longest() > 0
     }
 
-    pub(super) fn follower(&self) -> Follower {
-        Follower { number: self.number, core: Arc::downgrade(self.manager.core()) }
+    pub(super) fn follower(&self) -> GroupFollower {
+        GroupFollower { number: self.number, core: Arc::downgrade(self.manager.core()) }
     }
 }
 
@@ -48,13 +48,13 @@ fn name(at: BlockHash, back: usize) -> BlockHash {
 }
 
 /// Has a group's checkpoints leave no later than the blocks that they hang on.
-pub(super) struct Follower {
+pub(super) struct GroupFollower {
     number: u8,
     // Weak: transfers that a medium keeps must not keep a closed manager alive.
     core: Weak<Core>,
 }
 
-impl Follower {
+impl GroupFollower {
     pub(super) fn blocks_left(&self, left: &[LeftBlock]) {
         let left: Vec<_> =
             left.iter().map(|left| (left.hash, Some(left.tier).filter(|_| !left.is_gone))).collect();

@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use kvbm_policies::CheckpointPart;
 
-use super::Checkpoints;
-use super::group::Group;
+use super::CheckpointGroups;
+use super::group::GroupTable;
 use crate::hash::{BlockHash, Chain};
 use crate::lease::Lease;
 use crate::manager::Manager;
@@ -82,7 +82,7 @@ impl Manager {
         self.lease_groups(info, chain.into(), Core::lease_uncounted)
     }
 
-    fn lease_groups(&self, info: RequestInfo, chain: Chain<'_>, lease: Lessor) -> HybridLease {
+    fn lease_groups(&self, info: RequestInfo, chain: Chain<'_>, lease: LeaseFn) -> HybridLease {
         let checkpoints = self.checkpoints();
         let _epoch = checkpoints.in_one_epoch();
         let full = lease(self.core(), chain, info);
@@ -94,15 +94,15 @@ impl Manager {
 }
 
 /// How leases are taken: counted as a request, or not.
-type Lessor = fn(&Core, Chain<'_>, RequestInfo) -> Lease;
+type LeaseFn = fn(&Core, Chain<'_>, RequestInfo) -> Lease;
 
-impl Checkpoints {
+impl CheckpointGroups {
     /// The deepest position at which every group has a checkpoint.
     fn deepest(
         &self,
         hashes: &[BlockHash],
         info: RequestInfo,
-        lessor: Lessor,
+        lessor: LeaseFn,
     ) -> Option<(usize, Vec<GroupLease>)> {
         let all = |at| self.groups.iter().all(|group| self.is_whole(group, hashes, at));
         let lease = |at| {
@@ -122,20 +122,20 @@ impl Checkpoints {
         (near + 1..=most).rev().chain(on_grid.take_while(|&at| at > 0))
     }
 
-    fn is_whole(&self, group: &Group, hashes: &[BlockHash], at: usize) -> bool {
+    fn is_whole(&self, group: &GroupTable, hashes: &[BlockHash], at: usize) -> bool {
         self.grid().cover(at, group.window).all(|part| group.has(&hashes[part.at - 1]))
     }
 
     fn lease(
         &self,
-        group: &Group,
+        group: &GroupTable,
         hashes: &[BlockHash],
         at: usize,
         info: RequestInfo,
-        lessor: Lessor,
+        lessor: LeaseFn,
     ) -> Option<GroupLease> {
         let lease = |part: CheckpointPart| {
-            let names = Group::names(hashes[part.at - 1], part.kept);
+            let names = GroupTable::names(hashes[part.at - 1], part.kept);
             let lease = lessor(group.manager.core(), group.chain(&names), info);
             (lease.held().longest() == part.kept).then_some((part, lease))
         };

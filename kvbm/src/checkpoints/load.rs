@@ -7,7 +7,7 @@ use kvbm_policies::CheckpointPart;
 use kvbm_tiers::Fence;
 
 use super::lease::{GroupLease, HybridLease};
-use super::{Checkpoints, FULL, GroupSlots, find, invalid};
+use super::{CheckpointGroups, FULL, GroupSlots, find, invalid};
 use crate::engine_results::{Loaded, Writers};
 use crate::error::Result;
 use crate::layers::LayerCount;
@@ -107,7 +107,7 @@ fn nothing_to_load(lease: Lease, layers: u16) -> Transfer<Loaded> {
     Transfer::ended(Loaded { lease, arrived: 0, failed: 0, writers }).in_layers(layers)
 }
 
-impl Checkpoints {
+impl CheckpointGroups {
     fn check_load(&self, manager: &Manager, lease: &HybridLease, slots: &[GroupSlots<'_>]) -> Result<()> {
         self.check(manager, slots)?;
         manager.core().check_lease(&lease.full)?;

@@ -28,7 +28,7 @@ use std::sync::Arc;
 use kvbm_policies::CheckpointGrid;
 use kvbm_tiers::{SlotId, Tier};
 
-use self::group::Group;
+use self::group::GroupTable;
 use crate::engine_transfers::check_distinct;
 use crate::error::{Error, ErrorKind, Result};
 use crate::manager::Manager;
@@ -63,16 +63,16 @@ impl GroupSlots<'_> {
 
 /// The groups of a manager beside full attention: none, unless its model is hybrid.
 #[derive(Default)]
-pub(crate) struct Checkpoints {
+pub(crate) struct CheckpointGroups {
     grid: Option<CheckpointGrid>,
-    groups: Vec<Group>,
+    groups: Vec<GroupTable>,
     /// A reset comes before or after what is asked of several groups: a checkpoint of old weights must not get the name
     /// of a new one.
     resets: RwLock<()>,
 }
 
-impl Checkpoints {
-    fn new(grid: CheckpointGrid, groups: Vec<Group>) -> Self {
+impl CheckpointGroups {
+    fn new(grid: CheckpointGrid, groups: Vec<GroupTable>) -> Self {
         Self { grid: Some(grid), groups, resets: RwLock::new(()) }
     }
 
@@ -103,11 +103,11 @@ impl Checkpoints {
 
     /// Lets checkpoints go with the blocks that they hang on.
     pub(crate) fn follow(&self, full: &Arc<Core>) {
-        let groups: Vec<_> = self.groups.iter().map(Group::follower).collect();
+        let groups: Vec<_> = self.groups.iter().map(GroupTable::follower).collect();
         full.tell_left_blocks(move |left| groups.iter().for_each(|group| group.blocks_left(left)));
     }
 
-    fn group(&self, number: u8) -> Result<&Group> {
+    fn group(&self, number: u8) -> Result<&GroupTable> {
         let group = usize::from(number).checked_sub(1).and_then(|place| self.groups.get(place));
         group.ok_or_else(|| {
             let groups = self.groups.len();

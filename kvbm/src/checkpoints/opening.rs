@@ -3,8 +3,8 @@
 use kvbm_policies::{CheckpointGrid, checkpoints};
 use kvbm_settings::{Capacity, Settings};
 
-use super::group::Group;
-use super::{Checkpoints, FULL, invalid, metrics};
+use super::group::GroupTable;
+use super::{CheckpointGroups, FULL, invalid, metrics};
 use crate::engine_memory::EngineMemory;
 use crate::error::Result;
 use crate::fingerprint::digest;
@@ -109,7 +109,7 @@ impl Manager {
         traces::check(&settings.traces)?;
         let listener = Listener::bind(&settings)?;
         let grid = CheckpointGrid::new(settings.hybrid.checkpoint_blocks);
-        let Openings { full, others } = Openings::new(&settings, &memory, groups)?;
+        let GroupOpenings { full, others } = GroupOpenings::new(&settings, &memory, groups)?;
         let mut registries = vec![metrics::registry("full")?];
         let options_of = |number, registry| Options {
             registry,
@@ -123,15 +123,15 @@ impl Manager {
         };
         let full = Self::assemble(full, &options_of(FULL, registries[0].clone()), Some(memory), "").await?;
         let mut opened = Vec::with_capacity(others.len());
-        for Opening { number, group, settings, suffix } in others {
+        for GroupOpening { number, group, settings, suffix } in others {
             let registry = metrics::registry(&group.name)?;
             let options = options_of(number, registry.clone());
             let manager = Self::assemble(settings, &options, Some(group.memory), &suffix).await?;
             registries.push(registry);
-            opened.push(Group { number, window: group.kind.window() as usize, manager });
+            opened.push(GroupTable { number, window: group.kind.window() as usize, manager });
         }
         metrics::export(&options.registry, registries)?;
-        let checkpoints = Checkpoints::new(grid, opened);
+        let checkpoints = CheckpointGroups::new(grid, opened);
         join_epochs(&full, &checkpoints)?;
         full.with_checkpoints(checkpoints).serve(listener, &options)
     }
@@ -149,7 +149,7 @@ impl Rank {
         memory: &EngineMemory,
         groups: Vec<CacheGroup>,
     ) -> Result<Self> {
-        let Openings { full, others } = Openings::new(settings, memory, groups)?;
+        let GroupOpenings { full, others } = GroupOpenings::new(settings, memory, groups)?;
         let options_of = |number| RankOptions {
             group: ranks_of(number, &options.group),
             rank: options.rank,
@@ -158,7 +158,7 @@ impl Rank {
         };
         // In the leader's order: it waits for all ranks of one group before it goes on to the next.
         let full = Self::join_as(&full, options_of(FULL), Some(memory), "")?;
-        let join = |Opening { number, group, settings, suffix }: Opening| {
+        let join = |GroupOpening { number, group, settings, suffix }: GroupOpening| {
             Self::join_as(&settings, options_of(number), Some(&group.memory), &suffix)
         };
         let others = others.into_iter().map(join).collect::<Result<_>>()?;
@@ -173,12 +173,12 @@ fn ranks_of(number: u8, ranks: &RankGroup) -> RankGroup {
 }
 
 /// What each group is opened with.
-struct Openings {
+struct GroupOpenings {
     full: Settings,
-    others: Vec<Opening>,
+    others: Vec<GroupOpening>,
 }
 
-struct Opening {
+struct GroupOpening {
     number: u8,
     group: CacheGroup,
     settings: Settings,
@@ -186,16 +186,16 @@ struct Opening {
     suffix: String,
 }
 
-impl Openings {
+impl GroupOpenings {
     fn new(settings: &Settings, memory: &EngineMemory, groups: Vec<CacheGroup>) -> Result<Self> {
         check(&groups)?;
-        let parts = Parts::new(settings, memory, &groups)?;
+        let parts = GroupParts::new(settings, memory, &groups)?;
         let every = settings.hybrid.checkpoint_blocks;
         let opening = |(number, group): (u8, CacheGroup)| {
             // By its name as well: groups alike may come in another order, and blocks know their group by its number.
             let name = digest(group.name.as_bytes()) as u64;
             let suffix = format!("-g{number}w{}n{every}-{name:016x}", group.kind.window());
-            Opening { number, settings: parts.of_group(number, settings), suffix, group }
+            GroupOpening { number, settings: parts.of_group(number, settings), suffix, group }
         };
         Ok(Self { full: parts.of_full(settings), others: (1..).zip(groups).map(opening).collect() })
     }
@@ -224,7 +224,7 @@ fn check(groups: &[CacheGroup]) -> Result<()> {
 }
 
 /// A start may find that the last reset did not get to all groups: it is made up for.
-fn join_epochs(full: &Manager, checkpoints: &Checkpoints) -> Result<()> {
+fn join_epochs(full: &Manager, checkpoints: &CheckpointGroups) -> Result<()> {
     let newest = checkpoints.managers().map(Manager::epoch).fold(full.epoch(), u64::max);
     for manager in checkpoints.managers().chain([full]).filter(|manager| manager.epoch() < newest) {
         manager.reset(newest)?;
@@ -233,12 +233,12 @@ fn join_epochs(full: &Manager, checkpoints: &Checkpoints) -> Result<()> {
 }
 
 /// What each group gets, full attention first.
-struct Parts {
+struct GroupParts {
     shares: Vec<f64>,
     block_bytes: Vec<u64>,
 }
 
-impl Parts {
+impl GroupParts {
     fn new(settings: &Settings, memory: &EngineMemory, groups: &[CacheGroup]) -> Result<Self> {
         let every = u64::from(settings.hybrid.checkpoint_blocks);
         let bytes_of_full = memory.block_bytes().or(settings.block_bytes);

@@ -4,8 +4,8 @@ use std::sync::{Arc, Weak};
 
 use kvbm_tiers::{Fence, SlotId};
 
-use super::group::{Follower, Group};
-use super::{Checkpoints, FULL, GroupSlots, find, invalid};
+use super::group::{GroupFollower, GroupTable};
+use super::{CheckpointGroups, FULL, GroupSlots, find, invalid};
 use crate::engine_results::Saved;
 use crate::error::{Error, Result};
 use crate::hash::{BlockHash, Chain};
@@ -62,7 +62,7 @@ pub struct CheckpointsSaved {
 
 /// A checkpoint that is to be made.
 #[derive(Clone, Copy)]
-struct Planned {
+struct PlannedCheckpoint {
     group: u8,
     at: usize,
     hash: BlockHash,
@@ -73,8 +73,8 @@ struct Planned {
 /// asks for the answer or not.
 struct SavedCheckpoints {
     full: Weak<Core>,
-    followers: Vec<Follower>,
-    planned: Vec<Planned>,
+    followers: Vec<GroupFollower>,
+    planned: Vec<PlannedCheckpoint>,
 }
 
 impl Drop for SavedCheckpoints {
@@ -119,7 +119,7 @@ impl Manager {
         let planned = checkpoints.plan(save);
         let saved = Arc::new(SavedCheckpoints {
             full: Arc::downgrade(self.core()),
-            followers: checkpoints.groups.iter().map(Group::follower).collect(),
+            followers: checkpoints.groups.iter().map(GroupTable::follower).collect(),
             planned: planned.clone(),
         });
         let joined = JoinedTransfer::keeping(self.core(), Arc::clone(&saved));
@@ -138,7 +138,7 @@ impl Manager {
     }
 }
 
-impl Checkpoints {
+impl CheckpointGroups {
     fn check_save<'a>(&self, manager: &Manager, save: &HybridSave<'a>) -> Result<GroupSlots<'a>> {
         self.check(manager, save.slots)?;
         if let Some(given) = save.slots.iter().find(|given| given.end() > save.chain.len()) {
@@ -150,12 +150,12 @@ impl Checkpoints {
         find(save.slots, FULL).ok_or_else(|| invalid("name the slots of cache group 0 as well".to_owned()))
     }
 
-    fn plan(&self, save: &HybridSave<'_>) -> Vec<Planned> {
+    fn plan(&self, save: &HybridSave<'_>) -> Vec<PlannedCheckpoint> {
         let of_group = |given: &GroupSlots<'_>| {
             let Ok(group) = self.group(given.group) else { return Vec::new() };
             let is_end = save.is_end && given.end() == save.chain.len();
             let at = self.grid().within(given.first..given.end(), group.window, is_end);
-            let planned = |at| Planned {
+            let planned = |at| PlannedCheckpoint {
                 group: given.group,
                 at,
                 hash: save.chain[at - 1],
@@ -167,19 +167,23 @@ impl Checkpoints {
     }
 }
 
-impl Checkpoints {
-    fn save(&self, planned: &Planned, part: &SavePart<'_>) -> Transfer<Saved> {
+impl CheckpointGroups {
+    fn save(&self, planned: &PlannedCheckpoint, part: &SavePart<'_>) -> Transfer<Saved> {
         let given = find(part.save.slots, planned.group);
         let (Ok(group), Some(given)) = (self.group(planned.group), given) else {
             return Transfer::failed(invalid(format!("there is no cache group {}", planned.group)));
         };
-        let names = Group::names(planned.hash, planned.kept);
+        let names = GroupTable::names(planned.hash, planned.kept);
         let slots = &given.slots[planned.at - planned.kept - given.first..planned.at - given.first];
         group.manager.begin_save(part.of(group.chain(&names), (0, slots)))
     }
 }
 
-fn answer(mut answers: Vec<Result<Saved>>, planned: &[Planned], groups: &[u8]) -> Result<HybridSaved> {
+fn answer(
+    mut answers: Vec<Result<Saved>>,
+    planned: &[PlannedCheckpoint],
+    groups: &[u8],
+) -> Result<HybridSaved> {
     let checkpoints = answers.split_off(1);
     let full = answers.pop().unwrap_or_else(|| Err(Error::closed()))?;
     let held = full.lease.held().longest();
@@ -196,7 +200,7 @@ fn answer(mut answers: Vec<Result<Saved>>, planned: &[Planned], groups: &[u8]) -
 }
 
 impl CheckpointsSaved {
-    fn add(&mut self, saved: &Saved, planned: &Planned, held: usize) {
+    fn add(&mut self, saved: &Saved, planned: &PlannedCheckpoint, held: usize) {
         self.checkpoints += 1;
         let is_whole = saved.lease.held().longest() == planned.kept && planned.at <= held;
         self.whole += usize::from(is_whole);

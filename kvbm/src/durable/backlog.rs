@@ -10,7 +10,7 @@ use kvbm_tiers::SlotId;
 use crate::table::Note;
 
 #[derive(Debug)]
-pub(super) struct Backlog {
+pub(super) struct NoteBacklog {
     notes: VecDeque<Note>,
     /// Thinned out when there are so many.
     limit: usize,
@@ -19,7 +19,7 @@ pub(super) struct Backlog {
 /// Notes that wait as they came, 6 MB of them.
 const LIMIT: usize = 1 << 16;
 
-impl Backlog {
+impl NoteBacklog {
     pub(super) const fn new() -> Self {
         Self { notes: VecDeque::new(), limit: LIMIT }
     }
@@ -116,7 +116,7 @@ mod tests {
         fn thinned_out_they_end_the_same(notes in prop::collection::vec(note(), 0..100), reset_at: prop::sample::Index) {
             let mut notes = notes;
             notes.insert(reset_at.index(notes.len() + 1), Note::Reset(Table::new([]).naming()));
-            let mut backlog = Backlog { notes: VecDeque::new(), limit: 1 };
+            let mut backlog = NoteBacklog { notes: VecDeque::new(), limit: 1 };
             let left_out = backlog.extend(notes.iter().copied());
             prop_assert_eq!(end(backlog.iter().copied()), end(notes.iter().copied()));
             prop_assert!(backlog.notes.len() <= 8 + 1);

@@ -27,12 +27,12 @@ use crate::table::{Naming, Notes};
 
 pub use self::acknowledgement::{DurableEvent, OnDurable};
 
-use self::writer::Writer;
+use self::writer::IndexWriter;
 
 /// The writers of all indices. None, where no tier outlives the process.
 #[derive(Debug, Default)]
-pub(crate) struct Durable {
-    writers: Mutex<Vec<Writer>>,
+pub(crate) struct DurableTiers {
+    writers: Mutex<Vec<IndexWriter>>,
     reports: Vec<RecoveryReport>,
 }
 
@@ -58,7 +58,7 @@ pub struct RecoveryReport {
 }
 
 /// Whom a writer serves.
-pub(crate) struct Service {
+pub(crate) struct WriterService {
     pub(crate) tier: Tier,
     /// The tier has so many indices, of which each numbers its slots from 0.
     pub(crate) parts: u32,
@@ -68,7 +68,7 @@ pub(crate) struct Service {
     pub(crate) metrics: Option<Metrics>,
 }
 
-impl Durable {
+impl DurableTiers {
     pub(crate) fn reporting(reports: Vec<RecoveryReport>) -> Self {
         Self { writers: Mutex::default(), reports }
     }
@@ -77,7 +77,7 @@ impl Durable {
     pub(crate) fn write_all<T>(
         &self,
         indices: Vec<Option<(TierIndex, T)>>,
-        service: impl Fn() -> Service,
+        service: impl Fn() -> WriterService,
     ) -> Result<Vec<Option<Arc<Notes>>>> {
         let start = |(index, _)| {
             let notes = Arc::<Notes>::default();
@@ -87,8 +87,8 @@ impl Durable {
         indices.into_iter().map(|index| index.map(start).transpose()).collect()
     }
 
-    fn write(&self, index: TierIndex, notes: Arc<Notes>, service: Service) -> Result<()> {
-        let writer = Writer::start(index, notes, service)
+    fn write(&self, index: TierIndex, notes: Arc<Notes>, service: WriterService) -> Result<()> {
+        let writer = IndexWriter::start(index, notes, service)
             .map_err(|error| Error::caused(ErrorKind::Unavailable, "cannot start a thread", error))?;
         self.writers.lock().push(writer);
         Ok(())
@@ -104,7 +104,7 @@ impl Durable {
     /// `Unavailable`: one of them cannot be written, or takes longer. It is tried again in the background.
     pub(crate) fn settle(&self, limit: Duration) -> Result<()> {
         let began = clock::now();
-        let settling: Vec<_> = self.writers.lock().iter().map(Writer::settle).collect();
+        let settling: Vec<_> = self.writers.lock().iter().map(IndexWriter::settle).collect();
         settling.into_iter().try_for_each(|end| end.wait(limit.saturating_sub(began.elapsed())))
     }
 
@@ -112,7 +112,7 @@ impl Durable {
     pub(crate) fn close(&self, limit: Duration) {
         let began = clock::now();
         let writers = std::mem::take(&mut *self.writers.lock());
-        let ends: Vec<_> = writers.into_iter().map(Writer::stop).collect();
+        let ends: Vec<_> = writers.into_iter().map(IndexWriter::stop).collect();
         for end in ends {
             end.wait(limit.saturating_sub(began.elapsed()));
         }

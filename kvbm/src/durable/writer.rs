@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use kvbm_tiers::{IndexChange, IndexEntry, SlotId, TierIndex, clock};
 
-use super::Service;
+use super::WriterService;
 use super::acknowledgement::DurableEvent;
-use super::backlog::Backlog;
+use super::backlog::NoteBacklog;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{JoinHandle, spawn};
 use crate::table::{Naming, Note, Notes};
@@ -27,56 +27,57 @@ const PAUSE: Duration = Duration::from_secs(1);
 const MOST: usize = 4_096;
 
 /// Whoever asks is told what became of all that was noted before; `None`: somebody waits for what is noted, and will see.
-type Ask = Option<SyncSender<io::Result<()>>>;
+type WriterRequest = Option<SyncSender<io::Result<()>>>;
 
 /// A thread with an index.
-pub(super) struct Writer {
-    asks: SyncSender<Ask>,
-    _waker: Waker,
+pub(super) struct IndexWriter {
+    asks: SyncSender<WriterRequest>,
+    _waker: WriterWaker,
     thread: JoinHandle,
     ended: Receiver<()>,
     path: PathBuf,
 }
 
 /// The notes can wake the writer as long as it is wanted: they would keep its thread.
-struct Waker(Arc<Notes>);
+struct WriterWaker(Arc<Notes>);
 
-impl Drop for Waker {
+impl Drop for WriterWaker {
     fn drop(&mut self) {
         self.0.set_waker(None);
     }
 }
 
 /// What becomes of all that was noted until now.
-pub(super) struct Settling {
+pub(super) struct WriterFlush {
     answer: Receiver<io::Result<()>>,
     path: PathBuf,
 }
 
 /// A writer that was told to stop.
-pub(super) struct Stopping {
+pub(super) struct WriterStop {
     thread: JoinHandle,
     ended: Receiver<()>,
     path: PathBuf,
 }
 
-impl fmt::Debug for Writer {
+impl fmt::Debug for IndexWriter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Writer").field("path", &self.path).finish_non_exhaustive()
     }
 }
 
-impl Writer {
-    pub(super) fn start(index: TierIndex, notes: Arc<Notes>, service: Service) -> io::Result<Self> {
+impl IndexWriter {
+    pub(super) fn start(index: TierIndex, notes: Arc<Notes>, service: WriterService) -> io::Result<Self> {
         let path = index.path().to_owned();
         let (asks, asked) = sync_channel(16);
         let (end, ended) = sync_channel(1);
         let waker = asks.clone();
         // A full channel means that it looks soon anyway.
         notes.set_waker(Some(Box::new(move || drop(waker.try_send(None)))));
-        let waker = Waker(Arc::clone(&notes));
-        let (naming, backlog) = (service.naming, Backlog::new());
-        let work = Work { index, notes, taken: 0, service, naming, backlog, retry_at: None, is_idle: true };
+        let waker = WriterWaker(Arc::clone(&notes));
+        let (naming, backlog) = (service.naming, NoteBacklog::new());
+        let work =
+            WriterWork { index, notes, taken: 0, service, naming, backlog, retry_at: None, is_idle: true };
         let thread = spawn("kvbm-index", move || {
             work.run(&asked);
             drop(end);
@@ -85,20 +86,20 @@ impl Writer {
     }
 
     /// Has all that was noted until now written.
-    pub(super) fn settle(&self) -> Settling {
+    pub(super) fn settle(&self) -> WriterFlush {
         let (ask, answer) = sync_channel(1);
         // Where the thread is gone or hangs, no answer comes.
         drop(self.asks.try_send(Some(ask)));
-        Settling { answer, path: self.path.clone() }
+        WriterFlush { answer, path: self.path.clone() }
     }
 
-    pub(super) fn stop(self) -> Stopping {
+    pub(super) fn stop(self) -> WriterStop {
         let Self { thread, ended, path, .. } = self;
-        Stopping { thread, ended, path }
+        WriterStop { thread, ended, path }
     }
 }
 
-impl Settling {
+impl WriterFlush {
     /// Until it is in the index, at most for `limit`.
     pub(super) fn wait(self, limit: Duration) -> Result<()> {
         let timed_out = Err(io::ErrorKind::TimedOut.into());
@@ -109,7 +110,7 @@ impl Settling {
     }
 }
 
-impl Stopping {
+impl WriterStop {
     /// Until all is written, at most for `limit`.
     pub(super) fn wait(self, limit: Duration) {
         if self.ended.recv_timeout(limit) == Err(RecvTimeoutError::Disconnected) {
@@ -120,30 +121,30 @@ impl Stopping {
     }
 }
 
-impl Drop for Work {
+impl Drop for WriterWork {
     /// Also where a round panicked.
     fn drop(&mut self) {
         self.notes.written(None);
     }
 }
 
-struct Work {
+struct WriterWork {
     index: TierIndex,
     notes: Arc<Notes>,
     /// Notes that came with the last look and those before.
     taken: u64,
-    service: Service,
+    service: WriterService,
     /// The names that blocks have by what was taken; the service's, by what was told.
     naming: Naming,
-    backlog: Backlog,
+    backlog: NoteBacklog,
     /// When the medium, which failed, is tried again.
     retry_at: Option<Instant>,
     /// Nothing was noted of late.
     is_idle: bool,
 }
 
-impl Work {
-    fn run(mut self, asked: &Receiver<Ask>) {
+impl WriterWork {
+    fn run(mut self, asked: &Receiver<WriterRequest>) {
         loop {
             let period = if self.is_idle { IDLE_PERIOD } else { PERIOD };
             match asked.recv_timeout(period) {

@@ -15,7 +15,7 @@ const MAX_FAULTS: usize = 32;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Fault {
     pub(crate) kind: FaultKind,
-    pub(crate) place: Place,
+    pub(crate) place: FaultPlace,
     pub(crate) count: u64,
     /// The last time.
     pub(crate) at: Instant,
@@ -60,14 +60,14 @@ impl FaultKind {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum FaultPlace {
     Route(Route),
     Tier(Tier),
     Directory(usize),
     Process,
 }
 
-impl Place {
+impl FaultPlace {
     pub(crate) fn name(self) -> String {
         match self {
             Self::Route((from, to)) => format!("{from}>{to}"),
@@ -83,7 +83,7 @@ impl Place {
 pub(super) struct FaultLog(Arc<Mutex<VecDeque<Fault>>>);
 
 impl FaultLog {
-    pub(super) fn note(&self, kind: FaultKind, place: Place) {
+    pub(super) fn note(&self, kind: FaultKind, place: FaultPlace) {
         let mut faults = self.0.lock();
         let known = faults.iter().position(|fault| (fault.kind, fault.place) == (kind, place));
         let before = known.and_then(|at| faults.remove(at)).map_or(0, |fault| fault.count);
@@ -106,8 +106,8 @@ mod tests {
     #[test]
     fn a_storm_of_one_fault_does_not_displace_the_others() {
         let log = FaultLog::default();
-        log.note(FaultKind::Index, Place::Tier(Tier::Host));
-        (0..1_000).for_each(|_| log.note(FaultKind::Copy(CopyErrorKind::Io), Place::Tier(Tier::Disk)));
+        log.note(FaultKind::Index, FaultPlace::Tier(Tier::Host));
+        (0..1_000).for_each(|_| log.note(FaultKind::Copy(CopyErrorKind::Io), FaultPlace::Tier(Tier::Disk)));
         let found: Vec<_> = log.latest().iter().map(|fault| (fault.kind.name(), fault.count)).collect();
         assert_eq!(found, [("copy_io", 1_000), ("index_write", 1)]);
     }
@@ -115,7 +115,7 @@ mod tests {
     #[test]
     fn it_is_bounded() {
         let log = FaultLog::default();
-        (0..100).for_each(|dir| log.note(FaultKind::Directory, Place::Directory(dir)));
+        (0..100).for_each(|dir| log.note(FaultKind::Directory, FaultPlace::Directory(dir)));
         let latest = log.latest();
         assert_eq!((latest.len(), latest[0].place.name()), (MAX_FAULTS, "disk.dirs[99]".to_owned()));
     }

@@ -11,7 +11,7 @@ use crate::demand::has_limit;
 use crate::scheduler::{Core, StagingCounts};
 
 /// Asks a [`Core`] for its state at each scrape. Shows the last state after the core is gone.
-pub(crate) struct Gauges {
+pub(crate) struct StateGauges {
     // Weak: a registry may outlive the manager, and must not keep its tiers open.
     core: Weak<Core>,
     epoch: IntGauge,
@@ -43,7 +43,7 @@ pub(crate) struct Gauges {
 // No further than the curve reaches: see `Demand`.
 const SCALES: [(&str, f64); 5] = [("0.25", 0.25), ("0.5", 0.5), ("1", 1.0), ("2", 2.0), ("4", 4.0)];
 
-impl Gauges {
+impl StateGauges {
     /// `bytes_per_day` may be written to the disk tier.
     pub(crate) fn new(core: Weak<Core>, bytes_per_day: Option<u64>) -> prometheus::Result<Self> {
         let gauges =
@@ -232,7 +232,7 @@ fn write_budget(bytes_per_day: u64) -> prometheus::Result<IntGauge> {
     Ok(gauge)
 }
 
-impl Collector for Gauges {
+impl Collector for StateGauges {
     fn desc(&self) -> Vec<&Desc> {
         self.all().flat_map(|gauge| gauge.desc()).collect()
     }

@@ -26,16 +26,16 @@ const AGE_BOUNDS: [f64; 16] = [
 /// What is counted with each lease, in blocks.
 #[derive(Debug, Default)]
 #[repr(align(64))]
-struct Counts {
+struct LeaseCounts {
     requests: AtomicU64,
     requested: AtomicU64,
     hit: [AtomicU64; Tier::COUNT],
     /// By reason and tier; those without a tier come last.
-    missed: [[Missed; Tier::COUNT + 1]; MissReason::ALL.len()],
+    missed: [[MissedBlocks; Tier::COUNT + 1]; MissReason::ALL.len()],
 }
 
 #[derive(Debug, Default)]
-struct Missed {
+struct MissedBlocks {
     chains: AtomicU64,
     blocks: AtomicU64,
 }
@@ -53,7 +53,7 @@ fn count(counter: &AtomicU64, blocks: usize) {
 
 /// Counts leases, and has the counters of a registry.
 pub(super) struct LeaseMetrics {
-    counts: Counts,
+    counts: LeaseCounts,
     /// By tier, from the first time on that somebody asks for what left it.
     ages: [OnceLock<Histogram>; Tier::COUNT],
     block_tokens: u64,
@@ -75,7 +75,7 @@ impl LeaseMetrics {
         let ages =
             HistogramOpts::new("kvbm_miss_age_seconds", "How long a block had been gone when it was missed.");
         Ok(Self {
-            counts: Counts::default(),
+            counts: LeaseCounts::default(),
             ages: Default::default(),
             block_tokens,
             requests: IntCounter::new("kvbm_requests_total", "Chains leased.")?,

@@ -28,11 +28,11 @@ use crate::table::{Match, Miss};
 
 use self::faults::FaultLog;
 use self::leases::{LeaseCollector, LeaseMetrics};
-use self::upstream::Upstream;
+use self::upstream::UpstreamMetrics;
 
 pub(crate) use self::faults::Fault;
-use self::faults::{FaultKind, Place};
-pub(crate) use self::gauges::Gauges;
+use self::faults::{FaultKind, FaultPlace};
+pub(crate) use self::gauges::StateGauges;
 pub(crate) use self::leases::Lookups;
 pub(crate) use self::objects::ObjectTraffic;
 pub(crate) use self::ranks::RankGauges;
@@ -66,7 +66,7 @@ pub struct Metrics {
     duplicates: IntCounter,
     out_of_reach: IntCounter,
     faults: FaultLog,
-    upstream: Upstream,
+    upstream: UpstreamMetrics,
 }
 
 impl fmt::Debug for Metrics {
@@ -109,9 +109,9 @@ fn catch_up(counter: &IntCounter, now: u64) {
     counter.inc_by(now.saturating_sub(counter.get()));
 }
 
-struct Builder<'a>(&'a Registry);
+struct MetricsBuilder<'a>(&'a Registry);
 
-impl Builder<'_> {
+impl MetricsBuilder<'_> {
     fn register<C: Collector + Clone + 'static>(&self, made: prometheus::Result<C>) -> Result<C> {
         let collector = made.map_err(refused)?;
         // A clone shares its values, so the registry shows what we count.
@@ -149,7 +149,7 @@ impl Metrics {
     /// [`ErrorKind::Invalid`] if the registry has one of the names already.
     pub fn new(registry: &Registry, block_bytes: u64, block_tokens: u64) -> Result<Self> {
         let route = ["from", "to"];
-        let b = Builder(registry);
+        let b = MetricsBuilder(registry);
         let histogram =
             HistogramOpts::new("kvbm_transfer_seconds", "Time from a batch's start to a block's arrival.")
                 .buckets(TRANSFER_BOUNDS.to_vec());
@@ -228,7 +228,7 @@ impl Metrics {
                 "Tokens held of full attention behind the last checkpoint that all cache groups have.",
             )?,
             faults: FaultLog::default(),
-            upstream: Upstream::new(&b)?,
+            upstream: UpstreamMetrics::new(&b)?,
         })
     }
 
@@ -278,7 +278,7 @@ impl Metrics {
         let named = FAILURES.iter().find(|(_, known)| *known == Some(kind));
         let name = named.map_or("refused", |(name, _)| name);
         self.transfer_failures.with_label_values(&[route.0.name(), route.1.name(), name]).inc();
-        self.faults.note(FaultKind::Copy(kind), Place::Route(route));
+        self.faults.note(FaultKind::Copy(kind), FaultPlace::Route(route));
         if kind == CopyErrorKind::Corrupt {
             self.checksum_failures.with_label_values(&[route.0.name()]).inc();
         }
@@ -287,7 +287,7 @@ impl Metrics {
 
     /// A block that was lent, or verified in passing, had changed.
     pub(crate) fn found_corrupt(&self, tier: Tier) {
-        self.faults.note(FaultKind::Checksum, Place::Tier(tier));
+        self.faults.note(FaultKind::Checksum, FaultPlace::Tier(tier));
         self.checksum_failures.with_label_values(&[tier.name()]).inc();
     }
 
@@ -310,7 +310,7 @@ impl Metrics {
     }
 
     pub(crate) fn background_panicked(&self) {
-        self.faults.note(FaultKind::Panic, Place::Process);
+        self.faults.note(FaultKind::Panic, FaultPlace::Process);
         self.background_panics.inc();
     }
 
@@ -321,7 +321,7 @@ impl Metrics {
 
     /// What a tier has could not be written down.
     pub(crate) fn index_failed(&self, tier: Tier) {
-        self.faults.note(FaultKind::Index, Place::Tier(tier));
+        self.faults.note(FaultKind::Index, FaultPlace::Tier(tier));
         self.index_failures.with_label_values(&[tier.name()]).inc();
     }
 
@@ -333,7 +333,7 @@ impl Metrics {
 
     /// One of several directories of the disk tier is left alone.
     pub(crate) fn directory_failed(&self, dir: usize) {
-        self.faults.note(FaultKind::Directory, Place::Directory(dir));
+        self.faults.note(FaultKind::Directory, FaultPlace::Directory(dir));
         self.directory_failures.with_label_values(&[&dir.to_string()]).inc();
     }
 
@@ -341,7 +341,7 @@ impl Metrics {
     pub(crate) fn shadowed(&self, tier: Tier, is_wrong: bool, bound: f64) {
         let verdict = if is_wrong { "wrong" } else { "same" };
         if is_wrong {
-            self.faults.note(FaultKind::Shadow, Place::Tier(tier));
+            self.faults.note(FaultKind::Shadow, FaultPlace::Tier(tier));
         }
         self.shadow_blocks.with_label_values(&[tier.name(), verdict]).inc();
         self.shadow_bound.with_label_values(&[tier.name()]).set(bound);

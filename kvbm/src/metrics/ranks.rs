@@ -1,18 +1,18 @@
 //! Which ranks are there, asked when the registry is read.
 
-use kvbm_tiers::ranks::RollCall;
+use kvbm_tiers::ranks::RankRegistry;
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntGaugeVec, Opts};
 
 /// One gauge for each rank. Shows the last state after the leader is gone.
 pub(crate) struct RankGauges {
-    roll_call: RollCall,
+    roll_call: RankRegistry,
     up: IntGaugeVec,
 }
 
 impl RankGauges {
-    pub(crate) fn new(roll_call: RollCall) -> prometheus::Result<Self> {
+    pub(crate) fn new(roll_call: RankRegistry) -> prometheus::Result<Self> {
         let up = IntGaugeVec::new(
             Opts::new("kvbm_rank_up", "1 for a rank that is there, 0 for one that is away."),
             &["rank"],

@@ -34,20 +34,20 @@ pub(crate) fn shown_tenants(settings: &Settings) -> Vec<u32> {
 #[derive(Debug)]
 pub(crate) struct TenantLeases {
     shown: Vec<u32>,
-    counts: Vec<Counts>,
+    counts: Vec<TenantCounts>,
 }
 
 /// A line of memory for each: tenants must not wait for each other's counts.
 #[derive(Debug, Default)]
 #[repr(align(64))]
-struct Counts {
+struct TenantCounts {
     requested: AtomicU64,
     hit: AtomicU64,
 }
 
 impl TenantLeases {
     fn new(shown: Vec<u32>) -> Self {
-        let counts = std::iter::repeat_with(Counts::default).take(shown.len() + 1).collect();
+        let counts = std::iter::repeat_with(TenantCounts::default).take(shown.len() + 1).collect();
         Self { shown, counts }
     }
 

@@ -4,20 +4,20 @@ use kvbm_tiers::{Route, Tier};
 use prometheus::core::Collector;
 use prometheus::{GaugeVec, IntCounter, Opts};
 
-use super::{Builder, catch_up};
+use super::{MetricsBuilder, catch_up};
 use crate::error::Result;
 
 /// Their handles.
 #[derive(Clone)]
-pub(super) struct Upstream {
+pub(super) struct UpstreamMetrics {
     offload_blocks: [(Route, IntCounter); 4],
     onboard_blocks: [(Route, IntCounter); 3],
     object_read_failures: IntCounter,
     object_write_failures: IntCounter,
 }
 
-impl Upstream {
-    pub(super) fn new(b: &Builder<'_>) -> Result<Self> {
+impl UpstreamMetrics {
+    pub(super) fn new(b: &MetricsBuilder<'_>) -> Result<Self> {
         use Tier::{Device, Disk, Host, Object};
         let blocks =
             |route, name: &str| Ok((route, b.counter(name, "Blocks copied (name used by NVIDIA's KVBM).")?));

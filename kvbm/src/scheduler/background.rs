@@ -7,8 +7,8 @@ use std::time::Duration;
 use kvbm_policies::Trigger;
 use kvbm_tiers::{CopyErrorKind, Tier};
 
-use super::batch::Batch;
-use super::breaker::Passage;
+use super::batch::TaskBatch;
+use super::breaker::RoutePassage;
 use super::{Core, spans};
 use crate::sync::{AtomicUsize, Mutex};
 use crate::table::{Budget, Effects, Table};
@@ -21,7 +21,7 @@ const MAX_HEADROOM: usize = 4_096;
 
 /// State of flushing.
 #[derive(Debug, Default)]
-pub(super) struct Flushing {
+pub(super) struct FlushState {
     /// Per destination: blocks on their way.
     in_flight: [AtomicUsize; Tier::COUNT],
     /// Per source: dirty blocks still to be flushed since flushing was last due.
@@ -32,7 +32,7 @@ pub(super) struct Flushing {
     waker: Mutex<Option<std::sync::mpsc::SyncSender<()>>>,
 }
 
-impl Flushing {
+impl FlushState {
     pub(super) fn ended(&self, dest: Tier, blocks: usize) {
         self.in_flight[dest.index()].fetch_sub(blocks, Ordering::AcqRel);
         self.wake();
@@ -88,16 +88,16 @@ impl Drained {
 }
 
 /// A [`Core::drain`] under way. It ends also by a panic: else all that is merely used would go down from then on.
-struct Draining<'a>(&'a AtomicUsize);
+struct DrainState<'a>(&'a AtomicUsize);
 
-impl<'a> Draining<'a> {
+impl<'a> DrainState<'a> {
     fn start(drains: &'a AtomicUsize) -> Self {
         drains.fetch_add(1, Ordering::AcqRel);
         Self(drains)
     }
 }
 
-impl Drop for Draining<'_> {
+impl Drop for DrainState<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }
@@ -236,7 +236,7 @@ impl Core {
     /// Sends the block that waits longest, if it is time to see whether the media that it passes are well again; where
     /// blocks go down only when they leave, the next to leave with what the tier below lacks before it.
     fn probe_flush(self: &Arc<Self>, from: Tier, to: Tier) {
-        if self.pass((from, to)) == Passage::Blocked {
+        if self.pass((from, to)) == RoutePassage::Blocked {
             return;
         }
         // What failed may be all that there is to try it with.
@@ -350,7 +350,7 @@ impl Core {
     /// get there.
     pub fn drain(self: &Arc<Self>, limit: Duration) -> Drained {
         {
-            let _under_way = Draining::start(&self.flushing.drains);
+            let _under_way = DrainState::start(&self.flushing.drains);
             self.drain_until(self.clock.uptime().saturating_add(limit));
         }
         self.drained()
@@ -416,7 +416,7 @@ impl Core {
         self.give_up_all(self.stuck_batches(now), now);
     }
 
-    fn give_up_all(self: &Arc<Self>, overdue: Vec<Arc<Batch>>, now: Duration) {
+    fn give_up_all(self: &Arc<Self>, overdue: Vec<Arc<TaskBatch>>, now: Duration) {
         // A completion whose handling panicked leaves a batch that is never done, and works on nothing.
         for batch in overdue.into_iter().filter(|batch| batch.is_working()) {
             tracing::error!(from = %batch.route.0, to = %batch.route.1, "copies are overdue: nobody waits for them");

@@ -8,14 +8,14 @@ use std::time::Duration;
 use kvbm_tiers::{Completion, CopyError, CopyOp, Frame, Route, Tier};
 use tracing::Span;
 
-use super::errand::Errand;
+use super::errand::InternalCopy;
 use super::routed::RoutedTask;
 use crate::sync::{AtomicUsize, Mutex};
 use crate::task::{Class, CopyTask};
 
 /// Tasks handed to a backend together. Each counts as ended once: when it completes or when it is overdue.
 #[derive(Debug)]
-pub(super) struct Batch {
+pub(super) struct TaskBatch {
     id: u64,
     pub(super) route: Route,
     pub(super) class: Class,
@@ -23,21 +23,21 @@ pub(super) struct Batch {
     pub(super) is_probe: bool,
     pub(super) started: Duration,
     /// When one of its copies completed last.
-    progress: Timestamp,
+    progress: AtomicUptime,
     /// One lock for all: what ends together is looked at together.
     tasks: Mutex<Vec<TaskState>>,
     left: AtomicUsize,
     /// Open until the medium is done with all of it.
     _span: Span,
     /// Instead of tasks: a copy that no request asked for.
-    pub(super) errand: Option<Errand>,
+    pub(super) errand: Option<InternalCopy>,
 }
 
 /// A point in time that is written often and read seldom.
 #[derive(Debug, Default)]
-struct Timestamp(AtomicU64);
+struct AtomicUptime(AtomicU64);
 
-impl Timestamp {
+impl AtomicUptime {
     fn set(&self, now: Duration) {
         // Relaxed will do: it is compared with limits of seconds, and orders nothing else.
         self.0.fetch_max(now.as_nanos() as u64, Ordering::Relaxed);
@@ -51,13 +51,13 @@ impl Timestamp {
 #[derive(Debug)]
 enum TaskState {
     Working(RoutedTask),
-    Overdue(Overdue),
+    Overdue(OverdueTask),
     Ended,
 }
 
 /// A task of which nobody expects anything any more.
 #[derive(Debug)]
-pub(super) struct Overdue {
+pub(super) struct OverdueTask {
     pub(super) task: CopyTask,
     /// The staging slot that the medium may still touch.
     pub(super) staging: Option<Frame>,
@@ -65,19 +65,20 @@ pub(super) struct Overdue {
 
 /// What a backend's report is about.
 #[derive(Debug, Default)]
-pub(super) struct Reported {
+pub(super) struct ReportedTasks {
     /// Tasks that are waited for, each with how its copy ended.
     pub(super) tasks: Vec<(RoutedTask, Result<(), CopyError>)>,
     /// Those that were given up.
-    pub(super) overdue: Vec<Overdue>,
+    pub(super) overdue: Vec<OverdueTask>,
     /// Operations that were reported before: the backend breaks its contract.
     pub(super) twice: Vec<usize>,
 }
 
-impl Batch {
+impl TaskBatch {
     /// These operations were reported.
-    pub(super) fn take(&self, ended: Vec<Completion>) -> Reported {
-        let mut reported = Reported { tasks: Vec::with_capacity(ended.len()), ..Reported::default() };
+    pub(super) fn take(&self, ended: Vec<Completion>) -> ReportedTasks {
+        let mut reported =
+            ReportedTasks { tasks: Vec::with_capacity(ended.len()), ..ReportedTasks::default() };
         let mut tasks = self.tasks.lock();
         for (op, result) in ended {
             match std::mem::replace(&mut tasks[op], TaskState::Ended) {
@@ -102,7 +103,8 @@ impl Batch {
         for state in &mut *tasks {
             match std::mem::replace(state, TaskState::Ended) {
                 TaskState::Working(mut task) => {
-                    *state = TaskState::Overdue(Overdue { staging: task.take_staging(), task: task.task });
+                    *state =
+                        TaskState::Overdue(OverdueTask { staging: task.take_staging(), task: task.task });
                 }
                 other => *state = other,
             }
@@ -112,7 +114,7 @@ impl Batch {
 
     /// Whether the medium works on a copy that is not overdue.
     pub(super) fn is_working(&self) -> bool {
-        self.errand.as_ref().is_some_and(Errand::is_working)
+        self.errand.as_ref().is_some_and(InternalCopy::is_working)
             || self.tasks.lock().iter().any(|state| matches!(state, TaskState::Working(_)))
     }
 
@@ -149,36 +151,36 @@ impl Batch {
 /// nothing at all for the limit, or when its batch has been the medium's oldest for that long without any
 /// completion of its own. A healthy medium may be as slow and as busy as it likes.
 #[derive(Debug, Default)]
-pub(super) struct Batches {
-    in_flight: Mutex<Register>,
-    progress: [Timestamp; Tier::COUNT],
+pub(super) struct BatchesInFlight {
+    in_flight: Mutex<BatchRegister>,
+    progress: [AtomicUptime; Tier::COUNT],
 }
 
 #[derive(Debug, Default)]
-struct Register {
+struct BatchRegister {
     /// In the order in which they were started.
-    batches: BTreeMap<u64, Arc<Batch>>,
+    batches: BTreeMap<u64, Arc<TaskBatch>>,
     next: u64,
     /// The oldest batch of each medium, and since when it has been that.
     oldest: [Option<(u64, Duration)>; Tier::COUNT],
 }
 
-impl Batches {
+impl BatchesInFlight {
     pub(super) fn start(
         &self,
         (route, class): (Route, Class),
         tasks: Vec<RoutedTask>,
         now: Duration,
         span: Span,
-    ) -> Arc<Batch> {
+    ) -> Arc<TaskBatch> {
         let is_probe = tasks.iter().any(|task| task.task.is_probe);
-        self.register(|id| Batch {
+        self.register(|id| TaskBatch {
             id,
             route,
             class,
             is_probe,
             started: now,
-            progress: Timestamp::default(),
+            progress: AtomicUptime::default(),
             left: AtomicUsize::new(tasks.len()),
             tasks: Mutex::new(tasks.into_iter().map(TaskState::Working).collect()),
             _span: span,
@@ -187,14 +189,14 @@ impl Batches {
     }
 
     /// A copy that no request asked for, judged by the clock of all others.
-    pub(super) fn start_errand(&self, errand: Errand, now: Duration) -> Arc<Batch> {
-        self.register(|id| Batch {
+    pub(super) fn start_errand(&self, errand: InternalCopy, now: Duration) -> Arc<TaskBatch> {
+        self.register(|id| TaskBatch {
             id,
             route: errand.op().route(),
             class: Class::Flush,
             is_probe: false,
             started: now,
-            progress: Timestamp::default(),
+            progress: AtomicUptime::default(),
             left: AtomicUsize::new(0),
             tasks: Mutex::default(),
             _span: Span::none(),
@@ -202,7 +204,7 @@ impl Batches {
         })
     }
 
-    fn register(&self, batch: impl FnOnce(u64) -> Batch) -> Arc<Batch> {
+    fn register(&self, batch: impl FnOnce(u64) -> TaskBatch) -> Arc<TaskBatch> {
         // Numbered under the lock: the oldest batch of a medium is the one with the least number.
         let mut register = self.in_flight.lock();
         let id = register.next;
@@ -213,13 +215,13 @@ impl Batches {
     }
 
     /// A copy completed, well or not, in time or not.
-    pub(super) fn progressed(&self, batch: &Batch, now: Duration) {
+    pub(super) fn progressed(&self, batch: &TaskBatch, now: Duration) {
         batch.progress.set(now);
         // Late and failed completions count as well: they show that the medium moves.
         self.progress[batch.medium().index()].set(now);
     }
 
-    pub(super) fn end(&self, batch: &Batch) {
+    pub(super) fn end(&self, batch: &TaskBatch) {
         self.in_flight.lock().batches.remove(&batch.id);
     }
 
@@ -231,9 +233,9 @@ impl Batches {
     }
 
     /// Batches whose copies are overdue.
-    pub(super) fn overdue(&self, now: Duration, limit: impl Fn(Route) -> Duration) -> Vec<Arc<Batch>> {
+    pub(super) fn overdue(&self, now: Duration, limit: impl Fn(Route) -> Duration) -> Vec<Arc<TaskBatch>> {
         let mut register = self.in_flight.lock();
-        let Register { batches, oldest, .. } = &mut *register;
+        let BatchRegister { batches, oldest, .. } = &mut *register;
         for medium in Tier::ALL {
             // Found out here instead of kept: batches end far more often than this is asked.
             let first = batches.values().find(|batch| batch.medium() == medium).map(|batch| batch.id);
@@ -242,7 +244,7 @@ impl Batches {
                 *known = first.map(|id| (id, now));
             }
         }
-        let is_overdue = |batch: &&Arc<Batch>| {
+        let is_overdue = |batch: &&Arc<TaskBatch>| {
             let medium = batch.medium().index();
             let limit = limit(batch.route);
             let is_over = |since: Duration| now.saturating_sub(since) > limit;
@@ -254,7 +256,7 @@ impl Batches {
     }
 
     /// All batches in flight.
-    pub(super) fn all(&self) -> Vec<Arc<Batch>> {
+    pub(super) fn all(&self) -> Vec<Arc<TaskBatch>> {
         self.in_flight.lock().batches.values().cloned().collect()
     }
 
@@ -275,17 +277,17 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    fn overdue(batches: &Batches, now: u64) -> Vec<u64> {
+    fn overdue(batches: &BatchesInFlight, now: u64) -> Vec<u64> {
         batches.overdue(at(now), |_| at(100)).iter().map(|batch| batch.id).collect()
     }
 
-    fn start(batches: &Batches, route: Route, now: u64) -> Arc<Batch> {
+    fn start(batches: &BatchesInFlight, route: Route, now: u64) -> Arc<TaskBatch> {
         batches.start((route, Class::Load), Vec::new(), at(now), Span::none())
     }
 
     #[test]
     fn a_medium_that_gets_on_makes_nothing_overdue_however_long_its_queue() {
-        let batches = Batches::default();
+        let batches = BatchesInFlight::default();
         let queue: Vec<_> = (0..20).map(|_| start(&batches, READ, 0)).collect();
         for (turn, batch) in (1..).zip(&queue) {
             let now = 60 * turn;
@@ -297,7 +299,7 @@ mod tests {
 
     #[test]
     fn a_medium_that_stands_still_makes_all_overdue_at_once() {
-        let batches = Batches::default();
+        let batches = BatchesInFlight::default();
         let first = start(&batches, READ, 0);
         let _second = start(&batches, WRITE, 50);
         let _elsewhere = start(&batches, (Tier::Host, Tier::Device), 120);
@@ -308,7 +310,7 @@ mod tests {
 
     #[test]
     fn a_copy_that_hangs_amid_others_is_found() {
-        let batches = Batches::default();
+        let batches = BatchesInFlight::default();
         let _hangs = start(&batches, READ, 0);
         for turn in 1..=10 {
             let other = start(&batches, READ, 20 * turn - 20);

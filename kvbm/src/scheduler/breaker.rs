@@ -10,15 +10,15 @@ use crate::sync::Mutex;
 /// Two per tier: a full disk can still be read.
 #[derive(Debug)]
 pub(super) struct Breakers {
-    reads: [Breaker; Tier::COUNT],
-    writes: [Breaker; Tier::COUNT],
+    reads: [MediumBreaker; Tier::COUNT],
+    writes: [MediumBreaker; Tier::COUNT],
     /// How long a breaker is open at first; each probe that fails doubles it, up to 64 times that.
     first_pause: Duration,
 }
 
 /// Whether copies may go to or from a tier now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Passage {
+pub(super) enum RoutePassage {
     /// All of them.
     Free,
     /// One, to see whether the medium is well again.
@@ -27,10 +27,10 @@ pub(super) enum Passage {
     Blocked,
 }
 
-type Breaker = Mutex<State>;
+type MediumBreaker = Mutex<BreakerState>;
 
 #[derive(Clone, Copy, Debug)]
-enum State {
+enum BreakerState {
     Closed {
         /// Errors since the last success.
         errors: u32,
@@ -40,20 +40,20 @@ enum State {
         until: Duration,
         pause: Duration,
         is_probing: bool,
-        cause: Cause,
+        cause: OpeningCause,
     },
 }
 
 /// What opened a breaker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Cause {
+enum OpeningCause {
     /// The medium does not answer, in whichever direction.
     Away,
     /// It answers that it cannot do this: it is full, or fails, or its budget is spent.
     Refuses,
 }
 
-impl Default for State {
+impl Default for BreakerState {
     fn default() -> Self {
         Self::Closed { errors: 0 }
     }
@@ -69,21 +69,21 @@ impl Breakers {
         Self { reads: Default::default(), writes: Default::default(), first_pause }
     }
 
-    /// Whether copies may be planned on `route`. Who is told [`Passage::Probe`] is to send one block, and is the only
+    /// Whether copies may be planned on `route`. Who is told [`RoutePassage::Probe`] is to send one block, and is the only
     /// one until it is known what became of that. A probe of which nothing was heard for `verdict`, which is longer
     /// than any copy may take, was never sent.
-    pub(super) fn pass(&self, route: Route, verdict: Duration, now: Duration) -> Passage {
+    pub(super) fn pass(&self, route: Route, verdict: Duration, now: Duration) -> RoutePassage {
         self.of(route).lock().pass(now, verdict)
     }
 
     /// Whether not even a probe may go on `route` now.
     pub(super) fn is_blocked(&self, route: Route, now: Duration) -> bool {
-        matches!(*self.of(route).lock(), State::Open { until, .. } if now < until)
+        matches!(*self.of(route).lock(), BreakerState::Open { until, .. } if now < until)
     }
 
-    /// Who was told [`Passage::Probe`] has nothing to try it with: the next one may.
+    /// Who was told [`RoutePassage::Probe`] has nothing to try it with: the next one may.
     pub(super) fn retract_probe(&self, route: Route, now: Duration) {
-        if let State::Open { until, is_probing: probing @ true, .. } = &mut *self.of(route).lock() {
+        if let BreakerState::Open { until, is_probing: probing @ true, .. } = &mut *self.of(route).lock() {
             (*until, *probing) = (now, false);
         }
     }
@@ -107,12 +107,12 @@ impl Breakers {
         let (own, pause) = (self.of(route), self.first_pause);
         match kind {
             CopyErrorKind::Unavailable | CopyErrorKind::TimedOut => {
-                own.lock().open(Cause::Away, is_probe, now, pause);
+                own.lock().open(OpeningCause::Away, is_probe, now, pause);
                 // What does not answer does so in both directions; what is full can still be read.
-                self.opposite(route).lock().open(Cause::Away, false, now, pause);
+                self.opposite(route).lock().open(OpeningCause::Away, false, now, pause);
             }
             CopyErrorKind::NoSpace | CopyErrorKind::OverBudget => {
-                own.lock().open(Cause::Refuses, is_probe, now, pause);
+                own.lock().open(OpeningCause::Refuses, is_probe, now, pause);
             }
             CopyErrorKind::Io => own.lock().count_error(is_probe, now, pause),
             // That a block's bytes are wrong says nothing of the next one's.
@@ -129,28 +129,28 @@ impl Breakers {
     }
 
     /// The lower tier of a route is the one that may be away or full.
-    fn of(&self, (from, to): Route) -> &Breaker {
+    fn of(&self, (from, to): Route) -> &MediumBreaker {
         if to > from { &self.writes[to.index()] } else { &self.reads[from.index()] }
     }
 
-    fn opposite(&self, (from, to): Route) -> &Breaker {
+    fn opposite(&self, (from, to): Route) -> &MediumBreaker {
         if to > from { &self.reads[to.index()] } else { &self.writes[from.index()] }
     }
 }
 
 /// Each of these is called with the lock held: what is looked at is what is changed.
-impl State {
+impl BreakerState {
     const fn is_open(&self) -> bool {
         !matches!(self, Self::Closed { .. })
     }
 
-    fn pass(&mut self, now: Duration, verdict: Duration) -> Passage {
+    fn pass(&mut self, now: Duration, verdict: Duration) -> RoutePassage {
         match self {
-            Self::Closed { .. } => Passage::Free,
-            Self::Open { until, .. } if now < *until => Passage::Blocked,
+            Self::Closed { .. } => RoutePassage::Free,
+            Self::Open { until, .. } if now < *until => RoutePassage::Blocked,
             Self::Open { until, is_probing, .. } => {
                 (*until, *is_probing) = (now + verdict, true);
-                Passage::Probe
+                RoutePassage::Probe
             }
         }
     }
@@ -166,11 +166,11 @@ impl State {
     fn count_error(&mut self, is_probe: bool, now: Duration, pause: Duration) {
         match self {
             Self::Closed { errors } if *errors + 1 < MAX_ERRORS => *errors += 1,
-            _ => self.open(Cause::Refuses, is_probe, now, pause),
+            _ => self.open(OpeningCause::Refuses, is_probe, now, pause),
         }
     }
 
-    fn open(&mut self, cause: Cause, is_probe: bool, now: Duration, first_pause: Duration) {
+    fn open(&mut self, cause: OpeningCause, is_probe: bool, now: Duration, first_pause: Duration) {
         let pause = match *self {
             Self::Closed { .. } => first_pause,
             // One of those that were on their way when it opened: nothing new.
@@ -183,7 +183,9 @@ impl State {
     /// The medium did something in the other direction.
     fn answers(&mut self, now: Duration, first_pause: Duration) {
         match self {
-            Self::Open { until, pause, is_probing: false, cause: Cause::Away } if *pause == first_pause => {
+            Self::Open { until, pause, is_probing: false, cause: OpeningCause::Away }
+                if *pause == first_pause =>
+            {
                 *until = now;
             }
             _ => {}
@@ -217,13 +219,13 @@ mod tests {
     fn a_full_disk_can_be_read_and_a_store_that_is_away_cannot() {
         let breakers = breakers();
         breakers.failed(WRITE, CopyErrorKind::NoSpace, true, at(0));
-        assert_eq!(breakers.pass(WRITE, VERDICT, at(1)), Passage::Blocked);
-        assert_eq!(breakers.pass(READ, VERDICT, at(1)), Passage::Free);
+        assert_eq!(breakers.pass(WRITE, VERDICT, at(1)), RoutePassage::Blocked);
+        assert_eq!(breakers.pass(READ, VERDICT, at(1)), RoutePassage::Free);
         let (get, put) = ((Tier::Object, Tier::Host), (Tier::Host, Tier::Object));
         breakers.failed(get, CopyErrorKind::Unavailable, true, at(0));
         assert!(breakers.is_open(get) && breakers.is_open(put));
         breakers.failed(READ, CopyErrorKind::Corrupt, true, at(0));
-        assert_eq!(breakers.pass(READ, VERDICT, at(1)), Passage::Free);
+        assert_eq!(breakers.pass(READ, VERDICT, at(1)), RoutePassage::Free);
     }
 
     #[test]
@@ -231,15 +233,15 @@ mod tests {
         let breakers = breakers();
         breakers.failed(READ, CopyErrorKind::TimedOut, false, at(0));
         breakers.failed(READ, CopyErrorKind::TimedOut, false, at(1));
-        assert_eq!(breakers.pass(READ, VERDICT, at(499)), Passage::Blocked);
-        assert_eq!(breakers.pass(READ, VERDICT, at(500)), Passage::Probe);
-        assert_eq!(breakers.pass(READ, VERDICT, at(501)), Passage::Blocked, "one probe at a time");
+        assert_eq!(breakers.pass(READ, VERDICT, at(499)), RoutePassage::Blocked);
+        assert_eq!(breakers.pass(READ, VERDICT, at(500)), RoutePassage::Probe);
+        assert_eq!(breakers.pass(READ, VERDICT, at(501)), RoutePassage::Blocked, "one probe at a time");
         breakers.failed(READ, CopyErrorKind::TimedOut, true, at(600));
-        assert_eq!(breakers.pass(READ, VERDICT, at(1_599)), Passage::Blocked);
-        assert_eq!(breakers.pass(READ, VERDICT, at(1_600)), Passage::Probe);
+        assert_eq!(breakers.pass(READ, VERDICT, at(1_599)), RoutePassage::Blocked);
+        assert_eq!(breakers.pass(READ, VERDICT, at(1_600)), RoutePassage::Probe);
         breakers.succeeded(READ, true, at(1_700));
-        assert_eq!(breakers.pass(READ, VERDICT, at(1_700)), Passage::Free);
-        assert_eq!(breakers.pass(WRITE, VERDICT, at(1_700)), Passage::Probe, "no need to wait there");
+        assert_eq!(breakers.pass(READ, VERDICT, at(1_700)), RoutePassage::Free);
+        assert_eq!(breakers.pass(WRITE, VERDICT, at(1_700)), RoutePassage::Probe, "no need to wait there");
     }
 
     #[test]
@@ -248,7 +250,7 @@ mod tests {
         breakers.failed(WRITE, CopyErrorKind::NoSpace, true, at(0));
         let probes = (1..1_000).filter(|&now| {
             breakers.succeeded(READ, true, at(now));
-            let probes = breakers.pass(WRITE, VERDICT, at(now)) == Passage::Probe;
+            let probes = breakers.pass(WRITE, VERDICT, at(now)) == RoutePassage::Probe;
             if probes {
                 breakers.failed(WRITE, CopyErrorKind::NoSpace, true, at(now));
             }
@@ -263,9 +265,9 @@ mod tests {
         breakers.failed(READ, CopyErrorKind::TimedOut, false, at(0));
         breakers.succeeded(READ, false, at(1));
         assert!(breakers.is_open(READ));
-        assert_eq!(breakers.pass(READ, VERDICT, at(1)), Passage::Probe, "it answers: a probe may go");
+        assert_eq!(breakers.pass(READ, VERDICT, at(1)), RoutePassage::Probe, "it answers: a probe may go");
         breakers.failed(READ, CopyErrorKind::Unavailable, false, at(2));
-        assert_eq!(breakers.pass(READ, VERDICT, at(1_000)), Passage::Blocked, "the probe is still out");
+        assert_eq!(breakers.pass(READ, VERDICT, at(1_000)), RoutePassage::Blocked, "the probe is still out");
         breakers.succeeded(READ, true, at(1_001));
         assert!(!breakers.is_open(READ));
     }
@@ -274,8 +276,8 @@ mod tests {
     fn a_probe_that_was_never_sent_does_not_keep_the_breaker_open() {
         let breakers = breakers();
         breakers.failed(READ, CopyErrorKind::Unavailable, true, at(0));
-        assert_eq!(breakers.pass(READ, VERDICT, at(500)), Passage::Probe);
-        assert_eq!(breakers.pass(READ, VERDICT, at(5_500)), Passage::Probe);
+        assert_eq!(breakers.pass(READ, VERDICT, at(500)), RoutePassage::Probe);
+        assert_eq!(breakers.pass(READ, VERDICT, at(5_500)), RoutePassage::Probe);
     }
 
     #[test]
@@ -283,13 +285,17 @@ mod tests {
         let breakers = breakers();
         breakers.failed(READ, CopyErrorKind::TimedOut, true, at(0));
         for now in [500, 1_500] {
-            assert_eq!(breakers.pass(READ, VERDICT, at(now)), Passage::Probe);
+            assert_eq!(breakers.pass(READ, VERDICT, at(now)), RoutePassage::Probe);
             breakers.failed(READ, CopyErrorKind::TimedOut, true, at(now));
         }
         breakers.revived(READ, at(1_600));
-        assert_eq!(breakers.pass(READ, VERDICT, at(2_099)), Passage::Blocked, "the pause is of 2 s by now");
-        assert_eq!(breakers.pass(READ, VERDICT, at(2_100)), Passage::Probe);
-        assert_eq!(breakers.pass(WRITE, VERDICT, at(2_100)), Passage::Probe);
+        assert_eq!(
+            breakers.pass(READ, VERDICT, at(2_099)),
+            RoutePassage::Blocked,
+            "the pause is of 2 s by now"
+        );
+        assert_eq!(breakers.pass(READ, VERDICT, at(2_100)), RoutePassage::Probe);
+        assert_eq!(breakers.pass(WRITE, VERDICT, at(2_100)), RoutePassage::Probe);
     }
 
     #[test]

@@ -13,33 +13,33 @@ use std::time::Duration;
 use kvbm_tiers::{BlockKey, CopyError, CopyOp, Frame, SlotRef, Tier};
 
 use super::Core;
-use super::batch::Batch;
-use super::errand::{Purpose, overdue};
+use super::batch::TaskBatch;
+use super::errand::{CopyPurpose, overdue};
 use crate::sync::{AtomicBool, AtomicUsize, Mutex};
 use crate::table::Budget;
 
 /// All of them; none, where there are not several.
 #[derive(Debug)]
-pub(super) struct Directories {
-    all: Vec<Directory>,
+pub(super) struct DiskDirectories {
+    all: Vec<DiskDirectory>,
     /// Some may be suspect.
     has_suspects: AtomicBool,
     first_pause: Duration,
 }
 
 #[derive(Debug)]
-struct Directory {
+struct DiskDirectory {
     /// Holds no block.
     trial: Frame,
     /// Errors since the last success.
     errors: AtomicUsize,
-    pulse: Mutex<Pulse>,
-    state: Mutex<State>,
+    pulse: Mutex<DirectoryPulse>,
+    state: Mutex<DirectoryState>,
 }
 
 /// Whether a directory answers.
 #[derive(Clone, Copy, Debug, Default)]
-struct Pulse {
+struct DirectoryPulse {
     /// When it completed something last, well or not.
     answered: Duration,
     /// Copies have been overdue since, and so far no other directory has shown that it does better.
@@ -47,18 +47,18 @@ struct Pulse {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum DirectoryState {
     Well,
     /// It could not be opened.
     Absent,
     /// It has room for no block that it has not, and is read.
-    Full(Trials),
-    LeftAlone(Trials),
+    Full(DirectoryTrials),
+    LeftAlone(DirectoryTrials),
 }
 
 /// How one that is not well is tried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Trials {
+struct DirectoryTrials {
     /// When it is tried next; `None`: it is being tried.
     next: Option<Duration>,
     pause: Duration,
@@ -69,7 +69,7 @@ struct Trials {
 
 /// What is due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Due {
+enum DueTrial {
     /// A trial with this slot.
     Trial(SlotRef),
     /// Another trial, while one that is overdue has not ended.
@@ -78,7 +78,7 @@ enum Due {
 
 /// What a trial showed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Verdict {
+enum TrialVerdict {
     Well,
     /// It was left alone for long enough: its blocks are to go.
     Lost,
@@ -92,14 +92,14 @@ const TRIALS: u32 = 3;
 /// The pause after which doubling ends, in first pauses.
 const MAX_PAUSES: u32 = 64;
 
-impl Directories {
+impl DiskDirectories {
     /// Each with a slot to try it with, and whether it is there.
     pub(super) fn new(trials: impl IntoIterator<Item = (Frame, bool)>, first_pause: Duration) -> Self {
-        let directory = |(trial, is_there)| Directory {
+        let directory = |(trial, is_there)| DiskDirectory {
             trial,
             errors: AtomicUsize::new(0),
             pulse: Mutex::default(),
-            state: Mutex::new(if is_there { State::Well } else { State::Absent }),
+            state: Mutex::new(if is_there { DirectoryState::Well } else { DirectoryState::Absent }),
         };
         let all = trials.into_iter().map(directory).collect();
         Self { all, has_suspects: AtomicBool::new(false), first_pause }
@@ -123,12 +123,12 @@ impl Directories {
 
     /// Whether what lies there can be read.
     fn is_of_use(&self, dir: usize) -> bool {
-        matches!(*self.all[dir].state.lock(), State::Well | State::Full(_))
+        matches!(*self.all[dir].state.lock(), DirectoryState::Well | DirectoryState::Full(_))
     }
 
     /// Whether any is left alone, whatever it may hold.
     fn are_left_alone(&self) -> bool {
-        self.all.iter().any(|directory| matches!(*directory.state.lock(), State::LeftAlone(_)))
+        self.all.iter().any(|directory| matches!(*directory.state.lock(), DirectoryState::LeftAlone(_)))
     }
 
     /// An operation succeeded. Returns those that are to be left alone from now on, since copies there are overdue.
@@ -147,12 +147,12 @@ impl Directories {
 
     /// It completed something, well or not.
     fn answered(&self, dir: usize, now: Duration) {
-        *self.all[dir].pulse.lock() = Pulse { answered: now, is_suspect: false };
+        *self.all[dir].pulse.lock() = DirectoryPulse { answered: now, is_suspect: false };
     }
 
-    fn to_be_tried(&self, now: Duration) -> Trials {
+    fn to_be_tried(&self, now: Duration) -> DirectoryTrials {
         let pause = self.first_pause;
-        Trials { next: Some(now + pause), pause, failed: 0, is_stuck: false }
+        DirectoryTrials { next: Some(now + pause), pause, failed: 0, is_stuck: false }
     }
 
     /// An operation failed. `None`: it is for the tier's breakers, since no other directory is well. Else whether this
@@ -169,9 +169,9 @@ impl Directories {
     /// Whether it was not before.
     fn leave_alone(&self, dir: usize, now: Duration) -> bool {
         let mut state = self.all[dir].state.lock();
-        let is_new = matches!(*state, State::Well | State::Full(_));
+        let is_new = matches!(*state, DirectoryState::Well | DirectoryState::Full(_));
         if is_new {
-            *state = State::LeftAlone(self.to_be_tried(now));
+            *state = DirectoryState::LeftAlone(self.to_be_tried(now));
         }
         is_new
     }
@@ -180,14 +180,14 @@ impl Directories {
     /// whether this one is to get none from now on.
     fn found_full(&self, dir: usize, now: Duration) -> Option<bool> {
         self.answered(dir, now);
-        let is_well = |other: usize| *self.all[other].state.lock() == State::Well;
+        let is_well = |other: usize| *self.all[other].state.lock() == DirectoryState::Well;
         if !(0..self.all.len()).any(|other| other != dir && is_well(other)) {
             return None;
         }
         let mut state = self.all[dir].state.lock();
-        let is_new = *state == State::Well;
+        let is_new = *state == DirectoryState::Well;
         if is_new {
-            *state = State::Full(self.to_be_tried(now));
+            *state = DirectoryState::Full(self.to_be_tried(now));
         }
         Some(is_new)
     }
@@ -207,36 +207,42 @@ impl Directories {
     }
 
     /// A directory that is to be tried now, and by this call is being tried.
-    fn due(&self, now: Duration) -> Option<(usize, Due)> {
+    fn due(&self, now: Duration) -> Option<(usize, DueTrial)> {
         self.all.iter().enumerate().find_map(|(dir, directory)| match &mut *directory.state.lock() {
-            State::LeftAlone(trials) | State::Full(trials) if trials.next.is_some_and(|due| due <= now) => {
+            DirectoryState::LeftAlone(trials) | DirectoryState::Full(trials)
+                if trials.next.is_some_and(|due| due <= now) =>
+            {
                 trials.next = None;
-                let trial = Due::Trial(directory.trial.slot_ref());
-                Some((dir, if trials.is_stuck { Due::Stuck } else { trial }))
+                let trial = DueTrial::Trial(directory.trial.slot_ref());
+                Some((dir, if trials.is_stuck { DueTrial::Stuck } else { trial }))
             }
             _ => None,
         })
     }
 
-    fn tried(&self, dir: usize, is_well: bool, now: Duration) -> Verdict {
+    fn tried(&self, dir: usize, is_well: bool, now: Duration) -> TrialVerdict {
         let directory = &self.all[dir];
         let mut state = directory.state.lock();
         if is_well {
             directory.errors.store(0, Ordering::Relaxed);
-            *state = State::Well;
-            return Verdict::Well;
+            *state = DirectoryState::Well;
+            return TrialVerdict::Well;
         }
-        let is_read = matches!(*state, State::Full(_));
-        let (State::LeftAlone(trials) | State::Full(trials)) = &mut *state else { return Verdict::NotYet };
+        let is_read = matches!(*state, DirectoryState::Full(_));
+        let (DirectoryState::LeftAlone(trials) | DirectoryState::Full(trials)) = &mut *state else {
+            return TrialVerdict::NotYet;
+        };
         trials.pause = (trials.pause * 2).min(self.first_pause * MAX_PAUSES);
         trials.next = Some(now + trials.pause);
         trials.failed += 1;
-        if trials.failed == TRIALS && !is_read { Verdict::Lost } else { Verdict::NotYet }
+        if trials.failed == TRIALS && !is_read { TrialVerdict::Lost } else { TrialVerdict::NotYet }
     }
 
     /// A trial is overdue, or has ended after all: then the next one may go.
     fn trial_is_stuck(&self, dir: usize, is_stuck: bool, now: Duration) {
-        if let State::LeftAlone(trials) | State::Full(trials) = &mut *self.all[dir].state.lock() {
+        if let DirectoryState::LeftAlone(trials) | DirectoryState::Full(trials) =
+            &mut *self.all[dir].state.lock()
+        {
             trials.is_stuck = is_stuck;
             if !is_stuck {
                 trials.next = Some(now);
@@ -246,7 +252,9 @@ impl Directories {
 
     /// There was nothing to try it with.
     fn try_later(&self, dir: usize, now: Duration) {
-        if let State::LeftAlone(trials) | State::Full(trials) = &mut *self.all[dir].state.lock() {
+        if let DirectoryState::LeftAlone(trials) | DirectoryState::Full(trials) =
+            &mut *self.all[dir].state.lock()
+        {
             trials.next = Some(now + trials.pause);
         }
     }
@@ -304,7 +312,7 @@ impl Core {
 
     /// Copies of a batch are overdue. Whether that is the fault of some of several directories while others answer, which
     /// the tier's breakers need not know.
-    pub(super) fn directories_hang(&self, batch: &Batch, now: Duration) -> bool {
+    pub(super) fn directories_hang(&self, batch: &TaskBatch, now: Duration) -> bool {
         let Some(hanging) = self.directories_of(batch) else { return false };
         let Some(left_alone) = self.directories.hang(&hanging, batch.started, now) else { return false };
         left_alone.into_iter().for_each(|dir| self.directory_hangs(dir));
@@ -312,7 +320,7 @@ impl Core {
     }
 
     /// Those that copies of a batch have not come back from; `None`: there is another medium among them.
-    fn directories_of(&self, batch: &Batch) -> Option<Vec<usize>> {
+    fn directories_of(&self, batch: &TaskBatch) -> Option<Vec<usize>> {
         let mut dirs =
             batch.working().iter().map(|op| self.directories.of(op)).collect::<Option<Vec<_>>>()?;
         dirs.sort_unstable();
@@ -322,12 +330,12 @@ impl Core {
 
     /// Batches that have come to nothing for as long as they may, in directories that are left alone: nobody need find
     /// that out of each of them in turn.
-    pub(super) fn stuck_batches(&self, now: Duration) -> Vec<Arc<Batch>> {
+    pub(super) fn stuck_batches(&self, now: Duration) -> Vec<Arc<TaskBatch>> {
         if !self.directories.are_left_alone() {
             return Vec::new();
         }
         let are_left_alone = |dirs: Vec<usize>| dirs.into_iter().all(|dir| !self.directories.is_of_use(dir));
-        let is_stuck = |batch: &Arc<Batch>| {
+        let is_stuck = |batch: &Arc<TaskBatch>| {
             let is_late = batch.idle(now) > self.tuning.limit(batch.route);
             is_late && batch.errand.is_none() && self.directories_of(batch).is_some_and(are_left_alone)
         };
@@ -338,7 +346,7 @@ impl Core {
     pub(super) fn try_directories(self: &Arc<Self>) {
         let now = self.clock.uptime();
         while let Some((dir, due)) = self.directories.due(now) {
-            let Due::Trial(slot) = due else {
+            let DueTrial::Trial(slot) = due else {
                 self.directory_tried(dir, Some(&overdue()));
                 continue;
             };
@@ -354,7 +362,7 @@ impl Core {
     fn try_copy(self: &Arc<Self>, dir: usize, (from, to): (SlotRef, SlotRef), staging: Frame) {
         let block = BlockKey { hash: 0, group: 0 };
         let op = CopyOp { block, parent: None, owner: None, from, to };
-        self.run_errand(op, staging, Purpose::Trial(dir));
+        self.run_errand(op, staging, CopyPurpose::Trial(dir));
     }
 
     /// A copy of a trial has ended.
@@ -387,18 +395,18 @@ impl Core {
     fn directory_tried(self: &Arc<Self>, dir: usize, error: Option<&CopyError>) {
         let verdict = self.directories.tried(dir, error.is_none(), self.clock.uptime());
         match (verdict, error) {
-            (Verdict::Well, _) => {
+            (TrialVerdict::Well, _) => {
                 tracing::info!(dir, "a directory of the disk tier is well again");
                 self.table.lock().close_directory(Tier::Disk, dir, false);
             }
-            (Verdict::Lost, _) => {
+            (TrialVerdict::Lost, _) => {
                 tracing::error!(dir, "a directory of the disk tier is lost: its blocks are dropped");
                 self.table.lock().lose_directory(Tier::Disk, dir);
             }
-            (Verdict::NotYet, Some(error)) => {
+            (TrialVerdict::NotYet, Some(error)) => {
                 tracing::warn!(dir, %error, "a directory of the disk tier still fails");
             }
-            (Verdict::NotYet, None) => {}
+            (TrialVerdict::NotYet, None) => {}
         }
         self.flushing.wake();
         self.pump();
@@ -423,10 +431,10 @@ mod tests {
 
     use super::*;
 
-    fn directories(there: &[bool]) -> Directories {
+    fn directories(there: &[bool]) -> DiskDirectories {
         let mut pool = FramePool::sharded(Tier::Disk, there.len() as u32, there.len() as u32);
         let trials: Vec<_> = there.iter().map(|&is_there| (pool.take().unwrap(), is_there)).collect();
-        Directories::new(trials, Duration::from_millis(500))
+        DiskDirectories::new(trials, Duration::from_millis(500))
     }
 
     const fn at(ms: u64) -> Duration {
@@ -446,9 +454,9 @@ mod tests {
         assert_eq!(two.failed(1, at(0)), Some(false), "it is known");
         assert!(two.is_left_alone(two.all[1].trial.slot_ref()));
         assert_eq!(two.due(at(499)), None);
-        assert_eq!(two.due(at(500)), Some((1, Due::Trial(two.all[1].trial.slot_ref()))));
+        assert_eq!(two.due(at(500)), Some((1, DueTrial::Trial(two.all[1].trial.slot_ref()))));
         assert_eq!(two.due(at(900)), None, "one trial at a time");
-        assert_eq!(two.tried(1, true, at(900)), Verdict::Well);
+        assert_eq!(two.tried(1, true, at(900)), TrialVerdict::Well);
         assert!(!two.is_left_alone(two.all[1].trial.slot_ref()));
     }
 
@@ -464,9 +472,9 @@ mod tests {
                 two.tried(0, false, at(now))
             })
             .collect();
-        let lost = verdicts.iter().position(|&verdict| verdict == Verdict::Lost);
+        let lost = verdicts.iter().position(|&verdict| verdict == TrialVerdict::Lost);
         assert_eq!(
-            (lost, verdicts.iter().filter(|&&verdict| verdict == Verdict::Lost).count()),
+            (lost, verdicts.iter().filter(|&&verdict| verdict == TrialVerdict::Lost).count()),
             (Some(2), 1)
         );
     }
@@ -502,16 +510,16 @@ mod tests {
     fn a_trial_that_hangs_keeps_its_slot_and_those_after_it_fail_unsent() {
         let two = directories(&[true, true]);
         assert!(two.leave_alone(1, at(0)));
-        assert!(matches!(two.due(at(500)), Some((1, Due::Trial(_)))));
+        assert!(matches!(two.due(at(500)), Some((1, DueTrial::Trial(_)))));
         two.trial_is_stuck(1, true, at(900));
-        assert_eq!(two.tried(1, false, at(900)), Verdict::NotYet);
-        assert_eq!(two.due(at(2_000)), Some((1, Due::Stuck)));
-        assert_eq!(two.tried(1, false, at(2_000)), Verdict::NotYet);
-        assert_eq!(two.due(at(4_000)), Some((1, Due::Stuck)));
-        assert_eq!(two.tried(1, false, at(4_000)), Verdict::Lost);
+        assert_eq!(two.tried(1, false, at(900)), TrialVerdict::NotYet);
+        assert_eq!(two.due(at(2_000)), Some((1, DueTrial::Stuck)));
+        assert_eq!(two.tried(1, false, at(2_000)), TrialVerdict::NotYet);
+        assert_eq!(two.due(at(4_000)), Some((1, DueTrial::Stuck)));
+        assert_eq!(two.tried(1, false, at(4_000)), TrialVerdict::Lost);
         two.trial_is_stuck(1, false, at(5_000));
-        assert!(matches!(two.due(at(5_000)), Some((1, Due::Trial(_)))));
-        assert_eq!(two.tried(1, true, at(5_001)), Verdict::Well);
+        assert!(matches!(two.due(at(5_000)), Some((1, DueTrial::Trial(_)))));
+        assert_eq!(two.tried(1, true, at(5_001)), TrialVerdict::Well);
     }
 
     #[test]
@@ -522,12 +530,12 @@ mod tests {
         assert_eq!(two.found_full(0, at(0)), None, "nothing else takes blocks");
         for trial in 1..6 {
             assert!(two.due(at(trial * 64_000)).is_some());
-            assert_eq!(two.tried(1, false, at(trial * 64_000)), Verdict::NotYet);
+            assert_eq!(two.tried(1, false, at(trial * 64_000)), TrialVerdict::NotYet);
         }
         // It may fail besides.
         assert_eq!((0..3).map(|_| two.failed(1, at(0))).last(), Some(Some(true)));
         assert!(two.is_left_alone(two.all[1].trial.slot_ref()));
-        assert_eq!(two.tried(1, true, at(1)), Verdict::Well);
+        assert_eq!(two.tried(1, true, at(1)), TrialVerdict::Well);
     }
 
     #[test]

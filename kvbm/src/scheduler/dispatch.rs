@@ -7,11 +7,11 @@ use std::sync::atomic::Ordering;
 use kvbm_tiers::{Completion, CopyError, Done, Fences, Route};
 
 use super::Core;
-use super::batch::Batch;
-use super::queue::{Next, Turn};
-use super::routed::{RoutedTask, Stop};
+use super::batch::TaskBatch;
+use super::queue::{NextBatch, TaskTurn};
+use super::routed::{BounceStop, RoutedTask};
 use super::spans;
-use super::staging::Staging;
+use super::staging::StagingSlots;
 use crate::sync::{AtomicUsize, MutexGuard};
 use crate::task::CopyTask;
 
@@ -55,10 +55,10 @@ impl Core {
     }
 
     fn start_batch(self: &Arc<Self>) -> bool {
-        let mut turns = Turns { core: self, staging: None, open: None };
+        let mut turns = TaskTurns { core: self, staging: None, open: None };
         let next = self.queues.lock().next_batch(|task| turns.of(task));
         drop(turns);
-        let Some(Next { route, class, tasks, dropped }) = next else { return false };
+        let Some(NextBatch { route, class, tasks, dropped }) = next else { return false };
         self.drop_tasks(dropped);
         if tasks.is_empty() {
             return true;
@@ -91,8 +91,8 @@ impl Core {
     }
 
     /// What a backend is to keep of a batch.
-    pub(super) fn report(self: &Arc<Self>, batch: &Arc<Batch>) -> Report {
-        Report {
+    pub(super) fn report(self: &Arc<Self>, batch: &Arc<TaskBatch>) -> BatchReport {
+        BatchReport {
             core: Arc::clone(self),
             batch: Arc::clone(batch),
             _with_medium: Arc::clone(&self.with_media),
@@ -101,34 +101,34 @@ impl Core {
 }
 
 /// What becomes of tasks whose turn has come. What one batch asks of breakers and staging slots is asked once.
-struct Turns<'a> {
+struct TaskTurns<'a> {
     core: &'a Core,
-    staging: Option<MutexGuard<'a, Staging>>,
+    staging: Option<MutexGuard<'a, StagingSlots>>,
     /// Whether the breaker of the route is open that was asked last.
     open: Option<(Route, bool)>,
 }
 
-impl Turns<'_> {
+impl TaskTurns<'_> {
     /// The task gets the staging slot that it needs.
-    fn of(&mut self, task: &mut RoutedTask) -> Turn {
+    fn of(&mut self, task: &mut RoutedTask) -> TaskTurn {
         let core = self.core;
         if core.is_closed() || (!task.task.is_probe && self.is_open(task.route())) {
-            return Turn::Drop;
+            return TaskTurn::Drop;
         }
         if task.slot_on_disk().is_some_and(|slot| core.directories.is_left_alone(slot)) {
-            return Turn::Drop;
+            return TaskTurn::Drop;
         }
-        if !matches!(task.stop, Some(Stop::Wanted)) {
-            return Turn::Send;
+        if !matches!(task.stop, Some(BounceStop::Wanted)) {
+            return TaskTurn::Send;
         }
         // Taken at the last moment: a task that waits in a queue must not keep a slot from one that could go.
         let staging = self.staging.get_or_insert_with(|| core.staging.lock());
         match staging.take() {
-            Some(frame) => task.stop = Some(Stop::Staging(frame)),
-            None if staging.is_gone() => return Turn::Drop,
-            None => return Turn::Wait,
+            Some(frame) => task.stop = Some(BounceStop::Staging(frame)),
+            None if staging.is_gone() => return TaskTurn::Drop,
+            None => return TaskTurn::Wait,
         }
-        Turn::Send
+        TaskTurn::Send
     }
 
     fn is_open(&mut self, route: Route) -> bool {
@@ -139,14 +139,14 @@ impl Turns<'_> {
 }
 
 /// What a backend keeps of a batch until it is done with it.
-pub(super) struct Report {
+pub(super) struct BatchReport {
     core: Arc<Core>,
-    batch: Arc<Batch>,
+    batch: Arc<TaskBatch>,
     /// After the core, so that who counts these knows that a medium's thread is not the last to hold that.
     _with_medium: Arc<()>,
 }
 
-impl Report {
+impl BatchReport {
     fn copies_ended(&self, completions: Vec<Completion>) {
         self.core.copies_ended(&self.batch, completions);
     }

@@ -130,7 +130,7 @@ impl Core {
     /// The copies of a transfer go once the engine is `ready`.
     fn go_after(self: &Arc<Self>, id: Option<TransferId>, ready: Fence) {
         if let (Some(id), Fence::Host(fence)) = (id, ready) {
-            let waiting = Waiting { core: Arc::downgrade(self), id, is_raised: false };
+            let waiting = WaitingTransfer { core: Arc::downgrade(self), id, is_raised: false };
             fence.park(move || waiting.raised());
         }
     }
@@ -195,14 +195,14 @@ impl Drop for JoinedTransfer {
 }
 
 /// A transfer that waits for a thread of the engine.
-struct Waiting {
+struct WaitingTransfer {
     // Weak: a fence that nobody raises must not keep a closed manager alive.
     core: Weak<Core>,
     id: TransferId,
     is_raised: bool,
 }
 
-impl Waiting {
+impl WaitingTransfer {
     fn raised(mut self) {
         self.is_raised = true;
         if let Some(core) = self.core.upgrade() {
@@ -212,7 +212,7 @@ impl Waiting {
     }
 }
 
-impl Drop for Waiting {
+impl Drop for WaitingTransfer {
     /// A fence that nobody can raise any more ends what waits for it.
     fn drop(&mut self) {
         if let Some(core) = self.core.upgrade().filter(|_| !self.is_raised) {

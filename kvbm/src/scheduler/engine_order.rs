@@ -61,7 +61,7 @@ impl EngineOrder {
 
 /// A transfer of an engine's slots.
 #[derive(Debug)]
-struct Ordered {
+struct OrderedTransfer {
     order: Arc<EngineOrder>,
     /// Not in the order: batches keep that for as long as a medium has them.
     part_of: Option<Arc<JoinedTransfer>>,
@@ -87,7 +87,7 @@ pub(super) struct EndedOrder {
 /// All transfers of engines' slots.
 #[derive(Debug)]
 pub(super) struct EngineOrders {
-    transfers: HashMap<TransferId, Ordered>,
+    transfers: HashMap<TransferId, OrderedTransfer>,
     /// No slot there is ours: what is copied from or to the device is of one of these transfers.
     is_device_of_engine: bool,
 }
@@ -107,7 +107,7 @@ impl EngineOrders {
             other => (false, other),
         };
         let order = Arc::new(EngineOrder { after, ..order });
-        let ordered = Ordered { order, part_of, lacks_fence, waits, since: now, held: Vec::new() };
+        let ordered = OrderedTransfer { order, part_of, lacks_fence, waits, since: now, held: Vec::new() };
         self.transfers.insert(id, ordered);
     }
 
@@ -166,13 +166,14 @@ impl EngineOrders {
 
     /// Transfers whose fence has not come within `limit`.
     pub(super) fn overdue(&self, now: Duration, limit: Duration) -> Vec<TransferId> {
-        let is_overdue = |ordered: &Ordered| ordered.lacks_fence && now.saturating_sub(ordered.since) > limit;
+        let is_overdue =
+            |ordered: &OrderedTransfer| ordered.lacks_fence && now.saturating_sub(ordered.since) > limit;
         self.transfers.iter().filter(|(_, ordered)| is_overdue(ordered)).map(|(&id, _)| id).collect()
     }
 
     /// A transfer has ended, perhaps one of these.
     pub(super) fn end(&mut self, id: TransferId) -> Option<EndedOrder> {
-        let Ordered { waits: waited, held, part_of, .. } = self.transfers.remove(&id)?;
+        let OrderedTransfer { waits: waited, held, part_of, .. } = self.transfers.remove(&id)?;
         Some(EndedOrder { waited, held, part_of })
     }
 }

@@ -7,52 +7,52 @@ use std::sync::Arc;
 use kvbm_tiers::{CopyError, CopyErrorKind, CopyOp, Done, Fences, Frame};
 
 use super::Core;
-use super::batch::Batch;
+use super::batch::TaskBatch;
 use crate::sync::Mutex;
 use crate::table::Scrubbed;
 
 /// A copy that no request asked for.
 #[derive(Debug)]
-pub(super) struct Errand {
+pub(super) struct InternalCopy {
     op: CopyOp,
-    state: Mutex<State>,
+    state: Mutex<CopyState>,
 }
 
 #[derive(Debug)]
-enum State {
-    Working(Purpose, Frame),
+enum CopyState {
+    Working(CopyPurpose, Frame),
     /// The staging slot, and what the purpose holds, are the medium's until it ends.
-    Overdue(Purpose, Frame),
+    Overdue(CopyPurpose, Frame),
     Ended,
 }
 
 /// What the copy is for.
 #[derive(Debug)]
-pub(super) enum Purpose {
+pub(super) enum CopyPurpose {
     /// To verify a block.
     Scrub(Scrubbed),
     /// To see whether this directory is well.
     Trial(usize),
 }
 
-impl Errand {
+impl InternalCopy {
     pub(super) const fn op(&self) -> &CopyOp {
         &self.op
     }
 
     pub(super) fn is_working(&self) -> bool {
-        matches!(*self.state.lock(), State::Working(..))
+        matches!(*self.state.lock(), CopyState::Working(..))
     }
 
-    fn take(&self) -> State {
-        std::mem::replace(&mut *self.state.lock(), State::Ended)
+    fn take(&self) -> CopyState {
+        std::mem::replace(&mut *self.state.lock(), CopyState::Ended)
     }
 }
 
 impl Core {
     /// Has the medium make the copy. `staging` is lent for it.
-    pub(super) fn run_errand(self: &Arc<Self>, op: CopyOp, staging: Frame, purpose: Purpose) {
-        let errand = Errand { op, state: Mutex::new(State::Working(purpose, staging)) };
+    pub(super) fn run_errand(self: &Arc<Self>, op: CopyOp, staging: Frame, purpose: CopyPurpose) {
+        let errand = InternalCopy { op, state: Mutex::new(CopyState::Working(purpose, staging)) };
         let batch = self.batches.start_errand(errand, self.clock.uptime());
         let report = self.report(&batch);
         let done = Done::new(move |ended| {
@@ -66,32 +66,34 @@ impl Core {
     }
 
     /// A backend reports the end of an errand.
-    pub(super) fn errand_ended(self: &Arc<Self>, batch: &Batch, error: Option<&CopyError>) {
+    pub(super) fn errand_ended(self: &Arc<Self>, batch: &TaskBatch, error: Option<&CopyError>) {
         let Some(errand) = &batch.errand else { return };
         self.batches.progressed(batch, self.clock.uptime());
         self.batches.end(batch);
         match errand.take() {
-            State::Working(Purpose::Scrub(scrubbed), staging) => {
+            CopyState::Working(CopyPurpose::Scrub(scrubbed), staging) => {
                 self.scrub_read(&errand.op, scrubbed, staging, error);
             }
-            State::Working(Purpose::Trial(dir), staging) => self.trial_ended(dir, &errand.op, staging, error),
-            State::Overdue(purpose, staging) => self.errand_came_back(batch, purpose, staging),
-            State::Ended => tracing::error!(route = ?batch.route, "a backend reported a copy twice"),
+            CopyState::Working(CopyPurpose::Trial(dir), staging) => {
+                self.trial_ended(dir, &errand.op, staging, error)
+            }
+            CopyState::Overdue(purpose, staging) => self.errand_came_back(batch, purpose, staging),
+            CopyState::Ended => tracing::error!(route = ?batch.route, "a backend reported a copy twice"),
         }
     }
 
     /// Nobody waits for the errand any more: who sent it goes on without it.
-    pub(super) fn give_up_errand(self: &Arc<Self>, batch: &Batch, errand: &Errand) {
+    pub(super) fn give_up_errand(self: &Arc<Self>, batch: &TaskBatch, errand: &InternalCopy) {
         let mut state = errand.state.lock();
-        let (purpose, staging) = match std::mem::replace(&mut *state, State::Ended) {
-            State::Working(purpose, staging) => (purpose, staging),
+        let (purpose, staging) = match std::mem::replace(&mut *state, CopyState::Ended) {
+            CopyState::Working(purpose, staging) => (purpose, staging),
             // Its end was faster.
             other => return *state = other,
         };
         self.staging.lock().lose_lent();
         self.metrics.went_overdue(batch.route, 1);
-        let dir = if let Purpose::Trial(dir) = purpose { Some(dir) } else { None };
-        *state = State::Overdue(purpose, staging);
+        let dir = if let CopyPurpose::Trial(dir) = purpose { Some(dir) } else { None };
+        *state = CopyState::Overdue(purpose, staging);
         drop(state);
         match dir {
             Some(dir) => self.trial_overdue(dir),
@@ -99,11 +101,11 @@ impl Core {
         }
     }
 
-    fn errand_came_back(self: &Arc<Self>, batch: &Batch, purpose: Purpose, staging: Frame) {
+    fn errand_came_back(self: &Arc<Self>, batch: &TaskBatch, purpose: CopyPurpose, staging: Frame) {
         match purpose {
             // Too late to say anything of the block: it is pinned no longer, and looked at again in its turn.
-            Purpose::Scrub(scrubbed) => self.end_scrub(scrubbed, None),
-            Purpose::Trial(dir) => self.trial_came_back(dir),
+            CopyPurpose::Scrub(scrubbed) => self.end_scrub(scrubbed, None),
+            CopyPurpose::Trial(dir) => self.trial_came_back(dir),
         }
         self.staging.lock().regain(staging);
         self.metrics.came_back(batch.route, 1);

@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvbm_tiers::{BlockKey, Completion, CopyError, CopyErrorKind, Tier};
 
 use super::Core;
-use super::batch::{Batch, Overdue, Reported};
+use super::batch::{OverdueTask, ReportedTasks, TaskBatch};
 use super::engine_order::EndedOrder;
 use super::routed::RoutedTask;
 use crate::hash::Chain;
@@ -18,10 +18,10 @@ const MAX_LANDED: usize = 256;
 
 impl Core {
     /// A backend reports the ends of copies.
-    pub(super) fn copies_ended(self: &Arc<Self>, batch: &Batch, completions: Vec<Completion>) {
+    pub(super) fn copies_ended(self: &Arc<Self>, batch: &TaskBatch, completions: Vec<Completion>) {
         let now = self.clock.uptime();
         self.batches.progressed(batch, now);
-        let Reported { tasks, overdue, twice } = batch.take(completions);
+        let ReportedTasks { tasks, overdue, twice } = batch.take(completions);
         if !twice.is_empty() {
             tracing::error!(route = ?batch.route, ops = ?twice, "a backend reported copies twice");
         }
@@ -44,7 +44,7 @@ impl Core {
     }
 
     /// Judges the medium by what ended together.
-    fn judge(&self, batch: &Batch, tasks: &[(RoutedTask, Result<(), CopyError>)], now: Duration) {
+    fn judge(&self, batch: &TaskBatch, tasks: &[(RoutedTask, Result<(), CopyError>)], now: Duration) {
         let (well, failed): (Vec<_>, Vec<_>) = tasks.iter().partition(|(_, result)| result.is_ok());
         if !well.is_empty() {
             self.metrics.copied(batch.route, now.saturating_sub(batch.started), well.len() as u64);
@@ -66,7 +66,7 @@ impl Core {
 
     /// So many of a batch's copies are not waited for any more. Those that go on need not wait for the first legs of the
     /// batch's other blocks.
-    fn tasks_left(self: &Arc<Self>, batch: &Batch, tasks: usize, going_on: Vec<RoutedTask>) {
+    fn tasks_left(self: &Arc<Self>, batch: &TaskBatch, tasks: usize, going_on: Vec<RoutedTask>) {
         let is_over = batch.tasks_ended(tasks);
         if is_over {
             self.batches.end(batch);
@@ -114,7 +114,7 @@ impl Core {
     }
 
     /// Nobody waits for the batch's copies any more. What the medium may still touch stays theirs.
-    pub(super) fn give_up(self: &Arc<Self>, batch: &Batch) {
+    pub(super) fn give_up(self: &Arc<Self>, batch: &TaskBatch) {
         if let Some(errand) = &batch.errand {
             return self.give_up_errand(batch, errand);
         }
@@ -138,13 +138,13 @@ impl Core {
     }
 
     /// Overdue copies ended after all: their slots are free, and their medium moves.
-    fn came_back(self: &Arc<Self>, batch: &Batch, overdue: Vec<Overdue>) {
+    fn came_back(self: &Arc<Self>, batch: &TaskBatch, overdue: Vec<OverdueTask>) {
         if overdue.is_empty() {
             return;
         }
-        overdue.iter().for_each(|Overdue { task, .. }| self.directory_came_back([task.from, task.to]));
+        overdue.iter().for_each(|OverdueTask { task, .. }| self.directory_came_back([task.from, task.to]));
         self.metrics.came_back(batch.route, overdue.len() as u64);
-        self.land(overdue.iter().map(|Overdue { task, .. }| task.ended(Outcome::Returned)));
+        self.land(overdue.iter().map(|OverdueTask { task, .. }| task.ended(Outcome::Returned)));
         let mut staging = self.staging.lock();
         overdue.into_iter().filter_map(|overdue| overdue.staging).for_each(|frame| staging.regain(frame));
         drop(staging);

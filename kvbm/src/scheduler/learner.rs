@@ -10,22 +10,22 @@ use crate::sync::{AtomicUsize, JoinHandle, Mutex, spawn};
 /// Runs fits of reuse models, one round at a time. A fit of a large tier takes the better part of a second; on the thread
 /// that flushes, nothing would be flushed meanwhile.
 #[derive(Debug, Default)]
-pub(super) struct Learner {
+pub(super) struct FitThread {
     /// Rounds under way: 0 or 1.
     running: Arc<AtomicUsize>,
     thread: Mutex<Option<JoinHandle>>,
 }
 
 /// Ends a round however it ends: work that panics must not be the last.
-struct Round(Arc<AtomicUsize>);
+struct LearningRound(Arc<AtomicUsize>);
 
-impl Drop for Round {
+impl Drop for LearningRound {
     fn drop(&mut self) {
         self.0.store(0, Ordering::Release);
     }
 }
 
-impl Learner {
+impl FitThread {
     /// Whether it has work to do. Policies are not asked for more until it has not.
     pub(super) fn is_busy(&self) -> bool {
         self.running.load(Ordering::Acquire) > 0
@@ -36,7 +36,7 @@ impl Learner {
         if work.is_empty() || self.running.swap(1, Ordering::AcqRel) > 0 {
             return;
         }
-        let round = Round(Arc::clone(&self.running));
+        let round = LearningRound(Arc::clone(&self.running));
         let thread = spawn("kvbm-learning", move || {
             let _ends_with_the_work = round;
             work.into_iter().for_each(|work| work());
@@ -58,7 +58,7 @@ impl Learner {
     }
 }
 
-impl Drop for Learner {
+impl Drop for FitThread {
     fn drop(&mut self) {
         self.join();
     }

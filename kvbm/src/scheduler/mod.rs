@@ -64,23 +64,23 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use kvbm_policies::{Leg, split};
-use kvbm_tiers::object::{FoundBlock, Intake};
+use kvbm_tiers::object::{Discovery, FoundBlock};
 use kvbm_tiers::{Frame, Route, SlotId, Tier};
 use tokio::sync::oneshot;
 
-use self::background::{AuditPass, Flushing};
-use self::batch::Batches;
+use self::background::{AuditPass, FlushState};
+use self::batch::BatchesInFlight;
 use self::breaker::Breakers;
-use self::directories::Directories;
+use self::directories::DiskDirectories;
 use self::engine_order::{EngineOrder, EngineOrders};
-use self::learner::Learner;
-use self::pace::Paces;
-use self::queue::{Limits, RouteQueues};
-use self::scrub::Scrubbing;
-use self::spans::Spans;
-use self::staging::Staging;
+use self::learner::FitThread;
+use self::pace::TierPaces;
+use self::queue::{QueueLimits, RouteQueues};
+use self::scrub::ScrubProgress;
+use self::spans::TransferSpans;
+use self::staging::StagingSlots;
 use crate::clock::Clock;
-use crate::demand::{Demand, has_limit};
+use crate::demand::{DemandSample, has_limit};
 use crate::error::{Error, ErrorKind, Result};
 use crate::hash::Chain;
 use crate::lease::Lease;
@@ -151,16 +151,16 @@ pub struct Core {
     executor: Arc<Executor>,
     /// Of tiers that outlive the process.
     journals: [Option<Journal>; Tier::COUNT],
-    batches: Batches,
-    staging: Mutex<Staging>,
-    flushing: Flushing,
+    batches: BatchesInFlight,
+    staging: Mutex<StagingSlots>,
+    flushing: FlushState,
     audit: AuditPass,
     breakers: Breakers,
-    directories: Directories,
-    scrubbing: Scrubbing,
-    paces: Paces,
-    demand: Demand,
-    learner: Learner,
+    directories: DiskDirectories,
+    scrubbing: ScrubProgress,
+    paces: TierPaces,
+    demand: DemandSample,
+    learner: FitThread,
     clock: Arc<dyn Clock>,
     metrics: Metrics,
     tuning: Tuning,
@@ -172,7 +172,7 @@ pub struct Core {
     recent: OnceLock<RecentRequests>,
     /// Where the settings name tenants.
     tenant_leases: OnceLock<Arc<TenantLeases>>,
-    spans: Spans,
+    spans: TransferSpans,
     /// Held once for each batch that a backend has.
     with_media: Arc<()>,
     /// 1 when nothing is taken on any more.
@@ -214,7 +214,7 @@ impl Core {
         let largest =
             Tier::ALL.iter().map(|&tier| table.counts(tier).total).filter(|&slots| has_limit(slots)).max();
         let is_device_of_engine = table.counts(Tier::Device).total == 0;
-        let limits = Limits {
+        let limits = QueueLimits {
             batches: tuning.max_concurrent,
             batch_blocks: tuning.max_batch,
             segment_blocks: tuning.segment_blocks,
@@ -228,16 +228,16 @@ impl Core {
             orders: Mutex::new(EngineOrders::new(is_device_of_engine)),
             completions: Mutex::default(),
             executor: Arc::new(executor),
-            batches: Batches::default(),
-            staging: Mutex::new(Staging::new(staging)),
-            flushing: Flushing::default(),
+            batches: BatchesInFlight::default(),
+            staging: Mutex::new(StagingSlots::new(staging)),
+            flushing: FlushState::default(),
             audit: AuditPass::default(),
             breakers: Breakers::new(tuning.breaker_pause),
-            directories: Directories::new(trials, tuning.breaker_pause),
-            scrubbing: Scrubbing::new(scrub),
-            paces: Paces::default(),
-            demand: Demand::of_tiers(largest.unwrap_or(0)),
-            learner: Learner::default(),
+            directories: DiskDirectories::new(trials, tuning.breaker_pause),
+            scrubbing: ScrubProgress::new(scrub),
+            paces: TierPaces::default(),
+            demand: DemandSample::of_tiers(largest.unwrap_or(0)),
+            learner: FitThread::default(),
             clock,
             metrics,
             tuning,
@@ -245,7 +245,7 @@ impl Core {
             on_left: OnceLock::new(),
             recent: OnceLock::new(),
             tenant_leases: OnceLock::new(),
-            spans: Spans::default(),
+            spans: TransferSpans::default(),
             with_media: Arc::default(),
             closed: AtomicUsize::new(0),
         })
@@ -543,12 +543,12 @@ impl Core {
         epoch: (u64, u64),
         found: &[FoundBlock],
         stand_for: &mut dyn FnMut(usize, SlotId),
-    ) -> Vec<Intake> {
+    ) -> Vec<Discovery> {
         // Whoever plans counts on what is missing.
         let turn = self.planning.lock();
         let mut table = self.table();
         if table.naming().epoch != epoch {
-            return vec![Intake::Declined; found.len()];
+            return vec![Discovery::Declined; found.len()];
         }
         let intakes = table.take_in(Tier::Object, found, stand_for);
         let effects = table.take_effects();

@@ -14,13 +14,13 @@ const VALID: Duration = Duration::from_secs(30);
 
 /// One tier's loads.
 #[derive(Clone, Copy, Debug)]
-struct Pace {
+struct TierPace {
     seconds: f64,
     blocks: f64,
     measured: Duration,
 }
 
-impl Pace {
+impl TierPace {
     fn is_valid(&self, now: Duration) -> bool {
         now.saturating_sub(self.measured) < VALID
     }
@@ -28,16 +28,16 @@ impl Pace {
 
 /// Measures loads.
 #[derive(Debug, Default)]
-pub(super) struct Paces([Mutex<Option<Pace>>; Tier::COUNT]);
+pub(super) struct TierPaces([Mutex<Option<TierPace>>; Tier::COUNT]);
 
-impl Paces {
+impl TierPaces {
     /// `blocks` blocks came from `tier` within `took`, one load's time in the queue included.
     pub(super) fn learn(&self, tier: Tier, blocks: usize, took: Duration, now: Duration) {
         let mut pace = self.0[tier.index()].lock();
         let before = pace.filter(|pace| pace.is_valid(now));
-        let of = |known: fn(&Pace) -> f64| before.as_ref().map_or(0.0, known) * KEPT;
+        let of = |known: fn(&TierPace) -> f64| before.as_ref().map_or(0.0, known) * KEPT;
         // Seconds and blocks apart: a long load says more of a block's time than a short one.
-        *pace = Some(Pace {
+        *pace = Some(TierPace {
             seconds: of(|pace| pace.seconds) + took.as_secs_f64(),
             blocks: of(|pace| pace.blocks) + blocks as f64,
             measured: now,
@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn the_pace_follows_what_is_measured() {
-        let paces = Paces::default();
+        let paces = TierPaces::default();
         let now = Duration::from_mins(1);
         assert_eq!(paces.block_s(Tier::Disk, now), None);
         let near =

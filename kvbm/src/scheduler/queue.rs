@@ -10,7 +10,7 @@ use crate::task::{Class, TransferId};
 
 /// What is to be done with a task whose turn has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Turn {
+pub(super) enum TaskTurn {
     /// It goes to the backend.
     Send,
     /// It waits for a staging slot, and those behind it with it.
@@ -21,7 +21,7 @@ pub(super) enum Turn {
 
 /// What goes to the hardware next.
 #[derive(Debug)]
-pub(super) struct Next {
+pub(super) struct NextBatch {
     pub(super) route: Route,
     pub(super) class: Class,
     /// May be none, when some were dropped.
@@ -31,7 +31,7 @@ pub(super) struct Next {
 
 /// How much may be in flight.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
+pub(super) struct QueueLimits {
     /// Batches in flight per route.
     pub(super) batches: usize,
     /// Blocks in a batch.
@@ -71,11 +71,11 @@ impl RouteQueue {
 #[derive(Debug)]
 pub(super) struct RouteQueues {
     queues: [[RouteQueue; Tier::COUNT]; Tier::COUNT],
-    limits: Limits,
+    limits: QueueLimits,
 }
 
 impl RouteQueues {
-    pub(super) fn new(limits: Limits) -> Self {
+    pub(super) fn new(limits: QueueLimits) -> Self {
         Self { queues: Default::default(), limits }
     }
 
@@ -133,7 +133,10 @@ impl RouteQueues {
     }
 
     /// A batch that should start now; `turn` says of each task in its turn what is to be done with it.
-    pub(super) fn next_batch(&mut self, mut turn: impl FnMut(&mut RoutedTask) -> Turn) -> Option<Next> {
+    pub(super) fn next_batch(
+        &mut self,
+        mut turn: impl FnMut(&mut RoutedTask) -> TaskTurn,
+    ) -> Option<NextBatch> {
         let loading = Tier::ALL.map(|tier| self.is_loading_from(tier));
         for route in routes() {
             let limit = self.batch_limit(route);
@@ -159,9 +162,9 @@ impl RouteQueues {
             let mut dropped = Vec::new();
             while tasks.len() < limit {
                 match waiting.front_mut().filter(is_of_batch).map(&mut turn) {
-                    Some(Turn::Send) => tasks.extend(waiting.pop_front()),
-                    Some(Turn::Drop) => dropped.extend(waiting.pop_front()),
-                    Some(Turn::Wait) | None => break,
+                    Some(TaskTurn::Send) => tasks.extend(waiting.pop_front()),
+                    Some(TaskTurn::Drop) => dropped.extend(waiting.pop_front()),
+                    Some(TaskTurn::Wait) | None => break,
                 }
             }
             // Where all were dropped nothing is in flight, and nobody would end the batch.
@@ -169,7 +172,7 @@ impl RouteQueues {
                 queue.batches[class as usize] += 1;
             }
             if !(tasks.is_empty() && dropped.is_empty()) {
-                return Some(Next { route, class, tasks, dropped });
+                return Some(NextBatch { route, class, tasks, dropped });
             }
         }
         None
@@ -233,10 +236,10 @@ mod tests {
 
     #[test]
     fn the_rest_of_a_load_in_layers_does_not_wait_for_its_beginning_and_another_load_does() {
-        let mut queues = RouteQueues::new(Limits { batches: 1, batch_blocks: 8, segment_blocks: 8 });
+        let mut queues = RouteQueues::new(QueueLimits { batches: 1, batch_blocks: 8, segment_blocks: 8 });
         let (first, other) = (order(), order());
         let next = |queues: &mut RouteQueues| {
-            queues.next_batch(|_| Turn::Send).map(|next| {
+            queues.next_batch(|_| TaskTurn::Send).map(|next| {
                 let order = next.tasks[0].order().expect("it has one");
                 let _ = order.fences();
                 Arc::ptr_eq(order, &first)

@@ -9,7 +9,7 @@ use crate::task::CopyTask;
 
 /// Where a block stops between its two legs.
 #[derive(Debug)]
-pub(super) enum Stop {
+pub(super) enum BounceStop {
     /// A staging slot is taken when the task's turn comes.
     Wanted,
     /// In this staging slot.
@@ -23,7 +23,7 @@ pub(super) enum Stop {
 pub(super) struct RoutedTask {
     pub(super) task: CopyTask,
     /// `None`: its source and its destination are connected.
-    pub(super) stop: Option<Stop>,
+    pub(super) stop: Option<BounceStop>,
     /// The block has reached the stop.
     pub(super) halfway: bool,
     /// The order to keep with the engine's work where its own memory is touched.
@@ -32,7 +32,7 @@ pub(super) struct RoutedTask {
 
 impl RoutedTask {
     pub(super) fn new(task: CopyTask, is_direct: bool, order: Option<Arc<EngineOrder>>) -> Self {
-        let through_dram = || task.via.map_or(Stop::Wanted, Stop::Kept);
+        let through_dram = || task.via.map_or(BounceStop::Wanted, BounceStop::Kept);
         Self { task, stop: (!is_direct).then(through_dram), halfway: false, order }
     }
 
@@ -45,8 +45,8 @@ impl RoutedTask {
     /// The next copy to make. The staging slot must have been taken by now.
     pub(super) fn op(&self) -> CopyOp {
         let stop = match &self.stop {
-            Some(Stop::Staging(frame)) => Some(frame.slot_ref()),
-            Some(Stop::Kept(slot)) => Some(*slot),
+            Some(BounceStop::Staging(frame)) => Some(frame.slot_ref()),
+            Some(BounceStop::Kept(slot)) => Some(*slot),
             _ => None,
         };
         let CopyTask { block, parent, owner, from, to, .. } = self.task;
@@ -83,13 +83,13 @@ impl RoutedTask {
     }
 
     pub(super) const fn has_staging(&self) -> bool {
-        matches!(self.stop, Some(Stop::Staging(_)))
+        matches!(self.stop, Some(BounceStop::Staging(_)))
     }
 
     /// The staging slot, if it has one.
     pub(super) fn take_staging(&mut self) -> Option<Frame> {
         match self.stop.take() {
-            Some(Stop::Staging(frame)) => Some(frame),
+            Some(BounceStop::Staging(frame)) => Some(frame),
             other => {
                 self.stop = other;
                 None

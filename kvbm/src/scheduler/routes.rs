@@ -3,7 +3,7 @@
 use kvbm_tiers::{Route, SlotRef, Tier};
 
 use super::Core;
-use super::breaker::Passage;
+use super::breaker::RoutePassage;
 use crate::table::{TierSet, TransferPlan};
 use crate::task::Class;
 
@@ -43,10 +43,10 @@ impl Core {
             }
             let route = (from.tier, to);
             match *passages[from.tier.index()].get_or_insert_with(|| self.pass(route)) {
-                Passage::Free => open = at + 1,
+                RoutePassage::Free => open = at + 1,
                 // One block, and none behind it: nobody waits for more than that on a medium that may hang.
-                Passage::Probe => return (at + 1, Some(route)),
-                Passage::Blocked => return (at, None),
+                RoutePassage::Probe => return (at + 1, Some(route)),
+                RoutePassage::Blocked => return (at, None),
             }
         }
         (open, None)
@@ -78,15 +78,15 @@ impl Core {
     }
 
     /// Whether blocks may go from one tier to another now.
-    pub(super) fn pass(&self, route: Route) -> Passage {
+    pub(super) fn pass(&self, route: Route) -> RoutePassage {
         let now = self.clock.uptime();
         // All legs or none: a probe of one of them that cannot go on would be in vain.
         if self.legs(route).any(|leg| self.breakers.is_blocked(leg, now)) {
-            return Passage::Blocked;
+            return RoutePassage::Blocked;
         }
         let verdict = |leg| self.tuning.limit(leg) + self.tuning.breaker_pause;
         let passages = self.legs(route).map(|leg| self.breakers.pass(leg, verdict(leg), now));
-        passages.max().unwrap_or(Passage::Free)
+        passages.max().unwrap_or(RoutePassage::Free)
     }
 
     pub(super) fn retract_probe(&self, route: Route) {

@@ -8,7 +8,7 @@ use kvbm_tiers::checksum::checksum;
 use kvbm_tiers::{CopyError, CopyErrorKind, CopyOp, DramRegion, Frame, Memory, Tier};
 
 use super::Core;
-use super::errand::Purpose;
+use super::errand::CopyPurpose;
 use crate::sync::Mutex;
 use crate::table::Scrubbed;
 use crate::task::Defect;
@@ -25,13 +25,13 @@ pub struct ScrubOptions {
 }
 
 #[derive(Debug)]
-pub(super) struct Scrubbing {
+pub(super) struct ScrubProgress {
     options: ScrubOptions,
-    state: Mutex<State>,
+    state: Mutex<ScrubState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct ScrubState {
     /// When the allowance was last added to.
     since: Duration,
     /// Bytes that may be read now.
@@ -45,7 +45,7 @@ struct State {
 /// The allowance of so long a time is the most that is read at once.
 const MAX_BURST: Duration = Duration::from_millis(100);
 
-impl Scrubbing {
+impl ScrubProgress {
     pub(super) fn new(options: ScrubOptions) -> Self {
         Self { options, state: Mutex::default() }
     }
@@ -138,7 +138,7 @@ impl Core {
             from: scrubbed.slot,
             to: staging.slot_ref(),
         };
-        self.run_errand(op, staging, Purpose::Scrub(scrubbed));
+        self.run_errand(op, staging, CopyPurpose::Scrub(scrubbed));
         true
     }
 
@@ -202,7 +202,7 @@ mod tests {
     fn a_pause_of_any_length_allows_one_burst() {
         for (bytes_per_second, days) in [(100 << 20, 36_500), (u64::MAX, 1)] {
             let options = ScrubOptions { bytes_per_second, block_bytes: 1 << 20, memory: None };
-            let scrubbing = Scrubbing::new(options);
+            let scrubbing = ScrubProgress::new(options);
             let now = Duration::from_secs(days * 86_400);
             assert!(scrubbing.may_read(now));
             let most = bytes_per_second / 10;

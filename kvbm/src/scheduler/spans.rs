@@ -17,13 +17,13 @@ use crate::task::{Class, TransferId};
 
 /// Those of transfers under way that somebody listens to.
 #[derive(Debug, Default)]
-pub(super) struct Spans {
+pub(super) struct TransferSpans {
     open: Mutex<HashMap<TransferId, Span>>,
     // So that the landing of what nobody listens to takes no lock.
     listened_to: AtomicUsize,
 }
 
-impl Spans {
+impl TransferSpans {
     /// A transfer is about to be handed over: its end will close the span.
     pub(super) fn open(&self, id: Option<TransferId>, span: Span) {
         if let Some(id) = id.filter(|_| !span.is_none())

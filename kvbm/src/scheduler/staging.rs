@@ -3,7 +3,7 @@
 use kvbm_tiers::Frame;
 
 #[derive(Debug)]
-pub(super) struct Staging {
+pub(super) struct StagingSlots {
     idle: Vec<Frame>,
     total: usize,
     /// Slots that overdue copies may still touch.
@@ -23,7 +23,7 @@ pub struct StagingCounts {
     pub lost: usize,
 }
 
-impl Staging {
+impl StagingSlots {
     pub(super) const fn new(idle: Vec<Frame>) -> Self {
         Self { total: idle.len(), idle, lost: 0, lent: 0 }
     }

@@ -8,7 +8,7 @@ use kvbm_settings::Settings;
 use prometheus::Registry;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::state::Observed;
+use crate::state::ObservedState;
 
 /// There is none.
 pub(crate) struct Listener(Infallible);
@@ -30,7 +30,7 @@ impl Listener {
 
 impl Server {
     #[expect(clippy::needless_pass_by_value, reason = "as the server takes them")]
-    pub(crate) fn start(listener: Listener, _: Arc<Observed>, _: Registry) -> Result<Self> {
+    pub(crate) fn start(listener: Listener, _: Arc<ObservedState>, _: Registry) -> Result<Self> {
         match listener.0 {}
     }
 

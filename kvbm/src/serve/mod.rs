@@ -26,18 +26,18 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;
 
 use self::hosts::KnownHosts;
+use self::router::PageView;
 pub use self::router::TIER_COLORS;
-use self::router::View;
-use self::token::Token;
+use self::token::BearerToken;
 use crate::error::{Error, ErrorKind, Result};
-use crate::state::Observed;
+use crate::state::ObservedState;
 
 /// An address that is ours: who connects waits until it is [served](Server::start).
 #[derive(Debug)]
 pub(crate) struct Listener {
     socket: TcpListener,
     address: SocketAddr,
-    token: Option<Token>,
+    token: Option<BearerToken>,
     hosts: Option<KnownHosts>,
 }
 
@@ -53,7 +53,7 @@ impl Listener {
         if !metrics.enabled {
             return Ok(None);
         }
-        let (token, hosts) = (Token::of(metrics)?, KnownHosts::of(metrics));
+        let (token, hosts) = (BearerToken::of(metrics)?, KnownHosts::of(metrics));
         let address = SocketAddr::new(metrics.host, metrics.port);
         let bound = TcpListener::bind(address).and_then(|socket| {
             socket.set_nonblocking(true)?;
@@ -83,12 +83,16 @@ impl Server {
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] if the system refuses a thread.
-    pub(crate) fn start(listener: Listener, observed: Arc<Observed>, registry: Registry) -> Result<Self> {
+    pub(crate) fn start(
+        listener: Listener,
+        observed: Arc<ObservedState>,
+        registry: Registry,
+    ) -> Result<Self> {
         let Listener { socket, address, token, hosts } = listener;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve metrics", error);
         let runtime = Builder::new_current_thread().enable_all().build().map_err(refused)?;
         let socket = entered(&runtime, || tokio::net::TcpListener::from_std(socket)).map_err(refused)?;
-        let app = router::router(View { observed, registry }, token, hosts);
+        let app = router::router(PageView { observed, registry }, token, hosts);
         let (stop, stopped) = oneshot::channel();
         let serve = move || runtime.block_on(connections::serve(socket, app, stopped));
         let thread = clock::spawn("kvbm-serve", serve).map_err(refused)?;

@@ -13,21 +13,21 @@ use prometheus::{Registry, TextEncoder};
 use serde::{Deserialize, Serialize};
 
 use super::hosts::KnownHosts;
-use super::token::Token;
+use super::token::BearerToken;
 use crate::hash::{BlockHash, Chain};
 use crate::recent::MAX_REQUESTS;
-use crate::state::{Found, Observed, Why};
+use crate::state::{Found, ObservedState, Why};
 
 /// What is shown.
 #[derive(Clone, Debug)]
-pub(super) struct View {
-    pub(super) observed: Arc<Observed>,
+pub(super) struct PageView {
+    pub(super) observed: Arc<ObservedState>,
     pub(super) registry: Registry,
 }
 
 /// All endpoints. Where there is a token, those that say nothing of requests answer without it: a browser cannot show it
 /// when it opens the page, nor does who asks whether the process is well have one.
-pub(super) fn router(view: View, token: Option<Token>, hosts: Option<KnownHosts>) -> Router {
+pub(super) fn router(view: PageView, token: Option<BearerToken>, hosts: Option<KnownHosts>) -> Router {
     let mut guarded = guarded().into_iter().fold(Router::new(), add);
     if let Some(token) = token {
         guarded = guarded.route_layer(middleware::from_fn_with_state(token, only_with_token));
@@ -39,13 +39,13 @@ pub(super) fn router(view: View, token: Option<Token>, hosts: Option<KnownHosts>
     all.layer(middleware::map_response(harden))
 }
 
-type Endpoint = (&'static str, MethodRouter<View>);
+type EndpointFn = (&'static str, MethodRouter<PageView>);
 
-fn add(router: Router<View>, (path, method): Endpoint) -> Router<View> {
+fn add(router: Router<PageView>, (path, method): EndpointFn) -> Router<PageView> {
     router.route(path, method)
 }
 
-fn guarded() -> [Endpoint; 4] {
+fn guarded() -> [EndpointFn; 4] {
     [
         ("/metrics", get(metrics)),
         ("/v1/state", get(state)),
@@ -54,7 +54,7 @@ fn guarded() -> [Endpoint; 4] {
     ]
 }
 
-fn open() -> [Endpoint; 7] {
+fn open() -> [EndpointFn; 7] {
     [
         ("/healthz", get(async || "ok")),
         ("/readyz", get(readiness)),
@@ -72,7 +72,7 @@ pub const TIER_COLORS: &str = include_str!("page/tiers.css");
 const OPENAPI: &str = include_str!("openapi.json");
 
 async fn only_with_token(
-    Shared(token): Shared<Token>,
+    Shared(token): Shared<BearerToken>,
     headers: HeaderMap,
     request: Request,
     next: Next,
@@ -81,7 +81,7 @@ async fn only_with_token(
     if shown {
         return next.run(request).await;
     }
-    let refused = Refused::new(StatusCode::UNAUTHORIZED, "show the token: Authorization: Bearer …");
+    let refused = RefusedRequest::new(StatusCode::UNAUTHORIZED, "show the token: Authorization: Bearer …");
     ([(header::WWW_AUTHENTICATE, "Bearer")], refused).into_response()
 }
 
@@ -91,7 +91,7 @@ async fn only_by_known_names(Shared(hosts): Shared<KnownHosts>, request: Request
     }
     let error = "this is no name of the server: ask for localhost or an IP address, or list the name in \
                  metrics.allowed_hosts (DYN_KVBM_METRICS_ALLOWED_HOSTS)";
-    Refused::new(StatusCode::MISDIRECTED_REQUEST, error).into_response()
+    RefusedRequest::new(StatusCode::MISDIRECTED_REQUEST, error).into_response()
 }
 
 /// Nothing is kept by browsers and proxies, nor embedded elsewhere; a page loads what is here alone.
@@ -116,12 +116,12 @@ fn asset(kind: &'static str, text: &'static str) -> impl IntoResponse {
 
 /// An answer that says what is wrong.
 #[derive(Debug)]
-struct Refused {
+struct RefusedRequest {
     status: StatusCode,
     error: String,
 }
 
-impl Refused {
+impl RefusedRequest {
     fn new(status: StatusCode, error: impl Into<String>) -> Self {
         Self { status, error: error.into() }
     }
@@ -135,99 +135,101 @@ impl Refused {
     }
 }
 
-impl IntoResponse for Refused {
+impl IntoResponse for RefusedRequest {
     fn into_response(self) -> Response {
         #[derive(Serialize)]
-        struct Body {
+        struct HttpBody {
             error: String,
         }
-        (self.status, Json(Body { error: self.error })).into_response()
+        (self.status, Json(HttpBody { error: self.error })).into_response()
     }
 }
 
-type Answer<T> = Result<T, Refused>;
+type HttpAnswer<T> = Result<T, RefusedRequest>;
 
-async fn metrics(Shared(view): Shared<View>) -> Answer<impl IntoResponse> {
+async fn metrics(Shared(view): Shared<PageView>) -> HttpAnswer<impl IntoResponse> {
     let text = TextEncoder::new().encode_to_string(&view.registry.gather());
-    let text = text.map_err(|error| Refused::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?;
+    let text =
+        text.map_err(|error| RefusedRequest::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?;
     Ok(([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], text))
 }
 
-async fn readiness(Shared(view): Shared<View>) -> impl IntoResponse {
+async fn readiness(Shared(view): Shared<PageView>) -> impl IntoResponse {
     let readiness = view.observed.readiness();
     let status = if readiness.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, Json(readiness))
 }
 
-async fn state(Shared(view): Shared<View>) -> Answer<impl IntoResponse> {
-    view.observed.state().map(Json).ok_or_else(Refused::gone)
+async fn state(Shared(view): Shared<PageView>) -> HttpAnswer<impl IntoResponse> {
+    view.observed.state().map(Json).ok_or_else(RefusedRequest::gone)
 }
 
 /// What is asked about.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Asked {
+struct ViewQuery {
     chain: Option<String>,
     request: Option<String>,
 }
 
-impl Asked {
-    fn chain(text: &str) -> Answer<Vec<BlockHash>> {
+impl ViewQuery {
+    fn chain(text: &str) -> HttpAnswer<Vec<BlockHash>> {
         text.split(',').map(|hash| parse_hash(hash.trim())).collect()
     }
 }
 
-type AskedFor = Result<Query<Asked>, axum::extract::rejection::QueryRejection>;
+type AskedFor = Result<Query<ViewQuery>, axum::extract::rejection::QueryRejection>;
 
-fn asked(query: AskedFor) -> Answer<Asked> {
-    query.map(|Query(asked)| asked).map_err(|rejection| Refused::bad(rejection.body_text()))
+fn asked(query: AskedFor) -> HttpAnswer<ViewQuery> {
+    query.map(|Query(asked)| asked).map_err(|rejection| RefusedRequest::bad(rejection.body_text()))
 }
 
 /// How much of a chain is where.
 #[derive(Debug, Serialize)]
-struct Lookup {
+struct ChainQuery {
     /// Blocks of the chain.
     blocks: usize,
     found: Vec<Found>,
 }
 
-async fn lookup(Shared(view): Shared<View>, query: AskedFor) -> Answer<impl IntoResponse> {
-    let Asked { chain: Some(chain), request: None } = asked(query)? else {
-        return Err(Refused::bad("give ?chain=HASH,HASH… and nothing else"));
+async fn lookup(Shared(view): Shared<PageView>, query: AskedFor) -> HttpAnswer<impl IntoResponse> {
+    let ViewQuery { chain: Some(chain), request: None } = asked(query)? else {
+        return Err(RefusedRequest::bad("give ?chain=HASH,HASH… and nothing else"));
     };
-    let hashes = Asked::chain(&chain)?;
-    let Why { blocks, found, .. } = view.observed.why(Chain::from(&hashes)).ok_or_else(Refused::gone)?;
-    Ok(Json(Lookup { blocks, found }))
+    let hashes = ViewQuery::chain(&chain)?;
+    let Why { blocks, found, .. } =
+        view.observed.why(Chain::from(&hashes)).ok_or_else(RefusedRequest::gone)?;
+    Ok(Json(ChainQuery { blocks, found }))
 }
 
-async fn why(Shared(view): Shared<View>, query: AskedFor) -> Answer<impl IntoResponse> {
+async fn why(Shared(view): Shared<PageView>, query: AskedFor) -> HttpAnswer<impl IntoResponse> {
     match asked(query)? {
-        Asked { chain: Some(chain), request: None } => {
-            let hashes = Asked::chain(&chain)?;
-            view.observed.why(Chain::from(&hashes)).map(Json).ok_or_else(Refused::gone)
+        ViewQuery { chain: Some(chain), request: None } => {
+            let hashes = ViewQuery::chain(&chain)?;
+            view.observed.why(Chain::from(&hashes)).map(Json).ok_or_else(RefusedRequest::gone)
         }
-        Asked { chain: None, request: Some(name) } if !name.is_empty() => {
+        ViewQuery { chain: None, request: Some(name) } if !name.is_empty() => {
             view.observed.why_of(RequestId::named(&name)).map(Json).ok_or_else(|| unknown(&name))
         }
-        _ => Err(Refused::bad("give one of ?chain=HASH,HASH… and ?request=NAME")),
+        _ => Err(RefusedRequest::bad("give one of ?chain=HASH,HASH… and ?request=NAME")),
     }
 }
 
-fn unknown(request: &str) -> Refused {
+fn unknown(request: &str) -> RefusedRequest {
     let error = format!(
         "request {} is not among the last {MAX_REQUESTS} that named themselves: ask by its chain",
         shortened(request, 100)
     );
-    Refused::new(StatusCode::NOT_FOUND, error)
+    RefusedRequest::new(StatusCode::NOT_FOUND, error)
 }
 
 /// Thirty-two digits as they are printed here, or more: the bytes of an engine's own hash.
-fn parse_hash(text: &str) -> Answer<BlockHash> {
+fn parse_hash(text: &str) -> HttpAnswer<BlockHash> {
     /// A SHA-512, the largest that engines use.
     const MAX_DIGITS: usize = 128;
     let wrong = || {
         let shown = shortened(text, 40);
-        Refused::bad(format!(
+        RefusedRequest::bad(format!(
             "\"{shown}\" is no block hash: 32 hexadecimal digits, or those of an engine's own hash"
         ))
     };

@@ -9,9 +9,9 @@ use crate::error::{Error, ErrorKind, Result};
 /// The hash of a token: whoever looks into the process does not find it, and comparing takes the same time whatever is
 /// wrong.
 #[derive(Clone, Debug)]
-pub(super) struct Token(blake3::Hash);
+pub(super) struct BearerToken(blake3::Hash);
 
-impl Token {
+impl BearerToken {
     /// `None`: everybody who reaches the address may read.
     pub(super) fn of(settings: &MetricsSettings) -> Result<Option<Self>> {
         let file = settings.token_file.as_ref().map(|path| read(path)).transpose()?;
@@ -54,7 +54,7 @@ mod tests {
     fn a_token_is_shown_as_it_is_or_not_at_all() {
         let settings =
             MetricsSettings { token: Some("0123456789abcdef".into()), ..MetricsSettings::default() };
-        let token = Token::of(&settings).unwrap().unwrap();
+        let token = BearerToken::of(&settings).unwrap().unwrap();
         assert!(token.is_shown(b"Bearer 0123456789abcdef") && token.is_shown(b"bearer 0123456789abcdef"));
         for wrong in
             ["", "Bearer", "Bearer ", "0123456789abcdef", "Bearer 0123456789abcde", "Basic 0123456789abcdef"]
@@ -71,7 +71,7 @@ mod tests {
         let open = |text: &str| {
             fs::write(&path, text).unwrap();
             let token_file = Some(path.display().to_string());
-            Token::of(&MetricsSettings { token_file, ..MetricsSettings::default() })
+            BearerToken::of(&MetricsSettings { token_file, ..MetricsSettings::default() })
         };
         assert!(open("0123456789abcdef\n").unwrap().unwrap().is_shown(b"Bearer 0123456789abcdef"));
         for text in ["", "short", "0123456789abcdef\n0123456789abcdef\n"] {
@@ -82,6 +82,6 @@ mod tests {
         fs::remove_file(&path).unwrap();
         let missing =
             MetricsSettings { token_file: Some(path.display().to_string()), ..MetricsSettings::default() };
-        assert_eq!(Token::of(&missing).unwrap_err().kind(), ErrorKind::Unavailable);
+        assert_eq!(BearerToken::of(&missing).unwrap_err().kind(), ErrorKind::Unavailable);
     }
 }

@@ -8,7 +8,7 @@ use kvbm_tiers::Tier;
 use super::Table;
 use super::budget::Budget;
 use super::index::{KeyHash, RecordId};
-use super::record::Record;
+use super::record::BlockRecord;
 
 /// A broken invariant.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,7 +62,7 @@ impl Table {
     fn audit_record(
         &self,
         id: RecordId,
-        record: &Record,
+        record: &BlockRecord,
         most: usize,
         violations: &mut Vec<Violation>,
     ) -> usize {
@@ -73,7 +73,7 @@ impl Table {
         self.audit_children(id, record, most, violations)
     }
 
-    fn audit_identity(&self, id: RecordId, record: &Record, violations: &mut Vec<Violation>) {
+    fn audit_identity(&self, id: RecordId, record: &BlockRecord, violations: &mut Vec<Violation>) {
         let hash = KeyHash::of(record.key());
         let found = self.index.find(hash, self.index.first(hash), |r| self.records.at(r).is(record.key()));
         expect(found == Some(id), || format!("{id:?} is not found by its key"), violations);
@@ -91,7 +91,7 @@ impl Table {
     fn audit_children(
         &self,
         id: RecordId,
-        record: &Record,
+        record: &BlockRecord,
         most: usize,
         violations: &mut Vec<Violation>,
     ) -> usize {
@@ -111,7 +111,13 @@ impl Table {
         children
     }
 
-    fn audit_residency(&self, id: RecordId, record: &Record, tier: Tier, violations: &mut Vec<Violation>) {
+    fn audit_residency(
+        &self,
+        id: RecordId,
+        record: &BlockRecord,
+        tier: Tier,
+        violations: &mut Vec<Violation>,
+    ) {
         let (resident, filling) = (record.resident().has(tier), record.filling().has(tier));
         expect(!(resident && filling), || format!("{id:?} is resident and filling in {tier}"), violations);
         let parent = record.parent().map(|parent| self.records.at(parent));
@@ -122,7 +128,7 @@ impl Table {
             expect(closed, || format!("{id:?} is resident in {tier} without its parent"), violations);
         }
         if filling {
-            let has = |parent: &Record| parent.resident().has(tier) || parent.filling().has(tier);
+            let has = |parent: &BlockRecord| parent.resident().has(tier) || parent.filling().has(tier);
             expect(
                 parent.is_none_or(has),
                 || format!("{id:?} fills in {tier} without its parent"),

@@ -17,36 +17,36 @@ const RANGE: (usize, usize) = (64, 1 << 16);
 const LEAST_BLOCKS: usize = if cfg!(test) { 4 } else { 32 };
 
 /// By tier: how many leading blocks it had.
-pub(super) type Boundaries = [u32; Tier::COUNT];
+pub(super) type TierBoundaries = [u32; Tier::COUNT];
 
 /// A table with one place for each hash: what comes later displaces what was there.
 #[derive(Debug)]
-pub(super) struct BoundaryHints(Box<[Hint]>);
+pub(super) struct BoundaryHints(Box<[BoundaryHint]>);
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Hint {
+struct BoundaryHint {
     tag: u32,
-    boundaries: Boundaries,
+    boundaries: TierBoundaries,
 }
 
 impl BoundaryHints {
     /// For tiers of so many blocks.
     pub(super) fn with_room_for(blocks: usize) -> Self {
         let hints = (blocks / BLOCKS_A_HINT).next_power_of_two().clamp(RANGE.0, RANGE.1);
-        Self(vec![Hint::default(); hints].into_boxed_slice())
+        Self(vec![BoundaryHint::default(); hints].into_boxed_slice())
     }
 
     /// Where the boundaries of a chain like this were.
-    pub(super) fn find(&self, chain: Chain<'_>) -> Option<Boundaries> {
+    pub(super) fn find(&self, chain: Chain<'_>) -> Option<TierBoundaries> {
         let (place, tag) = anchor(chain)?.halves();
         let hint = self.0[self.place(place)];
         (hint.tag == tag).then_some(hint.boundaries)
     }
 
-    pub(super) fn note(&mut self, chain: Chain<'_>, boundaries: Boundaries) {
+    pub(super) fn note(&mut self, chain: Chain<'_>, boundaries: TierBoundaries) {
         if let Some((place, tag)) = anchor(chain).map(KeyHash::halves) {
             let place = self.place(place);
-            self.0[place] = Hint { tag, boundaries };
+            self.0[place] = BoundaryHint { tag, boundaries };
         }
     }
 

@@ -7,8 +7,8 @@ use kvbm_policies::{BlockId, Candidates, Trigger};
 use kvbm_tiers::{SlotId, SlotRef, Tier};
 
 use super::budget::Budget;
-use super::flush::Group;
-use super::flush_queue::Dirty;
+use super::flush::FlushGroup;
+use super::flush_queue::DirtyQueue;
 use super::index::RecordId;
 use super::{MissReason, RequestInfo, Table};
 
@@ -18,7 +18,7 @@ const MAX_SENT: usize = 64;
 const ASKED: usize = 3;
 
 /// What became of a block that is about to leave.
-enum Demotion {
+enum DemotionStep {
     /// It is gone.
     Gone,
     /// It goes once it is flushed.
@@ -55,21 +55,21 @@ impl Table {
             // Asked anew for each: what was sent down is pinned now, so its parent is next.
             let Some(leaf) = held.next_to_leave(records, budget) else { break };
             match self.demote(tier, to, leaf, budget) {
-                Demotion::Gone => {}
-                Demotion::Sent => promised += 1,
-                Demotion::Stuck => return false,
-                Demotion::Later => break,
+                DemotionStep::Gone => {}
+                DemotionStep::Sent => promised += 1,
+                DemotionStep::Stuck => return false,
+                DemotionStep::Later => break,
             }
         }
         budget.is_spent()
     }
 
-    fn demote(&mut self, tier: Tier, to: Tier, leaf: SlotId, budget: &mut Budget) -> Demotion {
+    fn demote(&mut self, tier: Tier, to: Tier, leaf: SlotId, budget: &mut Budget) -> DemotionStep {
         let record = self.tier(tier).at(leaf).record;
         let is_clean = self.tier(tier).is_clean(leaf, &self.records);
         if !is_clean {
             let Some(mut blocks) = self.missing_beginning(tier, to, leaf, budget) else {
-                return Demotion::Later;
+                return DemotionStep::Later;
             };
             budget.pay_changes(ASKED);
             blocks.truncate(MAX_SENT);
@@ -77,16 +77,16 @@ impl Table {
             blocks.truncate(self.admitted(tier, &blocks, Trigger::Leaving));
             let is_refused = blocks.is_empty();
             let info = self.tier(tier).last_user(leaf, &self.records);
-            let mut group = Group { blocks, info, ..Group::default() };
+            let mut group = FlushGroup { blocks, info, ..FlushGroup::default() };
             if !self.launch((tier, to), &mut group, budget).is_empty() {
-                return if budget.is_spent() { Demotion::Later } else { Demotion::Stuck };
+                return if budget.is_spent() { DemotionStep::Later } else { DemotionStep::Stuck };
             }
             if !is_whole && !is_refused {
                 // What comes before it goes down first.
-                return Demotion::Stuck;
+                return DemotionStep::Stuck;
             }
             if self.records.at(record).filling().has(to) {
-                return Demotion::Sent;
+                return DemotionStep::Sent;
             }
         }
         let key = self.records.at(record).key();
@@ -94,7 +94,7 @@ impl Table {
         if !is_clean && self.find(key).is_none() {
             self.miss_history.note(key, MissReason::Admission, to, self.now_ms);
         }
-        Demotion::Gone
+        DemotionStep::Gone
     }
 
     /// The beginning of the [path](Self::missing_path) that a leaf lacks in `to`, however long that is. `None`: the hold is
@@ -142,7 +142,7 @@ impl Table {
         let lacks = |below: Tier| !records.at(record).resident().has(below);
         if held.policies.has_admission() && held.flush_to.is_some_and(lacks) {
             held.at_mut(slot).want_flush();
-            held.queue(Dirty { slot, record, since_ms, info });
+            held.queue(DirtyQueue { slot, record, since_ms, info });
         }
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm_policies::{EvictionKind, Hints, Trigger};
-use kvbm_tiers::object::{FoundBlock, Intake};
+use kvbm_tiers::object::{Discovery, FoundBlock};
 use kvbm_tiers::{BlockKey, FramePool, SlotId, SlotRef, Tier};
 use proptest::prelude::*;
 
@@ -567,9 +567,9 @@ fn what_was_listed_before_its_tenant_was_forgotten_is_not_taken_in() {
     world.take(&Step::Forget(1));
     world.finish_forgetting();
     let intakes = world.table.take_in(Tier::Object, &found(1), &mut |_, _| panic!("a slot stands for it"));
-    assert!(intakes.iter().all(|&intake| intake == Intake::Declined), "{intakes:?}");
+    assert!(intakes.iter().all(|&intake| intake == Discovery::Declined), "{intakes:?}");
     let intakes = world.table.take_in(Tier::Object, &found(2), &mut |_, _| {});
-    assert!(intakes.iter().all(|&intake| intake == Intake::Taken), "another tenant's: {intakes:?}");
+    assert!(intakes.iter().all(|&intake| intake == Discovery::Taken), "another tenant's: {intakes:?}");
     assert_eq!([1, 2].map(|n| world.held(&chain(n))), [0, chain(2).len()]);
 }
 

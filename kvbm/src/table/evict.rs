@@ -4,9 +4,9 @@ use kvbm_policies::BlockId;
 use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
 
 use super::budget::Budget;
-use super::flush_queue::Dirty;
+use super::flush_queue::DirtyQueue;
 use super::index::RecordId;
-use super::tier::Slot;
+use super::tier::TierSlot;
 use super::{MissReason, Table};
 use crate::events::RemoveReason;
 
@@ -155,7 +155,7 @@ impl Table {
         self.skip_flush_above(tier, record);
         let held = self.tier_mut(tier);
         // So that whoever goes over the slots finds nobody there.
-        *held.at_mut(slot) = Slot::EMPTY;
+        *held.at_mut(slot) = TierSlot::EMPTY;
         let frame = held.pool.withdraw(slot).expect("a resident block's slot handle lies in the pool");
         self.forget_if_nowhere(record, MissReason::Evicted, tier);
         frame
@@ -205,7 +205,7 @@ impl Table {
                 let slot = known.slot(above.tier);
                 above.at_mut(slot).want_flush();
                 let info = above.last_user(slot, &self.records);
-                above.queue(Dirty { slot, record, since_ms, info });
+                above.queue(DirtyQueue { slot, record, since_ms, info });
             }
         }
     }
@@ -218,7 +218,7 @@ impl Table {
             if known.resident().has(above.tier) {
                 let slot = known.slot(above.tier);
                 let info = above.last_user(slot, &self.records);
-                above.retry_later(Dirty { slot, record, since_ms, info }, since_ms);
+                above.retry_later(DirtyQueue { slot, record, since_ms, info }, since_ms);
             }
         }
     }

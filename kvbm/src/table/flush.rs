@@ -8,9 +8,9 @@ use kvbm_policies::Trigger;
 use kvbm_tiers::{Route, SlotId, Tier};
 
 use super::budget::Budget;
-use super::flush_queue::Dirty;
+use super::flush_queue::DirtyQueue;
 use super::index::RecordId;
-use super::transfers::Parent;
+use super::transfers::TransferParent;
 use super::{Pins, RequestContext, RequestInfo, Table};
 
 /// Blocks sent down together.
@@ -18,7 +18,7 @@ const MAX_SENT: usize = 256;
 
 /// Successive blocks to copy down together.
 #[derive(Default)]
-pub(super) struct Group {
+pub(super) struct FlushGroup {
     pub(super) blocks: Vec<RecordId>,
     /// Of the request that brought the last of them.
     pub(super) info: RequestInfo,
@@ -85,19 +85,19 @@ impl Table {
     /// Sends the next `blocks` dirty blocks of `tier` down, ancestors included, as far as they are admitted below, or
     /// as far as the hold goes. The tasks are among the [effects](Self::take_effects).
     pub fn take_flush(&mut self, tier: Tier, blocks: usize, trigger: Trigger, budget: &mut Budget) {
-        self.take_group(tier, blocks, Group::default(), (trigger, budget));
+        self.take_group(tier, blocks, FlushGroup::default(), (trigger, budget));
     }
 
     /// Sends one block down, to see whether the tier below is well again.
     pub fn take_probe(&mut self, tier: Tier, trigger: Trigger, budget: &mut Budget) {
-        self.take_group(tier, 1, Group { is_probe: true, ..Group::default() }, (trigger, budget));
+        self.take_group(tier, 1, FlushGroup { is_probe: true, ..FlushGroup::default() }, (trigger, budget));
     }
 
     fn take_group(
         &mut self,
         tier: Tier,
         blocks: usize,
-        mut group: Group,
+        mut group: FlushGroup,
         (trigger, budget): (Trigger, &mut Budget),
     ) {
         let Some(to) = self.flushes_to(tier) else { return };
@@ -122,7 +122,7 @@ impl Table {
                         let slot = self.records.at(above).slot(tier);
                         let flushes = &mut self.tier_mut(tier).flushes;
                         flushes.push_first(next);
-                        flushes.push_first(Dirty { slot, record: above, ..next });
+                        flushes.push_first(DirtyQueue { slot, record: above, ..next });
                         return;
                     }
                 }
@@ -144,8 +144,8 @@ impl Table {
     fn launch_first(
         &mut self,
         (tier, to): Route,
-        group: &mut Group,
-        last: Dirty,
+        group: &mut FlushGroup,
+        last: DirtyQueue,
         (trigger, budget): (Trigger, &mut Budget),
     ) {
         group.blocks.truncate(MAX_SENT);
@@ -161,7 +161,7 @@ impl Table {
     fn launch_admitted(
         &mut self,
         (tier, to): Route,
-        group: &mut Group,
+        group: &mut FlushGroup,
         trigger: Trigger,
         budget: &mut Budget,
     ) -> bool {
@@ -204,7 +204,7 @@ impl Table {
     }
 
     /// Whether a block that waited is one that the lower tier lacks and does not await.
-    fn awaits_flush(&self, tier: Tier, to: Tier, waited: Dirty) -> bool {
+    fn awaits_flush(&self, tier: Tier, to: Tier, waited: DirtyQueue) -> bool {
         let held = self.tier(tier).at(waited.slot);
         debug_assert_eq!(held.record, waited.record, "a block left before its place in the queue");
         !held.skips_flush() && !self.records.at(waited.record).has_or_awaits(to)
@@ -235,11 +235,11 @@ impl Table {
     pub(super) fn launch(
         &mut self,
         (tier, to): Route,
-        group: &mut Group,
+        group: &mut FlushGroup,
         budget: &mut Budget,
     ) -> Vec<RecordId> {
-        let next = Group { is_probe: group.is_probe, ..Group::default() };
-        let Group { blocks: mut group, info, is_probe } = std::mem::replace(group, next);
+        let next = FlushGroup { is_probe: group.is_probe, ..FlushGroup::default() };
+        let FlushGroup { blocks: mut group, info, is_probe } = std::mem::replace(group, next);
         // A medium that may still hang is tried with one block: each costs a slot until it ends.
         let rest = if is_probe && group.len() > 1 { group.split_off(1) } else { Vec::new() };
         let Some((&first, &last)) = group.first().zip(group.last()) else { return Vec::new() };
@@ -252,7 +252,7 @@ impl Table {
         let above = self.records.at(first).parent();
         let parent = self.pin_parent(to, above);
         let mut admitted = group.len();
-        if !matches!(parent, Parent::Awaited(_)) {
+        if !matches!(parent, TransferParent::Awaited(_)) {
             let keys: Vec<_> = group.iter().map(|&record| self.records.at(record).key()).collect();
             let admission = self.admit_new(to, above, &keys, context, budget);
             if admission.has_more {
@@ -283,7 +283,7 @@ impl Table {
         let since_ms = self.now_ms;
         for &record in records.iter().rev() {
             let slot = self.records.at(record).slot(tier);
-            self.tier_mut(tier).flushes.push_first(Dirty { slot, record, since_ms, info });
+            self.tier_mut(tier).flushes.push_first(DirtyQueue { slot, record, since_ms, info });
         }
     }
 }

@@ -9,11 +9,11 @@ use kvbm_tiers::{SlotId, Tier};
 use super::Table;
 use super::budget::Budget;
 use super::flush_queue::Entries;
-use super::tier::{Slot, TierTable};
+use super::tier::{TierSlot, TierTable};
 
 /// The forgotten blocks of a tier.
 #[derive(Debug, Default)]
-pub(super) struct Forgotten {
+pub(super) struct ForgottenSlots {
     /// How many there are.
     pub(super) blocks: u32,
     /// Slots at which the pass has not looked, to mark what is forgotten and let go what can. The last one comes first: a
@@ -25,12 +25,12 @@ pub(super) struct Forgotten {
     leaves: Vec<SlotId>,
 }
 
-impl Forgotten {
+impl ForgottenSlots {
     /// Whether the block that `slot` holds is forgotten.
-    pub(super) fn has(&self, slot: SlotId, held: Slot) -> bool {
+    pub(super) fn has(&self, slot: SlotId, held: TierSlot) -> bool {
         // A slot without a block may be met: it was noted as a leaf, and emptied in another way.
         let is_old = || slot.0 < self.left && !self.renewed.has(slot);
-        held.record != Slot::EMPTY.record && (held.is_forgotten() || is_old())
+        held.record != TierSlot::EMPTY.record && (held.is_forgotten() || is_old())
     }
 
     /// `slot` has a new block.

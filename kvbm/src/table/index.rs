@@ -40,17 +40,17 @@ const MAX_DISTANT: u64 = (1 << DISTANCE_BITS) - 1;
 
 /// From the lowest bit: record plus one, tiers, distance, tag.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Bucket(u64);
+pub(super) struct IndexBucket(u64);
 
 /// Zero, as fresh memory is: a new array costs nothing before it is used.
-pub(super) const EMPTY: Bucket = Bucket(0);
+pub(super) const EMPTY: IndexBucket = IndexBucket(0);
 
 const TIERS_AT: u32 = RECORD_BITS;
 const DISTANCE_AT: u32 = TIERS_AT + 4;
 const TAG_AT: u32 = DISTANCE_AT + DISTANCE_BITS;
 const _: () = assert!(TAG_AT + TAG_BITS == u64::BITS);
 
-impl Bucket {
+impl IndexBucket {
     const fn new(hash: KeyHash, record: RecordId) -> Self {
         Self(hash.tag << TAG_AT | (record.0 as u64 + 1))
     }
@@ -80,7 +80,7 @@ impl Bucket {
     }
 }
 
-impl std::fmt::Debug for Bucket {
+impl std::fmt::Debug for IndexBucket {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         if *self == EMPTY {
             return f.write_str("empty");
@@ -113,9 +113,9 @@ impl KeyHash {
 
 /// One array.
 #[derive(Debug)]
-pub(super) struct Buckets(HugeVec<u64>);
+pub(super) struct IndexBuckets(HugeVec<u64>);
 
-impl Buckets {
+impl IndexBuckets {
     fn new(len: usize) -> Self {
         Self(HugeVec::zeroed(len))
     }
@@ -129,11 +129,11 @@ impl Buckets {
         self.0.len()
     }
 
-    fn at(&self, position: usize) -> Bucket {
-        Bucket(self.0[position])
+    fn at(&self, position: usize) -> IndexBucket {
+        IndexBucket(self.0[position])
     }
 
-    fn set(&mut self, position: usize, bucket: Bucket) {
+    fn set(&mut self, position: usize, bucket: IndexBucket) {
         self.0[position] = bucket.0;
     }
 
@@ -155,9 +155,9 @@ impl Buckets {
     fn seek(
         &self,
         hash: KeyHash,
-        first: Bucket,
-        mut is_it: impl FnMut(Bucket) -> bool,
-    ) -> Option<(usize, Bucket)> {
+        first: IndexBucket,
+        mut is_it: impl FnMut(IndexBucket) -> bool,
+    ) -> Option<(usize, IndexBucket)> {
         let (mut at, mut bucket, mut distance) = (self.home(hash), first, 0);
         // Who lies nearer to its home than we would from ours came later: had we been here, it would have gone on.
         while bucket != EMPTY && bucket.distance() >= distance {
@@ -177,7 +177,7 @@ impl Buckets {
     }
 
     /// False, and nothing changed, if somebody would end up too far from home.
-    fn place(&mut self, hash: KeyHash, bucket: Bucket) -> bool {
+    fn place(&mut self, hash: KeyHash, bucket: IndexBucket) -> bool {
         if !self.has_room_for(hash) {
             return false;
         }
@@ -235,20 +235,20 @@ impl Buckets {
         (first, count)
     }
 
-    fn entries(&self) -> impl Iterator<Item = Bucket> {
-        self.0.iter().map(|&bucket| Bucket(bucket)).filter(|&bucket| bucket != EMPTY)
+    fn entries(&self) -> impl Iterator<Item = IndexBucket> {
+        self.0.iter().map(|&bucket| IndexBucket(bucket)).filter(|&bucket| bucket != EMPTY)
     }
 }
 
 #[derive(Debug)]
 pub(super) struct Index {
-    buckets: Buckets,
+    buckets: IndexBuckets,
     /// While it grows: the array that takes over. Else of no length.
-    larger: Buckets,
+    larger: IndexBuckets,
     /// What is to be the larger array, made ahead of its need.
-    spare: Option<Buckets>,
+    spare: Option<IndexBuckets>,
     /// An array that is not used any more. To give a large one back takes long.
-    retired: Option<Buckets>,
+    retired: Option<IndexBuckets>,
     /// Homes of `buckets` that have moved.
     homes_moved: usize,
     /// Entries whose hashes have a place below lie in `larger`.
@@ -259,11 +259,11 @@ pub(super) struct Index {
 impl Index {
     /// Room for `entries` before it grows.
     pub(super) fn with_room_for(entries: usize) -> Self {
-        Self::of(Buckets::populated(Self::buckets_for(entries)), 0)
+        Self::of(IndexBuckets::populated(Self::buckets_for(entries)), 0)
     }
 
-    fn of(buckets: Buckets, len: usize) -> Self {
-        let larger = Buckets::new(0);
+    fn of(buckets: IndexBuckets, len: usize) -> Self {
+        let larger = IndexBuckets::new(0);
         Self { buckets, larger, spare: None, retired: None, homes_moved: 0, moved_below: 0, len }
     }
 
@@ -274,7 +274,7 @@ impl Index {
     }
 
     /// Keeps an array for the next growth. Returns it if it is not wanted any more.
-    pub(super) fn keep_spare(&mut self, spare: Buckets) -> Option<Buckets> {
+    pub(super) fn keep_spare(&mut self, spare: IndexBuckets) -> Option<IndexBuckets> {
         if self.wanted_spare() != Some(spare.len()) {
             return Some(spare);
         }
@@ -282,7 +282,7 @@ impl Index {
     }
 
     /// An array that is not used any more, to be dropped by who does not hold the lock.
-    pub(super) fn take_retired(&mut self) -> Option<Buckets> {
+    pub(super) fn take_retired(&mut self) -> Option<IndexBuckets> {
         self.retired.take()
     }
 
@@ -297,16 +297,16 @@ impl Index {
     }
 
     /// The array in which a key is, if it is in any.
-    fn array(&self, hash: KeyHash) -> &Buckets {
+    fn array(&self, hash: KeyHash) -> &IndexBuckets {
         if u64::from(hash.place) < self.moved_below { &self.larger } else { &self.buckets }
     }
 
-    fn array_mut(&mut self, hash: KeyHash) -> &mut Buckets {
+    fn array_mut(&mut self, hash: KeyHash) -> &mut IndexBuckets {
         if u64::from(hash.place) < self.moved_below { &mut self.larger } else { &mut self.buckets }
     }
 
     /// The bucket where a search begins. Reading it early lets many misses overlap.
-    pub(super) fn first(&self, hash: KeyHash) -> Bucket {
+    pub(super) fn first(&self, hash: KeyHash) -> IndexBucket {
         let array = self.array(hash);
         array.at(array.home(hash))
     }
@@ -315,7 +315,7 @@ impl Index {
     pub(super) fn find(
         &self,
         hash: KeyHash,
-        first: Bucket,
+        first: IndexBucket,
         is_it: impl Fn(RecordId) -> bool,
     ) -> Option<RecordId> {
         let found = self.array(hash).seek(hash, first, |bucket| is_it(bucket.record()));
@@ -324,7 +324,7 @@ impl Index {
 
     /// Tiers where the block of `hash` may be resident: all where it is, and once in millions others, where a
     /// neighbour has the same tag.
-    pub(super) fn residence(&self, hash: KeyHash, first: Bucket) -> TierSet {
+    pub(super) fn residence(&self, hash: KeyHash, first: IndexBucket) -> TierSet {
         let mut tiers = TierSet::default();
         self.array(hash).seek(hash, first, |bucket| {
             tiers = tiers.union(bucket.tiers());
@@ -352,13 +352,13 @@ impl Index {
             return false;
         }
         if !self.is_growing() && Self::buckets_for(self.len + 1) > self.buckets.len() {
-            self.larger = self.spare.take().unwrap_or_else(|| Buckets::new(self.next_size()));
+            self.larger = self.spare.take().unwrap_or_else(|| IndexBuckets::new(self.next_size()));
         }
         if self.is_growing() && !self.move_homes(&hash_of) && !self.grow_at_once(&hash_of) {
             return false;
         }
         // The array is asked for anew each time: a growth may have moved the border past this hash.
-        while !self.array_mut(hash).place(hash, Bucket::new(hash, record)) {
+        while !self.array_mut(hash).place(hash, IndexBucket::new(hash, record)) {
             if !self.grow_at_once(&hash_of) {
                 return false;
             }
@@ -384,7 +384,7 @@ impl Index {
                 return false;
             }
             if self.homes_moved == self.buckets.len() {
-                let grown = std::mem::replace(&mut self.larger, Buckets::new(0));
+                let grown = std::mem::replace(&mut self.larger, IndexBuckets::new(0));
                 self.retired = Some(std::mem::replace(&mut self.buckets, grown));
                 (self.homes_moved, self.moved_below) = (0, 0);
                 return true;
@@ -438,8 +438,8 @@ impl Index {
         false
     }
 
-    fn rebuilt(&self, buckets: usize, hash_of: &impl Fn(RecordId) -> KeyHash) -> Option<Buckets> {
-        let mut rebuilt = Buckets::new(buckets);
+    fn rebuilt(&self, buckets: usize, hash_of: &impl Fn(RecordId) -> KeyHash) -> Option<IndexBuckets> {
+        let mut rebuilt = IndexBuckets::new(buckets);
         // Keys may crowd in the middle of a growth, when each array has a part.
         let mut entries = self.buckets.entries().chain(self.larger.entries());
         entries.all(|bucket| rebuilt.place(hash_of(bucket.record()), bucket)).then_some(rebuilt)
@@ -469,18 +469,18 @@ mod tests {
     }
 
     #[derive(Clone, Copy, Debug)]
-    enum Step {
+    enum ProbeStep {
         Insert(u32),
         Remove(u32),
         Note(u32, u8),
     }
 
-    fn steps() -> impl Strategy<Value = Vec<Step>> {
+    fn steps() -> impl Strategy<Value = Vec<ProbeStep>> {
         const KEYS: std::ops::Range<u32> = 0..4000;
         let step = prop_oneof![
-            6 => KEYS.prop_map(Step::Insert),
-            1 => KEYS.prop_map(Step::Remove),
-            1 => (KEYS, 0..16u8).prop_map(|(n, tiers)| Step::Note(n, tiers)),
+            6 => KEYS.prop_map(ProbeStep::Insert),
+            1 => KEYS.prop_map(ProbeStep::Remove),
+            1 => (KEYS, 0..16u8).prop_map(|(n, tiers)| ProbeStep::Note(n, tiers)),
         ];
         prop::collection::vec(step, 1..6000)
     }
@@ -513,20 +513,20 @@ mod tests {
             let mut model = HashMap::new();
             for (count, step) in steps.into_iter().enumerate() {
                 match step {
-                    Step::Insert(n) => if let Entry::Vacant(place) = model.entry(n) {
+                    ProbeStep::Insert(n) => if let Entry::Vacant(place) = model.entry(n) {
                         prop_assert!(index.insert(hash(RecordId(n)), RecordId(n), hash));
                         place.insert(TierSet::default());
                     },
-                    Step::Remove(n) => if model.remove(&n).is_some() {
+                    ProbeStep::Remove(n) => if model.remove(&n).is_some() {
                         index.remove(hash(RecordId(n)), RecordId(n));
                     },
-                    Step::Note(n, tiers) => if let Some(noted) = model.get_mut(&n) {
+                    ProbeStep::Note(n, tiers) => if let Some(noted) = model.get_mut(&n) {
                         *noted = TierSet::from_bits(tiers);
                         index.note(hash(RecordId(n)), RecordId(n), *noted);
                     },
                 }
                 if is_provided && let Some(buckets) = index.wanted_spare() {
-                    prop_assert!(index.keep_spare(Buckets::populated(buckets)).is_none());
+                    prop_assert!(index.keep_spare(IndexBuckets::populated(buckets)).is_none());
                 }
                 // A growth takes twice as many insertions, or more.
                 if count % 64 == 0 {
@@ -568,7 +568,7 @@ mod tests {
         while index.wanted_spare().is_none() {
             insert(&mut index);
         }
-        let spare = Buckets::populated(index.next_size());
+        let spare = IndexBuckets::populated(index.next_size());
         let new = spare.0.as_ptr();
         assert!(index.keep_spare(spare).is_none() && !index.is_growing());
         while !index.is_growing() {

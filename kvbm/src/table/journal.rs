@@ -14,7 +14,7 @@ use super::Table;
 use super::budget::Budget;
 use super::index::RecordId;
 use super::namespace::Naming;
-use super::tier::Slot;
+use super::tier::TierSlot;
 use crate::sync::Mutex;
 
 /// What happened in a tier.
@@ -42,10 +42,10 @@ const MAX_WAITING: usize = if cfg!(test) { 1 << 12 } else { 1 << 18 };
 
 /// Notes on their way to an index, oldest first.
 #[derive(Debug, Default)]
-pub struct Notes(Mutex<Noted>);
+pub struct Notes(Mutex<NotedChange>);
 
 #[derive(Default)]
-struct Noted {
+struct NotedChange {
     chunks: Vec<Vec<Note>>,
     /// More were made than may wait.
     is_overrun: bool,
@@ -58,7 +58,7 @@ struct Noted {
     last_removal: u64,
     written: u64,
     /// What is done once the index has so many.
-    waiting: Vec<(u64, Job)>,
+    waiting: Vec<(u64, AfterRemovals)>,
     /// Has the writer look at once.
     waker: Option<Box<dyn Fn() + Send>>,
     /// It was asked to, and has not looked yet.
@@ -67,7 +67,7 @@ struct Noted {
     is_away: bool,
 }
 
-type Job = Box<dyn FnOnce() + Send>;
+type AfterRemovals = Box<dyn FnOnce() + Send>;
 
 /// Notes for an index.
 #[derive(Debug)]
@@ -87,7 +87,7 @@ impl Taken {
     }
 }
 
-impl fmt::Debug for Noted {
+impl fmt::Debug for NotedChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Noted")
             .field("made", &self.made)
@@ -161,7 +161,7 @@ impl Notes {
     }
 
     /// Does `job` once the index has the removals noted so far; gives it back if it has.
-    fn after_removals(&self, job: Job) -> Option<Job> {
+    fn after_removals(&self, job: AfterRemovals) -> Option<AfterRemovals> {
         let mut noted = self.0.lock();
         if noted.is_away || noted.written >= noted.last_removal || noted.waker.is_none() {
             return Some(job);
@@ -226,7 +226,7 @@ impl Journal {
 }
 
 /// One index after the other: few tiers have several, and most have nothing to wait for.
-fn after_removals(mut notes: std::vec::IntoIter<Arc<Notes>>, job: Job) {
+fn after_removals(mut notes: std::vec::IntoIter<Arc<Notes>>, job: AfterRemovals) {
     let Some(next) = notes.next() else { return job() };
     let go_on = Box::new(move || after_removals(notes, job));
     if let Some(go_on) = next.after_removals(go_on) {
@@ -277,7 +277,7 @@ impl Table {
         let held = self.tier(tier);
         let block = *held.at(slot);
         let is_there =
-            block.record != Slot::EMPTY.record && !block.is_quarantined() && !held.is_forgotten(slot);
+            block.record != TierSlot::EMPTY.record && !block.is_quarantined() && !held.is_forgotten(slot);
         (is_there && self.records.at(block.record).resident().has(tier)).then_some(block.record)
     }
 

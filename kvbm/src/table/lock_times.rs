@@ -61,13 +61,13 @@ mod timed {
     #[derive(Debug)]
     pub struct TableGuard<'a> {
         // Before the lock: the time is noted, then the lock is given up.
-        _hold: Option<Hold>,
+        _hold: Option<TimedHold>,
         table: MutexGuard<'a, Table>,
     }
 
     pub(crate) fn watch(table: MutexGuard<'_, Table>) -> TableGuard<'_> {
         LOCKS_TAKEN.set(LocksTaken { table: LOCKS_TAKEN.get().table + 1, ..LOCKS_TAKEN.get() });
-        TableGuard { _hold: IS_MEASURING.load(Ordering::Relaxed).then(Hold::begin), table }
+        TableGuard { _hold: IS_MEASURING.load(Ordering::Relaxed).then(TimedHold::begin), table }
     }
 
     impl Deref for TableGuard<'_> {
@@ -85,17 +85,17 @@ mod timed {
     }
 
     #[derive(Debug)]
-    struct Hold {
+    struct TimedHold {
         began: Duration,
     }
 
-    impl Hold {
+    impl TimedHold {
         fn begin() -> Self {
             Self { began: thread_time() }
         }
     }
 
-    impl Drop for Hold {
+    impl Drop for TimedHold {
         fn drop(&mut self) {
             let held = thread_time().saturating_sub(self.began);
             LONGEST_NS.fetch_max(held.as_nanos() as u64, Ordering::Relaxed);

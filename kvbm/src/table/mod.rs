@@ -102,14 +102,14 @@ pub use self::transfers::{
 use self::boundary_hints::BoundaryHints;
 use self::index::{Index, KeyHash};
 use self::miss_history::MissHistory;
-use self::namespace::Namespace;
-use self::owners::Owners;
+use self::namespace::PresentNamespace;
+use self::owners::BlockOwners;
 pub use self::owners::TenantCounts;
-use self::quarantine::Quarantines;
-use self::record::Records;
+use self::quarantine::TierQuarantines;
+use self::record::BlockRecords;
 use self::tier::TierTable;
-use self::transfers::Transfers;
-use crate::events::Listeners;
+use self::transfers::OpenTransfers;
+use crate::events::EventListeners;
 use crate::hash::Chain;
 
 /// Occupancy of a tier, in slots.
@@ -137,17 +137,17 @@ const FIRST_NAMELESS: u64 = 1 << 63;
 /// The block table.
 #[derive(Debug)]
 pub struct Table {
-    namespace: Namespace,
+    namespace: PresentNamespace,
     index: Index,
-    records: Records,
-    owners: Owners,
+    records: BlockRecords,
+    owners: BlockOwners,
     tiers: [Option<TierTable>; Tier::COUNT],
-    transfers: Transfers,
+    transfers: OpenTransfers,
     steps: Steps,
-    quarantines: Quarantines,
+    quarantines: TierQuarantines,
     miss_history: MissHistory,
     boundary_hints: BoundaryHints,
-    listeners: Listeners,
+    listeners: EventListeners,
     /// Journals are told with the next block that what they know of is forgotten.
     owes_reset: bool,
     /// The name given last to a request that had none.
@@ -168,17 +168,17 @@ impl Table {
             tiers[tier.index()] = Some(held);
         }
         Self {
-            namespace: Namespace::default(),
+            namespace: PresentNamespace::default(),
             index: Index::with_room_for(largest as usize),
-            records: Records::with_room_for(largest as usize),
-            owners: Owners::default(),
+            records: BlockRecords::with_room_for(largest as usize),
+            owners: BlockOwners::default(),
             tiers,
-            transfers: Transfers::default(),
+            transfers: OpenTransfers::default(),
             steps: Steps::default(),
-            quarantines: Quarantines::default(),
+            quarantines: TierQuarantines::default(),
             miss_history: MissHistory::with_room_for(largest as usize),
             boundary_hints: BoundaryHints::with_room_for(largest as usize),
-            listeners: Listeners::default(),
+            listeners: EventListeners::default(),
             owes_reset: false,
             // Where engines that count their requests do not come by.
             nameless: FIRST_NAMELESS,
@@ -221,7 +221,7 @@ impl Table {
     }
 
     /// A tier together with the records, which its policy may look at.
-    fn tier_and_records(&mut self, tier: Tier) -> (&mut TierTable, &Records) {
+    fn tier_and_records(&mut self, tier: Tier) -> (&mut TierTable, &BlockRecords) {
         let tier = self.tiers[tier.index()].as_mut().expect("callers name configured tiers");
         (tier, &self.records)
     }

@@ -18,7 +18,7 @@ pub struct NamespaceId(u64);
 
 /// The present namespace.
 #[derive(Debug, Default)]
-pub(super) struct Namespace {
+pub(super) struct PresentNamespace {
     id: NamespaceId,
     fingerprint: Option<Fingerprint>,
     epoch: u64,
@@ -42,7 +42,7 @@ impl Naming {
     }
 }
 
-impl Namespace {
+impl PresentNamespace {
     fn of(fingerprint: Fingerprint) -> Self {
         let (epoch, salt) = (fingerprint.epoch, fingerprint.digest());
         Self { epoch, salt, fingerprint: Some(fingerprint), ..Self::default() }
@@ -76,7 +76,7 @@ impl Table {
     /// Has the names of its blocks depend on a fingerprint.
     #[must_use]
     pub fn with_fingerprint(self, fingerprint: Fingerprint) -> Self {
-        Self { namespace: Namespace::of(fingerprint), ..self }
+        Self { namespace: PresentNamespace::of(fingerprint), ..self }
     }
 
     /// Goes on where an earlier process was: in an epoch in which everything was `forgotten` so many times.
@@ -104,7 +104,7 @@ impl Table {
 
     /// What the names of blocks depend on now.
     pub const fn naming(&self) -> Naming {
-        let Namespace { epoch, forgotten, salt, .. } = self.namespace;
+        let PresentNamespace { epoch, forgotten, salt, .. } = self.namespace;
         Naming { epoch: (epoch, forgotten), salt }
     }
 

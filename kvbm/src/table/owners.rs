@@ -17,7 +17,7 @@ use crate::task::Defect;
 
 /// Who owns which record.
 #[derive(Debug, Default)]
-pub(super) struct Owners {
+pub(super) struct BlockOwners {
     /// By record, in chunks that are made when they are used: the first tenant may come when there are a million records.
     of: Vec<Option<Box<[Owner; CHUNK]>>>,
     /// How often tenants were forgotten; those that never were are not among them.
@@ -41,7 +41,7 @@ const CHUNK: usize = 1_024;
 /// No tenant is forgotten so often.
 const NOBODY: Owner = Owner { tenant: 0, life: u32::MAX };
 
-impl Owners {
+impl BlockOwners {
     /// A tenant that is named now, as the owner of what comes in its name.
     pub(super) fn present(&self, tenant: Option<u32>) -> Option<Owner> {
         tenant.map(|tenant| Owner { tenant, life: self.life(tenant) })
@@ -208,13 +208,13 @@ mod tests {
                 .and_then(|record| table.owners.of(record));
             assert_eq!(owner, Some(Owner { tenant, life: 0 }));
         }
-        let Owners { of, lives, .. } = &table.owners;
+        let BlockOwners { of, lives, .. } = &table.owners;
         assert_eq!((of.len(), lives.len()), (1, 0), "no more than for the records that there are");
     }
 
     #[test]
     fn a_record_of_nobody_is_not_its_last_owners() {
-        let mut owners = Owners::default();
+        let mut owners = BlockOwners::default();
         let mine = Owner { tenant: 0, life: 0 };
         owners.set(RecordId(5_000), Some(mine));
         assert_eq!(

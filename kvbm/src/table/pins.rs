@@ -7,7 +7,7 @@ use kvbm_tiers::{BlockKey, SlotId, SlotRef, Tier};
 use super::Table;
 use super::index::RecordId;
 use super::namespace::NamespaceId;
-use super::prefix::{Found, Match};
+use super::prefix::{FoundBoundaries, Match};
 use super::request::{RequestContext, RequestInfo};
 use super::tier_set::TierSet;
 use crate::hash::Chain;
@@ -74,7 +74,7 @@ impl Pins {
 impl Table {
     /// Leases a chain: pins and touches the deepest block that each tier holds of it.
     pub fn lease(&mut self, chain: Chain<'_>, info: RequestInfo) -> Pins {
-        let Found { held, deepest } = self.locate(chain);
+        let FoundBoundaries { held, deepest } = self.locate(chain);
         self.boundary_hints.note(self.enter(chain), Tier::ALL.map(|tier| held.blocks(tier) as u32));
         let context = RequestContext { info: self.named(info), path: chain.len() as u32 };
         let mut pins = Pins { held, ..Pins::of_nothing(context, self.namespace()) };
@@ -160,7 +160,7 @@ impl Table {
         if !self.is_present(of) {
             return pins;
         }
-        let Found { held, deepest } = self.locate(chain);
+        let FoundBoundaries { held, deepest } = self.locate(chain);
         for tier in Tier::ALL {
             if let Some(record) = deepest[tier.index()] {
                 let slot = self.records.at(record).slot(tier);

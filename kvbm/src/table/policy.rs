@@ -1,7 +1,7 @@
 //! The calls from the table to the policies of its tiers. Those about blocks that are about to come, which have no slots
 //! yet, are in `insertion.rs`, through `Table::show`.
 //!
-//! A policy sees a tier through a [`Structure`]: which blocks are leaves, which of them may go, what is above each.
+//! A policy sees a tier through a [`TableForest`]: which blocks are leaves, which of them may go, what is above each.
 //! Called under the table's lock.
 
 use std::cell::Cell;
@@ -11,28 +11,29 @@ use kvbm_tiers::{BlockKey, FramePool, SlotId, Tier};
 
 use super::Table;
 use super::budget::{Budget, touched};
-use super::forgotten::Forgotten;
-use super::record::Records;
+use super::forgotten::ForgottenSlots;
+use super::record::BlockRecords;
 use super::request::RequestInfo;
-use super::tier::{Slot, TierTable};
+use super::tier::{TierSlot, TierTable};
 
 impl TierTable {
     /// The policies, and the tier as they may see it. Where a rule decides what goes down, a leaf that has not been
     /// flushed may be named as victim: it is what the rule is asked about.
     fn policies_and_structure<'a>(
         &'a mut self,
-        records: &'a Records,
-    ) -> (&'a mut TierPolicies, Structure<'a>) {
+        records: &'a BlockRecords,
+    ) -> (&'a mut TierPolicies, TableForest<'a>) {
         // Nothing is awaited while the tier below cannot be written: a disk that is away must not close the host tier.
         let awaited = self.flush_to.filter(|_| !self.policies.has_admission() && !self.is_flush_blocked);
         let forgotten = (&self.forgotten, &self.pool);
         let looks = Cell::new(usize::MAX);
-        let structure = Structure { tier: self.tier, slots: &self.slots, awaited, forgotten, records, looks };
+        let structure =
+            TableForest { tier: self.tier, slots: &self.slots, awaited, forgotten, records, looks };
         (&mut self.policies, structure)
     }
 
     /// What leaves next, flushed or not; `None` also where the hold is over before it is found.
-    pub(super) fn next_to_leave(&mut self, records: &Records, budget: &mut Budget) -> Option<SlotId> {
+    pub(super) fn next_to_leave(&mut self, records: &BlockRecords, budget: &mut Budget) -> Option<SlotId> {
         let (policies, structure) = self.policies_and_structure(records);
         structure.looks.set(budget.looks_left());
         let next = policies.victim(&structure).map(|block| SlotId(block.0));
@@ -41,7 +42,7 @@ impl TierTable {
     }
 
     /// What may leave at once; `None` also where what leaves next must be flushed first.
-    pub(super) fn victim(&mut self, records: &Records, budget: &mut Budget) -> Option<SlotId> {
+    pub(super) fn victim(&mut self, records: &BlockRecords, budget: &mut Budget) -> Option<SlotId> {
         self.next_to_leave(records, budget).filter(|&leaf| self.is_clean(leaf, records))
     }
 
@@ -61,14 +62,14 @@ impl TierTable {
         candidates: Candidates,
         trigger: Trigger,
         now_ms: u64,
-        records: &Records,
+        records: &BlockRecords,
     ) -> u32 {
         let (policies, structure) = self.policies_and_structure(records);
         policies.admit(candidates, trigger, now_ms, &structure)
     }
 
     /// Reports a use to the policies.
-    pub(super) fn touch(&mut self, access: &Access, records: &Records) {
+    pub(super) fn touch(&mut self, access: &Access, records: &BlockRecords) {
         // A lease may be of a chain that begins in the middle of a longer one: policies count from the root.
         let depth = records.depth(self.at(SlotId(access.deepest.0)).record);
         let access = Access { depth, path: access.path.max(depth), ..*access };
@@ -77,7 +78,7 @@ impl TierTable {
     }
 
     /// Reports to the policies that a block left.
-    pub(super) fn forget(&mut self, slot: SlotId, exposed: Option<BlockId>, records: &Records) {
+    pub(super) fn forget(&mut self, slot: SlotId, exposed: Option<BlockId>, records: &BlockRecords) {
         // Told while the record still has the name: the model keeps a tag of it for the ghost.
         let key = records.at(self.at(slot).record).key().folded();
         self.policies.removed(BlockId(slot.0), key, exposed);
@@ -90,7 +91,7 @@ impl TierTable {
 
     /// In whose name the block in `slot` goes down: that of the request that used it last, as far as a policy knows.
     /// Else the tier below could charge it to nobody, and would take its coming for a use by somebody new.
-    pub(super) fn last_user(&self, slot: SlotId, records: &Records) -> RequestInfo {
+    pub(super) fn last_user(&self, slot: SlotId, records: &BlockRecords) -> RequestInfo {
         // The depth spares the model a search along the block's path.
         let depth = records.depth(self.at(slot).record);
         let last = self.policies.last_use(BlockId(slot.0), depth);
@@ -122,19 +123,19 @@ impl TierTable {
 }
 
 /// The tier as its policy may see it.
-pub(super) struct Structure<'a> {
+pub(super) struct TableForest<'a> {
     tier: Tier,
-    slots: &'a [Slot],
+    slots: &'a [TierSlot],
     /// The tier that must have a block before it may leave this one.
     awaited: Option<Tier>,
     /// Those that need not be there before.
-    forgotten: (&'a Forgotten, &'a FramePool),
-    records: &'a Records,
+    forgotten: (&'a ForgottenSlots, &'a FramePool),
+    records: &'a BlockRecords,
     /// How many more blocks may be looked at.
     looks: Cell<usize>,
 }
 
-impl Forest for Structure<'_> {
+impl Forest for TableForest<'_> {
     fn may_look(&self) -> bool {
         let left = self.looks.get();
         self.looks.set(left.saturating_sub(1));
@@ -172,8 +173,8 @@ impl Forest for Structure<'_> {
 }
 
 /// Blocks that are about to come, as a policy may see them beside those of the tier.
-pub(super) struct Insertion<'a> {
-    tier: Structure<'a>,
+pub(super) struct NewPath<'a> {
+    tier: TableForest<'a>,
     /// The first provisional id.
     first: u32,
     /// Those that have not been given up.
@@ -181,13 +182,13 @@ pub(super) struct Insertion<'a> {
     parent: Option<BlockId>,
 }
 
-impl Insertion<'_> {
+impl NewPath<'_> {
     fn position(&self, block: BlockId) -> Option<usize> {
         block.0.checked_sub(self.first).map(|position| position as usize)
     }
 }
 
-impl Forest for Insertion<'_> {
+impl Forest for NewPath<'_> {
     fn may_look(&self) -> bool {
         self.tier.may_look()
     }
@@ -244,10 +245,10 @@ impl Table {
         first: u32,
         keys: &'a [BlockKey],
         parent: Option<BlockId>,
-    ) -> (&'a mut TierPolicies, Insertion<'a>) {
+    ) -> (&'a mut TierPolicies, NewPath<'a>) {
         let (held, records) = self.tier_and_records(tier);
         let (policies, tier) = held.policies_and_structure(records);
-        (policies, Insertion { tier, first, keys, parent })
+        (policies, NewPath { tier, first, keys, parent })
     }
 }
 

@@ -9,8 +9,8 @@
 use kvbm_tiers::Tier;
 
 use super::Table;
-use super::boundary_hints::Boundaries;
-use super::index::{Bucket, EMPTY, KeyHash, RecordId};
+use super::boundary_hints::TierBoundaries;
+use super::index::{EMPTY, IndexBucket, KeyHash, RecordId};
 use super::tier_set::TierSet;
 use crate::hash::Chain;
 
@@ -73,7 +73,7 @@ impl Match {
 
 /// Where each tier's boundary can still be: between `low` (held) and `high` (not held). An index that
 /// overstates can make them cross; the confirmation then fails.
-struct Search {
+struct PrefixSearch {
     /// Tiers that give nothing are not searched.
     tiers: TierSet,
     low: [u32; Tier::COUNT],
@@ -81,12 +81,12 @@ struct Search {
 }
 
 /// Positions to probe next.
-struct Round {
+struct ProbeRound {
     at: [u32; ROUND],
     len: usize,
 }
 
-impl Round {
+impl ProbeRound {
     const fn empty() -> Self {
         Self { at: [0; ROUND], len: 0 }
     }
@@ -109,7 +109,7 @@ impl Round {
     }
 
     /// The last position before each boundary, and the first one behind.
-    fn around(boundaries: Boundaries, blocks: u32) -> Self {
+    fn around(boundaries: TierBoundaries, blocks: u32) -> Self {
         let mut round = Self::empty();
         for boundary in boundaries {
             for position in [boundary.wrapping_sub(1), boundary] {
@@ -127,15 +127,15 @@ impl Round {
     }
 }
 
-impl Search {
+impl PrefixSearch {
     /// The first position where some tier's boundary can still be.
     fn first_open(&self) -> Option<u32> {
         let open = self.low.iter().zip(&self.high).filter(|(low, high)| low < high);
         open.map(|(&low, _)| low).min()
     }
 
-    fn next_round(&self) -> Round {
-        let mut round = Round::empty();
+    fn next_round(&self) -> ProbeRound {
+        let mut round = ProbeRound::empty();
         for tier in 0..Tier::COUNT {
             let interval = (self.low[tier], self.high[tier]);
             // Tiers often hold the same prefix: what they have in common is cut once.
@@ -147,7 +147,7 @@ impl Search {
         round
     }
 
-    fn cut(round: &mut Round, low: u32, high: u32) {
+    fn cut(round: &mut ProbeRound, low: u32, high: u32) {
         let width = high.saturating_sub(low);
         // In a narrow interval every position is probed: then this round is the last.
         let cuts = width.min(PARTS as u32 - 1);
@@ -170,7 +170,7 @@ impl Search {
 }
 
 /// What a match found out.
-pub(super) struct Found {
+pub(super) struct FoundBoundaries {
     pub(super) held: Match,
     /// In each tier, the deepest block that it holds.
     pub(super) deepest: [Option<RecordId>; Tier::COUNT],
@@ -187,7 +187,7 @@ impl Table {
     /// The index alone may overstate a boundary: when two blocks share a tag, or where the end of the chain was stored by
     /// somebody who did not know its beginning, and begins a chain of its own. So the records there are looked at, and if one
     /// of them is not what it seemed, the search is repeated on records.
-    pub(super) fn locate(&self, chain: Chain<'_>) -> Found {
+    pub(super) fn locate(&self, chain: Chain<'_>) -> FoundBoundaries {
         let chain = self.enter(chain);
         let hint = self.boundary_hints.find(chain);
         let by_index = self.search(chain, hint, |_, hash, first| self.index.residence(hash, first));
@@ -200,7 +200,7 @@ impl Table {
                 found.map_or(TierSet::default(), |r| self.records.at(r).resident())
             });
             self.confirm(chain, by_record)
-                .unwrap_or(Found { held: Match::default(), deepest: [None; Tier::COUNT] })
+                .unwrap_or(FoundBoundaries { held: Match::default(), deepest: [None; Tier::COUNT] })
         });
         self.hide_dropping(chain, &mut found);
         found
@@ -219,7 +219,7 @@ impl Table {
     }
 
     /// The records at the boundaries; `None` if one of them is not resident there, or not of the chain.
-    fn confirm(&self, chain: Chain<'_>, boundaries: Boundaries) -> Option<Found> {
+    fn confirm(&self, chain: Chain<'_>, boundaries: TierBoundaries) -> Option<FoundBoundaries> {
         let mut deepest = [None; Tier::COUNT];
         for tier in Tier::ALL {
             let Some(last) = (boundaries[tier.index()] as usize).checked_sub(1) else { continue };
@@ -229,25 +229,25 @@ impl Table {
             }
             deepest[tier.index()] = Some(record);
         }
-        Some(Found { held: Match::new(boundaries), deepest })
+        Some(FoundBoundaries { held: Match::new(boundaries), deepest })
     }
 
     fn search(
         &self,
         chain: Chain<'_>,
-        hint: Option<Boundaries>,
-        probe: impl Fn(u32, KeyHash, Bucket) -> TierSet,
-    ) -> Boundaries {
+        hint: Option<TierBoundaries>,
+        probe: impl Fn(u32, KeyHash, IndexBucket) -> TierSet,
+    ) -> TierBoundaries {
         let blocks = chain.len().min(MAX_BLOCKS) as u32;
         let in_use = Tier::ALL.into_iter().filter(|&tier| self.is_in_use(tier));
         let tiers = in_use.fold(TierSet::default(), TierSet::with);
         let high = Tier::ALL.map(|tier| if tiers.has(tier) { blocks } else { 0 });
-        let mut search = Search { tiers, low: [0; Tier::COUNT], high };
+        let mut search = PrefixSearch { tiers, low: [0; Tier::COUNT], high };
         if let Some(boundaries) = hint {
-            self.probe(chain, &Round::around(boundaries, blocks), &mut search, &probe);
+            self.probe(chain, &ProbeRound::around(boundaries, blocks), &mut search, &probe);
         }
         let Some(from) = search.first_open() else { return search.low };
-        let mut round = Round::gallop(from, blocks);
+        let mut round = ProbeRound::gallop(from, blocks);
         while round.len > 0 {
             self.probe(chain, &round, &mut search, &probe);
             round = search.next_round();
@@ -259,9 +259,9 @@ impl Table {
     fn probe(
         &self,
         chain: Chain<'_>,
-        round: &Round,
-        search: &mut Search,
-        probe: &impl Fn(u32, KeyHash, Bucket) -> TierSet,
+        round: &ProbeRound,
+        search: &mut PrefixSearch,
+        probe: &impl Fn(u32, KeyHash, IndexBucket) -> TierSet,
     ) {
         let mut firsts = [(KeyHash::default(), EMPTY); ROUND];
         for (first, &position) in firsts.iter_mut().zip(round.positions()) {
@@ -296,7 +296,7 @@ mod tests {
     }
 
     /// What a search finds that begins with a hint, of a chain of which tiers hold so many blocks, and its probes.
-    fn search(blocks: u32, held: Boundaries, hint: Option<Boundaries>) -> (Boundaries, usize) {
+    fn search(blocks: u32, held: TierBoundaries, hint: Option<TierBoundaries>) -> (TierBoundaries, usize) {
         let spec = |tier| TierSpec {
             pool: FramePool::new(tier, 4),
             policy: EvictionKind::Lru.build(4),
@@ -314,7 +314,7 @@ mod tests {
         (table.search(Chain::from(&hashes), hint, probe), probes.get())
     }
 
-    fn boundaries() -> impl Strategy<Value = Boundaries> {
+    fn boundaries() -> impl Strategy<Value = TierBoundaries> {
         // Some alike, as they are where tiers keep copies.
         prop::array::uniform4(prop_oneof![Just(0_u32), Just(64_u32), 0_u32..3_000])
     }

@@ -8,7 +8,7 @@
 use kvbm_tiers::Ahead;
 
 use super::Table;
-use super::index::Buckets;
+use super::index::IndexBuckets;
 use super::tier::TierTable;
 
 /// Memory that the table needs soon, and what it needs no more.
@@ -17,18 +17,18 @@ use super::tier::TierTable;
 pub struct Provision {
     ahead: Vec<Ahead>,
     spare: Option<usize>,
-    _retired: Option<Buckets>,
+    _retired: Option<IndexBuckets>,
 }
 
 /// The array into which the index grows next.
 #[derive(Debug)]
-pub struct Spare(Buckets);
+pub struct Spare(IndexBuckets);
 
 impl Provision {
     /// Provides it, which takes milliseconds: with the table unlocked. What it returns is for [`Table::supply`].
     pub fn provide(self) -> Option<Spare> {
         self.ahead.into_iter().for_each(Ahead::provide);
-        self.spare.map(|buckets| Spare(Buckets::populated(buckets)))
+        self.spare.map(|buckets| Spare(IndexBuckets::populated(buckets)))
     }
 }
 

@@ -6,8 +6,8 @@ use kvbm_tiers::{BlockKey, SlotId, SlotRef, Tier};
 
 use super::budget::Budget;
 use super::index::RecordId;
-use super::prefix::Found;
-use super::tier::Slot;
+use super::prefix::FoundBoundaries;
+use super::tier::TierSlot;
 use super::transfers::Dropped;
 use super::{MissReason, Table};
 use crate::events::RemoveReason;
@@ -16,7 +16,7 @@ use crate::task::Defect;
 
 /// Slots of quarantined blocks that still have readers; they are freed together when the last one leaves.
 #[derive(Debug)]
-struct Quarantine {
+struct TierQuarantine {
     /// Each with how many blocks below the anchor it was.
     slots: HashMap<SlotId, u32>,
     pins: u64,
@@ -26,7 +26,7 @@ struct Quarantine {
 
 /// A bad block with many descendants, which are dropped in steps.
 #[derive(Debug)]
-struct Dropping {
+struct DroppingChain {
     key: BlockKey,
     found: SlotRef,
     defect: Defect,
@@ -61,12 +61,12 @@ impl Defect {
 
 /// All quarantines.
 #[derive(Debug, Default)]
-pub(super) struct Quarantines {
-    by_tier: [Vec<Quarantine>; Tier::COUNT],
+pub(super) struct TierQuarantines {
+    by_tier: [Vec<TierQuarantine>; Tier::COUNT],
     /// How many blocks were dropped so far, or began to be, each with what hangs on it.
     so_far: u64,
     /// Bad blocks with more descendants than one step drops.
-    dropping: Vec<Dropping>,
+    dropping: Vec<DroppingChain>,
     /// Directories whose blocks cannot be read any more, and are being dropped.
     lost: Vec<DirectoryWalk>,
     /// Directories that are open again, whose leaves may leave again.
@@ -82,7 +82,7 @@ struct DirectoryWalk {
     next: u32,
 }
 
-impl Quarantines {
+impl TierQuarantines {
     pub(super) const fn so_far(&self) -> u64 {
         self.so_far
     }
@@ -97,7 +97,7 @@ impl Quarantines {
         self.by_tier[tier.index()].iter().map(|quarantine| quarantine.slots.len() as u32).sum()
     }
 
-    fn of(&mut self, tier: Tier, slot: SlotId) -> (usize, &mut Quarantine) {
+    fn of(&mut self, tier: Tier, slot: SlotId) -> (usize, &mut TierQuarantine) {
         let quarantines = self.by_tier[tier.index()].iter_mut().enumerate();
         let mut holding = quarantines.filter(|(_, quarantine)| quarantine.slots.contains_key(&slot));
         holding.next().expect("a quarantined slot lies in a quarantine")
@@ -115,7 +115,7 @@ impl Quarantines {
     }
 
     /// A reader of a quarantined slot left. The last one takes the quarantine along.
-    fn remove_reader(&mut self, tier: Tier, slot: SlotId) -> Option<Quarantine> {
+    fn remove_reader(&mut self, tier: Tier, slot: SlotId) -> Option<TierQuarantine> {
         let (at, quarantine) = self.of(tier, slot);
         quarantine.pins -= 1;
         (quarantine.pins == 0).then(|| self.by_tier[tier.index()].swap_remove(at))
@@ -137,7 +137,7 @@ impl Table {
         if !self.quarantines.dropping.iter().any(|known| known.found == found) {
             let depth = self.records.depth(bad);
             self.quarantines.so_far += 1;
-            self.quarantines.dropping.push(Dropping { key, found, defect, depth, at: key });
+            self.quarantines.dropping.push(DroppingChain { key, found, defect, depth, at: key });
         }
         0
     }
@@ -231,7 +231,7 @@ impl Table {
                 return !self.quarantines.reopened.is_empty();
             }
             let slot = SlotId(walk.next);
-            if held.at(slot).record != Slot::EMPTY.record {
+            if held.at(slot).record != TierSlot::EMPTY.record {
                 held.reconsider(slot);
                 budget.pay(CONSIDERED);
             }
@@ -258,7 +258,7 @@ impl Table {
             }
             let slot = SlotId(lost.next);
             let record = held.at(slot).record;
-            if let Some(found) = held.pool.resident_ref(slot).filter(|_| record != Slot::EMPTY.record) {
+            if let Some(found) = held.pool.resident_ref(slot).filter(|_| record != TierSlot::EMPTY.record) {
                 let dropped = self.quarantine(self.records.at(record).key(), found, Defect::Unreadable);
                 budget.pay_changes(dropped);
             }
@@ -351,7 +351,7 @@ impl Table {
         let slots = self.depths_below(tier, bad, &doomed);
         let blocks = doomed.len();
         self.unlink_all(tier, doomed, defect);
-        self.hold_quarantined(tier, Quarantine { slots, pins, anchor });
+        self.hold_quarantined(tier, TierQuarantine { slots, pins, anchor });
         // Now that their slots are marked, the leases of those who wait end before them.
         self.abort_transfers_on(tier, &slots_of_doomed);
         self.transfers.note_dropped(Dropped { tier, blocks, defect });
@@ -360,7 +360,7 @@ impl Table {
 
     /// Cuts a match before bad blocks that are still to be dropped. Their place in the chain is found by their depth: who
     /// leases a part that begins behind them is told that it is there, until it is dropped.
-    pub(super) fn hide_dropping(&self, chain: Chain<'_>, found: &mut Found) {
+    pub(super) fn hide_dropping(&self, chain: Chain<'_>, found: &mut FoundBoundaries) {
         if !self.is_dropping() || found.held.longest() == 0 {
             return;
         }
@@ -446,7 +446,7 @@ impl Table {
         self.give_up_failed(&mut Budget::of_a_hold());
     }
 
-    fn hold_quarantined(&mut self, tier: Tier, quarantine: Quarantine) {
+    fn hold_quarantined(&mut self, tier: Tier, quarantine: TierQuarantine) {
         if quarantine.pins == 0 {
             self.free_quarantined(tier, quarantine);
         } else {
@@ -461,10 +461,10 @@ impl Table {
         }
     }
 
-    fn free_quarantined(&mut self, tier: Tier, quarantine: Quarantine) {
+    fn free_quarantined(&mut self, tier: Tier, quarantine: TierQuarantine) {
         let held = self.tier_mut(tier);
         for slot in quarantine.slots.into_keys() {
-            *held.at_mut(slot) = Slot::EMPTY;
+            *held.at_mut(slot) = TierSlot::EMPTY;
             if let Some(frame) = held.pool.withdraw(slot) {
                 held.pool.give_back(frame);
             }

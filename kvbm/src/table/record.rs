@@ -15,7 +15,7 @@ const FILLING: u32 = 4;
 
 /// One block. 52 bytes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Record {
+pub(super) struct BlockRecord {
     // In words of 32 bits, so that no record is padded.
     hash: [u32; 4],
     slots: [u32; Tier::COUNT],
@@ -50,7 +50,7 @@ impl Depth {
     }
 }
 
-const _: () = assert!(size_of::<Record>() <= 52, "a record has outgrown its budget");
+const _: () = assert!(size_of::<BlockRecord>() <= 52, "a record has outgrown its budget");
 
 const fn words(hash: u128) -> [u32; 4] {
     [hash as u32, (hash >> 32) as u32, (hash >> 64) as u32, (hash >> 96) as u32]
@@ -61,7 +61,7 @@ const fn some(record: u32) -> Option<RecordId> {
     if record == NONE { None } else { Some(RecordId(record)) }
 }
 
-impl Record {
+impl BlockRecord {
     const fn new(key: BlockKey, parent: Option<RecordId>, depth: Depth) -> Self {
         let parent = match parent {
             Some(parent) => parent.0,
@@ -139,15 +139,15 @@ impl Record {
 
 /// All records, in one array with the free ones chained through it.
 #[derive(Debug)]
-pub(super) struct Records {
-    all: HugeVec<Record>,
+pub(super) struct BlockRecords {
+    all: HugeVec<BlockRecord>,
     /// Of blocks that are deeper than a record can tell. A tree: a large map that grows keeps the lock for long.
     deep: BTreeMap<RecordId, u32>,
     free: u32,
     live: usize,
 }
 
-impl Records {
+impl BlockRecords {
     pub(super) fn with_room_for(records: usize) -> Self {
         Self { all: HugeVec::with_capacity(records).populated(), deep: BTreeMap::new(), free: NONE, live: 0 }
     }
@@ -159,7 +159,7 @@ impl Records {
     pub(super) fn add(&mut self, key: BlockKey, parent: Option<RecordId>) -> RecordId {
         let depth = parent.map_or(1, |parent| self.depth(parent) + 1);
         let known = Depth::of(depth);
-        let id = self.store(Record::new(key, parent, known));
+        let id = self.store(BlockRecord::new(key, parent, known));
         if known.known().is_none() {
             self.deep.insert(id, depth);
         }
@@ -176,7 +176,7 @@ impl Records {
         self.at(id).depth.known().unwrap_or_else(beside)
     }
 
-    fn store(&mut self, record: Record) -> RecordId {
+    fn store(&mut self, record: BlockRecord) -> RecordId {
         if let Some(id) = some(self.free) {
             self.free = std::mem::replace(self.at_mut(id), record).parent;
             return id;
@@ -214,7 +214,7 @@ impl Records {
     }
 
     fn unlink(&mut self, id: RecordId) {
-        let Record { parent, next_sibling, prev_sibling, .. } = *self.at(id);
+        let BlockRecord { parent, next_sibling, prev_sibling, .. } = *self.at(id);
         match (some(prev_sibling), some(parent)) {
             (Some(before), _) => self.at_mut(before).next_sibling = next_sibling,
             (None, Some(parent)) => self.at_mut(parent).first_child = next_sibling,
@@ -253,18 +253,18 @@ impl Records {
         self.live -= 1;
     }
 
-    pub(super) fn at(&self, id: RecordId) -> &Record {
+    pub(super) fn at(&self, id: RecordId) -> &BlockRecord {
         touched();
         &self.all[id.0 as usize]
     }
 
-    pub(super) fn at_mut(&mut self, id: RecordId) -> &mut Record {
+    pub(super) fn at_mut(&mut self, id: RecordId) -> &mut BlockRecord {
         touched();
         &mut self.all[id.0 as usize]
     }
 
     /// All records that some tier has or awaits.
-    pub(super) fn live(&self) -> impl Iterator<Item = (RecordId, &Record)> {
+    pub(super) fn live(&self) -> impl Iterator<Item = (RecordId, &BlockRecord)> {
         (0..).map(RecordId).zip(self.all.iter()).filter(|(_, record)| !record.is_nowhere())
     }
 
@@ -275,7 +275,7 @@ impl Records {
 
     /// Whether the children of its parent, if it has one, are linked through it.
     pub(super) fn is_linked(&self, id: RecordId) -> bool {
-        let Record { parent, next_sibling, prev_sibling, .. } = *self.at(id);
+        let BlockRecord { parent, next_sibling, prev_sibling, .. } = *self.at(id);
         let Some(parent) = some(parent) else { return true };
         let before = match some(prev_sibling) {
             Some(before) => self.at(before).next_sibling,
@@ -300,7 +300,7 @@ mod tests {
 
     #[test]
     fn a_key_comes_back_as_it_was() {
-        let record = Record::new(key(0xABCD_EF01), None, Depth::of(1));
+        let record = BlockRecord::new(key(0xABCD_EF01), None, Depth::of(1));
         assert!(record.is(key(0xABCD_EF01)) && record.key() == key(0xABCD_EF01));
         assert!(!record.is(BlockKey { group: 9, ..key(0xABCD_EF01) }) && !record.is(key(2)));
     }
@@ -309,7 +309,7 @@ mod tests {
         /// A forest grows and loses blocks, most of them leaves: each block's children are those that name it as parent.
         #[test]
         fn links_agree_with_parents(steps in prop::collection::vec((0..4u8, any::<prop::sample::Index>()), 1..200)) {
-            let mut records = Records::with_room_for(1);
+            let mut records = BlockRecords::with_room_for(1);
             let mut parents: BTreeMap<u32, Option<u32>> = BTreeMap::new();
             let mut depths: BTreeMap<u32, u32> = BTreeMap::new();
             for (count, (kind, which)) in steps.into_iter().enumerate() {

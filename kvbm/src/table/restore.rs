@@ -7,7 +7,7 @@
 use std::collections::{HashMap, HashSet};
 
 use foldhash::fast::RandomState;
-use kvbm_tiers::object::{FoundBlock, Intake};
+use kvbm_tiers::object::{Discovery, FoundBlock};
 use kvbm_tiers::{BlockKey, Frame, IndexEntry, SlotId, Tier};
 
 use super::index::RecordId;
@@ -25,20 +25,20 @@ pub struct Restored {
 }
 
 /// A block that is to be resident again, and its slot if that is to be had.
-struct Pending<'a> {
+struct PendingRestore<'a> {
     entry: &'a IndexEntry,
     frame: Option<Frame>,
 }
 
 /// Blocks restored one below another: policies are told of them together.
 #[derive(Clone, Copy)]
-struct Run {
+struct RestoredRun {
     last: RecordId,
     blocks: u32,
 }
 
 /// What became of an entry.
-enum Fate {
+enum RestoreOutcome {
     Resident(RecordId),
     /// Its parent is not there yet.
     Waits(BlockKey),
@@ -53,7 +53,7 @@ impl Table {
         let slots: Vec<_> = latest.iter().map(|entry| entry.slot).collect();
         let frames = self.tier_mut(tier).pool.take_these(&slots);
         let mut pending: Vec<_> =
-            latest.into_iter().zip(frames).map(|(entry, frame)| Pending { entry, frame }).collect();
+            latest.into_iter().zip(frames).map(|(entry, frame)| PendingRestore { entry, frame }).collect();
         let blocks = self.restore_pending(tier, &mut pending);
         let pool = &mut self.tier_mut(tier).pool;
         pending.into_iter().filter_map(|left| left.frame).for_each(|frame| pool.give_back(frame));
@@ -67,13 +67,13 @@ impl Table {
         tier: Tier,
         found: &[FoundBlock],
         stand_for: &mut dyn FnMut(usize, SlotId),
-    ) -> Vec<Intake> {
+    ) -> Vec<Discovery> {
         let mut run = None;
         let mut intakes = Vec::with_capacity(found.len());
         for (at, found) in found.iter().enumerate() {
             let record = self.take_in_block(tier, found, &mut |slot| stand_for(at, slot));
             run = record.map_or(run, |record| Some(self.continue_run(tier, run, record)));
-            intakes.push(record.map_or_else(|declined| declined, |_| Intake::Taken));
+            intakes.push(record.map_or_else(|declined| declined, |_| Discovery::Taken));
         }
         run.into_iter().for_each(|run| self.tell_of_run(tier, run));
         intakes
@@ -84,25 +84,25 @@ impl Table {
         tier: Tier,
         &FoundBlock { block, parent, tenant }: &FoundBlock,
         stand_for: &mut dyn FnMut(SlotId),
-    ) -> Result<RecordId, Intake> {
+    ) -> Result<RecordId, Discovery> {
         let above = parent.map(|hash| BlockKey { hash, group: block.group });
         let parent = above.and_then(|above| self.resident(tier, above));
         // Nobody knows whether it was stored before or after, and the key may be destroyed that it is sealed with.
         if tenant.is_some_and(|tenant| self.owners.was_forgotten(tenant)) {
-            return Err(Intake::Declined);
+            return Err(Discovery::Declined);
         }
         if above.is_some() && parent.is_none_or(|parent| self.is_dropped(parent)) {
-            return Err(Intake::Waits);
+            return Err(Discovery::Waits);
         }
         let known = self.find(block).map(|record| self.records.at(record));
         if known.is_some_and(|known| known.has_or_awaits(tier) || known.parent() != parent) {
-            return Err(Intake::Declined);
+            return Err(Discovery::Declined);
         }
-        let frame = self.tier_mut(tier).pool.take().ok_or(Intake::Waits)?;
+        let frame = self.tier_mut(tier).pool.take().ok_or(Discovery::Waits)?;
         let owner = self.owners.present(tenant);
         let Some(record) = self.intern(block, parent, owner) else {
             self.tier_mut(tier).pool.give_back(frame);
-            return Err(Intake::Waits);
+            return Err(Discovery::Waits);
         };
         stand_for(frame.slot());
         self.records.at_mut(record).begin(tier, frame.slot());
@@ -115,21 +115,21 @@ impl Table {
         self.tier(tier).pool.resident_ref(slot).map(|at| at.generation)
     }
 
-    fn restore_pending(&mut self, tier: Tier, pending: &mut [Pending<'_>]) -> usize {
+    fn restore_pending(&mut self, tier: Tier, pending: &mut [PendingRestore<'_>]) -> usize {
         let mut waiting: HashMap<BlockKey, Vec<usize>, RandomState> = HashMap::default();
         let (mut blocks, mut run) = (0, None);
         for next in 0..pending.len() {
             let mut ready = vec![next];
             while let Some(at) = ready.pop() {
                 match self.restore_block(tier, &mut pending[at]) {
-                    Fate::Resident(record) => {
+                    RestoreOutcome::Resident(record) => {
                         blocks += 1;
                         run = Some(self.continue_run(tier, run, record));
                         let children = waiting.remove(&pending[at].entry.block);
                         ready.extend(children.into_iter().flatten().rev());
                     }
-                    Fate::Waits(parent) => waiting.entry(parent).or_default().push(at),
-                    Fate::Dropped => {}
+                    RestoreOutcome::Waits(parent) => waiting.entry(parent).or_default().push(at),
+                    RestoreOutcome::Dropped => {}
                 }
             }
         }
@@ -137,47 +137,47 @@ impl Table {
         blocks
     }
 
-    fn restore_block(&mut self, tier: Tier, pending: &mut Pending<'_>) -> Fate {
+    fn restore_block(&mut self, tier: Tier, pending: &mut PendingRestore<'_>) -> RestoreOutcome {
         let &IndexEntry { block, parent, slot, tenant, .. } = pending.entry;
         let above = parent.map(|hash| BlockKey { hash, group: block.group });
         let parent = above.and_then(|above| self.resident(tier, above));
         if let Some(above) = above.filter(|_| parent.is_none()) {
-            return Fate::Waits(above);
+            return RestoreOutcome::Waits(above);
         }
         // Another tier may know it, below the same parent.
         let known = self.find(block).map(|record| self.records.at(record));
         if known.is_some_and(|known| known.has_or_awaits(tier) || known.parent() != parent) {
-            return Fate::Dropped;
+            return RestoreOutcome::Dropped;
         }
-        let Some(frame) = pending.frame.take() else { return Fate::Dropped };
+        let Some(frame) = pending.frame.take() else { return RestoreOutcome::Dropped };
         let owner = self.owners.present(tenant);
         let Some(record) = self.intern(block, parent, owner) else {
             self.tier_mut(tier).pool.give_back(frame);
-            return Fate::Dropped;
+            return RestoreOutcome::Dropped;
         };
         self.records.at_mut(record).begin(tier, slot);
         self.publish(record, frame, (RequestInfo::default(), StoreReason::Restored));
-        Fate::Resident(record)
+        RestoreOutcome::Resident(record)
     }
 
     pub(super) fn resident(&self, tier: Tier, block: BlockKey) -> Option<RecordId> {
         self.find(block).filter(|&record| self.records.at(record).resident().has(tier))
     }
 
-    fn continue_run(&mut self, tier: Tier, run: Option<Run>, record: RecordId) -> Run {
+    fn continue_run(&mut self, tier: Tier, run: Option<RestoredRun>, record: RecordId) -> RestoredRun {
         match run {
             Some(run) if self.records.at(record).parent() == Some(run.last) => {
-                Run { last: record, blocks: run.blocks + 1 }
+                RestoredRun { last: record, blocks: run.blocks + 1 }
             }
             ended => {
                 ended.into_iter().for_each(|run| self.tell_of_run(tier, run));
-                Run { last: record, blocks: 1 }
+                RestoredRun { last: record, blocks: 1 }
             }
         }
     }
 
     /// Nobody knows whose use it was.
-    fn tell_of_run(&mut self, tier: Tier, run: Run) {
+    fn tell_of_run(&mut self, tier: Tier, run: RestoredRun) {
         let now_ms = self.now_ms;
         let (slot, depth) = (self.records.at(run.last).slot(tier), self.records.depth(run.last));
         let access = RequestContext::default().access(now_ms, slot, depth, run.blocks);

@@ -3,7 +3,7 @@
 use kvbm_tiers::{BlockKey, Loan, SlotId, SlotRef, Tier};
 
 use super::Table;
-use super::tier::Slot;
+use super::tier::TierSlot;
 use crate::task::Defect;
 
 /// A block that is looked at: it is pinned, and its slot lent, until [`Table::scrubbed`].
@@ -30,7 +30,7 @@ impl Table {
         let slots = if held.is_withdrawn { 0 } else { held.slots.len() as u32 };
         let is_block = |&slot: &u32| {
             let block = held.at(SlotId(slot));
-            let is_there = block.record != Slot::EMPTY.record && !block.is_quarantined();
+            let is_there = block.record != TierSlot::EMPTY.record && !block.is_quarantined();
             is_there && !held.is_forgotten(SlotId(slot)) && held.pool.resident_ref(SlotId(slot)).is_some()
         };
         let end = slots.min(from.saturating_add(LOOKED_AT));

@@ -606,7 +606,7 @@ fn entries() -> impl Strategy<Value = Vec<IndexEntry>> {
 /// What lies in the slots of a tier.
 fn residents(table: &Table, tier: Tier) -> Vec<IndexEntry> {
     let resident = table.records.live().filter(|(_, record)| record.resident().has(tier));
-    let entry = |(_, record): (_, &super::record::Record)| IndexEntry {
+    let entry = |(_, record): (_, &super::record::BlockRecord)| IndexEntry {
         slot: record.slot(tier),
         generation: 0,
         block: record.key(),

@@ -5,11 +5,11 @@ use kvbm_tiers::{Ahead, FramePool, HugeVec, SlotId, Tier};
 
 use super::budget::{Budget, touched};
 use super::demotion::Climb;
-use super::flush_queue::{Dirty, FlushQueue};
-use super::forgotten::Forgotten;
+use super::flush_queue::{DirtyQueue, FlushQueue};
+use super::forgotten::ForgottenSlots;
 use super::index::{RecordId, soon};
 use super::journal::Journal;
-use super::record::Records;
+use super::record::BlockRecords;
 use super::tally::{SlotLimits, Tally};
 
 /// What the table is told about a tier.
@@ -48,7 +48,7 @@ pub struct TierStats {
 
 /// A resident block's place. 8 bytes; without meaning while the slot is free or filling.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Slot {
+pub(super) struct TierSlot {
     pub(super) record: RecordId,
     /// As far as the slot counts them itself: see [`Tally`].
     pins: u16,
@@ -56,13 +56,13 @@ pub(super) struct Slot {
     flags: u8,
 }
 
-const _: () = assert!(size_of::<Slot>() == 8, "a slot has outgrown its budget");
+const _: () = assert!(size_of::<TierSlot>() == 8, "a slot has outgrown its budget");
 
 const QUARANTINED: u8 = 1;
 const SKIPS_FLUSH: u8 = 2;
 const FORGOTTEN: u8 = 4;
 
-impl Slot {
+impl TierSlot {
     pub(super) const EMPTY: Self = Self::holding(RecordId(u32::MAX));
 
     pub(super) const fn holding(record: RecordId) -> Self {
@@ -132,7 +132,7 @@ pub(super) struct TierTable {
     pub(super) tier: Tier,
     pub(super) total: u32,
     pub(super) pool: FramePool,
-    pub(super) slots: HugeVec<Slot>,
+    pub(super) slots: HugeVec<TierSlot>,
     pins: Tally,
     children: Tally,
     pub(super) policies: TierPolicies,
@@ -148,7 +148,7 @@ pub(super) struct TierTable {
     /// The tier below cannot be written now: what is dirty may leave without it.
     pub(super) is_flush_blocked: bool,
     pub(super) resident: u32,
-    pub(super) forgotten: Forgotten,
+    pub(super) forgotten: ForgottenSlots,
     /// Slots that an overdue copy may still touch.
     pub(super) lost: u32,
     /// Somebody found no room although blocks only wait to be flushed.
@@ -180,7 +180,7 @@ impl TierTable {
             retry_pause_ms: FIRST_PAUSE_MS,
             is_flush_blocked: false,
             resident: 0,
-            forgotten: Forgotten::default(),
+            forgotten: ForgottenSlots::default(),
             lost: 0,
             pressed: false,
             stats: TierStats::default(),
@@ -196,12 +196,12 @@ impl TierTable {
         self.pool.free_in(home) > 0 || (self.pool.shards() > 1 && most > spare)
     }
 
-    pub(super) fn at(&self, slot: SlotId) -> &Slot {
+    pub(super) fn at(&self, slot: SlotId) -> &TierSlot {
         touched();
         &self.slots[slot.0 as usize]
     }
 
-    pub(super) fn at_mut(&mut self, slot: SlotId) -> &mut Slot {
+    pub(super) fn at_mut(&mut self, slot: SlotId) -> &mut TierSlot {
         touched();
         &mut self.slots[slot.0 as usize]
     }
@@ -253,7 +253,7 @@ impl TierTable {
     ) -> (impl Iterator<Item = u32> + '_, Option<u32>) {
         let end = (from as usize + budget.looks_left()).min(self.slots.len()).max(from as usize) as u32;
         budget.pay((end - from) as usize);
-        let holds_block = |slot: &u32| self.at(SlotId(*slot)).record != Slot::EMPTY.record;
+        let holds_block = |slot: &u32| self.at(SlotId(*slot)).record != TierSlot::EMPTY.record;
         let next = ((end as usize) < self.slots.len()).then_some(end);
         ((from..end).filter(holds_block), next)
     }
@@ -266,7 +266,7 @@ impl TierTable {
         }
         debug_assert!(self.children.is_within(slot), "a block left before its children");
         debug_assert!(self.pins.is_within(slot), "a block left before its readers");
-        self.slots[index] = Slot::holding(record);
+        self.slots[index] = TierSlot::holding(record);
         self.forgotten.renew(slot);
         self.resident += 1;
         self.stats.published += 1;
@@ -280,7 +280,7 @@ impl TierTable {
             let more = (slots + slots / 8 + STEP).min(total);
             self.slots.reserve_exact(more.max(slots) - self.slots.len());
         }
-        self.slots.resize((slots + STEP).min(total).max(slots), Slot::EMPTY);
+        self.slots.resize((slots + STEP).min(total).max(slots), TierSlot::EMPTY);
         if self.flush_to.is_some() {
             self.flushes.reach(self.slots.len());
         }
@@ -294,14 +294,14 @@ impl TierTable {
 
     /// Has a block flushed, or asked about. A block that waits already keeps its place: behind its parent, which was
     /// published before it, so that the queue is root-first along every chain.
-    pub(super) fn queue(&mut self, block: Dirty) {
+    pub(super) fn queue(&mut self, block: DirtyQueue) {
         if !self.is_forgotten(block.slot) {
             self.flushes.push_last(block);
         }
     }
 
     /// Has a failed flush tried again after a pause. Until then the block may leave.
-    pub(super) fn retry_later(&mut self, entry: Dirty, now_ms: u64) {
+    pub(super) fn retry_later(&mut self, entry: DirtyQueue, now_ms: u64) {
         if self.is_forgotten(entry.slot) {
             return;
         }
@@ -315,7 +315,7 @@ impl TierTable {
     }
 
     /// Lets a block leave unflushed, and has it flushed at `due_ms` if it is still there.
-    pub(super) fn put_off(&mut self, block: Dirty, due_ms: u64) {
+    pub(super) fn put_off(&mut self, block: DirtyQueue, due_ms: u64) {
         if !self.flushes.has(block.slot) {
             self.flushes.put_off(block, due_ms);
             self.at_mut(block.slot).skip_flush();
@@ -332,7 +332,7 @@ impl TierTable {
             if let Some(block) = self.flushes.pop_due(now_ms) {
                 self.at_mut(block.slot).want_flush();
                 // Due at once: it has waited before.
-                self.flushes.push_last(Dirty { since_ms: 0, ..block });
+                self.flushes.push_last(DirtyQueue { since_ms: 0, ..block });
             }
         }
         false
@@ -344,7 +344,7 @@ impl TierTable {
     }
 
     /// Whether the tier below has the block, or need not have it.
-    pub(super) fn is_clean(&self, slot: SlotId, records: &Records) -> bool {
+    pub(super) fn is_clean(&self, slot: SlotId, records: &BlockRecords) -> bool {
         let held = self.at(slot);
         let is_wanted = !held.skips_flush() && !self.is_flush_blocked && !self.is_forgotten(slot);
         let below = self.flush_to.filter(|_| is_wanted);
@@ -352,7 +352,7 @@ impl TierTable {
     }
 
     /// Whether a block is to go down, or to be asked about, and has not been.
-    pub(super) fn is_unflushed(&self, slot: SlotId, records: &Records) -> bool {
+    pub(super) fn is_unflushed(&self, slot: SlotId, records: &BlockRecords) -> bool {
         let held = self.at(slot);
         let lacks = |below: Tier| !records.at(held.record).resident().has(below);
         self.flushes.has(slot)

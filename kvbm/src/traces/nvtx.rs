@@ -39,16 +39,17 @@ impl NvtxRanges {
         S: Subscriber + for<'a> LookupSpan<'a>,
     {
         // A filter of the layer's own: what it does not take others still may.
-        Marking(self.0).with_filter(filter_fn(|span| span.is_span() && span.target().starts_with("kvbm")))
+        RangeMarking(self.0)
+            .with_filter(filter_fn(|span| span.is_span() && span.target().starts_with("kvbm")))
     }
 }
 
-struct Marking(Nvtx);
+struct RangeMarking(Nvtx);
 
-impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Marking {
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for RangeMarking {
     fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
         let Some(span) = context.span(id) else { return };
-        let mut name = Name(format!("kvbm {}", attributes.metadata().name()));
+        let mut name = RangeName(format!("kvbm {}", attributes.metadata().name()));
         attributes.record(&mut name);
         // Names of tiers and backends have no NUL, nor have numbers.
         let name = CString::new(name.0).unwrap_or_default();
@@ -64,9 +65,9 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Marking {
 }
 
 /// `kvbm copy class=load from=host to=device backend=cuda blocks=32`.
-struct Name(String);
+struct RangeName(String);
 
-impl Visit for Name {
+impl Visit for RangeName {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         let _ = write!(self.0, " {}={value:?}", field.name());
     }

@@ -4,7 +4,7 @@ use super::fixed::{WriteBack, WriteThrough};
 use super::pair::{TierPair, TierShape};
 use super::rule::{Admission, Candidates, Trigger};
 use super::selective::Selective;
-use super::shadow::{Sampling, Shadow};
+use super::shadow::{ShadowSampling, ShadowTiers};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, Ended, Forest, Upkeep};
 use crate::simulation::stages::Level;
@@ -15,17 +15,17 @@ use crate::simulation::stages::Level;
 /// Per use and in memory it costs what six policies cost for one block in [`stride`](Self::stride).
 #[derive(Debug)]
 pub struct Auto {
-    sampling: Sampling,
-    rivals: [Rival; 3],
+    sampling: ShadowSampling,
+    rivals: [RivalRule; 3],
     chosen: usize,
     uses: u32,
 }
 
 /// A rule, and how it would have fared.
 #[derive(Debug)]
-struct Rival {
+struct RivalRule {
     rule: Box<dyn Admission>,
-    shadow: Shadow,
+    shadow: ShadowTiers,
 }
 
 /// The rules to choose from, from few writes to many.
@@ -48,9 +48,11 @@ impl Auto {
     pub fn new(pair: &TierPair) -> Self {
         let stride = Self::stride(pair);
         // One rule for the real tiers, one for the shadow: each learns from what it is asked, and must hear of one only.
-        let rival =
-            |rule: fn() -> Box<dyn Admission>| Rival { rule: rule(), shadow: shadow(pair, stride, rule()) };
-        Self { sampling: Sampling::one_in(stride), rivals: RIVALS.map(rival), chosen: FIRST, uses: 0 }
+        let rival = |rule: fn() -> Box<dyn Admission>| RivalRule {
+            rule: rule(),
+            shadow: shadow(pair, stride, rule()),
+        };
+        Self { sampling: ShadowSampling::one_in(stride), rivals: RIVALS.map(rival), chosen: FIRST, uses: 0 }
     }
 
     /// One block in this number is sampled.
@@ -61,7 +63,7 @@ impl Auto {
     fn choose(&mut self) {
         let best = self.rivals.iter().map(|rival| rival.shadow.hits).fold(0.0, f64::max);
         // While none has found anything, none is good.
-        let is_good = |rival: &Rival| rival.shadow.hits > 0.0 && rival.shadow.hits >= NEARLY * best;
+        let is_good = |rival: &RivalRule| rival.shadow.hits > 0.0 && rival.shadow.hits >= NEARLY * best;
         // The first good one: they are ordered by what they write.
         self.chosen = self.rivals.iter().position(is_good).unwrap_or(FIRST);
         // So some twenty terms count: one term finds too little to tell half a per cent apart.
@@ -71,7 +73,7 @@ impl Auto {
     }
 }
 
-fn shadow(pair: &TierPair, stride: u32, rule: Box<dyn Admission>) -> Shadow {
+fn shadow(pair: &TierPair, stride: u32, rule: Box<dyn Admission>) -> ShadowTiers {
     let level = |shape: TierShape, admission| Level {
         capacity: shape.capacity,
         eviction: shape.eviction.build(shape.capacity),
@@ -79,7 +81,7 @@ fn shadow(pair: &TierPair, stride: u32, rule: Box<dyn Admission>) -> Shadow {
     };
     let (upper, lower) = (pair.upper.shrunk(stride), pair.lower.shrunk(stride));
     // The first tier takes every block: its own rule is never asked.
-    Shadow::new(level(upper, Box::new(WriteBack)), level(lower, rule))
+    ShadowTiers::new(level(upper, Box::new(WriteBack)), level(lower, rule))
 }
 
 impl Admission for Auto {

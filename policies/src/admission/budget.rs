@@ -1,7 +1,7 @@
 //! Bounds what is written.
 
 use super::rule::{Admission, Candidates, Trigger};
-use super::worth::Tally;
+use super::worth::WorthTally;
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, Ended, Forest, Upkeep};
 
@@ -35,15 +35,20 @@ impl Budget {
 #[derive(Debug)]
 pub struct Budgeted {
     inner: Box<dyn Admission>,
-    bucket: Bucket,
+    bucket: TokenBucket,
     block_bytes: u64,
-    tally: Tally,
+    tally: WorthTally,
 }
 
 impl Budgeted {
     /// Holds `inner` to `budget`, between tiers whose blocks take `block_bytes` bytes.
     pub fn new(inner: Box<dyn Admission>, budget: Budget, block_bytes: u64) -> Self {
-        Self { inner, bucket: Bucket::new(budget), block_bytes: block_bytes.max(1), tally: Tally::default() }
+        Self {
+            inner,
+            bucket: TokenBucket::new(budget),
+            block_bytes: block_bytes.max(1),
+            tally: WorthTally::default(),
+        }
     }
 
     /// Whether recent demand for blocks worth more than `worth` leaves something of the budget.
@@ -103,13 +108,13 @@ impl Admission for Budgeted {
 
 /// What may be written right now, in bytes.
 #[derive(Debug)]
-struct Bucket {
+struct TokenBucket {
     budget: Budget,
     level: u64,
     filled_ms: Option<u64>,
 }
 
-impl Bucket {
+impl TokenBucket {
     const fn new(budget: Budget) -> Self {
         let most = budget.bytes_per_day / 24 * SAVED_HOURS;
         // A full hour at the start: with the 23/24 that run up in a day, it makes the day's budget.

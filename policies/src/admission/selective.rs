@@ -1,7 +1,7 @@
 //! Writes what is likely enough to return.
 
 use super::rule::{Admission, Candidates, Trigger};
-use super::worth::Tally;
+use super::worth::WorthTally;
 use crate::reuse::ReuseModel;
 use crate::seam::Forest;
 
@@ -15,7 +15,7 @@ use crate::seam::Forest;
 /// O(1) a question. The upper tier's reuse model knows how likely a block is to return.
 #[derive(Debug, Default)]
 pub struct Selective {
-    tally: Tally,
+    tally: WorthTally,
 }
 
 /// Expected returns that are given up, of all that the candidates promise.

@@ -3,15 +3,15 @@
 use std::collections::{HashMap, VecDeque};
 
 use crate::seam::{Access, BlockId, Ended, Forest, Hints, RequestId, Upkeep};
-use crate::simulation::stages::{Level, Stages, Use};
-use crate::simulation::tier::Chains;
+use crate::simulation::stages::{BlockUse, Level, TierStages};
+use crate::simulation::tier::ChainSource;
 
 /// Picks a few blocks of an upper tier to stand for all: one in `stride`, by content. A sampled block hangs on
 /// its next sampled ancestor, so what is left of a forest is a forest.
 ///
 /// O(new blocks + path ÷ stride) a use, 4 bytes a block.
 #[derive(Debug)]
-pub(super) struct Sampling {
+pub(super) struct ShadowSampling {
     stride: u64,
     /// By block: the next sampled block on the way up, itself included, plus 1; 0 where there is none.
     nearest: Vec<u32>,
@@ -32,7 +32,7 @@ pub(super) struct SampledUse {
     pub(super) counted: usize,
 }
 
-impl Sampling {
+impl ShadowSampling {
     /// Requests whose parts are told from new requests.
     const SEEN: usize = 64;
     /// Names for requests that have none; an engine's own do not come so far.
@@ -113,22 +113,22 @@ const fn mixed(key: u64) -> u64 {
 
 /// Two tiers that run beside the real ones on a sample of the blocks.
 #[derive(Debug)]
-pub(super) struct Shadow {
-    stages: Stages,
-    names: Names,
+pub(super) struct ShadowTiers {
+    stages: TierStages,
+    names: ShadowNames,
     /// Blocks found lately: the older, the less they count.
     pub(super) hits: f64,
 }
 
-impl Shadow {
+impl ShadowTiers {
     pub(super) fn new(upper: Level, lower: Level) -> Self {
-        Self { stages: Stages::new(vec![upper, lower]), names: Names::default(), hits: 0.0 }
+        Self { stages: TierStages::new(vec![upper, lower]), names: ShadowNames::default(), hits: 0.0 }
     }
 
     pub(super) fn take(&mut self, used: &SampledUse) {
         let Some(deepest) = self.names.intern(&used.path) else { return };
         let SampledUse { now_ms, request, hints, counted, .. } = *used;
-        let hits = self.stages.take(&self.names, &Use { now_ms, request, deepest, hints });
+        let hits = self.stages.take(&self.names, &BlockUse { now_ms, request, deepest, hints });
         // What an earlier part of the same use brought in was not found.
         self.hits += f64::from(hits.saturating_sub(counted as u32));
         // Their numbers serve again: what a shadow keeps stays in proportion to its tiers.
@@ -148,31 +148,31 @@ impl Shadow {
 
 /// The blocks of a shadow: those that any of its tiers holds.
 #[derive(Debug, Default)]
-struct Names {
+struct ShadowNames {
     by_key: HashMap<u64, BlockId>,
-    blocks: Vec<Name>,
+    blocks: Vec<ShadowName>,
     free: Vec<BlockId>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Name {
+struct ShadowName {
     key: u64,
     parent: Option<BlockId>,
     depth: u32,
 }
 
-impl Names {
+impl ShadowNames {
     /// The id of the last block of a path, which is given from the root on.
     fn intern(&mut self, path: &[u64]) -> Option<BlockId> {
         path.iter().zip(1..).fold(None, |parent, (&key, depth)| {
-            let name = Name { key, parent, depth };
+            let name = ShadowName { key, parent, depth };
             // A key names all that is above it, too: a block that is known hangs where it belongs.
             let known = self.by_key.get(&key).copied();
             Some(known.unwrap_or_else(|| self.add(name)))
         })
     }
 
-    fn add(&mut self, name: Name) -> BlockId {
+    fn add(&mut self, name: ShadowName) -> BlockId {
         let id = self.free.pop().unwrap_or_else(|| {
             self.blocks.push(name);
             BlockId(self.blocks.len() as u32 - 1)
@@ -188,7 +188,7 @@ impl Names {
     }
 }
 
-impl Chains for Names {
+impl ChainSource for ShadowNames {
     fn parent(&self, block: BlockId) -> Option<BlockId> {
         self.blocks[block.0 as usize].parent
     }
@@ -217,13 +217,13 @@ mod tests {
 
     const CAPACITY: u32 = 8;
 
-    fn shadow() -> Shadow {
+    fn shadow() -> ShadowTiers {
         let level = || Level {
             capacity: CAPACITY,
             eviction: EvictionKind::Lru.build(CAPACITY),
             admission: Box::new(WriteBack),
         };
-        Shadow::new(level(), level())
+        ShadowTiers::new(level(), level())
     }
 
     proptest! {
@@ -260,7 +260,7 @@ mod tests {
 
     #[test]
     fn a_use_in_parts_counts_each_block_once() {
-        let mut sampling = Sampling::one_in(1);
+        let mut sampling = ShadowSampling::one_in(1);
         let mut lengths = |access: &Access| {
             let used = sampling.sample(access, &LINE)?;
             Some((used.path.len(), used.counted))
@@ -273,7 +273,7 @@ mod tests {
 
     #[test]
     fn about_one_block_in_so_many_is_sampled() {
-        let used = Sampling::one_in(10).sample(&access(1, 10_000, 10_000), &LINE);
+        let used = ShadowSampling::one_in(10).sample(&access(1, 10_000, 10_000), &LINE);
         let sampled = used.map_or(0, |used| used.path.len());
         assert!((900..1_100).contains(&sampled), "{sampled}");
     }

@@ -3,9 +3,9 @@
 /// What candidates were worth lately. The older, the less they count: all is halved after every
 /// [`HALF_LIFE`] of them.
 #[derive(Debug)]
-pub(super) struct Tally {
+pub(super) struct WorthTally {
     /// By class of worth, the lowest first.
-    classes: [Class; CLASSES],
+    classes: [WorthClass; CLASSES],
     /// For how long, in milliseconds, likewise halved.
     span_ms: u64,
     last_ms: Option<u64>,
@@ -14,7 +14,7 @@ pub(super) struct Tally {
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Class {
+struct WorthClass {
     blocks: f32,
     returns: f32,
 }
@@ -26,13 +26,13 @@ const CLASSES_A_DOUBLING: f32 = 25.0;
 /// Questions.
 const HALF_LIFE: u64 = 4096;
 
-impl Default for Tally {
+impl Default for WorthTally {
     fn default() -> Self {
-        Self { classes: [Class::default(); CLASSES], span_ms: 0, last_ms: None, asked: 0 }
+        Self { classes: [WorthClass::default(); CLASSES], span_ms: 0, last_ms: None, asked: 0 }
     }
 }
 
-impl Tally {
+impl WorthTally {
     /// Counts `blocks` candidates at `now_ms`, each of which is worth `worth`.
     pub(super) fn add(&mut self, worth: f32, blocks: u32, now_ms: u64) {
         self.span_ms += now_ms.saturating_sub(*self.last_ms.get_or_insert(now_ms));
@@ -58,7 +58,7 @@ impl Tally {
     /// The share of all expected returns that candidates worth no more than `worth` have. Before any is expected, every
     /// candidate of any worth counts as all.
     pub(super) fn share_of_returns_up_to(&self, worth: f32) -> f32 {
-        let returns = |classes: &[Class]| classes.iter().map(|class| class.returns).sum::<f32>();
+        let returns = |classes: &[WorthClass]| classes.iter().map(|class| class.returns).sum::<f32>();
         let all = returns(&self.classes);
         if all == 0.0 {
             return f32::from(worth > 0.0);
@@ -92,7 +92,7 @@ mod tests {
     proptest! {
         #[test]
         fn shares_grow_with_the_worth(candidates in prop::collection::vec((0_f32..=1.0, 1_u32..100), 1..50)) {
-            let mut tally = Tally::default();
+            let mut tally = WorthTally::default();
             candidates.iter().for_each(|&(worth, blocks)| tally.add(worth, blocks, 0));
             let mut worths: Vec<_> = candidates.iter().map(|&(worth, _)| worth).collect();
             worths.sort_by(f32::total_cmp);
@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     fn what_is_long_past_counts_no_more() {
-        let mut tally = Tally::default();
+        let mut tally = WorthTally::default();
         tally.add(1.0, 1_000, 0);
         (1..=20 * HALF_LIFE).for_each(|now_ms| tally.add(0.1, 1, now_ms));
         assert!(tally.blocks_above(0.5) < 0.01);

@@ -9,7 +9,7 @@ use crate::seam::{BlockId, Forest, Standing};
 #[derive(Debug, Default)]
 pub(super) struct ChunkForest {
     ids: HashMap<ChunkKey, BlockId>,
-    chunks: Vec<Chunk>,
+    chunks: Vec<CachedChunk>,
     free: Vec<BlockId>,
     /// In the order in which they came.
     orphans: BTreeMap<u64, BlockId>,
@@ -19,18 +19,18 @@ pub(super) struct ChunkForest {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Chunk {
+struct CachedChunk {
     key: ChunkKey,
-    link: Link,
+    link: ForestLink,
     /// A copy uses it.
     is_busy: bool,
     /// The owner wants it kept for now.
     is_kept: bool,
-    presence: Presence,
+    presence: ChunkPresence,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Presence {
+enum ChunkPresence {
     There,
     /// It has not come yet, and need not: policies judge it as if it had.
     Expected,
@@ -39,7 +39,7 @@ enum Presence {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Link {
+enum ForestLink {
     /// In the forest, so policies know it.
     Linked { parent: Option<BlockId>, depth: u32, children: u32 },
     /// Its predecessor is not there; by its number among orphans.
@@ -60,33 +60,33 @@ impl ChunkForest {
 
     /// The chunk, where it is in the forest, there or not.
     pub(super) fn linked(&self, key: ChunkKey) -> Option<BlockId> {
-        self.id(key).filter(|&block| matches!(self.chunk(block).link, Link::Linked { .. }))
+        self.id(key).filter(|&block| matches!(self.chunk(block).link, ForestLink::Linked { .. }))
     }
 
     /// The chunk, where it is in the forest and there: look-ups can go on behind it.
     pub(super) fn reachable(&self, key: ChunkKey) -> Option<BlockId> {
-        self.linked(key).filter(|&block| self.chunk(block).presence == Presence::There)
+        self.linked(key).filter(|&block| self.chunk(block).presence == ChunkPresence::There)
     }
 
     pub(super) fn is_orphan(&self, block: BlockId) -> bool {
-        matches!(self.chunk(block).link, Link::Orphan(_))
+        matches!(self.chunk(block).link, ForestLink::Orphan(_))
     }
 
     pub(super) fn is_leaf(&self, block: BlockId) -> bool {
-        matches!(self.chunk(block).link, Link::Linked { children: 0, .. })
+        matches!(self.chunk(block).link, ForestLink::Linked { children: 0, .. })
     }
 
     pub(super) fn is_hidden(&self, block: BlockId) -> bool {
-        self.chunk(block).presence == Presence::Hidden
+        self.chunk(block).presence == ChunkPresence::Hidden
     }
 
     pub(super) fn is_expected(&self, block: BlockId) -> bool {
-        self.chunk(block).presence == Presence::Expected
+        self.chunk(block).presence == ChunkPresence::Expected
     }
 
     /// Chunks of the path that ends at `block`, itself included.
     pub(super) fn depth(&self, block: BlockId) -> u32 {
-        if let Link::Linked { depth, .. } = self.chunk(block).link { depth } else { 0 }
+        if let ForestLink::Linked { depth, .. } = self.chunk(block).link { depth } else { 0 }
     }
 
     /// Makes a chunk that has a place busy and there. Whether it has one.
@@ -94,7 +94,7 @@ impl ChunkForest {
         let Some(block) = self.id(key) else { return false };
         let chunk = self.chunk_mut(block);
         chunk.is_busy = true;
-        let was_absent = std::mem::replace(&mut chunk.presence, Presence::There) != Presence::There;
+        let was_absent = std::mem::replace(&mut chunk.presence, ChunkPresence::There) != ChunkPresence::There;
         self.absent -= usize::from(was_absent);
         true
     }
@@ -116,14 +116,14 @@ impl ChunkForest {
     pub(super) fn orphan(&mut self, block: BlockId) {
         self.last_orphan += 1;
         self.orphans.insert(self.last_orphan, block);
-        self.chunk_mut(block).link = Link::Orphan(self.last_orphan);
+        self.chunk_mut(block).link = ForestLink::Orphan(self.last_orphan);
     }
 
     /// Adds a chunk that has not come yet, behind `parent` or as a root.
     pub(super) fn expect(&mut self, key: ChunkKey, parent: Option<BlockId>) -> BlockId {
         let block = self.add(key, parent);
         let chunk = self.chunk_mut(block);
-        (chunk.is_busy, chunk.presence) = (false, Presence::Expected);
+        (chunk.is_busy, chunk.presence) = (false, ChunkPresence::Expected);
         self.absent += 1;
         block
     }
@@ -131,7 +131,7 @@ impl ChunkForest {
     /// Takes the orphan `key` into the forest, behind `parent` or as a root. `None`: it is not one.
     pub(super) fn adopt(&mut self, key: ChunkKey, parent: Option<BlockId>) -> Option<BlockId> {
         let block = self.id(key)?;
-        let Link::Orphan(number) = self.chunk(block).link else { return None };
+        let ForestLink::Orphan(number) = self.chunk(block).link else { return None };
         self.orphans.remove(&number);
         self.link(block, parent);
         Some(block)
@@ -141,10 +141,10 @@ impl ChunkForest {
     pub(super) fn unlink(&mut self, leaf: BlockId) -> (u64, Option<BlockId>) {
         let chunk = self.chunk_mut(leaf);
         let key = name(chunk.key);
-        let link = std::mem::replace(&mut chunk.link, Link::Loose);
-        let Link::Linked { parent, .. } = link else { return (key, None) };
+        let link = std::mem::replace(&mut chunk.link, ForestLink::Loose);
+        let ForestLink::Linked { parent, .. } = link else { return (key, None) };
         if let Some(parent) = parent
-            && let Link::Linked { children, .. } = &mut self.chunk_mut(parent).link
+            && let ForestLink::Linked { children, .. } = &mut self.chunk_mut(parent).link
         {
             *children -= 1;
         }
@@ -153,11 +153,11 @@ impl ChunkForest {
 
     /// Gives up what hangs nowhere, or an orphan. `None`: it was not there, so the owner knows of nothing.
     pub(super) fn free(&mut self, block: BlockId) -> Option<ChunkKey> {
-        let Chunk { key, link, presence, .. } = *self.chunk(block);
-        if let Link::Orphan(number) = link {
+        let CachedChunk { key, link, presence, .. } = *self.chunk(block);
+        if let ForestLink::Orphan(number) = link {
             self.orphans.remove(&number);
         }
-        let is_there = presence == Presence::There;
+        let is_there = presence == ChunkPresence::There;
         self.absent -= usize::from(!is_there);
         self.ids.remove(&key);
         self.free.push(block);
@@ -168,7 +168,7 @@ impl ChunkForest {
     pub(super) fn hide(&mut self, block: BlockId) {
         let chunk = self.chunk_mut(block);
         chunk.is_busy = false;
-        let was_there = std::mem::replace(&mut chunk.presence, Presence::Hidden) == Presence::There;
+        let was_there = std::mem::replace(&mut chunk.presence, ChunkPresence::Hidden) == ChunkPresence::There;
         self.absent += usize::from(was_there);
     }
 
@@ -200,17 +200,22 @@ impl ChunkForest {
     fn link(&mut self, block: BlockId, parent: Option<BlockId>) {
         let mut depth = 1;
         if let Some(parent) = parent
-            && let Link::Linked { children, depth: above, .. } = &mut self.chunk_mut(parent).link
+            && let ForestLink::Linked { children, depth: above, .. } = &mut self.chunk_mut(parent).link
         {
             *children += 1;
             depth += *above;
         }
-        self.chunk_mut(block).link = Link::Linked { parent, depth, children: 0 };
+        self.chunk_mut(block).link = ForestLink::Linked { parent, depth, children: 0 };
     }
 
     fn allocate(&mut self, key: ChunkKey) -> BlockId {
-        let chunk =
-            Chunk { key, link: Link::Loose, is_busy: true, is_kept: false, presence: Presence::There };
+        let chunk = CachedChunk {
+            key,
+            link: ForestLink::Loose,
+            is_busy: true,
+            is_kept: false,
+            presence: ChunkPresence::There,
+        };
         let block = self.free.pop().unwrap_or_else(|| {
             self.chunks.push(chunk);
             BlockId(self.chunks.len() as u32 - 1)
@@ -220,18 +225,18 @@ impl ChunkForest {
         block
     }
 
-    fn chunk(&self, block: BlockId) -> &Chunk {
+    fn chunk(&self, block: BlockId) -> &CachedChunk {
         &self.chunks[block.0 as usize]
     }
 
-    fn chunk_mut(&mut self, block: BlockId) -> &mut Chunk {
+    fn chunk_mut(&mut self, block: BlockId) -> &mut CachedChunk {
         &mut self.chunks[block.0 as usize]
     }
 }
 
-impl Chunk {
+impl CachedChunk {
     fn may_go(&self) -> bool {
-        !self.is_busy && !self.is_kept && self.presence != Presence::Hidden
+        !self.is_busy && !self.is_kept && self.presence != ChunkPresence::Hidden
     }
 }
 
@@ -239,14 +244,14 @@ impl Forest for ChunkForest {
     fn standing(&self, block: BlockId) -> Standing {
         let chunk = self.chunk(block);
         match chunk.link {
-            Link::Linked { children: 1.., .. } => Standing::Interior,
-            Link::Linked { .. } if chunk.may_go() => Standing::Evictable,
+            ForestLink::Linked { children: 1.., .. } => Standing::Interior,
+            ForestLink::Linked { .. } if chunk.may_go() => Standing::Evictable,
             _ => Standing::Busy,
         }
     }
 
     fn parent(&self, block: BlockId) -> Option<BlockId> {
-        if let Link::Linked { parent, .. } = self.chunk(block).link { parent } else { None }
+        if let ForestLink::Linked { parent, .. } = self.chunk(block).link { parent } else { None }
     }
 
     fn key(&self, block: BlockId) -> u64 {

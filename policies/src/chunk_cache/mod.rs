@@ -17,7 +17,7 @@ mod tests;
 use std::fmt;
 
 use self::forest::ChunkForest;
-use self::requests::{Place, Requests};
+use self::requests::{ChainPlace, FollowedRequests};
 use crate::eviction::Eviction;
 use crate::seam::{Access, BlockId, Ended, Forest, Hints, RequestId, Upkeep};
 use crate::tier_policies::TierPolicies;
@@ -43,11 +43,11 @@ pub struct ChunkKey(pub u128);
 pub struct ChunkCache {
     policies: TierPolicies,
     forest: ChunkForest,
-    requests: Requests,
+    requests: FollowedRequests,
     /// Inserted since the policies were told; each hangs on the one before it.
     arrived: Vec<BlockId>,
     /// Where the last one of them is in its request's chain.
-    arrived_at: Option<Place>,
+    arrived_at: Option<ChainPlace>,
     now_ms: u64,
 }
 
@@ -57,7 +57,7 @@ impl ChunkCache {
         Self {
             policies: TierPolicies::new(eviction, None),
             forest: ChunkForest::default(),
-            requests: Requests::default(),
+            requests: FollowedRequests::default(),
             arrived: Vec::new(),
             arrived_at: None,
             now_ms: 0,
@@ -204,22 +204,22 @@ impl ChunkCache {
     }
 
     /// The request's use of its chains, once: of what is there, and of what will come from the `offered` place on.
-    fn use_chains(&mut self, request: RequestId, now_ms: u64, offered: Option<Place>) {
+    fn use_chains(&mut self, request: RequestId, now_ms: u64, offered: Option<ChainPlace>) {
         self.tell_arrivals();
         self.now_ms = self.now_ms.max(now_ms);
         for chain in self.requests.begin_use(request) {
-            let first = Place { request, chain, index: 0 };
+            let first = ChainPlace { request, chain, index: 0 };
             let (index, deepest) = self.requests.deepest_linked(first, &self.forest);
             // It is not known which chunks of several groups are kept.
             let expected = offered.filter(|&place| place.chain == chain && !self.requests.has_gaps(place));
-            self.tell_use(Place { index, ..first }, deepest, 0, expected.map(|place| place.index));
+            self.tell_use(ChainPlace { index, ..first }, deepest, 0, expected.map(|place| place.index));
         }
     }
 
     /// What the request computed has come by now, or never will.
     fn expect_no_more(&mut self, request: RequestId) {
         for chain in 0..self.requests.chains(request) {
-            let first = Place { request, chain, index: 0 };
+            let first = ChainPlace { request, chain, index: 0 };
             let (_, deepest) = self.requests.deepest_linked(first, &self.forest);
             let mut next = deepest;
             while let Some(block) = next {
@@ -244,7 +244,7 @@ impl ChunkCache {
         self.arrived.clear();
         match self.arrived_at.take() {
             Some(place) => {
-                self.tell_use(Place { index: place.index + 1, ..place }, Some(deepest), inserted, None);
+                self.tell_use(ChainPlace { index: place.index + 1, ..place }, Some(deepest), inserted, None);
             }
             None => self.touch(None, deepest, inserted, 0),
         }
@@ -255,7 +255,7 @@ impl ChunkCache {
     /// it, and a long one that will not return displaces nothing that is worth more.
     fn tell_use(
         &mut self,
-        next: Place,
+        next: ChainPlace,
         deepest: Option<BlockId>,
         mut inserted: u32,
         expected: Option<usize>,
@@ -275,7 +275,7 @@ impl ChunkCache {
                 Some(next.request),
                 last,
                 inserted,
-                self.requests.rest(Place { index: 0, ..next }).len(),
+                self.requests.rest(ChainPlace { index: 0, ..next }).len(),
             );
         }
     }

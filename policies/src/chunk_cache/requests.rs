@@ -9,7 +9,7 @@ use crate::seam::{BlockId, RequestId};
 
 /// A place in a chain of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct ChainPlace {
     pub(super) request: RequestId,
     pub(super) chain: usize,
     pub(super) index: usize,
@@ -17,29 +17,29 @@ pub(super) struct Place {
 
 /// All requests that are followed.
 #[derive(Debug, Default)]
-pub(super) struct Requests {
-    followed: HashMap<RequestId, Followed>,
+pub(super) struct FollowedRequests {
+    followed: HashMap<RequestId, FollowedRequest>,
     /// Which request offered a chunk last.
-    offered: HashMap<ChunkKey, Place>,
+    offered: HashMap<ChunkKey, ChainPlace>,
 }
 
 #[derive(Debug, Default)]
-struct Followed {
+struct FollowedRequest {
     /// One for each cache group.
-    chains: Vec<Chain>,
+    chains: Vec<ChunkChain>,
     offered: Vec<ChunkKey>,
     has_used: bool,
 }
 
 #[derive(Debug)]
-struct Chain {
+struct ChunkChain {
     group: u32,
     keys: Vec<ChunkKey>,
     /// Behind the chunk that was offered last.
     next: usize,
 }
 
-impl Requests {
+impl FollowedRequests {
     pub(super) fn follow(
         &mut self,
         request: RequestId,
@@ -57,14 +57,14 @@ impl Requests {
         request: RequestId,
         group: u32,
         keys: impl IntoIterator<Item = ChunkKey>,
-    ) -> Option<Place> {
+    ) -> Option<ChainPlace> {
         let followed = self.followed.entry(request).or_default();
         let chain = followed.chain(group);
         let mut first = None;
         for key in keys {
             let index = followed.chains[chain].find_or_add(key);
             followed.offered.push(key);
-            let place = Place { request, chain, index };
+            let place = ChainPlace { request, chain, index };
             self.offered.insert(key, place);
             first.get_or_insert(place);
         }
@@ -98,18 +98,18 @@ impl Requests {
     }
 
     /// Where `key` belongs, if it was offered.
-    pub(super) fn place(&self, key: ChunkKey) -> Option<Place> {
+    pub(super) fn place(&self, key: ChunkKey) -> Option<ChainPlace> {
         self.offered.get(&key).copied()
     }
 
     /// The chunk before a place.
-    pub(super) fn before(&self, place: Place) -> Option<ChunkKey> {
+    pub(super) fn before(&self, place: ChainPlace) -> Option<ChunkKey> {
         let index = place.index.checked_sub(1)?;
-        self.rest(Place { index, ..place }).first().copied()
+        self.rest(ChainPlace { index, ..place }).first().copied()
     }
 
     /// The chunks of a chain from a place on.
-    pub(super) fn rest(&self, place: Place) -> &[ChunkKey] {
+    pub(super) fn rest(&self, place: ChainPlace) -> &[ChunkKey] {
         let chain = self.followed.get(&place.request).and_then(|followed| followed.chains.get(place.chain));
         chain.and_then(|chain| chain.keys.get(place.index..)).unwrap_or_default()
     }
@@ -120,12 +120,12 @@ impl Requests {
     }
 
     /// Whether chunks may lack the one before them: layers that keep a window or a state leave their past out.
-    pub(super) fn has_gaps(&self, place: Place) -> bool {
+    pub(super) fn has_gaps(&self, place: ChainPlace) -> bool {
         self.followed.get(&place.request).is_some_and(|followed| followed.chains.len() > 1)
     }
 
     /// The deepest chunk of a chain that is in the forest, and the index behind it.
-    pub(super) fn deepest_linked(&self, first: Place, forest: &ChunkForest) -> (usize, Option<BlockId>) {
+    pub(super) fn deepest_linked(&self, first: ChainPlace, forest: &ChunkForest) -> (usize, Option<BlockId>) {
         let keys = self.rest(first);
         let end = if self.has_gaps(first) {
             keys.iter().rposition(|&key| forest.linked(key).is_some()).map_or(0, |last| last + 1)
@@ -137,17 +137,17 @@ impl Requests {
     }
 }
 
-impl Followed {
+impl FollowedRequest {
     fn chain(&mut self, group: u32) -> usize {
         let known = self.chains.iter().position(|chain| chain.group == group);
         known.unwrap_or_else(|| {
-            self.chains.push(Chain { group, keys: Vec::new(), next: 0 });
+            self.chains.push(ChunkChain { group, keys: Vec::new(), next: 0 });
             self.chains.len() - 1
         })
     }
 }
 
-impl Chain {
+impl ChunkChain {
     /// Where `key` is. One that is not known is the next one.
     fn find_or_add(&mut self, key: ChunkKey) -> usize {
         // Chunks are offered in order, so the first look finds it as a rule.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::chunked::Chunked;
+use crate::chunked::ChunkedVec;
 use crate::seam::BlockId;
 
 /// A doubly linked ring of blocks from oldest to newest, indexed by block id. Every operation is O(1), a block
@@ -10,18 +10,18 @@ use crate::seam::BlockId;
 pub(super) struct AgeList {
     /// `links[0]` is the ring's joint: its `newer` is the oldest block and its `older` the newest one.
     /// Block `b` is at `b + 1`.
-    links: Chunked<Link>,
+    links: ChunkedVec<AgeLink>,
 }
 
 #[derive(Clone, Copy)]
-struct Link {
+struct AgeLink {
     older: u32,
     newer: u32,
 }
 
 // It stands at both ends: no link has to ask whether it is the first or the last.
 const JOINT: u32 = 0;
-const UNLINKED: Link = Link { older: u32::MAX, newer: u32::MAX };
+const UNLINKED: AgeLink = AgeLink { older: u32::MAX, newer: u32::MAX };
 
 impl AgeList {
     pub(super) fn contains(&self, block: BlockId) -> bool {
@@ -49,7 +49,7 @@ impl AgeList {
     pub(super) fn unlink(&mut self, block: BlockId) {
         if self.contains(block) {
             let at = position(block) as usize;
-            let Link { older, newer } = std::mem::replace(&mut self.links[at], UNLINKED);
+            let AgeLink { older, newer } = std::mem::replace(&mut self.links[at], UNLINKED);
             self.links[older as usize].newer = newer;
             self.links[newer as usize].older = older;
         }
@@ -58,7 +58,7 @@ impl AgeList {
     /// Links position `at`, which is not linked, just after `older`.
     fn link(&mut self, older: u32, at: u32) {
         let newer = std::mem::replace(&mut self.links[older as usize].newer, at);
-        *self.links.reach(at as usize, UNLINKED) = Link { older, newer };
+        *self.links.reach(at as usize, UNLINKED) = AgeLink { older, newer };
         self.links[newer as usize].older = at;
     }
 }
@@ -69,8 +69,8 @@ fn position(block: BlockId) -> u32 {
 
 impl Default for AgeList {
     fn default() -> Self {
-        let mut links = Chunked::default();
-        links.push(Link { older: JOINT, newer: JOINT });
+        let mut links = ChunkedVec::default();
+        links.push(AgeLink { older: JOINT, newer: JOINT });
         Self { links }
     }
 }
@@ -132,6 +132,6 @@ mod tests {
 
     #[test]
     fn a_block_costs_eight_bytes() {
-        assert_eq!(size_of::<Link>(), 8);
+        assert_eq!(size_of::<AgeLink>(), 8);
     }
 }

@@ -1,8 +1,8 @@
 //! The adaptive replacement cache, leaves only.
 
-use super::ghosts::Ghosts;
+use super::ghosts::EvictedGhosts;
 use super::policy::Eviction;
-use super::residents::{Ranked, Residents};
+use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest};
 
@@ -17,18 +17,18 @@ use crate::seam::{Access, BlockId, Forest};
 /// O(path) a request, 32 bytes a block and about 60 a ghost, of which there are at most as many as blocks.
 #[derive(Debug)]
 pub struct Arc {
-    blocks: Residents<ArcBlock>,
-    recent: Queue,
-    frequent: Queue,
+    blocks: RankedResidents<ArcBlock>,
+    recent: ArcQueue,
+    frequent: ArcQueue,
     /// How many blocks `recent` may have, as adapted so far.
     target: usize,
     capacity: usize,
 }
 
 #[derive(Debug, Default)]
-struct Queue {
+struct ArcQueue {
     len: usize,
-    ghosts: Ghosts<()>,
+    ghosts: EvictedGhosts<()>,
 }
 
 #[derive(Debug)]
@@ -38,7 +38,7 @@ struct ArcBlock {
     key: u64,
 }
 
-impl Ranked for ArcBlock {
+impl RankedLeaves for ArcBlock {
     type Rank = (bool, u64);
 
     fn rank(&self) -> (bool, u64) {
@@ -50,15 +50,15 @@ impl Arc {
     /// A policy for a tier of `capacity` blocks.
     pub fn with_capacity(capacity: u32) -> Self {
         Self {
-            blocks: Residents::with_capacity(capacity),
-            recent: Queue::default(),
-            frequent: Queue::default(),
+            blocks: RankedResidents::with_capacity(capacity),
+            recent: ArcQueue::default(),
+            frequent: ArcQueue::default(),
             target: 0,
             capacity: capacity as usize,
         }
     }
 
-    fn queue(&mut self, is_frequent: bool) -> &mut Queue {
+    fn queue(&mut self, is_frequent: bool) -> &mut ArcQueue {
         if is_frequent { &mut self.frequent } else { &mut self.recent }
     }
 

@@ -10,9 +10,9 @@ pub(super) const GHOSTS_PER_BLOCK: usize = 4;
 ///
 /// Without a bound of its own: `arc` and `s3fifo` move theirs with every use.
 #[derive(Debug)]
-pub(super) struct Ghosts<V>(LruCache<u64, V>);
+pub(super) struct EvictedGhosts<V>(LruCache<u64, V>);
 
-impl<V> Ghosts<V> {
+impl<V> EvictedGhosts<V> {
     pub(super) fn len(&self) -> usize {
         self.0.len()
     }
@@ -35,7 +35,7 @@ impl<V> Ghosts<V> {
     }
 }
 
-impl<V> Default for Ghosts<V> {
+impl<V> Default for EvictedGhosts<V> {
     fn default() -> Self {
         Self(LruCache::unbounded())
     }
@@ -50,7 +50,7 @@ mod tests {
     proptest! {
         #[test]
         fn ghosts_behave_like_a_vec(moves in prop::collection::vec((0_u64..12, any::<bool>()), 0..300)) {
-            let mut ghosts = Ghosts::default();
+            let mut ghosts = EvictedGhosts::default();
             let mut expected: Vec<(u64, usize)> = Vec::new();
             for (now, (key, leaves)) in moves.into_iter().enumerate() {
                 let known = expected.iter().position(|&(other, _)| other == key).map(|at| expected.remove(at).1);

@@ -1,7 +1,7 @@
 //! Least frequently used, with aging, leaves only.
 
 use super::policy::Eviction;
-use super::residents::{Ranked, Residents};
+use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest};
 
@@ -14,19 +14,19 @@ use crate::seam::{Access, BlockId, Forest};
 /// above it anyway. O(path) a request, 32 bytes a block.
 #[derive(Debug)]
 pub struct Lfu {
-    blocks: Residents<Frequency>,
+    blocks: RankedResidents<UseFrequency>,
     age: u64,
 }
 
 #[derive(Debug)]
-struct Frequency {
+struct UseFrequency {
     uses: u64,
     /// Uses plus the tier's age.
     worth: u64,
     stamp: u64,
 }
 
-impl Ranked for Frequency {
+impl RankedLeaves for UseFrequency {
     type Rank = (u64, u64);
 
     fn rank(&self) -> (u64, u64) {
@@ -37,7 +37,7 @@ impl Ranked for Frequency {
 impl Lfu {
     /// A policy for a tier of `capacity` blocks.
     pub fn with_capacity(capacity: u32) -> Self {
-        Self { blocks: Residents::with_capacity(capacity), age: 0 }
+        Self { blocks: RankedResidents::with_capacity(capacity), age: 0 }
     }
 }
 
@@ -46,7 +46,7 @@ impl Eviction for Lfu {
         for block in self.blocks.path(access, forest) {
             let uses = 1 + self.blocks.state(block).map_or(0, |known| known.uses);
             let stamp = self.blocks.stamp();
-            self.blocks.set(block, Frequency { uses, worth: self.age + uses, stamp });
+            self.blocks.set(block, UseFrequency { uses, worth: self.age + uses, stamp });
         }
         self.blocks.offer(access.deepest);
     }

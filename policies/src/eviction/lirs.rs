@@ -1,9 +1,9 @@
 //! Low inter-reference recency set, leaves only.
 
 use super::age_list::AgeList;
-use super::ghosts::{GHOSTS_PER_BLOCK, Ghosts};
+use super::ghosts::{EvictedGhosts, GHOSTS_PER_BLOCK};
 use super::policy::Eviction;
-use super::residents::{Ranked, Residents};
+use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest};
 
@@ -22,12 +22,12 @@ use crate::seam::{Access, BlockId, Forest};
 /// O(path) a request, 48 bytes a block and about 70 a ghost, of which there are at most four a block.
 #[derive(Debug)]
 pub struct Lirs {
-    blocks: Residents<LirsBlock>,
+    blocks: RankedResidents<LirsBlock>,
     low: AgeList,
     low_len: usize,
     low_room: usize,
     /// The last uses of blocks that left.
-    ghosts: Ghosts<u64>,
+    ghosts: EvictedGhosts<u64>,
     max_ghosts: usize,
 }
 
@@ -40,7 +40,7 @@ struct LirsBlock {
     key: u64,
 }
 
-impl Ranked for LirsBlock {
+impl RankedLeaves for LirsBlock {
     type Rank = (bool, u64);
 
     fn rank(&self) -> (bool, u64) {
@@ -52,11 +52,11 @@ impl Lirs {
     /// A policy for a tier of `capacity` blocks.
     pub fn with_capacity(capacity: u32) -> Self {
         Self {
-            blocks: Residents::with_capacity(capacity),
+            blocks: RankedResidents::with_capacity(capacity),
             low: AgeList::default(),
             low_len: 0,
             low_room: (capacity - capacity.div_ceil(20)) as usize,
-            ghosts: Ghosts::default(),
+            ghosts: EvictedGhosts::default(),
             max_ghosts: capacity as usize * GHOSTS_PER_BLOCK,
         }
     }

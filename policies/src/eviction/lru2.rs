@@ -1,8 +1,8 @@
 //! LRU-2: by the last use but one, leaves only.
 
-use super::ghosts::{GHOSTS_PER_BLOCK, Ghosts};
+use super::ghosts::{EvictedGhosts, GHOSTS_PER_BLOCK};
 use super::policy::Eviction;
-use super::residents::{Ranked, Residents};
+use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest};
 
@@ -16,8 +16,8 @@ use crate::seam::{Access, BlockId, Forest};
 /// O(path) a request, 32 bytes a block and about 70 a ghost.
 #[derive(Debug)]
 pub struct Lru2 {
-    blocks: Residents<LastTwo>,
-    ghosts: Ghosts<u64>,
+    blocks: RankedResidents<LastTwo>,
+    ghosts: EvictedGhosts<u64>,
     max_ghosts: usize,
 }
 
@@ -29,7 +29,7 @@ struct LastTwo {
     key: u64,
 }
 
-impl Ranked for LastTwo {
+impl RankedLeaves for LastTwo {
     type Rank = (u64, u64);
 
     fn rank(&self) -> (u64, u64) {
@@ -41,8 +41,8 @@ impl Lru2 {
     /// A policy for a tier of `capacity` blocks.
     pub fn with_capacity(capacity: u32) -> Self {
         Self {
-            blocks: Residents::with_capacity(capacity),
-            ghosts: Ghosts::default(),
+            blocks: RankedResidents::with_capacity(capacity),
+            ghosts: EvictedGhosts::default(),
             max_ghosts: capacity as usize * GHOSTS_PER_BLOCK,
         }
     }

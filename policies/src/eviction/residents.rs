@@ -8,7 +8,7 @@ use std::ops::RangeBounds;
 use crate::seam::{Access, BlockId, Forest, PREPARED_BLOCKS, RequestId, Standing};
 
 /// What a policy knows of one block.
-pub(super) trait Ranked: Debug {
+pub(super) trait RankedLeaves: Debug {
     /// The lowest goes first. No two blocks of a tier share one.
     type Rank: Ord + Copy + Debug;
 
@@ -22,8 +22,8 @@ pub(super) trait Ranked: Debug {
 /// have become interior or busy since: each search drops the ones it meets. A leaf costs about 32 bytes more
 /// than the other blocks.
 #[derive(Debug)]
-pub(super) struct Residents<T: Ranked> {
-    blocks: Vec<Option<Resident<T>>>,
+pub(super) struct RankedResidents<T: RankedLeaves> {
+    blocks: Vec<Option<ResidentBlock<T>>>,
     leaves: BTreeMap<T::Rank, BlockId>,
     last_stamp: u64,
     /// The newest requests, whose use of known blocks has been counted.
@@ -31,13 +31,13 @@ pub(super) struct Residents<T: Ranked> {
 }
 
 #[derive(Debug)]
-struct Resident<T> {
+struct ResidentBlock<T> {
     state: T,
     /// Whether `leaves` has it, under the rank of `state`.
     is_sorted: bool,
 }
 
-impl<T: Ranked> Residents<T> {
+impl<T: RankedLeaves> RankedResidents<T> {
     /// Requests whose parts are told from new requests.
     pub(super) const COUNTED: usize = 64;
 
@@ -95,7 +95,7 @@ impl<T: Ranked> Residents<T> {
         if self.blocks.len() <= at {
             self.blocks.resize_with(at + 1, || None);
         }
-        let old = self.blocks[at].replace(Resident { state, is_sorted: false });
+        let old = self.blocks[at].replace(ResidentBlock { state, is_sorted: false });
         // By what it was: the tree has the leaf under its old rank.
         self.unsort(old.as_ref());
     }
@@ -138,7 +138,7 @@ impl<T: Ranked> Residents<T> {
         None
     }
 
-    fn unsort(&mut self, resident: Option<&Resident<T>>) {
+    fn unsort(&mut self, resident: Option<&ResidentBlock<T>>) {
         if let Some(resident) = resident.filter(|resident| resident.is_sorted) {
             self.leaves.remove(&resident.state.rank());
         }
@@ -157,7 +157,7 @@ mod tests {
 
     const LINE: Line = Line(Standing::Busy);
 
-    impl Ranked for u64 {
+    impl RankedLeaves for u64 {
         type Rank = Self;
 
         fn rank(&self) -> Self {
@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn a_use_in_parts_counts_once() {
-        let mut residents = Residents::<u64>::with_capacity(8);
+        let mut residents = RankedResidents::<u64>::with_capacity(8);
         let mut used = |request: Option<u64>, depth: u32, inserted| {
             let access = Access {
                 now_ms: 0,
@@ -204,7 +204,7 @@ mod tests {
     proptest! {
         #[test]
         fn the_lowest_evictable_block_is_found(moves in prop::collection::vec((0_u32..12, 0_u32..4), 0..100)) {
-            let mut residents = Residents::with_capacity(4);
+            let mut residents = RankedResidents::with_capacity(4);
             let mut expected = BTreeMap::new();
             for (block, step) in moves {
                 match step {

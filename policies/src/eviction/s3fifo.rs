@@ -1,9 +1,9 @@
 //! S3-FIFO: three static queues, leaves only.
 
 use super::age_list::AgeList;
-use super::ghosts::Ghosts;
+use super::ghosts::EvictedGhosts;
 use super::policy::Eviction;
-use super::residents::{Ranked, Residents};
+use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest, Standing};
 
@@ -18,11 +18,11 @@ use crate::seam::{Access, BlockId, Forest, Standing};
 /// are at most nine for ten blocks.
 #[derive(Debug)]
 pub struct S3Fifo {
-    blocks: Residents<S3FifoBlock>,
+    blocks: RankedResidents<S3FifoBlock>,
     small: AgeList,
     small_len: usize,
     main: AgeList,
-    ghosts: Ghosts<()>,
+    ghosts: EvictedGhosts<()>,
     capacity: usize,
 }
 
@@ -41,7 +41,7 @@ struct S3FifoBlock {
     key: u64,
 }
 
-impl Ranked for S3FifoBlock {
+impl RankedLeaves for S3FifoBlock {
     type Rank = (bool, u64);
 
     fn rank(&self) -> (bool, u64) {
@@ -53,11 +53,11 @@ impl S3Fifo {
     /// A policy for a tier of `capacity` blocks.
     pub fn with_capacity(capacity: u32) -> Self {
         Self {
-            blocks: Residents::with_capacity(capacity),
+            blocks: RankedResidents::with_capacity(capacity),
             small: AgeList::default(),
             small_len: 0,
             main: AgeList::default(),
-            ghosts: Ghosts::default(),
+            ghosts: EvictedGhosts::default(),
             capacity: capacity as usize,
         }
     }

@@ -1,7 +1,7 @@
 //! SIEVE: one queue and a hand, leaves only.
 
 use super::policy::Eviction;
-use super::residents::{Ranked, Residents};
+use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest};
 
@@ -14,7 +14,7 @@ use crate::seam::{Access, BlockId, Forest};
 /// O(path) a request, 24 bytes a block.
 #[derive(Debug)]
 pub struct Sieve {
-    blocks: Residents<SieveBlock>,
+    blocks: RankedResidents<SieveBlock>,
     /// Blocks with lower stamps are behind it.
     hand: u64,
 }
@@ -25,7 +25,7 @@ struct SieveBlock {
     is_used: bool,
 }
 
-impl Ranked for SieveBlock {
+impl RankedLeaves for SieveBlock {
     type Rank = u64;
 
     fn rank(&self) -> u64 {
@@ -36,7 +36,7 @@ impl Ranked for SieveBlock {
 impl Sieve {
     /// A policy for a tier of `capacity` blocks.
     pub fn with_capacity(capacity: u32) -> Self {
-        Self { blocks: Residents::with_capacity(capacity), hand: 0 }
+        Self { blocks: RankedResidents::with_capacity(capacity), hand: 0 }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::age_list::AgeList;
 use super::policy::Eviction;
-use super::residents::{Ranked, Residents};
+use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest};
 
@@ -15,7 +15,7 @@ use crate::seam::{Access, BlockId, Forest};
 /// O(path) a request, 32 bytes a block.
 #[derive(Debug)]
 pub struct Slru {
-    blocks: Residents<SlruBlock>,
+    blocks: RankedResidents<SlruBlock>,
     protected: AgeList,
     protected_len: usize,
     protected_room: usize,
@@ -27,7 +27,7 @@ struct SlruBlock {
     stamp: u64,
 }
 
-impl Ranked for SlruBlock {
+impl RankedLeaves for SlruBlock {
     type Rank = (bool, u64);
 
     fn rank(&self) -> (bool, u64) {
@@ -39,7 +39,7 @@ impl Slru {
     /// A policy for a tier of `capacity` blocks.
     pub fn with_capacity(capacity: u32) -> Self {
         Self {
-            blocks: Residents::with_capacity(capacity),
+            blocks: RankedResidents::with_capacity(capacity),
             protected: AgeList::default(),
             protected_len: 0,
             protected_room: capacity as usize / 5 * 4,

@@ -26,11 +26,11 @@ pub struct Tenants {
     policy: Box<dyn Eviction>,
     terms: TenantTerms,
     /// By block.
-    charges: Vec<Option<Charge>>,
-    groups: BTreeMap<GroupId, Group>,
+    charges: Vec<Option<SlotCharge>>,
+    groups: BTreeMap<GroupId, TenantGroup>,
     /// Tenants by load.
-    order: BTreeSet<(Load, Tenant)>,
-    blocks: HashMap<Tenant, u32>,
+    order: BTreeSet<(TenantExcess, TenantId)>,
+    blocks: HashMap<TenantId, u32>,
     last_ticket: u32,
 }
 
@@ -45,30 +45,30 @@ pub struct TenantTerms {
     pub quotas: HashMap<u32, u32>,
 }
 
-type Tenant = Option<u32>;
+type TenantId = Option<u32>;
 /// A tenant and a priority.
-type GroupId = (Tenant, u8);
+type GroupId = (TenantId, u8);
 
 /// The priority of requests that name none.
 pub const USUAL_PRIORITY: u8 = 50;
 
 /// How far above its share a tenant is. A tenant above its quota is further than all that are not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Load {
+struct TenantExcess {
     is_over_quota: bool,
     /// Blocks for each unit of weight; not negative, so the bits order like the number.
     per_weight: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Charge {
+struct SlotCharge {
     group: GroupId,
     /// By which its group's list knows it; 0 where it is not set aside.
     ticket: u32,
 }
 
 #[derive(Debug, Default)]
-struct Group {
+struct TenantGroup {
     blocks: u32,
     /// Leaves set aside, the first to go first, with tickets, among some that are no longer.
     aside: VecDeque<(BlockId, u32)>,
@@ -98,7 +98,7 @@ impl Tenants {
         if self.charges.len() <= at {
             self.charges.resize(at + 1, None);
         }
-        self.charges[at] = Some(Charge { group, ticket: 0 });
+        self.charges[at] = Some(SlotCharge { group, ticket: 0 });
         self.groups.entry(group).or_default().blocks += 1;
         self.set_blocks(group.0, self.blocks(group.0) + 1);
     }
@@ -114,7 +114,7 @@ impl Tenants {
         self.set_blocks(charge.group.0, self.blocks(charge.group.0) - 1);
     }
 
-    fn set_blocks(&mut self, tenant: Tenant, blocks: u32) {
+    fn set_blocks(&mut self, tenant: TenantId, blocks: u32) {
         // Under the load that it has had so far, which the count below still tells.
         self.order.remove(&(self.load(tenant, self.blocks(tenant)), tenant));
         if blocks == 0 {
@@ -125,17 +125,17 @@ impl Tenants {
         }
     }
 
-    fn load(&self, tenant: Tenant, blocks: u32) -> Load {
+    fn load(&self, tenant: TenantId, blocks: u32) -> TenantExcess {
         let weight = tenant.and_then(|tenant| self.terms.weights.get(&tenant)).map_or(1.0, |&weight| weight);
         let quota = tenant.and_then(|tenant| self.terms.quotas.get(&tenant));
-        Load {
+        TenantExcess {
             is_over_quota: quota.is_some_and(|&quota| blocks > quota),
             // 0, less or no number would spoil the order of the bits.
             per_weight: (f64::from(blocks) / weight.max(1e-9)).to_bits(),
         }
     }
 
-    fn charge_of(&mut self, block: BlockId) -> Option<&mut Charge> {
+    fn charge_of(&mut self, block: BlockId) -> Option<&mut SlotCharge> {
         self.charges.get_mut(block.0 as usize)?.as_mut()
     }
 
@@ -189,7 +189,7 @@ impl Tenants {
     fn next_of(&mut self, id: GroupId, forest: &dyn Forest, reuse: &ReuseModel) -> Option<BlockId> {
         loop {
             // What is set aside looks busy to it: it passes that over and names the next one.
-            let block = self.policy.victim(&Rest { forest, charges: &self.charges }, reuse)?;
+            let block = self.policy.victim(&TierRest { forest, charges: &self.charges }, reuse)?;
             match self.charge_of(block) {
                 Some(charge) if charge.group != id => self.set_aside(block),
                 _ => return Some(block),
@@ -198,17 +198,17 @@ impl Tenants {
     }
 }
 
-fn holds(charges: &[Option<Charge>], block: BlockId, ticket: u32) -> bool {
+fn holds(charges: &[Option<SlotCharge>], block: BlockId, ticket: u32) -> bool {
     charges.get(block.0 as usize).copied().flatten().is_some_and(|charge| charge.ticket == ticket)
 }
 
 /// The tier without what is set aside.
-struct Rest<'a> {
+struct TierRest<'a> {
     forest: &'a dyn Forest,
-    charges: &'a [Option<Charge>],
+    charges: &'a [Option<SlotCharge>],
 }
 
-impl Forest for Rest<'_> {
+impl Forest for TierRest<'_> {
     fn standing(&self, block: BlockId) -> Standing {
         let charge = self.charges.get(block.0 as usize).copied().flatten();
         match self.forest.standing(block) {
@@ -361,7 +361,7 @@ mod tests {
             blocks in prop::collection::vec((0_u32..4, 0_u8..3), 1..60),
             weights in prop::collection::hash_map(0_u32..4, 0.5_f64..4.0, 0..4),
         ) {
-            let mut tier = Roots::new(Tenants::new(EvictionKind::Lru.build(64), weigh(weights.clone())));
+            let mut tier = TenantRoots::new(Tenants::new(EvictionKind::Lru.build(64), weigh(weights.clone())));
             blocks.iter().for_each(|&(tenant, priority)| tier.insert(tenant, priority));
             while let Some(victim) = tier.policy.victim(&Loose, &ReuseModel::idle()) {
                 let load = |tenant: u32| {
@@ -379,13 +379,13 @@ mod tests {
     }
 
     /// A tier of blocks without parents.
-    struct Roots {
+    struct TenantRoots {
         policy: Tenants,
         left: BTreeSet<usize>,
         inserted: u32,
     }
 
-    impl Roots {
+    impl TenantRoots {
         fn new(policy: Tenants) -> Self {
             Self { policy, left: BTreeSet::new(), inserted: 0 }
         }
@@ -409,7 +409,7 @@ mod tests {
     #[test]
     fn a_scan_takes_no_more_than_its_share() {
         let mut tier =
-            Roots::new(Tenants::new(EvictionKind::Lru.build(100), weigh(HashMap::from([(1, 3.0)]))));
+            TenantRoots::new(Tenants::new(EvictionKind::Lru.build(100), weigh(HashMap::from([(1, 3.0)]))));
         (0..100).for_each(|_| tier.insert(1, 50));
         for _ in 0..1_000 {
             tier.insert(2, 50);
@@ -423,7 +423,7 @@ mod tests {
     fn who_is_above_his_quota_gives_way_first() {
         let quotas = HashMap::from([(1, 10)]);
         let terms = TenantTerms { quotas, ..weigh(HashMap::from([(1, 100.0)])) };
-        let mut tier = Roots::new(Tenants::new(EvictionKind::Lru.build(100), terms));
+        let mut tier = TenantRoots::new(Tenants::new(EvictionKind::Lru.build(100), terms));
         (0..40).for_each(|_| tier.insert(1, 50));
         (0..60).for_each(|_| tier.insert(2, 50));
         let mut evict = |blocks| {
@@ -439,7 +439,7 @@ mod tests {
 
     #[test]
     fn memory_is_bounded_by_the_blocks() {
-        let mut tier = Roots::new(fair(EvictionKind::Lru));
+        let mut tier = TenantRoots::new(fair(EvictionKind::Lru));
         (0..10).for_each(|_| tier.insert(0, 50));
         (0..9).for_each(|_| tier.insert(2, 50));
         for turn in 0..10_000_u32 {
@@ -456,7 +456,7 @@ mod tests {
     /// The documentation states it.
     #[test]
     fn what_is_kept_is_small() {
-        assert!(size_of::<Option<Charge>>() <= 16, "{}", size_of::<Option<Charge>>());
+        assert!(size_of::<Option<SlotCharge>>() <= 16, "{}", size_of::<Option<SlotCharge>>());
         assert!(size_of::<(BlockId, u32)>() <= 8);
     }
 }

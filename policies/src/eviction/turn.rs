@@ -3,9 +3,9 @@
 use std::collections::VecDeque;
 use std::iter::successors;
 
-use super::ghosts::{GHOSTS_PER_BLOCK, Ghosts};
+use super::ghosts::{EvictedGhosts, GHOSTS_PER_BLOCK};
 use super::policy::Eviction;
-use super::residents::{Ranked, Residents};
+use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest, RequestId};
 
@@ -24,14 +24,14 @@ use crate::seam::{Access, BlockId, Forest, RequestId};
 /// ghost, of which there are at most four a block.
 #[derive(Debug)]
 pub struct Turn {
-    blocks: Residents<TurnBlock>,
-    ghosts: Ghosts<History>,
+    blocks: RankedResidents<TurnBlock>,
+    ghosts: EvictedGhosts<TurnHistory>,
     max_ghosts: usize,
-    gaps: Gaps,
+    gaps: TurnGaps,
     /// The turns of the newest requests, to which parts may come.
-    going: VecDeque<Going>,
+    going: VecDeque<GoingTurn>,
     /// The path at hand, from the deepest block up, with what was known of it. Kept for its memory.
-    steps: Vec<Step>,
+    steps: Vec<TurnStep>,
 }
 
 /// Blocks of a prefix from which on it belongs to one conversation.
@@ -43,11 +43,11 @@ struct TurnBlock {
     until_ms: u64,
     stamp: u64,
     key: u64,
-    history: History,
+    history: TurnHistory,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct History {
+struct TurnHistory {
     /// Uses after the first.
     reuses: u32,
     /// The number of the turn that ended here or at a child, from 1; 0 where none did.
@@ -58,24 +58,24 @@ struct History {
 
 /// A turn that may go on.
 #[derive(Clone, Copy, Debug)]
-struct Going {
+struct GoingTurn {
     request: RequestId,
-    progress: Progress,
-    end: [Option<Covered>; END],
+    progress: TurnProgress,
+    end: [Option<CoveredTurn>; END],
 }
 
 /// What is known of a turn so far.
 #[derive(Clone, Copy, Debug)]
-struct Progress {
+struct TurnProgress {
     /// From 1.
     number: u32,
-    /// Where the gap before it stands among all [`Gaps`].
+    /// Where the gap before it stands among all [`TurnGaps`].
     gap: Option<usize>,
 }
 
 /// The turn that ended at a block before the one that ends there for now.
 #[derive(Clone, Copy, Debug)]
-struct Covered {
+struct CoveredTurn {
     block: BlockId,
     key: u64,
     turn: u32,
@@ -87,13 +87,13 @@ struct Covered {
 const END: usize = 2;
 
 #[derive(Clone, Copy, Debug)]
-struct Step {
+struct TurnStep {
     block: BlockId,
     key: u64,
-    known: Option<History>,
+    known: Option<TurnHistory>,
 }
 
-impl Ranked for TurnBlock {
+impl RankedLeaves for TurnBlock {
     type Rank = (u64, u64);
 
     fn rank(&self) -> (u64, u64) {
@@ -105,26 +105,26 @@ impl Turn {
     /// A policy for a tier of `capacity` blocks.
     pub fn with_capacity(capacity: u32) -> Self {
         Self {
-            blocks: Residents::with_capacity(capacity),
-            ghosts: Ghosts::default(),
+            blocks: RankedResidents::with_capacity(capacity),
+            ghosts: EvictedGhosts::default(),
             max_ghosts: capacity as usize * GHOSTS_PER_BLOCK,
-            gaps: Gaps::default(),
+            gaps: TurnGaps::default(),
             going: VecDeque::new(),
             steps: Vec::new(),
         }
     }
 
-    fn step(&mut self, block: BlockId, forest: &dyn Forest) -> Step {
+    fn step(&mut self, block: BlockId, forest: &dyn Forest) -> TurnStep {
         if let Some(&TurnBlock { key, history, .. }) = self.blocks.state(block) {
-            return Step { block, key, known: Some(history) };
+            return TurnStep { block, key, known: Some(history) };
         }
         let key = forest.key(block);
-        Step { block, key, known: self.ghosts.take(key) }
+        TurnStep { block, key, known: self.ghosts.take(key) }
     }
 
     /// Takes a turn on by the path at hand, which ends at `depth`: the deepest known block tells its number and the gap
     /// since the one before.
-    fn advance(&mut self, progress: &mut Progress, depth: u32, now_ms: u64) {
+    fn advance(&mut self, progress: &mut TurnProgress, depth: u32, now_ms: u64) {
         let Some(end) = self.steps.iter().position(|step| step.known.is_some()) else { return };
         progress.number = 1;
         let is_own = depth as usize - end >= OWN_PREFIX;
@@ -138,8 +138,8 @@ impl Turn {
         }
     }
 
-    fn place(&mut self, step: Step, grace_turns: u64, now_ms: u64) {
-        let history = step.known.map_or_else(History::default, |known| History {
+    fn place(&mut self, step: TurnStep, grace_turns: u64, now_ms: u64) {
+        let history = step.known.map_or_else(TurnHistory::default, |known| TurnHistory {
             reuses: known.reuses.saturating_add(1),
             ..known
         });
@@ -150,10 +150,10 @@ impl Turn {
     }
 
     /// The request's turn so far, if this is not its first part. Its end is further down from now on.
-    fn reopen(&mut self, request: Option<RequestId>) -> Option<Progress> {
+    fn reopen(&mut self, request: Option<RequestId>) -> Option<TurnProgress> {
         let at = self.going.iter().position(|going| Some(going.request) == request)?;
-        let Going { progress, end, .. } = self.going[at];
-        for Covered { block, key, turn, turn_ms } in end.into_iter().flatten() {
+        let GoingTurn { progress, end, .. } = self.going[at];
+        for CoveredTurn { block, key, turn, turn_ms } in end.into_iter().flatten() {
             // Another block may have the number by now.
             if let Some(state) = self.blocks.state_mut(block).filter(|state| state.key == key) {
                 (state.history.turn, state.history.turn_ms) = (turn, turn_ms);
@@ -163,21 +163,21 @@ impl Turn {
     }
 
     /// The turn ends at `access.deepest`, unless another part comes.
-    fn end(&mut self, progress: Progress, access: &Access, forest: &dyn Forest) {
+    fn end(&mut self, progress: TurnProgress, access: &Access, forest: &dyn Forest) {
         let mut path = successors(Some(access.deepest), |&block| forest.parent(block));
         let end = std::array::from_fn(|_| {
             let block = path.next()?;
             let TurnBlock { key, history, .. } = self.blocks.state_mut(block)?;
-            let covered = Covered { block, key: *key, turn: history.turn, turn_ms: history.turn_ms };
+            let covered = CoveredTurn { block, key: *key, turn: history.turn, turn_ms: history.turn_ms };
             (history.turn, history.turn_ms) = (progress.number, access.now_ms);
             Some(covered)
         });
         let Some(request) = access.request else { return };
-        let going = Going { request, progress, end };
+        let going = GoingTurn { request, progress, end };
         match self.going.iter_mut().find(|going| going.request == request) {
             Some(earlier) => *earlier = going,
             None => {
-                self.going.truncate(Residents::<TurnBlock>::COUNTED - 1);
+                self.going.truncate(RankedResidents::<TurnBlock>::COUNTED - 1);
                 self.going.push_front(going);
             }
         }
@@ -205,7 +205,7 @@ impl Eviction for Turn {
         }
         // A part that brings nothing leaves the turn's end where it is.
         if !self.steps.is_empty() {
-            let first = Progress { number: 1, gap: None };
+            let first = TurnProgress { number: 1, gap: None };
             let mut progress = self.reopen(access.request).unwrap_or(first);
             self.advance(&mut progress, access.depth, access.now_ms);
             for at in 0..self.steps.len() {
@@ -234,13 +234,13 @@ impl Eviction for Turn {
 
 /// The median of the newest gaps, in milliseconds.
 #[derive(Debug, Default)]
-struct Gaps {
+struct TurnGaps {
     newest: Vec<u64>,
     seen: usize,
     median: u64,
 }
 
-impl Gaps {
+impl TurnGaps {
     const KEPT: usize = 1024;
     /// The median is taken anew after this number, and after each one before that.
     const STEP: usize = 32;
@@ -280,33 +280,33 @@ mod tests {
 
     /// How a use is reported: all at once, or what is there and then a number of blocks at a time.
     #[derive(Clone, Copy, Debug)]
-    enum Parts {
+    enum ReportedParts {
         One,
         Of(u32),
     }
 
     /// A policy of the tier that holds the first `resident` blocks of the conversation.
-    struct Conversation {
+    struct KnownConversation {
         policy: Turn,
         resident: u32,
         turns: u64,
     }
 
-    impl Conversation {
+    impl KnownConversation {
         fn new() -> Self {
             Self { policy: Turn::with_capacity(64), resident: 0, turns: 0 }
         }
 
         /// The next turn, a minute after the last, up to block `len`.
-        fn turn(&mut self, len: u32, parts: Parts) {
+        fn turn(&mut self, len: u32, parts: ReportedParts) {
             self.turns += 1;
             let (from, step) = match parts {
-                Parts::One => (len, len),
-                Parts::Of(step) => (self.resident.min(len), step),
+                ReportedParts::One => (len, len),
+                ReportedParts::Of(step) => (self.resident.min(len), step),
             };
             let mut depth = from;
             if depth > 0 {
-                let inserted = if matches!(parts, Parts::One) { len - self.resident } else { 0 };
+                let inserted = if matches!(parts, ReportedParts::One) { len - self.resident } else { 0 };
                 self.part(depth, inserted, len);
             }
             while depth < len {
@@ -343,22 +343,26 @@ mod tests {
     #[test]
     fn the_parts_of_a_turn_are_one_turn() {
         let played = |parts| {
-            let mut conversation = Conversation::new();
+            let mut conversation = KnownConversation::new();
             [4, 9, 10, 16, 20].into_iter().for_each(|len| conversation.turn(len, parts));
             (conversation.blocks(), conversation.policy.gaps.newest)
         };
-        let (blocks, gaps) = played(Parts::One);
+        let (blocks, gaps) = played(ReportedParts::One);
         let ends = blocks.iter().map(|&(turn, _)| turn).collect::<Vec<_>>();
         assert_eq!(ends, [0, 0, 1, 1, 0, 0, 0, 2, 3, 3, 0, 0, 0, 0, 4, 4, 0, 0, 5, 5]);
         for step in 1..6 {
-            assert_eq!(played(Parts::Of(step)), (blocks.clone(), gaps.clone()), "{step} blocks at a time");
+            assert_eq!(
+                played(ReportedParts::Of(step)),
+                (blocks.clone(), gaps.clone()),
+                "{step} blocks at a time"
+            );
         }
     }
 
     #[test]
     fn a_turn_that_comes_back_in_parts_goes_on_counting() {
-        for parts in [Parts::One, Parts::Of(1), Parts::Of(3)] {
-            let mut conversation = Conversation::new();
+        for parts in [ReportedParts::One, ReportedParts::Of(1), ReportedParts::Of(3)] {
+            let mut conversation = KnownConversation::new();
             [8, 12, 16].into_iter().for_each(|len| conversation.turn(len, parts));
             conversation.forget_from(6);
             conversation.turn(20, parts);
@@ -372,12 +376,12 @@ mod tests {
 
     #[test]
     fn the_median_follows_the_newest_gaps() {
-        let mut gaps = Gaps::default();
+        let mut gaps = TurnGaps::default();
         for gap_ms in [9, 1, 5] {
             gaps.add(gap_ms);
         }
         assert_eq!(gaps.median, 5);
-        for _ in 0..Gaps::KEPT {
+        for _ in 0..TurnGaps::KEPT {
             gaps.add(70);
         }
         assert_eq!(gaps.median, 70);

@@ -18,12 +18,12 @@ const WINDOW: u32 = 8_192;
 /// each hot block that it begins with, and one more. At most some 25,000 blocks are counted at a time, typically a few
 /// hundred.
 #[derive(Debug, Default)]
-pub(crate) struct Hot {
+pub(crate) struct HotBlocks {
     uses: HashMap<u64, u32>,
     requests: u32,
 }
 
-impl Hot {
+impl HotBlocks {
     /// Counts a request. Returns how many of its first blocks are hot.
     pub(crate) fn head(&mut self, path: impl IntoIterator<Item = u64>) -> usize {
         self.requests += 1;

@@ -17,9 +17,9 @@ mod stack;
 pub use requests::SampledRequests;
 
 use crate::sample::Sample;
-use hot::Hot;
+use hot::HotBlocks;
 use requests::SampledRequest;
-use stack::Stack;
+use stack::LruStack;
 
 /// Blocks that are followed at most.
 // On conversation one block in 7 makes the curve wrong by 0.1 points on average and at most 0.4, one in 25 by
@@ -39,12 +39,12 @@ pub struct MissRatio {
     sample: Sample,
     horizon: u32,
     block_tokens: u32,
-    hot: Hot,
-    stack: Stack,
+    hot: HotBlocks,
+    stack: LruStack,
     /// What was measured of every hot block.
-    exact: Distances,
+    exact: StackDistances,
     /// What was measured of those of the others that are in the sample.
-    sampled: Distances,
+    sampled: StackDistances,
     /// Uses of blocks that are not hot, in the sample or not.
     uses: f64,
     prompt_tokens: f64,
@@ -60,10 +60,10 @@ impl MissRatio {
             sample,
             horizon,
             block_tokens,
-            hot: Hot::default(),
-            stack: Stack::new(horizon.clamp(1, FOLLOWED) as usize),
-            exact: Distances::default(),
-            sampled: Distances::default(),
+            hot: HotBlocks::default(),
+            stack: LruStack::new(horizon.clamp(1, FOLLOWED) as usize),
+            exact: StackDistances::default(),
+            sampled: StackDistances::default(),
             uses: 0.0,
             prompt_tokens: 0.0,
             path: Vec::new(),
@@ -147,12 +147,12 @@ impl MissRatio {
 
 /// How often each stack distance occurred; exact below 64, to 3 % beyond.
 #[derive(Debug, Default)]
-struct Distances {
+struct StackDistances {
     counts: Vec<f64>,
     uses: f64,
 }
 
-impl Distances {
+impl StackDistances {
     /// `None` is a use of a block that was nowhere.
     fn count(&mut self, distance: Option<u32>) {
         self.uses += 1.0;

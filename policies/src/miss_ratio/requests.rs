@@ -7,7 +7,7 @@ use crate::sample::Sample;
 #[derive(Debug)]
 pub struct SampledRequests {
     sample: Sample,
-    requests: Vec<Bounds>,
+    requests: Vec<HitBounds>,
     // Flat, and emptied for use again: once these have grown, a request allocates nothing.
     heads: Vec<u64>,
     sampled: Vec<SampledKey>,
@@ -15,7 +15,7 @@ pub struct SampledRequests {
 
 /// What is kept of one request, and where its keys end.
 #[derive(Clone, Copy, Debug)]
-struct Bounds {
+struct HitBounds {
     blocks: usize,
     prompt_tokens: u32,
     heads_end: usize,
@@ -58,7 +58,7 @@ impl SampledRequests {
         let sampled = self.sample.positions(blocks, &key);
         self.sampled.extend(sampled.map(|at| SampledKey { at: at as u32, key: key(at) }));
         let (heads_end, sampled_end) = (self.heads.len(), self.sampled.len());
-        self.requests.push(Bounds { blocks, prompt_tokens, heads_end, sampled_end });
+        self.requests.push(HitBounds { blocks, prompt_tokens, heads_end, sampled_end });
     }
 
     /// Keys that are held.

@@ -7,10 +7,10 @@ use std::collections::HashMap;
 /// Keys stand in a lane of twice as many places, filled from the left, and a Fenwick tree over it adds up the
 /// weights on the way to a place. A lane that is full is packed to the left: O(log n) a use, amortised.
 #[derive(Debug)]
-pub(super) struct Stack {
+pub(super) struct LruStack {
     places: HashMap<u64, u32>,
     lane: Vec<LaneEntry>,
-    weights: Fenwick,
+    weights: FenwickTree,
     /// Of all keys together.
     total: u32,
     /// Everything from here on is empty.
@@ -27,7 +27,7 @@ struct LaneEntry {
     weight: u32,
 }
 
-impl Stack {
+impl LruStack {
     /// # Panics
     /// If `depth` is 0.
     pub(super) fn new(depth: usize) -> Self {
@@ -36,7 +36,7 @@ impl Stack {
             // One more than stay: a key comes in before the lowest falls off.
             places: HashMap::with_capacity(depth + 1),
             lane: vec![LaneEntry::default(); 2 * depth],
-            weights: Fenwick::new(2 * depth),
+            weights: FenwickTree::new(2 * depth),
             total: 0,
             top: 0,
             bottom: 0,
@@ -92,7 +92,7 @@ impl Stack {
     fn pack(&mut self) {
         let standing: Vec<_> = self.lane.iter().copied().filter(|place| place.weight > 0).collect();
         self.lane.fill(LaneEntry::default());
-        self.weights = Fenwick::new(self.lane.len());
+        self.weights = FenwickTree::new(self.lane.len());
         (self.total, self.top, self.bottom) = (0, 0, 0);
         for place in standing {
             self.places.insert(place.key, self.top);
@@ -105,9 +105,9 @@ impl Stack {
 /// Sums from the left in O(log n). (P. M. Fenwick, "A new data structure for cumulative frequency tables",
 /// Software: Practice and Experience 24(3), 1994.)
 #[derive(Debug)]
-struct Fenwick(Vec<u32>);
+struct FenwickTree(Vec<u32>);
 
-impl Fenwick {
+impl FenwickTree {
     fn new(places: usize) -> Self {
         Self(vec![0; places])
     }
@@ -149,7 +149,7 @@ mod tests {
     proptest! {
         #[test]
         fn counts_what_a_list_counts(depth in 1_usize..12, uses in prop::collection::vec((0_u64..20, 1_u32..4), 0..200)) {
-            let mut stack = Stack::new(depth);
+            let mut stack = LruStack::new(depth);
             let mut list: Vec<(u64, u32)> = Vec::new();
             for (key, weight) in uses {
                 stack.raise(key, weight);

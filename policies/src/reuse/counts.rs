@@ -7,10 +7,10 @@ use super::factors::{self, MANY_REUSES};
 /// Uses begin at the root, so counts hardly ever grow with the depth: a path has at most some 30 runs, whatever its
 /// length, and a use of 65,536 blocks changes a few numbers instead of as many.
 #[derive(Debug, Default)]
-pub(super) struct ReuseCounts(Vec<Run>);
+pub(super) struct ReuseCounts(Vec<CountRun>);
 
 #[derive(Clone, Copy, Debug)]
-struct Run {
+struct CountRun {
     /// Behind its last block, from the path's first block on.
     end: u32,
     count: u8,
@@ -31,7 +31,7 @@ impl ReuseCounts {
                     // Most paths have no other: the room for four that a `Vec` takes adds up.
                     self.0.reserve_exact(1);
                 }
-                self.0.push(Run { end, count: 0 });
+                self.0.push(CountRun { end, count: 0 });
             }
         }
     }
@@ -63,7 +63,7 @@ impl ReuseCounts {
         let mut start = from;
         std::iter::from_fn(move || {
             let first = runs.next().filter(|_| start < to)?;
-            let is_akin = |run: &&Run| factors::reuse(run.count) == factors::reuse(first.count);
+            let is_akin = |run: &&CountRun| factors::reuse(run.count) == factors::reuse(first.count);
             let mut end = first.end;
             while end < to
                 && let Some(run) = runs.next_if(is_akin)
@@ -82,7 +82,7 @@ impl ReuseCounts {
         if index == self.0.len() || start == block {
             return index;
         }
-        self.0.insert(index, Run { end: block, count: self.0[index].count });
+        self.0.insert(index, CountRun { end: block, count: self.0[index].count });
         index + 1
     }
 }

@@ -25,10 +25,10 @@ const GAP_STEP: f32 = 0.55;
 
 /// A segment's value of each factor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Profile([u8; FACTORS]);
+pub(super) struct ReuseProfile([u8; FACTORS]);
 
-impl Profile {
-    pub(super) fn new(request: Traits, reuse: u8, position: u8, divergence: u8) -> Self {
+impl ReuseProfile {
+    pub(super) fn new(request: BlockTraits, reuse: u8, position: u8, divergence: u8) -> Self {
         // The model multiplies its factors, so what two of them say together must be a factor of its own.
         let cross = reuse * OUTPUTS as u8 + request.output;
         Self([request.output, request.fresh, request.path, request.gap, reuse, cross, position, divergence])
@@ -78,7 +78,7 @@ pub(super) const ALL_VALUES: usize = START[FACTORS - 1] + VALUES[FACTORS - 1];
 
 /// What the segments of one request have in common.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Traits {
+pub(super) struct BlockTraits {
     pub(super) output: u8,
     pub(super) fresh: u8,
     pub(super) path: u8,
@@ -138,8 +138,8 @@ mod tests {
     proptest! {
         #[test]
         fn every_value_has_a_place(a: u32, b: u32, count: u8, ln in prop::option::of(0_f32..1e9)) {
-            let traits = Traits { output: output(a), fresh: size(a), path: size(b), gap: gap(ln) };
-            let profile = Profile::new(traits, reuse(count), position(a, b), divergence(a, b, count.into()));
+            let traits = BlockTraits { output: output(a), fresh: size(a), path: size(b), gap: gap(ln) };
+            let profile = ReuseProfile::new(traits, reuse(count), position(a, b), divergence(a, b, count.into()));
             for (place, factor) in profile.places().into_iter().zip(0..) {
                 prop_assert!((START[factor]..START[factor] + VALUES[factor]).contains(&place));
             }

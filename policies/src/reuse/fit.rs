@@ -5,7 +5,7 @@
 //! many the rest of the model expected, and sets the multiplier to the ratio (one Gauss–Seidel sweep of a
 //! Poisson regression), held back by a prior where little was seen.
 
-use super::factors::{ALL_VALUES, FACTORS, Profile, START, VALUES};
+use super::factors::{ALL_VALUES, FACTORS, ReuseProfile, START, VALUES};
 
 /// Age bins. The first ends at 2 s, each further one is 1.4 times as old at its end.
 pub(super) const BINS: usize = 48;
@@ -43,21 +43,21 @@ pub(super) type ByGroup = [f32; GROUPS];
 
 /// The life of a segment under one profile, from one age to another.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Record {
-    pub(super) profile: Profile,
+pub(super) struct LifeRecord {
+    pub(super) profile: ReuseProfile,
     /// Whether it ended by a return.
     pub(super) returned: bool,
     /// √blocks.
     pub(super) weight: f32,
-    pub(super) entry: Age,
-    pub(super) exit: Age,
+    pub(super) entry: AgeBucket,
+    pub(super) exit: AgeBucket,
 }
 
 /// An age in bins: the whole part is the bin, the rest how much of the bin has passed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd)]
-pub(super) struct Age(f32);
+pub(super) struct AgeBucket(f32);
 
-impl Age {
+impl AgeBucket {
     pub(super) fn from_ms(ms: u64) -> Self {
         let seconds = ms as f32 / 1000.0;
         let bin = EDGES.partition_point(|&edge| edge <= seconds).min(BINS - 1);
@@ -79,7 +79,7 @@ impl Age {
 
 /// The hazard as learned so far.
 #[derive(Clone, Debug)]
-pub(super) struct Model {
+pub(super) struct HazardModel {
     /// Returns expected while a bin passes.
     pub(super) base: [f32; BINS],
     /// By value of a factor: m.
@@ -88,7 +88,7 @@ pub(super) struct Model {
     effects: Vec<ByGroup>,
 }
 
-impl Default for Model {
+impl Default for HazardModel {
     fn default() -> Self {
         Self {
             base: [PRIOR_HAZARD; BINS],
@@ -98,9 +98,9 @@ impl Default for Model {
     }
 }
 
-impl Model {
+impl HazardModel {
     /// What the factors together multiply the base with.
-    pub(super) fn effect(&self, profile: Profile) -> ByGroup {
+    pub(super) fn effect(&self, profile: ReuseProfile) -> ByGroup {
         let mut product = [1.0; GROUPS];
         for place in profile.places() {
             scale(&mut product, &self.effects[place], GROUPS);
@@ -110,7 +110,7 @@ impl Model {
 
     /// Learns from `records`, each of which counts twice: as it is, and as if the length of the output were
     /// unknown, for that is how blocks are ranked while their request runs.
-    pub(super) fn fit(&mut self, records: &[Record]) {
+    pub(super) fn fit(&mut self, records: &[LifeRecord]) {
         let lives = lives(records);
         let Some(oldest) = lives.iter().map(|life| life.exit.bin()).max() else { return };
         // Ages that no record has reached cost nothing: whole vectors of groups.
@@ -126,7 +126,7 @@ impl Model {
         }
     }
 
-    fn fit_base(&mut self, lives: &[Life], effects: &[ByGroup]) {
+    fn fit_base(&mut self, lives: &[SegmentLife], effects: &[ByGroup]) {
         let mut returns = [0.0; BINS];
         let mut exposure = [0.0; BINS];
         for (life, effect) in lives.iter().zip(effects) {
@@ -143,7 +143,7 @@ impl Model {
     }
 
     /// The returns that the base alone expects of a life.
-    fn base_of(&self, life: &Life) -> ByGroup {
+    fn base_of(&self, life: &SegmentLife) -> ByGroup {
         let mut expected = [0.0; GROUPS];
         for (bin, part) in life.parts() {
             expected[bin / GROUP] += self.base[bin] * part * life.weight;
@@ -152,9 +152,9 @@ impl Model {
     }
 
     /// Fits one factor; `expected` has the returns that the model expects of each life.
-    fn fit_factor(&mut self, factor: usize, lives: &[Life], expected: &mut [ByGroup], groups: usize) {
+    fn fit_factor(&mut self, factor: usize, lives: &[SegmentLife], expected: &mut [ByGroup], groups: usize) {
         let start = START[factor];
-        let mut sums = vec![Seen::default(); VALUES[factor]];
+        let mut sums = vec![SeenLives::default(); VALUES[factor]];
         for (life, row) in lives.iter().zip(&*expected) {
             let seen = &mut sums[usize::from(life.places[factor]) - start];
             add(&mut seen.expected, row, groups);
@@ -170,7 +170,7 @@ impl Model {
     }
 
     /// Sets one value's multipliers. Returns by how much its effect changed.
-    fn update(&mut self, place: usize, seen: &Seen) -> ByGroup {
+    fn update(&mut self, place: usize, seen: &SeenLives) -> ByGroup {
         let before = self.effects[place];
         // The old multiplier is in what was expected, and comes out first.
         let overall: f32 = seen.expected.iter().sum::<f32>() / self.multipliers[place];
@@ -191,23 +191,23 @@ fn ratio(returns: f32, expected: f32, range: (f32, f32)) -> f32 {
 
 /// What happened to the lives with one value of a factor.
 #[derive(Clone, Default)]
-struct Seen {
+struct SeenLives {
     returns: ByGroup,
     expected: ByGroup,
 }
 
 /// A record as a fit looks at it.
-struct Life {
-    profile: Profile,
+struct SegmentLife {
+    profile: ReuseProfile,
     places: [u16; FACTORS],
     returned: bool,
     weight: f32,
-    entry: Age,
-    exit: Age,
+    entry: AgeBucket,
+    exit: AgeBucket,
 }
 
-impl Life {
-    fn new(profile: Profile, record: &Record, scale: f32) -> Self {
+impl SegmentLife {
+    fn new(profile: ReuseProfile, record: &LifeRecord, scale: f32) -> Self {
         Self {
             profile,
             places: profile.places().map(|place| place as u16),
@@ -231,13 +231,14 @@ impl Life {
 }
 
 /// Every record as it is, and once more without its output, with weights of mean 1.
-fn lives(records: &[Record]) -> Vec<Life> {
+fn lives(records: &[LifeRecord]) -> Vec<SegmentLife> {
     let weight: f32 = records.iter().map(|record| record.weight).sum();
     // A mean of 1: the priors are counted in returns.
     let scale = records.len() as f32 / weight.max(f32::MIN_POSITIVE);
     let known = records.iter().filter(|record| record.profile.knows_the_output());
-    let known = known.map(|record| Life::new(record.profile, record, scale));
-    let unknown = records.iter().map(|record| Life::new(record.profile.before_the_end(), record, scale));
+    let known = known.map(|record| SegmentLife::new(record.profile, record, scale));
+    let unknown =
+        records.iter().map(|record| SegmentLife::new(record.profile.before_the_end(), record, scale));
     known.chain(unknown).collect()
 }
 
@@ -257,13 +258,19 @@ fn add(row: &mut ByGroup, other: &ByGroup, groups: usize) {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::factors::{self, Traits};
+    use super::super::factors::{self, BlockTraits};
     use super::*;
 
-    fn record(output: u32, exit_ms: u64, returned: bool) -> Record {
-        let traits = Traits { output: factors::output(output), fresh: 3, path: 5, gap: 0 };
-        let profile = Profile::new(traits, 0, 0, factors::NO_DIVERGENCE);
-        Record { profile, returned, weight: 1.0, entry: Age::default(), exit: Age::from_ms(exit_ms) }
+    fn record(output: u32, exit_ms: u64, returned: bool) -> LifeRecord {
+        let traits = BlockTraits { output: factors::output(output), fresh: 3, path: 5, gap: 0 };
+        let profile = ReuseProfile::new(traits, 0, 0, factors::NO_DIVERGENCE);
+        LifeRecord {
+            profile,
+            returned,
+            weight: 1.0,
+            entry: AgeBucket::default(),
+            exit: AgeBucket::from_ms(exit_ms),
+        }
     }
 
     proptest! {
@@ -271,9 +278,9 @@ mod tests {
         fn no_records_make_the_hazard_absurd(
             lives in prop::collection::vec((any::<u32>(), any::<u64>(), any::<bool>(), 0_f32..300.0), 0..200),
         ) {
-            let weigh = |(output, exit, returned, weight)| Record { weight, ..record(output, exit, returned) };
+            let weigh = |(output, exit, returned, weight)| LifeRecord { weight, ..record(output, exit, returned) };
             let records: Vec<_> = lives.into_iter().map(weigh).collect();
-            let mut model = Model::default();
+            let mut model = HazardModel::default();
             for _ in 0..3 {
                 model.fit(&records);
             }
@@ -285,7 +292,7 @@ mod tests {
 
         #[test]
         fn ages_are_ordered_and_have_a_bin(one: u64, other: u64) {
-            let (young, old) = (Age::from_ms(one.min(other)), Age::from_ms(one.max(other)));
+            let (young, old) = (AgeBucket::from_ms(one.min(other)), AgeBucket::from_ms(one.max(other)));
             prop_assert!(young <= old && old.bin() < BINS);
         }
     }
@@ -295,7 +302,7 @@ mod tests {
         let talkers = (0..4000).map(|k| record(1000, 10_000 + k, k % 2 == 0));
         let others = (0..4000).map(|k| record(10, 10_000 + k, k % 8 == 0));
         let records: Vec<_> = talkers.chain(others).collect();
-        let mut model = Model::default();
+        let mut model = HazardModel::default();
         for _ in 0..5 {
             model.fit(&records);
         }

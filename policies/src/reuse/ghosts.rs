@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::ids::{Node, PathId};
+use super::ids::{NodeId, PathId};
 use super::sharded::{ShardedMap, mixed};
 
 /// Blocks that have left are remembered until so long after their last use.
@@ -15,29 +15,29 @@ const SPARE_GHOSTS: usize = 65_536;
 
 /// Where each ghost is known, and when those of each path are to be forgotten.
 #[derive(Debug, Default)]
-pub(super) struct Ghosts {
-    by_tag: ShardedMap<Node>,
+pub(super) struct PathGhosts {
+    by_tag: ShardedMap<NodeId>,
     count: usize,
     /// The paths that end in ghosts.
-    expiries: BinaryHeap<Reverse<Expiry>>,
+    expiries: BinaryHeap<Reverse<GhostExpiry>>,
 }
 
 /// When the last ghosts of a path are to be forgotten. Of equals, the path that begins deepest comes first: no block is
 /// forgotten before those below it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Expiry {
+pub(super) struct GhostExpiry {
     pub(super) due_ms: u64,
     pub(super) start: Reverse<u32>,
     pub(super) path: PathId,
     pub(super) life: u32,
 }
 
-impl Ghosts {
-    pub(super) fn find(&self, tag: u32) -> Option<Node> {
+impl PathGhosts {
+    pub(super) fn find(&self, tag: u32) -> Option<NodeId> {
         self.by_tag.get(tag.into()).copied()
     }
 
-    pub(super) fn add(&mut self, tag: u32, node: Node) {
+    pub(super) fn add(&mut self, tag: u32, node: NodeId) {
         self.count += 1;
         // Another ghost may have the same 32 bits: it is not found any more then, as if it were forgotten.
         self.by_tag.insert(tag.into(), node);
@@ -50,19 +50,19 @@ impl Ghosts {
     }
 
     /// The ghost at `node` is forgotten. Another block may have its tag by now.
-    pub(super) fn forget(&mut self, tag: u32, node: Node) {
+    pub(super) fn forget(&mut self, tag: u32, node: NodeId) {
         self.count -= 1;
         if self.find(tag) == Some(node) {
             self.by_tag.remove(tag.into());
         }
     }
 
-    pub(super) fn expect(&mut self, expiry: Expiry) {
+    pub(super) fn expect(&mut self, expiry: GhostExpiry) {
         self.expiries.push(Reverse(expiry));
     }
 
     /// What is to be forgotten next, if that is due: it is too old, or beside `resident` blocks there are too many.
-    pub(super) fn next_due(&mut self, now_ms: u64, resident: usize) -> Option<Expiry> {
+    pub(super) fn next_due(&mut self, now_ms: u64, resident: usize) -> Option<GhostExpiry> {
         let too_many = self.count > SPARE_GHOSTS + 2 * resident;
         self.expiries.peek().filter(|next| too_many || next.0.due_ms < now_ms)?;
         self.expiries.pop().map(|Reverse(next)| next)

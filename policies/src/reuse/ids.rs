@@ -10,7 +10,7 @@ pub(super) struct UseId(pub(super) u32);
 
 /// A place in a radix path; depths count from the root of the tree, which has depth 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Node {
+pub(super) struct NodeId {
     pub(super) path: PathId,
     pub(super) depth: u32,
 }

@@ -3,14 +3,14 @@
 //! The known blocks, resident ones and ghosts, form a radix tree of [`RadixPath`]s: another path that leaves one begins a
 //! path of its own. A use costs time in proportion to the paths and segments that it changes and the blocks that it adds.
 
-use super::factors::{self, Profile};
-use super::fit::{Age, Record};
-use super::ghosts::{Expiry, GHOST_MS, Ghosts, tag};
-use super::ids::{Node, PathId, UseId};
+use super::factors::{self, ReuseProfile};
+use super::fit::{AgeBucket, LifeRecord};
+use super::ghosts::{GHOST_MS, GhostExpiry, PathGhosts, tag};
+use super::ids::{NodeId, PathId, UseId};
 use super::last_use::LastUse;
-use super::path::{RadixPath, Segment};
-use super::uses::{RequestUse, Uses};
-use crate::chunked::Chunked;
+use super::path::{PathSegment, RadixPath};
+use super::uses::{RequestUse, UseCounts};
+use crate::chunked::ChunkedVec;
 use crate::seam::{Access, BlockId, Ended, Forest};
 
 /// Ghosts that one call forgets at most, besides two for each block that it adds: some 50 µs. What is left over waits for
@@ -29,15 +29,15 @@ const NOWHERE: PathId = PathId(u32::MAX);
 
 /// What is known of a resident block.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct State {
-    pub(super) profile: Profile,
+pub(super) struct BlockState {
+    pub(super) profile: ReuseProfile,
     pub(super) age_ms: u64,
     pub(super) will_not_return: bool,
 }
 
 /// What a use changed.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Touched {
+pub(super) struct TouchedPath {
     /// The path that it left last and the one where it ends: their tails may be others now.
     pub(super) paths: [PathId; 2],
     /// Whether it was a request's first use.
@@ -46,31 +46,31 @@ pub(super) struct Touched {
 
 /// A record that ended by a return.
 #[derive(Debug)]
-struct Returning {
+struct ReturningPath {
     /// Which request used it before, and which does now.
     parties: (UseId, UseId),
     blocks: u32,
-    record: Record,
+    record: LifeRecord,
 }
 
 /// All known blocks.
 #[derive(Debug, Default)]
 pub(super) struct KnownBlocks {
-    paths: Chunked<RadixPath>,
+    paths: ChunkedVec<RadixPath>,
     free_paths: Vec<PathId>,
-    uses: Uses,
+    uses: UseCounts,
     /// By resident block: its path.
-    home: Chunked<PathId>,
-    ghosts: Ghosts,
+    home: ChunkedVec<PathId>,
+    ghosts: PathGhosts,
     resident: usize,
     now_ms: u64,
-    closed: Vec<Record>,
+    closed: Vec<LifeRecord>,
     /// The latest record that ended by a return: more of it may come.
-    returning: Option<Returning>,
+    returning: Option<ReturningPath>,
     /// Kept for its memory.
     inserted: Vec<BlockId>,
     /// The same.
-    gone: Vec<Segment>,
+    gone: Vec<PathSegment>,
 }
 
 impl KnownBlocks {
@@ -80,12 +80,12 @@ impl KnownBlocks {
     }
 
     /// The records that ended since the last call.
-    pub(super) fn take_closed(&mut self) -> impl Iterator<Item = Record> + '_ {
+    pub(super) fn take_closed(&mut self) -> impl Iterator<Item = LifeRecord> + '_ {
         self.closed.drain(..)
     }
 
     /// The record that ended last, by a return of which more may come.
-    pub(super) fn returning(&self) -> Option<Record> {
+    pub(super) fn returning(&self) -> Option<LifeRecord> {
         self.returning.as_ref().map(|last| last.record)
     }
 
@@ -95,7 +95,7 @@ impl KnownBlocks {
     }
 
     /// The records of the `index`-th path that have not ended.
-    pub(super) fn open_records(&self, index: usize) -> impl Iterator<Item = Record> + '_ {
+    pub(super) fn open_records(&self, index: usize) -> impl Iterator<Item = LifeRecord> + '_ {
         let path = &self.paths[index];
         let starts = std::iter::once(path.start).chain(path.segments.iter().map(|segment| segment.end));
         starts.zip(&path.segments).map(move |(start, segment)| {
@@ -104,7 +104,7 @@ impl KnownBlocks {
     }
 
     /// Remembers that the request's path was used, and what of it is new.
-    pub(super) fn touch(&mut self, access: &Access, forest: &dyn Forest) -> Option<Touched> {
+    pub(super) fn touch(&mut self, access: &Access, forest: &dyn Forest) -> Option<TouchedPath> {
         self.advance(access.now_ms, MAX_FORGOTTEN + 2 * access.inserted as usize);
         let mut inserted = std::mem::take(&mut self.inserted);
         inserted.clear();
@@ -126,7 +126,7 @@ impl KnownBlocks {
         above: Option<BlockId>,
         inserted: &[BlockId],
         forest: &dyn Forest,
-    ) -> Option<Touched> {
+    ) -> Option<TouchedPath> {
         let resident = match above {
             Some(block) => Some(self.find(block, access.depth.saturating_sub(access.inserted + 1))?),
             None => None,
@@ -154,11 +154,11 @@ impl KnownBlocks {
         now.end = end;
         self.uses.leave(used);
         let left = known.map_or(end, |node| node.path);
-        Some(Touched { paths: [left, end], is_new })
+        Some(TouchedPath { paths: [left, end], is_new })
     }
 
     /// The place of a resident block, which should be at `depth`.
-    fn find(&self, block: BlockId, depth: u32) -> Option<Node> {
+    fn find(&self, block: BlockId, depth: u32) -> Option<NodeId> {
         let id = self.path_of(block)?;
         let path = self.path(id);
         let resident = path.resident_blocks();
@@ -166,18 +166,18 @@ impl KnownBlocks {
         let guess = depth.checked_sub(path.start).filter(is_there);
         // Owners say the true depth. Without it (`remove`, some tests) it is looked for, from the tail.
         let at = guess.or_else(|| (0..path.resident).rev().find(is_there))?;
-        Some(Node { path: id, depth: path.start + at })
+        Some(NodeId { path: id, depth: path.start + at })
     }
 
     /// Makes those ghosts resident that go on from `node` through the first ones of `inserted`. Returns where
     /// they end, how many they are, and how many of them another request than `own` had used last.
     fn revive(
         &mut self,
-        node: Option<Node>,
+        node: Option<NodeId>,
         inserted: &[BlockId],
         own: Option<UseId>,
         forest: &dyn Forest,
-    ) -> (Option<Node>, usize, u32) {
+    ) -> (Option<NodeId>, usize, u32) {
         let mut known = node;
         let mut returned = 0;
         for (revived, &block) in inserted.iter().enumerate() {
@@ -197,11 +197,11 @@ impl KnownBlocks {
     }
 
     /// Whether `ghost` is the first ghost of its path, next below `node`, and not old enough to be forgotten.
-    fn follows(&self, node: Option<Node>, ghost: Node) -> bool {
+    fn follows(&self, node: Option<NodeId>, ghost: NodeId) -> bool {
         let path = self.path(ghost.path);
         let above = match path.resident {
             0 => path.parent,
-            _ => Some(Node { depth: ghost.depth - 1, ..ghost }),
+            _ => Some(NodeId { depth: ghost.depth - 1, ..ghost }),
         };
         let is_fresh = || self.segment(ghost).is_some_and(|(_, segment)| self.age_ms(&segment) <= GHOST_MS);
         path.start + path.resident == ghost.depth && above == node && is_fresh()
@@ -216,8 +216,8 @@ impl KnownBlocks {
     fn find_or_add_use(
         &mut self,
         access: &Access,
-        resident: Option<Node>,
-        known: Option<Node>,
+        resident: Option<NodeId>,
+        known: Option<NodeId>,
         returned: u32,
     ) -> (UseId, bool) {
         let gap = known.and_then(|node| self.gap(node));
@@ -243,7 +243,7 @@ impl KnownBlocks {
         (self.uses.add(used), true)
     }
 
-    fn unnamed_use_ending_at(&self, node: Node) -> Option<UseId> {
+    fn unnamed_use_ending_at(&self, node: NodeId) -> Option<UseId> {
         let (_, segment) = self.segment(node)?;
         let used = self.uses.at(segment.used);
         (used.request().is_none() && used.reached == node.depth + 1).then_some(segment.used)
@@ -252,10 +252,10 @@ impl KnownBlocks {
     /// The smoothed gap of the chain that a request continues whose path is known up to `node`: one that
     /// ended there or a little further down, for the last blocks of a prompt may be written otherwise in the
     /// next one.
-    fn gap(&self, node: Node) -> Option<f32> {
-        let below = Node { depth: node.depth + 1, ..node };
+    fn gap(&self, node: NodeId) -> Option<f32> {
+        let below = NodeId { depth: node.depth + 1, ..node };
         let ends = node.depth + 1..=node.depth + 1 + REWRITTEN;
-        let of = |at: Node| self.segment(at).map(|(_, segment)| *self.uses.at(segment.used));
+        let of = |at: NodeId| self.segment(at).map(|(_, segment)| *self.uses.at(segment.used));
         let earlier = [node, below].into_iter().filter_map(of).find(|used| ends.contains(&used.reached))?;
         let gap = (1.0 + (self.now_ms - earlier.at_ms) as f32 / 1000.0).ln();
         Some(earlier.gap().map_or(gap, |smoothed| GAP_WEIGHT * gap + (1.0 - GAP_WEIGHT) * smoothed))
@@ -274,9 +274,9 @@ impl KnownBlocks {
 
     /// Ends the records of the path to `node`, from depth `from` on, by a return, and makes what they spoke
     /// of segments of `used`.
-    fn use_again(&mut self, node: Option<Node>, from: u32, used: UseId) {
+    fn use_again(&mut self, node: Option<NodeId>, from: u32, used: UseId) {
         let mut at = node;
-        while let Some(Node { path, depth }) = at.filter(|node| node.depth >= from) {
+        while let Some(NodeId { path, depth }) = at.filter(|node| node.depth >= from) {
             let RadixPath { start, parent, .. } = *self.path(path);
             self.take(path, start.max(from), depth + 1, used);
             at = parent;
@@ -305,7 +305,7 @@ impl KnownBlocks {
         let segments = path.counts.classes(from - path.start, to - path.start).map(|(blocks, count)| {
             end += blocks;
             self.uses.hold(used);
-            Segment::new(end, blocks, used, count)
+            PathSegment::new(end, blocks, used, count)
         });
         // The new ones hold the use before the old ones leave theirs: a use without segments is given up.
         self.gone.extend(path.segments.splice(first..last, segments));
@@ -317,7 +317,7 @@ impl KnownBlocks {
 
     /// Ends a segment's record, which began at depth `start`, because `used` uses it again. Parts of it that the
     /// request uses one after another count as one.
-    fn close_by_return(&mut self, segment: &Segment, start: u32, used: UseId) {
+    fn close_by_return(&mut self, segment: &PathSegment, start: u32, used: UseId) {
         let blocks = segment.end - start;
         let parties = (segment.used, used);
         let profile = self.profile(segment, start);
@@ -329,7 +329,7 @@ impl KnownBlocks {
             }
             _ => {
                 let record = self.record(segment, start, blocks, self.age_ms(segment), true);
-                let last = self.returning.replace(Returning { parties, blocks, record });
+                let last = self.returning.replace(ReturningPath { parties, blocks, record });
                 self.closed.extend(last.map(|last| last.record));
             }
         }
@@ -345,7 +345,7 @@ impl KnownBlocks {
     }
 
     /// A request's path leaves that of `node` below it: whatever follows there has another profile from now on.
-    fn diverge(&mut self, node: Node) {
+    fn diverge(&mut self, node: NodeId) {
         let (id, depth) = (node.path, node.depth + 1);
         let first = self.split(id, depth);
         let branches = self.path(id).forks_at(depth);
@@ -365,7 +365,7 @@ impl KnownBlocks {
     }
 
     /// Adds blocks that were not known below `node`. Returns the path where they end.
-    fn append(&mut self, node: Option<Node>, inserted: &[BlockId], used: UseId) -> PathId {
+    fn append(&mut self, node: Option<NodeId>, inserted: &[BlockId], used: UseId) -> PathId {
         let id = match node {
             Some(node) if inserted.is_empty() || self.path(node.path).end() == node.depth + 1 => node.path,
             _ => self.add_path(node),
@@ -391,13 +391,13 @@ impl KnownBlocks {
                     // Most paths have no other.
                     path.segments.reserve_exact(1);
                 }
-                path.segments.push(Segment::new(end, blocks, used, 0));
+                path.segments.push(PathSegment::new(end, blocks, used, 0));
                 self.uses.hold(used);
             }
         }
     }
 
-    fn add_path(&mut self, parent: Option<Node>) -> PathId {
+    fn add_path(&mut self, parent: Option<NodeId>) -> PathId {
         if let Some(node) = parent {
             self.path_mut(node.path).fork(node.depth + 1);
         }
@@ -415,17 +415,17 @@ impl KnownBlocks {
     /// resident block is of another segment now.
     pub(super) fn remove(&mut self, block: BlockId, key: u64) -> Option<PathId> {
         // A removal does not say the block's depth; the search from the tail finds a leaf at once.
-        let Node { path: id, depth } = self.find(block, u32::MAX)?;
+        let NodeId { path: id, depth } = self.find(block, u32::MAX)?;
         self.home[block.0 as usize] = NOWHERE;
         let path = self.path_mut(id);
         debug_assert_eq!(depth + 1, path.start + path.resident, "only leaves leave");
         let tag = tag(key);
         path.lose_tail(tag);
         let above = if path.resident == 0 { path.parent.map(|node| node.path) } else { Some(id) };
-        let (start, segment) = self.segment(Node { path: id, depth })?;
+        let (start, segment) = self.segment(NodeId { path: id, depth })?;
         let age_ms = self.age_ms(&segment);
         self.resident -= 1;
-        self.ghosts.add(tag, Node { path: id, depth });
+        self.ghosts.add(tag, NodeId { path: id, depth });
         // Too old for a ghost. Where that is a long tail, `advance` forgets it step by step.
         if age_ms > GHOST_MS && self.path(id).ghosts() as usize <= MAX_FORGOTTEN {
             self.truncate(id, depth, age_ms);
@@ -477,7 +477,8 @@ impl KnownBlocks {
         }
         if let Some(last) = path.segments.last() {
             let due_ms = self.uses.at(last.used).at_ms + GHOST_MS;
-            let expiry = Expiry { due_ms, start: std::cmp::Reverse(path.start), path: id, life: path.life };
+            let expiry =
+                GhostExpiry { due_ms, start: std::cmp::Reverse(path.start), path: id, life: path.life };
             self.path_mut(id).expiring = true;
             self.ghosts.expect(expiry);
         }
@@ -489,7 +490,7 @@ impl KnownBlocks {
         path.counts.truncate(depth - path.start);
         while path.end() > depth {
             let Some(tag) = path.pop_ghost() else { break };
-            self.ghosts.forget(tag, Node { path: id, depth: path.end() });
+            self.ghosts.forget(tag, NodeId { path: id, depth: path.end() });
         }
         while let Some(&last) = self.path(id).segments.last().filter(|last| last.end > depth) {
             let path = self.path_mut(id);
@@ -527,14 +528,14 @@ impl KnownBlocks {
     }
 
     /// What is known of the last resident block of a path.
-    pub(super) fn tail(&self, id: PathId) -> Option<State> {
+    pub(super) fn tail(&self, id: PathId) -> Option<BlockState> {
         let path = self.path(id);
         let last = path.resident.checked_sub(1)?;
-        self.state_at(Node { path: id, depth: path.start + last })
+        self.state_at(NodeId { path: id, depth: path.start + last })
     }
 
     /// What is known of a resident block, the last one of a path of `depth` blocks.
-    pub(super) fn state(&self, block: BlockId, depth: u32) -> Option<State> {
+    pub(super) fn state(&self, block: BlockId, depth: u32) -> Option<BlockState> {
         self.state_at(self.find(block, depth.saturating_sub(1))?)
     }
 
@@ -545,10 +546,10 @@ impl KnownBlocks {
         Some(LastUse { request: used.request(), hints: used.hints })
     }
 
-    fn state_at(&self, node: Node) -> Option<State> {
+    fn state_at(&self, node: NodeId) -> Option<BlockState> {
         let (start, segment) = self.segment(node)?;
         let used = self.uses.at(segment.used);
-        Some(State {
+        Some(BlockState {
             profile: self.profile(&segment, start),
             age_ms: self.age_ms(&segment),
             will_not_return: used.hints.will_not_return && self.is_below_the_last_fork(node, used),
@@ -557,7 +558,7 @@ impl KnownBlocks {
 
     /// Whether a use ended in the path of `node`, which no other path leaves from there on: then only
     /// continuations of that request come by.
-    fn is_below_the_last_fork(&self, node: Node, used: &RequestUse) -> bool {
+    fn is_below_the_last_fork(&self, node: NodeId, used: &RequestUse) -> bool {
         used.end == node.path && node.depth >= self.path(node.path).last_fork()
     }
 
@@ -573,30 +574,37 @@ impl KnownBlocks {
     }
 
     /// The segment at `node`, and where it starts.
-    fn segment(&self, node: Node) -> Option<(u32, Segment)> {
+    fn segment(&self, node: NodeId) -> Option<(u32, PathSegment)> {
         let path = self.path(node.path);
         let index = path.segment_at(node.depth);
         path.segments.get(index).map(|&segment| (path.segment_start(index), segment))
     }
 
-    fn age_ms(&self, segment: &Segment) -> u64 {
+    fn age_ms(&self, segment: &PathSegment) -> u64 {
         self.now_ms - self.uses.at(segment.used).at_ms
     }
 
-    fn profile(&self, segment: &Segment, start: u32) -> Profile {
+    fn profile(&self, segment: &PathSegment, start: u32) -> ReuseProfile {
         let used = self.uses.at(segment.used);
         let position = factors::position(start, used.path);
-        Profile::new(used.traits(), segment.reuse, position, segment.divergence)
+        ReuseProfile::new(used.traits(), segment.reuse, position, segment.divergence)
     }
 
-    fn record(&self, segment: &Segment, start: u32, blocks: u32, age_ms: u64, returned: bool) -> Record {
-        Record {
+    fn record(
+        &self,
+        segment: &PathSegment,
+        start: u32,
+        blocks: u32,
+        age_ms: u64,
+        returned: bool,
+    ) -> LifeRecord {
+        LifeRecord {
             profile: self.profile(segment, start),
             returned,
             // Blocks that return together are no independent events. ^0.7 was worse, ^0.35 no better (docs/policies.md).
             weight: (blocks as f32).sqrt(),
-            entry: Age::from_ms(segment.entry_ms.into()),
-            exit: Age::from_ms(age_ms),
+            entry: AgeBucket::from_ms(segment.entry_ms.into()),
+            exit: AgeBucket::from_ms(age_ms),
         }
     }
 }

@@ -2,9 +2,9 @@
 
 use std::sync::{Arc, OnceLock};
 
-use super::fit::{Model, Record};
+use super::fit::{HazardModel, LifeRecord};
 use super::known::KnownBlocks;
-use super::records::Records;
+use super::records::LifeRecords;
 use crate::seam::Upkeep;
 
 /// Paths whose open records one step collects: some 0.3 ms where none of them is in a cache.
@@ -12,25 +12,25 @@ const PATHS_A_STEP: usize = 2_048;
 
 /// Where learning stands.
 #[derive(Debug)]
-pub(super) struct Learning {
+pub(super) struct FitSchedule {
     requests: u64,
     /// The number of the request after which to fit next.
     next_fit: u64,
-    phase: Phase,
+    phase: LearningPhase,
 }
 
 #[derive(Debug)]
-enum Phase {
+enum LearningPhase {
     Waiting,
     /// A fit is due; the open records of the paths before this one are here.
-    Collecting(usize, Vec<Vec<Record>>),
+    Collecting(usize, Vec<Vec<LifeRecord>>),
     /// Another thread has the work. If it dropped the work undone, only this holds the result's place.
-    Fitting(Arc<OnceLock<Arc<Model>>>),
+    Fitting(Arc<OnceLock<Arc<HazardModel>>>),
 }
 
-impl Default for Learning {
+impl Default for FitSchedule {
     fn default() -> Self {
-        Self { requests: 0, next_fit: fit_after(0), phase: Phase::Waiting }
+        Self { requests: 0, next_fit: fit_after(0), phase: LearningPhase::Waiting }
     }
 }
 
@@ -40,7 +40,7 @@ fn fit_after(requests: u64) -> u64 {
     requests + (requests / 20).clamp(50, 500)
 }
 
-impl Learning {
+impl FitSchedule {
     pub(super) const fn requests(&self) -> u64 {
         self.requests
     }
@@ -50,10 +50,10 @@ impl Learning {
     }
 
     /// What was learned elsewhere since the last call.
-    pub(super) fn take_result(&mut self) -> Option<Arc<Model>> {
-        let Phase::Fitting(learned) = &self.phase else { return None };
+    pub(super) fn take_result(&mut self) -> Option<Arc<HazardModel>> {
+        let LearningPhase::Fitting(learned) = &self.phase else { return None };
         let model = learned.get().cloned()?;
-        self.phase = Phase::Waiting;
+        self.phase = LearningPhase::Waiting;
         Some(model)
     }
 
@@ -62,22 +62,22 @@ impl Learning {
     pub(super) fn step(
         &mut self,
         known: &KnownBlocks,
-        records: &Records,
-        model: &Arc<Model>,
+        records: &LifeRecords,
+        model: &Arc<HazardModel>,
         work: &mut Vec<Upkeep>,
     ) -> bool {
         match &mut self.phase {
-            Phase::Fitting(learned) if Arc::strong_count(learned) > 1 => return false,
+            LearningPhase::Fitting(learned) if Arc::strong_count(learned) > 1 => return false,
             // Done: the next use takes it. Before that there is nothing new to learn from.
-            Phase::Fitting(learned) if learned.get().is_some() => return false,
-            Phase::Collecting(..) => {}
+            LearningPhase::Fitting(learned) if learned.get().is_some() => return false,
+            LearningPhase::Collecting(..) => {}
             _ if self.requests < self.next_fit => return false,
             phase => {
                 self.next_fit = fit_after(self.requests);
-                *phase = Phase::Collecting(0, Vec::new());
+                *phase = LearningPhase::Collecting(0, Vec::new());
             }
         }
-        let Phase::Collecting(next, open) = &mut self.phase else { return false };
+        let LearningPhase::Collecting(next, open) = &mut self.phase else { return false };
         let until = known.paths().min(*next + PATHS_A_STEP);
         // What changes between two steps may be seen twice or not at all: a few records among thousands.
         open.push((*next..until).flat_map(|path| known.open_records(path)).collect());
@@ -87,9 +87,9 @@ impl Learning {
         }
         let (ended, open) = (records.snapshot(), std::mem::take(open));
         // The record that may still grow is not among the ended ones. Ranks go by the old model while a copy is fitted.
-        let (last, mut model) = (known.returning(), Model::clone(model));
+        let (last, mut model) = (known.returning(), HazardModel::clone(model));
         let learned = Arc::new(OnceLock::new());
-        self.phase = Phase::Fitting(Arc::clone(&learned));
+        self.phase = LearningPhase::Fitting(Arc::clone(&learned));
         work.push(Box::new(move || {
             let ended = ended.iter().flat_map(|chunk| chunk.iter().copied());
             let records: Vec<_> = ended.chain(last).chain(open.into_iter().flatten()).collect();

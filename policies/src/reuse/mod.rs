@@ -31,14 +31,14 @@ mod uses;
 use std::fmt;
 use std::sync::Arc;
 
-use self::fit::Model;
+use self::fit::HazardModel;
 use self::ghosts::GHOST_MS;
 pub(crate) use self::ids::PathId;
-use self::known::{KnownBlocks, State};
+use self::known::{BlockState, KnownBlocks};
 pub use self::last_use::LastUse;
-use self::learning::Learning;
+use self::learning::FitSchedule;
 use self::rank::FreshRanks;
-use self::records::Records;
+use self::records::LifeRecords;
 use crate::seam::{Access, BlockId, Ended, Forest, Upkeep};
 
 /// A block is worth as much as it is likely to be used within these milliseconds. The model knows little of
@@ -59,11 +59,11 @@ pub struct ReuseModel {
     /// No policy asks it: then it hears nothing either.
     is_idle: bool,
     known: KnownBlocks,
-    model: Arc<Model>,
+    model: Arc<HazardModel>,
     /// By this model.
     fresh_ranks: FreshRanks,
-    records: Records,
-    learning: Learning,
+    records: LifeRecords,
+    learning: FitSchedule,
     has_learned: bool,
     /// Paths whose tail may rank otherwise since the latest event.
     changed: Vec<PathId>,
@@ -146,7 +146,7 @@ impl ReuseModel {
     /// What the last resident block of `path` is worth for the time it would be held: the lowest goes first. Not
     /// negative.
     pub(crate) fn tail_rank(&self, path: PathId) -> Option<f32> {
-        let State { profile, age_ms, will_not_return } = self.known.tail(path)?;
+        let BlockState { profile, age_ms, will_not_return } = self.known.tail(path)?;
         Some(match age_ms {
             _ if will_not_return => 0.0,
             0 => self.fresh_ranks.rank(&self.model, profile),

@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 
 use super::counts::ReuseCounts;
 use super::factors::{self, NO_DIVERGENCE};
-use super::ids::{Node, UseId};
+use super::ids::{NodeId, UseId};
 use crate::seam::BlockId;
 
 /// A run of blocks each of which was first seen below the one before it. Resident blocks come first, then ghosts.
 #[derive(Debug, Default)]
 pub(super) struct RadixPath {
     /// The block above the first one.
-    pub(super) parent: Option<Node>,
+    pub(super) parent: Option<NodeId>,
     /// The first one's depth.
     pub(super) start: u32,
     /// Of a resident block its id, of a ghost the tag of its content.
@@ -19,7 +19,7 @@ pub(super) struct RadixPath {
     pub(super) counts: ReuseCounts,
     /// How many of the blocks are resident.
     pub(super) resident: u32,
-    pub(super) segments: Vec<Segment>,
+    pub(super) segments: Vec<PathSegment>,
     /// At which depths other paths began below this one, and how many. Below most none does.
     #[expect(
         clippy::box_collection,
@@ -37,7 +37,7 @@ pub(super) struct RadixPath {
 /// The further down a path, the longer ago was the last use and the fewer were the uses, so a path has few segments
 /// and a use changes them from the head on.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Segment {
+pub(super) struct PathSegment {
     /// The depth behind its last block.
     pub(super) end: u32,
     /// How many blocks its record speaks of: those that it has, and ghosts that are forgotten.
@@ -49,7 +49,7 @@ pub(super) struct Segment {
     pub(super) divergence: u8,
 }
 
-impl Segment {
+impl PathSegment {
     pub(super) fn new(end: u32, blocks: u32, used: UseId, reuses: u8) -> Self {
         let reuse = factors::reuse(reuses);
         Self { end, span: blocks, used, entry_ms: 0, reuse, divergence: NO_DIVERGENCE }
@@ -123,7 +123,7 @@ impl RadixPath {
             return (index, None);
         }
         let rest = &mut self.segments[index];
-        let head = Segment { end: depth, span: depth - start, ..*rest };
+        let head = PathSegment { end: depth, span: depth - start, ..*rest };
         // Ghosts that were forgotten were the last ones, so it is the rest that speaks of them.
         rest.span = rest.span.saturating_sub(head.span).max(1);
         self.segments.insert(index, head);
@@ -178,7 +178,7 @@ impl RadixPath {
 
 #[cfg(test)]
 mod tests {
-    use super::super::fit::Record;
+    use super::super::fit::LifeRecord;
     use super::super::ids::PathId;
     use super::super::uses::RequestUse;
     use super::*;
@@ -187,9 +187,9 @@ mod tests {
     #[test]
     fn what_is_kept_is_small() {
         assert_eq!(size_of::<BlockId>() + size_of::<PathId>(), 8, "a resident block");
-        assert_eq!(size_of::<Segment>(), 20);
+        assert_eq!(size_of::<PathSegment>(), 20);
         assert!(size_of::<RequestUse>() <= 64, "{}", size_of::<RequestUse>());
         assert!(size_of::<RadixPath>() <= 112, "{}", size_of::<RadixPath>());
-        assert_eq!(size_of::<Record>(), 24);
+        assert_eq!(size_of::<LifeRecord>(), 24);
     }
 }

@@ -2,17 +2,17 @@
 
 use std::cell::Cell;
 
-use super::factors::Profile;
-use super::fit::{Age, BINS, EDGES, GROUP, Model};
+use super::factors::ReuseProfile;
+use super::fit::{AgeBucket, BINS, EDGES, GROUP, HazardModel};
 use super::sharded::mixed;
 
 /// The most returns for each second that the block is held, over all times to hold it that are at least
 /// half as long as the time since its last use: P(return while held) ÷ expected seconds until it returns or is
 /// let go. (J. C. Gittins, "Bandit processes and dynamic allocation indices", JRSS B 41(2), 1979; the shortest
 /// time keeps one bin's chance peak from ruling.)
-pub(super) fn gittins(model: &Model, profile: Profile, age_ms: u64) -> f32 {
+pub(super) fn gittins(model: &HazardModel, profile: ReuseProfile, age_ms: u64) -> f32 {
     let effect = model.effect(profile);
-    let age = Age::from_ms(age_ms);
+    let age = AgeBucket::from_ms(age_ms);
     let seconds = age_ms as f32 / 1000.0;
     let (mut absent, mut held_s, mut best) = (1.0_f32, 0.0_f32, 0.0_f32);
     let mut from_s = seconds;
@@ -47,7 +47,7 @@ pub(super) struct FreshRanks(Box<[Cell<FreshRank>]>);
 
 #[derive(Clone, Copy, Debug, Default)]
 struct FreshRank {
-    profile: Profile,
+    profile: ReuseProfile,
     /// `None`: not asked for yet.
     rank: Option<f32>,
 }
@@ -60,7 +60,7 @@ impl Default for FreshRanks {
 
 impl FreshRanks {
     /// [`gittins`] at the age of 0, by the one model that this cache is for.
-    pub(super) fn rank(&self, model: &Model, profile: Profile) -> f32 {
+    pub(super) fn rank(&self, model: &HazardModel, profile: ReuseProfile) -> f32 {
         let place = &self.0[mixed(profile.bits()) as usize % CACHED];
         let known = place.get();
         let rank = known.rank.filter(|_| known.profile == profile);
@@ -78,9 +78,9 @@ impl FreshRanks {
 }
 
 /// The probability of a use between the ages `age_ms` and `age_ms + within_ms`.
-pub(super) fn return_chance(model: &Model, profile: Profile, age_ms: u64, within_ms: u64) -> f32 {
+pub(super) fn return_chance(model: &HazardModel, profile: ReuseProfile, age_ms: u64, within_ms: u64) -> f32 {
     let effect = model.effect(profile);
-    let (now, then) = (Age::from_ms(age_ms), Age::from_ms(age_ms.saturating_add(within_ms)));
+    let (now, then) = (AgeBucket::from_ms(age_ms), AgeBucket::from_ms(age_ms.saturating_add(within_ms)));
     let returns: f32 = (now.bin()..=then.bin())
         .map(|bin| {
             let from = if bin == now.bin() { now.part() } else { 0.0 };
@@ -93,12 +93,12 @@ pub(super) fn return_chance(model: &Model, profile: Profile, age_ms: u64, within
 
 #[cfg(test)]
 mod tests {
-    use super::super::factors::Traits;
+    use super::super::factors::BlockTraits;
     use super::*;
 
     #[test]
     fn before_anything_is_learned_the_oldest_is_worth_least() {
-        let rank = |age_ms| gittins(&Model::default(), Profile::default(), age_ms);
+        let rank = |age_ms| gittins(&HazardModel::default(), ReuseProfile::default(), age_ms);
         for minutes in 0..600 {
             assert!(rank(minutes * 60_000) > rank((minutes + 1) * 60_000), "{minutes}");
         }
@@ -107,10 +107,10 @@ mod tests {
 
     #[test]
     fn a_cached_rank_is_what_would_be_computed() {
-        let (model, ranks) = (Model::default(), FreshRanks::default());
+        let (model, ranks) = (HazardModel::default(), FreshRanks::default());
         let profile = |n: u8| {
-            let traits = Traits { output: n % 7, fresh: n % 11, path: n % 13, gap: n % 5 };
-            Profile::new(traits, n % 6, n % 8, n % 3)
+            let traits = BlockTraits { output: n % 7, fresh: n % 11, path: n % 13, gap: n % 5 };
+            ReuseProfile::new(traits, n % 6, n % 8, n % 3)
         };
         // Each of them twice; some share a place.
         for n in (0..=255).chain(0..=255) {
@@ -121,8 +121,9 @@ mod tests {
 
     #[test]
     fn a_return_is_likelier_the_longer_one_waits() {
-        let chance =
-            |age_ms, within_ms| return_chance(&Model::default(), Profile::default(), age_ms, within_ms);
+        let chance = |age_ms, within_ms| {
+            return_chance(&HazardModel::default(), ReuseProfile::default(), age_ms, within_ms)
+        };
         for age_ms in [0, 1_000, 100_000, u64::MAX] {
             let chances = [0, 1_000, 60_000, 900_000, u64::MAX].map(|within_ms| chance(age_ms, within_ms));
             assert!(chances.is_sorted() && chances[0] >= 0.0 && chances[4] <= 1.0, "{chances:?}");

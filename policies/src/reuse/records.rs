@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::fit::Record;
+use super::fit::LifeRecord;
 
 /// Ended records that a fit looks at: 0.8 MB.
 // Half as many lost 0.8 points over ten cells, twice as many gained nothing (docs/policies.md).
@@ -15,14 +15,14 @@ const CHUNK: usize = 1_024;
 /// Handing them out copies none. A chunk that a fit still reads is copied when a record is added to it, 24 KB at a time: a
 /// copy of all took up to 146 ms under the table's lock, page faults included.
 #[derive(Debug, Default)]
-pub(super) struct Records {
-    chunks: Vec<Arc<Vec<Record>>>,
+pub(super) struct LifeRecords {
+    chunks: Vec<Arc<Vec<LifeRecord>>>,
     len: usize,
     oldest: usize,
 }
 
-impl Records {
-    pub(super) fn push(&mut self, record: Record) {
+impl LifeRecords {
+    pub(super) fn push(&mut self, record: LifeRecord) {
         if self.len == RECORDS {
             Arc::make_mut(&mut self.chunks[self.oldest / CHUNK])[self.oldest % CHUNK] = record;
             self.oldest = (self.oldest + 1) % RECORDS;
@@ -38,35 +38,35 @@ impl Records {
     }
 
     /// All of them, as they are now.
-    pub(super) fn snapshot(&self) -> Vec<Arc<Vec<Record>>> {
+    pub(super) fn snapshot(&self) -> Vec<Arc<Vec<LifeRecord>>> {
         self.chunks.clone()
     }
 
     #[cfg(test)]
-    pub(super) fn iter(&self) -> impl Iterator<Item = &Record> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = &LifeRecord> {
         self.chunks.iter().flat_map(|chunk| chunk.iter())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::factors::Profile;
-    use super::super::fit::Age;
+    use super::super::factors::ReuseProfile;
+    use super::super::fit::AgeBucket;
     use super::*;
 
-    fn record(number: usize) -> Record {
-        let (entry, exit) = (Age::default(), Age::default());
-        Record { profile: Profile::default(), returned: false, weight: number as f32, entry, exit }
+    fn record(number: usize) -> LifeRecord {
+        let (entry, exit) = (AgeBucket::default(), AgeBucket::default());
+        LifeRecord { profile: ReuseProfile::default(), returned: false, weight: number as f32, entry, exit }
     }
 
     #[test]
     fn the_latest_are_kept_and_a_snapshot_does_not_change() {
-        let mut records = Records::default();
+        let mut records = LifeRecords::default();
         (0..RECORDS).for_each(|number| records.push(record(number)));
         let before = records.snapshot();
         (RECORDS..RECORDS + 3).for_each(|number| records.push(record(number)));
         let oldest =
-            |chunks: &[Arc<Vec<Record>>]| chunks[0][..4].iter().map(|of| of.weight).collect::<Vec<_>>();
+            |chunks: &[Arc<Vec<LifeRecord>>]| chunks[0][..4].iter().map(|of| of.weight).collect::<Vec<_>>();
         assert_eq!(oldest(&before), [0.0, 1.0, 2.0, 3.0]);
         assert_eq!(oldest(&records.snapshot()), [32_768.0, 32_769.0, 32_770.0, 3.0]);
         assert_eq!(records.iter().count(), RECORDS);

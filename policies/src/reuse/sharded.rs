@@ -8,21 +8,21 @@ use std::hash::{BuildHasherDefault, Hash, Hasher};
 /// A table of two million entries takes 100 ms to grow, and its lock is held meanwhile. A part takes a
 /// tenth of a millisecond, and they grow at different times.
 #[derive(Debug)]
-pub(super) struct ShardedMap<V>(Vec<HashMap<Key, V, BuildHasherDefault<Mixer>>>);
+pub(super) struct ShardedMap<V>(Vec<HashMap<HalvedKey, V, BuildHasherDefault<HashMixer>>>);
 
 const SHARDS: usize = 1_024;
 
 /// A number in halves: with a value of four bytes that makes twelve, not sixteen.
 #[derive(Debug, PartialEq, Eq)]
-struct Key([u32; 2]);
+struct HalvedKey([u32; 2]);
 
-impl Key {
+impl HalvedKey {
     const fn new(number: u64) -> Self {
         Self([number as u32, (number >> 32) as u32])
     }
 }
 
-impl Hash for Key {
+impl Hash for HalvedKey {
     fn hash<H: Hasher>(&self, state: &mut H) {
         let [low, high] = self.0.map(u64::from);
         state.write_u64(high << 32 | low);
@@ -37,15 +37,15 @@ impl<V> Default for ShardedMap<V> {
 
 impl<V> ShardedMap<V> {
     pub(super) fn get(&self, key: u64) -> Option<&V> {
-        self.0[shard(key)].get(&Key::new(key))
+        self.0[shard(key)].get(&HalvedKey::new(key))
     }
 
     pub(super) fn insert(&mut self, key: u64, value: V) {
-        self.0[shard(key)].insert(Key::new(key), value);
+        self.0[shard(key)].insert(HalvedKey::new(key), value);
     }
 
     pub(super) fn remove(&mut self, key: u64) -> Option<V> {
-        self.0[shard(key)].remove(&Key::new(key))
+        self.0[shard(key)].remove(&HalvedKey::new(key))
     }
 
     #[cfg(test)]
@@ -61,9 +61,9 @@ fn shard(key: u64) -> usize {
 
 /// Hashes a number by [`mixed`] alone, without a secret: the keys are tags of contents, or names of requests.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Mixer(u64);
+pub(super) struct HashMixer(u64);
 
-impl Hasher for Mixer {
+impl Hasher for HashMixer {
     fn finish(&self) -> u64 {
         self.0
     }

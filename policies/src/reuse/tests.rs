@@ -2,7 +2,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use proptest::prelude::*;
 
-use super::fit::Record;
+use super::fit::LifeRecord;
 use super::*;
 use crate::eviction::model::{Tree, ops};
 use crate::eviction::{Eviction, EvictionKind, Hazard};
@@ -124,12 +124,12 @@ fn paths() -> impl Strategy<Value = Vec<Vec<u32>>> {
     prop::collection::vec(prop::collection::vec(1_u32..4, 1..10), 0..40)
 }
 
-fn open(policy: &TierPolicies) -> Vec<Record> {
+fn open(policy: &TierPolicies) -> Vec<LifeRecord> {
     (0..policy.reuse.known.paths()).flat_map(|path| policy.reuse.known.open_records(path)).collect()
 }
 
 /// What a policy knows after the requests, and the order in which it lets the blocks go.
-fn outcome(paths: &[Vec<u32>], parts: Parts) -> (Vec<Record>, Vec<BlockId>) {
+fn outcome(paths: &[Vec<u32>], parts: Parts) -> (Vec<LifeRecord>, Vec<BlockId>) {
     let (mut world, mut policy) = (World::default(), hazard(64));
     for (path, minute) in paths.iter().zip(1..) {
         world.play(&mut policy, minute * 60_000, path, parts);
@@ -244,7 +244,7 @@ fn memory_does_not_grow_with_time() {
 }
 
 /// The reuse counts along the path of `steps`, had it been used, forgotten or not, and used again.
-fn reuse_after(away_ms: u64) -> Vec<Record> {
+fn reuse_after(away_ms: u64) -> Vec<LifeRecord> {
     let mut world = World::default();
     let mut policy = hazard(4);
     world.play(&mut policy, 1, &[1, 2], Parts::One);
@@ -253,7 +253,7 @@ fn reuse_after(away_ms: u64) -> Vec<Record> {
     ended(&policy)
 }
 
-fn ended(policy: &TierPolicies) -> Vec<Record> {
+fn ended(policy: &TierPolicies) -> Vec<LifeRecord> {
     policy.reuse.records.iter().copied().chain(policy.reuse.known.returning()).collect()
 }
 

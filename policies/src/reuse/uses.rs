@@ -1,9 +1,9 @@
 //! Requests' uses of a tier.
 
-use super::factors::{self, Traits};
+use super::factors::{self, BlockTraits};
 use super::ids::{PathId, UseId};
 use super::sharded::ShardedMap;
-use crate::chunked::Chunked;
+use crate::chunked::ChunkedVec;
 use crate::seam::{Access, Hints, RequestId};
 
 /// One request's use, for as long as a segment of it is left. 64 bytes.
@@ -61,8 +61,8 @@ impl RequestUse {
         self.gap = self.gap().unwrap_or(gap);
     }
 
-    pub(super) fn traits(&self) -> Traits {
-        Traits {
+    pub(super) fn traits(&self) -> BlockTraits {
+        BlockTraits {
             output: self.output,
             // A block that leaves and comes back while its request goes on was known twice.
             fresh: factors::size(self.path.saturating_sub(self.known)),
@@ -74,13 +74,13 @@ impl RequestUse {
 
 /// The uses of which something is left.
 #[derive(Debug, Default)]
-pub(super) struct Uses {
-    all: Chunked<RequestUse>,
+pub(super) struct UseCounts {
+    all: ChunkedVec<RequestUse>,
     free: Vec<UseId>,
     by_request: ShardedMap<UseId>,
 }
 
-impl Uses {
+impl UseCounts {
     pub(super) fn at(&self, id: UseId) -> &RequestUse {
         &self.all[id.0 as usize]
     }

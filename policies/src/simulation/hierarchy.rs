@@ -12,8 +12,8 @@ use crate::admission::{AdmissionKind, TierPair, TierShape};
 use crate::eviction::EvictionKind;
 use crate::seam::{Hints, RequestId};
 use crate::simulation::running::Running;
+use crate::simulation::stages::{BlockUse, TierStages};
 pub use crate::simulation::stages::{Level, TierOutcome};
-use crate::simulation::stages::{Stages, Use};
 use crate::simulation::workload::Workload;
 
 /// A tier to simulate.
@@ -81,7 +81,7 @@ impl Hierarchy {
     /// If a policy names no victim in a full tier, or one that is not a resident leaf: no block is ever busy
     /// here, so that is an error in the policy.
     pub fn simulate(self, workload: &Workload) -> HierarchyOutcome {
-        let mut stages = Stages::new(self.0);
+        let mut stages = TierStages::new(self.0);
         let mut running = Running::default();
         for (visit, request) in workload.visits().iter().zip((0..).map(RequestId)) {
             while let Some(ended) = running.next_ended(visit.timestamp_ms) {
@@ -89,7 +89,7 @@ impl Hierarchy {
             }
             let Some(deepest) = visit.deepest else { continue };
             let hints = Hints::default();
-            stages.take(workload, &Use { now_ms: visit.timestamp_ms, request, deepest, hints });
+            stages.take(workload, &BlockUse { now_ms: visit.timestamp_ms, request, deepest, hints });
             stages.take_upkeep().into_iter().for_each(|upkeep| upkeep());
             running.start(request, visit.timestamp_ms, visit.output_tokens);
         }

@@ -11,7 +11,7 @@ use std::collections::{HashMap, HashSet};
 use crate::miss_ratio::MissRatio;
 use crate::sample::Sample;
 use crate::simulation::single::{Outcome, Policy};
-use crate::simulation::tier::Chains;
+use crate::simulation::tier::ChainSource;
 use crate::simulation::workload::{BLOCK_TOKENS, Request, Workload};
 
 /// A block is left out if one request in this number begins with it.
@@ -22,15 +22,15 @@ const DEEPEST: usize = 32;
 
 /// Collects the requests of a [`Miniature`].
 #[derive(Debug)]
-pub struct Thinning {
+pub struct TraceThinning {
     sample: Sample,
     /// In the sample, of all paths.
     blocks: usize,
-    requests: Vec<Thinned>,
+    requests: Vec<ThinnedTrace>,
 }
 
 #[derive(Debug)]
-struct Thinned {
+struct ThinnedTrace {
     /// With the sampled blocks alone; `positions` says where in the path they were.
     request: Request,
     positions: Vec<u32>,
@@ -38,7 +38,7 @@ struct Thinned {
     head: Vec<u64>,
 }
 
-impl Thinning {
+impl TraceThinning {
     /// Keeps what `sample` holds of each path.
     pub const fn new(sample: Sample) -> Self {
         Self { sample, blocks: 0, requests: Vec::new() }
@@ -53,7 +53,7 @@ impl Thinning {
         self.blocks += positions.len();
         // Where every block is in, none need be counted apart.
         let exact = self.sample == Sample::ALL;
-        self.requests.push(Thinned {
+        self.requests.push(ThinnedTrace {
             request: Request { hash_ids, ..*request },
             positions,
             blocks: path.len() as u32,
@@ -194,7 +194,7 @@ mod tests {
     }
 
     fn miniature(stride: u32) -> Miniature {
-        let mut thinning = Thinning::new(Sample::one_in(stride));
+        let mut thinning = TraceThinning::new(Sample::one_in(stride));
         chats().iter().for_each(|request| thinning.push(request));
         thinning.finish()
     }
@@ -231,7 +231,7 @@ mod tests {
 
     #[test]
     fn nothing_gives_nothing() {
-        let small = Thinning::new(Sample::one_in(4)).finish();
+        let small = TraceThinning::new(Sample::one_in(4)).finish();
         assert_eq!((small.blocks(), small.simulate(Policy::Belady, 7).hit_tokens), (0, 0));
     }
 }

@@ -13,7 +13,7 @@ use std::str::FromStr;
 use crate::eviction::{Belady, Eviction, EvictionKind, UnknownEviction};
 use crate::seam::{Access, Hints, RequestId};
 use crate::simulation::running::Running;
-use crate::simulation::tier::{Chains, Tier, View};
+use crate::simulation::tier::{ChainSource, PolicyView, SimulatedTier};
 use crate::simulation::workload::{BLOCK_TOKENS, Workload};
 use crate::tier_policies::TierPolicies;
 
@@ -40,7 +40,7 @@ impl Outcome {
 /// here, so that is an error in the policy.
 pub fn simulate(workload: &Workload, policy: Box<dyn Eviction>, capacity: u32) -> Outcome {
     let mut policies = TierPolicies::new(policy, None);
-    let mut tier = Tier::default();
+    let mut tier = SimulatedTier::default();
     let mut outcome = Outcome::default();
     let mut running = Running::default();
     let mut upkeep = Vec::new();
@@ -63,7 +63,7 @@ pub fn simulate(workload: &Workload, policy: Box<dyn Eviction>, capacity: u32) -
             path: depth,
             hints: Hints::default(),
         };
-        policies.touch(&access, &View { tier: &tier, chains: workload });
+        policies.touch(&access, &PolicyView { tier: &tier, chains: workload });
         tier.evict_down_to(capacity, workload, &mut policies);
         running.start(request, visit.timestamp_ms, visit.output_tokens);
         while policies.upkeep(&mut upkeep) {}

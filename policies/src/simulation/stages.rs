@@ -5,7 +5,7 @@ use std::fmt;
 use crate::admission::rule::{Admission, Candidates, Trigger};
 use crate::eviction::policy::Eviction;
 use crate::seam::{Access, BlockId, Ended, Hints, RequestId, Upkeep};
-use crate::simulation::tier::{Chains, Tier, View};
+use crate::simulation::tier::{ChainSource, PolicyView, SimulatedTier};
 use crate::simulation::workload::BLOCK_TOKENS;
 use crate::tier_policies::TierPolicies;
 
@@ -32,8 +32,8 @@ pub struct TierOutcome {
 }
 
 /// The tiers, the fastest one first.
-pub(crate) struct Stages {
-    tiers: Vec<Stage>,
+pub(crate) struct TierStages {
+    tiers: Vec<TierStage>,
     /// Blocks that left a tier during the latest use, and may be in no tier any more.
     departed: Vec<BlockId>,
     upkeep: Vec<Upkeep>,
@@ -41,20 +41,20 @@ pub(crate) struct Stages {
 
 /// A request uses the path that ends at `deepest`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Use {
+pub(crate) struct BlockUse {
     pub(crate) now_ms: u64,
     pub(crate) request: RequestId,
     pub(crate) deepest: BlockId,
     pub(crate) hints: Hints,
 }
 
-impl Stages {
+impl TierStages {
     pub(crate) fn new(levels: Vec<Level>) -> Self {
         // A level brings the rule by which blocks enter it; that is fed and asked with the tier above it.
         let mut rule_below = None;
         let stage = |level: Level| {
             let rule = rule_below.replace(level.admission);
-            Stage::new(level.capacity, TierPolicies::new(level.eviction, rule))
+            TierStage::new(level.capacity, TierPolicies::new(level.eviction, rule))
         };
         let mut tiers: Vec<_> = levels.into_iter().rev().map(stage).collect();
         tiers.reverse();
@@ -62,7 +62,7 @@ impl Stages {
     }
 
     /// Takes a path through the tiers. Returns how many of its blocks were in any.
-    pub(crate) fn take(&mut self, chains: &impl Chains, used: &Use) -> u32 {
+    pub(crate) fn take(&mut self, chains: &impl ChainSource, used: &BlockUse) -> u32 {
         self.departed.clear();
         let hits = self.count_reads(chains, used.deepest);
         for index in 0..self.tiers.len() {
@@ -97,7 +97,7 @@ impl Stages {
         self.tiers.iter().map(|stage| stage.outcome)
     }
 
-    fn count_reads(&mut self, chains: &impl Chains, deepest: BlockId) -> u32 {
+    fn count_reads(&mut self, chains: &impl ChainSource, deepest: BlockId) -> u32 {
         let mut covered = 0;
         for stage in &mut self.tiers {
             let held = stage.tier.deepest_resident(chains, deepest).map_or(0, |block| chains.depth(block));
@@ -110,7 +110,7 @@ impl Stages {
     }
 
     /// Brings the path into a tier, as far as it is admitted, and tells the policies of the use.
-    fn take_into(&mut self, index: usize, chains: &impl Chains, used: &Use) {
+    fn take_into(&mut self, index: usize, chains: &impl ChainSource, used: &BlockUse) {
         let inserted = match index.checked_sub(1) {
             None => self.tiers[0].write(chains, used.deepest),
             Some(upper) => match self.tiers[upper].tier.deepest_resident(chains, used.deepest) {
@@ -122,27 +122,27 @@ impl Stages {
             },
         };
         if let Some(deepest) = self.tiers[index].tier.deepest_resident(chains, used.deepest) {
-            self.touch(index, chains, &Use { deepest, ..*used }, inserted, chains.depth(used.deepest));
+            self.touch(index, chains, &BlockUse { deepest, ..*used }, inserted, chains.depth(used.deepest));
         }
     }
 
-    fn touch(&mut self, index: usize, chains: &impl Chains, used: &Use, inserted: u32, path: u32) {
-        let Use { now_ms, request, deepest, hints } = *used;
+    fn touch(&mut self, index: usize, chains: &impl ChainSource, used: &BlockUse, inserted: u32, path: u32) {
+        let BlockUse { now_ms, request, deepest, hints } = *used;
         let depth = chains.depth(deepest);
         let access = Access { now_ms, request: Some(request), deepest, depth, inserted, path, hints };
         let stage = &mut self.tiers[index];
         stage.note_use(deepest, LastUser { request, hints });
-        stage.policies.touch(&access, &View { tier: &stage.tier, chains });
+        stage.policies.touch(&access, &PolicyView { tier: &stage.tier, chains });
         while stage.policies.upkeep(&mut self.upkeep) {}
     }
 
-    fn make_room(&mut self, index: usize, chains: &impl Chains, now_ms: u64) {
+    fn make_room(&mut self, index: usize, chains: &impl ChainSource, now_ms: u64) {
         loop {
             let stage = &mut self.tiers[index];
             if stage.tier.resident() <= stage.capacity {
                 return;
             }
-            let victim = stage.policies.victim(&View { tier: &stage.tier, chains });
+            let victim = stage.policies.victim(&PolicyView { tier: &stage.tier, chains });
             let victim = victim.expect("nothing is busy, so every leaf is evictable");
             let last_user = stage.forget_use(chains, victim);
             // Asked while the victim is there, for rules look at it. Told as a use of now: with the time of its last
@@ -150,7 +150,7 @@ impl Stages {
             if let Some((deepest, written)) = self.offer(index, chains, victim, Trigger::Leaving, now_ms)
                 && let Some(LastUser { request, hints }) = last_user
             {
-                let used = Use { now_ms, request, deepest, hints };
+                let used = BlockUse { now_ms, request, deepest, hints };
                 self.touch(index + 1, chains, &used, written, chains.depth(victim));
             }
             let exposed = self.tiers[index].tier.remove(chains, victim);
@@ -164,7 +164,7 @@ impl Stages {
     fn offer(
         &mut self,
         upper: usize,
-        chains: &impl Chains,
+        chains: &impl ChainSource,
         last: BlockId,
         trigger: Trigger,
         now_ms: u64,
@@ -177,14 +177,14 @@ impl Stages {
             return None;
         }
         let candidates = Candidates { last, blocks, depth: chains.depth(last) };
-        let view = View { tier: &stage.tier, chains };
+        let view = PolicyView { tier: &stage.tier, chains };
         let admitted = stage.policies.admit(candidates, trigger, now_ms, &view).min(blocks);
         let deepest = chains.path(last).nth((blocks - admitted) as usize).filter(|_| admitted > 0)?;
         Some((deepest, lower.write(chains, deepest)))
     }
 }
 
-impl fmt::Debug for Stages {
+impl fmt::Debug for TierStages {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Stages").field("tiers", &self.tiers).finish_non_exhaustive()
     }
@@ -199,8 +199,8 @@ struct LastUser {
 
 /// One tier in use.
 #[derive(Debug)]
-struct Stage {
-    tier: Tier,
+struct TierStage {
+    tier: SimulatedTier,
     capacity: u32,
     policies: TierPolicies,
     /// By block: which request used it last, exact once it is a leaf. A use marks the deepest block alone; what leaves
@@ -209,10 +209,10 @@ struct Stage {
     outcome: TierOutcome,
 }
 
-impl Stage {
+impl TierStage {
     fn new(capacity: u32, policies: TierPolicies) -> Self {
         Self {
-            tier: Tier::default(),
+            tier: SimulatedTier::default(),
             capacity,
             policies,
             last_use: Vec::new(),
@@ -221,7 +221,7 @@ impl Stage {
     }
 
     /// Returns how many blocks of the path that ends at `deepest` are new.
-    fn write(&mut self, chains: &impl Chains, deepest: BlockId) -> u32 {
+    fn write(&mut self, chains: &impl ChainSource, deepest: BlockId) -> u32 {
         let written = self.tier.insert_path(chains, deepest);
         self.outcome.blocks_written += u64::from(written);
         written
@@ -239,7 +239,7 @@ impl Stage {
         }
     }
 
-    fn forget_use(&mut self, chains: &impl Chains, leaf: BlockId) -> Option<LastUser> {
+    fn forget_use(&mut self, chains: &impl ChainSource, leaf: BlockId) -> Option<LastUser> {
         let user = self.last_use.get_mut(leaf.0 as usize).and_then(Option::take)?;
         if let Some(parent) = chains.parent(leaf) {
             self.note_use(parent, user);

@@ -6,7 +6,7 @@ use crate::seam::{BlockId, Forest, Standing};
 use crate::tier_policies::TierPolicies;
 
 /// Blocks and what is above each, whichever tier holds them.
-pub(crate) trait Chains {
+pub(crate) trait ChainSource {
     /// The block before `block`; `None` at a root.
     fn parent(&self, block: BlockId) -> Option<BlockId>;
     /// Blocks of the path that ends at `block`, itself included.
@@ -22,13 +22,13 @@ pub(crate) trait Chains {
 
 /// Which blocks are resident: always whole paths from a root on.
 #[derive(Debug, Default)]
-pub(crate) struct Tier {
+pub(crate) struct SimulatedTier {
     /// By block: how many of its children are resident; `None` where it is not itself.
     children: Vec<Option<u32>>,
     resident: u32,
 }
 
-impl Tier {
+impl SimulatedTier {
     /// How many blocks are resident.
     pub(crate) fn resident(&self) -> u32 {
         self.resident
@@ -39,12 +39,12 @@ impl Tier {
     }
 
     /// The deepest resident block of the path that ends at `deepest`.
-    pub(crate) fn deepest_resident(&self, chains: &impl Chains, deepest: BlockId) -> Option<BlockId> {
+    pub(crate) fn deepest_resident(&self, chains: &impl ChainSource, deepest: BlockId) -> Option<BlockId> {
         chains.path(deepest).find(|&block| self.holds(block))
     }
 
     /// Makes the path that ends at `deepest` resident. Returns how many of its blocks were not.
-    pub(crate) fn insert_path(&mut self, chains: &impl Chains, deepest: BlockId) -> u32 {
+    pub(crate) fn insert_path(&mut self, chains: &impl ChainSource, deepest: BlockId) -> u32 {
         let before = self.resident;
         let mut children = 0;
         for block in chains.path(deepest) {
@@ -61,16 +61,21 @@ impl Tier {
     }
 
     /// Lets leaves go, as `policies` say, until no more than `capacity` blocks are resident.
-    pub(crate) fn evict_down_to(&mut self, capacity: u32, chains: &impl Chains, policies: &mut TierPolicies) {
+    pub(crate) fn evict_down_to(
+        &mut self,
+        capacity: u32,
+        chains: &impl ChainSource,
+        policies: &mut TierPolicies,
+    ) {
         while self.resident > capacity {
-            let victim = policies.victim(&View { tier: self, chains });
+            let victim = policies.victim(&PolicyView { tier: self, chains });
             let victim = victim.expect("nothing is busy, so every leaf is evictable");
             policies.removed(victim, chains.key(victim), self.remove(chains, victim));
         }
     }
 
     /// Returns the parent where this made it a leaf.
-    pub(crate) fn remove(&mut self, chains: &impl Chains, leaf: BlockId) -> Option<BlockId> {
+    pub(crate) fn remove(&mut self, chains: &impl ChainSource, leaf: BlockId) -> Option<BlockId> {
         assert_eq!(self.children_mut(leaf).take(), Some(0), "victims are leaves");
         self.resident -= 1;
         let parent = chains.parent(leaf)?;
@@ -90,12 +95,12 @@ impl Tier {
 
 /// A tier as its policy sees it. No block is ever busy.
 #[derive(Debug)]
-pub(crate) struct View<'t, C> {
-    pub(crate) tier: &'t Tier,
+pub(crate) struct PolicyView<'t, C> {
+    pub(crate) tier: &'t SimulatedTier,
     pub(crate) chains: &'t C,
 }
 
-impl<C: Chains> Forest for View<'_, C> {
+impl<C: ChainSource> Forest for PolicyView<'_, C> {
     fn standing(&self, block: BlockId) -> Standing {
         match self.tier.children.get(block.0 as usize) {
             Some(Some(1..)) => Standing::Interior,

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use crate::eviction::belady::NEVER;
 use crate::seam::BlockId;
-use crate::simulation::tier::Chains;
+use crate::simulation::tier::ChainSource;
 
 /// Tokens in a block of a Mooncake trace.
 pub const BLOCK_TOKENS: u32 = 512;
@@ -37,13 +37,13 @@ impl Request {
 /// one id under two parents, or twice in a path, still yields a forest.
 #[derive(Debug, Default)]
 pub struct Workload {
-    blocks: Vec<Block>,
+    blocks: Vec<TracedBlock>,
     ids: HashMap<(Option<BlockId>, u64), BlockId>,
-    visits: Vec<Visit>,
+    visits: Vec<BlockVisit>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Block {
+struct TracedBlock {
     parent: Option<BlockId>,
     /// Blocks of the path that ends here, this one included.
     depth: u32,
@@ -51,7 +51,7 @@ struct Block {
 
 /// A request.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Visit {
+pub(crate) struct BlockVisit {
     pub(crate) timestamp_ms: u64,
     pub(crate) prompt_tokens: u32,
     pub(crate) output_tokens: u32,
@@ -63,7 +63,7 @@ impl Workload {
     /// Adds a request, which comes after all those before.
     pub fn push(&mut self, request: &Request) {
         let deepest = request.full_blocks().iter().fold(None, |parent, &id| Some(self.intern(parent, id)));
-        self.visits.push(Visit {
+        self.visits.push(BlockVisit {
             timestamp_ms: request.timestamp_ms,
             prompt_tokens: request.input_length,
             output_tokens: request.output_length,
@@ -101,20 +101,20 @@ impl Workload {
         uses
     }
 
-    pub(crate) fn visits(&self) -> &[Visit] {
+    pub(crate) fn visits(&self) -> &[BlockVisit] {
         &self.visits
     }
 
     fn intern(&mut self, parent: Option<BlockId>, hash_id: u64) -> BlockId {
         *self.ids.entry((parent, hash_id)).or_insert_with(|| {
             let depth = 1 + parent.map_or(0, |parent| self.blocks[parent.0 as usize].depth);
-            self.blocks.push(Block { parent, depth });
+            self.blocks.push(TracedBlock { parent, depth });
             BlockId(self.blocks.len() as u32 - 1)
         })
     }
 }
 
-impl Chains for Workload {
+impl ChainSource for Workload {
     fn parent(&self, block: BlockId) -> Option<BlockId> {
         self.blocks[block.0 as usize].parent
     }

@@ -5,13 +5,13 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::late::Late;
-use super::{Chaos, Hit, Kind};
+use super::late::LateTimer;
+use super::{Chaos, EpisodeHit, Kind};
 use crate::backend::Backend;
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotRef};
 use crate::fence::Fences;
-use crate::memory::Memories;
+use crate::memory::CpuMemories;
 
 /// Decides what becomes of operations.
 pub trait Faults: Send + Sync + fmt::Debug {
@@ -43,13 +43,13 @@ pub enum Effect {
 #[derive(Debug)]
 pub struct ChaosBackend<B, F = Chaos> {
     inner: Arc<B>,
-    memories: Arc<Memories>,
+    memories: Arc<CpuMemories>,
     faults: F,
 }
 
 impl<B: Backend + 'static, F: Faults> ChaosBackend<B, F> {
     /// Blocks can be spoilt where they arrive in `memories`.
-    pub(crate) fn new(inner: B, memories: Memories, faults: F) -> Self {
+    pub(crate) fn new(inner: B, memories: CpuMemories, faults: F) -> Self {
         Self { inner: Arc::new(inner), memories: Arc::new(memories), faults }
     }
 
@@ -149,12 +149,12 @@ impl Faults for Chaos {
 }
 
 impl Chaos {
-    fn late(&self) -> &Late {
+    fn late(&self) -> &LateTimer {
         &self.0.late
     }
 }
 
-impl Hit {
+impl EpisodeHit {
     fn effect(self, op: &CopyOp) -> Effect {
         let system = |kind, errno| {
             let error = io::Error::from_raw_os_error(errno);
@@ -179,7 +179,7 @@ impl Hit {
     }
 }
 
-impl Memories {
+impl CpuMemories {
     fn last_byte(&self, slot: SlotRef) -> Option<u8> {
         let block = self.block(slot)?;
         // SAFETY: the last byte of a block that exists, of an operation in flight whose copy has not begun.
@@ -218,7 +218,7 @@ mod tests {
     const BLOCK: usize = 5000;
 
     /// Verified around chaos around a store that plays a disk.
-    struct Fixture {
+    struct ChaosFixture {
         memory: Arc<DramRegion>,
         chaos: Chaos,
         backend: Verified<ChaosBackend<MemoryStore>>,
@@ -226,7 +226,7 @@ mod tests {
         there: Vec<Frame>,
     }
 
-    impl Fixture {
+    impl ChaosFixture {
         fn new(script: &str) -> Self {
             let memory = Arc::new(host(4, BLOCK));
             let store = MemoryStore::new(Arc::clone(&memory) as _, Tier::Disk, 4).unwrap();
@@ -295,7 +295,7 @@ mod tests {
             (Kind::NoSpace, CopyErrorKind::NoSpace),
             (Kind::Short, CopyErrorKind::Io),
         ] {
-            let fixture = Fixture::new(&format!("disk:{kind}@0s+1h"));
+            let fixture = ChaosFixture::new(&format!("disk:{kind}@0s+1h"));
             fixture.store().unwrap();
             fixture.chaos.start();
             assert_eq!(fixture.load().unwrap_err().kind(), as_error, "{kind}");
@@ -307,12 +307,12 @@ mod tests {
     #[test]
     fn what_is_spoilt_is_caught_by_its_checksum_in_either_direction() {
         for kind in [Kind::Corrupt, Kind::Torn] {
-            let fixture = Fixture::new(&format!("disk.read:{kind}@0s+1h"));
+            let fixture = ChaosFixture::new(&format!("disk.read:{kind}@0s+1h"));
             fixture.chaos.start();
             fixture.store().unwrap();
             assert_eq!(fixture.load().unwrap_err().kind(), CopyErrorKind::Corrupt, "{kind} on a read");
             fixture.assert_heals(kind, 1);
-            let fixture = Fixture::new(&format!("disk.write:{kind}@0s+1h"));
+            let fixture = ChaosFixture::new(&format!("disk.write:{kind}@0s+1h"));
             fixture.chaos.start();
             fixture.store().unwrap();
             assert_eq!(fixture.load().unwrap_err().kind(), CopyErrorKind::Corrupt, "{kind} on a write");
@@ -322,7 +322,7 @@ mod tests {
 
     #[test]
     fn what_hangs_is_executed_when_the_episode_is_over_and_not_before() {
-        let fixture = Fixture::new("disk.read:hang@0s+30ms");
+        let fixture = ChaosFixture::new("disk.read:hang@0s+30ms");
         fixture.store().unwrap();
         fixture.chaos.start();
         let began = Instant::now();
@@ -333,7 +333,7 @@ mod tests {
 
     #[test]
     fn what_hangs_goes_on_when_all_is_well_again() {
-        let fixture = Fixture::new("disk.read:hang@0s+1h");
+        let fixture = ChaosFixture::new("disk.read:hang@0s+1h");
         fixture.store().unwrap();
         fixture.chaos.start();
         let reports = start(&fixture.backend, vec![fixture.loading()]);
@@ -346,7 +346,7 @@ mod tests {
 
     #[test]
     fn what_never_completes_touches_nothing_and_is_counted() {
-        let fixture = Fixture::new("disk.read:never@0s+1h x1");
+        let fixture = ChaosFixture::new("disk.read:never@0s+1h x1");
         fixture.store().unwrap();
         fixture.chaos.start();
         let reports = start(&fixture.backend, vec![fixture.loading()]);

@@ -14,34 +14,34 @@ use crate::fork::ServiceThread;
 ///
 /// Dropping it does at once what is left: nobody who hangs is forgotten.
 #[derive(Debug, Default)]
-pub(crate) struct Late {
-    queue: Arc<Queue>,
+pub(crate) struct LateTimer {
+    queue: Arc<LateQueue>,
     thread: Mutex<Option<ServiceThread>>,
 }
 
 #[derive(Debug, Default)]
-struct Queue {
-    jobs: Mutex<Jobs>,
+struct LateQueue {
+    jobs: Mutex<LateJobs>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Jobs {
+struct LateJobs {
     /// By time, then by number.
-    waiting: BTreeMap<(Instant, u64), Job>,
+    waiting: BTreeMap<(Instant, u64), LateJob>,
     next: u64,
     closing: bool,
 }
 
-type Job = Box<dyn FnOnce() + Send>;
+type LateJob = Box<dyn FnOnce() + Send>;
 
-impl fmt::Debug for Jobs {
+impl fmt::Debug for LateJobs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Jobs").field("waiting", &self.waiting.len()).finish_non_exhaustive()
     }
 }
 
-impl Late {
+impl LateTimer {
     /// Does `job` at `when`, or now if there is no thread to be had.
     pub(crate) fn at(&self, when: Instant, job: impl FnOnce() + Send + 'static) {
         if !self.has_thread() {
@@ -75,7 +75,7 @@ impl Late {
     }
 }
 
-impl Queue {
+impl LateQueue {
     fn work(&self) {
         let mut jobs = self.jobs.lock();
         loop {
@@ -96,7 +96,7 @@ impl Queue {
     }
 }
 
-impl Drop for Late {
+impl Drop for LateTimer {
     fn drop(&mut self) {
         self.queue.jobs.lock().closing = true;
         self.queue.changed.notify_one();
@@ -112,7 +112,7 @@ mod tests {
 
     #[test]
     fn jobs_are_done_in_the_order_of_their_times() {
-        let (late, (report, reports)) = (Late::default(), mpsc::channel());
+        let (late, (report, reports)) = (LateTimer::default(), mpsc::channel());
         let now = Instant::now();
         for number in [3, 1, 2] {
             let report = report.clone();
@@ -124,9 +124,9 @@ mod tests {
 
     #[test]
     fn what_is_released_or_left_at_the_end_is_done_at_once() {
-        let (late, (report, reports)) = (Late::default(), mpsc::channel());
+        let (late, (report, reports)) = (LateTimer::default(), mpsc::channel());
         let tomorrow = Instant::now() + Duration::from_hours(24);
-        let wait = |late: &Late, number| {
+        let wait = |late: &LateTimer, number| {
             let report = report.clone();
             late.at(tomorrow, move || report.send(number).unwrap());
         };
@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn a_job_may_hold_the_last_handle() {
-        let (late, (report, reports)) = (Arc::new(Late::default()), mpsc::channel());
+        let (late, (report, reports)) = (Arc::new(LateTimer::default()), mpsc::channel());
         let own = Arc::clone(&late);
         let job = move || {
             drop(own);

@@ -26,31 +26,31 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
-pub(crate) use self::late::Late;
+pub(crate) use self::late::LateTimer;
 use crate::backend::Backend;
 use crate::clock;
 use crate::copy::{CopyOp, SlotRef, Tier};
 use crate::error::SetupError;
-use crate::memory::{Memories, Memory};
+use crate::memory::{CpuMemories, Memory};
 
 /// All that goes wrong in one run: follows a [`Schedule`] from [`start`](Self::start) until
 /// [`heal`](Self::heal), and counts what it did. Clones are handles to the same one.
 #[derive(Clone, Debug)]
-pub struct Chaos(Arc<Shared>);
+pub struct Chaos(Arc<ChaosState>);
 
 #[derive(Debug)]
-struct Shared {
-    run: Mutex<Run>,
+struct ChaosState {
+    run: Mutex<ChaosRun>,
     /// Of the disk tier: slot `i` lies in directory `i` modulo so many.
     directories: AtomicU32,
-    late: Late,
+    late: LateTimer,
 }
 
 #[derive(Debug)]
-struct Run {
+struct ChaosRun {
     schedule: Schedule,
-    phase: Phase,
-    active: Vec<Active>,
+    phase: ChaosPhase,
+    active: Vec<ActiveEpisode>,
     jumps: Vec<ClockJump>,
     injected: BTreeMap<Kind, u64>,
     /// Operations that nothing happens to.
@@ -58,7 +58,7 @@ struct Run {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Phase {
+enum ChaosPhase {
     Waiting,
     Since(Instant),
     Healed,
@@ -66,7 +66,7 @@ enum Phase {
 
 /// An episode under way.
 #[derive(Debug)]
-struct Active {
+struct ActiveEpisode {
     episode: Episode,
     until: Instant,
     /// Operations that it may still hit.
@@ -75,7 +75,7 @@ struct Active {
 
 /// What an operation meets.
 #[derive(Clone, Copy, Debug)]
-struct Hit {
+struct EpisodeHit {
     kind: Kind,
     /// When the episode ends.
     until: Instant,
@@ -84,15 +84,19 @@ struct Hit {
 impl Chaos {
     /// Nothing happens before [`start`](Self::start).
     pub fn new(schedule: Schedule) -> Self {
-        let run = Run {
+        let run = ChaosRun {
             schedule,
-            phase: Phase::Waiting,
+            phase: ChaosPhase::Waiting,
             active: Vec::new(),
             jumps: Vec::new(),
             injected: BTreeMap::new(),
             spared: 0,
         };
-        Self(Arc::new(Shared { run: Mutex::new(run), directories: AtomicU32::new(1), late: Late::default() }))
+        Self(Arc::new(ChaosState {
+            run: Mutex::new(run),
+            directories: AtomicU32::new(1),
+            late: LateTimer::default(),
+        }))
     }
 
     /// Says how many directories the disk tier has.
@@ -107,7 +111,7 @@ impl Chaos {
 
     /// The schedule's time begins.
     pub fn start(&self) {
-        self.0.run.lock().phase = Phase::Since(clock::now());
+        self.0.run.lock().phase = ChaosPhase::Since(clock::now());
     }
 
     /// Nothing happens to the next operations, so many of those that an episode would hit: a test that spares one more each
@@ -120,7 +124,7 @@ impl Chaos {
     pub fn heal(&self) {
         {
             let mut run = self.0.run.lock();
-            run.phase = Phase::Healed;
+            run.phase = ChaosPhase::Healed;
             run.active.clear();
         }
         self.0.late.release();
@@ -148,17 +152,17 @@ impl Chaos {
         inner: B,
         memory: Arc<dyn Memory>,
     ) -> Result<ChaosBackend<B>, SetupError> {
-        let memories = Memories::new(vec![memory])?;
+        let memories = CpuMemories::new(vec![memory])?;
         Ok(ChaosBackend::new(inner, memories, self.clone()))
     }
 
     /// What the next operation on `medium` meets, counted.
-    fn hit(&self, medium: Medium, direction: Direction) -> Option<Hit> {
+    fn hit(&self, medium: Medium, direction: Direction) -> Option<EpisodeHit> {
         self.0.run.lock().hit(medium, direction, clock::now())
     }
 
     /// What a copy meets, counted.
-    fn hit_copy(&self, op: &CopyOp) -> Option<Hit> {
+    fn hit_copy(&self, op: &CopyOp) -> Option<EpisodeHit> {
         let (medium, direction) = (Medium::of(op.route()), Direction::of(op.route()));
         let dir = [op.from, op.to].into_iter().find_map(|slot| self.directory_of(slot));
         let of_directory = dir.and_then(|dir| self.hit(Medium::Directory(dir as u8), direction));
@@ -166,12 +170,12 @@ impl Chaos {
     }
 
     fn is_healed(&self) -> bool {
-        matches!(self.0.run.lock().phase, Phase::Healed)
+        matches!(self.0.run.lock().phase, ChaosPhase::Healed)
     }
 }
 
-impl Run {
-    fn hit(&mut self, medium: Medium, direction: Direction, now: Instant) -> Option<Hit> {
+impl ChaosRun {
+    fn hit(&mut self, medium: Medium, direction: Direction, now: Instant) -> Option<EpisodeHit> {
         self.advance(now);
         let active = self.active.iter_mut().find(|active| active.meets(medium, direction))?;
         if self.spared > 0 {
@@ -179,21 +183,21 @@ impl Run {
             return None;
         }
         active.left -= 1;
-        let hit = Hit { kind: active.episode.kind, until: active.until };
+        let hit = EpisodeHit { kind: active.episode.kind, until: active.until };
         *self.injected.entry(hit.kind).or_default() += 1;
         Some(hit)
     }
 
     /// Begins and ends the episodes that are due.
     fn advance(&mut self, now: Instant) {
-        let Phase::Since(start) = self.phase else { return };
+        let ChaosPhase::Since(start) = self.phase else { return };
         while let Some(episode) = self.schedule.next_before(now.duration_since(start)) {
             match episode.clock_jump() {
                 Some(jump) => {
                     self.jumps.push(jump);
                     *self.injected.entry(episode.kind).or_default() += 1;
                 }
-                None => self.active.push(Active {
+                None => self.active.push(ActiveEpisode {
                     episode,
                     until: start + episode.start + episode.length,
                     left: episode.operations.unwrap_or(u64::MAX),
@@ -204,7 +208,7 @@ impl Run {
     }
 }
 
-impl Active {
+impl ActiveEpisode {
     fn meets(&self, medium: Medium, direction: Direction) -> bool {
         self.left > 0
             && self.episode.medium == medium
@@ -218,12 +222,12 @@ mod tests {
 
     use super::*;
 
-    fn run(script: &[&str]) -> (Run, Instant) {
+    fn run(script: &[&str]) -> (ChaosRun, Instant) {
         let schedule = Schedule::scripted(script.iter().map(|text| text.parse().unwrap()));
         let start = Instant::now();
-        let run = Run {
+        let run = ChaosRun {
             schedule,
-            phase: Phase::Since(start),
+            phase: ChaosPhase::Since(start),
             active: Vec::new(),
             jumps: Vec::new(),
             injected: BTreeMap::new(),

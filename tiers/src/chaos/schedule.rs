@@ -330,7 +330,7 @@ impl Schedule {
     pub fn seeded(seed: u64, media: &[Medium]) -> Self {
         assert!(!media.is_empty(), "no medium to misbehave");
         let rng = fastrand::Rng::with_seed(seed);
-        Self::of(Drawn { rng, media: media.to_vec(), at: Duration::ZERO, never: MAX_NEVER })
+        Self::of(DrawnEpisodes { rng, media: media.to_vec(), at: Duration::ZERO, never: MAX_NEVER })
     }
 
     fn of(episodes: impl Iterator<Item = Episode> + Send + 'static) -> Self {
@@ -356,7 +356,7 @@ impl Schedule {
 const MAX_NEVER: u32 = 3;
 
 /// Draws episodes. Several at a time are common: a new one begins every 165 ms on average and lasts up to a second.
-struct Drawn {
+struct DrawnEpisodes {
     rng: fastrand::Rng,
     media: Vec<Medium>,
     /// Start of the last one.
@@ -365,7 +365,7 @@ struct Drawn {
     never: u32,
 }
 
-impl Iterator for Drawn {
+impl Iterator for DrawnEpisodes {
     type Item = Episode;
 
     fn next(&mut self) -> Option<Episode> {
@@ -386,7 +386,7 @@ impl Iterator for Drawn {
     }
 }
 
-impl Drawn {
+impl DrawnEpisodes {
     fn allowed(&mut self, kind: Kind) -> Kind {
         match kind {
             Kind::Never if self.never == 0 => Kind::Delay,

@@ -14,7 +14,7 @@ use object_store::{
     ObjectStore, ObjectStoreExt, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 
-use super::{Chaos, Direction, Hit, Kind, Medium};
+use super::{Chaos, Direction, EpisodeHit, Kind, Medium};
 use crate::clock;
 use crate::object::Store;
 
@@ -85,7 +85,7 @@ impl ChaosStore {
     }
 }
 
-impl Hit {
+impl EpisodeHit {
     fn error(self, direction: Direction, location: &Path) -> Option<Error> {
         let generic = |source| Some(Error::Generic { store: "chaos", source });
         match self.kind {

@@ -9,9 +9,9 @@ use std::time::Duration;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use cudarc::driver::result::DriverError;
 
-use super::driver::{Event, Gpu, Registration, Stream, Table, ends_the_context, failed};
-use super::kernels::{KernelOrigin, Kernels};
-use super::rows::{Rows, rows};
+use super::driver::{CudaStream, Gpu, KernelTable, PinnedHost, StreamEvent, ends_the_context, failed};
+use super::kernels::{CopyKernels, KernelOrigin};
+use super::rows::{PitchedRows, rows};
 use crate::backend::Backend;
 use crate::clock;
 use crate::copy::{Completion, CopyError, CopyErrorKind, CopyOp, Done, Endings, Route, SlotId, Tier};
@@ -27,13 +27,13 @@ use crate::segments::{Piece, Segment, pieces};
 pub struct CudaBackend {
     routes: [Route; 2],
     /// To the threads, in the order of the routes.
-    lanes: [Sender<Batch>; 2],
+    lanes: [Sender<FencedBatch>; 2],
     origin: KernelOrigin,
 }
 
 /// Operations submitted together.
 #[derive(Debug)]
-struct Batch {
+struct FencedBatch {
     ops: Vec<CopyOp>,
     fences: Fences,
     done: Done,
@@ -43,16 +43,16 @@ struct Batch {
 /// kernels nothing, but need a moment for each piece; our kernel does not, but takes room from the engine's, and what
 /// writes to the host at full speed keeps all others from the GPU's memory, the more the more of it is under way.
 #[derive(Clone, Copy, Debug)]
-struct Way {
+struct CopyPath {
     /// Pieces smaller than this on average are copied by the kernel, where one call starts many copies.
     small: usize,
     /// By so many groups of threads: the fewest that fill the link.
     groups: u32,
 }
 
-const TO_GPU: Way = Way { small: 32 << 10, groups: 4 };
-const FROM_GPU: Way = Way { small: 16 << 10, groups: 2 };
-/// As `Way::small`, where each copy takes a call of its own: in its microseconds a link moves about this much.
+const TO_GPU: CopyPath = CopyPath { small: 32 << 10, groups: 4 };
+const FROM_GPU: CopyPath = CopyPath { small: 16 << 10, groups: 2 };
+/// As `CopyPath::small`, where each copy takes a call of its own: in its microseconds a link moves about this much.
 const SMALL_ALONE: usize = 256 << 10;
 /// From so many pieces on, one call for all is worth its preparation.
 const MANY_PIECES: usize = 4;
@@ -73,9 +73,9 @@ impl CudaBackend {
     pub fn new(gpu: &Gpu, memory: Arc<dyn Memory>, device: &Arc<DeviceRegion>) -> Result<Self, SetupError> {
         check_fit(gpu, &*memory, device)?;
         let routes = [(memory.tier(), Tier::Device), (Tier::Device, memory.tier())];
-        let host = Arc::new(Registration::new(gpu, memory)?);
-        let kernels = Arc::new(Kernels::load(gpu)?);
-        let start = |name: &str, way| Lane::start(name, way, gpu, &host, device, &kernels);
+        let host = Arc::new(PinnedHost::new(gpu, memory)?);
+        let kernels = Arc::new(CopyKernels::load(gpu)?);
+        let start = |name: &str, way| CopyLane::start(name, way, gpu, &host, device, &kernels);
         let lanes = [start("kvbm-to-gpu", TO_GPU)?, start("kvbm-from-gpu", FROM_GPU)?];
         Ok(Self { routes, lanes, origin: kernels.origin().clone() })
     }
@@ -116,7 +116,7 @@ unsafe impl Backend for CudaBackend {
     }
 
     fn submit_fenced(&self, ops: Vec<CopyOp>, fences: Fences, done: Done) {
-        let batch = Batch { ops, fences, done };
+        let batch = FencedBatch { ops, fences, done };
         if let Fence::Host(fence) = &batch.fences.after
             && !fence.is_raised()
         {
@@ -133,7 +133,7 @@ unsafe impl Backend for CudaBackend {
     }
 }
 
-impl Batch {
+impl FencedBatch {
     /// No lane serves it.
     fn refuse(self) {
         if let Some(op) = self.ops.first() {
@@ -148,29 +148,29 @@ impl Batch {
 }
 
 /// One direction.
-struct Lane {
-    way: Way,
+struct CopyLane {
+    way: CopyPath,
     gpu: Gpu,
-    stream: Stream,
-    host: Arc<Registration>,
+    stream: CudaStream,
+    host: Arc<PinnedHost>,
     device: Arc<DeviceRegion>,
-    kernels: Arc<Kernels>,
+    kernels: Arc<CopyKernels>,
     /// Copies that were started, in the order of the stream.
-    flights: VecDeque<Flight>,
-    idle: Vec<Desk>,
+    flights: VecDeque<CopyFlight>,
+    idle: Vec<CopyStream>,
     /// Operations that a flight takes.
     grain: usize,
     /// The pieces of a block, if they are rows.
-    rows: Vec<Rows>,
+    rows: Vec<PitchedRows>,
     /// Of the flight that is being started.
-    blocks: Vec<Ends>,
+    blocks: Vec<BlockEnds>,
     pieces: Vec<Piece>,
-    call: Call,
+    call: BatchedCall,
 }
 
 /// Where a block crosses.
 #[derive(Clone, Copy)]
-struct Ends {
+struct BlockEnds {
     /// Its address in host memory.
     host: usize,
     /// Its slot on the GPU.
@@ -180,24 +180,24 @@ struct Ends {
 
 /// The arguments of a call that starts many copies.
 #[derive(Default)]
-struct Call {
+struct BatchedCall {
     from: Vec<u64>,
     to: Vec<u64>,
     bytes: Vec<usize>,
 }
 
 /// What a flight needs.
-struct Desk {
+struct CopyStream {
     /// What the kernel reads, if it copies.
-    table: Table<Piece>,
+    table: KernelTable<Piece>,
     /// Not reported yet, with their places in the batch.
     indices: Vec<usize>,
 }
 
 /// Copies that were started together.
-struct Flight {
-    desk: Desk,
-    event: Arc<Event>,
+struct CopyFlight {
+    desk: CopyStream,
+    event: Arc<StreamEvent>,
     /// The event is behind the copies.
     recorded: bool,
     /// Left when it is.
@@ -209,17 +209,17 @@ struct Flight {
     doubtful: bool,
 }
 
-impl Lane {
+impl CopyLane {
     /// The thread ends by itself when everything submitted was reported and the sender is gone: a GPU that hangs
     /// must not hang whoever drops the backend.
     fn start(
         name: &str,
-        way: Way,
+        way: CopyPath,
         gpu: &Gpu,
-        host: &Arc<Registration>,
+        host: &Arc<PinnedHost>,
         device: &Arc<DeviceRegion>,
-        kernels: &Arc<Kernels>,
-    ) -> Result<Sender<Batch>, SetupError> {
+        kernels: &Arc<CopyKernels>,
+    ) -> Result<Sender<FencedBatch>, SetupError> {
         let lane = Self::new(way, gpu, host, device, kernels)?;
         let (batches, incoming) = crossbeam_channel::unbounded();
         let (tell, told) = mpsc::sync_channel(1);
@@ -235,20 +235,22 @@ impl Lane {
     }
 
     fn new(
-        way: Way,
+        way: CopyPath,
         gpu: &Gpu,
-        host: &Arc<Registration>,
+        host: &Arc<PinnedHost>,
         device: &Arc<DeviceRegion>,
-        kernels: &Arc<Kernels>,
+        kernels: &Arc<CopyKernels>,
     ) -> Result<Self, SetupError> {
         let parts = device.segments().parts().len();
-        let desk = |_| Ok(Desk { table: Table::new(gpu, TABLE_PIECES.max(parts))?, indices: Vec::new() });
+        let desk = |_| {
+            Ok(CopyStream { table: KernelTable::new(gpu, TABLE_PIECES.max(parts))?, indices: Vec::new() })
+        };
         let idle: Result<_, SetupError> = (0..DESKS).map(desk).collect();
         gpu.reserve_events(DESKS).map_err(|error| failed("no events", error))?;
         Ok(Self {
             way,
             gpu: gpu.clone(),
-            stream: Stream::new(gpu)?,
+            stream: CudaStream::new(gpu)?,
             host: Arc::clone(host),
             device: Arc::clone(device),
             kernels: Arc::clone(kernels),
@@ -258,11 +260,11 @@ impl Lane {
             rows: rows(device.segments(), |address| gpu.allocation_of(address)),
             blocks: Vec::new(),
             pieces: Vec::new(),
-            call: Call::default(),
+            call: BatchedCall::default(),
         })
     }
 
-    fn serve(mut self, batches: &Receiver<Batch>, tell: &mpsc::SyncSender<Result<(), DriverError>>) {
+    fn serve(mut self, batches: &Receiver<FencedBatch>, tell: &mpsc::SyncSender<Result<(), DriverError>>) {
         let gpu = self.gpu.clone();
         let entered = gpu.enter();
         let outcome = entered.as_ref().map(|_| ()).map_err(|error| *error);
@@ -276,7 +278,7 @@ impl Lane {
     }
 
     /// Starts what was submitted; waits for more, as long as there is nothing else to do. False: nothing will come.
-    fn receive(&mut self, batches: &Receiver<Batch>) -> bool {
+    fn receive(&mut self, batches: &Receiver<FencedBatch>) -> bool {
         let first = if self.flights.is_empty() {
             batches.recv().map_err(|_| RecvTimeoutError::Disconnected)
         } else {
@@ -299,7 +301,7 @@ impl Lane {
     }
 
     /// Starts the copies of a batch, behind its fence.
-    fn launch(&mut self, mut batch: Batch) {
+    fn launch(&mut self, mut batch: FencedBatch) {
         if let Err(error) = self.wait_for(&batch.fences.after) {
             let message = format!("CUDA: copies cannot wait for the engine's event: {error}");
             return batch.end(&CopyError::caused(CopyErrorKind::Io, message, error));
@@ -334,7 +336,7 @@ impl Lane {
             }
         }
         done.report(refused);
-        let event = match Event::new(&self.gpu) {
+        let event = match StreamEvent::new(&self.gpu) {
             Ok(event) if !desk.indices.is_empty() => Arc::new(event),
             outcome => {
                 // Nothing to start, or nothing that would tell when it ends.
@@ -345,14 +347,14 @@ impl Lane {
         };
         let failure = self.copy(&mut desk.table).err();
         let done = done.clone();
-        let mut flight = Flight { desk, event, recorded: false, mark, done, failure, doubtful: false };
+        let mut flight = CopyFlight { desk, event, recorded: false, mark, done, failure, doubtful: false };
         // If it cannot be recorded now it is later, behind more than needs be.
         let _ = flight.record(&self.stream);
         self.flights.push_back(flight);
     }
 
     /// One that no flight uses: waits for one to land if need be.
-    fn desk(&mut self) -> Desk {
+    fn desk(&mut self) -> CopyStream {
         loop {
             if let Some(desk) = self.idle.pop() {
                 return desk;
@@ -365,7 +367,7 @@ impl Lane {
     }
 
     /// Where an operation's block is, and goes.
-    fn ends(&self, op: &CopyOp) -> Result<Ends, CopyError> {
+    fn ends(&self, op: &CopyOp) -> Result<BlockEnds, CopyError> {
         let memory = self.host.memory();
         let (ours, theirs, is_to_gpu) = match op.route() {
             (from, Tier::Device) if from == memory.tier() => (op.from, op.to, true),
@@ -379,11 +381,11 @@ impl Lane {
         if !is_to_gpu {
             forget_checksum(&**memory, ours.slot);
         }
-        Ok(Ends { host: whole.addr().get(), slot: theirs.slot, is_to_gpu })
+        Ok(BlockEnds { host: whole.addr().get(), slot: theirs.slot, is_to_gpu })
     }
 
     /// Starts the copies of `blocks`.
-    fn copy(&mut self, table: &mut Table<Piece>) -> Result<(), DriverError> {
+    fn copy(&mut self, table: &mut KernelTable<Piece>) -> Result<(), DriverError> {
         if !self.rows.is_empty() {
             match self.copy_rows() {
                 Err(error) if is_refusal(error) => {
@@ -399,7 +401,7 @@ impl Lane {
     }
 
     fn copy_rows(&self) -> Result<(), DriverError> {
-        for &Ends { host, slot, is_to_gpu } in &self.blocks {
+        for &BlockEnds { host, slot, is_to_gpu } in &self.blocks {
             for rows in &self.rows {
                 let (here, there) = ((host + rows.offset, rows.step), (rows.address(slot), rows.pitch));
                 let (from, to) = if is_to_gpu { (here, there) } else { (there, here) };
@@ -414,7 +416,7 @@ impl Lane {
     fn cut(&mut self) {
         self.pieces.clear();
         let segments = self.device.segments();
-        for &Ends { host, slot, is_to_gpu } in &self.blocks {
+        for &BlockEnds { host, slot, is_to_gpu } in &self.blocks {
             let here = std::iter::once(Segment { address: host, bytes: segments.block_bytes() });
             let there = segments.segments(slot).into_iter().flatten();
             if is_to_gpu {
@@ -425,7 +427,7 @@ impl Lane {
         }
     }
 
-    fn copy_pieces(&mut self, table: &mut Table<Piece>) -> Result<(), DriverError> {
+    fn copy_pieces(&mut self, table: &mut KernelTable<Piece>) -> Result<(), DriverError> {
         let bytes: usize = self.pieces.iter().map(|piece| piece.bytes).sum();
         let batches = self.gpu.copies_batches();
         let small = if batches { self.way.small } else { SMALL_ALONE };
@@ -443,7 +445,7 @@ impl Lane {
     }
 
     fn copy_in_one_call(&mut self) -> Result<(), DriverError> {
-        let Call { from, to, bytes } = &mut self.call;
+        let BatchedCall { from, to, bytes } = &mut self.call;
         from.clear();
         to.clear();
         bytes.clear();
@@ -456,7 +458,7 @@ impl Lane {
         unsafe { self.stream.copy_all(from, to, bytes) }
     }
 
-    fn copy_by_kernel(&mut self, table: &mut Table<Piece>) -> Result<(), DriverError> {
+    fn copy_by_kernel(&mut self, table: &mut KernelTable<Piece>) -> Result<(), DriverError> {
         for place in 0..self.pieces.len() {
             self.pieces[place] = self.mapped(&self.pieces[place]);
         }
@@ -490,9 +492,9 @@ impl Lane {
     }
 }
 
-impl Flight {
+impl CopyFlight {
     /// How the copies ended; `None`: they may still run, for all that is known.
-    fn outcome(&mut self, stream: &Stream) -> Option<Result<(), DriverError>> {
+    fn outcome(&mut self, stream: &CudaStream) -> Option<Result<(), DriverError>> {
         match self.has_passed(stream) {
             Ok(true) => Some(self.failure.map_or(Ok(()), Err)),
             Ok(false) => None,
@@ -506,7 +508,7 @@ impl Flight {
         }
     }
 
-    fn has_passed(&mut self, stream: &Stream) -> Result<bool, DriverError> {
+    fn has_passed(&mut self, stream: &CudaStream) -> Result<bool, DriverError> {
         if !self.recorded {
             self.record(stream)?;
         }
@@ -514,7 +516,7 @@ impl Flight {
     }
 
     /// Puts the event behind the copies.
-    fn record(&mut self, stream: &Stream) -> Result<(), DriverError> {
+    fn record(&mut self, stream: &CudaStream) -> Result<(), DriverError> {
         self.event.record(stream)?;
         self.recorded = true;
         if let Some(mark) = self.mark.take() {
@@ -524,7 +526,7 @@ impl Flight {
     }
 }
 
-impl Desk {
+impl CopyStream {
     /// All of its operations ended so.
     fn ended(&mut self, outcome: Result<(), DriverError>) -> impl Iterator<Item = Completion> {
         self.indices.drain(..).map(move |index| (index, outcome.map_err(failed_copy)))

@@ -2,8 +2,8 @@
 
 use parking_lot::Mutex;
 
-use super::driver::{DeviceMemory, Gpu, Pinned, Stream, Table, failed};
-use super::kernels::{Kernels, Summand, checksum_of_zeroes};
+use super::driver::{CudaStream, DeviceMemory, Gpu, KernelTable, Pinned, failed};
+use super::kernels::{ChecksumSummand, CopyKernels, checksum_of_zeroes};
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
 use crate::device::DeviceRegion;
 use crate::error::SetupError;
@@ -13,15 +13,15 @@ use crate::error::SetupError;
 #[derive(Debug)]
 pub struct DeviceChecksum {
     gpu: Gpu,
-    kernels: Kernels,
-    idle: Mutex<Vec<Desk>>,
+    kernels: CopyKernels,
+    idle: Mutex<Vec<ChecksumScratch>>,
 }
 
 /// What one computation needs.
 #[derive(Debug)]
-struct Desk {
-    stream: Stream,
-    table: Table<Summand>,
+struct ChecksumScratch {
+    stream: CudaStream,
+    table: KernelTable<ChecksumSummand>,
     sum: DeviceMemory,
     result: Pinned<u32>,
 }
@@ -32,13 +32,14 @@ impl DeviceChecksum {
     /// # Errors
     /// `Unavailable`: the GPU does not take them.
     pub fn new(gpu: &Gpu) -> Result<Self, SetupError> {
-        Ok(Self { gpu: gpu.clone(), kernels: Kernels::load(gpu)?, idle: Mutex::default() })
+        Ok(Self { gpu: gpu.clone(), kernels: CopyKernels::load(gpu)?, idle: Mutex::default() })
     }
 
     /// Makes what so many callers at a time need for blocks of so many pieces, so that it is not made while an engine
     /// works.
     pub(crate) fn reserve(&self, callers: usize, pieces: usize) -> Result<(), SetupError> {
-        let desks = (0..callers).map(|_| Desk::new(&self.gpu, pieces)).collect::<Result<Vec<_>, _>>()?;
+        let desks =
+            (0..callers).map(|_| ChecksumScratch::new(&self.gpu, pieces)).collect::<Result<Vec<_>, _>>()?;
         self.idle.lock().extend(desks);
         Ok(())
     }
@@ -54,7 +55,7 @@ impl DeviceChecksum {
         let mut after = region.segments().block_bytes();
         let summands = segments.map(|segment| {
             after -= segment.bytes;
-            Summand {
+            ChecksumSummand {
                 address: segment.address as u64,
                 bytes: segment.bytes as u64,
                 after: after as u64,
@@ -64,30 +65,36 @@ impl DeviceChecksum {
         });
         let summands: Vec<_> = summands.collect();
         let idle = self.idle.lock().pop();
-        let mut desk =
-            idle.map_or_else(|| Desk::new(&self.gpu, summands.len()), Ok).map_err(|e| broken(&e))?;
+        let mut desk = idle
+            .map_or_else(|| ChecksumScratch::new(&self.gpu, summands.len()), Ok)
+            .map_err(|e| broken(&e))?;
         let sum = desk.sum(&self.gpu, &self.kernels, &summands).map_err(|error| broken(&error))?;
         self.idle.lock().push(desk);
         Ok(sum ^ checksum_of_zeroes(region.segments().block_bytes()))
     }
 }
 
-impl Desk {
+impl ChecksumScratch {
     fn new(gpu: &Gpu, pieces: usize) -> Result<Self, SetupError> {
         let refused = |error| failed("no locked memory", error);
         Ok(Self {
-            stream: Stream::new(gpu)?,
-            table: Table::new(gpu, pieces)?,
+            stream: CudaStream::new(gpu)?,
+            table: KernelTable::new(gpu, pieces)?,
             sum: DeviceMemory::new(gpu, size_of::<u32>())?,
             result: Pinned::new(gpu, 1).map_err(refused)?,
         })
     }
 
-    fn sum(&mut self, gpu: &Gpu, kernels: &Kernels, summands: &[Summand]) -> Result<u32, SetupError> {
+    fn sum(
+        &mut self,
+        gpu: &Gpu,
+        kernels: &CopyKernels,
+        summands: &[ChecksumSummand],
+    ) -> Result<u32, SetupError> {
         let gone = |error| failed("a checksum failed", error);
         let _entered = gpu.enter().map_err(gone)?;
         if self.table.capacity() < summands.len() {
-            self.table = Table::new(gpu, summands.len())?;
+            self.table = KernelTable::new(gpu, summands.len())?;
         }
         self.result.write(&[0]);
         let longest = summands.iter().map(|summand| summand.bytes).max().unwrap_or(0) as usize;

@@ -21,7 +21,7 @@ use parking_lot::Mutex;
 use rustix::fs::{AtFlags, CWD, FlockOperation};
 use rustix::io::Errno;
 
-use super::medium::{Medium, reached};
+use super::medium::{StorageMedium, reached};
 use super::probe::{Availability, probe};
 use crate::clock;
 use crate::files::unlink;
@@ -98,7 +98,7 @@ impl Status {
     }
 }
 
-type Transfer = unsafe extern "C" fn(CUfileHandle_t, *mut c_void, usize, libc::off_t, libc::off_t) -> isize;
+type TransferFn = unsafe extern "C" fn(CUfileHandle_t, *mut c_void, usize, libc::off_t, libc::off_t) -> isize;
 
 /// The library, started.
 pub(super) struct CuFile {
@@ -106,8 +106,8 @@ pub(super) struct CuFile {
     deregister_file: unsafe extern "C" fn(CUfileHandle_t),
     register_buffer: unsafe extern "C" fn(*const c_void, usize, c_int) -> Status,
     deregister_buffer: unsafe extern "C" fn(*const c_void) -> Status,
-    read: Transfer,
-    write: Transfer,
+    read: TransferFn,
+    write: TransferFn,
     /// A bit for each medium that it reaches directly.
     status: c_uint,
     max_pinned: u64,
@@ -216,7 +216,7 @@ impl CuFile {
 
     /// Whether there is a direct path to a file; else why not.
     pub(super) fn reaches(&self, file: &File, options: &CuFileOptions) -> Result<(), String> {
-        Medium::of(file, &options.sysfs).is_direct(self.status)
+        StorageMedium::of(file, &options.sysfs).is_direct(self.status)
     }
 }
 
@@ -228,7 +228,7 @@ impl fmt::Debug for CuFile {
 
 /// A file that cuFile reads and writes.
 #[derive(Debug)]
-pub(super) struct Handle {
+pub(super) struct CuFileHandle {
     cufile: Arc<CuFile>,
     registered: CUfileHandle_t,
     /// What cuFile has of it; it stays open as long as the handle lives.
@@ -236,11 +236,11 @@ pub(super) struct Handle {
 }
 
 // SAFETY: cuFile's functions may be called from any thread.
-unsafe impl Send for Handle {}
+unsafe impl Send for CuFileHandle {}
 // SAFETY: and from several at once.
-unsafe impl Sync for Handle {}
+unsafe impl Sync for CuFileHandle {}
 
-impl Handle {
+impl CuFileHandle {
     pub(super) fn new(cufile: &Arc<CuFile>, file: BorrowedFd<'_>) -> Result<Self, String> {
         // The name goes when cuFile has opened the file by it.
         let (file, _name) =
@@ -261,7 +261,7 @@ impl Handle {
     /// # Safety
     /// `bytes` bytes from `offset` behind `base` are device memory that nobody else uses. If `base` is not that
     /// of a registered buffer, `offset` is 0. The context is current.
-    pub(super) unsafe fn read(&self, to: Place, bytes: usize, at: u64) -> Result<usize, String> {
+    pub(super) unsafe fn read(&self, to: DevicePlace, bytes: usize, at: u64) -> Result<usize, String> {
         // SAFETY: as the caller promises.
         unsafe { self.transfer(self.cufile.read, to, bytes, at) }
     }
@@ -270,15 +270,15 @@ impl Handle {
     ///
     /// # Safety
     /// As for [`read`](Self::read), but others may read the memory.
-    pub(super) unsafe fn write(&self, from: Place, bytes: usize, at: u64) -> Result<usize, String> {
+    pub(super) unsafe fn write(&self, from: DevicePlace, bytes: usize, at: u64) -> Result<usize, String> {
         // SAFETY: as the caller promises.
         unsafe { self.transfer(self.cufile.write, from, bytes, at) }
     }
 
     unsafe fn transfer(
         &self,
-        transfer: Transfer,
-        place: Place,
+        transfer: TransferFn,
+        place: DevicePlace,
         bytes: usize,
         at: u64,
     ) -> Result<usize, String> {
@@ -294,7 +294,7 @@ impl Handle {
     }
 }
 
-impl Drop for Handle {
+impl Drop for CuFileHandle {
     fn drop(&mut self) {
         // SAFETY: registered once, deregistered once.
         unsafe { (self.cufile.deregister_file)(self.registered) };
@@ -347,7 +347,7 @@ impl Drop for PassingName {
 
 /// Where bytes lie in device memory.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub(super) struct DevicePlace {
     /// Address of a registered buffer, or of the bytes.
     pub(super) base: usize,
     /// From there to the bytes.
@@ -356,12 +356,12 @@ pub(super) struct Place {
 
 /// Device memory that cuFile knows: it is reached without buffers between.
 #[derive(Debug)]
-pub(super) struct Buffer {
+pub(super) struct CuFileBuffer {
     cufile: Arc<CuFile>,
     base: usize,
 }
 
-impl Buffer {
+impl CuFileBuffer {
     /// # Safety
     /// The bytes are device memory that stays allocated as long as the buffer lives.
     pub(super) unsafe fn new(cufile: &Arc<CuFile>, base: usize, bytes: usize) -> Result<Self, String> {
@@ -372,7 +372,7 @@ impl Buffer {
     }
 }
 
-impl Drop for Buffer {
+impl Drop for CuFileBuffer {
     fn drop(&mut self) {
         let start = std::ptr::with_exposed_provenance(self.base);
         // SAFETY: registered once, deregistered once.

@@ -21,10 +21,10 @@ use crate::segments::{Part, SegmentMap};
 
 /// A GPU that this process uses. Cheap to clone.
 #[derive(Clone)]
-pub struct Gpu(Arc<Context>);
+pub struct Gpu(Arc<PrimaryContext>);
 
 /// The device's primary context: the one that engines in this process use too.
-struct Context {
+struct PrimaryContext {
     ordinal: u32,
     device: Device,
     copies_batches: bool,
@@ -38,9 +38,9 @@ struct Context {
 const EVENTS: usize = 64;
 
 // SAFETY: contexts may be made current in any thread.
-unsafe impl Send for Context {}
+unsafe impl Send for PrimaryContext {}
 // SAFETY: the driver synchronises its calls itself.
-unsafe impl Sync for Context {}
+unsafe impl Sync for PrimaryContext {}
 
 impl Gpu {
     /// The GPU of this ordinal (as `CUDA_VISIBLE_DEVICES` numbers them).
@@ -60,7 +60,7 @@ impl Gpu {
         let primary = unsafe { result::primary_ctx::retain(handle) };
         let primary = primary.map_err(|error| failed("the GPU gives no context", error))?;
         let events = Mutex::default();
-        let gpu = Self(Arc::new(Context { ordinal, device, copies_batches, handle, primary, events }));
+        let gpu = Self(Arc::new(PrimaryContext { ordinal, device, copies_batches, handle, primary, events }));
         gpu.reserve_events(EVENTS).map_err(|error| failed("no events", error))?;
         Ok(gpu)
     }
@@ -155,7 +155,7 @@ impl Gpu {
             let message = "the engine's stream is being captured: take the fence outside of the capture";
             return Err(SetupError::new(SetupErrorKind::InUse, message));
         }
-        let event = Event::new(self).map_err(|error| failed("no event", error))?;
+        let event = StreamEvent::new(self).map_err(|error| failed("no event", error))?;
         // SAFETY: as the caller promises.
         let recorded = self.inside(|| unsafe { result::event::record(event.event, stream) });
         recorded.map_err(|error| failed("an engine's stream", error))?;
@@ -192,7 +192,7 @@ impl Gpu {
 
     /// Makes the context current in this thread until the guard is dropped. Then the thread has the context that it
     /// had before, or none: it may be the engine's.
-    pub(crate) fn enter(&self) -> Result<Entered, DriverError> {
+    pub(crate) fn enter(&self) -> Result<EnteredContext, DriverError> {
         self.0.enter()
     }
 
@@ -203,8 +203,8 @@ impl Gpu {
     }
 }
 
-impl Context {
-    fn enter(&self) -> Result<Entered, DriverError> {
+impl PrimaryContext {
+    fn enter(&self) -> Result<EnteredContext, DriverError> {
         // SAFETY: the context is retained as long as `self` lives.
         unsafe { sys::cuCtxPushCurrent_v2(self.primary) }.result()?;
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -213,7 +213,7 @@ impl Context {
             pop();
             return Err(error);
         }
-        Ok(Entered { mode, _of_this_thread: PhantomData })
+        Ok(EnteredContext { mode, _of_this_thread: PhantomData })
     }
 }
 
@@ -221,13 +221,13 @@ impl Context {
 /// calls of other threads, be it the question whether an event has passed, fail and end the capture, unless the thread
 /// has said that it does not care for captures. Ours does not: nothing of ours is ever captured.
 #[derive(Debug)]
-pub(crate) struct Entered {
+pub(crate) struct EnteredContext {
     mode: sys::CUstreamCaptureMode,
     /// Not `Send`: mode and context are the thread's.
     _of_this_thread: PhantomData<*const ()>,
 }
 
-impl Drop for Entered {
+impl Drop for EnteredContext {
     fn drop(&mut self) {
         // SAFETY: the pointer is valid for the call.
         note(unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.mode) }.result());
@@ -248,7 +248,7 @@ impl fmt::Debug for Gpu {
     }
 }
 
-impl Drop for Context {
+impl Drop for PrimaryContext {
     fn drop(&mut self) {
         let events = std::mem::take(self.events.get_mut());
         note(self.enter().and_then(|_entered| {
@@ -291,14 +291,14 @@ impl Drop for DeviceMemory {
 
 /// Host memory of a region, locked and mapped for GPUs.
 #[derive(Debug)]
-pub(crate) struct Registration {
+pub(crate) struct PinnedHost {
     gpu: Gpu,
     memory: Arc<dyn Memory>,
     /// What to add to a host address to get the address that kernels use for it.
     shift: usize,
 }
 
-impl Registration {
+impl PinnedHost {
     pub(crate) fn new(gpu: &Gpu, memory: Arc<dyn Memory>) -> Result<Self, SetupError> {
         let (base, bytes) = (memory.base(), memory.geometry().bytes());
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
@@ -330,7 +330,7 @@ impl Registration {
     }
 }
 
-impl Drop for Registration {
+impl Drop for PinnedHost {
     fn drop(&mut self) {
         let base = self.memory.base().as_ptr().cast();
         // SAFETY: registered once, unregistered once; no copy of ours is in flight.
@@ -401,12 +401,12 @@ impl<T: Copy> Drop for Pinned<T> {
 /// Values that kernels read. They are copied to the GPU's memory first: across the bus every group of threads would wait
 /// microseconds for its own.
 #[derive(Debug)]
-pub(crate) struct Table<T: Copy> {
+pub(crate) struct KernelTable<T: Copy> {
     here: Pinned<T>,
     there: DeviceMemory,
 }
 
-impl<T: Copy> Table<T> {
+impl<T: Copy> KernelTable<T> {
     pub(crate) fn new(gpu: &Gpu, capacity: usize) -> Result<Self, SetupError> {
         let here = Pinned::new(gpu, capacity).map_err(|error| failed("no locked memory", error))?;
         let there = DeviceMemory::new(gpu, here.capacity() * size_of::<T>())?;
@@ -425,7 +425,7 @@ impl<T: Copy> Table<T> {
     ///
     /// # Panics
     /// If there are more than fit.
-    pub(crate) unsafe fn fill(&mut self, stream: &Stream, values: &[T]) -> Result<u64, DriverError> {
+    pub(crate) unsafe fn fill(&mut self, stream: &CudaStream, values: &[T]) -> Result<u64, DriverError> {
         self.here.write(values);
         let (from, to) = (self.here.address(), self.there.address);
         // SAFETY: both are the table's, and have room for the values.
@@ -436,17 +436,17 @@ impl<T: Copy> Table<T> {
 
 /// Work in order.
 #[derive(Debug)]
-pub(crate) struct Stream {
+pub(crate) struct CudaStream {
     gpu: Gpu,
     stream: sys::CUstream,
 }
 
 // SAFETY: streams may be used from any thread.
-unsafe impl Send for Stream {}
+unsafe impl Send for CudaStream {}
 // SAFETY: the driver synchronises its calls itself.
-unsafe impl Sync for Stream {}
+unsafe impl Sync for CudaStream {}
 
-impl Stream {
+impl CudaStream {
     /// One that does not wait for the default stream, which may be the engine's.
     pub(crate) fn new(gpu: &Gpu) -> Result<Self, SetupError> {
         let made = gpu.inside(|| result::stream::create(result::stream::StreamKind::NonBlocking));
@@ -551,7 +551,7 @@ impl Stream {
     /// `parameters` are the kernel's, and what they point to obeys what [`copy`](Self::copy) asks for.
     pub(crate) unsafe fn launch(
         &self,
-        kernel: Kernel,
+        kernel: LoadedKernel,
         grid: (u32, u32),
         threads: u32,
         parameters: &mut [*mut c_void],
@@ -562,7 +562,7 @@ impl Stream {
     }
 }
 
-impl Drop for Stream {
+impl Drop for CudaStream {
     fn drop(&mut self) {
         // SAFETY: the stream is not used again; the driver frees it when its work is done.
         note(self.gpu.inside(|| unsafe { result::stream::destroy(self.stream) }));
@@ -571,17 +571,17 @@ impl Drop for Stream {
 
 /// A mark in a stream.
 #[derive(Debug)]
-pub(crate) struct Event {
+pub(crate) struct StreamEvent {
     gpu: Gpu,
     event: sys::CUevent,
 }
 
 // SAFETY: events may be used from any thread.
-unsafe impl Send for Event {}
+unsafe impl Send for StreamEvent {}
 // SAFETY: the driver synchronises its calls itself.
-unsafe impl Sync for Event {}
+unsafe impl Sync for StreamEvent {}
 
-impl Event {
+impl StreamEvent {
     /// One that is idle; makes one if there is none.
     pub(crate) fn new(gpu: &Gpu) -> Result<Self, DriverError> {
         let idle = gpu.0.events.lock().pop();
@@ -590,7 +590,7 @@ impl Event {
     }
 
     /// Marks all that was started in the stream so far. The context is current.
-    pub(crate) fn record(&self, stream: &Stream) -> Result<(), DriverError> {
+    pub(crate) fn record(&self, stream: &CudaStream) -> Result<(), DriverError> {
         // SAFETY: both live.
         unsafe { result::event::record(self.event, stream.stream) }
     }
@@ -615,7 +615,7 @@ impl Event {
 }
 
 /// Another may record it at once: who waits for this record has told the driver so.
-impl Drop for Event {
+impl Drop for StreamEvent {
     fn drop(&mut self) {
         self.gpu.0.events.lock().push(self.event);
     }
@@ -661,26 +661,26 @@ pub(crate) const fn ends_the_context(error: DriverError) -> bool {
 
 /// Compiled kernels.
 #[derive(Debug)]
-pub(crate) struct Module {
+pub(crate) struct LoadedModule {
     gpu: Gpu,
     module: sys::CUmodule,
 }
 
 // SAFETY: modules may be used from any thread.
-unsafe impl Send for Module {}
+unsafe impl Send for LoadedModule {}
 // SAFETY: the driver synchronises its calls itself.
-unsafe impl Sync for Module {}
+unsafe impl Sync for LoadedModule {}
 
 /// A kernel of a module that is still loaded.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Kernel(sys::CUfunction);
+pub(crate) struct LoadedKernel(sys::CUfunction);
 
-// SAFETY: a name for code; see `Module`.
-unsafe impl Send for Kernel {}
+// SAFETY: a name for code; see `LoadedModule`.
+unsafe impl Send for LoadedKernel {}
 // SAFETY: as above.
-unsafe impl Sync for Kernel {}
+unsafe impl Sync for LoadedKernel {}
 
-impl Module {
+impl LoadedModule {
     /// Loads PTX. The context is current.
     pub(crate) fn load(gpu: &Gpu, ptx: &CStr) -> Result<Self, DriverError> {
         // SAFETY: PTX is text that ends in a zero.
@@ -688,13 +688,13 @@ impl Module {
         Ok(Self { gpu: gpu.clone(), module })
     }
 
-    pub(crate) fn kernel(&self, name: &CStr) -> Result<Kernel, DriverError> {
+    pub(crate) fn kernel(&self, name: &CStr) -> Result<LoadedKernel, DriverError> {
         // SAFETY: the module is loaded.
-        unsafe { result::module::get_function(self.module, name.to_owned()) }.map(Kernel)
+        unsafe { result::module::get_function(self.module, name.to_owned()) }.map(LoadedKernel)
     }
 }
 
-impl Drop for Module {
+impl Drop for LoadedModule {
     fn drop(&mut self) {
         // SAFETY: no kernel of it runs, and none is started again.
         note(self.gpu.inside(|| unsafe { result::module::unload(self.module) }));

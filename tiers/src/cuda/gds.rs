@@ -9,7 +9,9 @@ use crossbeam_channel::{Receiver, Sender};
 use parking_lot::Mutex;
 
 use super::checksum::DeviceChecksum;
-use super::cufile::{Buffer, CuFile, CuFileMode, CuFileOptions, Handle, PIN_SETTING, Place};
+use super::cufile::{
+    CuFile, CuFileBuffer, CuFileHandle, CuFileMode, CuFileOptions, DevicePlace, PIN_SETTING,
+};
 use super::driver::Gpu;
 use crate::backend::Backend;
 use crate::checksum::Checksums;
@@ -27,7 +29,7 @@ use crate::segments::Part;
 #[derive(Debug)]
 pub struct GdsBackend {
     // Before the threads, which finish what was submitted.
-    queue: ProcessBound<Sender<Share>>,
+    queue: ProcessBound<Sender<BlockShare>>,
     threads: Vec<ServiceThread>,
     /// Pieces that one thread moves, of every block.
     shares: Vec<Range<usize>>,
@@ -42,7 +44,7 @@ const ROUTES: [Route; 2] = [(Tier::Device, Tier::Disk), (Tier::Disk, Tier::Devic
 
 /// A block under way.
 #[derive(Debug)]
-struct Transfer {
+struct GdsTransfer {
     op: CopyOp,
     index: usize,
     done: Done,
@@ -53,19 +55,19 @@ struct Transfer {
 
 /// Some pieces of a block.
 #[derive(Debug)]
-struct Share {
-    transfer: Arc<Transfer>,
+struct BlockShare {
+    transfer: Arc<GdsTransfer>,
     pieces: Range<usize>,
 }
 
 /// What the threads work with.
 #[derive(Debug)]
-struct Ends {
+struct GdsEnds {
     gpu: Gpu,
     // Before the regions: handles and buffers go before what they name.
-    handles: Vec<Handle>,
+    handles: Vec<CuFileHandle>,
     /// One for each part of the device region, or none.
-    buffers: Vec<Buffer>,
+    buffers: Vec<CuFileBuffer>,
     sums: DeviceChecksum,
     device: Arc<DeviceRegion>,
     disk: Arc<DiskRegion>,
@@ -91,7 +93,8 @@ impl GdsBackend {
         let cufile = CuFile::open(options).ready().map_err(|why| unavailable(&why))?;
         let indirect = disk.files().find_map(|file| cufile.reaches(file, options).err());
         let _entered = gpu.enter().map_err(|error| super::driver::failed("no context", error))?;
-        let handles = disk.files().map(|file| Handle::new(&cufile, file.as_fd())).collect::<Result<_, _>>();
+        let handles =
+            disk.files().map(|file| CuFileHandle::new(&cufile, file.as_fd())).collect::<Result<_, _>>();
         let handles = handles.map_err(|why| {
             unavailable(&format!(
                 "cuFile does not take the slot files ({why}); put disk.dirs on ext4 or XFS on NVMe, and mount /run/udev \
@@ -105,7 +108,7 @@ impl GdsBackend {
         let sums = DeviceChecksum::new(gpu)?;
         sums.reserve(depth as usize, device.segments().parts().len())?;
         let shares = shares(device.segments().parts(), depth as usize);
-        let ends = Arc::new(Ends { gpu: gpu.clone(), handles, buffers, sums, device, disk, checksums });
+        let ends = Arc::new(GdsEnds { gpu: gpu.clone(), handles, buffers, sums, device, disk, checksums });
         let mode = if indirect.is_none() { CuFileMode::Direct } else { CuFileMode::Compatibility };
         let (queue, orders) = crossbeam_channel::unbounded();
         let queue = ProcessBound::new(queue);
@@ -117,7 +120,12 @@ impl GdsBackend {
         Ok(backend)
     }
 
-    fn start(&mut self, ends: &Arc<Ends>, orders: &Receiver<Share>, depth: u32) -> std::io::Result<()> {
+    fn start(
+        &mut self,
+        ends: &Arc<GdsEnds>,
+        orders: &Receiver<BlockShare>,
+        depth: u32,
+    ) -> std::io::Result<()> {
         for number in 0..depth.max(1) {
             let (ends, orders) = (Arc::clone(ends), orders.clone());
             let work = move || ends.work(&orders);
@@ -175,11 +183,11 @@ fn check_fit(gpu: &Gpu, device: &DeviceRegion, disk: &DiskRegion) -> Result<(), 
 }
 
 /// Without registration cuFile copies through buffers of its own on the GPU, so this may fail.
-fn register(cufile: &Arc<CuFile>, device: &DeviceRegion) -> Result<Vec<Buffer>, String> {
+fn register(cufile: &Arc<CuFile>, device: &DeviceRegion) -> Result<Vec<CuFileBuffer>, String> {
     let slots = device.segments().slots() as usize;
     let buffers = device.segments().parts().iter().map(|part| {
         // SAFETY: the part is the region's, which outlives the buffer.
-        unsafe { Buffer::new(cufile, part.base, part.extent_bytes(slots)) }
+        unsafe { CuFileBuffer::new(cufile, part.base, part.extent_bytes(slots)) }
     });
     buffers.collect()
 }
@@ -205,7 +213,7 @@ fn unavailable(why: &str) -> SetupError {
 }
 
 // SAFETY: threads move the shares of an operation with calls that end before they return, and the one whose share ends
-// last reports it; `Ends` keeps the regions alive and moves the pieces of slots that exist.
+// last reports it; `GdsEnds` keeps the regions alive and moves the pieces of slots that exist.
 unsafe impl Backend for GdsBackend {
     fn name(&self) -> &'static str {
         match self.mode {
@@ -222,9 +230,9 @@ unsafe impl Backend for GdsBackend {
         for (index, op) in batch.into_iter().enumerate() {
             let left = AtomicUsize::new(self.shares.len());
             let transfer =
-                Arc::new(Transfer { op, index, done: done.clone(), left, failure: Mutex::new(None) });
+                Arc::new(GdsTransfer { op, index, done: done.clone(), left, failure: Mutex::new(None) });
             for pieces in self.shares.iter().cloned() {
-                let share = Share { transfer: Arc::clone(&transfer), pieces };
+                let share = BlockShare { transfer: Arc::clone(&transfer), pieces };
                 if self.queue.send(share).is_err() {
                     transfer.end_share(Err(CopyError::new(CopyErrorKind::Refused, "GDS threads died")), None);
                 }
@@ -233,9 +241,9 @@ unsafe impl Backend for GdsBackend {
     }
 }
 
-impl Transfer {
+impl GdsTransfer {
     /// The last share to end reports the block; `ends`: to verify it with.
-    fn end_share(&self, outcome: Result<(), CopyError>, ends: Option<&Ends>) {
+    fn end_share(&self, outcome: Result<(), CopyError>, ends: Option<&GdsEnds>) {
         if let Err(error) = outcome {
             self.failure.lock().get_or_insert(error);
         }
@@ -252,10 +260,10 @@ impl Transfer {
     }
 }
 
-impl Ends {
-    fn work(&self, shares: &Receiver<Share>) {
+impl GdsEnds {
+    fn work(&self, shares: &Receiver<BlockShare>) {
         let entered = self.gpu.enter();
-        for Share { transfer, pieces } in shares {
+        for BlockShare { transfer, pieces } in shares {
             let outcome = match &entered {
                 Ok(_) => self.execute(&transfer.op, pieces),
                 Err(error) => {
@@ -306,7 +314,7 @@ impl Ends {
         ours: SlotRef,
         theirs: SlotRef,
         range: Range<usize>,
-        transfer: impl Fn(&Handle, Place, usize, u64) -> Result<usize, String>,
+        transfer: impl Fn(&CuFileHandle, DevicePlace, usize, u64) -> Result<usize, String>,
     ) -> Result<(), CopyError> {
         let (file, start) = self.disk.place(theirs.slot).ok_or_else(|| no_such_slot(theirs))?;
         let segments = self.device.segments();
@@ -315,7 +323,7 @@ impl Ends {
             start + segments.parts()[..range.start].iter().map(|part| part.bytes as u64).sum::<u64>();
         for (part, piece) in segments.parts().iter().zip(pieces).take(range.end).skip(range.start) {
             let base = if self.buffers.is_empty() { piece.address } else { part.base };
-            let place = Place { base, offset: piece.address - base };
+            let place = DevicePlace { base, offset: piece.address - base };
             match transfer(&self.handles[file], place, piece.bytes, at) {
                 Ok(bytes) if bytes == piece.bytes => at += bytes as u64,
                 Ok(bytes) => {

@@ -10,11 +10,11 @@ use std::fmt;
 use cudarc::driver::result::DriverError;
 use cudarc::nvrtc;
 
-use super::driver::{Gpu, Kernel, Module, Stream, failed};
+use super::driver::{CudaStream, Gpu, LoadedKernel, LoadedModule, failed};
 use super::probe::probe;
 use crate::error::SetupError;
 use crate::segments::Piece;
-use crate::transform::Plan;
+use crate::transform::TransformPlan;
 
 /// The kernels' source, CUDA C.
 pub const SOURCE: &str = include_str!("kernels.cu");
@@ -60,24 +60,24 @@ impl fmt::Display for KernelOrigin {
 
 /// The kernels, loaded.
 #[derive(Debug)]
-pub(crate) struct Kernels {
-    copy_pieces: Kernel,
-    transform: Kernel,
-    crc32c: Kernel,
+pub(crate) struct CopyKernels {
+    copy_pieces: LoadedKernel,
+    transform: LoadedKernel,
+    crc32c: LoadedKernel,
     /// Stands for the work of an engine.
     #[cfg(any(test, feature = "baselines"))]
-    matmul: Kernel,
+    matmul: LoadedKernel,
     #[cfg(any(test, feature = "baselines"))]
-    matvec: Kernel,
+    matvec: LoadedKernel,
     origin: KernelOrigin,
     /// Keeps the code.
-    _module: Module,
+    _module: LoadedModule,
 }
 
 /// A piece of a block whose checksum is computed: `struct Summand` of `kernels.cu`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub(crate) struct Summand {
+pub(crate) struct ChecksumSummand {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     /// Bytes of the block behind it.
@@ -87,7 +87,7 @@ pub(crate) struct Summand {
     pub(crate) unused: u32,
 }
 
-impl Kernels {
+impl CopyKernels {
     /// # Errors
     /// `Unavailable`: the GPU takes neither.
     pub(crate) fn load(gpu: &Gpu) -> Result<Self, SetupError> {
@@ -97,14 +97,14 @@ impl Kernels {
             Err(why) => {
                 tracing::debug!(why, "kernels are not compiled here: the embedded ones serve");
                 let ptx = CString::new(EMBEDDED).unwrap_or_default();
-                let loaded = Module::load(gpu, &ptx);
+                let loaded = LoadedModule::load(gpu, &ptx);
                 let kernels = loaded.and_then(|module| Self::of(module, KernelOrigin::Embedded(why)));
                 kernels.map_err(|error| failed("the GPU does not take the kernels", error))
             }
         }
     }
 
-    fn of(module: Module, origin: KernelOrigin) -> Result<Self, DriverError> {
+    fn of(module: LoadedModule, origin: KernelOrigin) -> Result<Self, DriverError> {
         Ok(Self {
             copy_pieces: module.kernel(COPY_PIECES)?,
             transform: module.kernel(TRANSFORM)?,
@@ -128,7 +128,7 @@ impl Kernels {
     /// The table, and what it names, stay as they are until the stream has got past it; the GPU can address all of it.
     pub(crate) unsafe fn copy_pieces(
         &self,
-        stream: &Stream,
+        stream: &CudaStream,
         mut table: u64,
         count: usize,
         groups: u32,
@@ -146,11 +146,11 @@ impl Kernels {
     /// As for [`copy_pieces`](Self::copy_pieces); `from` and `to` are arrays as `plan` says.
     pub(crate) unsafe fn transform(
         &self,
-        stream: &Stream,
+        stream: &CudaStream,
         (mut from, mut to): (u64, u64),
         mut pairs: u64,
         count: usize,
-        mut plan: Plan,
+        mut plan: TransformPlan,
     ) -> Result<(), DriverError> {
         let (mut number, mut unit) = (count as u32, widest_unit(from, to, &plan));
         let parameters = &mut [
@@ -168,19 +168,19 @@ impl Kernels {
         unsafe { stream.launch(self.transform, grid, THREADS, parameters) }
     }
 
-    /// Starts adding the checksums of `count` [`Summand`]s at address `table`, none larger than `longest` bytes, to the
+    /// Starts adding the checksums of `count` [`ChecksumSummand`]s at address `table`, none larger than `longest` bytes, to the
     /// sums at address `sums`.
     ///
     /// # Safety
     /// As for [`copy_pieces`](Self::copy_pieces).
     pub(crate) unsafe fn crc32c(
         &self,
-        stream: &Stream,
+        stream: &CudaStream,
         mut table: u64,
         (count, longest): (usize, usize),
         mut sums: u64,
     ) -> Result<(), DriverError> {
-        const { assert!(size_of::<Summand>() == 32, "as in kernels.cu") };
+        const { assert!(size_of::<ChecksumSummand>() == 32, "as in kernels.cu") };
         let mut number = count as u32;
         let parameters = &mut [pointer(&mut table), pointer(&mut number), pointer(&mut sums)];
         // SAFETY: these are the kernel's parameters; else as the caller promises.
@@ -188,7 +188,7 @@ impl Kernels {
     }
 }
 
-impl Kernels {
+impl CopyKernels {
     /// Groups that share a column of the matrix that a vector is multiplied with.
     #[cfg(any(test, feature = "baselines"))]
     pub(crate) const MATVEC_PARTS: u32 = 64;
@@ -200,7 +200,7 @@ impl Kernels {
     #[cfg(any(test, feature = "baselines"))]
     pub(crate) unsafe fn matmul(
         &self,
-        stream: &Stream,
+        stream: &CudaStream,
         (mut a, mut b, mut c): (u64, u64, u64),
         mut n: u32,
     ) -> Result<(), DriverError> {
@@ -216,7 +216,7 @@ impl Kernels {
     #[cfg(any(test, feature = "baselines"))]
     pub(crate) unsafe fn matvec(
         &self,
-        stream: &Stream,
+        stream: &CudaStream,
         (mut a, mut x, mut y): (u64, u64, u64),
         mut n: u32,
     ) -> Result<(), DriverError> {
@@ -239,7 +239,7 @@ fn pointer<T>(parameter: &mut T) -> *mut c_void {
 }
 
 /// The largest unit that divides all addresses, strides and the bytes of a row.
-fn widest_unit(from: u64, to: u64, plan: &Plan) -> u32 {
+fn widest_unit(from: u64, to: u64, plan: &TransformPlan) -> u32 {
     let offsets =
         [from, to, plan.row_bytes, plan.from_offset, plan.to_offset, plan.from_block, plan.to_block];
     let all =
@@ -261,11 +261,12 @@ pub(crate) fn checksum_of_zeroes(mut bytes: usize) -> u32 {
     digest.finalize() as u32
 }
 
-fn compile_here(gpu: &Gpu) -> Result<Kernels, String> {
+fn compile_here(gpu: &Gpu) -> Result<CopyKernels, String> {
     probe().nvrtc.ready()?;
     let (major, minor) = gpu.device().capability;
     let ptx = compile(&format!("compute_{major}{minor}"))?;
-    let loaded = Module::load(gpu, &ptx).and_then(|module| Kernels::of(module, KernelOrigin::Nvrtc));
+    let loaded =
+        LoadedModule::load(gpu, &ptx).and_then(|module| CopyKernels::of(module, KernelOrigin::Nvrtc));
     loaded.map_err(|error| format!("the driver refuses what NVRTC made: {error}"))
 }
 

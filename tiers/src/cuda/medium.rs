@@ -10,7 +10,7 @@ use rustix::fs::{fstat, fstatfs, major, minor};
 
 /// Storage, as cuFile tells it apart.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Medium {
+pub(super) enum StorageMedium {
     /// A file system on NVMe drives, or on RAID of such.
     Nvme,
     /// The same, behind a network.
@@ -37,7 +37,7 @@ const DISTRIBUTED: [(u64, &str, c_uint); 5] = [
     (0x1983_0326, "BeeGFS", 1 << 9),
 ];
 
-impl Medium {
+impl StorageMedium {
     /// Of a file. `sysfs`: where the kernel describes its devices, `/sys`.
     pub(super) fn of(file: &File, sysfs: &Path) -> Self {
         let (Ok(system), Ok(stat)) = (fstatfs(file), fstat(file)) else {
@@ -73,7 +73,7 @@ impl Medium {
     }
 }
 
-impl fmt::Display for Medium {
+impl fmt::Display for StorageMedium {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Nvme => "NVMe",
@@ -92,30 +92,30 @@ pub(super) fn reached(status: c_uint) -> Vec<&'static str> {
 }
 
 /// A block device, or a partition of it: `/sys/devices/…/nvme0n1/nvme0n1p1`.
-fn drive(device: &Path, system: &str) -> Medium {
+fn drive(device: &Path, system: &str) -> StorageMedium {
     let name = device.file_name().unwrap_or_default().to_string_lossy();
     if name.starts_with("md") {
         return raid(device, system);
     }
     if !name.starts_with("nvme") {
-        return Medium::Other(format!("{system} on {name}"));
+        return StorageMedium::Other(format!("{system} on {name}"));
     }
     let partition = device.join("partition").exists();
     let whole = if partition { device.parent().unwrap_or(device) } else { device };
     match fs::read_to_string(whole.join("device/transport")) {
-        Ok(transport) if transport.trim() != "pcie" => Medium::NvmeOverFabrics,
+        Ok(transport) if transport.trim() != "pcie" => StorageMedium::NvmeOverFabrics,
         // Drives with several paths do not say.
-        _ => Medium::Nvme,
+        _ => StorageMedium::Nvme,
     }
 }
 
 /// As direct as the least of its drives.
-fn raid(device: &Path, system: &str) -> Medium {
+fn raid(device: &Path, system: &str) -> StorageMedium {
     let drives = fs::read_dir(device.join("slaves")).into_iter().flatten().flatten();
     let paths = drives.filter_map(|entry| fs::canonicalize(entry.path()).ok());
-    let media: Vec<Medium> = paths.map(|path: PathBuf| drive(&path, system)).collect();
-    let slowest = media.iter().find(|medium| **medium != Medium::Nvme).or_else(|| media.first());
-    slowest.cloned().unwrap_or_else(|| Medium::Other(format!("{system} on RAID of no drives")))
+    let media: Vec<StorageMedium> = paths.map(|path: PathBuf| drive(&path, system)).collect();
+    let slowest = media.iter().find(|medium| **medium != StorageMedium::Nvme).or_else(|| media.first());
+    slowest.cloned().unwrap_or_else(|| StorageMedium::Other(format!("{system} on RAID of no drives")))
 }
 
 #[cfg(test)]
@@ -140,12 +140,12 @@ mod tests {
         let home = sysfs(&["nvme0/nvme0n1/nvme0n1p1", "nvme1/nvme1n1/device", "vda"]);
         fs::write(home.path().join("nvme0/nvme0n1/nvme0n1p1/partition"), "1").unwrap();
         fs::write(home.path().join("nvme1/nvme1n1/device/transport"), "tcp\n").unwrap();
-        let on = |device: &str| Medium::on(EXT4, &home.path().join(device));
-        assert_eq!(on("nvme0/nvme0n1"), Medium::Nvme);
-        assert_eq!(on("nvme0/nvme0n1/nvme0n1p1"), Medium::Nvme);
-        assert_eq!(on("nvme1/nvme1n1"), Medium::NvmeOverFabrics);
-        assert_eq!(on("vda"), Medium::Other("ext4 on vda".into()));
-        assert!(matches!(on("gone"), Medium::Other(_)));
+        let on = |device: &str| StorageMedium::on(EXT4, &home.path().join(device));
+        assert_eq!(on("nvme0/nvme0n1"), StorageMedium::Nvme);
+        assert_eq!(on("nvme0/nvme0n1/nvme0n1p1"), StorageMedium::Nvme);
+        assert_eq!(on("nvme1/nvme1n1"), StorageMedium::NvmeOverFabrics);
+        assert_eq!(on("vda"), StorageMedium::Other("ext4 on vda".into()));
+        assert!(matches!(on("gone"), StorageMedium::Other(_)));
     }
 
     #[test]
@@ -158,21 +158,21 @@ mod tests {
         link("md0", "nvme1n1");
         link("md1", "nvme0n1");
         link("md1", "sda");
-        let on = |device: &str| Medium::on(EXT4, &home.path().join(device));
-        assert_eq!(on("md0"), Medium::Nvme);
-        assert_eq!(on("md1"), Medium::Other("ext4 on sda".into()));
-        assert!(matches!(on("md2"), Medium::Other(_)));
+        let on = |device: &str| StorageMedium::on(EXT4, &home.path().join(device));
+        assert_eq!(on("md0"), StorageMedium::Nvme);
+        assert_eq!(on("md1"), StorageMedium::Other("ext4 on sda".into()));
+        assert!(matches!(on("md2"), StorageMedium::Other(_)));
     }
 
     #[test]
     fn what_the_driver_reaches_is_direct_for_files_that_lie_there() {
-        assert_eq!(Medium::Nvme.is_direct(1 << 4), Ok(()));
-        assert_eq!(Medium::Nvme.is_direct(1 << 11), Ok(()));
-        assert!(Medium::Nvme.is_direct(1 << 5).is_err());
-        let other = Medium::on(0x0102_1994, Path::new("/"));
+        assert_eq!(StorageMedium::Nvme.is_direct(1 << 4), Ok(()));
+        assert_eq!(StorageMedium::Nvme.is_direct(1 << 11), Ok(()));
+        assert!(StorageMedium::Nvme.is_direct(1 << 5).is_err());
+        let other = StorageMedium::on(0x0102_1994, Path::new("/"));
         let why = other.is_direct(c_uint::MAX).unwrap_err();
         assert!(why.contains("0x1021994") && why.contains("ext4"), "{why}");
-        let lustre = Medium::on(0x0bd0_0bd0, Path::new("/"));
+        let lustre = StorageMedium::on(0x0bd0_0bd0, Path::new("/"));
         assert_eq!((lustre.is_direct(1), lustre.to_string()), (Ok(()), "Lustre".into()));
         assert_eq!(reached(1 << 4 | 1), ["NVMe", "Lustre"]);
     }

@@ -2,8 +2,8 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use super::driver::{Gpu, Stream, Table};
-use super::kernels::{KernelOrigin, Kernels};
+use super::driver::{CudaStream, Gpu, KernelTable};
+use super::kernels::{CopyKernels, KernelOrigin};
 use crate::copy::{CopyError, CopyErrorKind};
 use crate::error::SetupError;
 use crate::transform::Transform;
@@ -11,9 +11,9 @@ use crate::transform::Transform;
 /// Executes [`Transform`]s in the memory of a GPU, in a stream of its own.
 #[derive(Debug)]
 pub struct Rearranger {
-    kernels: Kernels,
+    kernels: CopyKernels,
     /// Taken by one caller at a time, with the table that its kernel reads.
-    stream: Mutex<(Stream, Table<(u32, u32)>)>,
+    stream: Mutex<(CudaStream, KernelTable<(u32, u32)>)>,
 }
 
 impl Rearranger {
@@ -25,8 +25,8 @@ impl Rearranger {
     /// # Errors
     /// `Unavailable`: the GPU does not take them, or has no memory left.
     pub fn new(gpu: &Gpu) -> Result<Self, SetupError> {
-        let (kernels, stream) = (Kernels::load(gpu)?, Stream::new(gpu)?);
-        let table = Table::new(gpu, Self::TABLE)?;
+        let (kernels, stream) = (CopyKernels::load(gpu)?, CudaStream::new(gpu)?);
+        let table = KernelTable::new(gpu, Self::TABLE)?;
         Ok(Self { kernels, stream: Mutex::new((stream, table)) })
     }
 

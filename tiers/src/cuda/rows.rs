@@ -6,7 +6,7 @@ use crate::segments::{Part, SegmentMap};
 
 /// Pieces of a block, in order: each as far behind the one before on the GPU, and as far in the block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Rows {
+pub(super) struct PitchedRows {
     /// The first piece on the GPU: its address in slot 0, and bytes from slot to slot.
     base: usize,
     stride: usize,
@@ -30,11 +30,11 @@ const WORTH: usize = 128 << 10;
 
 /// All pieces of a block as rows; none: on average they are too few for a call each. `allocation` says in which
 /// allocation an address is: the driver refuses rows of several.
-pub(super) fn rows(segments: &SegmentMap, allocation: impl Fn(usize) -> u64) -> Vec<Rows> {
+pub(super) fn rows(segments: &SegmentMap, allocation: impl Fn(usize) -> u64) -> Vec<PitchedRows> {
     let parts = segments.parts();
     let allocations = parts.iter().map(|part| allocation(part.base)).collect();
     let is_there = vec![true; parts.len()];
-    let mut left = Left { parts, offsets: segments.offsets(), allocations, is_there };
+    let mut left = LeftParts { parts, offsets: segments.offsets(), allocations, is_there };
     let all: Vec<_> = (0..parts.len()).filter_map(|first| left.take(first)).collect();
     // Where none has a second piece, a call for all of them is better.
     let is_worth_it = all.len() < parts.len() && segments.block_bytes() / all.len() >= WORTH;
@@ -42,7 +42,7 @@ pub(super) fn rows(segments: &SegmentMap, allocation: impl Fn(usize) -> u64) -> 
 }
 
 /// Parts that belong to no rows yet.
-struct Left<'a> {
+struct LeftParts<'a> {
     parts: &'a [Part],
     /// Of each: where its piece begins in a block, its allocation, and whether it is still there.
     offsets: &'a [usize],
@@ -50,9 +50,9 @@ struct Left<'a> {
     is_there: Vec<bool>,
 }
 
-impl Left<'_> {
+impl LeftParts<'_> {
     /// The most rows that begin with this part; `None`: it is in others.
-    fn take(&mut self, first: usize) -> Option<Rows> {
+    fn take(&mut self, first: usize) -> Option<PitchedRows> {
         let from_here = |period| (self.follow(first, period), period);
         // Of two that are as long the one that leaves no gaps.
         let longest = (1..=PERIODS).rev().map(from_here).max_by_key(|&(count, _)| count);
@@ -63,7 +63,7 @@ impl Left<'_> {
         if count > 1 {
             (pitch, step) = self.distance(first, first + period)?;
         }
-        Some(Rows { base, stride, offset: self.offsets[first], bytes, count, pitch, step })
+        Some(PitchedRows { base, stride, offset: self.offsets[first], bytes, count, pitch, step })
     }
 
     /// How many parts, of every `period`-th from `first` on, are as far apart as the first two of them: on the GPU and in the
@@ -94,7 +94,7 @@ impl Left<'_> {
     }
 }
 
-impl Rows {
+impl PitchedRows {
     /// Where the first one of a slot lies on the GPU.
     pub(super) const fn address(&self, slot: SlotId) -> usize {
         self.base + slot.0 as usize * self.stride
@@ -113,7 +113,7 @@ mod tests {
         bases.into_iter().map(|base| Part { base, stride: PIECE, bytes: PIECE }).collect()
     }
 
-    fn rows_of(parts: &[Part]) -> Vec<Rows> {
+    fn rows_of(parts: &[Part]) -> Vec<PitchedRows> {
         rows(&map(parts), |_| 0)
     }
 
@@ -134,7 +134,7 @@ mod tests {
     fn tensors_one_after_the_other_are_one_array() {
         let found = rows_of(&tensors((0..8).map(|layer| 1000 + layer * 3 * PIECE)));
         let (pitch, step) = (3 * PIECE, PIECE);
-        let one = Rows { base: 1000, stride: PIECE, offset: 0, bytes: PIECE, count: 8, pitch, step };
+        let one = PitchedRows { base: 1000, stride: PIECE, offset: 0, bytes: PIECE, count: 8, pitch, step };
         assert_eq!(found, [one]);
         assert_eq!(one.address(SlotId(2)), 1000 + 2 * PIECE);
     }
@@ -165,8 +165,9 @@ mod tests {
     }
 
     /// Each piece is copied once, from where it is to where it belongs.
-    fn check(parts: &[Part], found: &[Rows]) {
-        let row = |r: &Rows, i: usize| (r.offset + i * r.step, r.base + i * r.pitch, r.bytes, r.stride);
+    fn check(parts: &[Part], found: &[PitchedRows]) {
+        let row =
+            |r: &PitchedRows, i: usize| (r.offset + i * r.step, r.base + i * r.pitch, r.bytes, r.stride);
         let mut copied: Vec<_> = found.iter().flat_map(|r| (0..r.count).map(|i| row(r, i))).collect();
         copied.sort_unstable();
         let mut end = 0;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::driver::{Gpu, Pinned, Stream, failed};
+use super::driver::{CudaStream, Gpu, Pinned, failed};
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
 use crate::device::{DeviceRegion, Space};
 use crate::error::{SetupError, SetupErrorKind};
@@ -16,14 +16,14 @@ use crate::segments::{Segment, pieces};
 #[derive(Debug)]
 pub struct DeviceWindow {
     region: Arc<DeviceRegion>,
-    desk: Mutex<Desk>,
+    desk: Mutex<WindowScratch>,
 }
 
-type Desk = (Stream, Pinned<u8>);
+type WindowScratch = (CudaStream, Pinned<u8>);
 
 /// Which way a block goes.
 #[derive(Clone, Copy)]
-enum Direction {
+enum WindowDirection {
     Out,
     In,
 }
@@ -38,7 +38,7 @@ impl DeviceWindow {
             let message = format!("{region:?} is not in the memory of {gpu:?}");
             return Err(SetupError::new(SetupErrorKind::Invalid, message));
         }
-        let stream = Stream::new(gpu)?;
+        let stream = CudaStream::new(gpu)?;
         let buffer = Pinned::new(gpu, region.segments().block_bytes());
         let buffer = buffer.map_err(|error| failed("no locked memory", error))?;
         Ok(Self { region, desk: Mutex::new((stream, buffer)) })
@@ -52,7 +52,7 @@ impl DeviceWindow {
         let slot = self.own(loan.pool(), loan.slot())?;
         let mut desk = self.desk.lock();
         let mut block = vec![0; self.block_bytes()];
-        let crossed = self.cross(&mut desk, slot, Direction::Out);
+        let crossed = self.cross(&mut desk, slot, WindowDirection::Out);
         Some(crossed.map(|()| {
             desk.1.copy_to(&mut block);
             block
@@ -71,7 +71,7 @@ impl DeviceWindow {
         }
         let mut desk = self.desk.lock();
         desk.1.write(block);
-        Some(self.cross(&mut desk, slot, Direction::In))
+        Some(self.cross(&mut desk, slot, WindowDirection::In))
     }
 
     /// Bytes of a block.
@@ -84,7 +84,12 @@ impl DeviceWindow {
     }
 
     /// Copies between the slot and the buffer. Whoever calls holds a slot handle to the slot that allows it.
-    fn cross(&self, desk: &mut Desk, slot: SlotId, direction: Direction) -> Result<(), CopyError> {
+    fn cross(
+        &self,
+        desk: &mut WindowScratch,
+        slot: SlotId,
+        direction: WindowDirection,
+    ) -> Result<(), CopyError> {
         let refused =
             || CopyError::new(CopyErrorKind::Refused, format!("device slot {} does not exist", slot.0));
         let device = self.region.segments().segments(slot).ok_or_else(refused)?;
@@ -93,8 +98,8 @@ impl DeviceWindow {
         let copied = stream.gpu().inside(|| {
             pieces(device, ours).try_for_each(|piece| {
                 let (from, to) = match direction {
-                    Direction::Out => (piece.from, piece.to),
-                    Direction::In => (piece.to, piece.from),
+                    WindowDirection::Out => (piece.from, piece.to),
+                    WindowDirection::In => (piece.to, piece.from),
                 };
                 // SAFETY: the desk is the caller's until the wait below has ended, and so is the slot.
                 unsafe { stream.copy(from, to, piece.bytes) }

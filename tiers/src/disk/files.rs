@@ -14,10 +14,10 @@ use rustix::fs::OFlags;
 use crate::disk::SETTINGS;
 use crate::error::SetupError;
 use crate::files::{
-    Kept, LockedFile, Patience, Site, checked_namespace, create_locked, fill, make_dir, open_kept, partial,
-    remove_abandoned, resize, unlink,
+    KeptFile, LockWait, LockedFile, OwnDirectory, checked_namespace, create_locked, fill, make_dir,
+    open_kept, partial, remove_abandoned, resize, unlink,
 };
-use crate::fork::Maker;
+use crate::fork::MakerProcess;
 use crate::geometry::ALIGNMENT;
 
 /// An open slot file; a kept one is locked.
@@ -53,13 +53,14 @@ impl SlotFile {
         dir: &Path,
         name: &str,
         options: SlotFileOptions,
-        patience: &mut Patience,
+        patience: &mut LockWait,
     ) -> Result<Self, SetupError> {
         // What is kept keeps its directory.
         let goes_again = make_dir(dir, &SETTINGS)? && !options.keep;
-        let made_dir = goes_again.then(|| MadeDir { path: dir.to_owned(), maker: Maker::this_process() });
+        let made_dir =
+            goes_again.then(|| MadeDir { path: dir.to_owned(), maker: MakerProcess::this_process() });
         remove_abandoned(dir, &SETTINGS);
-        let site = Site::new(dir.join(name), &SETTINGS);
+        let site = OwnDirectory::new(dir.join(name), &SETTINGS);
         let file = open_file(dir, &site, options, patience)?;
         let direct = options.o_direct && go_direct(file.file()).map_err(|error| site.failed(&error))?;
         Ok(Self { file, direct, _made_dir: made_dir })
@@ -84,7 +85,7 @@ impl SlotFile {
 #[derive(Debug)]
 struct MadeDir {
     path: PathBuf,
-    maker: Maker,
+    maker: MakerProcess,
 }
 
 impl Drop for MadeDir {
@@ -99,9 +100,9 @@ impl Drop for MadeDir {
 
 fn open_file(
     dir: &Path,
-    site: &Site,
+    site: &OwnDirectory,
     options: SlotFileOptions,
-    patience: &mut Patience,
+    patience: &mut LockWait,
 ) -> Result<LockedFile, SetupError> {
     let fill = |file: &File| fill(site, file, options.bytes, options.zerofill_fallback);
     if !options.keep {
@@ -109,13 +110,13 @@ fn open_file(
         fill(&nameless)?;
         return Ok(LockedFile::of(nameless));
     }
-    let Kept { file: kept, .. } = open_kept(site, patience, fill)?;
+    let KeptFile { file: kept, .. } = open_kept(site, patience, fill)?;
     resize(site, kept.file(), options.bytes, options.zerofill_fallback)?;
     Ok(kept)
 }
 
 /// A file that vanishes with the process, however that ends.
-fn open_nameless(dir: &Path, site: &Site, patience: &mut Patience) -> Result<File, SetupError> {
+fn open_nameless(dir: &Path, site: &OwnDirectory, patience: &mut LockWait) -> Result<File, SetupError> {
     // Without O_EXCL: cuFile registers files by names only, and is lent one (`cuda::cufile`).
     let flags = OFlags::TMPFILE.bits().cast_signed();
     match OpenOptions::new().read(true).write(true).mode(0o600).custom_flags(flags).open(dir) {
@@ -129,7 +130,7 @@ fn open_nameless(dir: &Path, site: &Site, patience: &mut Patience) -> Result<Fil
 }
 
 /// As [`open_nameless`], except in the moment until the name is gone again.
-fn open_unlinked(site: &Site, patience: &mut Patience) -> Result<File, SetupError> {
+fn open_unlinked(site: &OwnDirectory, patience: &mut LockWait) -> Result<File, SetupError> {
     let partial = partial(site);
     let file = create_locked(&partial, patience)?;
     unlink(&partial.path);
@@ -169,7 +170,7 @@ mod tests {
     const UNKEPT: SlotFileOptions = SlotFileOptions { keep: false, ..KEPT };
 
     fn open(dir: &Path, options: SlotFileOptions) -> Result<SlotFile, SetupError> {
-        SlotFile::open(dir, NAME, options, &mut Patience::new(Duration::ZERO))
+        SlotFile::open(dir, NAME, options, &mut LockWait::new(Duration::ZERO))
     }
 
     fn names(dir: &Path) -> Vec<String> {
@@ -185,22 +186,22 @@ mod tests {
 
     #[test]
     fn what_a_stranger_put_there_is_not_written_to() {
-        type Put = fn(&Path);
-        let stranger: Put = |path| {
+        type PutFn = fn(&Path);
+        let stranger: PutFn = |path| {
             fs::write(path, "").unwrap();
             fs::set_permissions(path, PermissionsExt::from_mode(0o600)).unwrap();
             std::os::unix::fs::chown(path, Some(65534), None).unwrap();
         };
-        let open_to_all: Put = |path| {
+        let open_to_all: PutFn = |path| {
             fs::write(path, vec![0; KEPT.bytes as usize]).unwrap();
             fs::set_permissions(path, PermissionsExt::from_mode(0o666)).unwrap();
         };
-        let two_names: Put = |path| {
+        let two_names: PutFn = |path| {
             leave_half(path);
             fs::hard_link(path, path.with_extension("other")).unwrap();
         };
-        let link: Put = |path| std::os::unix::fs::symlink(path.with_extension("other"), path).unwrap();
-        let pipe: Put = |path| {
+        let link: PutFn = |path| std::os::unix::fs::symlink(path.with_extension("other"), path).unwrap();
+        let pipe: PutFn = |path| {
             let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
             rustix::fs::mkfifoat(rustix::fs::CWD, path, mode).unwrap();
         };
@@ -247,8 +248,9 @@ mod tests {
     #[test]
     fn without_nameless_files_the_name_is_new_and_soon_gone() {
         let home = tempfile::tempdir().unwrap();
-        let (site, partial) = (Site::new(home.path().join(NAME), &SETTINGS), home.path().join(PARTIAL));
-        let open = || open_unlinked(&site, &mut Patience::new(Duration::ZERO));
+        let (site, partial) =
+            (OwnDirectory::new(home.path().join(NAME), &SETTINGS), home.path().join(PARTIAL));
+        let open = || open_unlinked(&site, &mut LockWait::new(Duration::ZERO));
         let made = open().unwrap().metadata().unwrap();
         assert_eq!((made.nlink(), made.mode() & 0o7777), (0, 0o600));
         assert!(names(home.path()).is_empty());
@@ -273,8 +275,8 @@ mod tests {
     #[test]
     fn what_a_living_process_is_making_is_left_to_it() {
         let home = tempfile::tempdir().unwrap();
-        let site = Site::new(home.path().join(PARTIAL), &SETTINGS);
-        let theirs = create_locked(&site, &mut Patience::new(Duration::ZERO)).unwrap();
+        let site = OwnDirectory::new(home.path().join(PARTIAL), &SETTINGS);
+        let theirs = create_locked(&site, &mut LockWait::new(Duration::ZERO)).unwrap();
         assert_eq!(open(home.path(), KEPT).unwrap_err().kind(), SetupErrorKind::InUse);
         let left = site.path.metadata().unwrap();
         assert_eq!(left.ino(), theirs.metadata().unwrap().ino());
@@ -300,7 +302,7 @@ mod tests {
         let owned = parking_lot::Mutex::new(());
         let start = |number: usize| {
             for round in 0..20 {
-                let mut patience = Patience::new(Duration::from_secs(30));
+                let mut patience = LockWait::new(Duration::from_secs(30));
                 let slots = SlotFile::open(home.path(), NAME, KEPT, &mut patience).unwrap();
                 let alone = owned.try_lock().expect("two have it at once");
                 assert_eq!(slots.file().metadata().unwrap().len(), KEPT.bytes);

@@ -44,7 +44,7 @@ use std::time::Duration;
 
 use crate::copy::SlotId;
 use crate::error::{SetupError, SetupErrorKind};
-use crate::files::{Patience, SettingNames};
+use crate::files::{LockWait, SettingNames};
 use crate::geometry::Geometry;
 
 use files::{SlotFile, SlotFileOptions};
@@ -111,7 +111,7 @@ impl DiskRegion {
     /// `Invalid`: no directory, or a namespace that is no file name. `Unavailable`: no `fallocate`, and writing zeroes
     /// was not allowed; or the limit on open files is reached. `Io`: the media failed.
     pub fn open(options: &DiskOptions) -> Result<Self, SetupError> {
-        Self::open_within(options, Patience::FOR_A_DEAD_RING)
+        Self::open_within(options, LockWait::FOR_A_DEAD_RING)
     }
 
     fn open_within(options: &DiskOptions, patience: Duration) -> Result<Self, SetupError> {
@@ -127,7 +127,7 @@ impl DiskRegion {
             zerofill_fallback: options.zerofill_fallback,
             keep: options.keep.is_some(),
         };
-        let mut patience = Patience::new(patience);
+        let mut patience = LockWait::new(patience);
         let (mut files, mut places, mut failed) = (Vec::new(), Vec::new(), None);
         for dir in &options.dirs {
             let name = files::name(options.keep.as_deref())?;

@@ -13,8 +13,8 @@ use io_uring::{IoUring, Probe, cqueue, opcode, squeue};
 use crate::copy::{CopyOp, Done, Endings, Tier};
 use crate::disk::DiskRegion;
 use crate::disk::queue::ReadsFirst;
-use crate::disk::transfer::{Direction, MAX_TRIES, Transfer, is_transient};
-use crate::disk::wake::Wake;
+use crate::disk::transfer::{DiskDirection, MAX_TRIES, SlotTransfer, is_transient};
+use crate::disk::wake::RingWake;
 use crate::memory::Memory;
 
 /// The most that the kernel registers as one buffer.
@@ -24,22 +24,22 @@ const MAX_DEPTH: u32 = 4096;
 const WAKE: u64 = u64::MAX;
 
 /// Operations submitted together.
-pub(super) struct Batch {
+pub(super) struct RingBatch {
     pub(super) ops: Vec<CopyOp>,
     pub(super) done: Done,
 }
 
 /// A ring, what it is registered with, and the operations that it has not completed.
-pub(super) struct Ring {
+pub(super) struct DiskRing {
     uring: IoUring,
     memory: Arc<dyn Memory>,
     disk: Arc<DiskRegion>,
     /// Slots per registered buffer; `None`: buffers are not registered.
     slots_per_buffer: Option<u32>,
-    wake: Wake,
-    waiting: ReadsFirst<Order>,
+    wake: RingWake,
+    waiting: ReadsFirst<RingOrder>,
     /// Operations that the kernel has, by the number that it returns.
-    flights: Vec<Option<Flight>>,
+    flights: Vec<Option<RingFlight>>,
     grounded: Vec<u32>,
     /// Flights that the kernel returned untried.
     again: Vec<u32>,
@@ -47,18 +47,18 @@ pub(super) struct Ring {
     landed: Endings,
 }
 
-struct Order {
+struct RingOrder {
     op: CopyOp,
-    report: Report,
+    report: RingReport,
 }
 
-struct Flight {
-    transfer: Transfer,
-    report: Report,
+struct RingFlight {
+    transfer: SlotTransfer,
+    report: RingReport,
     tries: u32,
 }
 
-struct Report {
+struct RingReport {
     index: usize,
     done: Done,
 }
@@ -102,7 +102,7 @@ pub(crate) fn build(entries: u32) -> io::Result<IoUring> {
     }
 }
 
-impl Ring {
+impl DiskRing {
     pub(super) fn open(
         memory: Arc<dyn Memory>,
         disk: Arc<DiskRegion>,
@@ -121,7 +121,7 @@ impl Ring {
             memory,
             disk,
             slots_per_buffer,
-            wake: Wake::new(wake),
+            wake: RingWake::new(wake),
             waiting: ReadsFirst::new(),
             flights: std::iter::repeat_with(|| None).take(depth as usize).collect(),
             grounded: (0..depth).rev().collect(),
@@ -131,7 +131,7 @@ impl Ring {
     }
 
     /// Works until the senders of batches are gone and everything they sent has ended.
-    pub(super) fn serve(mut self, batches: &Receiver<Batch>) {
+    pub(super) fn serve(mut self, batches: &Receiver<RingBatch>) {
         let mut open = true;
         while open || self.is_busy() {
             open = open && self.receive(batches);
@@ -157,7 +157,7 @@ impl Ring {
     }
 
     /// Queues what has been submitted. False: nothing will come any more.
-    fn receive(&mut self, batches: &Receiver<Batch>) -> bool {
+    fn receive(&mut self, batches: &Receiver<RingBatch>) -> bool {
         loop {
             match batches.try_recv() {
                 Ok(batch) => self.queue(batch),
@@ -167,9 +167,9 @@ impl Ring {
         }
     }
 
-    fn queue(&mut self, Batch { ops, done }: Batch) {
+    fn queue(&mut self, RingBatch { ops, done }: RingBatch) {
         for (index, op) in ops.into_iter().enumerate() {
-            let order = Order { op, report: Report { index, done: done.clone() } };
+            let order = RingOrder { op, report: RingReport { index, done: done.clone() } };
             if op.from.tier == Tier::Disk {
                 self.waiting.push_read(order);
             } else {
@@ -182,10 +182,10 @@ impl Ring {
     fn launch(&mut self) {
         self.launch_again();
         while !self.grounded.is_empty()
-            && let Some(Order { op, report }) = self.waiting.pop()
+            && let Some(RingOrder { op, report }) = self.waiting.pop()
         {
-            match Transfer::of(&op, &*self.memory, &self.disk) {
-                Ok(transfer) => self.launch_one(Flight { transfer, report, tries: 1 }),
+            match SlotTransfer::of(&op, &*self.memory, &self.disk) {
+                Ok(transfer) => self.launch_one(RingFlight { transfer, report, tries: 1 }),
                 Err(error) => self.landed.add(&report.done, report.index, Err(error)),
             }
         }
@@ -199,30 +199,34 @@ impl Ring {
         }
     }
 
-    fn launch_one(&mut self, flight: Flight) {
+    fn launch_one(&mut self, flight: RingFlight) {
         let Some(number) = self.grounded.pop() else { unreachable!("checked by launch") };
         let entry = self.entry(&flight.transfer).user_data(u64::from(number));
         self.push(&entry);
         self.flights[number as usize] = Some(flight);
     }
 
-    fn entry(&self, transfer: &Transfer) -> squeue::Entry {
+    fn entry(&self, transfer: &SlotTransfer) -> squeue::Entry {
         let file = Fixed(transfer.file as u32);
         let (start, len) = (transfer.memory.cast::<u8>().as_ptr(), transfer.memory.len() as u32);
         match (transfer.direction, self.buffer_of(transfer)) {
-            (Direction::Read, Some(buffer)) => {
+            (DiskDirection::Read, Some(buffer)) => {
                 opcode::ReadFixed::new(file, start, len, buffer).offset(transfer.offset).build()
             }
-            (Direction::Read, None) => opcode::Read::new(file, start, len).offset(transfer.offset).build(),
-            (Direction::Write, Some(buffer)) => {
+            (DiskDirection::Read, None) => {
+                opcode::Read::new(file, start, len).offset(transfer.offset).build()
+            }
+            (DiskDirection::Write, Some(buffer)) => {
                 opcode::WriteFixed::new(file, start, len, buffer).offset(transfer.offset).build()
             }
-            (Direction::Write, None) => opcode::Write::new(file, start, len).offset(transfer.offset).build(),
+            (DiskDirection::Write, None) => {
+                opcode::Write::new(file, start, len).offset(transfer.offset).build()
+            }
         }
     }
 
     /// The registered buffer that the memory of a transfer lies in.
-    fn buffer_of(&self, transfer: &Transfer) -> Option<u16> {
+    fn buffer_of(&self, transfer: &SlotTransfer) -> Option<u16> {
         let slots_per_buffer = self.slots_per_buffer? as usize;
         let offset = transfer.memory.addr().get() - self.memory.base().addr().get();
         Some((offset / self.memory.stride() / slots_per_buffer) as u16)
@@ -272,7 +276,7 @@ impl Ring {
             return;
         }
         self.grounded.push(number);
-        let Report { index, done } = flight.report;
+        let RingReport { index, done } = flight.report;
         self.landed.add(&done, index, flight.transfer.outcome(moved));
     }
 }
@@ -313,10 +317,10 @@ mod tests {
     use crate::disk::DiskOptions;
     use crate::testing::{each, host, options, order, skip};
 
-    type Reports = mpsc::Receiver<(usize, Result<(), CopyError>)>;
+    type RingReports = mpsc::Receiver<(usize, Result<(), CopyError>)>;
 
     /// A ring of two at a time between eight slots in memory and as many on disk; `None`: no rings here.
-    fn ring(home: &std::path::Path) -> Option<(Ring, Arc<OwnedFd>)> {
+    fn ring(home: &std::path::Path) -> Option<(DiskRing, Arc<OwnedFd>)> {
         if let Err(error) = probe() {
             skip("uring", &error);
             return None;
@@ -331,18 +335,18 @@ mod tests {
         let disk = Arc::new(DiskRegion::open(&disk).unwrap());
         let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         let event = Arc::new(event);
-        Some((Ring::open(Arc::new(host(8, 4096)), disk, 2, Arc::clone(&event)).unwrap(), event))
+        Some((DiskRing::open(Arc::new(host(8, 4096)), disk, 2, Arc::clone(&event)).unwrap(), event))
     }
 
-    fn write_of(slot: u32) -> (Batch, Reports) {
+    fn write_of(slot: u32) -> (RingBatch, RingReports) {
         let slot = |tier| SlotRef { tier, slot: SlotId(slot), generation: 1 };
         let (report, reports) = mpsc::channel();
         let done = each(move |op, result| report.send((op, result)).unwrap());
-        (Batch { ops: vec![order(0, slot(Tier::Host), slot(Tier::Disk))], done }, reports)
+        (RingBatch { ops: vec![order(0, slot(Tier::Host), slot(Tier::Disk))], done }, reports)
     }
 
     /// Serves one batch, with `result` in place of what the kernel says, so many times.
-    fn outcome(ring: &mut Ring, result: i32, times: u32) -> Result<(), CopyError> {
+    fn outcome(ring: &mut DiskRing, result: i32, times: u32) -> Result<(), CopyError> {
         let (batch, reports) = write_of(3);
         ring.queue(batch);
         for _ in 0..times {
@@ -386,7 +390,7 @@ mod tests {
     fn without_multishot_polls_a_ring_wakes_up_each_time_and_sleeps_in_between() {
         let home = tempfile::tempdir().unwrap();
         let Some((mut ring, event)) = ring(home.path()) else { return };
-        ring.wake = Wake::one_shot(Arc::clone(&event));
+        ring.wake = RingWake::one_shot(Arc::clone(&event));
         let (batches, incoming) = crossbeam_channel::unbounded();
         let work = thread::spawn(move || {
             let wake = || rustix::io::write(&event, &1_u64.to_ne_bytes()).unwrap();

@@ -5,10 +5,10 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use crate::backend::Backend;
-use crate::batch::{CopyThreads, Execute};
+use crate::batch::{CopyThreads, ExecuteFn};
 use crate::copy::{CopyError, CopyOp, Done, Route};
 use crate::disk::DiskRegion;
-use crate::disk::transfer::{self, Direction, Transfer, persistently};
+use crate::disk::transfer::{self, DiskDirection, SlotTransfer, persistently};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::Memory;
 
@@ -27,7 +27,7 @@ impl ThreadsBackend {
     pub fn new(memory: Arc<dyn Memory>, disk: Arc<DiskRegion>, depth: u32) -> Result<Self, SetupError> {
         transfer::check_fit(&*memory, &disk)?;
         let routes = transfer::routes(memory.tier());
-        let execute: Arc<Execute> = Arc::new(move |op: &CopyOp, _| execute(op, &*memory, &disk));
+        let execute: Arc<ExecuteFn> = Arc::new(move |op: &CopyOp, _| execute(op, &*memory, &disk));
         let threads = CopyThreads::start("kvbm-disk", depth as usize, 1, &execute).map_err(|error| {
             let message = "cannot start disk threads; lower disk.queue_depth (DYN_KVBM_DISK_QUEUE_DEPTH)";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
@@ -53,22 +53,22 @@ unsafe impl Backend for ThreadsBackend {
 }
 
 fn execute(op: &CopyOp, memory: &dyn Memory, disk: &DiskRegion) -> Result<(), CopyError> {
-    let transfer = Transfer::of(op, memory, disk)?;
+    let transfer = SlotTransfer::of(op, memory, disk)?;
     let file = disk.file(transfer.file);
     let moved = persistently(|| match transfer.direction {
-        Direction::Read => read(&transfer, file),
-        Direction::Write => write(&transfer, file),
+        DiskDirection::Read => read(&transfer, file),
+        DiskDirection::Write => write(&transfer, file),
     });
     transfer.outcome(moved)
 }
 
-fn read(transfer: &Transfer, file: &File) -> std::io::Result<usize> {
+fn read(transfer: &SlotTransfer, file: &File) -> std::io::Result<usize> {
     // SAFETY: a slot that exists, and the submitter promises that nobody else touches the destination.
     let buffer = unsafe { &mut *transfer.memory.as_ptr() };
     file.read_at(buffer, transfer.offset)
 }
 
-fn write(transfer: &Transfer, file: &File) -> std::io::Result<usize> {
+fn write(transfer: &SlotTransfer, file: &File) -> std::io::Result<usize> {
     // SAFETY: a slot that exists, and the submitter promises that nobody writes the source.
     let buffer = unsafe { transfer.memory.as_ref() };
     file.write_at(buffer, transfer.offset)

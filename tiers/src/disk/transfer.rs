@@ -20,8 +20,8 @@ use crate::memory::{Memory, forget_checksum, no_such_slot};
 
 /// One read or write of a whole slot.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Transfer {
-    pub(super) direction: Direction,
+pub(super) struct SlotTransfer {
+    pub(super) direction: DiskDirection,
     /// The slot in memory, its whole stride.
     pub(super) memory: NonNull<[u8]>,
     pub(super) file: usize,
@@ -31,7 +31,7 @@ pub(super) struct Transfer {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Direction {
+pub(super) enum DiskDirection {
     Read,
     Write,
 }
@@ -53,17 +53,17 @@ pub(crate) fn check_fit(memory: &dyn Memory, disk: &DiskRegion) -> Result<(), Se
     Err(SetupError::new(SetupErrorKind::Invalid, message.trim_end_matches(',')))
 }
 
-impl Transfer {
+impl SlotTransfer {
     /// The copy is about to begin.
     pub(super) fn of(op: &CopyOp, memory: &dyn Memory, disk: &DiskRegion) -> Result<Self, CopyError> {
         let (direction, ram, slot) = match op.route() {
-            (from, Tier::Disk) if from == memory.tier() => (Direction::Write, op.from, op.to),
-            (Tier::Disk, to) if to == memory.tier() => (Direction::Read, op.to, op.from),
+            (from, Tier::Disk) if from == memory.tier() => (DiskDirection::Write, op.from, op.to),
+            (Tier::Disk, to) if to == memory.tier() => (DiskDirection::Read, op.to, op.from),
             _ => return Err(no_such_slot(op.from)),
         };
         let (file, offset) = disk.place(slot.slot).ok_or_else(|| no_such_slot(slot))?;
         // Before the first byte lands: a flush of this slot must not take the old sum for the new content.
-        if direction == Direction::Read {
+        if direction == DiskDirection::Read {
             forget_checksum(memory, ram.slot);
         }
         let memory = memory.slot(ram.slot).ok_or_else(|| no_such_slot(ram))?;
@@ -73,8 +73,8 @@ impl Transfer {
     /// Only as many bytes as a slot has are a success.
     pub(super) fn outcome(&self, moved: io::Result<usize>) -> Result<(), CopyError> {
         let verb = match self.direction {
-            Direction::Read => "read",
-            Direction::Write => "write",
+            DiskDirection::Read => "read",
+            DiskDirection::Write => "write",
         };
         match moved {
             Ok(bytes) if bytes == self.memory.len() => Ok(()),

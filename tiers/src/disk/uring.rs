@@ -8,7 +8,7 @@ use rustix::event::EventfdFlags;
 
 use crate::backend::Backend;
 use crate::copy::{CopyOp, Done, Route};
-use crate::disk::ring::{self, Batch, Ring};
+use crate::disk::ring::{self, DiskRing, RingBatch};
 use crate::disk::{DiskRegion, transfer};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fork::{ProcessBound, ServiceThread};
@@ -20,7 +20,7 @@ use crate::memory::Memory;
 pub struct UringBackend {
     routes: [Route; 2],
     /// `None` once the backend is shutting down.
-    batches: Option<ProcessBound<Sender<Batch>>>,
+    batches: Option<ProcessBound<Sender<RingBatch>>>,
     wake: Arc<OwnedFd>,
     thread: ServiceThread,
 }
@@ -45,7 +45,7 @@ impl UringBackend {
         let (ready, opened) = crossbeam_channel::bounded(1);
         let ring_wake = Arc::clone(&wake);
         // The kernel wants the ring to be made by the thread that uses it.
-        let serve = move || match Ring::open(memory, disk, depth, ring_wake) {
+        let serve = move || match DiskRing::open(memory, disk, depth, ring_wake) {
             Ok(ring) => {
                 let _ = ready.send(Ok(()));
                 ring.serve(&incoming);
@@ -90,7 +90,7 @@ unsafe impl Backend for UringBackend {
     }
 
     fn submit(&self, ops: Vec<CopyOp>, done: Done) {
-        let batch = Batch { ops, done };
+        let batch = RingBatch { ops, done };
         let Some(batches) = &self.batches else { unreachable!("taken in drop only") };
         match batches.send(batch) {
             Ok(()) => self.wake(),
@@ -109,7 +109,7 @@ impl Drop for UringBackend {
     }
 }
 
-impl Batch {
+impl RingBatch {
     /// The ring thread is gone, which is a defect; but no operation may be lost.
     fn refuse(self) {
         self.done.refuse(0..self.ops.len(), "the ring thread died");

@@ -11,13 +11,13 @@ use io_uring::{opcode, squeue};
 /// never read. Older kernels end such a poll at once with EINVAL: for them it is armed anew each time, after the
 /// event was read, since a poll of an event that was not would end at once as well.
 #[derive(Debug)]
-pub(super) struct Wake {
+pub(super) struct RingWake {
     event: Arc<OwnedFd>,
     armed: bool,
     multishot: bool,
 }
 
-impl Wake {
+impl RingWake {
     pub(super) const fn new(event: Arc<OwnedFd>) -> Self {
         Self { event, armed: false, multishot: true }
     }
@@ -75,7 +75,7 @@ mod tests {
     #[test]
     fn a_kernel_without_multishot_polls_gets_one_poll_for_each_wake_up() {
         let event = rustix::event::eventfd(1, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-        let mut wake = Wake::new(Arc::new(event));
+        let mut wake = RingWake::new(Arc::new(event));
         assert!(wake.arm().is_some() && wake.arm().is_none());
         wake.polled(-libc::EINVAL, false);
         assert!(!wake.multishot && wake.arm().is_some());
@@ -88,7 +88,7 @@ mod tests {
     #[test]
     fn a_multishot_poll_is_armed_again_only_when_it_has_ended() {
         let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-        let mut wake = Wake::new(Arc::new(event));
+        let mut wake = RingWake::new(Arc::new(event));
         assert!(wake.arm().is_some());
         wake.polled(libc::POLLIN.into(), true);
         assert!(wake.arm().is_none());

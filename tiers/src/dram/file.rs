@@ -11,12 +11,12 @@ use rustix::fs::FallocateFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 
 use super::mount::{Mount, MountKind};
-use super::pages::{HUGE_PAGE, Pages, available_memory, prefault};
+use super::pages::{HUGE_PAGE, PageKind, available_memory, prefault};
 use super::{DramOptions, PersistOptions, SETTINGS, reserve};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::{
-    Kept, LockedFile, Patience, Site, check_size, check_space, checked_namespace, make_dir, open_kept,
-    remove_abandoned,
+    KeptFile, LockWait, LockedFile, OwnDirectory, check_size, check_space, checked_namespace, make_dir,
+    open_kept, remove_abandoned,
 };
 use crate::geometry::Geometry;
 
@@ -42,12 +42,12 @@ impl MemoryFile {
         make_dir(&place.dir, &SETTINGS)?;
         remove_abandoned(&place.dir, &SETTINGS);
         let namespace = checked_namespace(&place.namespace)?;
-        let site = Site::new(place.dir.join(format!("kvbm-{namespace}.memory")), &SETTINGS);
+        let site = OwnDirectory::new(place.dir.join(format!("kvbm-{namespace}.memory")), &SETTINGS);
         let page_bytes = mount.page_bytes;
         let bytes = geometry.bytes().checked_next_multiple_of(page_bytes).unwrap_or(usize::MAX);
-        let making = Making { site: &site, bytes, page_bytes, options };
-        let mut patience = Patience::new(patience);
-        let Kept { file, was_there } = open_kept(&site, &mut patience, |file| making.fill(file))?;
+        let making = FileMaking { site: &site, bytes, page_bytes, options };
+        let mut patience = LockWait::new(patience);
+        let KeptFile { file, was_there } = open_kept(&site, &mut patience, |file| making.fill(file))?;
         if was_there {
             making.check(file.file())?;
         }
@@ -87,19 +87,19 @@ impl MemoryFile {
         huge_pages: bool,
     ) -> Result<(), SetupError> {
         map_over(map, base, self.file(), self.bytes, huge_pages)
-            .map_err(|error| Site::new(&self.path, &SETTINGS).failed(&error))
+            .map_err(|error| OwnDirectory::new(&self.path, &SETTINGS).failed(&error))
     }
 }
 
 /// What a new file is to be.
-struct Making<'a> {
-    site: &'a Site,
+struct FileMaking<'a> {
+    site: &'a OwnDirectory,
     bytes: usize,
     page_bytes: usize,
     options: DramOptions,
 }
 
-impl Making<'_> {
+impl FileMaking<'_> {
     /// All its pages, zeroed by several threads. Reserving them is not enough: on a mount that gives huge pages where
     /// they are asked for, only a mapping asks.
     fn fill(&self, file: &File) -> Result<(), SetupError> {
@@ -134,7 +134,7 @@ impl Making<'_> {
         let alignment = self.page_bytes.max(HUGE_PAGE);
         let (mut map, base) = reserve(self.bytes, alignment, false).map_err(io::Error::other)?;
         map_over(&mut map, base, file, self.bytes, huge_pages)?;
-        prefault(&MmapRaw::from(map), base, self.bytes, fault_threads, Pages::New)
+        prefault(&MmapRaw::from(map), base, self.bytes, fault_threads, PageKind::New)
     }
 
     /// Does nothing to pages that are there.

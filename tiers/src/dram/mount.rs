@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::error::{SetupError, SetupErrorKind};
-use crate::files::Site;
+use crate::files::OwnDirectory;
 
 /// The file system that a directory lies on, if it is one in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,7 +41,7 @@ impl Mount {
     /// # Errors
     /// `Invalid`: it is not in memory. `NotWritable`, `Io`: it cannot be examined.
     pub fn of(dir: &Path) -> Result<Self, SetupError> {
-        let site = Site::new(dir, &super::SETTINGS);
+        let site = OwnDirectory::new(dir, &super::SETTINGS);
         let there = nearest(dir);
         let found = rustix::fs::statfs(&there).map_err(|error| site.failed(&error.into()))?;
         let page_bytes = usize::try_from(found.f_bsize).unwrap_or(usize::MAX);
@@ -62,7 +62,7 @@ fn nearest(dir: &Path) -> PathBuf {
     there.filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned()
 }
 
-fn not_in_memory(site: &Site, kind: u64) -> SetupError {
+fn not_in_memory(site: &OwnDirectory, kind: u64) -> SetupError {
     let what = format!(
         "is not in memory (its file system is of type {kind:#x}): for {} name a directory on tmpfs, such as \
          /dev/shm/kvbm, or on hugetlbfs; drives are for the disk tier, disk.dirs (DYN_KVBM_DISK_CACHE_DIR) with \
@@ -77,18 +77,18 @@ fn gives_huge_pages(dir: &Path) -> io::Result<bool> {
     let dir = fs::canonicalize(dir)?;
     let mounts = fs::read_to_string("/proc/thread-self/mounts")?;
     // Of mounts above each other the last one counts.
-    let holding = mounts.lines().filter_map(Line::parse).filter(|mount| dir.starts_with(&mount.at));
+    let holding = mounts.lines().filter_map(MountLine::parse).filter(|mount| dir.starts_with(&mount.at));
     let holding = holding.enumerate().max_by_key(|(order, mount)| (mount.at.as_os_str().len(), *order));
     Ok(holding.is_some_and(|(_, mount)| mount.has_huge_pages))
 }
 
 /// `tmpfs /dev/shm tmpfs rw,size=65536k,huge=advise 0 0`
-struct Line {
+struct MountLine {
     at: PathBuf,
     has_huge_pages: bool,
 }
 
-impl Line {
+impl MountLine {
     fn parse(line: &str) -> Option<Self> {
         let mut fields = line.split(' ').skip(1);
         // The kernel writes blanks in octal.
@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn a_mount_says_whether_it_gives_huge_pages() {
-        let line = |options| Line::parse(&format!("tmpfs /mnt/k\\040v tmpfs {options} 0 0")).unwrap();
+        let line = |options| MountLine::parse(&format!("tmpfs /mnt/k\\040v tmpfs {options} 0 0")).unwrap();
         assert_eq!(line("rw").at, Path::new("/mnt/k v"));
         assert!(!line("rw,size=64m,huge=never").has_huge_pages && !line("rw").has_huge_pages);
         assert!(line("rw,huge=advise,size=1g").has_huge_pages && line("rw,huge=always").has_huge_pages);

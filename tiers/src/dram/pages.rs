@@ -13,7 +13,7 @@ pub(super) const HUGE_PAGE: usize = 2 << 20;
 
 /// Pages that are to be present before they are used.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Pages {
+pub(super) enum PageKind {
     /// The process's own, zeroed.
     Private,
     /// Of a file that may turn out to have no memory for them.
@@ -28,7 +28,7 @@ pub(super) fn prefault(
     base: usize,
     bytes: usize,
     threads: usize,
-    pages: Pages,
+    pages: PageKind,
 ) -> io::Result<()> {
     if bytes == 0 {
         return Ok(());
@@ -45,11 +45,11 @@ pub(super) fn prefault(
     })
 }
 
-fn populate(map: &MmapRaw, from: usize, bytes: usize, pages: Pages) -> io::Result<()> {
+fn populate(map: &MmapRaw, from: usize, bytes: usize, pages: PageKind) -> io::Result<()> {
     let advice = match pages {
-        Pages::Private | Pages::New => Advice::PopulateWrite,
+        PageKind::Private | PageKind::New => Advice::PopulateWrite,
         // Three times as fast, and what is shared can be written to all the same: nobody waits for first writes to it.
-        Pages::There => Advice::PopulateRead,
+        PageKind::There => Advice::PopulateRead,
     };
     match map.advise_range(advice, from, bytes) {
         // Before Linux 5.14 the advice is unknown.
@@ -61,14 +61,14 @@ fn populate(map: &MmapRaw, from: usize, bytes: usize, pages: Pages) -> io::Resul
 }
 
 /// `None`: a page without memory behind it would end the process.
-fn touch(map: &MmapRaw, from: usize, bytes: usize, pages: Pages) -> Option<()> {
+fn touch(map: &MmapRaw, from: usize, bytes: usize, pages: PageKind) -> Option<()> {
     for offset in (from..from + bytes).step_by(ALIGNMENT) {
         match pages {
             // SAFETY: the page lies within the mapping, which nobody uses yet; other threads write others.
-            Pages::Private => unsafe { map.as_mut_ptr().add(offset).write_volatile(0) },
+            PageKind::Private => unsafe { map.as_mut_ptr().add(offset).write_volatile(0) },
             // SAFETY: the page lies within the mapping, and its file has it.
-            Pages::There => drop(unsafe { map.as_ptr().add(offset).read_volatile() }),
-            Pages::New => return None,
+            PageKind::There => drop(unsafe { map.as_ptr().add(offset).read_volatile() }),
+            PageKind::New => return None,
         }
     }
     Some(())
@@ -77,7 +77,7 @@ fn touch(map: &MmapRaw, from: usize, bytes: usize, pages: Pages) -> Option<()> {
 /// Maps the pages of a file that has them all, while they are used already: 4 KiB pages take 0.2 s/GiB, and a restart is
 /// to serve from its first moment. Who comes to a page first maps it himself. It ends with this handle.
 #[derive(Debug)]
-pub(super) struct Mapper {
+pub(super) struct PageMapper {
     is_over: Arc<AtomicBool>,
     _thread: ServiceThread,
 }
@@ -85,14 +85,14 @@ pub(super) struct Mapper {
 /// Mapped at a time. Whoever maps or unmaps something else meanwhile waits for that: half a millisecond.
 const STEP: usize = HUGE_PAGE;
 
-impl Mapper {
+impl PageMapper {
     pub(super) fn start(map: Arc<MmapRaw>, from: usize, bytes: usize) -> io::Result<Self> {
         let is_over = Arc::new(AtomicBool::new(false));
         let told = Arc::clone(&is_over);
         let work = move || {
             let mut steps = (from..from + bytes).step_by(STEP).take_while(|_| !told.load(Ordering::Relaxed));
-            let mapped =
-                steps.try_for_each(|step| populate(&map, step, STEP.min(from + bytes - step), Pages::There));
+            let mapped = steps
+                .try_for_each(|step| populate(&map, step, STEP.min(from + bytes - step), PageKind::There));
             if let Err(error) = mapped {
                 tracing::warn!(%error, "memory in a file is mapped as it is used: its first use is slow");
             }
@@ -101,7 +101,7 @@ impl Mapper {
     }
 }
 
-impl Drop for Mapper {
+impl Drop for PageMapper {
     fn drop(&mut self) {
         self.is_over.store(true, Ordering::Relaxed);
     }

@@ -8,22 +8,22 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::error::SetupError;
-use crate::files::lock::{Patience, lock};
+use crate::files::lock::{LockWait, lock};
 use crate::files::ours::{is_at, open_ours, unlink, unlink_locked};
-use crate::files::{SettingNames, Site};
-use crate::fork::Maker;
+use crate::files::{OwnDirectory, SettingNames};
+use crate::fork::MakerProcess;
 
 /// A file that this process has locked until this is dropped, or the process ends.
 #[derive(Debug)]
 pub(crate) struct LockedFile {
     file: File,
-    maker: Maker,
+    maker: MakerProcess,
 }
 
 impl LockedFile {
     /// A file that the caller has locked, or that nobody else can open.
     pub(crate) fn of(file: File) -> Self {
-        Self { file, maker: Maker::this_process() }
+        Self { file, maker: MakerProcess::this_process() }
     }
 
     pub(crate) const fn file(&self) -> &File {
@@ -54,7 +54,7 @@ impl Drop for LockedFile {
 
 /// A file that is kept, and whether it was there before.
 #[derive(Debug)]
-pub(crate) struct Kept {
+pub(crate) struct KeptFile {
     pub(crate) file: LockedFile,
     pub(crate) was_there: bool,
 }
@@ -66,7 +66,7 @@ pub(crate) fn make_dir(dir: &Path, settings: &'static SettingNames) -> Result<bo
         Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
         // Where a directory must not be made, it may still be there.
         Err(_) if dir.is_dir() => Ok(false),
-        Err(error) => Err(Site::new(dir, settings).failed(&error)),
+        Err(error) => Err(OwnDirectory::new(dir, settings).failed(&error)),
     }
 }
 
@@ -77,18 +77,18 @@ pub(crate) fn make_dir(dir: &Path, settings: &'static SettingNames) -> Result<bo
 /// `NotWritable`: what lies there is not a file of this user's that is closed to all others. `InUse`: another process
 /// has it. And what `fill` fails with.
 pub(crate) fn open_kept(
-    site: &Site,
-    patience: &mut Patience,
+    site: &OwnDirectory,
+    patience: &mut LockWait,
     fill: impl Fn(&File) -> Result<(), SetupError>,
-) -> Result<Kept, SetupError> {
+) -> Result<KeptFile, SetupError> {
     loop {
         if let Some(file) = open_ours(site)? {
             lock(&file, site, patience)?;
             if is_at(&file, site)? {
-                return Ok(Kept { file: LockedFile::of(file), was_there: true });
+                return Ok(KeptFile { file: LockedFile::of(file), was_there: true });
             }
         } else if let Some(file) = make_kept(site, patience, &fill)? {
-            return Ok(Kept { file: LockedFile::of(file), was_there: false });
+            return Ok(KeptFile { file: LockedFile::of(file), was_there: false });
         }
     }
 }
@@ -96,8 +96,8 @@ pub(crate) fn open_kept(
 /// A new file gets its name when it is complete: a process that is killed before leaves nothing that looks like it.
 /// `None`: another process made it meanwhile.
 fn make_kept(
-    site: &Site,
-    patience: &mut Patience,
+    site: &OwnDirectory,
+    patience: &mut LockWait,
     fill: impl Fn(&File) -> Result<(), SetupError>,
 ) -> Result<Option<File>, SetupError> {
     let partial = partial(site);
@@ -117,9 +117,9 @@ fn make_kept(
 }
 
 /// Writes a file as a whole: who opens it finds the old content or the new, which is on the medium when this returns.
-pub(crate) fn replace(site: &Site, content: &[u8]) -> Result<(), SetupError> {
+pub(crate) fn replace(site: &OwnDirectory, content: &[u8]) -> Result<(), SetupError> {
     let partial = partial(site);
-    let file = LockedFile::of(create_locked(&partial, &mut Patience::new(Duration::ZERO))?);
+    let file = LockedFile::of(create_locked(&partial, &mut LockWait::new(Duration::ZERO))?);
     let written = file.write_all_at(content, 0).and_then(|()| file.sync_all());
     let placed = written.and_then(|()| fs::rename(&partial.path, &site.path));
     placed.inspect_err(|_| unlink(&partial.path)).map_err(|error| site.failed(&error))?;
@@ -133,7 +133,7 @@ pub(crate) fn sync_dir(file: &Path) -> io::Result<()> {
 }
 
 /// Where a file lies until it is complete.
-pub(crate) fn partial(site: &Site) -> Site {
+pub(crate) fn partial(site: &OwnDirectory) -> OwnDirectory {
     site.at(site.path.with_added_extension(PARTIAL))
 }
 
@@ -141,7 +141,7 @@ const PARTIAL: &str = "partial";
 
 /// A file that did not exist before. One that a dead process left under the name is removed, one of a living
 /// process waited for.
-pub(crate) fn create_locked(site: &Site, patience: &mut Patience) -> Result<File, SetupError> {
+pub(crate) fn create_locked(site: &OwnDirectory, patience: &mut LockWait) -> Result<File, SetupError> {
     let create = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&site.path);
     loop {
         match create() {
@@ -167,7 +167,7 @@ pub(crate) fn create_locked(site: &Site, patience: &mut Patience) -> Result<File
 pub(crate) fn remove_abandoned(dir: &Path, settings: &'static SettingNames) {
     let Ok(entries) = fs::read_dir(dir) else { return };
     for path in entries.flatten().map(|entry| entry.path()).filter(|path| is_partial(path)) {
-        let site = Site::new(path, settings);
+        let site = OwnDirectory::new(path, settings);
         // What is not ours or still locked is somebody's business.
         if let Ok(Some(file)) = open_ours(&site)
             && file.try_lock().is_ok()

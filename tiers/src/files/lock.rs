@@ -10,17 +10,17 @@ use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::error::{SetupError, SetupErrorKind};
-use crate::files::Site;
+use crate::files::OwnDirectory;
 
 /// How long a start waits for locks, all files together.
 #[derive(Debug)]
-pub(crate) struct Patience {
+pub(crate) struct LockWait {
     limit: Duration,
     deadline: Instant,
     told: bool,
 }
 
-impl Patience {
+impl LockWait {
     /// A ring outlives its process by a second or so; on a machine with more work than cores it was more than five,
     /// because the kernel ends it on a worker of its own that has to get its turn.
     pub(crate) const FOR_A_DEAD_RING: Duration = Duration::from_secs(15);
@@ -34,7 +34,7 @@ impl Patience {
     }
 
     /// Says once that it waits.
-    fn pause(&mut self, site: &Site) {
+    fn pause(&mut self, site: &OwnDirectory) {
         if !self.told {
             tracing::warn!(path = %site.path.display(), limit = ?self.limit, "a file is in use: waiting for it");
             self.told = true;
@@ -43,7 +43,7 @@ impl Patience {
     }
 }
 
-pub(crate) fn lock(file: &File, site: &Site, patience: &mut Patience) -> Result<(), SetupError> {
+pub(crate) fn lock(file: &File, site: &OwnDirectory, patience: &mut LockWait) -> Result<(), SetupError> {
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(()),
@@ -54,7 +54,7 @@ pub(crate) fn lock(file: &File, site: &Site, patience: &mut Patience) -> Result<
     }
 }
 
-fn in_use(site: &Site, waited: Duration) -> SetupError {
+fn in_use(site: &OwnDirectory, waited: Duration) -> SetupError {
     let what = format!(
         "is still in use after {waited:?} by another process, or a child that a dead one forked; \
          stop it, or choose another {}",

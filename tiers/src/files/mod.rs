@@ -20,9 +20,9 @@ mod site;
 mod space;
 
 pub(crate) use kept::{
-    Kept, LockedFile, create_locked, make_dir, open_kept, partial, remove_abandoned, replace, sync_dir,
+    KeptFile, LockedFile, create_locked, make_dir, open_kept, partial, remove_abandoned, replace, sync_dir,
 };
-pub(crate) use lock::{Patience, lock};
+pub(crate) use lock::{LockWait, lock};
 pub(crate) use ours::{is_at, is_private_dir, make_private_dir, open_ours, unlink};
-pub(crate) use site::{SettingNames, Site, checked_namespace};
+pub(crate) use site::{OwnDirectory, SettingNames, checked_namespace};
 pub(crate) use space::{check_size, check_space, fill, resize};

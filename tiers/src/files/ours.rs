@@ -8,14 +8,14 @@ use std::path::Path;
 use rustix::fs::OFlags;
 
 use crate::error::{SetupError, SetupErrorKind};
-use crate::files::Site;
+use crate::files::OwnDirectory;
 use crate::files::kept::make_dir;
 
 /// Opens a file that is there; `None`: there is none.
 ///
 /// # Errors
 /// It is not a file of this user's that is closed to all others.
-pub(crate) fn open_ours(site: &Site) -> Result<Option<File>, SetupError> {
+pub(crate) fn open_ours(site: &OwnDirectory) -> Result<Option<File>, SetupError> {
     // O_NONBLOCK: somebody may have put a device or a pipe there.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     match OpenOptions::new().read(true).write(true).custom_flags(flags).open(&site.path) {
@@ -37,7 +37,7 @@ fn block_again(file: &File) -> io::Result<()> {
     Ok(())
 }
 
-fn check_ours(site: &Site, file: &File) -> Result<(), SetupError> {
+fn check_ours(site: &OwnDirectory, file: &File) -> Result<(), SetupError> {
     let found = file.metadata().map_err(|error| site.failed(&error))?;
     let (us, mode) = (rustix::process::geteuid().as_raw(), found.mode() & 0o7777);
     let wrong = if !found.is_file() {
@@ -54,7 +54,7 @@ fn check_ours(site: &Site, file: &File) -> Result<(), SetupError> {
     Err(not_ours(site, &wrong))
 }
 
-fn not_ours(site: &Site, wrong: &str) -> SetupError {
+fn not_ours(site: &OwnDirectory, wrong: &str) -> SetupError {
     let what = format!(
         "{wrong}; remove it, or choose another {}, best a directory that no other user can write",
         site.settings.dir
@@ -66,7 +66,7 @@ fn not_ours(site: &Site, wrong: &str) -> SetupError {
 ///
 /// # Errors
 /// As [`is_private_dir`].
-pub(crate) fn make_private_dir(site: &Site) -> Result<(), SetupError> {
+pub(crate) fn make_private_dir(site: &OwnDirectory) -> Result<(), SetupError> {
     make_dir(&site.path, site.settings)?;
     is_private_dir(site).map(drop)
 }
@@ -75,7 +75,7 @@ pub(crate) fn make_private_dir(site: &Site) -> Result<(), SetupError> {
 ///
 /// # Errors
 /// It is not this user's, or others may write it, and so put something else in the place of what we look for there.
-pub(crate) fn is_private_dir(site: &Site) -> Result<bool, SetupError> {
+pub(crate) fn is_private_dir(site: &OwnDirectory) -> Result<bool, SetupError> {
     let found = match site.path.symlink_metadata() {
         Ok(found) => found,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
@@ -97,7 +97,7 @@ pub(crate) fn is_private_dir(site: &Site) -> Result<bool, SetupError> {
 }
 
 /// Whether the path leads to this open file.
-pub(crate) fn is_at(file: &File, site: &Site) -> Result<bool, SetupError> {
+pub(crate) fn is_at(file: &File, site: &OwnDirectory) -> Result<bool, SetupError> {
     let ours = file.metadata().map_err(|error| site.failed(&error))?;
     match site.path.symlink_metadata() {
         Ok(there) => Ok((there.dev(), there.ino()) == (ours.dev(), ours.ino())),
@@ -107,7 +107,7 @@ pub(crate) fn is_at(file: &File, site: &Site) -> Result<bool, SetupError> {
 }
 
 /// Unlinks the path if it still is this file, which the caller has locked.
-pub(crate) fn unlink_locked(file: &File, site: &Site) -> Result<(), SetupError> {
+pub(crate) fn unlink_locked(file: &File, site: &OwnDirectory) -> Result<(), SetupError> {
     if is_at(file, site)? {
         unlink(&site.path);
     }

@@ -7,7 +7,7 @@ use crate::error::{SetupError, SetupErrorKind};
 
 /// Where a file lies, and the settings that its errors name.
 #[derive(Clone, Debug)]
-pub(crate) struct Site {
+pub(crate) struct OwnDirectory {
     pub(crate) path: PathBuf,
     pub(crate) settings: &'static SettingNames,
 }
@@ -25,7 +25,7 @@ pub(crate) struct SettingNames {
     pub(crate) space: &'static str,
 }
 
-impl Site {
+impl OwnDirectory {
     pub(crate) fn new(path: impl Into<PathBuf>, settings: &'static SettingNames) -> Self {
         Self { path: path.into(), settings }
     }
@@ -86,7 +86,7 @@ mod tests {
 
     #[test]
     fn being_short_of_files_or_memory_is_not_the_mediums_fault() {
-        let site = Site::new("x", &crate::disk::SETTINGS);
+        let site = OwnDirectory::new("x", &crate::disk::SETTINGS);
         for errno in [libc::EMFILE, libc::ENFILE, libc::ENOMEM] {
             let error = site.failed(&io::Error::from_raw_os_error(errno));
             assert_eq!(error.kind(), SetupErrorKind::Unavailable, "{error}");

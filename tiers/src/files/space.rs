@@ -6,10 +6,10 @@ use std::io::{self, Seek, SeekFrom, Write};
 use rustix::fs::FallocateFlags;
 
 use crate::error::{SetupError, SetupErrorKind};
-use crate::files::Site;
+use crate::files::OwnDirectory;
 
 /// Gives a file that was there another size; what lies below that stays.
-pub(crate) fn resize(site: &Site, file: &File, bytes: u64, zerofill: bool) -> Result<(), SetupError> {
+pub(crate) fn resize(site: &OwnDirectory, file: &File, bytes: u64, zerofill: bool) -> Result<(), SetupError> {
     let found = file.metadata().map_err(|error| site.failed(&error))?.len();
     if found == bytes {
         return Ok(());
@@ -23,7 +23,7 @@ pub(crate) fn resize(site: &Site, file: &File, bytes: u64, zerofill: bool) -> Re
 }
 
 /// Gives the file its size, with the space behind it. `zerofill`: by writing, where the file system cannot otherwise.
-pub(crate) fn fill(site: &Site, file: &File, bytes: u64, zerofill: bool) -> Result<(), SetupError> {
+pub(crate) fn fill(site: &OwnDirectory, file: &File, bytes: u64, zerofill: bool) -> Result<(), SetupError> {
     let found = file.metadata().map_err(|error| site.failed(&error))?.len();
     check_space(site, file, bytes.saturating_sub(found))?;
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
@@ -45,7 +45,7 @@ pub(crate) fn fill(site: &Site, file: &File, bytes: u64, zerofill: bool) -> Resu
 }
 
 /// That the file system has so many bytes for the file.
-pub(crate) fn check_space(site: &Site, file: &File, bytes: u64) -> Result<(), SetupError> {
+pub(crate) fn check_space(site: &OwnDirectory, file: &File, bytes: u64) -> Result<(), SetupError> {
     let stat = rustix::fs::fstatvfs(file).map_err(|error| site.failed(&error.into()))?;
     let (limit, available) = (stat.f_blocks, stat.f_bavail.saturating_mul(stat.f_frsize));
     // File systems in memory may have no limit of their own.
@@ -58,7 +58,7 @@ pub(crate) fn check_space(site: &Site, file: &File, bytes: u64) -> Result<(), Se
 }
 
 /// That a file that was there is of the size that it would be given.
-pub(crate) fn check_size(site: &Site, file: &File, wanted: u64) -> Result<(), SetupError> {
+pub(crate) fn check_size(site: &OwnDirectory, file: &File, wanted: u64) -> Result<(), SetupError> {
     let found = file.metadata().map_err(|error| site.failed(&error))?.len();
     if found == wanted {
         return Ok(());

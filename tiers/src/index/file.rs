@@ -5,37 +5,41 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use crate::error::SetupError;
-use crate::files::{LockedFile, Patience, Site, create_locked, partial, sync_dir, unlink};
+use crate::files::{LockWait, LockedFile, OwnDirectory, create_locked, partial, sync_dir, unlink};
 
-use super::format::{ENTRIES_AT, ENTRY_BYTES, Header, IndexChange};
-use super::{Residents, STEP};
+use super::format::{ENTRIES_AT, ENTRY_BYTES, IndexChange, IndexHeader};
+use super::{STEP, SlotEntries};
 
 /// A file on its way to take another one's place.
-pub(super) struct Draft {
-    site: Site,
+pub(super) struct FileDraft {
+    site: OwnDirectory,
     file: Option<LockedFile>,
-    header: Header,
+    header: IndexHeader,
     buffer: Vec<u8>,
     len: u64,
-    residents: Residents,
+    residents: SlotEntries,
     /// The first thing that went wrong: the file is not used then.
     failure: Option<io::Error>,
 }
 
 /// A file in its place.
-pub(super) struct Placed {
+pub(super) struct PlacedFile {
     pub(super) file: LockedFile,
-    pub(super) header: Header,
+    pub(super) header: IndexHeader,
     pub(super) len: u64,
-    pub(super) residents: Residents,
+    pub(super) residents: SlotEntries,
     /// Whether its name is on the medium.
     pub(super) synced: io::Result<()>,
 }
 
-impl Draft {
-    pub(super) fn begin(site: &Site, header: Header, patience: &mut Patience) -> Result<Self, SetupError> {
+impl FileDraft {
+    pub(super) fn begin(
+        site: &OwnDirectory,
+        header: IndexHeader,
+        patience: &mut LockWait,
+    ) -> Result<Self, SetupError> {
         let file = LockedFile::of(create_locked(&partial(site), patience)?);
-        let (residents, buffer) = (Residents::default(), header.encode().repeat(2));
+        let (residents, buffer) = (SlotEntries::default(), header.encode().repeat(2));
         let site = site.clone();
         Ok(Self { site, file: Some(file), header, buffer, len: 0, residents, failure: None })
     }
@@ -58,7 +62,7 @@ impl Draft {
     }
 
     /// Gives the file its name once all of it is on the medium.
-    pub(super) fn put_in_place(mut self) -> io::Result<Placed> {
+    pub(super) fn put_in_place(mut self) -> io::Result<PlacedFile> {
         self.failure.take().map_or(Ok(()), Err)?;
         self.write()?;
         let file = self.file.take().ok_or_else(|| io::Error::other("a file is put in place once"))?;
@@ -69,11 +73,11 @@ impl Draft {
         }
         let synced = sync_dir(&self.site.path);
         let (header, residents) = (self.header.clone(), std::mem::take(&mut self.residents));
-        Ok(Placed { file, header, len: self.len, residents, synced })
+        Ok(PlacedFile { file, header, len: self.len, residents, synced })
     }
 }
 
-impl Drop for Draft {
+impl Drop for FileDraft {
     fn drop(&mut self) {
         if self.file.is_some() {
             unlink(&partial(&self.site).path);

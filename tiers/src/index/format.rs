@@ -36,7 +36,7 @@ const HAS_TENANT: u8 = 1;
 
 /// What holds for all entries of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Header {
+pub(super) struct IndexHeader {
     /// Drawn anew for each file: entries of another one do not pass.
     pub(super) file: u64,
     pub(super) epoch: u64,
@@ -69,7 +69,7 @@ pub(super) enum NoHeader {
     NoKey(u32),
 }
 
-impl Header {
+impl IndexHeader {
     pub(super) fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         let mut at = 0;
@@ -179,7 +179,7 @@ impl IndexChange {
     }
 
     /// As the `position`-th entry of the file with this header.
-    pub(super) fn encode(&self, header: &Header, position: u64) -> [u8; ENTRY_BYTES] {
+    pub(super) fn encode(&self, header: &IndexHeader, position: u64) -> [u8; ENTRY_BYTES] {
         let mut bytes = [0; ENTRY_BYTES];
         bytes[4..8].copy_from_slice(&self.slot().0.to_le_bytes());
         match self {
@@ -207,7 +207,7 @@ impl IndexChange {
     }
 
     /// `None`: the bytes are not what was written there.
-    pub(super) fn decode(bytes: &[u8; ENTRY_BYTES], header: &Header, position: u64) -> Option<Self> {
+    pub(super) fn decode(bytes: &[u8; ENTRY_BYTES], header: &IndexHeader, position: u64) -> Option<Self> {
         let is_sound = match &header.key {
             Some(key) => {
                 is_code(&bytes[ENTRY_MAC_AT..], entry_mac(key, bytes, header.file, position).as_ref())
@@ -259,8 +259,8 @@ pub fn read_in_every_way(bytes: &[u8]) {
 
 #[cfg(any(test, feature = "testing"))]
 fn read_header_and_entry(page: &[u8; HEADER_BYTES], entry: &[u8; ENTRY_BYTES]) {
-    let Ok(header) = Header::decode(page, None) else { return };
-    assert_eq!(Header::decode(&header.encode(), None).as_ref(), Ok(&header));
+    let Ok(header) = IndexHeader::decode(page, None) else { return };
+    assert_eq!(IndexHeader::decode(&header.encode(), None).as_ref(), Ok(&header));
     if let Some(change) = IndexChange::decode(entry, &header, 0) {
         assert!(change.slot().0 < header.slots);
         assert_eq!(IndexChange::decode(&change.encode(&header, 0), &header, 0), Some(change));

@@ -8,11 +8,11 @@ use std::time::Duration;
 use crate::checksum::checksum;
 use crate::copy::SlotId;
 use crate::error::{SetupError, SetupErrorKind};
-use crate::files::{LockedFile, Patience, Site, lock, open_ours};
+use crate::files::{LockWait, LockedFile, OwnDirectory, lock, open_ours};
 use crate::geometry::ALIGNMENT;
 use crate::sealed::KeyRing;
 
-use super::format::Header;
+use super::format::IndexHeader;
 use super::{IndexChange, IndexEntry, IndexOptions, Recovered, TierIndex, scan};
 
 /// What a process left: an index, and the file of slots that it tells of. Locked as long as it is looked at.
@@ -39,7 +39,8 @@ impl KeptIndex {
         // Which tier's they are is not known before they are read.
         let is_memory = slots.extension().is_some_and(|extension| extension == "memory");
         let settings = if is_memory { &crate::dram::SETTINGS } else { &crate::disk::SETTINGS };
-        let (site, slots) = (Site::new(index, settings), locked(&Site::new(slots, settings))?);
+        let (site, slots) =
+            (OwnDirectory::new(index, settings), locked(&OwnDirectory::new(slots, settings))?);
         let file = locked(&site)?;
         let (header, _) = scan::header(&file, &site, keys.map(|keys| &**keys))?;
         let keys = keys.filter(|_| header.key.is_some()).cloned();
@@ -88,14 +89,14 @@ impl KeptIndex {
     }
 }
 
-fn locked(site: &Site) -> Result<LockedFile, SetupError> {
+fn locked(site: &OwnDirectory) -> Result<LockedFile, SetupError> {
     let missing = || site.error(SetupErrorKind::Invalid, "is missing");
     let file = open_ours(site)?.ok_or_else(missing)?;
-    lock(&file, site, &mut Patience::new(PATIENCE))?;
+    lock(&file, site, &mut LockWait::new(PATIENCE))?;
     Ok(LockedFile::of(file))
 }
 
-fn options(path: &Path, header: Header, keys: Option<Arc<KeyRing>>) -> IndexOptions {
+fn options(path: &Path, header: IndexHeader, keys: Option<Arc<KeyRing>>) -> IndexOptions {
     IndexOptions {
         path: path.to_owned(),
         tier: header.tier,

@@ -31,7 +31,7 @@ use std::time::Duration;
 
 use crate::copy::{SlotId, Tier};
 use crate::error::{SetupError, SetupErrorKind};
-use crate::files::{LockedFile, Patience, Site, is_at, lock, open_ours};
+use crate::files::{LockWait, LockedFile, OwnDirectory, is_at, lock, open_ours};
 use crate::sealed::KeyRing;
 
 #[cfg(any(test, feature = "testing"))]
@@ -39,9 +39,9 @@ pub use self::format::read_in_every_way;
 pub use self::format::{IndexChange, IndexEntry};
 pub use self::kept::KeptIndex;
 
-use self::file::Draft;
-use self::format::{ENTRIES_AT, ENTRY_BYTES, Header, MAX_NAMESPACE, mac_key};
-use self::scan::Scan;
+use self::file::FileDraft;
+use self::format::{ENTRIES_AT, ENTRY_BYTES, IndexHeader, MAX_NAMESPACE, mac_key};
+use self::scan::IndexScan;
 
 /// Which file, and of what.
 #[derive(Clone, Debug)]
@@ -69,9 +69,9 @@ pub struct IndexOptions {
 }
 
 impl IndexOptions {
-    fn site(&self) -> Site {
+    fn site(&self) -> OwnDirectory {
         let settings = if self.tier == Tier::Host { &crate::dram::SETTINGS } else { &crate::disk::SETTINGS };
-        Site::new(&self.path, settings)
+        OwnDirectory::new(&self.path, settings)
     }
 }
 
@@ -93,10 +93,10 @@ pub struct Recovered {
 pub struct TierIndex {
     options: IndexOptions,
     file: LockedFile,
-    header: Header,
+    header: IndexHeader,
     /// Entries in the file.
     len: u64,
-    residents: Residents,
+    residents: SlotEntries,
     /// So many entries must be there before the file is written anew: after a failure, more.
     compact_from: u64,
 }
@@ -116,7 +116,7 @@ impl TierIndex {
     /// `Io`: the medium.
     pub fn open(options: &IndexOptions) -> Result<(Self, Recovered), SetupError> {
         check(options)?;
-        let (site, mut patience) = (options.site(), Patience::new(options.patience));
+        let (site, mut patience) = (options.site(), LockWait::new(options.patience));
         loop {
             match open_ours(&site)? {
                 Some(file) => {
@@ -136,9 +136,9 @@ impl TierIndex {
     }
 
     /// `None`: somebody else made it meanwhile.
-    fn make(options: &IndexOptions, patience: &mut Patience) -> Result<Option<Self>, SetupError> {
+    fn make(options: &IndexOptions, patience: &mut LockWait) -> Result<Option<Self>, SetupError> {
         let header = header(options, (options.epoch, 0));
-        let draft = Draft::begin(&options.site(), header, patience)?;
+        let draft = FileDraft::begin(&options.site(), header, patience)?;
         // Whoever makes the file has the partial one locked until it has its name.
         if options.path.symlink_metadata().is_ok() {
             return Ok(None);
@@ -147,8 +147,8 @@ impl TierIndex {
         Ok(Some(Self::over(options.clone(), new)))
     }
 
-    fn over(options: IndexOptions, new: file::Placed) -> Self {
-        let file::Placed { file, header, len, residents, .. } = new;
+    fn over(options: IndexOptions, new: file::PlacedFile) -> Self {
+        let file::PlacedFile { file, header, len, residents, .. } = new;
         Self { options, file, header, len, residents, compact_from: 0 }
     }
 
@@ -173,8 +173,8 @@ impl TierIndex {
         let failed = |error: &io::Error| options.site().failed(error);
         let (header, is_whole) = scan::header(&file, &options.site(), options.keys.as_deref())?;
         check_header(options, &header)?;
-        let scan = Scan::of(&file, &header).map_err(|error| failed(&error))?;
-        let Scan { len, residents, live: entries, damaged, torn } = scan;
+        let scan = IndexScan::of(&file, &header).map_err(|error| failed(&error))?;
+        let IndexScan { len, residents, live: entries, damaged, torn } = scan;
         let options = options.clone();
         let index = Self { options, file, header, len, residents, compact_from: 0 };
         let epoch = index.epoch();
@@ -270,18 +270,18 @@ impl TierIndex {
 
     /// The file is to tell of as many slots as the options say.
     fn resize(&mut self) -> io::Result<()> {
-        let Header { slots, parts, .. } = self.header;
+        let IndexHeader { slots, parts, .. } = self.header;
         let (path, options) = (self.options.path.display(), &self.options);
         tracing::info!(%path, slots, parts, now = options.slots, parts_now = options.parts, "a tier has another size");
         self.compact()
     }
 
-    fn draft(&self, header: Header) -> io::Result<Draft> {
-        let mut now = Patience::new(Duration::ZERO);
-        Draft::begin(&self.options.site(), header, &mut now).map_err(io::Error::other)
+    fn draft(&self, header: IndexHeader) -> io::Result<FileDraft> {
+        let mut now = LockWait::new(Duration::ZERO);
+        FileDraft::begin(&self.options.site(), header, &mut now).map_err(io::Error::other)
     }
 
-    fn replace(&mut self, draft: Draft) -> io::Result<()> {
+    fn replace(&mut self, draft: FileDraft) -> io::Result<()> {
         let mut new = draft.put_in_place()?;
         let synced = std::mem::replace(&mut new.synced, Ok(()));
         *self = Self::over(self.options.clone(), new);
@@ -302,14 +302,14 @@ impl TierIndex {
 
 /// Which entry tells of each slot. Four bytes a slot, as far as they are used.
 #[derive(Debug, Default)]
-struct Residents {
+struct SlotEntries {
     latest: Vec<u32>,
     live: u32,
 }
 
 const NONE: u32 = u32::MAX;
 
-impl Residents {
+impl SlotEntries {
     fn note(&mut self, change: &IndexChange, position: u64) {
         let slot = change.slot().0 as usize;
         if slot >= self.latest.len() {
@@ -327,8 +327,8 @@ impl Residents {
     }
 }
 
-fn header(options: &IndexOptions, (epoch, forgotten): (u64, u64)) -> Header {
-    Header {
+fn header(options: &IndexOptions, (epoch, forgotten): (u64, u64)) -> IndexHeader {
+    IndexHeader {
         file: fastrand::u64(..),
         epoch,
         forgotten,
@@ -353,10 +353,10 @@ fn check(options: &IndexOptions) -> Result<(), SetupError> {
 
 /// Slots that mean something else are not to be reinterpreted, nor is what tells of them to be overwritten. A disk tier
 /// may have another size than before: its slots that are there still mean what they did.
-fn check_header(options: &IndexOptions, found: &Header) -> Result<(), SetupError> {
+fn check_header(options: &IndexOptions, found: &IndexHeader) -> Result<(), SetupError> {
     let wanted = header(options, (0, 0));
-    let of = |header: &Header| {
-        let Header { namespace, identity, tier, block_bytes, key, .. } = header;
+    let of = |header: &IndexHeader| {
+        let IndexHeader { namespace, identity, tier, block_bytes, key, .. } = header;
         let who = if key.is_some() { "authenticated, " } else { "" };
         let slots = if *tier == Tier::Disk { String::new() } else { format!("{} ", header.slots) };
         format!(

@@ -6,19 +6,20 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use crate::error::{SetupError, SetupErrorKind};
-use crate::files::Site;
+use crate::files::OwnDirectory;
 use crate::sealed::KeyRing;
 
 use super::format::{
-    ENTRIES_AT, ENTRY_BYTES, HEADER_BYTES, Header, IndexChange, IndexEntry, NoHeader, SEALED_VERSION, VERSION,
+    ENTRIES_AT, ENTRY_BYTES, HEADER_BYTES, IndexChange, IndexEntry, IndexHeader, NoHeader, SEALED_VERSION,
+    VERSION,
 };
-use super::{Residents, SPARE, STEP};
+use super::{SPARE, STEP, SlotEntries};
 
 /// What a look at all entries found.
-pub(super) struct Scan {
+pub(super) struct IndexScan {
     /// Entries up to the last sound one, that one included.
     pub(super) len: u64,
-    pub(super) residents: Residents,
+    pub(super) residents: SlotEntries,
     /// What is up to date, in the order of storing.
     pub(super) live: Vec<IndexEntry>,
     pub(super) damaged: u64,
@@ -26,12 +27,12 @@ pub(super) struct Scan {
     pub(super) torn: u64,
 }
 
-impl Scan {
-    pub(super) fn of(file: &File, header: &Header) -> io::Result<Self> {
+impl IndexScan {
+    pub(super) fn of(file: &File, header: &IndexHeader) -> io::Result<Self> {
         let bytes = file.metadata()?.len().saturating_sub(ENTRIES_AT);
-        let (mut residents, mut len, mut sound) = (Residents::default(), 0, 0);
+        let (mut residents, mut len, mut sound) = (SlotEntries::default(), 0, 0);
         let entries = (bytes / ENTRY_BYTES as u64).min(u64::from(header.slots));
-        let mut stored = Stored(Vec::with_capacity(entries as usize));
+        let mut stored = StoredEntry(Vec::with_capacity(entries as usize));
         each_entry(file, header, bytes / ENTRY_BYTES as u64, |position, change| {
             if let Some(change) = change {
                 residents.note(&change, position);
@@ -46,10 +47,10 @@ impl Scan {
 }
 
 /// What was stored so far. Entries are taken to pieces once: that is most of what opening an index takes.
-struct Stored(Vec<(u64, IndexEntry)>);
+struct StoredEntry(Vec<(u64, IndexEntry)>);
 
-impl Stored {
-    fn add(&mut self, change: IndexChange, position: u64, residents: &Residents) {
+impl StoredEntry {
+    fn add(&mut self, change: IndexChange, position: u64, residents: &SlotEntries) {
         let IndexChange::Stored(entry) = change else { return };
         // However long the file, memory is in proportion to what is up to date in it.
         if self.0.len() as u64 > 2 * u64::from(residents.live) + SPARE {
@@ -58,7 +59,7 @@ impl Stored {
         self.0.push((position, entry));
     }
 
-    fn live(self, residents: &Residents) -> Vec<IndexEntry> {
+    fn live(self, residents: &SlotEntries) -> Vec<IndexEntry> {
         let is_latest = |(position, entry): &(u64, IndexEntry)| residents.is_latest(entry.slot, *position);
         self.0.into_iter().filter(is_latest).map(|(_, entry)| entry).collect()
     }
@@ -67,7 +68,7 @@ impl Stored {
 /// Shows the first `len` entries in turn; `None`: it is not what was written there.
 pub(super) fn each_entry(
     file: &File,
-    header: &Header,
+    header: &IndexHeader,
     len: u64,
     mut each: impl FnMut(u64, Option<IndexChange>),
 ) -> io::Result<()> {
@@ -86,7 +87,11 @@ pub(super) fn each_entry(
 }
 
 /// The header, and whether both copies of it are sound.
-pub(super) fn header(file: &File, site: &Site, ring: Option<&KeyRing>) -> Result<(Header, bool), SetupError> {
+pub(super) fn header(
+    file: &File,
+    site: &OwnDirectory,
+    ring: Option<&KeyRing>,
+) -> Result<(IndexHeader, bool), SetupError> {
     let copies = [copy(file, 0, ring), copy(file, HEADER_BYTES as u64, ring)];
     match copies.map(|copy| copy.map_err(|error| site.failed(&error))) {
         [Err(error), _] | [_, Err(error)] => Err(error),
@@ -96,10 +101,10 @@ pub(super) fn header(file: &File, site: &Site, ring: Option<&KeyRing>) -> Result
     }
 }
 
-fn copy(file: &File, at: u64, ring: Option<&KeyRing>) -> io::Result<Result<Header, NoHeader>> {
+fn copy(file: &File, at: u64, ring: Option<&KeyRing>) -> io::Result<Result<IndexHeader, NoHeader>> {
     let mut bytes = [0; HEADER_BYTES];
     match file.read_exact_at(&mut bytes, at) {
-        Ok(()) => Ok(Header::decode(&bytes, ring)),
+        Ok(()) => Ok(IndexHeader::decode(&bytes, ring)),
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(Err(NoHeader::Foreign)),
         Err(error) => Err(error),
     }

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use tempfile::TempDir;
 
-use super::format::{HEADER_BYTES, Header};
+use super::format::{HEADER_BYTES, IndexHeader};
 use super::*;
 use crate::copy::BlockKey;
 
@@ -352,8 +352,9 @@ fn whoever_has_no_key_can_change_or_move_no_entry() {
     let mut moved = good.clone();
     moved.copy_within(at(0)..at(1), at(1));
     assert_eq!(found(&moved), [0, 2]);
-    let header = Header::decode(good[..HEADER_BYTES].try_into().unwrap(), keys("1:A").as_deref()).unwrap();
-    let forged = IndexChange::Stored(entry(9, 9)).encode(&Header { key: None, ..header.clone() }, 1);
+    let header =
+        IndexHeader::decode(good[..HEADER_BYTES].try_into().unwrap(), keys("1:A").as_deref()).unwrap();
+    let forged = IndexChange::Stored(entry(9, 9)).encode(&IndexHeader { key: None, ..header.clone() }, 1);
     let mut bytes = good.clone();
     bytes[at(1)..at(2)].copy_from_slice(&forged);
     assert_eq!(found(&bytes), [0, 2]);
@@ -376,9 +377,9 @@ fn whoever_has_no_key_can_change_no_header() {
         error.to_string()
     };
     let known = keys("1:A");
-    let header = Header::decode(good[..HEADER_BYTES].try_into().unwrap(), known.as_deref()).unwrap();
+    let header = IndexHeader::decode(good[..HEADER_BYTES].try_into().unwrap(), known.as_deref()).unwrap();
     // The checksum fits, the code does not.
-    let later = Header { epoch: 9, ..header.clone() }.encode();
+    let later = IndexHeader { epoch: 9, ..header.clone() }.encode();
     let mut forged = later;
     let mac = 288..320;
     forged[mac.clone()].copy_from_slice(&good[mac]);
@@ -387,7 +388,7 @@ fn whoever_has_no_key_can_change_no_header() {
     forged[12..16].copy_from_slice(&crc.to_le_bytes());
     assert!(refused(&forged).contains("made without its key"));
     // Nor does one that asks for none.
-    assert!(refused(&Header { key: None, ..header }.encode()).contains("authenticated"));
+    assert!(refused(&IndexHeader { key: None, ..header }.encode()).contains("authenticated"));
     replaced(dir.path(), &good);
     assert_eq!(TierIndex::open(&sealed(dir.path(), "1:A")).unwrap().1.entries.len(), 3, "and then it heals");
 }

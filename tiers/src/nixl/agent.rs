@@ -9,7 +9,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::library::{Library, REMEDY};
-use super::parameters::Parameters;
+use super::parameters::PluginParameters;
 use super::status::{c_string, done, refused};
 use super::sys::{self, AgentConfig, AgentS, BackendS, MemListS, ParamsS, Status};
 use crate::error::{SetupError, SetupErrorKind};
@@ -17,18 +17,18 @@ use crate::error::{SetupError, SetupErrorKind};
 /// A participant of transfers, in this process. Cheap to clone: it ends with its last handle, and every
 /// backend, registration, list and request holds one.
 #[derive(Clone)]
-pub struct Agent(Arc<Inner>);
+pub struct Agent(Arc<AgentInner>);
 
-struct Inner {
+struct AgentInner {
     library: &'static Library,
     handle: NonNull<AgentS>,
     name: CString,
 }
 
 // SAFETY: the agent is made with strict thread synchronisation: its functions may be called from any thread.
-unsafe impl Send for Inner {}
+unsafe impl Send for AgentInner {}
 // SAFETY: as above.
-unsafe impl Sync for Inner {}
+unsafe impl Sync for AgentInner {}
 
 /// Names of the agents of this process. The library takes a second agent of a name for the first.
 static NAMES: Mutex<BTreeSet<CString>> = Mutex::new(BTreeSet::new());
@@ -49,7 +49,7 @@ impl Agent {
             return Err(SetupError::new(SetupErrorKind::InUse, message));
         }
         match create(library, &name) {
-            Ok(handle) => Ok(Self(Arc::new(Inner { library, handle, name }))),
+            Ok(handle) => Ok(Self(Arc::new(AgentInner { library, handle, name }))),
             Err(status) => {
                 NAMES.lock().remove(&name);
                 Err(refused(status, &format!("make the agent {name:?}")))
@@ -123,7 +123,7 @@ impl Agent {
     ) -> Result<BackendHandle, SetupError> {
         self.probe(plugin)?;
         let name = c_string(plugin, "the name of a NIXL plugin")?;
-        let params = Parameters::new(self.api(), parameters)?;
+        let params = PluginParameters::new(self.api(), parameters)?;
         let mut handle = null_mut();
         // SAFETY: agent and parameters live, the name is a string; the handle is ours if the call succeeds.
         let status = unsafe {
@@ -211,7 +211,7 @@ impl Agent {
         found
     }
 
-    pub(super) fn api(&self) -> &'static sys::Api {
+    pub(super) fn api(&self) -> &'static sys::NixlApi {
         &self.0.library.api
     }
 
@@ -230,7 +230,7 @@ impl fmt::Debug for Agent {
     }
 }
 
-impl Drop for Inner {
+impl Drop for AgentInner {
     fn drop(&mut self) {
         // SAFETY: this was the last handle: requests, lists, registrations and backends are gone.
         unsafe { (self.library.api.destroy_agent)(self.handle.as_ptr()) };

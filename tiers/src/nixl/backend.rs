@@ -6,10 +6,10 @@ use std::sync::Arc;
 use crossbeam_channel::Sender;
 
 use super::agent::BackendHandle;
-use super::mover::{Batch, Mover};
-use super::registration::{Registration, Segment, device_of};
+use super::mover::{MoverBatch, RequestMover};
+use super::registration::{RegisteredRange, Registration, device_of};
 use super::request::SegmentList;
-use super::spans::Spans;
+use super::spans::SlotLists;
 use crate::backend::Backend;
 use crate::clock;
 use crate::copy::{CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
@@ -31,7 +31,7 @@ pub struct NixlBackend {
     name: &'static str,
     routes: [Route; 2],
     // Before the thread, which finishes what was submitted.
-    batches: ProcessBound<Sender<Batch>>,
+    batches: ProcessBound<Sender<MoverBatch>>,
     _thread: ServiceThread,
 }
 
@@ -57,28 +57,28 @@ impl NixlBackend {
         let place = move |slot: u32| {
             // A list has an entry for every slot, by number. That of a slot that is not there is never named.
             let (file, offset) = disk.place(SlotId(slot)).unwrap_or_default();
-            Segment { address: offset as usize, bytes: stride, device: device_of(disk.file(file)) }
+            RegisteredRange { address: offset as usize, bytes: stride, device: device_of(disk.file(file)) }
         };
         let prepare = move |slots: std::ops::Range<u32>| SegmentList::far(&files, slots.map(&place));
-        let far = Spans::new(slots, SPAN, Box::new(prepare)).only(is_there);
+        let far = SlotLists::new(slots, SPAN, Box::new(prepare)).only(is_there);
         let near = near(plugin, &memory, stride)?;
-        Self::start(plugin, Ends { memory, near, other: Tier::Disk, far }, depth, || {})
+        Self::start(plugin, MoverEnds { memory, near, other: Tier::Disk, far }, depth, || {})
     }
 
     /// `at_end` runs in the backend's thread when all is done.
     pub(super) fn start(
         plugin: &BackendHandle,
-        ends: Ends,
+        ends: MoverEnds,
         depth: u32,
         at_end: impl FnOnce() + Send + 'static,
     ) -> Result<Self, SetupError> {
-        let Ends { memory, mut near, other, mut far } = ends;
+        let MoverEnds { memory, mut near, other, mut far } = ends;
         // What the plugin does not take shows now rather than at the first copy.
         near.list(0)?;
         far.list(0)?;
         let routes = [(memory.tier(), other), (other, memory.tier())];
         let failure = if other == Tier::Object { CopyErrorKind::Unavailable } else { CopyErrorKind::Io };
-        let mover = Mover {
+        let mover = RequestMover {
             memory,
             near,
             other,
@@ -105,11 +105,11 @@ impl NixlBackend {
 }
 
 /// What a backend moves blocks between.
-pub(super) struct Ends {
+pub(super) struct MoverEnds {
     pub(super) memory: Arc<dyn Memory>,
-    pub(super) near: Spans,
+    pub(super) near: SlotLists,
     pub(super) other: Tier,
-    pub(super) far: Spans,
+    pub(super) far: SlotLists,
 }
 
 /// The first `bytes` bytes of each slot of `memory`.
@@ -117,12 +117,12 @@ pub(super) fn near(
     plugin: &Arc<BackendHandle>,
     memory: &Arc<dyn Memory>,
     bytes: usize,
-) -> Result<Spans, SetupError> {
+) -> Result<SlotLists, SetupError> {
     let registration = Registration::memory(plugin, memory)?;
     let (base, stride) = (memory.base().addr().get(), memory.stride());
-    let place = move |slot: u32| Segment { address: base + slot as usize * stride, bytes, device: 0 };
+    let place = move |slot: u32| RegisteredRange { address: base + slot as usize * stride, bytes, device: 0 };
     let prepare = move |slots: std::ops::Range<u32>| SegmentList::near(&registration, slots.map(place));
-    Ok(Spans::new(memory.slots(), SPAN, Box::new(prepare)))
+    Ok(SlotLists::new(memory.slots(), SPAN, Box::new(prepare)))
 }
 
 /// For reports.
@@ -150,6 +150,6 @@ unsafe impl Backend for NixlBackend {
 
     fn submit(&self, ops: Vec<CopyOp>, done: Done) {
         // What nobody receives any more is refused when it is dropped.
-        let _ = self.batches.send(Batch::new(ops, done));
+        let _ = self.batches.send(MoverBatch::new(ops, done));
     }
 }

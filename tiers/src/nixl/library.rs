@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use libloading::os::unix::{self as dl, RTLD_LOCAL, RTLD_NOW};
 use parking_lot::Mutex;
 
-use super::sys::{Api, SINCE_1_5};
+use super::sys::{NixlApi, SINCE_1_5};
 use crate::error::{SetupError, SetupErrorKind};
 
 /// How to get NIXL, for messages.
@@ -21,7 +21,7 @@ const FILE_NAME: &str = "libnixl_capi.so";
 
 /// NIXL's C interface. Once loaded it stays for the rest of the process: the plugins run threads of their own.
 pub struct Library {
-    pub(super) api: Api,
+    pub(super) api: NixlApi,
     path: PathBuf,
 }
 
@@ -61,7 +61,7 @@ impl Library {
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         })?;
         // SAFETY: a library of this name is NIXL's C interface, and `NODELETE` keeps it.
-        let api = unsafe { Api::resolve(&library) }.map_err(|missing| {
+        let api = unsafe { NixlApi::resolve(&library) }.map_err(|missing| {
             let message =
                 format!("{} has no function {missing}: not NIXL 1.5 or later; {REMEDY}", path.display());
             SetupError::new(SetupErrorKind::Unavailable, message)

@@ -13,12 +13,12 @@
 //! |---|---|---|
 //! | `POSIX` | host memory and slot files | [`NixlBackend::disk`] |
 //! | `OBJ` | host memory and objects | [`NixlBackend::objects`] |
-//! | `UCX` | memory of two agents | none yet: [`Request`] |
+//! | `UCX` | memory of two agents | none yet: [`NixlRequest`] |
 //!
 //! # Trust
 //! The library prints its errors and reports only that there was one. It does not say which segment of a
 //! request failed; [`NixlBackend`] tries the blocks of a failed request again one by one. It cannot abort a
-//! transfer: a [`Request`] that is dropped in flight stays, with all that it touches, for the rest of the
+//! transfer: a [`NixlRequest`] that is dropped in flight stays, with all that it touches, for the rest of the
 //! process. Where an error leaves open whether anything still moves, so does ours
 //! ([`TimedOut`](crate::CopyErrorKind::TimedOut)).
 
@@ -45,7 +45,7 @@ pub use agent::{Agent, BackendHandle};
 pub use backend::NixlBackend;
 pub use library::{Library, REMEDY, find};
 pub use objects::{NixlObjectOptions, object_parameters};
-pub use peer::Peer;
+pub use peer::RemotePeer;
 pub use plugins::{check_plugin_directory, installed_plugins};
-pub use registration::{Registration, Segment};
-pub use request::{Direction, Request, SegmentList};
+pub use registration::{RegisteredRange, Registration};
+pub use request::{Direction, NixlRequest, SegmentList};

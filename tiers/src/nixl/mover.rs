@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, TryRecvError};
 
-use super::request::{Direction, Request};
-use super::spans::{Position, Spans};
+use super::request::{Direction, NixlRequest};
+use super::spans::{ListPosition, SlotLists};
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Endings, Tier};
 use crate::memory::{Memory, forget_checksum, no_such_slot};
@@ -25,24 +25,24 @@ const SPIN: Duration = Duration::from_micros(10);
 const LONGEST_NAP: Duration = Duration::from_millis(1);
 
 /// Operations submitted together. Those that nobody takes out of it are refused when it goes.
-pub(super) struct Batch {
+pub(super) struct MoverBatch {
     ops: Vec<CopyOp>,
     done: Done,
 }
 
-impl Batch {
+impl MoverBatch {
     pub(super) const fn new(ops: Vec<CopyOp>, done: Done) -> Self {
         Self { ops, done }
     }
 
     /// Each with the duty to report its end.
-    fn take(&mut self) -> Vec<(CopyOp, Ending)> {
+    fn take(&mut self) -> Vec<(CopyOp, ReportDuty)> {
         let ops = std::mem::take(&mut self.ops).into_iter().enumerate();
-        ops.map(|(index, op)| (op, Ending { done: self.done.clone(), index, is_open: true })).collect()
+        ops.map(|(index, op)| (op, ReportDuty { done: self.done.clone(), index, is_open: true })).collect()
     }
 }
 
-impl Drop for Batch {
+impl Drop for MoverBatch {
     fn drop(&mut self) {
         self.done.refuse(0..self.ops.len(), NOT_COPIED);
     }
@@ -52,13 +52,13 @@ const NOT_COPIED: &str = "the NIXL thread failed, or had ended, before it copied
 
 /// The duty to report the end of an operation. Whoever loses it, by a panic on the way, reports a failure: nobody
 /// waits for ever, and nothing was in flight.
-struct Ending {
+struct ReportDuty {
     done: Done,
     index: usize,
     is_open: bool,
 }
 
-impl Ending {
+impl ReportDuty {
     /// It is reported with what `ended` has besides.
     fn join(mut self, ended: &mut Endings, result: Result<(), CopyError>) {
         self.is_open = false;
@@ -71,7 +71,7 @@ impl Ending {
     }
 }
 
-impl Drop for Ending {
+impl Drop for ReportDuty {
     fn drop(&mut self) {
         if self.is_open {
             self.done.refuse([self.index], NOT_COPIED);
@@ -80,50 +80,50 @@ impl Drop for Ending {
 }
 
 /// Requests between a memory region and another tier.
-pub(super) struct Mover {
+pub(super) struct RequestMover {
     pub(super) memory: Arc<dyn Memory>,
-    pub(super) near: Spans,
+    pub(super) near: SlotLists,
     pub(super) other: Tier,
-    pub(super) far: Spans,
+    pub(super) far: SlotLists,
     /// The most blocks in flight, each way.
     pub(super) depth: usize,
     /// What a failed transfer means for the other tier.
     pub(super) failure: CopyErrorKind,
     /// What loads wait for, and what flushes do. Each way has a depth of its own: a load never waits for writes to
     /// end, however many there are, nor does either starve the other.
-    pub(super) reads: VecDeque<Order>,
-    pub(super) writes: VecDeque<Order>,
-    pub(super) flights: Vec<Flight>,
+    pub(super) reads: VecDeque<MoverOrder>,
+    pub(super) writes: VecDeque<MoverOrder>,
+    pub(super) flights: Vec<RequestFlight>,
     /// When something last began or ended.
     pub(super) stirred: Instant,
 }
 
 /// One operation, and where its ends are.
-pub(super) struct Order {
+pub(super) struct MoverOrder {
     op: CopyOp,
-    ending: Ending,
+    ending: ReportDuty,
     direction: Direction,
-    near: Position,
-    far: Position,
+    near: ListPosition,
+    far: ListPosition,
     /// A request with others failed.
     alone: bool,
 }
 
 /// A request in flight. Its orders are reported once it has ended, and never if it is lost before.
-pub(super) struct Flight {
-    request: Request,
-    orders: Vec<Order>,
+pub(super) struct RequestFlight {
+    request: NixlRequest,
+    orders: Vec<MoverOrder>,
 }
 
-impl Drop for Flight {
+impl Drop for RequestFlight {
     fn drop(&mut self) {
         self.orders.drain(..).for_each(|order| order.ending.never());
     }
 }
 
-impl Mover {
+impl RequestMover {
     /// Works until the senders of batches are gone and everything they sent has ended.
-    pub(super) fn serve(mut self, batches: &Receiver<Batch>) {
+    pub(super) fn serve(mut self, batches: &Receiver<MoverBatch>) {
         // Else the kernel adds 50 µs to every nap. Without that, all is well but slower.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
         let mut open = true;
@@ -150,7 +150,7 @@ impl Mover {
     }
 
     /// Takes what has been submitted; waits for it if there is nothing else to do. False: nothing will come.
-    fn receive(&mut self, batches: &Receiver<Batch>) -> bool {
+    fn receive(&mut self, batches: &Receiver<MoverBatch>) -> bool {
         let first = if self.is_busy() {
             batches.recv_timeout(self.nap())
         } else {
@@ -178,12 +178,12 @@ impl Mover {
     }
 
     /// Queues a batch, its operations in the order of the other tier's slots: neighbours travel as one.
-    fn accept(&mut self, mut batch: Batch) {
+    fn accept(&mut self, mut batch: MoverBatch) {
         let (mut orders, mut refused) = (Vec::new(), Endings::default());
         for (op, ending) in batch.take() {
             match self.place(op) {
                 Some((direction, near, far)) => {
-                    orders.push(Order { op, ending, direction, near, far, alone: false });
+                    orders.push(MoverOrder { op, ending, direction, near, far, alone: false });
                 }
                 None => ending.join(&mut refused, Err(no_such_slot(op.from))),
             }
@@ -193,7 +193,7 @@ impl Mover {
         orders.into_iter().for_each(|order| self.queue(order.direction).push_back(order));
     }
 
-    const fn queue(&mut self, direction: Direction) -> &mut VecDeque<Order> {
+    const fn queue(&mut self, direction: Direction) -> &mut VecDeque<MoverOrder> {
         match direction {
             Direction::Read => &mut self.reads,
             Direction::Write => &mut self.writes,
@@ -201,7 +201,7 @@ impl Mover {
     }
 
     /// `None`: the operation is not between slots of ours.
-    fn place(&self, op: CopyOp) -> Option<(Direction, Position, Position)> {
+    fn place(&self, op: CopyOp) -> Option<(Direction, ListPosition, ListPosition)> {
         let ours = self.memory.tier();
         let (direction, near, far) = match op.route() {
             (from, to) if (from, to) == (ours, self.other) => (Direction::Write, op.from, op.to),
@@ -229,16 +229,16 @@ impl Mover {
     }
 
     /// The next operations that fit into one request, at least one.
-    fn take_request(&mut self, direction: Direction, room: usize) -> Vec<Order> {
+    fn take_request(&mut self, direction: Direction, room: usize) -> Vec<MoverOrder> {
         let most = (REQUEST_BYTES / self.memory.stride()).clamp(1, room);
         let waiting = self.queue(direction);
         let first = waiting.front();
-        let together = |order: &&Order| first.is_some_and(|first| first.goes_with(order));
+        let together = |order: &&MoverOrder| first.is_some_and(|first| first.goes_with(order));
         let others = waiting.iter().skip(1).take(most - 1).take_while(together).count();
         waiting.drain(..=others).collect()
     }
 
-    fn start(&mut self, orders: Vec<Order>) {
+    fn start(&mut self, orders: Vec<MoverOrder>) {
         if orders[0].direction == Direction::Read {
             orders.iter().for_each(|order| forget_checksum(&*self.memory, order.op.to.slot));
         }
@@ -250,12 +250,12 @@ impl Mover {
         // SAFETY: the submitter promises that nobody else uses the slots until the operations are completed,
         // and they are not completed after an error that leaves them in doubt.
         match unsafe { request.post() } {
-            Ok(()) => self.flights.push(Flight { request, orders }),
+            Ok(()) => self.flights.push(RequestFlight { request, orders }),
             Err(error) => self.give_up(orders, &error),
         }
     }
 
-    fn request(&mut self, orders: &[Order]) -> Result<Request, CopyError> {
+    fn request(&mut self, orders: &[MoverOrder]) -> Result<NixlRequest, CopyError> {
         let refused = |error: crate::SetupError| {
             let message = error.to_string();
             CopyError::caused(CopyErrorKind::Refused, message, error)
@@ -265,7 +265,7 @@ impl Mover {
         let first = &orders[0];
         let near = self.near.list(first.near.span).map_err(refused)?;
         let far = self.far.list(first.far.span).map_err(refused)?;
-        Request::new(first.direction, (near, &near_at), (far, &far_at), None)
+        NixlRequest::new(first.direction, (near, &near_at), (far, &far_at), None)
     }
 
     /// Reports what has ended.
@@ -292,14 +292,14 @@ impl Mover {
     /// A request failed as a whole, whichever of its blocks was to blame: the others are tried again.
     ///
     /// Operations whose slots may still be touched are never completed. The scheduler writes them off.
-    fn give_up(&mut self, orders: Vec<Order>, error: &CopyError) {
+    fn give_up(&mut self, orders: Vec<MoverOrder>, error: &CopyError) {
         if error.kind() == CopyErrorKind::TimedOut {
             let blocks = orders.len();
             // First of all: nothing that fails from here on may report them.
             orders.into_iter().for_each(|order| order.ending.never());
             tracing::error!(%error, blocks, "blocks are left to their time-out");
         } else if orders.len() > 1 {
-            let alone = orders.into_iter().map(|order| Order { alone: true, ..order });
+            let alone = orders.into_iter().map(|order| MoverOrder { alone: true, ..order });
             alone.for_each(|order| self.queue(order.direction).push_back(order));
         } else {
             let kind = if error.kind() == CopyErrorKind::Io { self.failure } else { error.kind() };
@@ -313,7 +313,7 @@ impl Mover {
     }
 }
 
-impl Order {
+impl MoverOrder {
     fn goes_with(&self, other: &Self) -> bool {
         !self.alone && !other.alone && (self.near.span, self.far.span) == (other.near.span, other.far.span)
     }
@@ -341,7 +341,7 @@ mod tests {
     #[test]
     fn a_batch_that_nobody_receives_is_refused() {
         let (done, reports) = reports();
-        drop(Batch::new(ops(2), done));
+        drop(MoverBatch::new(ops(2), done));
         assert_eq!(
             reports.iter().collect::<Vec<_>>(),
             [0, 1].map(|index| (index, Some(CopyErrorKind::Refused)))
@@ -351,7 +351,7 @@ mod tests {
     #[test]
     fn an_operation_lost_on_the_way_is_reported_once() {
         let (done, reports) = reports();
-        let mut endings = Batch::new(ops(3), done).take().into_iter().map(|(_, ending)| ending);
+        let mut endings = MoverBatch::new(ops(3), done).take().into_iter().map(|(_, ending)| ending);
         let mut ended = Endings::default();
         endings.next().unwrap().join(&mut ended, Ok(()));
         ended.report();

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::agent::BackendHandle;
-use super::backend::{Ends, NixlBackend, near};
-use super::registration::{Registration, Segment};
+use super::backend::{MoverEnds, NixlBackend, near};
+use super::registration::{RegisteredRange, Registration};
 use super::request::SegmentList;
-use super::spans::Spans;
+use super::spans::SlotLists;
 use crate::copy::Tier;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::Memory;
@@ -53,12 +53,12 @@ impl NixlBackend {
         let prepare = move |slots: std::ops::Range<u32>| {
             let key = |slot: u32| (u64::from(slot), parent.clone().join(format!("{slot:08x}")).to_string());
             let objects = Registration::objects(&backend, bytes, slots.clone().map(key))?;
-            let segment = |slot: u32| Segment { address: 0, bytes, device: u64::from(slot) };
+            let segment = |slot: u32| RegisteredRange { address: 0, bytes, device: u64::from(slot) };
             SegmentList::far(&objects, slots.map(segment))
         };
-        let far = Spans::new(options.slots, SPAN, Box::new(prepare));
+        let far = SlotLists::new(options.slots, SPAN, Box::new(prepare));
         let near = near(plugin, &memory, bytes)?;
-        let ends = Ends { memory, near, other: Tier::Object, far };
+        let ends = MoverEnds { memory, near, other: Tier::Object, far };
         Self::start(plugin, ends, options.concurrency, move || store.delete_directory(&directory))
     }
 }

@@ -4,14 +4,17 @@ use std::collections::BTreeMap;
 use std::ptr::null_mut;
 
 use super::status::{c_string, done};
-use super::sys::{Api, ParamsS};
+use super::sys::{NixlApi, ParamsS};
 use crate::error::SetupError;
 
 /// Parameters of a plugin that is to be started.
-pub(super) struct Parameters(*mut ParamsS, &'static Api);
+pub(super) struct PluginParameters(*mut ParamsS, &'static NixlApi);
 
-impl Parameters {
-    pub(super) fn new(api: &'static Api, parameters: &BTreeMap<String, String>) -> Result<Self, SetupError> {
+impl PluginParameters {
+    pub(super) fn new(
+        api: &'static NixlApi,
+        parameters: &BTreeMap<String, String>,
+    ) -> Result<Self, SetupError> {
         let mut handle = null_mut();
         // SAFETY: makes an empty map, ours.
         done(unsafe { (api.create_params)(&raw mut handle) }, "hold parameters")?;
@@ -30,7 +33,7 @@ impl Parameters {
     }
 }
 
-impl Drop for Parameters {
+impl Drop for PluginParameters {
     fn drop(&mut self) {
         // SAFETY: ours; the library copies what it keeps.
         unsafe { (self.1.destroy_params)(self.0) };

@@ -11,7 +11,7 @@ use crate::error::{SetupError, SetupErrorKind};
 
 /// Another agent that this one has met. Dropping the last handle of it forgets it; lists and requests that
 /// lead there hold one.
-pub struct Peer {
+pub struct RemotePeer {
     agent: Agent,
     name: CString,
 }
@@ -22,7 +22,7 @@ impl Agent {
     /// # Errors
     /// `InUse`: the peer has this agent's name. `Invalid`: these bytes describe no agent, or another one of a
     /// known name. `Unavailable`: no common backend.
-    pub fn load_remote_metadata(&self, metadata: &[u8]) -> Result<Peer, SetupError> {
+    pub fn load_remote_metadata(&self, metadata: &[u8]) -> Result<RemotePeer, SetupError> {
         let mut name: *mut c_char = null_mut();
         // SAFETY: the agent lives and so many bytes are there; the name is ours, from `malloc`, on success.
         let status = unsafe {
@@ -36,7 +36,7 @@ impl Agent {
         match status {
             sys::SUCCESS => {
                 // SAFETY: a string that the library made for us.
-                let peer = Peer::new(self, unsafe { CStr::from_ptr(name) });
+                let peer = RemotePeer::new(self, unsafe { CStr::from_ptr(name) });
                 // SAFETY: from `malloc`, and used no more.
                 unsafe { libc::free(name.cast()) };
                 Ok(peer)
@@ -59,7 +59,7 @@ impl Agent {
     }
 }
 
-impl Peer {
+impl RemotePeer {
     pub(super) fn new(agent: &Agent, name: &CStr) -> Self {
         Self { agent: agent.clone(), name: name.to_owned() }
     }
@@ -110,13 +110,13 @@ impl Peer {
     }
 }
 
-impl fmt::Debug for Peer {
+impl fmt::Debug for RemotePeer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Peer").field(&self.name).finish()
     }
 }
 
-impl Drop for Peer {
+impl Drop for RemotePeer {
     fn drop(&mut self) {
         // SAFETY: the agent lives, the name is a string, and no request leads there any more.
         unsafe { (self.agent.api().invalidate_remote_md)(self.agent.handle(), self.name.as_ptr()) };

@@ -51,9 +51,9 @@ pub fn check_plugin_directory(library: Option<&Path>, plugins: &[&str]) -> Resul
         return Ok(());
     }
     let why = match in_child(|| start_all(&path, plugins)) {
-        Ok(Ending::Exited) => return Ok(()),
-        Ok(Ending::Crashed(signal)) => format!("crash NIXL (signal {signal})"),
-        Ok(Ending::Hung) => format!("were not started within {} s", PROBE_LIMIT.as_secs()),
+        Ok(ChildEnding::Exited) => return Ok(()),
+        Ok(ChildEnding::Crashed(signal)) => format!("crash NIXL (signal {signal})"),
+        Ok(ChildEnding::Hung) => format!("were not started within {} s", PROBE_LIMIT.as_secs()),
         Err(error) => format!("could not be tried in a process of their own ({error})"),
     };
     let message = format!(
@@ -75,7 +75,7 @@ fn start_all(library: &Path, plugins: &[&str]) {
 
 /// How a child process ended.
 #[derive(Debug, PartialEq, Eq)]
-enum Ending {
+enum ChildEnding {
     Exited,
     Crashed(i32),
     Hung,
@@ -85,7 +85,7 @@ enum Ending {
 ///
 /// The child has this thread alone. `risky` must not wait for locks that another thread might have held; if
 /// it does all the same, it counts as hung.
-fn in_child(risky: impl FnOnce()) -> std::io::Result<Ending> {
+fn in_child(risky: impl FnOnce()) -> std::io::Result<ChildEnding> {
     // SAFETY: the child runs `risky` and ends without returning, unwinding or running anyone's exit handlers.
     // The C library makes its own locks usable in the child.
     let child = unsafe { libc::fork() };
@@ -112,7 +112,7 @@ fn silence() {
     }
 }
 
-fn await_child(child: libc::pid_t) -> std::io::Result<Ending> {
+fn await_child(child: libc::pid_t) -> std::io::Result<ChildEnding> {
     let deadline = clock::now() + PROBE_LIMIT;
     loop {
         let mut status = 0;
@@ -122,12 +122,12 @@ fn await_child(child: libc::pid_t) -> std::io::Result<Ending> {
             0 => {
                 // SAFETY: as above.
                 unsafe { (libc::kill(child, libc::SIGKILL), libc::waitpid(child, &raw mut status, 0)) };
-                return Ok(Ending::Hung);
+                return Ok(ChildEnding::Hung);
             }
             ended if ended == child && libc::WIFSIGNALED(status) => {
-                return Ok(Ending::Crashed(libc::WTERMSIG(status)));
+                return Ok(ChildEnding::Crashed(libc::WTERMSIG(status)));
             }
-            ended if ended == child => return Ok(Ending::Exited),
+            ended if ended == child => return Ok(ChildEnding::Exited),
             _ => return Err(std::io::Error::last_os_error()),
         }
     }
@@ -139,9 +139,9 @@ mod tests {
 
     #[test]
     fn a_crash_of_the_child_is_noticed_and_survived() {
-        assert_eq!(in_child(|| {}).unwrap(), Ending::Exited);
-        assert_eq!(in_child(|| std::process::abort()).unwrap(), Ending::Crashed(libc::SIGABRT));
-        assert_eq!(in_child(|| panic!("a panic stays inside")).unwrap(), Ending::Exited);
+        assert_eq!(in_child(|| {}).unwrap(), ChildEnding::Exited);
+        assert_eq!(in_child(|| std::process::abort()).unwrap(), ChildEnding::Crashed(libc::SIGABRT));
+        assert_eq!(in_child(|| panic!("a panic stays inside")).unwrap(), ChildEnding::Exited);
     }
 
     #[test]

@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use super::agent::{Agent, BackendHandle};
 use super::library::Library;
-use super::registration::{Registration, Segment, device_of};
-use super::request::{Direction, Request, SegmentList};
+use super::registration::{RegisteredRange, Registration, device_of};
+use super::request::{Direction, NixlRequest, SegmentList};
 use super::sys::{self, XferReqS};
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, SlotId, Tier};
@@ -37,7 +37,7 @@ pub struct RawNixl {
 pub enum Caller {
     /// Nothing lies between.
     Direct,
-    /// [`Request`] lies between.
+    /// [`NixlRequest`] lies between.
     Layered,
 }
 
@@ -58,7 +58,7 @@ impl RawNixl {
         let files = Registration::files(&posix, &disk)?;
         let place = |slot| {
             let (file, offset) = disk.place(SlotId(slot)).unwrap_or_default();
-            Segment { address: offset as usize, bytes: stride, device: device_of(disk.file(file)) }
+            RegisteredRange { address: offset as usize, bytes: stride, device: device_of(disk.file(file)) }
         };
         let far = SegmentList::far(&files, (0..disk.geometry().slots()).map(place))?;
         Ok(Self { near, far, batch, in_flight })
@@ -93,7 +93,8 @@ impl RawNixl {
         let (base, metadata) = await_introduction(place)?;
         let peer = Arc::new(ucx.agent().load_remote_metadata(&metadata)?);
         peer.connect()?;
-        let segment = |slot| Segment { address: base + slot as usize * stride, bytes: stride, device: 0 };
+        let segment =
+            |slot| RegisteredRange { address: base + slot as usize * stride, bytes: stride, device: 0 };
         let far = SegmentList::of_peer(&peer, (0..memory.geometry.slots()).map(segment))?;
         Ok(Self { near, far, batch, in_flight })
     }
@@ -108,7 +109,7 @@ impl RawNixl {
             Caller::Layered => self.drive(
                 |indices| {
                     let mut request =
-                        Request::new(direction, (&self.near, indices), (&self.far, indices), None)?;
+                        NixlRequest::new(direction, (&self.near, indices), (&self.far, indices), None)?;
                     // SAFETY: nobody else has a slot handle to any slot, and `run` borrows all of them.
                     unsafe { request.post() }?;
                     Ok(request)
@@ -266,9 +267,13 @@ fn near(plugin: &Arc<BackendHandle>, options: DramOptions) -> Result<(Arc<Segmen
     Ok((SegmentList::near(&registration, segments(&*memory))?, memory.stride()))
 }
 
-fn segments(memory: &dyn Memory) -> impl Iterator<Item = Segment> + use<> {
+fn segments(memory: &dyn Memory) -> impl Iterator<Item = RegisteredRange> + use<> {
     let (base, bytes) = (memory.base().addr().get(), memory.stride());
-    (0..memory.slots()).map(move |slot| Segment { address: base + slot as usize * bytes, bytes, device: 0 })
+    (0..memory.slots()).map(move |slot| RegisteredRange {
+        address: base + slot as usize * bytes,
+        bytes,
+        device: 0,
+    })
 }
 
 fn failed(status: sys::Status) -> CopyError {

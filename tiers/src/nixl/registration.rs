@@ -32,7 +32,7 @@ unsafe impl Sync for Registration {}
 
 /// A range that is registered. `device` tells files and objects apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Segment {
+pub struct RegisteredRange {
     /// Address in memory, offset in a file or object.
     pub address: usize,
     /// Length.
@@ -48,7 +48,7 @@ impl Registration {
     /// `Unavailable`: the backend cannot register memory, or so much of it.
     pub fn memory(backend: &Arc<BackendHandle>, memory: &Arc<dyn Memory>) -> Result<Arc<Self>, SetupError> {
         let address = memory.base().addr().get();
-        let whole = Segment { address, bytes: memory.geometry().bytes(), device: 0 };
+        let whole = RegisteredRange { address, bytes: memory.geometry().bytes(), device: 0 };
         let what = [(whole, String::new())];
         Self::new(backend, sys::MEM_DRAM, what, Arc::new(Arc::clone(memory)))
     }
@@ -59,7 +59,7 @@ impl Registration {
     /// `Unavailable`: the backend cannot register files.
     pub fn files(backend: &Arc<BackendHandle>, disk: &Arc<DiskRegion>) -> Result<Arc<Self>, SetupError> {
         let bytes = disk.file_bytes() as usize;
-        let whole = |file: &std::fs::File| Segment { address: 0, bytes, device: device_of(file) };
+        let whole = |file: &std::fs::File| RegisteredRange { address: 0, bytes, device: device_of(file) };
         let files: Vec<_> = disk.files().map(|file| (whole(file), String::new())).collect();
         Self::new(backend, sys::MEM_FILE, files, Arc::clone(disk) as _)
     }
@@ -73,14 +73,14 @@ impl Registration {
         bytes: usize,
         keys: impl IntoIterator<Item = (u64, String)>,
     ) -> Result<Arc<Self>, SetupError> {
-        let object = |(device, key)| (Segment { address: 0, bytes, device }, key);
+        let object = |(device, key)| (RegisteredRange { address: 0, bytes, device }, key);
         Self::new(backend, sys::MEM_OBJECT, keys.into_iter().map(object), Arc::new(()))
     }
 
     fn new(
         backend: &Arc<BackendHandle>,
         kind: MemType,
-        what: impl IntoIterator<Item = (Segment, String)>,
+        what: impl IntoIterator<Item = (RegisteredRange, String)>,
         region: Arc<dyn Any + Send + Sync>,
     ) -> Result<Arc<Self>, SetupError> {
         let agent = backend.agent();
@@ -143,8 +143,8 @@ impl RegList {
         Ok(Self { agent: agent.clone(), kind, handle })
     }
 
-    fn push(&mut self, segment: Segment, name: &str) -> Result<(), SetupError> {
-        let Segment { address, bytes, device } = segment;
+    fn push(&mut self, segment: RegisteredRange, name: &str) -> Result<(), SetupError> {
+        let RegisteredRange { address, bytes, device } = segment;
         // SAFETY: the list is ours, and it copies the name.
         let status = unsafe {
             let name = (name.as_ptr().cast(), name.len());

@@ -11,8 +11,8 @@ use tracing::field::Empty;
 
 use super::agent::Agent;
 use super::arguments::OptArgs;
-use super::peer::Peer;
-use super::registration::{Registration, Segment};
+use super::peer::RemotePeer;
+use super::registration::{RegisteredRange, Registration};
 use super::status::{done, status_name};
 use super::sys::{self, MemType, Status, XferDlistHandleS, XferDlistS, XferReqS, XferTelemetry};
 use crate::copy::{CopyError, CopyErrorKind};
@@ -23,7 +23,7 @@ pub struct SegmentList {
     agent: Agent,
     handle: NonNull<XferDlistHandleS>,
     segments: usize,
-    owner: Owner,
+    owner: ListOwner,
 }
 
 // SAFETY: the list is not changed after it was prepared, and the agent's functions may be called from any thread.
@@ -33,9 +33,9 @@ unsafe impl Sync for SegmentList {}
 
 /// Whose the segments are.
 #[derive(Debug)]
-enum Owner {
+enum ListOwner {
     Own(Arc<Registration>),
-    Peer(Arc<Peer>),
+    Peer(Arc<RemotePeer>),
 }
 
 impl SegmentList {
@@ -45,10 +45,10 @@ impl SegmentList {
     /// `Invalid`: more than 2³¹ − 1 segments. `Unavailable`: a segment is not part of the registration.
     pub fn near(
         registration: &Arc<Registration>,
-        segments: impl IntoIterator<Item = Segment>,
+        segments: impl IntoIterator<Item = RegisteredRange>,
     ) -> Result<Arc<Self>, SetupError> {
         let agent = registration.backend().agent();
-        Self::new(agent, c"", registration.kind(), segments, Owner::Own(Arc::clone(registration)))
+        Self::new(agent, c"", registration.kind(), segments, ListOwner::Own(Arc::clone(registration)))
     }
 
     /// Files, objects or memory of this agent: the far end of a transfer.
@@ -57,10 +57,10 @@ impl SegmentList {
     /// As [`near`](Self::near).
     pub fn far(
         registration: &Arc<Registration>,
-        segments: impl IntoIterator<Item = Segment>,
+        segments: impl IntoIterator<Item = RegisteredRange>,
     ) -> Result<Arc<Self>, SetupError> {
         let agent = registration.backend().agent().clone();
-        let owner = Owner::Own(Arc::clone(registration));
+        let owner = ListOwner::Own(Arc::clone(registration));
         Self::new(&agent, agent.c_name(), registration.kind(), segments, owner)
     }
 
@@ -69,18 +69,18 @@ impl SegmentList {
     /// # Errors
     /// As [`near`](Self::near), where the registration is the peer's.
     pub fn of_peer(
-        peer: &Arc<Peer>,
-        segments: impl IntoIterator<Item = Segment>,
+        peer: &Arc<RemotePeer>,
+        segments: impl IntoIterator<Item = RegisteredRange>,
     ) -> Result<Arc<Self>, SetupError> {
-        Self::new(peer.agent(), peer.c_name(), sys::MEM_DRAM, segments, Owner::Peer(Arc::clone(peer)))
+        Self::new(peer.agent(), peer.c_name(), sys::MEM_DRAM, segments, ListOwner::Peer(Arc::clone(peer)))
     }
 
     fn new(
         agent: &Agent,
         name: &CStr,
         kind: MemType,
-        segments: impl IntoIterator<Item = Segment>,
-        owner: Owner,
+        segments: impl IntoIterator<Item = RegisteredRange>,
+        owner: ListOwner,
     ) -> Result<Arc<Self>, SetupError> {
         let mut list = XferList::new(agent, kind)?;
         let mut count = 0_usize;
@@ -95,8 +95,8 @@ impl SegmentList {
             ));
         }
         let args = match &owner {
-            Owner::Own(registration) => Some(OptArgs::new(agent)?.with_backend(registration.backend())?),
-            Owner::Peer(_) => None,
+            ListOwner::Own(registration) => Some(OptArgs::new(agent)?.with_backend(registration.backend())?),
+            ListOwner::Peer(_) => None,
         };
         let args = args.as_ref().map_or(null_mut(), OptArgs::as_ptr);
         let mut handle = null_mut();
@@ -130,10 +130,10 @@ impl SegmentList {
         self.handle.as_ptr()
     }
 
-    fn peer(&self) -> Option<&Peer> {
+    fn peer(&self) -> Option<&RemotePeer> {
         match &self.owner {
-            Owner::Own(_) => None,
-            Owner::Peer(peer) => Some(peer),
+            ListOwner::Own(_) => None,
+            ListOwner::Peer(peer) => Some(peer),
         }
     }
 }
@@ -168,33 +168,33 @@ pub enum Direction {
 ///
 /// A request that is dropped before its end is left to itself: it, and all that it touches, stays for the rest
 /// of the process, since nothing can stop the hardware.
-pub struct Request {
+pub struct NixlRequest {
     /// `None` only while dropping.
-    held: Option<Held>,
+    held: Option<HeldLists>,
     direction: Direction,
-    state: State,
+    state: RequestState,
     /// From its start to its end.
     span: Span,
 }
 
-struct Held {
+struct HeldLists {
     handle: NonNull<XferReqS>,
     near: Arc<SegmentList>,
     far: Arc<SegmentList>,
 }
 
 // SAFETY: a request is used by one thread at a time, through `&mut`; which one does not matter to the agent.
-unsafe impl Send for Request {}
+unsafe impl Send for NixlRequest {}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum RequestState {
     Idle,
     InFlight,
     /// It failed in a way that does not tell whether anything still moves.
     Unknown,
 }
 
-impl Request {
+impl NixlRequest {
     /// Moves segment `near_indices[i]` of the one list to or from segment `far_indices[i]` of the other, and
     /// then sends `notification` to the peer.
     ///
@@ -249,8 +249,8 @@ impl Request {
         };
         match NonNull::new(handle).filter(|_| status == sys::SUCCESS) {
             Some(handle) => {
-                let held = Held { handle, near: Arc::clone(near), far: Arc::clone(far) };
-                Ok(Self { held: Some(held), direction, state: State::Idle, span: Span::none() })
+                let held = HeldLists { handle, near: Arc::clone(near), far: Arc::clone(far) };
+                Ok(Self { held: Some(held), direction, state: RequestState::Idle, span: Span::none() })
             }
             None => Err(refused(status_name(status))),
         }
@@ -266,7 +266,7 @@ impl Request {
     /// Until [`poll`](Self::poll) says that it ended, nobody writes the segments that are read, and nobody
     /// touches those that are written. After an error of kind `TimedOut` that holds for ever.
     pub unsafe fn post(&mut self) -> Result<(), CopyError> {
-        if self.state != State::Idle {
+        if self.state != RequestState::Idle {
             return Err(refused("it is under way"));
         }
         self.span = span(self.direction);
@@ -280,13 +280,13 @@ impl Request {
                 Ok(())
             }
             sys::IN_PROGRESS => {
-                self.state = State::InFlight;
+                self.state = RequestState::InFlight;
                 Ok(())
             }
             // The library looks for the peer before all else.
             sys::ERROR_NOT_FOUND => Err(refused("the peer was forgotten")),
             status => {
-                self.state = State::Unknown;
+                self.state = RequestState::Unknown;
                 Err(unclear(status))
             }
         }
@@ -299,9 +299,9 @@ impl Request {
     /// touched: a read from a peer that is gone, for example. `Unavailable`: the peer is gone.
     pub fn poll(&mut self) -> Poll<Result<(), CopyError>> {
         match self.state {
-            State::Idle => return Poll::Ready(Ok(())),
-            State::Unknown => return Poll::Ready(Err(unclear(sys::ERROR_INVALID_STATE))),
-            State::InFlight => {}
+            RequestState::Idle => return Poll::Ready(Ok(())),
+            RequestState::Unknown => return Poll::Ready(Err(unclear(sys::ERROR_INVALID_STATE))),
+            RequestState::InFlight => {}
         }
         let (agent, handle) = self.parts();
         // SAFETY: agent and request live.
@@ -309,7 +309,7 @@ impl Request {
         match status {
             sys::IN_PROGRESS => return Poll::Pending,
             sys::SUCCESS => {
-                self.state = State::Idle;
+                self.state = RequestState::Idle;
                 self.end_span();
                 return Poll::Ready(Ok(()));
             }
@@ -348,7 +348,7 @@ impl Request {
             }
             None => failed(CopyErrorKind::Io, status),
         };
-        self.state = if may_move { State::Unknown } else { State::Idle };
+        self.state = if may_move { RequestState::Unknown } else { RequestState::Idle };
         self.span = Span::none();
         error
     }
@@ -359,7 +359,7 @@ impl Request {
     }
 }
 
-impl fmt::Debug for Request {
+impl fmt::Debug for NixlRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Request")
             .field("direction", &self.direction)
@@ -368,10 +368,10 @@ impl fmt::Debug for Request {
     }
 }
 
-impl Drop for Request {
+impl Drop for NixlRequest {
     fn drop(&mut self) {
         let Some(held) = self.held.take() else { return };
-        if self.state != State::Idle {
+        if self.state != RequestState::Idle {
             tracing::error!("a NIXL request is dropped before its end: what it touches stays as it is");
             std::mem::forget(held);
             return;
@@ -400,7 +400,10 @@ impl XferList {
         Ok(Self { agent: agent.clone(), handle })
     }
 
-    fn push(&mut self, Segment { address, bytes, device }: Segment) -> Result<(), SetupError> {
+    fn push(
+        &mut self,
+        RegisteredRange { address, bytes, device }: RegisteredRange,
+    ) -> Result<(), SetupError> {
         // SAFETY: the list is ours.
         let status = unsafe { (self.agent.api().xfer_dlist_add_desc)(self.handle, address, bytes, device) };
         done(status, "hold a list")

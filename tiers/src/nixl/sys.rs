@@ -109,11 +109,11 @@ opaque! {
 macro_rules! functions {
     ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
         /// The functions of a loaded library, called as in C without their prefix `nixl_capi_`.
-        pub(super) struct Api {
+        pub(super) struct NixlApi {
             $(pub(super) $name: unsafe extern "C" fn($($argument: $type),*) -> $result,)*
         }
 
-        impl Api {
+        impl NixlApi {
             /// # Errors
             /// The name of the first function that the library lacks.
             ///

@@ -259,7 +259,7 @@ impl Side {
         Self { ucx, memory, registration, frames }
     }
 
-    fn segments(&self) -> Vec<Segment> {
+    fn segments(&self) -> Vec<RegisteredRange> {
         segments(self.memory.base().addr().get())
     }
 
@@ -279,8 +279,8 @@ impl Side {
     }
 }
 
-fn segments(base: usize) -> Vec<Segment> {
-    let segment = |slot| Segment { address: base + slot as usize * BLOCK, bytes: BLOCK, device: 0 };
+fn segments(base: usize) -> Vec<RegisteredRange> {
+    let segment = |slot| RegisteredRange { address: base + slot as usize * BLOCK, bytes: BLOCK, device: 0 };
     (0..SLOTS).map(segment).collect()
 }
 
@@ -292,7 +292,7 @@ fn transfer(
     notification: Option<&[u8]>,
 ) -> Result<(), CopyError> {
     let all: Vec<c_int> = (0..SLOTS.cast_signed()).collect();
-    let mut request = Request::new(direction, (near, &all), (far, &all), notification)?;
+    let mut request = NixlRequest::new(direction, (near, &all), (far, &all), notification)?;
     // SAFETY: the test has all slot handles of both ends, and touches nothing until the end.
     unsafe { request.post() }?;
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -343,11 +343,12 @@ fn two_agents_of_a_process_exchange_blocks_and_messages() {
 fn what_does_not_fit_is_refused() {
     let Some(library) = library() else { return };
     let (ours, theirs) = (Side::new(library), Side::new(library));
-    let beyond = Segment { address: ours.memory.base().addr().get() + (1 << 40), bytes: BLOCK, device: 0 };
+    let beyond =
+        RegisteredRange { address: ours.memory.base().addr().get() + (1 << 40), bytes: BLOCK, device: 0 };
     let error = SegmentList::near(&ours.registration, [beyond]).unwrap_err();
     assert_eq!(error.kind(), SetupErrorKind::Unavailable);
     let (near, other) = (ours.near(), theirs.near());
-    let kind = |result: Result<Request, CopyError>| result.err().map(|error| error.kind());
+    let kind = |result: Result<NixlRequest, CopyError>| result.err().map(|error| error.kind());
     for (far, near_at, far_at) in [
         (&near, &[0][..], &[16][..]),
         (&near, &[-1], &[0]),
@@ -355,7 +356,7 @@ fn what_does_not_fit_is_refused() {
         (&near, &[], &[]),
         (&other, &[0], &[0]),
     ] {
-        let request = Request::new(Direction::Write, (&near, near_at), (far, far_at), None);
+        let request = NixlRequest::new(Direction::Write, (&near, near_at), (far, far_at), None);
         assert_eq!(kind(request), Some(CopyErrorKind::Refused));
     }
 }
@@ -389,7 +390,7 @@ fn introduce(side: &Side, place: &Path, name: &str) {
     leave(place, name, &[&base[..], &metadata].concat());
 }
 
-fn load_remote_metadata(side: &Side, place: &Path, name: &str) -> (Arc<Peer>, usize) {
+fn load_remote_metadata(side: &Side, place: &Path, name: &str) -> (Arc<RemotePeer>, usize) {
     let bytes = await_file(place, name);
     let (base, metadata) = bytes.split_first_chunk().unwrap();
     (Arc::new(side.ucx.agent().load_remote_metadata(metadata).unwrap()), usize::from_le_bytes(*base))

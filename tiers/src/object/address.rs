@@ -5,7 +5,7 @@ use std::fmt;
 use object_store::path::Path;
 use url::Url;
 
-use super::error::Secrets;
+use super::error::UrlSecrets;
 use crate::error::{SetupError, SetupErrorKind};
 
 pub(super) const URL: &str = "object.url (DYN_KVBM_OBJECT_URL)";
@@ -57,11 +57,11 @@ pub(super) fn path_of(url: &Url) -> Result<Path, SetupError> {
     })
 }
 
-pub(super) fn secrets(options: &StoreOptions) -> Secrets {
+pub(super) fn secrets(options: &StoreOptions) -> UrlSecrets {
     let variables = ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"];
     let from_environment = variables.iter().filter_map(|name| std::env::var(name).ok());
     let given = [&options.access_key, &options.secret_key];
-    Secrets::new(given.into_iter().flatten().cloned().chain(from_environment))
+    UrlSecrets::new(given.into_iter().flatten().cloned().chain(from_environment))
 }
 
 pub(super) fn invalid(message: String) -> SetupError {

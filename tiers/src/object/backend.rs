@@ -11,26 +11,26 @@ use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
-use super::block::Pending;
+use super::block::PendingBlock;
 use super::budget::Budgets;
 use super::collect::keep_collecting;
 use super::discover::{DISCOVERY_LIMIT, Discovered, discover};
 use super::epochs::EpochStanding;
-use super::executor::{Executor, Work};
+use super::executor::{StoreRuntime, WorkInProgress};
 use super::look::{TakeIn, keep_looking};
 use super::names::SegmentNames;
 use super::open::Store;
 use super::segment::{FooterKeys, Provenance};
-use super::share::{Share, Sharing, keep_up};
-use super::shared::{Shared, now_ms};
-use super::traffic::{Counted, Traffic};
+use super::share::{BucketShare, Sharing, keep_up};
+use super::shared::{StoreContext, now_ms};
+use super::traffic::{CountedRequests, Traffic};
 use super::{read, write};
 use crate::backend::Backend;
 use crate::checksum::Checksums;
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
 use crate::error::{SetupError, SetupErrorKind};
-use crate::fork::Maker;
+use crate::fork::MakerProcess;
 use crate::geometry::MAX_SLOTS;
 use crate::memory::{Memory, forget_checksum};
 
@@ -96,11 +96,11 @@ pub struct ObjectStats {
 /// waits for that as long as something ends every second, ten seconds at most; what takes longer goes on as long as the
 /// process lives, with the region kept alive.
 pub struct ObjectBackend {
-    shared: Arc<Shared>,
+    shared: Arc<StoreContext>,
     memory: Arc<dyn Memory>,
     routes: [Route; 2],
     keep: bool,
-    maker: Maker,
+    maker: MakerProcess,
 }
 
 impl ObjectBackend {
@@ -118,7 +118,7 @@ impl ObjectBackend {
         options: &ObjectOptions,
     ) -> Result<Self, SetupError> {
         let traffic = Arc::new(Traffic::new(&options.budgets));
-        let store = store.map_client(|client| Arc::new(Counted::new(client, Arc::clone(&traffic))));
+        let store = store.map_client(|client| Arc::new(CountedRequests::new(client, Arc::clone(&traffic))));
         let concurrency = options.concurrency as usize;
         if !(1..=Semaphore::MAX_PERMITS).contains(&concurrency) {
             let message = "object.concurrency (DYN_KVBM_OBJECT_CONCURRENCY) is 0: allow at least one request";
@@ -133,9 +133,10 @@ impl ObjectBackend {
         let namespace = Path::from(options.namespace.as_str());
         let namespace = store.root.parts().chain(namespace.parts()).collect::<Path>();
         let names = SegmentNames::new();
-        let share = options.sharing.clone().map(|sharing| Share::new(sharing, &namespace, names.next()));
+        let share =
+            options.sharing.clone().map(|sharing| BucketShare::new(sharing, &namespace, names.next()));
         let provenance = options.sharing.as_ref().map(|sharing| sharing.provenance).unwrap_or_default();
-        let shared = Shared {
+        let shared = StoreContext {
             store,
             block_bytes,
             checksums,
@@ -150,7 +151,7 @@ impl ObjectBackend {
             moved_blocks: AtomicU64::new(0),
             requests: Arc::new(Semaphore::new(concurrency)),
             deletions: Semaphore::new(concurrency),
-            work: Work::default(),
+            work: WorkInProgress::default(),
             undeleted: AtomicU64::new(0),
             provenance: Mutex::new(provenance),
             share,
@@ -164,7 +165,7 @@ impl ObjectBackend {
             routes: [(memory.tier(), Tier::Object), (Tier::Object, memory.tier())],
             memory,
             keep: options.keep,
-            maker: Maker::this_process(),
+            maker: MakerProcess::this_process(),
         })
     }
 
@@ -278,7 +279,7 @@ impl ObjectBackend {
         true
     }
 
-    fn accept(&self, index: usize, op: &CopyOp, done: &Done) -> Result<Pending, CopyError> {
+    fn accept(&self, index: usize, op: &CopyOp, done: &Done) -> Result<PendingBlock, CopyError> {
         let (memory, object) = match op.route() {
             route if route == self.routes[0] => (op.from.slot, op.to.slot),
             route if route == self.routes[1] => (op.to.slot, op.from.slot),
@@ -286,7 +287,7 @@ impl ObjectBackend {
         };
         let ticket = self.shared.work.ticket();
         let pending = (object.0 < MAX_SLOTS)
-            .then(|| Pending::new((index, done.clone()), (&self.memory, memory), op, object, ticket))
+            .then(|| PendingBlock::new((index, done.clone()), (&self.memory, memory), op, object, ticket))
             .flatten();
         pending.ok_or_else(|| {
             let message = format!("the object tier cannot copy {} to {}", op.from, op.to);
@@ -294,7 +295,7 @@ impl ObjectBackend {
         })
     }
 
-    fn write(&self, blocks: Vec<Pending>, deadline: Instant) {
+    fn write(&self, blocks: Vec<PendingBlock>, deadline: Instant) {
         // Whether or not the new content arrives.
         self.shared.forget_slots(blocks.iter().map(|block| block.object));
         let mut blocks = blocks.into_iter().peekable();
@@ -305,7 +306,7 @@ impl ObjectBackend {
         }
     }
 
-    fn read(&self, blocks: Vec<Pending>, deadline: Instant) {
+    fn read(&self, blocks: Vec<PendingBlock>, deadline: Instant) {
         blocks.iter().for_each(|block| forget_checksum(&*self.memory, block.memory));
         for run in read::plan(&self.shared, blocks) {
             self.shared.store.executor.spawn(read::fetch(Arc::clone(&self.shared), run, deadline));
@@ -313,7 +314,7 @@ impl ObjectBackend {
     }
 }
 
-// SAFETY: a `Pending` completes its operation exactly once, when it is dropped. A write's are owned by every
+// SAFETY: a `PendingBlock` completes its operation exactly once, when it is dropped. A write's are owned by every
 // `Bytes` that shows the client a slot, so they go when nobody can read the slots any more; a read's by the only
 // task or thread that writes to the slots. Each holds the region, also after this backend has gone. Destinations
 // are written through slices of one block, and finished with `Ok` only when filled to the end.
@@ -357,7 +358,7 @@ impl Drop for ObjectBackend {
             drop(ended);
         });
         // The last report may have held the last handle: the thread that makes it cannot wait for its end.
-        if !Executor::is_own_thread() && !self.has_closed(&end) {
+        if !StoreRuntime::is_own_thread() && !self.has_closed(&end) {
             let store = &self.shared.store;
             tracing::warn!(%store, "the object store is slow: requests and deletions go on in the background");
         }

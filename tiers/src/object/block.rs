@@ -4,13 +4,13 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::executor::Ticket;
+use super::executor::WorkTicket;
 use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Done, Endings, Owner, SlotId};
 use crate::memory::Memory;
 
 /// An operation that was accepted and not reported yet. Dropping it reports it, as refused unless it was
 /// finished: however a task ends, its operations are completed exactly once.
-pub(super) struct Pending {
+pub(super) struct PendingBlock {
     index: usize,
     done: Done,
     /// How it ended; `None` once that is reported.
@@ -20,7 +20,7 @@ pub(super) struct Pending {
     /// Keeps `start` mapped.
     _region: Arc<dyn Memory>,
     /// Keeps the backend from closing.
-    _ticket: Ticket,
+    _ticket: WorkTicket,
     /// What is copied.
     pub(super) block: BlockKey,
     /// Hash of the block before it in its chain.
@@ -35,18 +35,18 @@ pub(super) struct Pending {
 
 // SAFETY: `start` points into a region that is itself `Send` and `Sync` and is kept alive by `_region`; the
 // callers of `Backend::submit` promise that nobody else uses the slot until the operation is completed.
-unsafe impl Send for Pending {}
-// SAFETY: as above; through `&Pending` the bytes are only read.
-unsafe impl Sync for Pending {}
+unsafe impl Send for PendingBlock {}
+// SAFETY: as above; through `&PendingBlock` the bytes are only read.
+unsafe impl Sync for PendingBlock {}
 
-impl Pending {
+impl PendingBlock {
     /// `None`: the region has no slot `memory`.
     pub(super) fn new(
         (index, done): (usize, Done),
         (region, memory): (&Arc<dyn Memory>, SlotId),
         op: &CopyOp,
         object: SlotId,
-        ticket: Ticket,
+        ticket: WorkTicket,
     ) -> Option<Self> {
         let refused = CopyError::new(CopyErrorKind::Refused, "the object tier is shutting down");
         Some(Self {
@@ -89,13 +89,13 @@ impl Pending {
     }
 }
 
-impl Drop for Pending {
+impl Drop for PendingBlock {
     fn drop(&mut self) {
         self.done.report(self.result.take().map(|result| (self.index, result)).into_iter().collect());
     }
 }
 
-impl fmt::Debug for Pending {
+impl fmt::Debug for PendingBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Pending")
             .field("index", &self.index)
@@ -105,7 +105,7 @@ impl fmt::Debug for Pending {
 }
 
 /// Reports the same end for all, together.
-pub(super) fn finish_all(blocks: impl IntoIterator<Item = Pending>, result: &Result<(), CopyError>) {
+pub(super) fn finish_all(blocks: impl IntoIterator<Item = PendingBlock>, result: &Result<(), CopyError>) {
     let (mut blocks, mut ended): (Vec<_>, _) = (blocks.into_iter().collect(), Endings::default());
     for block in &mut blocks {
         block.result = None;

@@ -67,15 +67,15 @@ impl Default for Budgets {
 
 /// The accounts of one store.
 #[derive(Debug)]
-pub(super) struct Purse {
-    accounts: [Option<Account>; 3],
+pub(super) struct RequestBudget {
+    accounts: [Option<BudgetAccount>; 3],
     refused: [AtomicU64; 3],
     /// It was said that they are spent.
     told: [AtomicBool; 3],
 }
 
 #[derive(Debug)]
-struct Account {
+struct BudgetAccount {
     /// What there is after a period without expenses.
     most: f64,
     /// In seconds.
@@ -83,9 +83,9 @@ struct Account {
     balance: Mutex<(f64, Instant)>,
 }
 
-impl Purse {
+impl RequestBudget {
     pub(super) fn new(budgets: &Budgets) -> Self {
-        let account = |most: Option<u64>| most.map(|most| Account::new(most, budgets.period));
+        let account = |most: Option<u64>| most.map(|most| BudgetAccount::new(most, budgets.period));
         let accounts = [budgets.puts, budgets.gets, budgets.bytes].map(account);
         Self { accounts, refused: Default::default(), told: Default::default() }
     }
@@ -136,7 +136,7 @@ impl Purse {
     }
 }
 
-impl Account {
+impl BudgetAccount {
     fn new(most: u64, period: Duration) -> Self {
         // A store that may be asked nothing is none: one request a period.
         let most = most.max(1) as f64;
@@ -166,8 +166,8 @@ impl Account {
 mod tests {
     use super::*;
 
-    fn purse(puts: u64, period: Duration) -> Purse {
-        Purse::new(&Budgets { puts: Some(puts), period, ..Budgets::default() })
+    fn purse(puts: u64, period: Duration) -> RequestBudget {
+        RequestBudget::new(&Budgets { puts: Some(puts), period, ..Budgets::default() })
     }
 
     #[test]

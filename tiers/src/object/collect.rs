@@ -15,8 +15,8 @@ use super::files::remove_staged;
 use super::listing::{Least, ListedSegment};
 use super::manifest::LAPSES;
 use super::names::SegmentName;
-use super::share::{Others, Share};
-use super::shared::Shared;
+use super::share::{BucketShare, OtherWorkers};
+use super::shared::StoreContext;
 
 /// Segments that a collection notices, 300 bytes each: the oldest. The next one deletes them, and notices as many more.
 const MAX_CANDIDATES: usize = 1 << 16;
@@ -24,7 +24,7 @@ const MAX_CANDIDATES: usize = 1 << 16;
 const CONCURRENCY: usize = 16;
 
 /// Collects again and again. Apart from renewals: a large bucket takes longer than a worker may be silent.
-pub(super) fn keep_collecting(shared: &Arc<Shared>) {
+pub(super) fn keep_collecting(shared: &Arc<StoreContext>) {
     let (own, mut ticket) = (Arc::clone(shared), shared.work.ticket());
     shared.store.executor.spawn(async move {
         let Some(share) = &own.share else { return };
@@ -40,9 +40,9 @@ pub(super) fn keep_collecting(shared: &Arc<Shared>) {
     });
 }
 
-impl Shared {
+impl StoreContext {
     /// Deletes what was nobody's in the last collection and still is. A store that fails ends it; the next one goes on.
-    pub(super) async fn collect(&self, share: &Share) -> Result<(), StoreError> {
+    pub(super) async fn collect(&self, share: &BucketShare) -> Result<(), StoreError> {
         self.afford(&Expense::ALL).map_err(|error| StoreError::new(&error.to_string()))?;
         // Whoever collects may delete it from then on.
         let oldest = share.sharing.collect_after.max(share.grace());
@@ -68,7 +68,7 @@ impl Shared {
     /// Segments that no living worker relies on, old enough or too much: the oldest of them.
     async fn garbage(
         &self,
-        share: &Share,
+        share: &BucketShare,
         suspects: &HashSet<SegmentName>,
     ) -> Result<Vec<ListedSegment>, StoreError> {
         let own: HashSet<SegmentName> = self.locations.lock().segments().map(|id| id.name).collect();
@@ -111,9 +111,9 @@ impl Shared {
     }
 }
 
-impl Others {
+impl OtherWorkers {
     /// Whether nobody relies on a segment, and nobody who is about to say so still can.
-    fn may_go(&self, segment: &ListedSegment, share: &Share) -> bool {
+    fn may_go(&self, segment: &ListedSegment, share: &BucketShare) -> bool {
         self.is_older(segment, share.grace()) && !self.rely_on(segment.name)
     }
 

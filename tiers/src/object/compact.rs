@@ -17,11 +17,11 @@ use object_store::{ObjectStoreExt, PutPayload};
 use tokio::time::{Instant, timeout_at};
 
 use super::budget::Expense;
-use super::locations::{Location, Victim};
+use super::locations::{BlockLocation, CompactionVictim};
 use super::names::SegmentId;
 use super::put::create;
-use super::segment::{Entry, Footer, Provenance, decode, encode};
-use super::shared::{Pin, Shared};
+use super::segment::{Footer, Provenance, SegmentEntry, decode, encode};
+use super::shared::{SegmentPin, StoreContext};
 use crate::checksum::checksum;
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
 
@@ -29,16 +29,16 @@ use crate::copy::{CopyError, CopyErrorKind, SlotId};
 const MAX_COMPACTIONS: usize = 4;
 
 /// A block that moves.
-struct Moved {
-    from: Location,
+struct MovedBlocks {
+    from: BlockLocation,
     slot: SlotId,
     provenance: Provenance,
-    entry: Entry,
+    entry: SegmentEntry,
     bytes: Bytes,
 }
 
 /// Makes room for so many blocks, as far as that can be done with bounded work before the deadline.
-pub(super) async fn make_room(shared: &Arc<Shared>, blocks: usize, deadline: Instant) {
+pub(super) async fn make_room(shared: &Arc<StoreContext>, blocks: usize, deadline: Instant) {
     for _ in 0..MAX_COMPACTIONS {
         // What is asked for goes before what is tidy.
         if shared.afford(&Expense::ALL).is_err() {
@@ -60,9 +60,13 @@ pub(super) async fn make_room(shared: &Arc<Shared>, blocks: usize, deadline: Ins
 
 /// Writes what is left of the victims as one segment. That one of them cannot be read is no failure; that the
 /// store does not answer is, and then nothing moves.
-async fn compact(shared: &Arc<Shared>, victims: Vec<Victim>, deadline: Instant) -> Result<(), CopyError> {
+async fn compact(
+    shared: &Arc<StoreContext>,
+    victims: Vec<CompactionVictim>,
+    deadline: Instant,
+) -> Result<(), CopyError> {
     // Pinned until the new places stand: a write may vacate the last live block of a victim meanwhile.
-    let pins: Vec<_> = victims.iter().map(|victim| Pin::new(shared, victim.number)).collect();
+    let pins: Vec<_> = victims.iter().map(|victim| SegmentPin::new(shared, victim.number)).collect();
     let fetched = join_all(victims.iter().map(|victim| fetch(shared, victim, deadline))).await;
     let (mut moved, mut left, mut result) = (Vec::new(), Vec::new(), Ok(()));
     for (victim, fetched) in victims.iter().zip(fetched) {
@@ -87,7 +91,11 @@ async fn compact(shared: &Arc<Shared>, victims: Vec<Victim>, deadline: Instant) 
 }
 
 /// The victim's live blocks, without those that are corrupt: whoever reads them where they are is told so.
-async fn fetch(shared: &Arc<Shared>, victim: &Victim, deadline: Instant) -> Result<Vec<Moved>, CopyError> {
+async fn fetch(
+    shared: &Arc<StoreContext>,
+    victim: &CompactionVictim,
+    deadline: Instant,
+) -> Result<Vec<MovedBlocks>, CopyError> {
     let _request = shared.request(deadline).await?;
     let offset = |position: u32| u64::from(position) * shared.block_bytes as u64;
     let start = victim.live.first().map_or(0, |(location, _)| offset(location.position));
@@ -107,15 +115,19 @@ async fn fetch(shared: &Arc<Shared>, victim: &Victim, deadline: Instant) -> Resu
         let at = usize::try_from(entry.offset.checked_sub(start)?).ok()?;
         let end = at.checked_add(usize::try_from(entry.length).ok()?).filter(|&end| end <= tail.len())?;
         let bytes = tail.slice(at..end);
-        (checksum(&bytes) == entry.crc32c).then_some(Moved { from, slot, provenance, entry, bytes })
+        (checksum(&bytes) == entry.crc32c).then_some(MovedBlocks { from, slot, provenance, entry, bytes })
     });
     Ok(moved.collect())
 }
 
-async fn write(shared: &Arc<Shared>, moved: Vec<Moved>, deadline: Instant) -> Result<(), CopyError> {
+async fn write(
+    shared: &Arc<StoreContext>,
+    moved: Vec<MovedBlocks>,
+    deadline: Instant,
+) -> Result<(), CopyError> {
     let _request = shared.request(deadline).await?;
     let offsets = (0..).step_by(shared.block_bytes);
-    let entries = moved.iter().zip(offsets).map(|(block, offset)| Entry { offset, ..block.entry });
+    let entries = moved.iter().zip(offsets).map(|(block, offset)| SegmentEntry { offset, ..block.entry });
     // What is left of an earlier epoch is found by nobody, under whatever label.
     let provenance = moved.iter().map(|block| block.provenance).max().unwrap_or_default();
     let id = SegmentId { epoch: provenance.epoch, name: shared.names.next() };

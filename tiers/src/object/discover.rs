@@ -15,9 +15,9 @@ use super::error::StoreError;
 use super::listing::{Least, ListedSegment};
 use super::names::{SegmentId, SegmentName};
 use super::open::Store;
-use super::segment::{Entry, Footer, FooterKey, FormatError, Provenance, decode};
-use super::share::Share;
-use super::shared::{Shared, now_ms};
+use super::segment::{Footer, FooterKey, FormatError, Provenance, SegmentEntry, decode};
+use super::share::BucketShare;
+use super::shared::{StoreContext, now_ms};
 use crate::copy::{BlockKey, SlotId};
 use crate::index::IndexEntry;
 
@@ -55,15 +55,15 @@ pub struct Discovered {
 
 /// A segment whose footer was read.
 #[derive(Debug)]
-pub(super) struct Read {
+pub(super) struct ReadFooter {
     pub(super) id: SegmentId,
     pub(super) footer: Footer,
 }
 
 /// Footers that were asked for.
 #[derive(Debug, Default)]
-pub(super) struct Footers {
-    pub(super) read: Vec<Read>,
+pub(super) struct KnownFooters {
+    pub(super) read: Vec<ReadFooter>,
     /// Blocks in them.
     blocks: usize,
     /// How many could not be had or understood.
@@ -77,7 +77,7 @@ pub(super) struct Footers {
 }
 
 /// Finds out how the epoch stands, then what there is of it, and has the first slots stand for that.
-pub(super) async fn discover(shared: Arc<Shared>, slots: u32) -> Discovered {
+pub(super) async fn discover(shared: Arc<StoreContext>, slots: u32) -> Discovered {
     let Some(share) = &shared.share else {
         return Discovered::nothing(EpochStanding::Current(0), 0);
     };
@@ -120,11 +120,16 @@ struct Newest {
     has_more: bool,
 }
 
-impl Shared {
+impl StoreContext {
     /// Footers of the present epoch's segments, newest first, until there are blocks enough or no time is left. What
     /// could not be looked at is for later looks.
-    pub(super) async fn survey(&self, share: &Share, wanted: Provenance, deadline: Instant) -> Footers {
-        let mut footers = Footers::default();
+    pub(super) async fn survey(
+        &self,
+        share: &BucketShare,
+        wanted: Provenance,
+        deadline: Instant,
+    ) -> KnownFooters {
+        let mut footers = KnownFooters::default();
         let surveyed = self.survey_into(&mut footers, wanted.epoch, deadline).await;
         footers.read.retain(|read| read.footer.provenance == wanted);
         if let Err(error) = &surveyed {
@@ -147,7 +152,7 @@ impl Shared {
     /// more. Returns whether that was all.
     async fn survey_into(
         &self,
-        footers: &mut Footers,
+        footers: &mut KnownFooters,
         epoch: u64,
         deadline: Instant,
     ) -> Result<bool, StoreError> {
@@ -217,7 +222,7 @@ impl Shared {
     /// Adds those of an epoch's segments, in the order in which they are given.
     pub(super) async fn read_footers(
         &self,
-        footers: &mut Footers,
+        footers: &mut KnownFooters,
         epoch: u64,
         listed: Vec<ListedSegment>,
         deadline: Instant,
@@ -236,7 +241,7 @@ impl Shared {
             match footer {
                 Ok(footer) => {
                     footers.blocks += footer.entries.len();
-                    footers.read.push(Read { id: SegmentId { epoch, name }, footer });
+                    footers.read.push(ReadFooter { id: SegmentId { epoch, name }, footer });
                 }
                 Err(error) => {
                     let segment = self.path(SegmentId { epoch, name });
@@ -264,7 +269,7 @@ impl Shared {
         let (usual, key) = (TAIL.max(self.footer_bytes(self.blocks_per_segment)), self.footer_key(name));
         let footer = fetch_footer(&self.store, meta, (usual, key), deadline).await?;
         // Blocks are found by their position.
-        let lies_well = |(at, entry): (u64, &Entry)| {
+        let lies_well = |(at, entry): (u64, &SegmentEntry)| {
             entry.length == self.block_bytes as u64 && entry.offset == at * self.block_bytes as u64
         };
         if (0..).zip(&footer.entries).all(lies_well) {
@@ -275,12 +280,12 @@ impl Shared {
     }
 
     /// Has slots from 0 on stand for blocks, root first.
-    fn adopt(&self, Footers { read, unread, .. }: &Footers, epoch: u64, slots: u32) -> Discovered {
-        let chosen = Closure::new(read).choose(slots as usize);
+    fn adopt(&self, KnownFooters { read, unread, .. }: &KnownFooters, epoch: u64, slots: u32) -> Discovered {
+        let chosen = ChainClosure::new(read).choose(slots as usize);
         let mut taken: Vec<_> = read.iter().map(|read| vec![None; read.footer.entries.len()]).collect();
         let mut blocks = Vec::with_capacity(chosen.len());
         for (slot, (segment, position)) in (0..).map(SlotId).zip(chosen) {
-            let Entry { block, parent, crc32c, tenant, .. } = read[segment].footer.entries[position];
+            let SegmentEntry { block, parent, crc32c, tenant, .. } = read[segment].footer.entries[position];
             taken[segment][position] = Some(slot);
             self.checksums.iter().for_each(|checksums| checksums.record(slot, crc32c));
             blocks.push(IndexEntry { slot, generation: 0, block, parent, checksum: crc32c, tenant });
@@ -349,20 +354,20 @@ async fn fetch_tail(
 }
 
 /// Which segment of those that were read, and which of its blocks.
-type Spot = (usize, usize);
+type SegmentSpot = (usize, usize);
 
 /// Chooses blocks, each with all those before it: newest first, since they are the likeliest to be asked for.
-struct Closure<'a> {
-    read: &'a [Read],
+struct ChainClosure<'a> {
+    read: &'a [ReadFooter],
     /// A block in two segments: either is good.
-    spots: HashMap<BlockKey, Spot>,
+    spots: HashMap<BlockKey, SegmentSpot>,
     chosen: HashSet<BlockKey>,
     /// Blocks whose chain is not there, or leads nowhere.
     orphans: HashSet<BlockKey>,
 }
 
-impl<'a> Closure<'a> {
-    fn new(read: &'a [Read]) -> Self {
+impl<'a> ChainClosure<'a> {
+    fn new(read: &'a [ReadFooter]) -> Self {
         let mut spots = HashMap::new();
         for (segment, read) in read.iter().enumerate() {
             for (position, entry) in read.footer.entries.iter().enumerate() {
@@ -372,7 +377,7 @@ impl<'a> Closure<'a> {
         Self { read, spots, chosen: HashSet::new(), orphans: HashSet::new() }
     }
 
-    fn choose(&mut self, most: usize) -> Vec<Spot> {
+    fn choose(&mut self, most: usize) -> Vec<SegmentSpot> {
         let read = self.read;
         let mut chosen = Vec::new();
         for entry in read.iter().flat_map(|read| &read.footer.entries) {
@@ -389,7 +394,7 @@ impl<'a> Closure<'a> {
     }
 
     /// A block and those before it that are not chosen yet, upwards; none if the chain is not whole.
-    fn missing(&mut self, block: BlockKey) -> Vec<(BlockKey, Spot)> {
+    fn missing(&mut self, block: BlockKey) -> Vec<(BlockKey, SegmentSpot)> {
         let (mut path, mut next) = (Vec::new(), Some(block));
         while let Some(block) = next.filter(|block| !self.chosen.contains(block)) {
             let spot = self.spots.get(&block).copied();

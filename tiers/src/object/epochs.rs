@@ -13,8 +13,8 @@ use tokio::time::timeout;
 use super::error::StoreError;
 use super::names::{epoch_name, parse_epoch_name};
 use super::segment::Provenance;
-use super::share::Share;
-use super::shared::Shared;
+use super::share::BucketShare;
+use super::shared::StoreContext;
 
 /// Ends the names of markers.
 pub(super) const EXTENSION: &str = ".kvepoch";
@@ -48,16 +48,17 @@ pub(super) fn parse_marker(path: &Path) -> Option<u64> {
     parse_epoch_name(path.filename()?.strip_suffix(EXTENSION)?)
 }
 
-impl Shared {
+impl StoreContext {
     /// Under what blocks are stored and found now; `None`: not before it is known how the epoch stands.
     pub(super) fn present(&self) -> Option<Provenance> {
         let provenance = self.provenance();
-        let is_current = |share: &Share| *share.standing.lock() == EpochStanding::Current(provenance.epoch);
+        let is_current =
+            |share: &BucketShare| *share.standing.lock() == EpochStanding::Current(provenance.epoch);
         self.share.as_ref().is_none_or(is_current).then_some(provenance)
     }
 
     /// Finds out how the present epoch stands, and has it marked where nobody has.
-    pub(super) async fn join_epoch(&self, share: &Share) -> Result<EpochStanding, StoreError> {
+    pub(super) async fn join_epoch(&self, share: &BucketShare) -> Result<EpochStanding, StoreError> {
         let own = self.provenance().epoch;
         let latest = self.latest_epoch(share).await?;
         let standing = if latest > Some(own) && share.sharing.older_epoch != OlderEpoch::Keep {
@@ -77,7 +78,7 @@ impl Shared {
     }
 
     /// The latest epoch that a worker has begun; `None`: none since the first.
-    async fn latest_epoch(&self, share: &Share) -> Result<Option<u64>, StoreError> {
+    async fn latest_epoch(&self, share: &BucketShare) -> Result<Option<u64>, StoreError> {
         let mut listing = self.store.listing(&share.epochs, None, self.limit);
         let mut latest = None;
         while let Some(meta) = listing.next().await? {
@@ -86,7 +87,7 @@ impl Shared {
         Ok(latest)
     }
 
-    async fn mark_epoch(&self, share: &Share, epoch: u64) -> Result<(), StoreError> {
+    async fn mark_epoch(&self, share: &BucketShare, epoch: u64) -> Result<(), StoreError> {
         let path = share.epochs.clone().join(format!("{}{EXTENSION}", epoch_name(epoch)));
         let put = self.store.client.put_opts(&path, "kvbm".into(), PutMode::Create.into());
         match timeout(self.limit, put).await? {
@@ -96,7 +97,7 @@ impl Shared {
     }
 
     /// Goes on in an epoch of the bucket's, which has a marker.
-    pub(super) fn follow_epoch(&self, share: &Share, epoch: u64) {
+    pub(super) fn follow_epoch(&self, share: &BucketShare, epoch: u64) {
         let present = self.provenance();
         *self.provenance.lock() = Provenance { epoch, forgotten: 0, ..present };
         share.known.lock().begin_epoch();

@@ -40,9 +40,9 @@ impl From<Elapsed> for StoreError {
 
 /// Texts that no message may contain.
 #[derive(Clone, Default)]
-pub(super) struct Secrets(Vec<String>);
+pub(super) struct UrlSecrets(Vec<String>);
 
-impl Secrets {
+impl UrlSecrets {
     pub(super) fn new(secrets: impl IntoIterator<Item = String>) -> Self {
         Self(secrets.into_iter().filter(|secret| !secret.is_empty()).collect())
     }
@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn secrets_are_hidden_wherever_they_are() {
-        let secrets = Secrets::new(["AKIA".to_owned(), "s3cr3t".to_owned(), String::new()]);
+        let secrets = UrlSecrets::new(["AKIA".to_owned(), "s3cr3t".to_owned(), String::new()]);
         let error = object_store::Error::Generic { store: "S3", source: "AKIA signed with s3cr3t".into() };
         let text = secrets.scrub(&error).to_string();
         assert_eq!(text, "Generic S3 error: <hidden> signed with <hidden>");

@@ -18,13 +18,13 @@ const THREAD_NAME: &str = "kvbm-object";
 
 /// A small tokio runtime that may be used and dropped from any thread, also from one of another runtime.
 #[derive(Debug)]
-pub(super) struct Executor {
+pub(super) struct StoreRuntime {
     /// `None` only while dropping.
     runtime: Option<Runtime>,
     handle: Handle,
 }
 
-impl Executor {
+impl StoreRuntime {
     pub(super) fn start() -> Result<Self, SetupError> {
         let runtime = Builder::new_multi_thread()
             .worker_threads(WORKERS)
@@ -58,17 +58,17 @@ impl Executor {
     }
 
     /// For somebody who may outlive this, and gets no answers then.
-    pub(super) fn caller(&self) -> Caller {
-        Caller(self.handle.clone())
+    pub(super) fn caller(&self) -> TaskCaller {
+        TaskCaller(self.handle.clone())
     }
 }
 
 /// Has tasks run by an executor, and waits for them.
 #[derive(Clone, Debug)]
-pub(super) struct Caller(Handle);
+pub(super) struct TaskCaller(Handle);
 
-impl Caller {
-    /// As [`Executor::wait`]. Not `block_on`, which panics on a thread that belongs to a runtime.
+impl TaskCaller {
+    /// As [`StoreRuntime::wait`]. Not `block_on`, which panics on a thread that belongs to a runtime.
     pub(super) fn wait<T: Send + 'static>(
         &self,
         limit: Duration,
@@ -85,7 +85,7 @@ impl Caller {
     }
 }
 
-impl Drop for Executor {
+impl Drop for StoreRuntime {
     fn drop(&mut self) {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
@@ -95,12 +95,12 @@ impl Drop for Executor {
 
 /// What is under way, so that closing can wait for it, and it can hurry when closing waits.
 #[derive(Debug, Default)]
-pub(super) struct Work(watch::Sender<bool>);
+pub(super) struct WorkInProgress(watch::Sender<bool>);
 
-impl Work {
+impl WorkInProgress {
     /// To hold while at work.
-    pub(super) fn ticket(&self) -> Ticket {
-        Ticket(self.0.subscribe())
+    pub(super) fn ticket(&self) -> WorkTicket {
+        WorkTicket(self.0.subscribe())
     }
 
     /// Asks everybody to come to an end.
@@ -121,9 +121,9 @@ impl Work {
 
 /// Holding it means to be at work.
 #[derive(Debug)]
-pub(super) struct Ticket(watch::Receiver<bool>);
+pub(super) struct WorkTicket(watch::Receiver<bool>);
 
-impl Ticket {
+impl WorkTicket {
     /// Works, but not on when closing waits: then `None`, and what was begun is dropped.
     pub(super) async fn unless_hurried<T>(&mut self, work: impl Future<Output = T>) -> Option<T> {
         let hurry = self.0.wait_for(|hurry| *hurry);

@@ -11,8 +11,8 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode};
 use tokio::time::{Instant, timeout_at};
 
-use super::error::Secrets;
-use super::executor::Caller;
+use super::error::UrlSecrets;
+use super::executor::TaskCaller;
 use super::open::Store;
 use crate::sealed::{
     FoundKey, KeyId, KeyStore, RECORD_BYTES, TENANT_BYTES, WrappedKey, id_prefix, tenant_prefix,
@@ -31,8 +31,8 @@ pub(super) const EXTENSION: &str = ".kvkey";
 pub struct ObjectKeys {
     client: Arc<dyn ObjectStore>,
     directory: Path,
-    caller: Caller,
-    secrets: Secrets,
+    caller: TaskCaller,
+    secrets: UrlSecrets,
 }
 
 impl fmt::Debug for ObjectKeys {

@@ -2,10 +2,10 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use super::discover::Read;
+use super::discover::ReadFooter;
 use super::listing::ListedSegment;
 use super::names::{SegmentId, SegmentName};
-use super::segment::Entry;
+use super::segment::SegmentEntry;
 use crate::copy::BlockKey;
 
 /// Blocks that are remembered: 100 bytes each.
@@ -15,7 +15,7 @@ const OVERLAP_MS: u64 = 10 * 60 * 1_000;
 
 /// Blocks of other workers that fill no slot here. All of it is of one epoch.
 #[derive(Debug, Default)]
-pub(super) struct Known {
+pub(super) struct SegmentCatalog {
     /// The newest segments were looked at; from there on a look is for what is new, and for what that left out.
     pub(super) is_surveyed: bool,
     /// When the newest segment that was seen was written, in milliseconds since 1970.
@@ -26,7 +26,7 @@ pub(super) struct Known {
     next: Option<SegmentName>,
     /// The oldest of those that could not be looked at.
     missed: Option<SegmentName>,
-    blocks: HashMap<BlockKey, Spot>,
+    blocks: HashMap<BlockKey, ForeignSpot>,
     /// Those that nobody was asked to take in yet, or nobody could take in, parents first.
     waiting: VecDeque<BlockKey>,
     forgotten: ForgottenTenants,
@@ -46,7 +46,7 @@ struct Forgotten {
 
 /// Where another worker's block lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Spot {
+pub(super) struct ForeignSpot {
     /// Hash of the block before it in its chain.
     pub(super) parent: Option<u128>,
     pub(super) segment: SegmentId,
@@ -70,13 +70,13 @@ impl ForgottenTenants {
 
     /// Whether a block may be one of those that were forgotten. Clocks differ, so some that came soon after are taken for
     /// such too: they are stored once more.
-    fn may_hold(&self, spot: &Spot) -> bool {
+    fn may_hold(&self, spot: &ForeignSpot) -> bool {
         let forgotten = spot.tenant.and_then(|tenant| self.0.get(&tenant));
         forgotten.is_some_and(|forgotten| spot.segment.name.millis() <= forgotten.at_ms + OVERLAP_MS)
     }
 }
 
-impl Known {
+impl SegmentCatalog {
     /// Segments with names behind this one may be new; `None`: all may.
     pub(super) fn horizon(&self) -> Option<SegmentName> {
         let recent = SegmentName::first_of(self.newest_ms?.saturating_sub(OVERLAP_MS));
@@ -108,13 +108,13 @@ impl Known {
     }
 
     /// These are what others wrote, under names that blocks have now.
-    pub(super) fn learn<'a>(&mut self, read: impl IntoIterator<Item = &'a Read>) {
+    pub(super) fn learn<'a>(&mut self, read: impl IntoIterator<Item = &'a ReadFooter>) {
         for read in read {
             let blocks = read.footer.entries.len() as u32;
             for (position, entry) in (0..).zip(&read.footer.entries) {
                 if self.blocks.len() < MAX_BLOCKS {
-                    let Entry { block, parent, crc32c, tenant, .. } = *entry;
-                    let spot = Spot { parent, segment: read.id, position, blocks, crc32c, tenant };
+                    let SegmentEntry { block, parent, crc32c, tenant, .. } = *entry;
+                    let spot = ForeignSpot { parent, segment: read.id, position, blocks, crc32c, tenant };
                     if self.forgotten.may_hold(&spot) {
                         continue;
                     }
@@ -127,7 +127,7 @@ impl Known {
     }
 
     /// Where a block lies. Only once: if it cannot be had from there, it is stored again.
-    pub(super) fn take(&mut self, block: BlockKey) -> Option<Spot> {
+    pub(super) fn take(&mut self, block: BlockKey) -> Option<ForeignSpot> {
         self.blocks.remove(&block)
     }
 
@@ -137,7 +137,7 @@ impl Known {
     }
 
     /// The next ones to be taken in, at most so many.
-    pub(super) fn next_waiting(&mut self, most: usize) -> Vec<(BlockKey, Spot)> {
+    pub(super) fn next_waiting(&mut self, most: usize) -> Vec<(BlockKey, ForeignSpot)> {
         let next: Vec<_> = self.waiting.drain(..most.min(self.waiting.len())).collect();
         next.into_iter().filter_map(|block| Some((block, *self.blocks.get(&block)?))).collect()
     }
@@ -179,12 +179,12 @@ impl ListedSegment {
 
 #[cfg(test)]
 mod tests {
-    use super::super::segment::{Entry, Footer, Provenance};
+    use super::super::segment::{Footer, Provenance, SegmentEntry};
     use super::*;
 
     #[test]
     fn a_name_is_looked_at_once_also_where_clocks_differ() {
-        let mut known = Known::default();
+        let mut known = SegmentCatalog::default();
         assert_eq!(known.horizon(), None);
         let minutes = |minute: u64| Some(minute * 60_000);
         let at = |minute: u128| SegmentName((minute * 60_000) << 80 | 7);
@@ -204,11 +204,11 @@ mod tests {
     #[test]
     fn a_block_is_had_once() {
         let block = BlockKey { hash: 1, group: 0 };
-        let entry = Entry { block, parent: None, offset: 0, length: 64, crc32c: 9, tenant: None };
+        let entry = SegmentEntry { block, parent: None, offset: 0, length: 64, crc32c: 9, tenant: None };
         let footer = Footer { provenance: Provenance::default(), entries: vec![entry] };
-        let (mut known, id) = (Known::default(), SegmentId { epoch: 3, name: SegmentName(5) });
-        known.learn(&[Read { id, footer }]);
-        let spot = Spot { parent: None, segment: id, position: 0, blocks: 1, crc32c: 9, tenant: None };
+        let (mut known, id) = (SegmentCatalog::default(), SegmentId { epoch: 3, name: SegmentName(5) });
+        known.learn(&[ReadFooter { id, footer }]);
+        let spot = ForeignSpot { parent: None, segment: id, position: 0, blocks: 1, crc32c: 9, tenant: None };
         assert_eq!(known.next_waiting(8), [(block, spot)]);
         known.wait(block);
         assert_eq!(known.take(block), Some(spot));
@@ -218,8 +218,14 @@ mod tests {
     #[test]
     fn what_may_have_been_forgotten_with_its_tenant_is_told_by_its_age() {
         let at = |minute: u128| SegmentId { epoch: 3, name: SegmentName((minute * 60_000) << 80) };
-        let spot =
-            |tenant, segment| Spot { parent: None, segment, position: 0, blocks: 1, crc32c: 9, tenant };
+        let spot = |tenant, segment| ForeignSpot {
+            parent: None,
+            segment,
+            position: 0,
+            blocks: 1,
+            crc32c: 9,
+            tenant,
+        };
         let mut forgotten = ForgottenTenants::default();
         assert!(forgotten.forget(7, 1, 100 * 60_000));
         assert!(!forgotten.forget(7, 1, 900 * 60_000), "the same call, seen later");

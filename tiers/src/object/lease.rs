@@ -12,8 +12,8 @@ use parking_lot::Mutex;
 use tokio::time::timeout;
 
 use super::error::StoreError;
-use super::share::Share;
-use super::shared::Shared;
+use super::share::BucketShare;
+use super::shared::StoreContext;
 
 /// Collections that a holder may miss before another takes over.
 const MISSED: u32 = 3;
@@ -44,9 +44,9 @@ pub(super) fn parse_term(path: &Path) -> Option<u64> {
     (digits.len() == 16).then(|| u64::from_str_radix(digits, 16).ok())?
 }
 
-impl Shared {
+impl StoreContext {
     /// Whether this worker is the one to collect, for a term from now on.
-    pub(super) async fn take_lease(&self, share: &Share) -> Result<bool, StoreError> {
+    pub(super) async fn take_lease(&self, share: &BucketShare) -> Result<bool, StoreError> {
         let lease = &share.lease;
         let listed = self.store.listing(&lease.directory, None, self.limit).rest().await?;
         let mut terms: Vec<_> =
@@ -80,7 +80,7 @@ impl Shared {
     }
 
     /// Another may take it at once.
-    pub(super) async fn give_up_lease(&self, share: &Share) {
+    pub(super) async fn give_up_lease(&self, share: &BucketShare) {
         let held = share.lease.held.lock().take();
         if let Some(term) = held
             && let Err(error) = self.remove(&share.lease.path(term)).await
@@ -90,6 +90,6 @@ impl Shared {
     }
 }
 
-fn term_length(share: &Share) -> Duration {
+fn term_length(share: &BucketShare) -> Duration {
     share.grace() * MISSED
 }

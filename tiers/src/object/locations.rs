@@ -14,21 +14,21 @@ const MAX_SPACE_PERCENT: u64 = 130;
 
 /// Slot → place. Slots are numbers only: memory grows with those that were used, 12 bytes each.
 #[derive(Debug, Default)]
-pub(super) struct Locations {
-    chunks: Vec<Option<Box<[Location; CHUNK]>>>,
-    segments: Vec<Option<Segment>>,
+pub(super) struct BlockLocations {
+    chunks: Vec<Option<Box<[BlockLocation; CHUNK]>>>,
+    segments: Vec<Option<StoredSegment>>,
     /// Free places in `segments`.
     vacant: Vec<u32>,
     /// Segments that hold blocks which fill no slot, emptiest first.
-    wasteful: BTreeSet<Emptiness>,
-    blocks: Blocks,
+    wasteful: BTreeSet<SegmentGarbage>,
+    blocks: BlockCounts,
     /// Numbers of the segments that were found in the store.
     found: HashMap<SegmentId, u32>,
 }
 
 /// How many blocks there are in segments that were written here: others bound the space of theirs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Blocks {
+pub(super) struct BlockCounts {
     /// In segments.
     pub(super) stored: u64,
     /// That fill a slot.
@@ -37,14 +37,14 @@ pub(super) struct Blocks {
 
 /// Where a block is that somebody reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Place {
+pub(super) struct BlockPlace {
     pub(super) segment: SegmentId,
-    pub(super) location: Location,
+    pub(super) location: BlockLocation,
 }
 
 /// Which block of which segment; a segment keeps its number as long as it is read or fills a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Location {
+pub(super) struct BlockLocation {
     pub(super) segment: u32,
     pub(super) position: u32,
 }
@@ -52,29 +52,29 @@ pub(super) struct Location {
 /// Of blocks that were not taken over from a segment that was found.
 const NO_SLOT: SlotId = SlotId(u32::MAX);
 
-impl Location {
+impl BlockLocation {
     const NOWHERE: Self = Self { segment: u32::MAX, position: 0 };
 }
 
 /// A segment to compact. Until it is released it stays, and nobody else compacts it.
 #[derive(Debug)]
-pub(super) struct Victim {
+pub(super) struct CompactionVictim {
     pub(super) segment: SegmentId,
     pub(super) number: u32,
     /// How many blocks it holds.
     pub(super) blocks: usize,
     /// Those that fill a slot, in the order of their positions.
-    pub(super) live: Vec<(Location, SlotId)>,
+    pub(super) live: Vec<(BlockLocation, SlotId)>,
 }
 
 /// Share of a segment's blocks that fill a slot, in millionths, and its number.
-type Emptiness = (u64, u32);
+type SegmentGarbage = (u64, u32);
 
 /// A segment that could not be read counts as so much fuller each time: soon others go first.
 const FAILURE: u64 = 100_000;
 
 #[derive(Debug)]
-struct Segment {
+struct StoredSegment {
     id: SegmentId,
     /// For which slots its blocks were written.
     slots: Box<[SlotId]>,
@@ -90,8 +90,8 @@ struct Segment {
     failures: u32,
 }
 
-impl Segment {
-    fn emptiness(&self, number: u32) -> Option<Emptiness> {
+impl StoredSegment {
+    fn emptiness(&self, number: u32) -> Option<SegmentGarbage> {
         let blocks = self.slots.len() as u64;
         let live = u64::from(self.live);
         let wasteful = self.compactable && !self.found && live > 0 && live < blocks;
@@ -99,13 +99,13 @@ impl Segment {
     }
 }
 
-impl Locations {
+impl BlockLocations {
     /// Where the content of `slot` is; `None`: it has none. The segment stays until it is released.
-    pub(super) fn read(&mut self, slot: SlotId) -> Option<Place> {
+    pub(super) fn read(&mut self, slot: SlotId) -> Option<BlockPlace> {
         let location = self.find(slot)?;
         let segment = self.segments.get_mut(location.segment as usize)?.as_mut()?;
         segment.readers += 1;
-        Some(Place { segment: segment.id, location })
+        Some(BlockPlace { segment: segment.id, location })
     }
 
     /// One reader of a segment less. Returns the segment if nobody here needs it any more, and it is ours.
@@ -116,7 +116,7 @@ impl Locations {
     /// Forgets the content of `slot`. Returns its segment if nobody here needs that any more, and it is ours.
     pub(super) fn vacate(&mut self, slot: SlotId) -> Option<SegmentId> {
         let location = self.find(slot)?;
-        self.set(slot, Location::NOWHERE);
+        self.set(slot, BlockLocation::NOWHERE);
         self.change(location.segment, |segment| segment.live -= 1)
     }
 
@@ -124,7 +124,7 @@ impl Locations {
     pub(super) fn place(&mut self, id: SegmentId, slots: &[SlotId]) {
         let number = self.add(id, slots.into(), false);
         for (position, &slot) in (0..).zip(slots) {
-            self.set(slot, Location { segment: number, position });
+            self.set(slot, BlockLocation { segment: number, position });
         }
         self.change(number, |segment| segment.live = slots.len() as u32);
     }
@@ -134,8 +134,9 @@ impl Locations {
     pub(super) fn adopt(&mut self, id: SegmentId, slots: &[Option<SlotId>]) {
         let number = self.add(id, slots.iter().map(|slot| slot.unwrap_or(NO_SLOT)).collect(), true);
         let adopted = (0..).zip(slots).filter_map(|(position, slot)| Some((position, (*slot)?)));
-        let live =
-            adopted.map(|(position, slot)| self.set(slot, Location { segment: number, position })).count();
+        let live = adopted
+            .map(|(position, slot)| self.set(slot, BlockLocation { segment: number, position }))
+            .count();
         self.change(number, |segment| segment.live = live as u32);
     }
 
@@ -145,19 +146,23 @@ impl Locations {
             Some(&number) => number,
             None => self.add(id, vec![NO_SLOT; blocks as usize].into(), true),
         };
-        self.set(slot, Location { segment: number, position });
+        self.set(slot, BlockLocation { segment: number, position });
         self.change(number, |segment| segment.live += 1);
     }
 
     /// The blocks of the new segment `id` are copies of those that are, or were, at these locations. They
     /// replace those that are still the content of these slots. Returns `id` if none is.
-    pub(super) fn relocate(&mut self, id: SegmentId, copied: &[(Location, SlotId)]) -> Option<SegmentId> {
+    pub(super) fn relocate(
+        &mut self,
+        id: SegmentId,
+        copied: &[(BlockLocation, SlotId)],
+    ) -> Option<SegmentId> {
         let number = self.add(id, copied.iter().map(|&(_, slot)| slot).collect(), false);
         let mut live = 0;
         for (position, &(from, slot)) in (0..).zip(copied) {
             // Written again, or vacated, while its old content was copied: the newer one wins.
             if self.find(slot) == Some(from) {
-                self.set(slot, Location { segment: number, position });
+                self.set(slot, BlockLocation { segment: number, position });
                 self.change(from.segment, |segment| segment.live -= 1);
                 live += 1;
             }
@@ -167,8 +172,8 @@ impl Locations {
 
     /// Segments to compact before `more` blocks are written: the emptiest ones, whose blocks fill at most one
     /// segment of `most`. None where space is not wasted.
-    pub(super) fn victims(&mut self, more: usize, most: usize) -> Vec<Victim> {
-        let mut victims: Vec<Victim> = Vec::new();
+    pub(super) fn victims(&mut self, more: usize, most: usize) -> Vec<CompactionVictim> {
+        let mut victims: Vec<CompactionVictim> = Vec::new();
         let mut room = most;
         while self.is_wasteful(more as u64)
             && let Some(&(_, number)) = self.wasteful.first()
@@ -194,7 +199,7 @@ impl Locations {
     }
 
     /// How many blocks there are.
-    pub(super) const fn blocks(&self) -> Blocks {
+    pub(super) const fn blocks(&self) -> BlockCounts {
         self.blocks
     }
 
@@ -202,7 +207,7 @@ impl Locations {
     pub(super) fn slots(&self) -> Vec<SlotId> {
         let chunks = self.chunks.iter().enumerate().filter_map(|(at, chunk)| Some((at, chunk.as_ref()?)));
         let slots = chunks.flat_map(|(at, chunk)| (at * CHUNK..).zip(chunk.iter()));
-        let full = slots.filter(|(_, location)| **location != Location::NOWHERE);
+        let full = slots.filter(|(_, location)| **location != BlockLocation::NOWHERE);
         full.map(|(slot, _)| SlotId(slot as u32)).collect()
     }
 
@@ -227,26 +232,26 @@ impl Locations {
         (self.blocks.stored + more) * 100 > (self.blocks.live + more) * MAX_SPACE_PERCENT
     }
 
-    fn victim(&self, number: u32) -> Option<Victim> {
+    fn victim(&self, number: u32) -> Option<CompactionVictim> {
         let segment = self.segments.get(number as usize)?.as_ref()?;
-        let locations = (0..).map(|position| Location { segment: number, position });
+        let locations = (0..).map(|position| BlockLocation { segment: number, position });
         let live = locations.zip(segment.slots.iter().copied());
         let live = live.filter(|&(location, slot)| self.find(slot) == Some(location)).collect();
-        Some(Victim { segment: segment.id, number, blocks: segment.slots.len(), live })
+        Some(CompactionVictim { segment: segment.id, number, blocks: segment.slots.len(), live })
     }
 
-    fn find(&self, slot: SlotId) -> Option<Location> {
+    fn find(&self, slot: SlotId) -> Option<BlockLocation> {
         let (chunk, at) = split(slot);
         let location = self.chunks.get(chunk)?.as_ref()?[at];
-        (location != Location::NOWHERE).then_some(location)
+        (location != BlockLocation::NOWHERE).then_some(location)
     }
 
-    fn set(&mut self, slot: SlotId, location: Location) {
+    fn set(&mut self, slot: SlotId, location: BlockLocation) {
         let (chunk, at) = split(slot);
         if self.chunks.len() <= chunk {
             self.chunks.resize_with(chunk + 1, || None);
         }
-        self.chunks[chunk].get_or_insert_with(|| Box::new([Location::NOWHERE; CHUNK]))[at] = location;
+        self.chunks[chunk].get_or_insert_with(|| Box::new([BlockLocation::NOWHERE; CHUNK]))[at] = location;
     }
 
     /// A segment without live blocks yet.
@@ -254,7 +259,8 @@ impl Locations {
         if !found {
             self.blocks.stored += slots.len() as u64;
         }
-        let segment = Some(Segment { id, slots, live: 0, readers: 0, found, compactable: true, failures: 0 });
+        let segment =
+            Some(StoredSegment { id, slots, live: 0, readers: 0, found, compactable: true, failures: 0 });
         // There are fewer segments than slots, and those are numbered with 32 bits.
         let number = self.vacant.pop().unwrap_or(self.segments.len() as u32);
         match self.segments.get_mut(number as usize) {
@@ -269,7 +275,7 @@ impl Locations {
 
     /// Changes a segment and whatever follows from that. If nobody here needs it any more, forgets it, and returns which
     /// one it was if it is ours.
-    fn change(&mut self, number: u32, change: impl FnOnce(&mut Segment)) -> Option<SegmentId> {
+    fn change(&mut self, number: u32, change: impl FnOnce(&mut StoredSegment)) -> Option<SegmentId> {
         let entry = self.segments.get_mut(number as usize)?;
         let segment = entry.as_mut()?;
         let (before, live) = (segment.emptiness(number), segment.live);
@@ -287,7 +293,7 @@ impl Locations {
             return None;
         }
         let dead = entry.take()?;
-        // Numbers come again only here, where nobody reads the segment: a reader's `Place` names the segment by number.
+        // Numbers come again only here, where nobody reads the segment: a reader's `BlockPlace` names the segment by number.
         self.vacant.push(number);
         if dead.found {
             self.found.remove(&dead.id);
@@ -328,7 +334,7 @@ mod tests {
             }
         }
 
-        fn check(&self, locations: &mut Locations) {
+        fn check(&self, locations: &mut BlockLocations) {
             let mut slots: Vec<_> = self.content.keys().copied().collect();
             slots.sort_unstable_by_key(|slot| slot.0);
             assert_eq!(locations.slots(), slots);
@@ -339,7 +345,7 @@ mod tests {
                 assert_eq!(locations.release(place.location.segment), None);
             }
             let stored = self.segments.values().map(Vec::len).sum::<usize>() as u64;
-            assert_eq!(locations.blocks(), Blocks { stored, live: self.content.len() as u64 });
+            assert_eq!(locations.blocks(), BlockCounts { stored, live: self.content.len() as u64 });
             assert_eq!(locations.segments().count(), self.segments.len());
         }
     }
@@ -348,7 +354,12 @@ mod tests {
         SegmentId { epoch: 3, name: SegmentNames::new().next() }
     }
 
-    fn compact(locations: &mut Locations, model: &mut Model, victims: &[Victim], name: SegmentId) {
+    fn compact(
+        locations: &mut BlockLocations,
+        model: &mut Model,
+        victims: &[CompactionVictim],
+        name: SegmentId,
+    ) {
         let copied: Vec<_> = victims.iter().flat_map(|victim| victim.live.iter().copied()).collect();
         let blocks = victims.iter().flat_map(|victim| {
             let blocks = &model.segments[&victim.segment];
@@ -367,7 +378,7 @@ mod tests {
         fn every_slot_is_found_and_space_is_bounded(
             batches in prop::collection::vec(prop::collection::hash_set(0u32..40, 1..8), 1..60)
         ) {
-            let (mut locations, mut model) = (Locations::default(), Model::default());
+            let (mut locations, mut model) = (BlockLocations::default(), Model::default());
             for (version, batch) in batches.into_iter().enumerate() {
                 // Spread over chunks.
                 let slots: Vec<_> = batch.into_iter().map(|slot| SlotId(slot * 1000)).collect();
@@ -387,15 +398,15 @@ mod tests {
                 model.content.extend(slots.iter().map(|&slot| (slot, version)));
                 model.segments.insert(segment, slots.into_iter().map(|slot| (slot, version)).collect());
                 model.check(&mut locations);
-                let Blocks { stored, live } = locations.blocks();
+                let BlockCounts { stored, live } = locations.blocks();
                 prop_assert!(stored * 100 <= live * MAX_SPACE_PERCENT);
             }
         }
     }
 
     /// Four slots in one segment, of which one is written again.
-    fn wasteful() -> (Locations, SegmentId) {
-        let (mut locations, name) = (Locations::default(), next_id());
+    fn wasteful() -> (BlockLocations, SegmentId) {
+        let (mut locations, name) = (BlockLocations::default(), next_id());
         locations.place(name, &[0, 1, 2, 3].map(SlotId));
         assert_eq!(locations.vacate(SlotId(0)), None);
         (locations, name)
@@ -437,11 +448,11 @@ mod tests {
 
     #[test]
     fn what_was_found_is_neither_counted_nor_compacted_nor_deleted_here() {
-        let mut locations = Locations::default();
+        let mut locations = BlockLocations::default();
         let found = next_id();
         locations.adopt(found, &[Some(SlotId(5)), None, Some(SlotId(6)), None]);
         locations.link(SlotId(7), (found, 3), 4);
-        assert_eq!((locations.found_blocks(), locations.blocks()), (3, Blocks::default()));
+        assert_eq!((locations.found_blocks(), locations.blocks()), (3, BlockCounts::default()));
         assert_eq!(locations.read(SlotId(7)).unwrap().location.position, 3);
         assert!(locations.victims(0, 8).is_empty());
         assert_eq!(
@@ -458,7 +469,7 @@ mod tests {
 
     #[test]
     fn the_highest_slot_costs_little() {
-        let mut locations = Locations::default();
+        let mut locations = BlockLocations::default();
         let slot = SlotId(u32::MAX);
         assert_eq!((locations.read(slot), locations.vacate(slot)), (None, None));
         locations.place(next_id(), &[slot]);

@@ -9,15 +9,15 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use super::budget::Expense;
-use super::discover::{Footers, Read};
+use super::discover::{KnownFooters, ReadFooter};
 use super::epochs::{EpochStanding, OlderEpoch};
 use super::error::StoreError;
-use super::known::Spot;
+use super::known::ForeignSpot;
 use super::listing::{Least, ListedSegment};
 use super::names::{SegmentId, SegmentName};
 use super::segment::Provenance;
-use super::share::Share;
-use super::shared::{Shared, now_ms};
+use super::share::BucketShare;
+use super::shared::{StoreContext, now_ms};
 use crate::copy::{BlockKey, SlotId};
 
 /// Names that a look lists of a service: ten requests.
@@ -40,7 +40,7 @@ pub struct FoundBlock {
     pub tenant: Option<u32>,
 }
 
-impl Spot {
+impl ForeignSpot {
     const fn found(self, block: BlockKey) -> FoundBlock {
         FoundBlock { block, parent: self.parent, tenant: self.tenant }
     }
@@ -48,7 +48,7 @@ impl Spot {
 
 /// What became of a block that was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Intake {
+pub enum Discovery {
     /// A slot stands for it now.
     Taken,
     /// The one before it is not there, or there is no slot for it: it is offered again.
@@ -66,7 +66,7 @@ pub trait TakeIn: Send + Sync {
         provenance: Provenance,
         found: &[FoundBlock],
         stand_for: &mut dyn FnMut(usize, SlotId),
-    ) -> Vec<Intake>;
+    ) -> Vec<Discovery>;
 
     /// The bucket is in a later epoch, which was not known at the start, and the worker is to go on there: from here on
     /// blocks have the names of that epoch. Returns whether they do. Must not call the backend.
@@ -74,7 +74,7 @@ pub trait TakeIn: Send + Sync {
 }
 
 /// Looks again and again, for as long as `into` can take in.
-pub(super) fn keep_looking(shared: &Arc<Shared>, into: Arc<dyn TakeIn>) {
+pub(super) fn keep_looking(shared: &Arc<StoreContext>, into: Arc<dyn TakeIn>) {
     let (own, mut ticket) = (Arc::clone(shared), shared.work.ticket());
     shared.store.executor.spawn(async move {
         let Some(share) = &own.share else { return };
@@ -103,9 +103,9 @@ struct NewSegments {
     last: Option<SegmentName>,
 }
 
-impl Shared {
+impl StoreContext {
     /// A start that could not read the bucket's epochs may turn out to have been in an older one.
-    fn follow_late(&self, share: &Share, into: &dyn TakeIn) {
+    fn follow_late(&self, share: &BucketShare, into: &dyn TakeIn) {
         let EpochStanding::Behind(epoch) = *share.standing.lock() else { return };
         if share.sharing.older_epoch == OlderEpoch::Follow && into.follow(epoch) {
             tracing::info!(store = %self.store, epoch, "goes on in the bucket's epoch: all blocks of the former one are forgotten");
@@ -114,7 +114,7 @@ impl Shared {
     }
 
     /// Takes note of what others have stored since.
-    async fn look(&self, share: &Share) -> Result<(), StoreError> {
+    async fn look(&self, share: &BucketShare) -> Result<(), StoreError> {
         let Some(provenance) = self.present() else { return Ok(()) };
         self.afford(&Expense::ALL).map_err(|error| StoreError::new(&error.to_string()))?;
         let deadline = Instant::now() + self.limit;
@@ -131,7 +131,7 @@ impl Shared {
         let until = if is_all { last } else { listed.last().map(|segment| segment.name) };
         let now_ms = now_ms();
         let newest_ms = listed.iter().map(|segment| segment.written_ms(now_ms)).max();
-        let mut footers = Footers::default();
+        let mut footers = KnownFooters::default();
         self.read_footers(&mut footers, provenance.epoch, listed, deadline).await;
         footers.read.retain(|read| read.footer.provenance == provenance);
         if self.learn(share, provenance, &footers.read) {
@@ -146,9 +146,9 @@ impl Shared {
     /// Unless another epoch has begun since.
     fn learn<'a>(
         &self,
-        share: &Share,
+        share: &BucketShare,
         read_in: Provenance,
-        read: impl IntoIterator<Item = &'a Read>,
+        read: impl IntoIterator<Item = &'a ReadFooter>,
     ) -> bool {
         let mut known = share.known.lock();
         let is_present = self.provenance() == read_in;
@@ -158,7 +158,7 @@ impl Shared {
         is_present
     }
 
-    async fn list_new(&self, share: &Share, epoch: u64) -> Result<NewSegments, StoreError> {
+    async fn list_new(&self, share: &BucketShare, epoch: u64) -> Result<NewSegments, StoreError> {
         let after = share.known.lock().look_from().map(|name| self.path(SegmentId { epoch, name }));
         let mut listing = self.store.listing(&self.epoch_directory(epoch), after.as_ref(), self.limit);
         let (mut new, mut last, mut names) = (Least::new(MAX_NAMES), None, 0);
@@ -182,7 +182,7 @@ impl Shared {
     }
 
     /// Has what is known taken in, as far as it can be. Returns whether anything was.
-    fn offer(self: &Arc<Self>, share: &Share, into: &dyn TakeIn) -> bool {
+    fn offer(self: &Arc<Self>, share: &BucketShare, into: &dyn TakeIn) -> bool {
         let mut has_taken = false;
         let mut left = share.known.lock().waiting().min(MAX_OFFERED);
         while left > 0 {
@@ -201,9 +201,9 @@ impl Shared {
             let mut known = share.known.lock();
             for (&(block, _), intake) in offered.iter().zip(intakes) {
                 match intake {
-                    Intake::Taken => has_taken = true,
-                    Intake::Waits => known.wait(block),
-                    Intake::Declined => _ = known.take(block),
+                    Discovery::Taken => has_taken = true,
+                    Discovery::Waits => known.wait(block),
+                    Discovery::Declined => _ = known.take(block),
                 }
             }
         }

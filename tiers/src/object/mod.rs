@@ -69,7 +69,7 @@ pub use budget::{Budgets, Expense};
 pub use discover::Discovered;
 pub use epochs::{EpochStanding, OlderEpoch};
 pub use keys::ObjectKeys;
-pub use look::{FoundBlock, Intake, TakeIn};
+pub use look::{Discovery, FoundBlock, TakeIn};
 pub use open::Store;
 pub use share::Sharing;
 pub use traffic::{RequestKind, RequestOutcome, Traffic};

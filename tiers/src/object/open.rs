@@ -14,8 +14,8 @@ use tokio::time::{Instant, timeout, timeout_at};
 use url::Url;
 
 use super::address::{ENDPOINT, FORMS, StoreOptions, URL, invalid, parse, path_of, secrets};
-use super::error::{Secrets, StoreError, is_an_answer, local_kind, remote_kind};
-use super::executor::Executor;
+use super::error::{StoreError, UrlSecrets, is_an_answer, local_kind, remote_kind};
+use super::executor::StoreRuntime;
 use super::files::{PrivateFiles, Trust, make_directory};
 use super::names::SegmentNames;
 use super::s3::open_s3;
@@ -33,14 +33,14 @@ pub struct Store {
     pub(super) client: Arc<dyn ObjectStore>,
     /// Where in the store our objects live.
     pub(super) root: Path,
-    pub(super) executor: Executor,
-    pub(super) secrets: Secrets,
-    place: Where,
+    pub(super) executor: StoreRuntime,
+    pub(super) secrets: UrlSecrets,
+    place: StorePlace,
     /// As the user wrote it. It holds no credentials: such URLs are refused.
     url: String,
 }
 
-enum Where {
+enum StorePlace {
     Memory,
     /// The directory, and whether it is ours to remove.
     Directory {
@@ -77,14 +77,14 @@ impl Store {
     }
 
     fn reach(parsed: &Url, url: &str, options: &StoreOptions, make: bool) -> Result<Self, SetupError> {
-        let executor = Executor::start()?;
+        let executor = StoreRuntime::start()?;
         let (client, root, place): (Arc<dyn ObjectStore>, _, _) = match (parsed.scheme(), parsed.host()) {
             ("file", None) => {
                 let (files, place) = open_directory(parsed, make)?;
                 (Arc::new(files), Path::default(), place)
             }
-            ("memory", None) => (Arc::new(InMemory::new()), path_of(parsed)?, Where::Memory),
-            ("s3", Some(_)) => (Arc::new(open_s3(parsed, options)?), path_of(parsed)?, Where::Service),
+            ("memory", None) => (Arc::new(InMemory::new()), path_of(parsed)?, StorePlace::Memory),
+            ("s3", Some(_)) => (Arc::new(open_s3(parsed, options)?), path_of(parsed)?, StorePlace::Service),
             _ => return Err(invalid(format!("{URL} is '{url}', which names no object store: {FORMS}"))),
         };
         Ok(Self { client, root, executor, secrets: secrets(options), place, url: url.to_owned() })
@@ -96,9 +96,9 @@ impl Store {
         Ok(Self {
             client,
             root: Path::default(),
-            executor: Executor::start()?,
-            secrets: Secrets::default(),
-            place: Where::Memory,
+            executor: StoreRuntime::start()?,
+            secrets: UrlSecrets::default(),
+            place: StorePlace::Memory,
             url: "test:///".to_owned(),
         })
     }
@@ -121,19 +121,19 @@ impl Store {
 
     /// Whether a network lies between.
     pub(super) const fn is_remote(&self) -> bool {
-        matches!(self.place, Where::Service)
+        matches!(self.place, StorePlace::Service)
     }
 
     /// Whether objects are listed by their names, and those behind a name without those before it.
     pub(super) const fn lists_in_order(&self) -> bool {
-        !matches!(self.place, Where::Directory { .. })
+        !matches!(self.place, StorePlace::Directory { .. })
     }
 
     /// Where the objects of a directory lie as files; `None`: they do not.
     pub(super) fn files_below(&self, directory: &Path) -> Option<PathBuf> {
         match &self.place {
-            Where::Directory { path, .. } => Some(path.join(directory.as_ref())),
-            Where::Memory | Where::Service => None,
+            StorePlace::Directory { path, .. } => Some(path.join(directory.as_ref())),
+            StorePlace::Memory | StorePlace::Service => None,
         }
     }
 
@@ -162,7 +162,7 @@ impl Store {
 
     /// Removes the directory that [`open`](Self::open) made, if nothing is left in it.
     pub(super) fn remove_directory(&self) {
-        if let Where::Directory { path, created: true } = &self.place {
+        if let StorePlace::Directory { path, created: true } = &self.place {
             let _ = std::fs::remove_dir(path);
         }
     }
@@ -204,8 +204,8 @@ impl Store {
             Some(Ok(())) => Ok(()),
             Some(Err(e)) => {
                 let kind = match self.place {
-                    Where::Directory { .. } => SetupErrorKind::NotWritable,
-                    Where::Memory | Where::Service => SetupErrorKind::Unavailable,
+                    StorePlace::Directory { .. } => SetupErrorKind::NotWritable,
+                    StorePlace::Memory | StorePlace::Service => SetupErrorKind::Unavailable,
                 };
                 Err(SetupError::caused(
                     kind,
@@ -268,7 +268,7 @@ impl fmt::Debug for Store {
     }
 }
 
-fn open_directory(url: &Url, make: bool) -> Result<(PrivateFiles, Where), SetupError> {
+fn open_directory(url: &Url, make: bool) -> Result<(PrivateFiles, StorePlace), SetupError> {
     let path = url
         .to_file_path()
         .map_err(|()| invalid(format!("{URL} is '{url}', which is not an absolute path: {FORMS}")))?;
@@ -283,7 +283,7 @@ fn open_directory(url: &Url, make: bool) -> Result<(PrivateFiles, Where), SetupE
     }
     let trust = if make { Trust::OwnOnly } else { Trust::Anybody };
     let files = PrivateFiles::open(&path, trust).map_err(|e| fail(e.into()))?;
-    Ok((files, Where::Directory { path, created }))
+    Ok((files, StorePlace::Directory { path, created }))
 }
 
 #[cfg(test)]

@@ -8,12 +8,12 @@ use object_store::{Error, ObjectStoreExt, PutMode, PutPayload};
 use tokio::time::{Instant, timeout_at};
 
 use super::names::SegmentId;
-use super::shared::Shared;
+use super::shared::StoreContext;
 use crate::copy::CopyError;
 
 /// Puts a new segment, which ends with `footer`, into the store.
 pub(super) async fn create(
-    shared: &Arc<Shared>,
+    shared: &Arc<StoreContext>,
     id: SegmentId,
     payload: PutPayload,
     footer: &Bytes,
@@ -39,7 +39,7 @@ pub(super) async fn create(
 
 /// Whether the segment is in the store although the client reports `error`: the answer to its first attempt
 /// got lost, and the second one met the object that the first had made. Then the end is our footer.
-async fn arrived(shared: &Shared, path: &Path, end: u64, footer: &Bytes, error: &Error) -> bool {
+async fn arrived(shared: &StoreContext, path: &Path, end: u64, footer: &Bytes, error: &Error) -> bool {
     if !matches!(error, Error::AlreadyExists { .. } | Error::Generic { .. }) {
         return false;
     }

@@ -15,12 +15,12 @@ use parking_lot::Mutex;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
-use super::block::{Pending, finish_all};
+use super::block::{PendingBlock, finish_all};
 use super::budget::Expense;
 use super::error::file_kind;
-use super::locations::Place;
+use super::locations::BlockPlace;
 use super::names::SegmentId;
-use super::shared::{Pin, Shared};
+use super::shared::{SegmentPin, StoreContext};
 use crate::copy::{CopyError, CopyErrorKind};
 
 /// Bytes between two blocks that are fetched and thrown away rather than asked for separately: they take less
@@ -30,36 +30,36 @@ const MAX_GAP: u64 = 64 << 10;
 const MAX_RUN: u64 = 8 << 20;
 
 /// Blocks of one segment that are fetched together, in the order of their places.
-pub(super) struct Run {
+pub(super) struct ReadRun {
     segment: SegmentId,
-    blocks: Vec<Wanted>,
+    blocks: Vec<WantedBlock>,
 }
 
 /// A block and where in its segment it lies.
-struct Wanted {
+struct WantedBlock {
     offset: u64,
     filled: usize,
-    pending: Pending,
+    pending: PendingBlock,
     /// The segment is not deleted meanwhile, though its blocks may be compacted into another.
-    _pin: Pin,
+    _pin: SegmentPin,
 }
 
 /// Groups the blocks into few requests. Those without a place are reported here.
-pub(super) fn plan(shared: &Arc<Shared>, blocks: Vec<Pending>) -> Vec<Run> {
-    let mut runs: Vec<Run> = Vec::new();
+pub(super) fn plan(shared: &Arc<StoreContext>, blocks: Vec<PendingBlock>) -> Vec<ReadRun> {
+    let mut runs: Vec<ReadRun> = Vec::new();
     for (place, pending) in find(shared, blocks) {
         let offset = u64::from(place.location.position) * shared.block_bytes as u64;
-        let pin = Pin::new(shared, place.location.segment);
-        let wanted = Wanted { offset, filled: 0, pending, _pin: pin };
+        let pin = SegmentPin::new(shared, place.location.segment);
+        let wanted = WantedBlock { offset, filled: 0, pending, _pin: pin };
         match runs.last_mut() {
             Some(run) if run.takes(place.segment, &wanted) => run.blocks.push(wanted),
-            _ => runs.push(Run { segment: place.segment, blocks: vec![wanted] }),
+            _ => runs.push(ReadRun { segment: place.segment, blocks: vec![wanted] }),
         }
     }
     runs
 }
 
-fn find(shared: &Shared, blocks: Vec<Pending>) -> Vec<(Place, Pending)> {
+fn find(shared: &StoreContext, blocks: Vec<PendingBlock>) -> Vec<(BlockPlace, PendingBlock)> {
     let mut locations = shared.locations.lock();
     let places: Vec<_> = blocks.iter().map(|block| locations.read(block.object)).collect();
     drop(locations);
@@ -77,8 +77,8 @@ fn find(shared: &Shared, blocks: Vec<Pending>) -> Vec<(Place, Pending)> {
     found
 }
 
-impl Run {
-    fn takes(&self, segment: SegmentId, next: &Wanted) -> bool {
+impl ReadRun {
+    fn takes(&self, segment: SegmentId, next: &WantedBlock) -> bool {
         let range = self.range();
         // A block that is wanted twice starts before the end of the first.
         let gap = next.offset.checked_sub(range.end);
@@ -89,11 +89,11 @@ impl Run {
 
     fn range(&self) -> Range<u64> {
         let start = self.blocks.first().map_or(0, |first| first.offset);
-        start..self.blocks.last().map_or(start, Wanted::end)
+        start..self.blocks.last().map_or(start, WantedBlock::end)
     }
 }
 
-impl Wanted {
+impl WantedBlock {
     fn end(&self) -> u64 {
         self.offset + self.pending.bytes() as u64
     }
@@ -110,7 +110,7 @@ impl Wanted {
 }
 
 /// Fetches a run and reports its blocks, each as soon as it is complete.
-pub(super) async fn fetch(shared: Arc<Shared>, run: Run, deadline: Instant) {
+pub(super) async fn fetch(shared: Arc<StoreContext>, run: ReadRun, deadline: Instant) {
     let (range, path) = (run.range(), shared.path(run.segment));
     let context = format!("cannot read {path} from {}", shared.store);
     let blocks = run.blocks.into();
@@ -119,15 +119,17 @@ pub(super) async fn fetch(shared: Arc<Shared>, run: Run, deadline: Instant) {
         Err(error) => Err(error),
     };
     let (rest, result) = match request {
-        Ok(request) => Fetch { shared: &shared, path, range, deadline, context }.copy(blocks, request).await,
+        Ok(request) => {
+            RangeFetch { shared: &shared, path, range, deadline, context }.copy(blocks, request).await
+        }
         Err(error) => (blocks, Err(error)),
     };
     finish_all(rest.into_iter().map(|wanted| wanted.pending), &result);
 }
 
 /// A request for a range of a segment.
-struct Fetch<'a> {
-    shared: &'a Shared,
+struct RangeFetch<'a> {
+    shared: &'a StoreContext,
     path: Path,
     range: Range<u64>,
     deadline: Instant,
@@ -135,10 +137,10 @@ struct Fetch<'a> {
 }
 
 /// The blocks that were not reported, and why.
-type Rest = (VecDeque<Wanted>, Result<(), CopyError>);
+type UnreportedBlocks = (VecDeque<WantedBlock>, Result<(), CopyError>);
 
-impl Fetch<'_> {
-    async fn copy(&self, blocks: VecDeque<Wanted>, request: OwnedSemaphorePermit) -> Rest {
+impl RangeFetch<'_> {
+    async fn copy(&self, blocks: VecDeque<WantedBlock>, request: OwnedSemaphorePermit) -> UnreportedBlocks {
         let options = GetOptions { range: Some(self.range.clone().into()), ..GetOptions::default() };
         match timeout_at(self.deadline, self.shared.store.client.get_opts(&self.path, options)).await {
             Ok(Ok(GetResult { payload: GetResultPayload::File(file, _), .. })) => {
@@ -154,7 +156,12 @@ impl Fetch<'_> {
 
     /// A store in files lends us the file: read into the slots, without a buffer between. Nobody can stop a
     /// read that hangs in the kernel: its block is reported, and its request over, when it ends.
-    async fn copy_file(&self, file: File, blocks: VecDeque<Wanted>, request: OwnedSemaphorePermit) -> Rest {
+    async fn copy_file(
+        &self,
+        file: File,
+        blocks: VecDeque<WantedBlock>,
+        request: OwnedSemaphorePermit,
+    ) -> UnreportedBlocks {
         let rest = Arc::new(Mutex::new(blocks));
         let (waiting, context) = (Arc::clone(&rest), self.context.clone());
         let copy = move || {
@@ -172,7 +179,12 @@ impl Fetch<'_> {
         (std::mem::take(&mut *rest.lock()), result)
     }
 
-    async fn copy_body(&self, mut stream: Body, sent: Range<u64>, mut blocks: VecDeque<Wanted>) -> Rest {
+    async fn copy_body(
+        &self,
+        mut stream: BodyStream,
+        sent: Range<u64>,
+        mut blocks: VecDeque<WantedBlock>,
+    ) -> UnreportedBlocks {
         let mut at = sent.start;
         if at != self.range.start {
             return (blocks, Err(self.error(CopyErrorKind::Unavailable, "the store sent another range")));
@@ -207,14 +219,14 @@ impl Fetch<'_> {
 }
 
 /// The body of an answer.
-type Body = BoxStream<'static, object_store::Result<Bytes>>;
+type BodyStream = BoxStream<'static, object_store::Result<Bytes>>;
 
 fn file_error(context: &str, error: io::Error) -> CopyError {
     CopyError::caused(file_kind(&error), context, error)
 }
 
 /// Copies a chunk to the blocks that it belongs to and reports those that it completes.
-fn deliver(blocks: &mut VecDeque<Wanted>, at: u64, chunk: &[u8]) {
+fn deliver(blocks: &mut VecDeque<WantedBlock>, at: u64, chunk: &[u8]) {
     let complete = std::iter::from_fn(|| blocks.pop_front_if(|wanted| wanted.take(at, chunk)));
     let complete: Vec<_> = complete.map(|wanted| wanted.pending).collect();
     finish_all(complete, &Ok(()));

@@ -73,12 +73,12 @@ pub struct Footer {
     /// Whose blocks they are.
     pub provenance: Provenance,
     /// The blocks, in the order of their places.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<SegmentEntry>,
 }
 
 /// Where a block lies in its segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub struct SegmentEntry {
     /// Which block.
     pub block: BlockKey,
     /// Hash of the block before it in its chain; `None`: it is the first.
@@ -175,12 +175,12 @@ const fn sizes(is_sealed: bool) -> (usize, usize) {
 }
 
 /// The footer of a segment with these blocks.
-pub fn encode_footer(provenance: &Provenance, entries: &[Entry]) -> Bytes {
+pub fn encode_footer(provenance: &Provenance, entries: &[SegmentEntry]) -> Bytes {
     encode(provenance, entries, None)
 }
 
 /// The same, authenticated where there is a key for the segment.
-pub(super) fn encode(provenance: &Provenance, entries: &[Entry], key: Option<FooterKey<'_>>) -> Bytes {
+pub(super) fn encode(provenance: &Provenance, entries: &[SegmentEntry], key: Option<FooterKey<'_>>) -> Bytes {
     let footer_bytes = footer_bytes(entries.len(), key.is_some());
     let mut out = BytesMut::with_capacity(footer_bytes);
     for entry in entries {
@@ -274,7 +274,7 @@ fn authenticate(footer: &[u8], key: FooterKey<'_>) -> Result<(), FormatError> {
 }
 
 /// Of the length of its version.
-fn decode_entry(bytes: &[u8], payload_bytes: u64) -> Result<Entry, FormatError> {
+fn decode_entry(bytes: &[u8], payload_bytes: u64) -> Result<SegmentEntry, FormatError> {
     let (hash, offset, length) = (u128_at(bytes, 0), u64_at(bytes, 32), u64_at(bytes, 40));
     let inside = offset.checked_add(length).is_some_and(|end| end <= payload_bytes);
     let parent = match (bytes[53], u128_at(bytes, 16)) {
@@ -291,7 +291,7 @@ fn decode_entry(bytes: &[u8], payload_bytes: u64) -> Result<Entry, FormatError> 
         return Err(FormatError::Corrupt);
     }
     let block = BlockKey { hash, group: bytes[52] };
-    Ok(Entry { block, parent, offset, length, crc32c: u32_at(bytes, 48), tenant })
+    Ok(SegmentEntry { block, parent, offset, length, crc32c: u32_at(bytes, 48), tenant })
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
@@ -364,12 +364,12 @@ mod tests {
 
     use super::*;
 
-    type Block = (u128, Option<u128>, u8, u32);
+    type BlockEntry = (u128, Option<u128>, u8, u32);
 
     const PROVENANCE: Provenance = Provenance { fingerprint: 3 << 100, epoch: 5, forgotten: 2 };
 
-    fn entries(blocks: &[Block], length: u64) -> Vec<Entry> {
-        let entry = |(i, &(hash, parent, group, crc32c)): (usize, &Block)| Entry {
+    fn entries(blocks: &[BlockEntry], length: u64) -> Vec<SegmentEntry> {
+        let entry = |(i, &(hash, parent, group, crc32c)): (usize, &BlockEntry)| SegmentEntry {
             block: BlockKey { hash, group },
             parent,
             offset: i as u64 * length,
@@ -382,7 +382,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn footers_come_back(blocks: Vec<Block>, length in 0..1u64 << 40, before: Vec<u8>) {
+        fn footers_come_back(blocks: Vec<BlockEntry>, length in 0..1u64 << 40, before: Vec<u8>) {
             let entries = entries(&blocks, length);
             let footer = encode_footer(&PROVENANCE, &entries);
             let object_bytes = blocks.len() as u64 * length + footer.len() as u64;
@@ -392,7 +392,7 @@ mod tests {
         }
 
         #[test]
-        fn any_flipped_bit_is_noticed(blocks: Vec<Block>, bit: prop::sample::Index) {
+        fn any_flipped_bit_is_noticed(blocks: Vec<BlockEntry>, bit: prop::sample::Index) {
             let mut footer = encode_footer(&PROVENANCE, &entries(&blocks, 64)).to_vec();
             let bit = bit.index(footer.len() * 8);
             footer[bit / 8] ^= 1 << (bit % 8);
@@ -418,7 +418,7 @@ mod tests {
         }
 
         #[test]
-        fn a_cut_footer_is_an_error(blocks: Vec<Block>, cut: prop::sample::Index) {
+        fn a_cut_footer_is_an_error(blocks: Vec<BlockEntry>, cut: prop::sample::Index) {
             let footer = encode_footer(&PROVENANCE, &entries(&blocks, 64));
             let cut = &footer[..cut.index(footer.len())];
             prop_assert!(decode_footer(cut, 1 << 40).is_err());
@@ -450,7 +450,7 @@ mod tests {
         FooterKeys::new(Arc::new(KeyRing::parse(&text).unwrap()), namespace)
     }
 
-    fn of_tenants(blocks: u32) -> Vec<Entry> {
+    fn of_tenants(blocks: u32) -> Vec<SegmentEntry> {
         let mut entries = entries(&vec![(1, None, 0, 2); blocks as usize], 64);
         (0..).zip(&mut entries).for_each(|(n, entry)| entry.tenant = (n > 0).then_some(u32::MAX - n));
         entries

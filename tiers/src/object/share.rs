@@ -15,13 +15,13 @@ use tokio::time::{Instant, timeout};
 
 use super::epochs::{EpochStanding, FIRST_PAUSE, OlderEpoch};
 use super::error::StoreError;
-use super::known::Known;
+use super::known::SegmentCatalog;
 use super::lease::CollectorLease;
 use super::manifest::{LAPSES, MAX_BYTES, Manifest};
 use super::names::SegmentName;
 use super::open::Store;
 use super::segment::Provenance;
-use super::shared::Shared;
+use super::shared::StoreContext;
 
 /// How a bucket is shared with workers that serve the same model.
 #[derive(Clone, Debug)]
@@ -42,7 +42,7 @@ pub struct Sharing {
 }
 
 /// A worker among others.
-pub(super) struct Share {
+pub(super) struct BucketShare {
     pub(super) sharing: Sharing,
     /// `<root>/<namespace>`.
     pub(super) namespace: Path,
@@ -53,8 +53,8 @@ pub(super) struct Share {
     own: Path,
     /// When the own manifest was last written.
     renewed: Mutex<Option<Instant>>,
-    pub(super) others: tokio::sync::Mutex<Others>,
-    pub(super) known: Mutex<Known>,
+    pub(super) others: tokio::sync::Mutex<OtherWorkers>,
+    pub(super) known: Mutex<SegmentCatalog>,
     /// How the worker's epoch stands to the bucket's.
     pub(super) standing: Mutex<EpochStanding>,
     pub(super) lease: CollectorLease,
@@ -62,23 +62,23 @@ pub(super) struct Share {
 
 /// What other workers rely on.
 #[derive(Debug, Default)]
-pub(super) struct Others {
+pub(super) struct OtherWorkers {
     /// When it was asked for; `None`: not yet.
     as_of: Option<Instant>,
     /// The store's time then, in milliseconds since 1970.
     pub(super) now_ms: i64,
-    manifests: HashMap<Path, Other>,
+    manifests: HashMap<Path, OtherWorker>,
 }
 
 /// Another worker's manifest.
 #[derive(Debug)]
-pub(super) struct Other {
+pub(super) struct OtherWorker {
     pub(super) meta: ObjectMeta,
     /// `None`: it cannot be understood, so its worker may rely on anything.
     pub(super) manifest: Option<Manifest>,
 }
 
-impl Share {
+impl BucketShare {
     pub(super) fn new(sharing: Sharing, namespace: &Path, worker: SegmentName) -> Self {
         let manifests = namespace.clone().join("manifests");
         Self {
@@ -101,7 +101,7 @@ impl Share {
     }
 }
 
-impl Others {
+impl OtherWorkers {
     /// Whether a living worker relies on a segment, or may.
     pub(super) fn rely_on(&self, name: SegmentName) -> bool {
         let living = self.manifests.values().filter(|known| !known.has_lapsed(self.now_ms));
@@ -115,7 +115,7 @@ impl Others {
     }
 }
 
-impl Other {
+impl OtherWorker {
     fn has_lapsed(&self, now_ms: i64) -> bool {
         let after = self.manifest.as_ref().map_or(UNREADABLE, Manifest::lapses_after);
         let age_ms = now_ms - self.meta.last_modified.timestamp_millis();
@@ -141,9 +141,9 @@ pub(super) fn worker_of(path: &Path) -> Option<u64> {
 /// A manifest that cannot be understood holds everything back for so long.
 pub(super) const UNREADABLE: Duration = Duration::from_hours(24);
 
-impl Shared {
+impl StoreContext {
     /// Says what this worker relies on.
-    pub(super) async fn renew(&self, share: &Share) -> Result<(), StoreError> {
+    pub(super) async fn renew(&self, share: &BucketShare) -> Result<(), StoreError> {
         let began = Instant::now();
         let names: Vec<_> = self.locations.lock().segments().map(|id| id.name).collect();
         let manifest = Manifest::new(share.sharing.renewal, names).encode();
@@ -158,7 +158,7 @@ impl Shared {
     }
 
     /// Takes back what it said, when it ends.
-    pub(super) async fn resign(&self, share: &Share) {
+    pub(super) async fn resign(&self, share: &BucketShare) {
         if let Err(error) = self.remove(&share.own).await {
             tracing::debug!(%error, "the manifest of this worker is left to others to delete");
         }
@@ -167,7 +167,7 @@ impl Shared {
     /// Whether another living worker relies on a segment, as of `since` or later.
     pub(super) async fn is_relied_on(
         &self,
-        share: &Share,
+        share: &BucketShare,
         name: SegmentName,
         since: Instant,
     ) -> Result<bool, StoreError> {
@@ -179,7 +179,7 @@ impl Shared {
     }
 
     /// Asks what other workers rely on now, and removes the manifests of those that are gone.
-    pub(super) async fn hear_others(&self, share: &Share) -> Result<(), StoreError> {
+    pub(super) async fn hear_others(&self, share: &BucketShare) -> Result<(), StoreError> {
         let mut others = share.others.lock().await;
         self.read_others(share, &mut others).await?;
         for path in others.lapsed() {
@@ -190,7 +190,7 @@ impl Shared {
     }
 
     /// The store's time, in milliseconds since 1970: that of this worker's manifest, and what has passed since.
-    pub(super) async fn store_now_ms(&self, share: &Share) -> Result<i64, StoreError> {
+    pub(super) async fn store_now_ms(&self, share: &BucketShare) -> Result<i64, StoreError> {
         if share.renewed.lock().is_none() {
             self.renew(share).await?;
         }
@@ -203,7 +203,7 @@ impl Shared {
             .saturating_add(i64::try_from(since.as_millis()).unwrap_or(i64::MAX)))
     }
 
-    async fn read_others(&self, share: &Share, others: &mut Others) -> Result<(), StoreError> {
+    async fn read_others(&self, share: &BucketShare, others: &mut OtherWorkers) -> Result<(), StoreError> {
         let began = Instant::now();
         if share.renewed.lock().is_none() {
             self.renew(share).await?;
@@ -235,9 +235,9 @@ pub(super) async fn read_manifest(
     store: &Store,
     meta: ObjectMeta,
     limit: Duration,
-) -> Result<Option<Other>, StoreError> {
+) -> Result<Option<OtherWorker>, StoreError> {
     if meta.size > MAX_BYTES {
-        return Ok(Some(Other { meta, manifest: None }));
+        return Ok(Some(OtherWorker { meta, manifest: None }));
     }
     let get = store.client.get_range(&meta.location, 0..meta.size.max(1));
     match timeout(limit, get).await? {
@@ -245,7 +245,7 @@ pub(super) async fn read_manifest(
             let manifest = Manifest::decode(&bytes).inspect_err(|error| {
                 tracing::warn!(path = %meta.location, %error, "a worker may rely on any segment of the object store");
             });
-            Ok(Some(Other { meta, manifest: manifest.ok() }))
+            Ok(Some(OtherWorker { meta, manifest: manifest.ok() }))
         }
         Err(object_store::Error::NotFound { .. }) => Ok(None),
         Err(error) => Err(store.secrets.scrub(&error)),
@@ -253,7 +253,7 @@ pub(super) async fn read_manifest(
 }
 
 /// Says again and again what this worker relies on, and finds out how its epoch stands as long as that is not known.
-pub(super) fn keep_up(shared: &Arc<Shared>) {
+pub(super) fn keep_up(shared: &Arc<StoreContext>) {
     let (own, mut ticket) = (Arc::clone(shared), shared.work.ticket());
     shared.store.executor.spawn(async move {
         let Some(share) = &own.share else { return };
@@ -275,8 +275,8 @@ pub(super) fn keep_up(shared: &Arc<Shared>) {
     });
 }
 
-impl Shared {
-    async fn take_turn(&self, share: &Share, is_due: bool) {
+impl StoreContext {
+    async fn take_turn(&self, share: &BucketShare, is_due: bool) {
         if is_due && let Err(error) = self.renew(share).await {
             tracing::debug!(store = %self.store, %error, "the manifest of this worker is written with the next renewal");
         }

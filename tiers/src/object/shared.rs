@@ -13,13 +13,13 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::budget::Expense;
 use super::error::StoreError;
-use super::executor::Work;
-use super::known::Spot;
-use super::locations::Locations;
+use super::executor::WorkInProgress;
+use super::known::ForeignSpot;
+use super::locations::BlockLocations;
 use super::names::{SegmentId, SegmentName, SegmentNames, epoch_name};
 use super::open::Store;
 use super::segment::{FooterKey, FooterKeys, Provenance, footer_bytes};
-use super::share::Share;
+use super::share::BucketShare;
 use super::traffic::Traffic;
 use crate::checksum::Checksums;
 use crate::clock;
@@ -34,7 +34,7 @@ pub(super) fn now_ms() -> u64 {
 }
 
 /// What the tasks need.
-pub(super) struct Shared {
+pub(super) struct StoreContext {
     pub(super) store: Store,
     pub(super) block_bytes: usize,
     /// Of the blocks that are being written.
@@ -42,7 +42,7 @@ pub(super) struct Shared {
     pub(super) names: SegmentNames,
     /// What authenticates footers, where blocks are encrypted.
     pub(super) keys: Option<FooterKeys>,
-    pub(super) locations: Mutex<Locations>,
+    pub(super) locations: Mutex<BlockLocations>,
     pub(super) blocks_per_segment: usize,
     /// Of an operation.
     pub(super) limit: Duration,
@@ -53,7 +53,7 @@ pub(super) struct Shared {
     pub(super) requests: Arc<Semaphore>,
     /// One for each deletion in flight.
     pub(super) deletions: Semaphore,
-    pub(super) work: Work,
+    pub(super) work: WorkInProgress,
     /// `<root>/<namespace>/blocks`: a directory for each epoch.
     pub(super) directory: Path,
     /// `<root>/<namespace>/segments`, where versions that did not tell epochs apart put theirs.
@@ -62,7 +62,7 @@ pub(super) struct Shared {
     /// Whose blocks are written.
     pub(super) provenance: Mutex<Provenance>,
     /// `None`: nobody else reads what is written here.
-    pub(super) share: Option<Share>,
+    pub(super) share: Option<BucketShare>,
     /// Segments that were nobody's in the last collection.
     pub(super) suspects: Mutex<HashSet<SegmentName>>,
     pub(super) collected: AtomicU64,
@@ -71,13 +71,13 @@ pub(super) struct Shared {
 }
 
 /// Keeps a segment in the store while it is read.
-pub(super) struct Pin {
-    shared: Arc<Shared>,
+pub(super) struct SegmentPin {
+    shared: Arc<StoreContext>,
     /// The segment's.
     number: u32,
 }
 
-impl Shared {
+impl StoreContext {
     pub(super) fn epoch_directory(&self, epoch: u64) -> Path {
         self.directory.clone().join(epoch_name(epoch))
     }
@@ -132,7 +132,7 @@ impl Shared {
     }
 
     /// From here on another worker's block is the content of a slot, which is vacant.
-    pub(super) fn stand_for(&self, slot: SlotId, block: Spot) {
+    pub(super) fn stand_for(&self, slot: SlotId, block: ForeignSpot) {
         // The same tokens computed elsewhere may differ in their lowest bits: what is read is to match what is there.
         self.checksums.iter().for_each(|checksums| checksums.record(slot, block.crc32c));
         self.locations.lock().link(slot, (block.segment, block.position), block.blocks);
@@ -206,14 +206,14 @@ impl Shared {
     }
 }
 
-impl Pin {
+impl SegmentPin {
     /// Of a segment that its caller has marked as being read.
-    pub(super) fn new(shared: &Arc<Shared>, number: u32) -> Self {
+    pub(super) fn new(shared: &Arc<StoreContext>, number: u32) -> Self {
         Self { shared: Arc::clone(shared), number }
     }
 }
 
-impl Drop for Pin {
+impl Drop for SegmentPin {
     fn drop(&mut self) {
         let unneeded = self.shared.locations.lock().release(self.number);
         unneeded.into_iter().for_each(|id| self.shared.discard(id, Duration::ZERO));

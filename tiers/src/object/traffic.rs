@@ -14,7 +14,7 @@ use object_store::{
     PutMultipartOptions, PutOptions, PutPayload, PutResult, RenameOptions, Result,
 };
 
-use super::budget::{Budgets, Expense, Purse};
+use super::budget::{Budgets, Expense, RequestBudget};
 
 /// Kinds of requests, as stores charge for them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -86,7 +86,7 @@ pub struct Traffic {
     requests: [[AtomicU64; 4]; 4],
     sent: AtomicU64,
     received: AtomicU64,
-    pub(super) purse: Purse,
+    pub(super) purse: RequestBudget,
 }
 
 impl Traffic {
@@ -121,7 +121,7 @@ impl Traffic {
     }
 
     pub(super) fn new(budgets: &Budgets) -> Self {
-        let purse = Purse::new(budgets);
+        let purse = RequestBudget::new(budgets);
         Self { requests: Default::default(), sent: AtomicU64::new(0), received: AtomicU64::new(0), purse }
     }
 
@@ -144,7 +144,7 @@ impl Traffic {
 
 /// A client whose requests are counted.
 #[derive(Debug)]
-pub(super) struct Counted {
+pub(super) struct CountedRequests {
     inner: Arc<dyn ObjectStore>,
     traffic: Arc<Traffic>,
 }
@@ -152,7 +152,7 @@ pub(super) struct Counted {
 /// Names that one request returns.
 const PAGE: usize = 1_000;
 
-impl Counted {
+impl CountedRequests {
     pub(super) fn new(inner: Arc<dyn ObjectStore>, traffic: Arc<Traffic>) -> Self {
         Self { inner, traffic }
     }
@@ -174,7 +174,7 @@ impl Counted {
     }
 }
 
-impl fmt::Display for Counted {
+impl fmt::Display for CountedRequests {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.inner.fmt(f)
     }
@@ -182,7 +182,7 @@ impl fmt::Display for Counted {
 
 #[async_trait]
 #[deny(clippy::missing_trait_methods)]
-impl ObjectStore for Counted {
+impl ObjectStore for CountedRequests {
     async fn put_opts(&self, location: &Path, payload: PutPayload, opts: PutOptions) -> Result<PutResult> {
         let bytes = payload.content_length() as u64;
         let result = self.inner.put_opts(location, payload, opts).await;

@@ -7,18 +7,18 @@ use object_store::PutPayload;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
-use super::block::{Pending, finish_all};
+use super::block::{PendingBlock, finish_all};
 use super::budget::Expense;
 use super::compact::make_room;
 use super::names::{SegmentId, SegmentName};
 use super::put::create;
-use super::segment::{Entry, FooterKey, Provenance, encode};
-use super::shared::{Shared, now_ms};
+use super::segment::{FooterKey, Provenance, SegmentEntry, encode};
+use super::shared::{StoreContext, now_ms};
 use crate::checksum::{Checksums, checksum};
 use crate::copy::{CopyError, CopyErrorKind, Owner};
 
 /// Writes one segment and reports its blocks.
-pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>, deadline: Instant) {
+pub(super) async fn upload(shared: Arc<StoreContext>, blocks: Vec<PendingBlock>, deadline: Instant) {
     let Some(provenance) = shared.present() else {
         let message =
             format!("how the epoch stands to those of {} is not known, or it is behind", shared.store);
@@ -39,7 +39,7 @@ pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>, deadline: 
     };
     let id = SegmentId { epoch: provenance.epoch, name: shared.names.next() };
     let slots: Vec<_> = blocks.iter().map(|block| block.object).collect();
-    let upload = Arc::new(Upload { blocks, result: OnceLock::new(), request: Arc::new(request) });
+    let upload = Arc::new(SegmentUpload { blocks, result: OnceLock::new(), request: Arc::new(request) });
     let result = match prepare(&shared, (provenance, id.name), &upload).await {
         Ok((payload, footer)) => create(&shared, id, payload, &footer, deadline).await,
         Err(error) => Err(error),
@@ -52,7 +52,7 @@ pub(super) async fn upload(shared: Arc<Shared>, blocks: Vec<Pending>, deadline: 
 }
 
 /// Has the slots of blocks that another worker has stored stand for these. What is left is to be stored.
-fn link_known(shared: &Shared, blocks: Vec<Pending>) -> Vec<Pending> {
+fn link_known(shared: &StoreContext, blocks: Vec<PendingBlock>) -> Vec<PendingBlock> {
     let Some(share) = &shared.share else { return blocks };
     let (mut left, mut linked) = (Vec::with_capacity(blocks.len()), Vec::new());
     for pending in blocks {
@@ -75,25 +75,25 @@ fn link_known(shared: &Shared, blocks: Vec<Pending>) -> Vec<Pending> {
 
 /// The blocks of a segment under way. The client may keep its `Bytes` for a while after it gave up, in a thread
 /// of its own; only when the last one is gone are the operations reported.
-struct Upload {
-    blocks: Vec<Pending>,
+struct SegmentUpload {
+    blocks: Vec<PendingBlock>,
     result: OnceLock<Result<(), CopyError>>,
     /// Over when the client has let go of the bytes.
     request: Arc<OwnedSemaphorePermit>,
 }
 
-impl Upload {
+impl SegmentUpload {
     /// The blocks where they are. Several parts, always: the client of `memory://` would keep a lone one as it is.
     fn lend(self: &Arc<Self>, footer: Bytes) -> PutPayload {
-        let source = |index| Bytes::from_owner(Source { upload: Arc::clone(self), index });
+        let source = |index| Bytes::from_owner(LentBlock { upload: Arc::clone(self), index });
         (0..self.blocks.len()).map(source).chain([footer]).collect()
     }
 
     /// Copies of the blocks. A connection to a service that stopped reading keeps what it was given for half a
     /// minute, whether or not anybody waits: no operation may depend on that.
     fn copy(&self, footer: Bytes) -> PutPayload {
-        let bytes = self.blocks.iter().map(Pending::source).collect::<Vec<_>>().concat();
-        let copy = Copied { bytes, _request: Arc::clone(&self.request) };
+        let bytes = self.blocks.iter().map(PendingBlock::source).collect::<Vec<_>>().concat();
+        let copy = CopiedBlocks { bytes, _request: Arc::clone(&self.request) };
         [Bytes::from_owner(copy), footer].into_iter().collect()
     }
 
@@ -103,13 +103,13 @@ impl Upload {
         recorded: Option<&Checksums>,
         key: Option<FooterKey<'_>>,
     ) -> Bytes {
-        let entry = |(index, block): (usize, &Pending)| {
+        let entry = |(index, block): (usize, &PendingBlock)| {
             let bytes = block.source();
             let length = bytes.len() as u64;
             let recorded = recorded.and_then(|checksums| checksums.get(block.object));
             let crc32c = recorded.unwrap_or_else(|| checksum(bytes));
             let offset = index as u64 * length;
-            Entry {
+            SegmentEntry {
                 block: block.block,
                 parent: block.parent,
                 offset,
@@ -122,7 +122,7 @@ impl Upload {
     }
 }
 
-impl Drop for Upload {
+impl Drop for SegmentUpload {
     fn drop(&mut self) {
         if let Some(result) = self.result.take() {
             finish_all(self.blocks.drain(..), &result);
@@ -131,24 +131,24 @@ impl Drop for Upload {
 }
 
 /// One block, lent to the client.
-struct Source {
-    upload: Arc<Upload>,
+struct LentBlock {
+    upload: Arc<SegmentUpload>,
     index: usize,
 }
 
-impl AsRef<[u8]> for Source {
+impl AsRef<[u8]> for LentBlock {
     fn as_ref(&self) -> &[u8] {
         self.upload.blocks[self.index].source()
     }
 }
 
 /// Copies of blocks, sent to a service.
-struct Copied {
+struct CopiedBlocks {
     bytes: Vec<u8>,
     _request: Arc<OwnedSemaphorePermit>,
 }
 
-impl AsRef<[u8]> for Copied {
+impl AsRef<[u8]> for CopiedBlocks {
     fn as_ref(&self) -> &[u8] {
         &self.bytes
     }
@@ -157,9 +157,9 @@ impl AsRef<[u8]> for Copied {
 /// A segment's bytes, and of those its footer. On a thread of its own, which may read the blocks: that takes
 /// milliseconds.
 async fn prepare(
-    shared: &Shared,
+    shared: &StoreContext,
     (provenance, name): (Provenance, SegmentName),
-    upload: &Arc<Upload>,
+    upload: &Arc<SegmentUpload>,
 ) -> Result<(PutPayload, Bytes), CopyError> {
     let (checksums, upload, is_remote) =
         (shared.checksums.clone(), Arc::clone(upload), shared.store.is_remote());

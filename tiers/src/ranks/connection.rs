@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
 use rustix::process::{Pid, PidfdFlags, geteuid, pidfd_open};
 
-use super::protocol::{Malformed, first_message, framed_bytes};
+use super::protocol::{MalformedFrame, first_message, framed_bytes};
 
 /// Bytes that wait for a peer who does not read. What a scheduler has under way is far less.
 const MAX_OUTBOX: usize = 16 << 20;
@@ -20,16 +20,16 @@ const READ_BYTES: usize = 64 << 10;
 
 /// The sending side, and who is at the other end.
 #[derive(Debug)]
-pub(super) struct Connection {
+pub(super) struct RankConnection {
     stream: UnixStream,
     /// What the stream would not take yet.
     outbox: Mutex<Vec<u8>>,
-    peer: Peer,
+    peer: RankPeer,
 }
 
 /// The process at the other end.
 #[derive(Debug)]
-pub(super) struct Peer {
+pub(super) struct RankPeer {
     /// 0: of another PID namespace.
     pub(super) pid: i32,
     /// Becomes readable when the process ends. The end of the stream does not say that: engines fork, and a child that
@@ -39,50 +39,50 @@ pub(super) struct Peer {
 
 /// What became of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Sent {
+pub(super) enum SendResult {
     /// The stream has it, or is broken, which who reads it learns.
     Entirely,
-    /// Some of it waits until the stream [can take it](Connection::flush).
+    /// Some of it waits until the stream [can take it](RankConnection::flush).
     Partly,
     /// Nothing of it: too much waits already.
     Refused,
 }
 
-impl Connection {
+impl RankConnection {
     /// Fails if the peer is a process of another user.
     pub(super) fn new(stream: UnixStream) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
-        let peer = Peer::of(&stream)?;
+        let peer = RankPeer::of(&stream)?;
         Ok(Self { stream, outbox: Mutex::default(), peer })
     }
 
-    pub(super) const fn peer(&self) -> &Peer {
+    pub(super) const fn peer(&self) -> &RankPeer {
         &self.peer
     }
 
-    pub(super) fn send(&self, frame: &[u8]) -> Sent {
+    pub(super) fn send(&self, frame: &[u8]) -> SendResult {
         match self.put_off(frame) {
-            Sent::Refused => Sent::Refused,
+            SendResult::Refused => SendResult::Refused,
             _ => self.flush(),
         }
     }
 
     /// [`send`](Self::send), with the next [`flush`](Self::flush).
-    pub(super) fn put_off(&self, frame: &[u8]) -> Sent {
+    pub(super) fn put_off(&self, frame: &[u8]) -> SendResult {
         let mut outbox = self.outbox.lock();
         if outbox.len() + frame.len() > MAX_OUTBOX {
-            return Sent::Refused;
+            return SendResult::Refused;
         }
         outbox.extend_from_slice(frame);
-        Sent::Partly
+        SendResult::Partly
     }
 
     /// Sends what waits, as far as the stream takes it.
-    pub(super) fn flush(&self) -> Sent {
+    pub(super) fn flush(&self) -> SendResult {
         let mut outbox = self.outbox.lock();
         let sent = write_some(&self.stream, &outbox);
         outbox.drain(..sent);
-        if outbox.is_empty() { Sent::Entirely } else { Sent::Partly }
+        if outbox.is_empty() { SendResult::Entirely } else { SendResult::Partly }
     }
 
     /// The peer reads the end of the stream, and may go on sending.
@@ -117,15 +117,15 @@ impl Connection {
 
 /// What a wait found out about a connection.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Ready {
+pub(super) struct ConnectionReady {
     pub(super) is_readable: bool,
     pub(super) is_writable: bool,
     /// The process at the other end has ended.
     pub(super) is_dead: bool,
 }
 
-impl Ready {
-    /// Of the two places that [`Connection::watch`] filled.
+impl ConnectionReady {
+    /// Of the two places that [`RankConnection::watch`] filled.
     pub(super) fn of(fds: &[PollFd<'_>]) -> Self {
         let (stream, life) = (fds[0].revents(), fds[1].revents());
         Self {
@@ -152,7 +152,7 @@ fn write_some(mut stream: &UnixStream, bytes: &[u8]) -> usize {
 
 /// The receiving side, of one thread.
 #[derive(Debug)]
-pub(super) struct Inbox {
+pub(super) struct FrameInbox {
     /// Not only what was read: it is not cleared for each read.
     bytes: Vec<u8>,
     /// Which of it was read, and not taken yet.
@@ -162,7 +162,7 @@ pub(super) struct Inbox {
 
 /// Why nothing more will come.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum End {
+pub(super) enum ConnectionEnd {
     #[error("it closed the connection")]
     Closed,
     #[error("its process ended")]
@@ -170,10 +170,10 @@ pub(super) enum End {
     #[error("the connection failed: {0}")]
     Failed(io::Error),
     #[error(transparent)]
-    Malformed(#[from] Malformed),
+    Malformed(#[from] MalformedFrame),
 }
 
-impl Inbox {
+impl FrameInbox {
     /// Takes messages of up to `limit` bytes.
     pub(super) const fn new(limit: usize) -> Self {
         Self { bytes: Vec::new(), unread: 0..0, limit }
@@ -184,7 +184,7 @@ impl Inbox {
     }
 
     /// Reads what has come, once: a peer who sends without end must not keep others waiting.
-    pub(super) fn read(&mut self, connection: &Connection) -> Result<(), End> {
+    pub(super) fn read(&mut self, connection: &RankConnection) -> Result<(), ConnectionEnd> {
         // Mostly nothing is left, and nothing moves.
         self.bytes.copy_within(self.unread.clone(), 0);
         self.unread = 0..self.unread.len();
@@ -192,7 +192,7 @@ impl Inbox {
             self.bytes.resize(self.unread.end + READ_BYTES, 0);
         }
         match (&connection.stream).read(&mut self.bytes[self.unread.end..]) {
-            Ok(0) => Err(End::Closed),
+            Ok(0) => Err(ConnectionEnd::Closed),
             Ok(count) => {
                 self.unread.end += count;
                 Ok(())
@@ -200,7 +200,7 @@ impl Inbox {
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
                 Ok(())
             }
-            Err(error) => Err(End::Failed(error)),
+            Err(error) => Err(ConnectionEnd::Failed(error)),
         }
     }
 
@@ -210,14 +210,14 @@ impl Inbox {
     }
 
     /// The next message that is here entirely.
-    pub(super) fn next(&mut self) -> Result<Option<&[u8]>, Malformed> {
+    pub(super) fn next(&mut self) -> Result<Option<&[u8]>, MalformedFrame> {
         let message = first_message(&self.bytes[self.unread.clone()], self.limit)?;
         self.unread.start += message.map_or(0, framed_bytes);
         Ok(message)
     }
 }
 
-impl Peer {
+impl RankPeer {
     fn of(stream: &UnixStream) -> io::Result<Self> {
         let (pid, uid) = credentials(stream)?;
         if uid != geteuid().as_raw() {
@@ -244,9 +244,9 @@ fn credentials(stream: &UnixStream) -> io::Result<(i32, u32)> {
 
 /// Ends the wait of a thread that waits for connections.
 #[derive(Debug)]
-pub(super) struct Waker(OwnedFd);
+pub(super) struct ConnectionWaker(OwnedFd);
 
-impl Waker {
+impl ConnectionWaker {
     pub(super) fn new() -> io::Result<Self> {
         Ok(Self(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
     }
@@ -262,7 +262,7 @@ impl Waker {
     }
 }
 
-impl AsFd for Waker {
+impl AsFd for ConnectionWaker {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
@@ -271,10 +271,10 @@ impl AsFd for Waker {
 /// Becomes readable when something happens that seldom does: who waits for what is frequent names this one place beside
 /// it, since every place in a list costs each wait some 200 ns. What has happened the full list tells.
 #[derive(Debug)]
-pub(super) struct Seldom(OwnedFd);
+pub(super) struct SeldomLog(OwnedFd);
 
-impl Seldom {
-    pub(super) fn new(waker: &Waker, listener: BorrowedFd<'_>) -> io::Result<Self> {
+impl SeldomLog {
+    pub(super) fn new(waker: &ConnectionWaker, listener: BorrowedFd<'_>) -> io::Result<Self> {
         let seldom = Self(epoll::create(epoll::CreateFlags::CLOEXEC)?);
         seldom.add(waker.as_fd(), epoll::EventFlags::IN)?;
         seldom.add(listener, epoll::EventFlags::IN)?;
@@ -282,14 +282,14 @@ impl Seldom {
     }
 
     /// That the connection ends, or its peer.
-    pub(super) fn watch(&self, connection: &Connection) -> io::Result<()> {
+    pub(super) fn watch(&self, connection: &RankConnection) -> io::Result<()> {
         // Its end is told whatever one asks for.
         self.add(connection.stream.as_fd(), epoll::EventFlags::empty())?;
         connection.peer.life.iter().try_for_each(|life| self.add(life.as_fd(), epoll::EventFlags::IN))
     }
 
     /// To be called before the connection is dropped: a forked child may keep it open, and it would be told of for ever.
-    pub(super) fn forget(&self, connection: &Connection) {
+    pub(super) fn forget(&self, connection: &RankConnection) {
         let life = connection.peer.life.as_ref().map(AsFd::as_fd);
         for place in life.into_iter().chain([connection.stream.as_fd()]) {
             // What was never added is not there.
@@ -302,7 +302,7 @@ impl Seldom {
     }
 }
 
-impl AsFd for Seldom {
+impl AsFd for SeldomLog {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
@@ -326,7 +326,7 @@ mod tests {
     #[test]
     fn who_sends_to_a_peer_that_does_not_read_goes_on_and_is_refused_in_the_end() {
         let (near, far) = UnixStream::pair().unwrap();
-        let (near, far) = (Connection::new(near).unwrap(), Connection::new(far).unwrap());
+        let (near, far) = (RankConnection::new(near).unwrap(), RankConnection::new(far).unwrap());
         let message = |number: u64| frame(&(number, vec![7_u8; 100 << 10]));
         let mut kept = 0;
         let mut outcomes = Vec::new();
@@ -335,15 +335,15 @@ mod tests {
             if outcomes.last() != Some(&sent) {
                 outcomes.push(sent);
             }
-            if sent == Sent::Refused {
+            if sent == SendResult::Refused {
                 break;
             }
             kept += 1;
         }
-        assert_eq!(outcomes, [Sent::Entirely, Sent::Partly, Sent::Refused]);
+        assert_eq!(outcomes, [SendResult::Entirely, SendResult::Partly, SendResult::Refused]);
         assert!(near.outbox.lock().len() <= MAX_OUTBOX);
         // It reads after all: nothing of what was taken is missing.
-        let (mut inbox, mut read) = (Inbox::new(MAX_MESSAGE), 0);
+        let (mut inbox, mut read) = (FrameInbox::new(MAX_MESSAGE), 0);
         while read < kept {
             near.flush();
             inbox.read(&far).unwrap();
@@ -352,9 +352,9 @@ mod tests {
                 read += 1;
             }
         }
-        assert_eq!(near.send(&message(0)), Sent::Entirely);
+        assert_eq!(near.send(&message(0)), SendResult::Entirely);
         drop(near);
         inbox.read(&far).unwrap();
-        while !matches!(inbox.read(&far), Err(End::Closed)) {}
+        while !matches!(inbox.read(&far), Err(ConnectionEnd::Closed)) {}
     }
 }

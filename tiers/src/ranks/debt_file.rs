@@ -15,7 +15,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 
 use crate::error::{SetupError, SetupErrorKind};
-use crate::files::{Site, open_ours, replace};
+use crate::files::{OwnDirectory, open_ours, replace};
 
 const FIRST_LINE: &str = "kvbm debts 1";
 /// Half a million debts. Nothing larger is read.
@@ -26,7 +26,7 @@ pub(super) type RankAndTenant = (u16, u32);
 
 /// Where debts are written down.
 #[derive(Debug)]
-pub(super) struct DebtFile(Site);
+pub(super) struct DebtFile(OwnDirectory);
 
 impl DebtFile {
     /// The file, and what an earlier leader left in it.
@@ -35,7 +35,7 @@ impl DebtFile {
     /// `Invalid`: it is damaged. `NotWritable`: it is not a file of this user's that is closed to all others. `Io`: the
     /// medium.
     pub(super) fn open(path: &Path) -> Result<(Self, Vec<RankAndTenant>), SetupError> {
-        let site = Site::new(path, &crate::disk::SETTINGS);
+        let site = OwnDirectory::new(path, &crate::disk::SETTINGS);
         let mut text = String::new();
         if let Some(file) = open_ours(&site)? {
             let read = file.take(MAX_BYTES).read_to_string(&mut text);
@@ -120,7 +120,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::files::{Patience, create_locked, partial, remove_abandoned};
+    use crate::files::{LockWait, create_locked, partial, remove_abandoned};
 
     proptest! {
         #[test]
@@ -154,9 +154,9 @@ mod tests {
         let home = tempfile::tempdir().unwrap();
         let path = home.path().join("kvbm-test.debts");
         let (file, _) = DebtFile::open(&path).unwrap();
-        let site = Site::new(&path, &crate::disk::SETTINGS);
+        let site = OwnDirectory::new(&path, &crate::disk::SETTINGS);
         // Another leader is half-way.
-        let theirs = create_locked(&partial(&site), &mut Patience::new(Duration::ZERO)).unwrap();
+        let theirs = create_locked(&partial(&site), &mut LockWait::new(Duration::ZERO)).unwrap();
         remove_abandoned(home.path(), &crate::disk::SETTINGS);
         assert!(partial(&site).path.exists(), "who starts leaves it alone");
         assert_eq!(file.write([(1, 7)].into_iter()).unwrap_err().kind(), SetupErrorKind::InUse);

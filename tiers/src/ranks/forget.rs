@@ -9,10 +9,10 @@ use std::time::Duration;
 use crossbeam_channel::Sender;
 use parking_lot::{Condvar, Mutex};
 
-use super::connection::Sent;
+use super::connection::SendResult;
 use super::debt_file::DebtFile;
-use super::leader::{Leader, Shared};
-use super::protocol::{Forgot, ToRank};
+use super::leader::{Leader, LeaderState};
+use super::protocol::{ForgotTenant, ToRank};
 use crate::clock;
 use crate::error::SetupError;
 use crate::fork::ServiceThread;
@@ -59,9 +59,9 @@ impl Leader {
         let mut owed = debts.owed.lock();
         // Whoever is away, or goes now, is not waited for.
         let is_awaited =
-            |owed: &[Owed]| told.iter().any(|&rank| owed[usize::from(rank)].is_awaited(tenant, life));
+            |owed: &[OwedDeletion]| told.iter().any(|&rank| owed[usize::from(rank)].is_awaited(tenant, life));
         while is_awaited(&owed) && !debts.changed.wait_until(&mut owed, deadline).timed_out() {}
-        let why = |(rank, owed): (u16, &Owed)| Some((rank, owed.why_not(tenant, life)?));
+        let why = |(rank, owed): (u16, &OwedDeletion)| Some((rank, owed.why_not(tenant, life)?));
         let ranks: Vec<_> = (0..).zip(&*owed).filter_map(why).collect();
         if ranks.is_empty() { Ok(()) } else { Err(NotForgotten { tenant, ranks, unwritten }) }
     }
@@ -69,8 +69,8 @@ impl Leader {
 
 /// What ranks have yet to forget.
 #[derive(Debug)]
-pub(super) struct Debts {
-    owed: Mutex<Vec<Owed>>,
+pub(super) struct PendingDeletions {
+    owed: Mutex<Vec<OwedDeletion>>,
     changed: Condvar,
     /// Where they are written down; `None`: a leader that ends takes them along.
     file: Option<DebtFile>,
@@ -78,21 +78,21 @@ pub(super) struct Debts {
 
 /// What one rank has yet to forget.
 #[derive(Clone, Debug, Default)]
-struct Owed {
+struct OwedDeletion {
     is_away: bool,
     /// By tenant.
-    tenants: BTreeMap<u32, Debt>,
+    tenants: BTreeMap<u32, PendingDeletion>,
 }
 
 #[derive(Clone, Debug)]
-struct Debt {
+struct PendingDeletion {
     life: u32,
     /// Why it could not.
     failed: Option<String>,
 }
 
-impl Owed {
-    fn debt(&self, tenant: u32, life: u32) -> Option<&Debt> {
+impl OwedDeletion {
+    fn debt(&self, tenant: u32, life: u32) -> Option<&PendingDeletion> {
         // A later life includes the earlier ones.
         self.tenants.get(&tenant).filter(|debt| debt.life >= life)
     }
@@ -108,14 +108,14 @@ impl Owed {
     }
 }
 
-impl Debts {
+impl PendingDeletions {
     /// Those that an earlier leader left in a file.
     pub(super) fn open(world: u16, path: Option<&Path>) -> Result<Self, SetupError> {
         let (file, left) = path.map(DebtFile::open).transpose()?.unzip();
-        let mut owed = vec![Owed::default(); usize::from(world)];
+        let mut owed = vec![OwedDeletion::default(); usize::from(world)];
         for (rank, tenant) in left.into_iter().flatten() {
             // Tenants' lives are counted from the leader's start: all that the rank has of him is of an earlier one.
-            let debt = Debt { life: 0, failed: None };
+            let debt = PendingDeletion { life: 0, failed: None };
             if let Some(owed) = owed.get_mut(usize::from(rank)) {
                 owed.tenants.insert(tenant, debt);
             }
@@ -126,14 +126,14 @@ impl Debts {
     fn owe(&self, tenant: u32, life: u32) -> Result<(), SetupError> {
         let mut owed = self.owed.lock();
         for owed in &mut *owed {
-            owed.tenants.insert(tenant, Debt { life, failed: None });
+            owed.tenants.insert(tenant, PendingDeletion { life, failed: None });
         }
         self.write(&owed)
     }
 
-    fn write(&self, owed: &[Owed]) -> Result<(), SetupError> {
+    fn write(&self, owed: &[OwedDeletion]) -> Result<(), SetupError> {
         let Some(file) = &self.file else { return Ok(()) };
-        let of_rank = |(rank, owed): (u16, &Owed)| {
+        let of_rank = |(rank, owed): (u16, &OwedDeletion)| {
             owed.tenants.keys().map(move |&tenant| (rank, tenant)).collect::<Vec<_>>()
         };
         file.write((0..).zip(owed).flat_map(of_rank))
@@ -159,7 +159,7 @@ impl Debts {
     }
 
     /// A rank has done what it was told, or could not.
-    pub(super) fn answered(&self, rank: u16, Forgot { tenant, life, failed }: Forgot) {
+    pub(super) fn answered(&self, rank: u16, ForgotTenant { tenant, life, failed }: ForgotTenant) {
         let mut owed = self.owed.lock();
         let tenants = &mut owed[usize::from(rank)].tenants;
         match (failed, tenants.get_mut(&tenant)) {
@@ -178,21 +178,21 @@ impl Debts {
     }
 }
 
-impl Shared {
+impl LeaderState {
     /// Returns who was told.
     fn tell_to_forget(&self, tenant: u32, life: u32) -> Vec<u16> {
         // Who joins from here on is told then; who is told twice does it twice.
         let message = ToRank::Forget { tenant, life };
         let present = self.present();
         let is_told =
-            |(rank, connection)| (self.send_to(connection, &message) != Sent::Refused).then_some(rank);
+            |(rank, connection)| (self.send_to(connection, &message) != SendResult::Refused).then_some(rank);
         present.iter().map(|(rank, connection)| (*rank, &**connection)).filter_map(is_told).collect()
     }
 }
 
 /// What a rank does when a tenant is forgotten: what asks nobody at once, so that what the leader says next comes after it;
 /// and the rest on a thread that ends with this, since stores of keys may take their time.
-pub(super) struct Forgetter {
+pub(super) struct RankForgetter {
     begin: Box<BeginForgetting>,
     // Before the thread, which finishes what it was given.
     queue: Sender<(u32, u32, DestroyKeys)>,
@@ -203,16 +203,16 @@ type BeginForgetting = dyn Fn(u32, u32) -> DestroyKeys + Send + Sync;
 /// Says what may be left.
 pub type DestroyKeys = Box<dyn FnOnce() -> Result<(), String> + Send>;
 
-impl Forgetter {
+impl RankForgetter {
     /// `tell` is called with what became of each order.
     pub(super) fn start(
         begin: Box<BeginForgetting>,
-        tell: impl Fn(Forgot) + Send + 'static,
+        tell: impl Fn(ForgotTenant) + Send + 'static,
     ) -> io::Result<Self> {
         let (queue, orders) = crossbeam_channel::unbounded::<(u32, u32, DestroyKeys)>();
         let work = move || {
             for (tenant, life, destroy) in orders {
-                tell(Forgot::new((tenant, life), destroy()));
+                tell(ForgotTenant::new((tenant, life), destroy()));
             }
         };
         Ok(Self { begin, queue, _thread: ServiceThread::spawn("kvbm-forget", work)? })
@@ -225,7 +225,7 @@ impl Forgetter {
     }
 }
 
-impl fmt::Debug for Forgetter {
+impl fmt::Debug for RankForgetter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Forgetter")
     }

@@ -7,12 +7,12 @@ use crate::copy::{CopyError, CopyErrorKind, CopyOp, SlotRef, Tier};
 /// Which life's bytes each slot holds, of the tiers that copies alone write. A rank that was started anew has nothing,
 /// whatever its leader believes: it must not give out what happens to lie in a slot.
 #[derive(Debug, Default)]
-pub(super) struct Generations(Mutex<[Vec<u32>; Tier::COUNT]>);
+pub(super) struct SlotGenerations(Mutex<[Vec<u32>; Tier::COUNT]>);
 
 /// No generation is that large.
 const NOTHING: u32 = u32::MAX;
 
-impl Generations {
+impl SlotGenerations {
     /// Before a copy: its source must hold what it names, and its destination holds nothing from here on.
     pub(super) fn begin(&self, op: &CopyOp) -> Result<(), CopyError> {
         self.check(op.from)?;

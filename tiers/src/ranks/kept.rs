@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::protocol::{Holding, Inventory, MAX_SLOTS_TOLD, PackedHoldings};
+use super::protocol::{HeldSlot, InventoryPage, MAX_SLOTS_TOLD, PackedHoldings};
 use crate::copy::{CopyOp, SlotId, SlotRef, Tier};
 use crate::index::IndexEntry;
 
@@ -28,16 +28,16 @@ pub trait SlotJournal: fmt::Debug + Send + Sync {
 
 /// The journals of a rank's kept tiers.
 #[derive(Debug, Default)]
-pub(super) struct Journals([Option<Arc<dyn SlotJournal>>; Tier::COUNT]);
+pub(super) struct SlotJournals([Option<Arc<dyn SlotJournal>>; Tier::COUNT]);
 
 /// What an earlier process left in a rank's slots, as long as a leader may ask for it: until the first copy, which may be
 /// into one of them.
 #[derive(Debug, Default)]
-pub(super) struct Left([Vec<IndexEntry>; Tier::COUNT]);
+pub(super) struct LeftBehind([Vec<IndexEntry>; Tier::COUNT]);
 
 /// Parts what outlives the process into what is written down and what was.
-pub(super) fn part(kept: Vec<KeptSlots>) -> (Journals, Left) {
-    let (mut journals, mut left) = (Journals::default(), Left::default());
+pub(super) fn part(kept: Vec<KeptSlots>) -> (SlotJournals, LeftBehind) {
+    let (mut journals, mut left) = (SlotJournals::default(), LeftBehind::default());
     for KeptSlots { tier, left: mut entries, journal } in kept {
         entries.sort_unstable_by_key(|entry| entry.slot);
         left.0[tier.index()] = entries;
@@ -46,7 +46,7 @@ pub(super) fn part(kept: Vec<KeptSlots>) -> (Journals, Left) {
     (journals, left)
 }
 
-impl Journals {
+impl SlotJournals {
     pub(super) fn begun(&self, op: &CopyOp) {
         self.of(op.to.tier).inspect(|journal| journal.begun(op));
     }
@@ -60,14 +60,14 @@ impl Journals {
     }
 }
 
-impl Left {
+impl LeftBehind {
     /// A page of what lies in a tier, from slot `from` on.
-    pub(super) fn page(&self, tier: Tier, from: u32) -> Inventory {
+    pub(super) fn page(&self, tier: Tier, from: u32) -> InventoryPage {
         let entries = &self.0[tier.index()];
         let rest = &entries[entries.partition_point(|entry| entry.slot.0 < from)..];
         let (page, rest) = rest.split_at(rest.len().min(MAX_SLOTS_TOLD));
-        let held = PackedHoldings::of(page.iter().map(Holding::of));
-        Inventory { tier, held, next: rest.first().map(|entry| entry.slot.0) }
+        let held = PackedHoldings::of(page.iter().map(HeldSlot::of));
+        InventoryPage { tier, held, next: rest.first().map(|entry| entry.slot.0) }
     }
 
     /// The slot in a life of this number, if anything was left there.

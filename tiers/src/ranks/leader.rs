@@ -13,15 +13,17 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
 
-use super::connection::{Connection, End, Inbox, Ready, Seldom, Sent, Waker, wait};
-use super::forget::Debts;
-use super::pending::{MAX_RANKS, Pending, RankSet, Report, Unexpected};
-use super::protocol::{
-    Ended, Hello, Inventory, MAX_FINGERPRINT, MAX_GREETING, MAX_MESSAGE, MAX_OPS, Malformed, Membership,
-    PackedOps, Refusal, ToLeader, ToRank, decode, frame,
+use super::connection::{
+    ConnectionEnd, ConnectionReady, ConnectionWaker, FrameInbox, RankConnection, SeldomLog, SendResult, wait,
 };
-use super::recovery::Answers;
-use super::socket::Meeting;
+use super::forget::PendingDeletions;
+use super::pending::{EndedReport, MAX_RANKS, PendingBatches, RankSet, UnexpectedReport};
+use super::protocol::{
+    EndedCopies, HelloFrame, InventoryPage, MAX_FINGERPRINT, MAX_GREETING, MAX_MESSAGE, MAX_OPS,
+    MalformedFrame, Membership, PackedOps, RefusalFrame, ToLeader, ToRank, decode, frame,
+};
+use super::recovery::InventoryAnswers;
+use super::socket::LeaderSocket;
 use crate::backend::Backend;
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
@@ -59,7 +61,7 @@ pub struct LeaderOptions {
 /// A backend whose copies are done by ranks, each of its slice. Dropping it ends their service.
 #[derive(Debug)]
 pub struct Leader {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<LeaderState>,
     routes: Vec<Route>,
     thread: ServiceThread,
 }
@@ -81,17 +83,17 @@ impl Leader {
             return Err(SetupError::new(SetupErrorKind::Invalid, message));
         }
         check_fingerprint(&options.fingerprint)?;
-        let meeting = Meeting::open(&options.dir)?;
+        let meeting = LeaderSocket::open(&options.dir)?;
         let deadline = clock::now() + options.limit;
-        let waker = Waker::new().map_err(|error| no_thread(&error))?;
-        let state = State {
+        let waker = ConnectionWaker::new().map_err(|error| no_thread(&error))?;
+        let state = RanksState {
             seats: (0..options.world).map(|_| None).collect(),
             refused: vec![None; usize::from(options.world)],
             agreed: None,
-            pending: Pending::new(options.world),
+            pending: PendingBatches::new(options.world),
         };
-        let debts = Debts::open(options.world, options.debts.as_deref())?;
-        let shared = Arc::new(Shared {
+        let debts = PendingDeletions::open(options.world, options.debts.as_deref())?;
+        let shared = Arc::new(LeaderState {
             options,
             state: Mutex::new(state),
             joined: Condvar::new(),
@@ -99,12 +101,12 @@ impl Leader {
             listener: OnceLock::new(),
             is_closing: AtomicBool::new(false),
             on_lost: Box::new(on_lost),
-            answers: Answers::default(),
+            answers: InventoryAnswers::default(),
             debts,
         });
         let seldom =
-            Seldom::new(&shared.waker, meeting.listener.as_fd()).map_err(|error| no_thread(&error))?;
-        let desk = Desk {
+            SeldomLog::new(&shared.waker, meeting.listener.as_fd()).map_err(|error| no_thread(&error))?;
+        let desk = RankListener {
             shared: Arc::clone(&shared),
             meeting,
             seldom: Some(seldom),
@@ -119,16 +121,16 @@ impl Leader {
     }
 
     /// Tells which ranks are there.
-    pub fn roll_call(&self) -> RollCall {
-        RollCall(Arc::downgrade(&self.shared))
+    pub fn roll_call(&self) -> RankRegistry {
+        RankRegistry(Arc::downgrade(&self.shared))
     }
 }
 
 /// Tells which ranks of a leader are there. Keeps no leader open.
 #[derive(Clone, Debug)]
-pub struct RollCall(Weak<Shared>);
+pub struct RankRegistry(Weak<LeaderState>);
 
-impl RollCall {
+impl RankRegistry {
     /// By number, whether each rank is there; `None`: the leader is gone.
     pub fn present(&self) -> Option<Vec<bool>> {
         let shared = self.0.upgrade()?;
@@ -185,48 +187,48 @@ impl Drop for Leader {
 }
 
 /// What those who submit share with the thread that listens.
-pub(super) struct Shared {
+pub(super) struct LeaderState {
     pub(super) options: LeaderOptions,
-    state: Mutex<State>,
+    state: Mutex<RanksState>,
     /// A rank came.
     joined: Condvar,
-    waker: Waker,
+    waker: ConnectionWaker,
     /// The thread that listens.
     listener: OnceLock<ThreadId>,
     is_closing: AtomicBool,
     on_lost: Box<dyn Fn(u16) + Send + Sync>,
     /// What ranks say that they hold goes here.
-    pub(super) answers: Answers,
+    pub(super) answers: InventoryAnswers,
     /// Whom they have yet to forget.
-    pub(super) debts: Debts,
+    pub(super) debts: PendingDeletions,
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for LeaderState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Shared").field("options", &self.options).finish_non_exhaustive()
     }
 }
 
 #[derive(Debug)]
-struct State {
+struct RanksState {
     /// By rank: who it is, while it is there.
-    seats: Vec<Option<Seat>>,
+    seats: Vec<Option<RankSlot>>,
     /// By rank: why somebody who claimed to be it was refused last, while it was not there.
     refused: Vec<Option<String>>,
     /// The routes that all ranks had when they were complete for the first time.
     agreed: Option<Vec<Route>>,
-    pending: Pending,
+    pending: PendingBatches,
 }
 
 #[derive(Debug)]
-struct Seat {
-    connection: Arc<Connection>,
+struct RankSlot {
+    connection: Arc<RankConnection>,
     routes: Vec<Route>,
 }
 
-impl State {
+impl RanksState {
     /// All ranks' connections; an error names one that is not there.
-    fn all(&self) -> Result<Vec<Arc<Connection>>, u16> {
+    fn all(&self) -> Result<Vec<Arc<RankConnection>>, u16> {
         let seats = (0..).zip(&self.seats);
         seats.map(|(rank, seat)| seat.as_ref().map(|seat| Arc::clone(&seat.connection)).ok_or(rank)).collect()
     }
@@ -242,23 +244,23 @@ impl State {
     }
 }
 
-impl Shared {
+impl LeaderState {
     /// All ranks' connections; an error names one that is not there.
-    pub(super) fn connections(&self) -> Result<Vec<Arc<Connection>>, u16> {
+    pub(super) fn connections(&self) -> Result<Vec<Arc<RankConnection>>, u16> {
         self.state.lock().all()
     }
 
     /// The ranks that are there.
-    pub(super) fn present(&self) -> Vec<(u16, Arc<Connection>)> {
+    pub(super) fn present(&self) -> Vec<(u16, Arc<RankConnection>)> {
         let state = self.state.lock();
         let seats = (0..).zip(&state.seats);
         seats.filter_map(|(rank, seat)| Some((rank, Arc::clone(&seat.as_ref()?.connection)))).collect()
     }
 
     /// Sends what the stream of a connection does not take at once when it can.
-    pub(super) fn send_to(&self, connection: &Connection, message: &ToRank) -> Sent {
+    pub(super) fn send_to(&self, connection: &RankConnection, message: &ToRank) -> SendResult {
         let sent = connection.send(&frame(message));
-        if sent == Sent::Partly {
+        if sent == SendResult::Partly {
             self.waker.wake();
         }
         sent
@@ -276,7 +278,7 @@ impl Shared {
         }
     }
 
-    fn incomplete(&self, state: &State) -> SetupError {
+    fn incomplete(&self, state: &RanksState) -> SetupError {
         let LeaderOptions { dir, limit, world, .. } = &self.options;
         let missing = (0..*world).filter(|&rank| state.seats[usize::from(rank)].is_none());
         let named: Vec<_> = missing
@@ -324,25 +326,25 @@ impl Shared {
         for (rank, connection) in (0..).zip(connections) {
             let sent = if is_listener { connection.put_off(&message) } else { connection.send(&message) };
             match sent {
-                Sent::Partly if !is_listener => self.waker.wake(),
-                Sent::Refused => self.overrun(rank, batch, ops.len()),
-                Sent::Entirely | Sent::Partly => {}
+                SendResult::Partly if !is_listener => self.waker.wake(),
+                SendResult::Refused => self.overrun(rank, batch, ops.len()),
+                SendResult::Entirely | SendResult::Partly => {}
             }
         }
     }
 
     /// A rank does not even read any more.
     fn overrun(&self, rank: u16, batch: u64, copies: usize) {
-        let mut ended = Ended::new(batch);
+        let mut ended = EndedCopies::new(batch);
         let why = "too much waits for it";
         (0..copies as u32).for_each(|op| ended.failed(op, CopyErrorKind::Unavailable, why));
         // If the rank was lost since, that has ended the copies.
         let (report, _) = self.state.lock().pending.ended(rank, ended);
-        report.into_iter().for_each(Report::send);
+        report.into_iter().for_each(EndedReport::send);
     }
 
     /// What a rank reported.
-    fn ended(&self, rank: u16, news: Vec<Ended>) -> Result<(), Unexpected> {
+    fn ended(&self, rank: u16, news: Vec<EndedCopies>) -> Result<(), UnexpectedReport> {
         let mut reports = Vec::with_capacity(news.len());
         let mut state = self.state.lock();
         let outcome = news.into_iter().try_for_each(|ended| {
@@ -351,12 +353,12 @@ impl Shared {
             outcome
         });
         drop(state);
-        reports.into_iter().for_each(Report::send);
+        reports.into_iter().for_each(EndedReport::send);
         outcome
     }
 
     /// A rank is gone.
-    fn lost(&self, rank: u16, why: &Loss) {
+    fn lost(&self, rank: u16, why: &RankLoss) {
         let error = CopyError::new(CopyErrorKind::Unavailable, format!("rank {rank} is gone: {why}"));
         let mut state = self.state.lock();
         state.seats[usize::from(rank)] = None;
@@ -366,19 +368,19 @@ impl Shared {
         self.debts.lost(rank);
         // First, so that nothing lands any more that the rank had confirmed.
         (self.on_lost)(rank);
-        reports.into_iter().for_each(Report::send);
+        reports.into_iter().for_each(EndedReport::send);
     }
 
     /// Lets a rank in, or says why not.
-    fn seat(&self, member: Membership, connection: &Arc<Connection>) -> Result<(), Refusal> {
-        let mismatch = |why| Refusal { is_taken: false, why };
+    fn seat(&self, member: Membership, connection: &Arc<RankConnection>) -> Result<(), RefusalFrame> {
+        let mismatch = |why| RefusalFrame { is_taken: false, why };
         self.options.check(&member).map_err(mismatch)?;
         let mut state = self.state.lock();
         let place = usize::from(member.rank);
         if let Some(holder) = &state.seats[place] {
             let pid = holder.connection.peer().pid;
             let why = format!("process {pid} is that rank: stop it first, or join as another");
-            return Err(Refusal { is_taken: true, why });
+            return Err(RefusalFrame { is_taken: true, why });
         }
         let lacking = |route: &&Route| !member.routes.contains(route);
         if let Some((from, to)) = state.agreed.iter().flatten().find(lacking) {
@@ -389,7 +391,7 @@ impl Shared {
         for message in self.debts.of_newcomer(member.rank) {
             connection.send(&frame(&message));
         }
-        state.seats[place] = Some(Seat { connection: Arc::clone(connection), routes: member.routes });
+        state.seats[place] = Some(RankSlot { connection: Arc::clone(connection), routes: member.routes });
         state.refused[place] = None;
         state.agree();
         self.joined.notify_all();
@@ -431,50 +433,50 @@ impl LeaderOptions {
 
 /// Why a rank is lost.
 #[derive(Debug, thiserror::Error)]
-enum Loss {
+enum RankLoss {
     #[error(transparent)]
-    Ended(#[from] End),
+    Ended(#[from] ConnectionEnd),
     #[error(transparent)]
-    Unexpected(#[from] Unexpected),
+    Unexpected(#[from] UnexpectedReport),
     #[error("it said hello twice")]
     HelloTwice,
     #[error("it told what it holds, and was not asked")]
     Unasked,
 }
 
-impl From<Malformed> for Loss {
-    fn from(error: Malformed) -> Self {
-        Self::Ended(End::Malformed(error))
+impl From<MalformedFrame> for RankLoss {
+    fn from(error: MalformedFrame) -> Self {
+        Self::Ended(ConnectionEnd::Malformed(error))
     }
 }
 
 /// The thread that listens: to those who connect, and to those who have joined. It alone lets ranks in and declares
 /// them lost, so that these come in an order.
-struct Desk {
-    shared: Arc<Shared>,
-    meeting: Meeting,
+struct RankListener {
+    shared: Arc<LeaderState>,
+    meeting: LeaderSocket,
     /// All that is not a rank's report; `None`: the kernel does not take all of it.
-    seldom: Option<Seldom>,
-    ranks: Vec<Joined>,
-    newcomers: Vec<Newcomer>,
+    seldom: Option<SeldomLog>,
+    ranks: Vec<JoinedRank>,
+    newcomers: Vec<NewConnection>,
 }
 
-struct Joined {
+struct JoinedRank {
     rank: u16,
-    connection: Arc<Connection>,
-    inbox: Inbox,
+    connection: Arc<RankConnection>,
+    inbox: FrameInbox,
     /// What it did wrong. It was told to go, and is lost when it has ended its copies and went.
-    fault: Option<Loss>,
+    fault: Option<RankLoss>,
 }
 
 /// Somebody who has yet to say who it is.
-struct Newcomer {
-    connection: Arc<Connection>,
-    inbox: Inbox,
+struct NewConnection {
+    connection: Arc<RankConnection>,
+    inbox: FrameInbox,
     deadline: Instant,
 }
 
-impl Desk {
+impl RankListener {
     fn run(mut self) {
         self.shared.listener.get_or_init(|| thread::current().id());
         while !self.shared.is_closing.load(Ordering::Acquire) {
@@ -493,7 +495,7 @@ impl Desk {
     }
 
     fn round(&mut self, limit: Option<Duration>) {
-        let Found { is_woken, is_called, ranks, newcomers } = self.wait(limit);
+        let WaitResult { is_woken, is_called, ranks, newcomers } = self.wait(limit);
         if is_woken {
             self.shared.waker.rearm();
         }
@@ -512,7 +514,7 @@ impl Desk {
     /// A copy ends when the last rank has ended it. So while copies are under way this waits for the rank that has most
     /// to say, and then listens to all that have anything: to wake up for each of them would cost more than all the rest.
     /// That a rank is gone is noticed in any case.
-    fn wait(&self, limit: Option<Duration>) -> Found {
+    fn wait(&self, limit: Option<Duration>) -> WaitResult {
         let Some((busy, busiest)) = self.shared.busy() else { return self.look(None, limit) };
         match self.wait_for_words(busiest, limit) {
             Some(true) => self.words_of(busy),
@@ -533,14 +535,17 @@ impl Desk {
     }
 
     /// Reports of these ranks, perhaps.
-    fn words_of(&self, ranks: RankSet) -> Found {
-        let ready = |joined: &Joined| Ready { is_readable: ranks.contains(joined.rank), ..Ready::default() };
+    fn words_of(&self, ranks: RankSet) -> WaitResult {
+        let ready = |joined: &JoinedRank| ConnectionReady {
+            is_readable: ranks.contains(joined.rank),
+            ..ConnectionReady::default()
+        };
         let ranks = self.ranks.iter().map(ready).collect();
-        Found { is_woken: false, is_called: false, ranks, newcomers: Vec::new() }
+        WaitResult { is_woken: false, is_called: false, ranks, newcomers: Vec::new() }
     }
 
     /// Waits with everything in the list.
-    fn look(&self, busiest: Option<u16>, limit: Option<Duration>) -> Found {
+    fn look(&self, busiest: Option<u16>, limit: Option<Duration>) -> WaitResult {
         let mut fds = vec![
             PollFd::new(&self.shared.waker, PollFlags::IN),
             PollFd::new(&self.meeting.listener, PollFlags::IN),
@@ -552,11 +557,11 @@ impl Desk {
         let deadline = self.newcomers.iter().map(|newcomer| newcomer.deadline).min();
         let until = deadline.map(|deadline| deadline.saturating_duration_since(clock::now()));
         wait(&mut fds, limit.into_iter().chain(until).min());
-        let mut ready = fds[2..].chunks(2).map(Ready::of);
+        let mut ready = fds[2..].chunks(2).map(ConnectionReady::of);
         let mut ranks: Vec<_> = ready.by_ref().take(self.ranks.len()).collect();
         let has_spoken = ranks.iter().any(|ready| ready.is_readable);
         ranks.iter_mut().for_each(|ready| ready.is_readable |= has_spoken);
-        Found {
+        WaitResult {
             is_woken: !fds[0].revents().is_empty(),
             is_called: !fds[1].revents().is_empty(),
             ranks,
@@ -564,7 +569,7 @@ impl Desk {
         }
     }
 
-    fn hear_ranks(&mut self, ready: &[Ready]) {
+    fn hear_ranks(&mut self, ready: &[ConnectionReady]) {
         let mut ready = ready.iter();
         let Self { shared, seldom, ranks, .. } = self;
         ranks.retain_mut(|joined| {
@@ -579,7 +584,7 @@ impl Desk {
         });
     }
 
-    fn hear_newcomers(&mut self, ready: &[Ready]) {
+    fn hear_newcomers(&mut self, ready: &[ConnectionReady]) {
         let now = clock::now();
         for (place, ready) in ready.iter().enumerate().rev() {
             let outcome = self.newcomers[place].hear(*ready, now);
@@ -597,21 +602,22 @@ impl Desk {
         }
     }
 
-    fn greet(&mut self, newcomer: Newcomer, greeting: Result<Membership, String>) {
+    fn greet(&mut self, newcomer: NewConnection, greeting: Result<Membership, String>) {
         // It may be a rank that was started anew, and the end of the old one not heard of yet.
-        let Found { ranks, .. } = self.wait(Some(Duration::ZERO));
+        let WaitResult { ranks, .. } = self.wait(Some(Duration::ZERO));
         self.hear_ranks(&ranks);
-        let Newcomer { connection, mut inbox, .. } = newcomer;
+        let NewConnection { connection, mut inbox, .. } = newcomer;
         let pid = connection.peer().pid;
-        let seated = greeting.map_err(|why| (None, Refusal { is_taken: false, why })).and_then(|member| {
-            let rank = member.rank;
-            self.shared.seat(member, &connection).map_err(|refusal| (Some(rank), refusal)).map(|()| rank)
-        });
+        let seated =
+            greeting.map_err(|why| (None, RefusalFrame { is_taken: false, why })).and_then(|member| {
+                let rank = member.rank;
+                self.shared.seat(member, &connection).map_err(|refusal| (Some(rank), refusal)).map(|()| rank)
+            });
         match seated {
             Ok(rank) => {
                 inbox.set_limit(MAX_MESSAGE);
                 tracing::info!(rank, pid, "a rank joined");
-                let mut joined = Joined { rank, connection, inbox, fault: None };
+                let mut joined = JoinedRank { rank, connection, inbox, fault: None };
                 // Whoever says more than hello before the answer is heard all the same.
                 joined.hear_messages(&self.shared);
                 self.seat(joined);
@@ -625,7 +631,7 @@ impl Desk {
         }
     }
 
-    fn seat(&mut self, joined: Joined) {
+    fn seat(&mut self, joined: JoinedRank) {
         if let Some(Err(error)) = self.seldom.as_ref().map(|seldom| seldom.watch(&joined.connection)) {
             tracing::warn!(%error, "waiting for ranks costs more than it need to");
             self.seldom = None;
@@ -635,14 +641,14 @@ impl Desk {
 
     fn accept(&mut self) {
         let connection = match self.meeting.listener.accept() {
-            Ok((stream, _)) => Connection::new(stream),
+            Ok((stream, _)) => RankConnection::new(stream),
             Err(error) => Err(error),
         };
         match connection {
             // Who finds the desk crowded sees its connection closed, and tries again.
-            Ok(connection) if self.newcomers.len() < MAX_NEWCOMERS => self.newcomers.push(Newcomer {
+            Ok(connection) if self.newcomers.len() < MAX_NEWCOMERS => self.newcomers.push(NewConnection {
                 connection: Arc::new(connection),
-                inbox: Inbox::new(MAX_GREETING),
+                inbox: FrameInbox::new(MAX_GREETING),
                 deadline: clock::now() + GREETING_LIMIT,
             }),
             Ok(_) => tracing::warn!("too many connect at once: one is sent away"),
@@ -656,18 +662,18 @@ impl Desk {
 }
 
 /// What a wait found out.
-struct Found {
+struct WaitResult {
     is_woken: bool,
     is_called: bool,
-    ranks: Vec<Ready>,
-    newcomers: Vec<Ready>,
+    ranks: Vec<ConnectionReady>,
+    newcomers: Vec<ConnectionReady>,
 }
 
-impl Joined {
+impl JoinedRank {
     /// An error: it is gone.
-    fn hear(&mut self, ready: Ready, shared: &Shared) -> Result<(), Loss> {
+    fn hear(&mut self, ready: ConnectionReady, shared: &LeaderState) -> Result<(), RankLoss> {
         if ready.is_dead {
-            return Err(End::Died.into());
+            return Err(ConnectionEnd::Died.into());
         }
         if ready.is_readable {
             self.inbox.read(&self.connection).map_err(|end| self.fault.take().unwrap_or(end.into()))?;
@@ -676,21 +682,21 @@ impl Joined {
         Ok(())
     }
 
-    fn hear_messages(&mut self, shared: &Shared) {
+    fn hear_messages(&mut self, shared: &LeaderState) {
         match &self.fault {
             None => self.take_messages(shared).unwrap_or_else(|fault| self.dismiss(fault)),
             Some(_) => self.inbox.clear(),
         }
     }
 
-    fn take_messages(&mut self, shared: &Shared) -> Result<(), Loss> {
+    fn take_messages(&mut self, shared: &LeaderState) -> Result<(), RankLoss> {
         let mut news = Vec::new();
         while let Some(message) = self.inbox.next()? {
             match decode(message)? {
                 ToLeader::Ended(ended) => news.push(ended),
                 ToLeader::Inventory(inventory) => self.take_inventory(inventory, shared)?,
                 ToLeader::Forgot(forgot) => shared.debts.answered(self.rank, forgot),
-                ToLeader::Hello(_) => return Err(Loss::HelloTwice),
+                ToLeader::Hello(_) => return Err(RankLoss::HelloTwice),
             }
         }
         if !news.is_empty() {
@@ -699,34 +705,38 @@ impl Joined {
         Ok(())
     }
 
-    fn take_inventory(&self, inventory: Inventory, shared: &Shared) -> Result<(), Loss> {
+    fn take_inventory(&self, inventory: InventoryPage, shared: &LeaderState) -> Result<(), RankLoss> {
         let is_wanted = shared.answers.told(self.rank, inventory);
-        if is_wanted { Ok(()) } else { Err(Loss::Unasked) }
+        if is_wanted { Ok(()) } else { Err(RankLoss::Unasked) }
     }
 
     /// It cannot be understood, but it may still be copying.
-    fn dismiss(&mut self, fault: Loss) {
+    fn dismiss(&mut self, fault: RankLoss) {
         tracing::error!(rank = self.rank, %fault, "a rank does not keep to the protocol, and is told to go");
         self.connection.say_no_more();
         self.fault = Some(fault);
     }
 
-    fn lose(&self, why: &Loss, shared: &Shared) {
+    fn lose(&self, why: &RankLoss, shared: &LeaderState) {
         let pid = self.connection.peer().pid;
         tracing::error!(rank = self.rank, pid, %why, "a rank is gone, and with it what it held of every block");
         shared.lost(self.rank, why);
     }
 }
 
-impl Newcomer {
+impl NewConnection {
     /// What it said, if it has said something.
-    fn hear(&mut self, ready: Ready, now: Instant) -> Result<Option<Result<Membership, String>>, End> {
+    fn hear(
+        &mut self,
+        ready: ConnectionReady,
+        now: Instant,
+    ) -> Result<Option<Result<Membership, String>>, ConnectionEnd> {
         if ready.is_readable {
             self.inbox.read(&self.connection)?;
             if let Some(message) = self.inbox.next()? {
-                return Ok(Some(Hello::parse(message)));
+                return Ok(Some(HelloFrame::parse(message)));
             }
         }
-        if now < self.deadline { Ok(None) } else { Err(End::Closed) }
+        if now < self.deadline { Ok(None) } else { Err(ConnectionEnd::Closed) }
     }
 }

@@ -12,13 +12,16 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
 
-use super::connection::{Connection, End, Inbox, Ready, Sent, Waker, wait};
-use super::forget::{DestroyKeys, Forgetter};
-use super::generations::Generations;
-use super::kept::{Journals, KeptSlots, Left, part};
+use super::connection::{
+    ConnectionEnd, ConnectionReady, ConnectionWaker, FrameInbox, RankConnection, SendResult, wait,
+};
+use super::forget::{DestroyKeys, RankForgetter};
+use super::generations::SlotGenerations;
+use super::kept::{KeptSlots, LeftBehind, SlotJournals, part};
 use super::leader::check_fingerprint;
 use super::protocol::{
-    Ended, Forgot, Hello, MAX_GREETING, MAX_MESSAGE, Membership, Refusal, ToLeader, ToRank, decode, frame,
+    EndedCopies, ForgotTenant, HelloFrame, MAX_GREETING, MAX_MESSAGE, Membership, RefusalFrame, ToLeader,
+    ToRank, decode, frame,
 };
 use super::socket;
 use crate::backend::Backend;
@@ -63,20 +66,20 @@ pub struct Member {
     rank: u16,
     slots: [u32; Tier::COUNT],
     backends: HashMap<Route, Arc<dyn Backend>>,
-    work: Arc<Work>,
-    inbox: Inbox,
-    waker: Arc<Waker>,
+    work: Arc<MemberWork>,
+    inbox: FrameInbox,
+    waker: Arc<ConnectionWaker>,
     is_stopping: Arc<AtomicBool>,
     /// When parts of batches were reported last.
     reported: Instant,
-    left: Left,
-    forgetter: Option<Forgetter>,
+    left: LeftBehind,
+    forgetter: Option<RankForgetter>,
 }
 
 /// Ends a rank's service from another thread.
 #[derive(Clone, Debug)]
 pub struct Stopper {
-    waker: Arc<Waker>,
+    waker: Arc<ConnectionWaker>,
     is_stopping: Arc<AtomicBool>,
 }
 
@@ -103,22 +106,22 @@ impl Member {
         options.member.routes.sort_unstable();
         let deadline = clock::now() + options.limit;
         let stream = socket::connect(&options.dir, deadline)?;
-        let connection = Connection::new(stream).map_err(|error| not_ours(&options, error))?;
-        let waker = Waker::new().map_err(|error| not_ours(&options, error))?;
-        let mut inbox = Inbox::new(MAX_GREETING);
+        let connection = RankConnection::new(stream).map_err(|error| not_ours(&options, error))?;
+        let waker = ConnectionWaker::new().map_err(|error| not_ours(&options, error))?;
+        let mut inbox = FrameInbox::new(MAX_GREETING);
         let Membership { rank, slots, .. } = options.member;
-        connection.send(&frame(&ToLeader::Hello(Hello::new(options.member.clone()))));
+        connection.send(&frame(&ToLeader::Hello(HelloFrame::new(options.member.clone()))));
         hear_answer(&connection, &mut inbox, deadline)
             .map_err(|why| why.explain(&options, connection.peer().pid))?;
         inbox.set_limit(MAX_MESSAGE);
         let waker = Arc::new(waker);
         let (journals, left) = part(options.kept);
-        let work = Work {
+        let work = MemberWork {
             connection,
             waker: Arc::clone(&waker),
             batches: Mutex::default(),
             ended: Condvar::new(),
-            generations: Generations::default(),
+            generations: SlotGenerations::default(),
             journals,
         };
         let (work, is_stopping, reported) = (Arc::new(work), Arc::default(), clock::now());
@@ -136,7 +139,8 @@ impl Member {
         begin: impl Fn(u32, u32) -> DestroyKeys + Send + Sync + 'static,
     ) -> Result<Self, SetupError> {
         let work = Arc::clone(&self.work);
-        let forgetter = Forgetter::start(Box::new(begin), move |forgot| work.tell(&ToLeader::Forgot(forgot)));
+        let forgetter =
+            RankForgetter::start(Box::new(begin), move |forgot| work.tell(&ToLeader::Forgot(forgot)));
         let forgetter = forgetter.map_err(|error| {
             let message = "cannot start a thread to forget tenants: raise the limit on processes";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
@@ -162,7 +166,7 @@ impl Member {
     pub fn serve(mut self) -> Result<(), Failure<LeaderGone>> {
         // The first copies may have come with the welcome.
         let mut turn = self.take_messages();
-        while let Ok(Turn::Next) = turn {
+        while let Ok(MemberTurn::Next) = turn {
             turn = self.round();
         }
         let unended = self.work.finish(clock::now() + ENDING_LIMIT);
@@ -173,9 +177,9 @@ impl Member {
         turn.map(|_| ()).map_err(|end| self.gone(end, unended))
     }
 
-    fn round(&mut self) -> Result<Turn, End> {
+    fn round(&mut self) -> Result<MemberTurn, ConnectionEnd> {
         if self.is_stopping.load(Ordering::Acquire) {
-            return Ok(Turn::Last);
+            return Ok(MemberTurn::Last);
         }
         let (is_woken, ready) = self.wait();
         if is_woken {
@@ -189,25 +193,25 @@ impl Member {
             self.reported = clock::now();
         }
         if ready.is_dead {
-            return Err(End::Died);
+            return Err(ConnectionEnd::Died);
         }
         if !ready.is_readable {
-            return Ok(Turn::Next);
+            return Ok(MemberTurn::Next);
         }
         self.inbox.read(&self.work.connection)?;
         self.take_messages()
     }
 
-    fn wait(&self) -> (bool, Ready) {
+    fn wait(&self) -> (bool, ConnectionReady) {
         let mut fds = vec![PollFd::new(&*self.waker, PollFlags::IN)];
         self.work.connection.watch(true, &mut fds);
         wait(&mut fds, self.work.is_busy().then_some(REPORT_PERIOD));
-        (!fds[0].revents().is_empty(), Ready::of(&fds[1..]))
+        (!fds[0].revents().is_empty(), ConnectionReady::of(&fds[1..]))
     }
 
-    fn take_messages(&mut self) -> Result<Turn, End> {
+    fn take_messages(&mut self) -> Result<MemberTurn, ConnectionEnd> {
         loop {
-            let Some(message) = self.inbox.next()? else { return Ok(Turn::Next) };
+            let Some(message) = self.inbox.next()? else { return Ok(MemberTurn::Next) };
             match decode(message)? {
                 ToRank::Copy { batch, ops } => {
                     let ops = ops.unpack()?;
@@ -222,7 +226,7 @@ impl Member {
                     ours.for_each(|slot| self.work.generations.adopt(slot));
                 }
                 ToRank::Forget { tenant, life } => self.forget(tenant, life),
-                ToRank::Goodbye => return Ok(Turn::Last),
+                ToRank::Goodbye => return Ok(MemberTurn::Last),
                 // A leader that says so again is harmless.
                 ToRank::Welcome | ToRank::Refused(_) => {}
             }
@@ -234,14 +238,17 @@ impl Member {
             return forgetter.forget(tenant, life);
         }
         let has_none = Err("it has nobody to destroy keys".to_owned());
-        self.work.tell(&ToLeader::Forgot(Forgot::new((tenant, life), has_none)));
+        self.work.tell(&ToLeader::Forgot(ForgotTenant::new((tenant, life), has_none)));
     }
 
     /// Starts the copies of a batch, but for those that cannot be right.
     fn copy(&self, batch: u64, ops: &[CopyOp]) {
         let Some(route) = ops.first().map(CopyOp::route) else { return };
         let backend = self.backends.get(&route);
-        self.work.batches.lock().insert(batch, Batch { left: ops.len(), report: Ended::new(batch) });
+        self.work
+            .batches
+            .lock()
+            .insert(batch, MemberBatch { left: ops.len(), report: EndedCopies::new(batch) });
         let (mut started, mut refused) = (Vec::with_capacity(ops.len()), Vec::new());
         for (place, op) in (0..).zip(ops) {
             match self.check(op, route).and_then(|()| self.work.generations.begin(op)) {
@@ -287,9 +294,9 @@ impl Member {
         }
     }
 
-    fn gone(&self, end: End, unended: usize) -> Failure<LeaderGone> {
+    fn gone(&self, end: ConnectionEnd, unended: usize) -> Failure<LeaderGone> {
         let kind = match end {
-            End::Malformed(_) => LeaderGone::Unintelligible,
+            ConnectionEnd::Malformed(_) => LeaderGone::Unintelligible,
             _ => LeaderGone::Away,
         };
         let (rank, pid) = (self.rank, self.leader());
@@ -299,32 +306,32 @@ impl Member {
 }
 
 /// What comes after a round.
-enum Turn {
+enum MemberTurn {
     Next,
     Last,
 }
 
 /// What is under way, shared with the backends' completions.
 #[derive(Debug)]
-struct Work {
-    connection: Connection,
-    waker: Arc<Waker>,
-    batches: Mutex<HashMap<u64, Batch>>,
+struct MemberWork {
+    connection: RankConnection,
+    waker: Arc<ConnectionWaker>,
+    batches: Mutex<HashMap<u64, MemberBatch>>,
     /// A batch ended.
     ended: Condvar,
-    generations: Generations,
-    journals: Journals,
+    generations: SlotGenerations,
+    journals: SlotJournals,
 }
 
 #[derive(Debug)]
-struct Batch {
+struct MemberBatch {
     /// Copies that have not ended.
     left: usize,
     /// Those that have, and were not reported yet.
-    report: Ended,
+    report: EndedCopies,
 }
 
-impl Work {
+impl MemberWork {
     fn is_busy(&self) -> bool {
         !self.batches.lock().is_empty()
     }
@@ -362,15 +369,15 @@ impl Work {
         reports.into_iter().for_each(|report| self.send(report));
     }
 
-    fn send(&self, report: Ended) {
+    fn send(&self, report: EndedCopies) {
         self.tell(&ToLeader::Ended(report));
     }
 
     fn tell(&self, message: &ToLeader) {
         match self.connection.send(&frame(message)) {
-            Sent::Entirely => {}
-            Sent::Partly => self.waker.wake(),
-            Sent::Refused => tracing::error!("a leader that reads nothing misses a report"),
+            SendResult::Entirely => {}
+            SendResult::Partly => self.waker.wake(),
+            SendResult::Refused => tracing::error!("a leader that reads nothing misses a report"),
         }
     }
 
@@ -382,27 +389,31 @@ impl Work {
     }
 }
 
-impl Batch {
-    fn take_report(&mut self, number: u64) -> Ended {
-        mem::replace(&mut self.report, Ended::new(number))
+impl MemberBatch {
+    fn take_report(&mut self, number: u64) -> EndedCopies {
+        mem::replace(&mut self.report, EndedCopies::new(number))
     }
 }
 
 /// Why somebody did not become a member.
 enum NoAnswer {
-    Refused(Refusal),
-    Gone(End),
+    Refused(RefusalFrame),
+    Gone(ConnectionEnd),
     Late,
 }
 
-impl<E: Into<End>> From<E> for NoAnswer {
+impl<E: Into<ConnectionEnd>> From<E> for NoAnswer {
     fn from(end: E) -> Self {
         Self::Gone(end.into())
     }
 }
 
 /// The leader's first message.
-fn hear_answer(connection: &Connection, inbox: &mut Inbox, deadline: Instant) -> Result<(), NoAnswer> {
+fn hear_answer(
+    connection: &RankConnection,
+    inbox: &mut FrameInbox,
+    deadline: Instant,
+) -> Result<(), NoAnswer> {
     loop {
         if let Some(message) = inbox.next()? {
             match decode(message)? {
@@ -412,7 +423,7 @@ fn hear_answer(connection: &Connection, inbox: &mut Inbox, deadline: Instant) ->
                 | ToRank::TakeInventory { .. }
                 | ToRank::Adopt { .. }
                 | ToRank::Forget { .. }
-                | ToRank::Goodbye => return Err(NoAnswer::Gone(End::Closed)),
+                | ToRank::Goodbye => return Err(NoAnswer::Gone(ConnectionEnd::Closed)),
             }
         }
         let left = deadline.saturating_duration_since(clock::now());
@@ -422,7 +433,7 @@ fn hear_answer(connection: &Connection, inbox: &mut Inbox, deadline: Instant) ->
         let mut fds = Vec::new();
         connection.watch(true, &mut fds);
         wait(&mut fds, Some(left));
-        let ready = Ready::of(&fds);
+        let ready = ConnectionReady::of(&fds);
         if ready.is_writable {
             connection.flush();
         }
@@ -437,7 +448,7 @@ impl NoAnswer {
         let Membership { rank, world, .. } = options.member;
         let who = format!("rank {rank} of {world}");
         match self {
-            Self::Refused(Refusal { is_taken, why }) => {
+            Self::Refused(RefusalFrame { is_taken, why }) => {
                 let kind = if is_taken { SetupErrorKind::InUse } else { SetupErrorKind::Invalid };
                 SetupError::new(kind, format!("the leader (process {leader}) refuses {who}: {why}"))
             }

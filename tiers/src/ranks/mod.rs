@@ -60,7 +60,7 @@ mod tests;
 
 pub use forget::{DestroyKeys, NotForgotten};
 pub use kept::{KeptSlots, SlotJournal};
-pub use leader::{Leader, LeaderOptions, RollCall};
+pub use leader::{Leader, LeaderOptions, RankRegistry};
 pub use member::{JoinOptions, LeaderGone, Member, Stopper};
 pub use pending::MAX_RANKS;
 pub use protocol::{Membership, VERSION};

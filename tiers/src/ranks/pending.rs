@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::protocol::{Ended, FailedCopy, Run};
+use super::protocol::{CopyRun, EndedCopies, FailedCopy};
 use crate::copy::{Completion, CopyError, CopyErrorKind, Done};
 
 /// Ranks at most, so that a set of them is a word.
@@ -36,18 +36,18 @@ impl RankSet {
 
 /// All batches under way.
 #[derive(Debug)]
-pub(super) struct Pending {
-    batches: BTreeMap<u64, Batch>,
+pub(super) struct PendingBatches {
+    batches: BTreeMap<u64, PendingBatch>,
     next: u64,
     /// By rank: how many copies it has to end.
     awaited: Vec<usize>,
 }
 
 #[derive(Debug)]
-struct Batch {
+struct PendingBatch {
     done: Done,
     copies: usize,
-    awaited: Awaited,
+    awaited: AwaitedRanks,
     /// The worst that a rank said of a copy, where one failed.
     errors: HashMap<usize, CopyError>,
     /// Copies that some rank has not ended.
@@ -56,14 +56,14 @@ struct Batch {
 
 /// The ranks that have not ended a copy.
 #[derive(Debug)]
-enum Awaited {
+enum AwaitedRanks {
     /// Of all copies: what a rank says first of a batch is mostly that all of it arrived.
     Alike(RankSet),
     /// By copy.
     Each(Vec<RankSet>),
 }
 
-impl Awaited {
+impl AwaitedRanks {
     fn by_copy(&mut self, copies: usize) -> &mut Vec<RankSet> {
         if let Self::Alike(ranks) = *self {
             *self = Self::Each(vec![ranks; copies]);
@@ -78,12 +78,12 @@ impl Awaited {
 /// Copies that every rank has ended, to be reported when no lock is held.
 #[derive(Debug)]
 #[must_use = "who waits for the copies is to be told"]
-pub(super) struct Report {
+pub(super) struct EndedReport {
     done: Done,
     completions: Vec<Completion>,
 }
 
-impl Report {
+impl EndedReport {
     pub(super) fn send(self) {
         self.done.report(self.completions);
     }
@@ -92,12 +92,12 @@ impl Report {
 /// A rank reported what it cannot know of.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("it reported copy {op} of batch {batch}, which it was not working on")]
-pub(super) struct Unexpected {
+pub(super) struct UnexpectedReport {
     batch: u64,
     op: u32,
 }
 
-impl Pending {
+impl PendingBatches {
     /// Of `world` ranks.
     pub(super) fn new(world: u16) -> Self {
         Self { batches: BTreeMap::new(), next: 0, awaited: vec![0; usize::from(world)] }
@@ -120,20 +120,25 @@ impl Pending {
     pub(super) fn add(&mut self, copies: usize, done: Done) -> u64 {
         let batch = self.next;
         self.next += 1;
-        let awaited = Awaited::Alike(RankSet::all(self.awaited.len() as u16));
-        self.batches.insert(batch, Batch { done, copies, awaited, errors: HashMap::new(), left: copies });
+        let awaited = AwaitedRanks::Alike(RankSet::all(self.awaited.len() as u16));
+        self.batches
+            .insert(batch, PendingBatch { done, copies, awaited, errors: HashMap::new(), left: copies });
         self.awaited.iter_mut().for_each(|awaited| *awaited += copies);
         batch
     }
 
     /// A rank has ended copies. An error leaves the batch as it was before the copy that it names.
-    pub(super) fn ended(&mut self, rank: u16, ended: Ended) -> (Option<Report>, Result<(), Unexpected>) {
+    pub(super) fn ended(
+        &mut self,
+        rank: u16,
+        ended: EndedCopies,
+    ) -> (Option<EndedReport>, Result<(), UnexpectedReport>) {
         let number = ended.batch;
         let Some(batch) = self.batches.get_mut(&number) else {
-            return (None, Err(Unexpected { batch: number, op: 0 }));
+            return (None, Err(UnexpectedReport { batch: number, op: 0 }));
         };
         let (copies, completions, outcome) = batch.take(rank, ended);
-        let report = Report { done: batch.done.clone(), completions };
+        let report = EndedReport { done: batch.done.clone(), completions };
         if batch.left == 0 {
             self.batches.remove(&number);
         }
@@ -143,7 +148,7 @@ impl Pending {
 
     /// A rank is gone, with all that it ever confirmed of what is still under way: `why` becomes of all of that, as soon
     /// as the other ranks have ended it too.
-    pub(super) fn lost(&mut self, rank: u16, why: &CopyError) -> Vec<Report> {
+    pub(super) fn lost(&mut self, rank: u16, why: &CopyError) -> Vec<EndedReport> {
         let reports = self.batches.values_mut().map(|batch| batch.lost(rank, why)).collect();
         self.batches.retain(|_, batch| batch.left > 0);
         self.awaited[usize::from(rank)] = 0;
@@ -152,7 +157,7 @@ impl Pending {
 }
 
 /// What became of copies, one by one. Whoever takes them stops at the first that there is not, whatever a run claims.
-fn results(rank: u16, ended: Ended) -> impl Iterator<Item = (u32, Result<(), CopyError>)> {
+fn results(rank: u16, ended: EndedCopies) -> impl Iterator<Item = (u32, Result<(), CopyError>)> {
     let arrived = ended.arrived.into_iter().flat_map(|run| run.first..run.first.saturating_add(run.count));
     let failed = ended.failed.into_iter().map(move |FailedCopy { op, kind, why }| {
         (op, Err(CopyError::new(kind, format!("rank {rank}: {why}"))))
@@ -160,15 +165,19 @@ fn results(rank: u16, ended: Ended) -> impl Iterator<Item = (u32, Result<(), Cop
     arrived.map(|op| (op, Ok(()))).chain(failed)
 }
 
-impl Batch {
+impl PendingBatch {
     /// What a rank says. Returns how many copies it has ended, and those that all have.
-    fn take(&mut self, rank: u16, ended: Ended) -> (usize, Vec<Completion>, Result<(), Unexpected>) {
+    fn take(
+        &mut self,
+        rank: u16,
+        ended: EndedCopies,
+    ) -> (usize, Vec<Completion>, Result<(), UnexpectedReport>) {
         let (batch, mut copies, mut completions) = (ended.batch, 0, Vec::new());
         if self.all_arrived(rank, &ended, &mut completions) {
             return (self.copies, completions, Ok(()));
         }
         let outcome = results(rank, ended).try_for_each(|(op, result)| {
-            self.ended(rank, op as usize, result, &mut completions).ok_or(Unexpected { batch, op })?;
+            self.ended(rank, op as usize, result, &mut completions).ok_or(UnexpectedReport { batch, op })?;
             copies += 1;
             Ok(())
         });
@@ -176,9 +185,9 @@ impl Batch {
     }
 
     /// False: the rank said something else, or has said something before, or another has.
-    fn all_arrived(&mut self, rank: u16, ended: &Ended, completions: &mut Vec<Completion>) -> bool {
-        let all = [Run { first: 0, count: self.copies as u32 }];
-        let Awaited::Alike(ranks) = &mut self.awaited else { return false };
+    fn all_arrived(&mut self, rank: u16, ended: &EndedCopies, completions: &mut Vec<Completion>) -> bool {
+        let all = [CopyRun { first: 0, count: self.copies as u32 }];
+        let AwaitedRanks::Alike(ranks) = &mut self.awaited else { return false };
         if ended.arrived != all || !ended.failed.is_empty() || !ranks.remove(rank) {
             return false;
         }
@@ -208,7 +217,7 @@ impl Batch {
         Some(())
     }
 
-    fn lost(&mut self, rank: u16, why: &CopyError) -> Report {
+    fn lost(&mut self, rank: u16, why: &CopyError) -> EndedReport {
         let mut completions = Vec::new();
         for op in 0..self.copies {
             if !self.awaited.by_copy(self.copies)[op].is_empty() {
@@ -216,7 +225,7 @@ impl Batch {
                 self.ended(rank, op, Ok(()), &mut completions);
             }
         }
-        Report { done: self.done.clone(), completions }
+        EndedReport { done: self.done.clone(), completions }
     }
 
     fn note(&mut self, op: usize, error: CopyError) {
@@ -264,32 +273,32 @@ mod tests {
         (told, done)
     }
 
-    fn arrived(batch: u64, ops: &[u32]) -> Ended {
-        let mut ended = Ended::new(batch);
+    fn arrived(batch: u64, ops: &[u32]) -> EndedCopies {
+        let mut ended = EndedCopies::new(batch);
         ops.iter().for_each(|&op| ended.arrived(op));
         ended
     }
 
-    fn failed(batch: u64, op: u32, kind: CopyErrorKind) -> Ended {
-        let mut ended = Ended::new(batch);
+    fn failed(batch: u64, op: u32, kind: CopyErrorKind) -> EndedCopies {
+        let mut ended = EndedCopies::new(batch);
         ended.failed(op, kind, "as the test wants");
         ended
     }
 
-    fn take(pending: &mut Pending, rank: u16, ended: Ended) -> Result<(), Unexpected> {
+    fn take(pending: &mut PendingBatches, rank: u16, ended: EndedCopies) -> Result<(), UnexpectedReport> {
         let (report, outcome) = pending.ended(rank, ended);
-        report.into_iter().for_each(Report::send);
+        report.into_iter().for_each(EndedReport::send);
         outcome
     }
 
-    fn lose(pending: &mut Pending, rank: u16) {
+    fn lose(pending: &mut PendingBatches, rank: u16) {
         let why = CopyError::new(CopyErrorKind::Unavailable, "the rank is gone");
-        pending.lost(rank, &why).into_iter().for_each(Report::send);
+        pending.lost(rank, &why).into_iter().for_each(EndedReport::send);
     }
 
     #[test]
     fn a_copy_ends_when_the_last_rank_has_ended_it() {
-        let (mut pending, (told, done)) = (Pending::new(2), listener());
+        let (mut pending, (told, done)) = (PendingBatches::new(2), listener());
         let batch = pending.add(3, done);
         take(&mut pending, 0, arrived(batch, &[0, 1, 2])).unwrap();
         assert_eq!(*told.lock(), []);
@@ -308,7 +317,7 @@ mod tests {
             (CopyErrorKind::TimedOut, CopyErrorKind::Refused),
         ] {
             for (first, second) in [(one, other), (other, one)] {
-                let (mut pending, (told, done)) = (Pending::new(WORLD), listener());
+                let (mut pending, (told, done)) = (PendingBatches::new(WORLD), listener());
                 let batch = pending.add(1, done);
                 take(&mut pending, 0, failed(batch, 0, first)).unwrap();
                 take(&mut pending, 1, arrived(batch, &[0])).unwrap();
@@ -320,7 +329,7 @@ mod tests {
 
     #[test]
     fn a_lost_rank_takes_along_what_it_had_confirmed_and_the_others_are_waited_for() {
-        let (mut pending, (told, done)) = (Pending::new(WORLD), listener());
+        let (mut pending, (told, done)) = (PendingBatches::new(WORLD), listener());
         let batch = pending.add(3, done);
         take(&mut pending, 0, arrived(batch, &[0, 1, 2])).unwrap();
         take(&mut pending, 1, arrived(batch, &[0, 1])).unwrap();
@@ -335,7 +344,7 @@ mod tests {
 
     #[test]
     fn what_a_rank_cannot_know_of_is_said_to_be_unexpected() {
-        let (mut pending, (told, done)) = (Pending::new(2), listener());
+        let (mut pending, (told, done)) = (PendingBatches::new(2), listener());
         let batch = pending.add(2, done);
         take(&mut pending, 0, arrived(batch, &[0])).unwrap();
         for nonsense in [arrived(batch, &[0]), arrived(batch, &[2]), arrived(batch + 1, &[0])] {
@@ -356,7 +365,7 @@ mod tests {
             copies in 1..20usize,
             events in prop::collection::vec((0..6u16, 0..24u32, 0..8u8), 0..300),
         ) {
-            let (mut pending, (told, done)) = (Pending::new(world), listener());
+            let (mut pending, (told, done)) = (PendingBatches::new(world), listener());
             let batch = pending.add(copies, done);
             let mut is_well = vec![true; copies];
             let mut ended = vec![vec![false; copies]; world as usize];

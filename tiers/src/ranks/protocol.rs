@@ -1,10 +1,10 @@
 //! What a leader and its ranks say to each other: frames on a stream.
 //!
 //! A frame is a length (four bytes, least first) and so many bytes: one message, as `postcard` writes it. The first
-//! thing that a rank says is [`Hello`], the first thing that it hears is [`ToRank::Welcome`] or [`ToRank::Refused`].
+//! thing that a rank says is [`HelloFrame`], the first thing that it hears is [`ToRank::Welcome`] or [`ToRank::Refused`].
 //!
 //! **What stays the same in all versions**: the length, that a hello is variant 0 and begins with [`MAGIC`] and the
-//! version, and that a refusal is variant 0 as well and is a [`Refusal`]. So two processes of different versions
+//! version, and that a refusal is variant 0 as well and is a [`RefusalFrame`]. So two processes of different versions
 //! understand each other well enough to say that they do not.
 //!
 //! Whatever comes from the stream is somebody else's: it may end anywhere and hold anything. A frame is refused by its
@@ -36,7 +36,7 @@ const LENGTH_BYTES: usize = 4;
 
 /// Bytes that are no message. Whoever sent them cannot be understood any further.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum Malformed {
+pub(super) enum MalformedFrame {
     #[error("a message of {0} bytes, of {1} at most")]
     TooLong(usize, usize),
     #[error("bytes that are no message: {0}")]
@@ -51,7 +51,7 @@ pub(super) enum Malformed {
 
 /// What a rank says first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Hello {
+pub(super) struct HelloFrame {
     magic: u32,
     version: u16,
     pub(super) member: Membership,
@@ -76,7 +76,7 @@ pub struct Membership {
 
 /// Why somebody is not let in.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Refusal {
+pub(super) struct RefusalFrame {
     /// Somebody else has its number; else it is not what the leader expects.
     pub(super) is_taken: bool,
     pub(super) why: String,
@@ -85,15 +85,15 @@ pub(super) struct Refusal {
 /// Messages from a rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum ToLeader {
-    Hello(Hello),
-    Ended(Ended),
-    Inventory(Inventory),
-    Forgot(Forgot),
+    Hello(HelloFrame),
+    Ended(EndedCopies),
+    Inventory(InventoryPage),
+    Forgot(ForgotTenant),
 }
 
 /// The keys of what a tenant stored in earlier lives are destroyed, or why some may be left.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Forgot {
+pub(super) struct ForgotTenant {
     pub(super) tenant: u32,
     pub(super) life: u32,
     pub(super) failed: Option<String>,
@@ -101,7 +101,7 @@ pub(super) struct Forgot {
 
 /// What an earlier process left in a rank's slots of a tier: a page of it, by ascending slots.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Inventory {
+pub(super) struct InventoryPage {
     pub(super) tier: Tier,
     pub(super) held: PackedHoldings,
     /// The slot that the next page is to begin with; `None`: this is the last one.
@@ -110,15 +110,15 @@ pub(super) struct Inventory {
 
 /// Some copies of a batch have ended: nothing of the rank touches their slots any more.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct Ended {
+pub(super) struct EndedCopies {
     pub(super) batch: u64,
-    pub(super) arrived: Vec<Run>,
+    pub(super) arrived: Vec<CopyRun>,
     pub(super) failed: Vec<FailedCopy>,
 }
 
 /// So many copies of a batch, from the `first`-th on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Run {
+pub(super) struct CopyRun {
     pub(super) first: u32,
     pub(super) count: u32,
 }
@@ -134,7 +134,7 @@ pub(super) struct FailedCopy {
 /// Messages to a rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum ToRank {
-    Refused(Refusal),
+    Refused(RefusalFrame),
     Welcome,
     Copy {
         batch: u64,
@@ -166,7 +166,7 @@ pub(super) struct PackedHoldings(#[serde(with = "serde_bytes")] Vec<u8>);
 
 /// A block in a slot, as a rank tells of it: the hash commits to all blocks before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Holding {
+pub(super) struct HeldSlot {
     pub(super) slot: SlotId,
     pub(super) generation: u32,
     pub(super) block: BlockKey,
@@ -179,16 +179,16 @@ pub(super) struct PackedLives(#[serde(with = "serde_bytes")] Vec<u8>);
 const HELD_BYTES: usize = 4 + 4 + 1 + 16;
 const LIFE_BYTES: usize = 4 + 4;
 
-impl Holding {
+impl HeldSlot {
     pub(super) const fn of(entry: &IndexEntry) -> Self {
         Self { slot: entry.slot, generation: entry.generation, block: entry.block }
     }
 }
 
 impl PackedHoldings {
-    pub(super) fn of(holdings: impl Iterator<Item = Holding>) -> Self {
+    pub(super) fn of(holdings: impl Iterator<Item = HeldSlot>) -> Self {
         let mut bytes = Vec::new();
-        for Holding { slot, generation, block } in holdings {
+        for HeldSlot { slot, generation, block } in holdings {
             bytes.extend_from_slice(&slot.0.to_le_bytes());
             bytes.extend_from_slice(&generation.to_le_bytes());
             bytes.push(block.group);
@@ -197,16 +197,16 @@ impl PackedHoldings {
         Self(bytes)
     }
 
-    pub(super) fn unpack(&self) -> Result<impl Iterator<Item = Holding>, Malformed> {
+    pub(super) fn unpack(&self) -> Result<impl Iterator<Item = HeldSlot>, MalformedFrame> {
         let (holdings, rest) = self.0.as_chunks::<HELD_BYTES>();
         let unpack = |bytes: &[u8; HELD_BYTES]| {
             let [slot, generation] = [0, 4].map(|at| u32_at(bytes, at));
             let mut hash = [0; 16];
             hash.copy_from_slice(&bytes[9..]);
             let block = BlockKey { hash: u128::from_le_bytes(hash), group: bytes[8] };
-            Holding { slot: SlotId(slot), generation, block }
+            HeldSlot { slot: SlotId(slot), generation, block }
         };
-        if rest.is_empty() { Ok(holdings.iter().map(unpack)) } else { Err(Malformed::HalfASlot) }
+        if rest.is_empty() { Ok(holdings.iter().map(unpack)) } else { Err(MalformedFrame::HalfASlot) }
     }
 }
 
@@ -215,10 +215,10 @@ impl PackedLives {
         Self(lives.iter().flat_map(|(slot, life)| [slot.0, *life]).flat_map(u32::to_le_bytes).collect())
     }
 
-    pub(super) fn unpack(&self) -> Result<impl Iterator<Item = (SlotId, u32)>, Malformed> {
+    pub(super) fn unpack(&self) -> Result<impl Iterator<Item = (SlotId, u32)>, MalformedFrame> {
         let (lives, rest) = self.0.as_chunks::<LIFE_BYTES>();
         let unpack = |bytes: &[u8; LIFE_BYTES]| (SlotId(u32_at(bytes, 0)), u32_at(bytes, 4));
-        if rest.is_empty() { Ok(lives.iter().map(unpack)) } else { Err(Malformed::HalfASlot) }
+        if rest.is_empty() { Ok(lives.iter().map(unpack)) } else { Err(MalformedFrame::HalfASlot) }
     }
 }
 
@@ -259,12 +259,12 @@ impl PackedOps {
         Self(bytes)
     }
 
-    pub(super) fn unpack(&self) -> Result<Vec<CopyOp>, Malformed> {
+    pub(super) fn unpack(&self) -> Result<Vec<CopyOp>, MalformedFrame> {
         let (ops, rest) = self.0.as_chunks::<OP_BYTES>();
         if !rest.is_empty() {
-            return Err(Malformed::Rest(rest.len()));
+            return Err(MalformedFrame::Rest(rest.len()));
         }
-        ops.iter().map(|op| unpack(op).ok_or(Malformed::NoSuchCopy)).collect()
+        ops.iter().map(|op| unpack(op).ok_or(MalformedFrame::NoSuchCopy)).collect()
     }
 }
 
@@ -307,7 +307,7 @@ fn unpack_slot(bytes: &[u8]) -> Option<(SlotRef, &[u8])> {
     Some((SlotRef { tier, slot, generation }, rest))
 }
 
-impl Hello {
+impl HelloFrame {
     pub(super) const fn new(member: Membership) -> Self {
         Self { magic: MAGIC, version: VERSION, member }
     }
@@ -337,7 +337,7 @@ impl Hello {
     }
 }
 
-impl Forgot {
+impl ForgotTenant {
     pub(super) fn new((tenant, life): (u32, u32), outcome: Result<(), String>) -> Self {
         Self { tenant, life, failed: outcome.err().map(|why| shortened(&why)) }
     }
@@ -348,7 +348,7 @@ fn shortened(text: &str) -> String {
     text[..text.floor_char_boundary(MAX_TEXT)].to_owned()
 }
 
-impl Ended {
+impl EndedCopies {
     pub(super) fn new(batch: u64) -> Self {
         Self { batch, ..Self::default() }
     }
@@ -362,7 +362,7 @@ impl Ended {
     pub(super) fn arrived(&mut self, op: u32) {
         match self.arrived.last_mut() {
             Some(run) if u64::from(run.first) + u64::from(run.count) == u64::from(op) => run.count += 1,
-            _ => self.arrived.push(Run { first: op, count: 1 }),
+            _ => self.arrived.push(CopyRun { first: op, count: 1 }),
         }
     }
 
@@ -382,17 +382,17 @@ pub(super) fn frame(message: &impl Serialize) -> Vec<u8> {
 }
 
 /// The message that these bytes are, all of them.
-pub(super) fn decode<'de, T: Deserialize<'de>>(message: &'de [u8]) -> Result<T, Malformed> {
+pub(super) fn decode<'de, T: Deserialize<'de>>(message: &'de [u8]) -> Result<T, MalformedFrame> {
     let (decoded, rest) = postcard::take_from_bytes(message)?;
-    if rest.is_empty() { Ok(decoded) } else { Err(Malformed::Rest(rest.len())) }
+    if rest.is_empty() { Ok(decoded) } else { Err(MalformedFrame::Rest(rest.len())) }
 }
 
 /// The first message of `bytes`, without its length; `None`: it is not all there yet.
-pub(super) fn first_message(bytes: &[u8], limit: usize) -> Result<Option<&[u8]>, Malformed> {
+pub(super) fn first_message(bytes: &[u8], limit: usize) -> Result<Option<&[u8]>, MalformedFrame> {
     let Some((length, rest)) = bytes.split_first_chunk::<LENGTH_BYTES>() else { return Ok(None) };
     let length = u32::from_le_bytes(*length) as usize;
     if length > limit {
-        return Err(Malformed::TooLong(length, limit));
+        return Err(MalformedFrame::TooLong(length, limit));
     }
     Ok(rest.get(..length))
 }
@@ -413,12 +413,12 @@ pub fn read_in_every_way(bytes: &[u8]) {
             assert!(framed_bytes(message) <= bytes.len() && message.len() <= limit);
         }
     }
-    if let Ok(member) = Hello::parse(bytes) {
-        let said_again = frame(&ToLeader::Hello(Hello::new(member.clone())));
-        assert_eq!(Hello::parse(&said_again[LENGTH_BYTES..]), Ok(member));
+    if let Ok(member) = HelloFrame::parse(bytes) {
+        let said_again = frame(&ToLeader::Hello(HelloFrame::new(member.clone())));
+        assert_eq!(HelloFrame::parse(&said_again[LENGTH_BYTES..]), Ok(member));
     }
     if let Ok(message) = decode::<ToLeader>(bytes) {
-        if let ToLeader::Inventory(Inventory { held, .. }) = &message
+        if let ToLeader::Inventory(InventoryPage { held, .. }) = &message
             && let Ok(holdings) = held.unpack()
         {
             assert_eq!(&PackedHoldings::of(holdings), held);
@@ -484,11 +484,11 @@ mod tests {
         )
     }
 
-    fn ended() -> impl Strategy<Value = Ended> {
+    fn ended() -> impl Strategy<Value = EndedCopies> {
         let failures = prop::collection::vec((any::<u32>(), "\\PC*"), 0..20);
         (any::<u64>(), prop::collection::vec(any::<u32>(), 0..50), failures).prop_map(
             |(batch, arrived, failed)| {
-                let mut ended = Ended::new(batch);
+                let mut ended = EndedCopies::new(batch);
                 arrived.into_iter().for_each(|op| ended.arrived(op));
                 failed.iter().for_each(|(op, why)| ended.failed(*op, CopyErrorKind::Io, why));
                 ended
@@ -537,11 +537,11 @@ mod tests {
             cut: prop::sample::Index,
         ) {
             let held: Vec<_> = told.iter().map(|&(slot, generation, group, hash)| {
-                Holding { slot: SlotId(slot), generation, block: BlockKey { hash, group } }
+                HeldSlot { slot: SlotId(slot), generation, block: BlockKey { hash, group } }
             }).collect();
             let lives: Vec<_> = held.iter().map(|held| (held.slot, held.generation)).collect();
             let packed = PackedHoldings::of(held.iter().copied());
-            let bytes = body(&ToLeader::Inventory(Inventory { tier, held: packed, next }));
+            let bytes = body(&ToLeader::Inventory(InventoryPage { tier, held: packed, next }));
             let ToLeader::Inventory(same) = decode(&bytes).unwrap() else { panic!("{bytes:?}") };
             prop_assert_eq!((same.tier, same.next), (tier, next));
             prop_assert_eq!(same.held.unpack().unwrap().collect::<Vec<_>>(), held);
@@ -553,9 +553,9 @@ mod tests {
 
         #[test]
         fn arrivals_in_a_row_are_one_run(count in 1..1_000u32) {
-            let mut ended = Ended::new(0);
+            let mut ended = EndedCopies::new(0);
             (0..count).for_each(|op| ended.arrived(op));
-            prop_assert_eq!(ended.arrived, vec![Run { first: 0, count }]);
+            prop_assert_eq!(ended.arrived, vec![CopyRun { first: 0, count }]);
         }
     }
 
@@ -563,7 +563,7 @@ mod tests {
     fn a_message_that_claims_to_be_longer_than_any_is_refused_before_it_is_read() {
         let bytes = [0xff, 0xff, 0xff, 0x7f, 0];
         let error = first_message(&bytes, MAX_MESSAGE).unwrap_err();
-        assert_eq!(error, Malformed::TooLong(0x7fff_ffff, MAX_MESSAGE));
+        assert_eq!(error, MalformedFrame::TooLong(0x7fff_ffff, MAX_MESSAGE));
         // A list that claims more than the message can hold.
         let mut huge = vec![1, 0];
         huge.extend([0xff, 0xff, 0xff, 0xff, 0x0f]);
@@ -577,9 +577,9 @@ mod tests {
         let op = CopyOp { block, parent: Some(u128::MAX), owner: None, from: slot, to: slot };
         let copy = ToRank::Copy { batch: u64::MAX, ops: PackedOps::of(&vec![op; MAX_OPS]) };
         assert!(body(&copy).len() <= MAX_MESSAGE);
-        let holding = Holding { slot: slot.slot, generation: u32::MAX, block };
+        let holding = HeldSlot { slot: slot.slot, generation: u32::MAX, block };
         let held = PackedHoldings::of(std::iter::repeat_n(holding, MAX_SLOTS_TOLD));
-        let inventory = ToLeader::Inventory(Inventory { tier: Tier::Object, held, next: Some(u32::MAX) });
+        let inventory = ToLeader::Inventory(InventoryPage { tier: Tier::Object, held, next: Some(u32::MAX) });
         let lives = PackedLives::of(&vec![(slot.slot, u32::MAX); MAX_SLOTS_TOLD]);
         let adopt = ToRank::Adopt { tier: Tier::Object, lives };
         assert!(body(&inventory).len() <= MAX_MESSAGE && body(&adopt).len() <= MAX_MESSAGE);
@@ -587,13 +587,13 @@ mod tests {
 
     #[test]
     fn another_version_is_named_whatever_it_says_next() {
-        assert_eq!(Hello::parse(&body(&ToLeader::Hello(Hello::new(member())))).unwrap(), member());
+        assert_eq!(HelloFrame::parse(&body(&ToLeader::Hello(HelloFrame::new(member())))).unwrap(), member());
         let other = (0_u8, MAGIC, VERSION + 1, "something that this version does not know");
-        let why = Hello::parse(&body(&other)).unwrap_err();
+        let why = HelloFrame::parse(&body(&other)).unwrap_err();
         let (theirs, ours) =
             (format!("speaks version {}", VERSION + 1), format!("this leader version {VERSION}"));
         assert!(why.contains(&theirs) && why.contains(&ours), "{why}");
-        let stranger = Hello::parse(b"GET / HTTP/1.1\r\n").unwrap_err();
+        let stranger = HelloFrame::parse(b"GET / HTTP/1.1\r\n").unwrap_err();
         assert!(stranger.contains("no rank"), "{stranger}");
     }
 }

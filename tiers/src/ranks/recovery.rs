@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
-use super::connection::Sent;
+use super::connection::SendResult;
 use super::leader::Leader;
-use super::protocol::{Holding, Inventory, MAX_SLOTS_TOLD, Malformed, PackedLives, ToRank};
+use super::protocol::{HeldSlot, InventoryPage, MAX_SLOTS_TOLD, MalformedFrame, PackedLives, ToRank};
 use crate::clock;
 use crate::copy::{SlotId, Tier};
 use crate::index::IndexEntry;
@@ -36,7 +36,7 @@ impl Leader {
     pub fn agree(&self, tier: Tier, entries: Vec<IndexEntry>) -> Result<Vec<IndexEntry>, Disagreement> {
         let deadline = clock::now() + self.shared.options.limit;
         let answers = self.shared.answers.expect();
-        let agreed = self.ask_all(tier, Votes::on(&entries), &answers, deadline);
+        let agreed = self.ask_all(tier, SlotVotes::on(&entries), &answers, deadline);
         self.shared.answers.close();
         let agreed = agreed?.of_all(self.shared.options.world);
         Ok(entries
@@ -49,15 +49,15 @@ impl Leader {
     fn ask_all(
         &self,
         tier: Tier,
-        mut votes: Votes,
-        answers: &Receiver<Answer>,
+        mut votes: SlotVotes,
+        answers: &Receiver<InventoryAnswer>,
         deadline: Instant,
-    ) -> Result<Votes, Disagreement> {
+    ) -> Result<SlotVotes, Disagreement> {
         let ranks = self.shared.connections().map_err(Disagreement::Lost)?;
         let ask = |rank: u16, from: u32| {
             let question = ToRank::TakeInventory { tier, from };
             let sent = self.shared.send_to(&ranks[usize::from(rank)], &question);
-            if sent == Sent::Refused { Err(Disagreement::Late(rank)) } else { Ok(()) }
+            if sent == SendResult::Refused { Err(Disagreement::Late(rank)) } else { Ok(()) }
         };
         let mut asked: Vec<u16> = (0..self.shared.options.world).collect();
         asked.iter().try_for_each(|&rank| ask(rank, 0))?;
@@ -87,7 +87,7 @@ impl Leader {
             let message = ToRank::Adopt { tier, lives: PackedLives::of(lives) };
             for connection in &ranks {
                 // A rank that misses it gives nothing out: those are misses.
-                if self.shared.send_to(connection, &message) == Sent::Refused {
+                if self.shared.send_to(connection, &message) == SendResult::Refused {
                     tracing::error!("a rank that reads nothing is not told what it may give out");
                 }
             }
@@ -96,43 +96,43 @@ impl Leader {
 }
 
 /// `None`: it is gone.
-type Answer = (u16, Option<Inventory>);
+type InventoryAnswer = (u16, Option<InventoryPage>);
 
 /// Where the thread that listens to ranks leaves what they hold, while somebody waits for it.
 #[derive(Debug, Default)]
-pub(super) struct Answers(Mutex<Asking>);
+pub(super) struct InventoryAnswers(Mutex<InventoryQuery>);
 
 #[derive(Debug, Default)]
-enum Asking {
+enum InventoryQuery {
     #[default]
     NotYet,
-    Now(Sender<Answer>),
+    Now(Sender<InventoryAnswer>),
     Before,
 }
 
-impl Answers {
-    fn expect(&self) -> Receiver<Answer> {
+impl InventoryAnswers {
+    fn expect(&self) -> Receiver<InventoryAnswer> {
         let (sender, answers) = channel();
-        *self.0.lock() = Asking::Now(sender);
+        *self.0.lock() = InventoryQuery::Now(sender);
         answers
     }
 
     fn close(&self) {
-        *self.0.lock() = Asking::Before;
+        *self.0.lock() = InventoryQuery::Before;
     }
 
     /// Returns whether anybody has asked. A rank that hung may answer when nobody waits any more: that is no reason to do
     /// without it.
-    pub(super) fn told(&self, rank: u16, inventory: Inventory) -> bool {
+    pub(super) fn told(&self, rank: u16, inventory: InventoryPage) -> bool {
         match &*self.0.lock() {
-            Asking::NotYet => false,
-            Asking::Now(waiting) => waiting.send((rank, Some(inventory))).is_ok(),
-            Asking::Before => true,
+            InventoryQuery::NotYet => false,
+            InventoryQuery::Now(waiting) => waiting.send((rank, Some(inventory))).is_ok(),
+            InventoryQuery::Before => true,
         }
     }
 
     pub(super) fn lost(&self, rank: u16) {
-        if let Asking::Now(waiting) = &*self.0.lock() {
+        if let InventoryQuery::Now(waiting) = &*self.0.lock() {
             // Who stopped waiting need not know.
             let _ = waiting.send((rank, None));
         }
@@ -140,27 +140,27 @@ impl Answers {
 }
 
 /// Which ranks have what the leader has.
-struct Votes {
+struct SlotVotes {
     /// What, and its place in the leader's list, by ascending slots.
-    candidates: Vec<(Holding, usize)>,
+    candidates: Vec<(HeldSlot, usize)>,
     /// By place in the leader's list: a bit for each rank.
     ranks: Vec<u64>,
 }
 
-impl Votes {
+impl SlotVotes {
     fn on(entries: &[IndexEntry]) -> Self {
-        let mut candidates: Vec<_> = entries.iter().map(Holding::of).zip(0..).collect();
+        let mut candidates: Vec<_> = entries.iter().map(HeldSlot::of).zip(0..).collect();
         candidates.sort_unstable_by_key(|(held, _)| held.slot);
         Self { candidates, ranks: vec![0; entries.len()] }
     }
 
     /// Counts a page of what a rank has. Returns where the next one begins.
-    fn take(&mut self, rank: u16, tier: Tier, inventory: &Inventory) -> Result<Option<u32>, String> {
-        let Inventory { tier: told, held, next } = inventory;
+    fn take(&mut self, rank: u16, tier: Tier, inventory: &InventoryPage) -> Result<Option<u32>, String> {
+        let InventoryPage { tier: told, held, next } = inventory;
         if *told != tier {
             return Err(format!("it tells of the {told} tier, asked for the {tier} tier"));
         }
-        let held = held.unpack().map_err(|error: Malformed| error.to_string())?;
+        let held = held.unpack().map_err(|error: MalformedFrame| error.to_string())?;
         let mut last = None;
         for held in held {
             last = last.max(Some(held.slot.0));
@@ -194,14 +194,14 @@ mod tests {
         IndexEntry { slot: SlotId(slot), generation, block, parent: None, checksum: 0, tenant: None }
     }
 
-    fn page(entries: &[IndexEntry], next: Option<u32>) -> Inventory {
-        Inventory { tier: Tier::Disk, held: PackedHoldings::of(entries.iter().map(Holding::of)), next }
+    fn page(entries: &[IndexEntry], next: Option<u32>) -> InventoryPage {
+        InventoryPage { tier: Tier::Disk, held: PackedHoldings::of(entries.iter().map(HeldSlot::of)), next }
     }
 
     #[test]
     fn what_all_have_in_the_same_slot_and_life_is_agreed_on() {
         let ours = [entry(9, 1, 90), entry(2, 2, 20), entry(5, 3, 50), entry(7, 4, 70)];
-        let mut votes = Votes::on(&ours);
+        let mut votes = SlotVotes::on(&ours);
         // One says the same thing twice: that does not make two.
         votes
             .take(0, Tier::Disk, &page(&[ours[1], ours[1], entry(5, 2, 50), entry(7, 4, 71)], Some(8)))
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn who_does_not_get_on_or_tells_something_else_is_not_listened_to() {
-        let mut votes = Votes::on(&[entry(1, 1, 1)]);
+        let mut votes = SlotVotes::on(&[entry(1, 1, 1)]);
         assert!(votes.take(0, Tier::Host, &page(&[], None)).unwrap_err().contains("the disk tier"));
         for next in [0, 3] {
             assert!(votes.take(0, Tier::Disk, &page(&[entry(3, 1, 1)], Some(next))).is_err());

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use crate::clock;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::{
-    LockedFile, Patience, SettingNames, Site, is_private_dir, make_private_dir, open_kept, open_ours, unlink,
+    LockWait, LockedFile, OwnDirectory, SettingNames, is_private_dir, make_private_dir, open_kept, open_ours,
+    unlink,
 };
 
 /// The socket, readable and writable by its owner alone.
@@ -33,17 +34,17 @@ static SETTINGS: SettingNames = SettingNames {
 
 /// The leader's place in a directory. It ends with the value, or with the process.
 #[derive(Debug)]
-pub(super) struct Meeting {
+pub(super) struct LeaderSocket {
     dir: PathBuf,
     pub(super) listener: UnixListener,
     /// Held for as long as it is open.
     _lock: LockedFile,
 }
 
-impl Meeting {
+impl LeaderSocket {
     /// Takes the place; the last component of `dir` is created if it is missing.
     pub(super) fn open(dir: &Path) -> Result<Self, SetupError> {
-        let site = Site::new(dir, &SETTINGS);
+        let site = OwnDirectory::new(dir, &SETTINGS);
         make_private_dir(&site)?;
         let lock = lock(&site.at(dir.join(LOCK)))?;
         let listener = listen(dir).map_err(|error| unusable(dir, error))?;
@@ -57,8 +58,8 @@ impl Meeting {
     }
 }
 
-fn lock(site: &Site) -> Result<LockedFile, SetupError> {
-    let file = match open_kept(site, &mut Patience::new(Duration::ZERO), |_| Ok(())) {
+fn lock(site: &OwnDirectory) -> Result<LockedFile, SetupError> {
+    let file = match open_kept(site, &mut LockWait::new(Duration::ZERO), |_| Ok(())) {
         Ok(kept) => kept.file,
         Err(error) if error.kind() == SetupErrorKind::InUse => return Err(led_already(site)),
         Err(error) => return Err(error),
@@ -83,7 +84,7 @@ fn listen(dir: &Path) -> io::Result<UnixListener> {
 
 /// Connects to the leader, once there is one.
 pub(super) fn connect(dir: &Path, deadline: Instant) -> Result<UnixStream, SetupError> {
-    let site = Site::new(dir, &SETTINGS);
+    let site = OwnDirectory::new(dir, &SETTINGS);
     loop {
         // Whose directory it is says whose leader listens there.
         let found = if is_private_dir(&site)? {
@@ -110,7 +111,7 @@ fn no_leader(dir: &Path, error: io::Error) -> SetupError {
     SetupError::caused(SetupErrorKind::Unavailable, message, error)
 }
 
-fn led_already(lock: &Site) -> SetupError {
+fn led_already(lock: &OwnDirectory) -> SetupError {
     let mut holder = String::new();
     if let Ok(Some(mut file)) = open_ours(lock) {
         let _ = file.read_to_string(&mut holder);

@@ -13,8 +13,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tempfile::TempDir;
 
-use super::protocol::{Hello, MAX_SLOTS_TOLD, ToLeader, ToRank, decode, first_message, frame};
-use super::socket::Meeting;
+use super::protocol::{HelloFrame, MAX_SLOTS_TOLD, ToLeader, ToRank, decode, first_message, frame};
+use super::socket::LeaderSocket;
 use super::{
     Disagreement, JoinOptions, KeptSlots, Leader, LeaderGone, LeaderOptions, Member, Membership, SlotJournal,
     Stopper, VERSION,
@@ -267,7 +267,7 @@ fn a_leader_that_ends_says_goodbye_and_one_that_dies_does_not() {
     }
     // One that welcomes a rank, and is gone.
     let dir = tempfile::tempdir().unwrap();
-    let meeting = super::socket::Meeting::open(dir.path()).unwrap();
+    let meeting = super::socket::LeaderSocket::open(dir.path()).unwrap();
     let at = dir.path().to_owned();
     let joining = thread::spawn(move || Rank::join(&at, membership(0, 1)).unwrap());
     let listener = meeting.listener.try_clone().unwrap();
@@ -412,7 +412,7 @@ fn nothing_is_written_through_what_strangers_put_there() {
     assert_eq!(std::fs::read_to_string(&precious).unwrap(), "what its owner wants to keep");
     // And then the directory is as it should be.
     std::fs::remove_file(ours.join("leader.lock")).unwrap();
-    drop(Meeting::open(&ours).unwrap());
+    drop(LeaderSocket::open(&ours).unwrap());
 }
 
 #[test]
@@ -487,9 +487,9 @@ fn nonsense_costs_the_one_who_says_it_his_connection_and_nobody_else_anything() 
     // A rank that was let in and then reports what it was never given.
     fleet.ranks[1].take().unwrap().leave();
     let routes = fleet.leader.routes().to_vec();
-    let hello = ToLeader::Hello(Hello::new(Membership { routes, ..membership(1, 2) }));
+    let hello = ToLeader::Hello(HelloFrame::new(Membership { routes, ..membership(1, 2) }));
     let mut words = frame(&hello);
-    let mut report = super::protocol::Ended::new(77);
+    let mut report = super::protocol::EndedCopies::new(77);
     report.arrived(0);
     words.extend(frame(&ToLeader::Ended(report)));
     assert_eq!(decode::<ToRank>(&talk(&dir, &words).unwrap()).unwrap(), ToRank::Welcome);
@@ -571,7 +571,7 @@ fn a_rank_that_does_not_say_what_it_has_is_named_in_time_and_nothing_is_agreed_o
     let at = dir.path().to_owned();
     let join = thread::spawn(move || {
         let routes = vec![SAVE];
-        let hello = ToLeader::Hello(Hello::new(Membership { routes, ..membership(0, 1) }));
+        let hello = ToLeader::Hello(HelloFrame::new(Membership { routes, ..membership(0, 1) }));
         let mut stream = loop {
             match UnixStream::connect(at.join("ranks.sock")) {
                 Ok(stream) => break stream,

@@ -4,8 +4,8 @@ use cudarc::driver::result::DriverError;
 
 use crate::clock;
 use crate::cuda::Gpu;
-use crate::cuda::driver::{DeviceMemory, Pinned, Stream, Table, failed};
-use crate::cuda::kernels::Kernels;
+use crate::cuda::driver::{CudaStream, DeviceMemory, KernelTable, Pinned, failed};
+use crate::cuda::kernels::CopyKernels;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::transform::Transform;
 
@@ -13,11 +13,11 @@ use crate::transform::Transform;
 /// Times are from the start of a call to the end of its work.
 #[derive(Debug)]
 pub struct RawGpu {
-    stream: Stream,
-    kernels: Kernels,
+    stream: CudaStream,
+    kernels: CopyKernels,
     host: Pinned<u8>,
     device: [DeviceMemory; 2],
-    pairs: Table<(u32, u32)>,
+    pairs: KernelTable<(u32, u32)>,
     bytes: usize,
 }
 
@@ -30,10 +30,10 @@ impl RawGpu {
         let refused = |error| failed("no locked memory", error);
         let device = [DeviceMemory::new(gpu, bytes)?, DeviceMemory::new(gpu, bytes)?];
         Ok(Self {
-            stream: Stream::new(gpu)?,
-            kernels: Kernels::load(gpu)?,
+            stream: CudaStream::new(gpu)?,
+            kernels: CopyKernels::load(gpu)?,
             host: Pinned::new(gpu, bytes).map_err(refused)?,
-            pairs: Table::new(gpu, 1 << 16)?,
+            pairs: KernelTable::new(gpu, 1 << 16)?,
             device,
             bytes,
         })
@@ -123,7 +123,9 @@ impl RawGpu {
     /// `Invalid`: the matrix does not fit. `Unavailable`: the GPU failed.
     pub fn matvec(&mut self, n: u32, times: usize) -> Result<Duration, SetupError> {
         let matrix = u64::from(n) * u64::from(n) * size_of::<f32>() as u64;
-        if matrix > self.bytes as u64 || n < Kernels::MATVEC_PARTS || !n.is_multiple_of(Kernels::MATVEC_PARTS)
+        if matrix > self.bytes as u64
+            || n < CopyKernels::MATVEC_PARTS
+            || !n.is_multiple_of(CopyKernels::MATVEC_PARTS)
         {
             return Err(SetupError::new(SetupErrorKind::Invalid, "the matrix does not fit"));
         }
@@ -138,7 +140,10 @@ impl RawGpu {
     }
 }
 
-fn timed(stream: &Stream, start: impl FnOnce() -> Result<(), DriverError>) -> Result<Duration, SetupError> {
+fn timed(
+    stream: &CudaStream,
+    start: impl FnOnce() -> Result<(), DriverError>,
+) -> Result<Duration, SetupError> {
     let gone = |error| failed("a measurement failed", error);
     let _entered = stream.gpu().enter().map_err(gone)?;
     let started = clock::now();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::format::{Cipher, SEAL_BYTES};
-use super::scratch::{Lane, Run, Scratch};
+use super::scratch::{Scratch, ScratchLane, SealedRun};
 use crate::backend::Backend;
 use crate::checksum::{SummedCopy, checksum};
 use crate::copy::{CopyError, CopyOp, Done, Route, SlotRef};
@@ -15,7 +15,7 @@ use crate::error::{SetupError, SetupErrorKind};
 use crate::fence::Fences;
 use crate::frame::Frame;
 use crate::memory::{Memory, forget_checksum, no_such_slot};
-use crate::verifiers::{GRAIN_BYTES, Urgency, Verifiers};
+use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency};
 use crate::verify::{corrupt, only_other_end, other_end};
 
 /// A backend whose blocks are encrypted and authenticated when they leave memory, and opened when they return. One that
@@ -29,18 +29,18 @@ use crate::verify::{corrupt, only_other_end, other_end};
 /// Memory that outlives its process may be [sealed itself](Self::of_memory): then it is the other way round, and what is on
 /// its way is in the clear.
 #[derive(Debug)]
-pub struct Sealed<B>(Arc<Shared<B>>);
+pub struct Sealed<B>(Arc<SealedState<B>>);
 
 #[derive(Debug)]
-struct Shared<B> {
+struct SealedState<B> {
     inner: B,
     memory: Arc<dyn Memory>,
-    sealed: End,
+    sealed: SealedEnd,
     scratch: Scratch,
     cipher: Cipher,
-    threads: Arc<Verifiers>,
+    threads: Arc<BlockWorkers>,
     /// For blocks whose keys a store is to be asked for, which may take seconds: no other block waits for these.
-    askers: Arc<Verifiers>,
+    askers: Arc<BlockWorkers>,
     /// Blocks that the backend inside gets together, at most or, if it asked for several, always.
     run_blocks: usize,
     whole_runs: bool,
@@ -49,7 +49,7 @@ struct Shared<B> {
 
 /// Where blocks lie sealed.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum End {
+enum SealedEnd {
     Medium,
     Memory,
 }
@@ -71,7 +71,7 @@ impl<B: Backend + 'static> Sealed<B> {
         run_blocks: usize,
     ) -> Result<Self, SetupError> {
         only_other_end(&inner, memory.tier())?;
-        Self::start(inner, (memory, End::Medium), (scratch, cipher), run_blocks)
+        Self::start(inner, (memory, SealedEnd::Medium), (scratch, cipher), run_blocks)
     }
 
     /// The other way round: blocks lie sealed in `memory`, which outlives its process, and `inner` moves them in the clear
@@ -87,17 +87,17 @@ impl<B: Backend + 'static> Sealed<B> {
         parts: (Scratch, Cipher),
         run_blocks: usize,
     ) -> Result<Self, SetupError> {
-        Self::start(inner, (memory, End::Memory), parts, run_blocks)
+        Self::start(inner, (memory, SealedEnd::Memory), parts, run_blocks)
     }
 
     fn start(
         inner: B,
-        (memory, sealed): (Arc<dyn Memory>, End),
+        (memory, sealed): (Arc<dyn Memory>, SealedEnd),
         (scratch, cipher): (Scratch, Cipher),
         run_blocks: usize,
     ) -> Result<Self, SetupError> {
         let ours = memory.tier();
-        let seal_bytes = if sealed == End::Memory { SEAL_BYTES } else { 0 };
+        let seal_bytes = if sealed == SealedEnd::Memory { SEAL_BYTES } else { 0 };
         let sizes =
             [memory.block_bytes().saturating_sub(seal_bytes), scratch.block_bytes(), cipher.block_bytes()];
         if scratch.memory().tier() != ours || sizes.iter().any(|&bytes| bytes != sizes[0]) {
@@ -111,12 +111,12 @@ impl<B: Backend + 'static> Sealed<B> {
             let message = "cannot start threads for encryption: raise the limit on processes";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         };
-        let threads = Verifiers::named("kvbm-seal", FEWEST_THREADS).map_err(no_threads)?;
-        let askers = Verifiers::named("kvbm-keys", 1).map_err(no_threads)?;
+        let threads = BlockWorkers::named("kvbm-seal", FEWEST_THREADS).map_err(no_threads)?;
+        let askers = BlockWorkers::named("kvbm-keys", 1).map_err(no_threads)?;
         let grain = (GRAIN_BYTES / sizes[0]).max(1);
         let whole_runs = run_blocks > 1;
         let run_blocks = run_blocks.max(grain).min(scratch.out.slots());
-        Ok(Self(Arc::new(Shared {
+        Ok(Self(Arc::new(SealedState {
             inner,
             memory,
             sealed,
@@ -153,14 +153,14 @@ unsafe impl<B: Backend + 'static> Backend for Sealed<B> {
         let (mut out, mut back, mut refused) = (Vec::new(), Vec::new(), Vec::new());
         for (index, op) in batch.into_iter().enumerate() {
             match self.0.way_of(&op) {
-                Ok(Way::Out) => out.push((index, op)),
-                Ok(Way::Back) => back.push((index, op)),
+                Ok(SealDirection::Out) => out.push((index, op)),
+                Ok(SealDirection::Back) => back.push((index, op)),
                 Err(error) => refused.push((index, Err(error))),
             }
         }
         done.report(refused);
-        for (way, ops) in [(Way::Back, back), (Way::Out, out)] {
-            let run = |ops: &[_]| Run { ops: ops.to_vec(), fences: fences.clone(), done: done.clone() };
+        for (way, ops) in [(SealDirection::Back, back), (SealDirection::Out, out)] {
+            let run = |ops: &[_]| SealedRun { ops: ops.to_vec(), fences: fences.clone(), done: done.clone() };
             let runs = ops.chunks(self.0.run_blocks).map(run);
             self.0.lane(way).enqueue(runs);
             self.0.start_runs(way);
@@ -170,63 +170,65 @@ unsafe impl<B: Backend + 'static> Backend for Sealed<B> {
 
 /// From memory, or back to it.
 #[derive(Clone, Copy, Debug)]
-enum Way {
+enum SealDirection {
     Out,
     Back,
 }
 
-impl<B: Backend + 'static> Shared<B> {
-    fn way_of(&self, op: &CopyOp) -> Result<Way, CopyError> {
+impl<B: Backend + 'static> SealedState<B> {
+    fn way_of(&self, op: &CopyOp) -> Result<SealDirection, CopyError> {
         if !self.routes.contains(&op.route()) {
             return Err(no_such_slot(op.from));
         }
         let is_out = op.from.tier == self.memory.tier();
-        let (way, here) = if is_out { (Way::Out, op.from) } else { (Way::Back, op.to) };
+        let (way, here) = if is_out { (SealDirection::Out, op.from) } else { (SealDirection::Back, op.to) };
         self.memory.slot(here.slot).map(|_| way).ok_or_else(|| no_such_slot(here))
     }
 
-    const fn lane(&self, way: Way) -> &Lane {
+    const fn lane(&self, way: SealDirection) -> &ScratchLane {
         match way {
-            Way::Out => &self.scratch.out,
-            Way::Back => &self.scratch.back,
+            SealDirection::Out => &self.scratch.out,
+            SealDirection::Back => &self.scratch.back,
         }
     }
 
-    fn start_runs(self: &Arc<Self>, way: Way) {
+    fn start_runs(self: &Arc<Self>, way: SealDirection) {
         self.lane(way).start_runs(self.whole_runs, |run, frames| match way {
-            Way::Out => self.prepare_run(run, frames),
-            Way::Back => self.fetch_run(run, frames),
+            SealDirection::Out => self.prepare_run(run, frames),
+            SealDirection::Back => self.fetch_run(run, frames),
         });
     }
 
     /// Hands the run on when its last block is ready.
-    fn prepare_run(self: &Arc<Self>, run: Run, frames: Vec<Frame>) {
+    fn prepare_run(self: &Arc<Self>, run: SealedRun, frames: Vec<Frame>) {
         let (prepared, shared) = (Arc::clone(self), Arc::clone(self));
         let prepare = move |block: &mut BlockInScratch| {
             block.result = prepared.prepare(&block.op, &mut block.frame);
         };
-        let Run { ops, fences, done } = run;
+        let SealedRun { ops, fences, done } = run;
         let mut blocks = blocks_of(ops, frames);
-        let have_keys = blocks.iter_mut().all(|block| self.has_key(Way::Out, block));
-        self.work((Way::Out, have_keys), blocks, prepare, move |blocks| {
+        let have_keys = blocks.iter_mut().all(|block| self.has_key(SealDirection::Out, block));
+        self.work((SealDirection::Out, have_keys), blocks, prepare, move |blocks| {
             let (ready, failed): (Vec<_>, Vec<_>) =
                 blocks.into_iter().partition(|block| block.result.is_ok());
             // Where a block is missing no layer can have all blocks of the run.
             let layers = fences.layers.filter(|_| failed.is_empty());
             let fences = Fences { layers, ..fences };
-            shared.end(Way::Out, failed, &done);
-            shared.hand_on(Way::Out, ready, fences, done);
+            shared.end(SealDirection::Out, failed, &done);
+            shared.hand_on(SealDirection::Out, ready, fences, done);
         });
     }
 
     /// Whether a block can be sealed or opened without a word with the store of keys.
-    fn has_key(&self, way: Way, BlockInScratch { op, frame, .. }: &mut BlockInScratch) -> bool {
+    fn has_key(&self, way: SealDirection, BlockInScratch { op, frame, .. }: &mut BlockInScratch) -> bool {
         match (self.sealed, way) {
-            (End::Medium, Way::Out) | (End::Memory, Way::Back) => self.cipher.can_seal(op.owner),
-            (End::Medium, Way::Back) => {
+            (SealedEnd::Medium, SealDirection::Out) | (SealedEnd::Memory, SealDirection::Back) => {
+                self.cipher.can_seal(op.owner)
+            }
+            (SealedEnd::Medium, SealDirection::Back) => {
                 self.scratch.room(frame).map_or(true, |room| self.cipher.can_open(room))
             }
-            (End::Memory, Way::Out) => self.memory.slot(op.from.slot).is_none_or(|slot| {
+            (SealedEnd::Memory, SealDirection::Out) => self.memory.slot(op.from.slot).is_none_or(|slot| {
                 // SAFETY: the slot is of an operation that is submitted and not completed: nobody writes it now.
                 self.cipher.can_open(unsafe { slot.as_ref() })
             }),
@@ -236,25 +238,35 @@ impl<B: Backend + 'static> Shared<B> {
     /// An engine waits for what is opened, and nobody for what is sealed.
     fn work(
         &self,
-        (way, have_keys): (Way, bool),
+        (way, have_keys): (SealDirection, bool),
         blocks: Vec<BlockInScratch>,
         work: impl Fn(&mut BlockInScratch) + Send + Sync + 'static,
         go_on: impl FnOnce(Vec<BlockInScratch>) + Send + 'static,
     ) {
         let urgency = match (self.sealed, way) {
-            (End::Medium, Way::Out) | (End::Memory, Way::Back) => Urgency::Background,
-            (End::Medium, Way::Back) | (End::Memory, Way::Out) => Urgency::Awaited,
+            (SealedEnd::Medium, SealDirection::Out) | (SealedEnd::Memory, SealDirection::Back) => {
+                Urgency::Background
+            }
+            (SealedEnd::Medium, SealDirection::Back) | (SealedEnd::Memory, SealDirection::Out) => {
+                Urgency::Awaited
+            }
         };
         let threads = if have_keys { &self.threads } else { &self.askers };
         threads.work_on(urgency, self.memory.block_bytes(), blocks, work, go_on);
     }
 
-    fn fetch_run(self: &Arc<Self>, Run { ops, fences, done }: Run, frames: Vec<Frame>) {
-        self.hand_on(Way::Back, blocks_of(ops, frames), fences, done);
+    fn fetch_run(self: &Arc<Self>, SealedRun { ops, fences, done }: SealedRun, frames: Vec<Frame>) {
+        self.hand_on(SealDirection::Back, blocks_of(ops, frames), fences, done);
     }
 
     /// The backend inside moves these blocks between their slots in the scratch and its medium.
-    fn hand_on(self: &Arc<Self>, way: Way, blocks: Vec<BlockInScratch>, fences: Fences, done: Done) {
+    fn hand_on(
+        self: &Arc<Self>,
+        way: SealDirection,
+        blocks: Vec<BlockInScratch>,
+        fences: Fences,
+        done: Done,
+    ) {
         if blocks.is_empty() {
             return;
         }
@@ -270,8 +282,8 @@ impl<B: Backend + 'static> Shared<B> {
             let blocks: Vec<_> = blocks.collect();
             drop(under_way);
             match way {
-                Way::Back => shared.finish_aside(blocks, &done),
-                Way::Out => shared.end(way, blocks, &done),
+                SealDirection::Back => shared.finish_aside(blocks, &done),
+                SealDirection::Out => shared.end(way, blocks, &done),
             }
         });
         // Nobody knows what became of a batch whose backend panicked. Its blocks are never reported and keep their slots,
@@ -286,7 +298,7 @@ impl<B: Backend + 'static> Shared<B> {
 
     /// Blocks whose keys are known do not wait for those that a store is asked about.
     fn finish_aside(self: &Arc<Self>, blocks: Vec<BlockInScratch>, done: &Done) {
-        let keyed = |mut block: BlockInScratch| (self.has_key(Way::Back, &mut block), block);
+        let keyed = |mut block: BlockInScratch| (self.has_key(SealDirection::Back, &mut block), block);
         let (known, unknown): (Vec<_>, Vec<_>) =
             blocks.into_iter().map(keyed).partition(|&(has_key, _)| has_key);
         for (have_keys, blocks) in [(true, known), (false, unknown)] {
@@ -297,14 +309,14 @@ impl<B: Backend + 'static> Shared<B> {
                     block.result = finisher.finish(block);
                 }
             };
-            self.work((Way::Back, have_keys), blocks, finish, move |blocks| {
-                shared.end(Way::Back, blocks, &done);
+            self.work((SealDirection::Back, have_keys), blocks, finish, move |blocks| {
+                shared.end(SealDirection::Back, blocks, &done);
             });
         }
     }
 
     /// The slots in the scratch are free again before anybody is told, and go to what waits after.
-    fn end(self: &Arc<Self>, way: Way, blocks: Vec<BlockInScratch>, done: &Done) {
+    fn end(self: &Arc<Self>, way: SealDirection, blocks: Vec<BlockInScratch>, done: &Done) {
         if blocks.is_empty() {
             return;
         }
@@ -318,16 +330,16 @@ impl<B: Backend + 'static> Shared<B> {
     /// Brings a block from memory into the scratch, as the backend inside wants it.
     fn prepare(&self, op: &CopyOp, frame: &mut Frame) -> Result<(), CopyError> {
         match self.sealed {
-            End::Medium => self.seal(op, frame),
-            End::Memory => self.open_from_memory(op, frame),
+            SealedEnd::Medium => self.seal(op, frame),
+            SealedEnd::Memory => self.open_from_memory(op, frame),
         }
     }
 
     /// Brings a block from the scratch into memory, as it is to lie there.
     fn finish(&self, block: &mut BlockInScratch) -> Result<(), CopyError> {
         match self.sealed {
-            End::Medium => self.open(block),
-            End::Memory => self.seal_into_memory(block),
+            SealedEnd::Medium => self.open(block),
+            SealedEnd::Memory => self.seal_into_memory(block),
         }
     }
 
@@ -407,10 +419,10 @@ struct BlockInScratch {
 }
 
 impl BlockInScratch {
-    const fn op_inside(&self, way: Way) -> CopyOp {
+    const fn op_inside(&self, way: SealDirection) -> CopyOp {
         match way {
-            Way::Out => CopyOp { from: self.frame.slot_ref(), ..self.op },
-            Way::Back => CopyOp { to: self.frame.slot_ref(), ..self.op },
+            SealDirection::Out => CopyOp { from: self.frame.slot_ref(), ..self.op },
+            SealDirection::Back => CopyOp { to: self.frame.slot_ref(), ..self.op },
         }
     }
 }

@@ -24,7 +24,7 @@ use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKe
 use ring::rand::{SecureRandom, SystemRandom};
 use zeroize::Zeroizing;
 
-use super::keys::Secret;
+use super::keys::SecretKey;
 use super::tenants::{ID_BYTES, KeyId, NoKey, TenantKeys};
 use crate::copy::{BlockKey, CopyError, CopyErrorKind, Owner, Tier};
 
@@ -90,7 +90,7 @@ impl Cipher {
     /// Opens what was sealed as this block, in place, and returns the block's checksum. What is in `room` after an error
     /// means nothing.
     pub(crate) fn open(&self, block: BlockKey, room: &mut [u8]) -> Result<u32, CopyError> {
-        let Parts { hidden, tag, header } = self.parts();
+        let SealedParts { hidden, tag, header } = self.parts();
         let header = room.get(header).filter(|header| header.starts_with(&MAGIC));
         let header = header.ok_or_else(|| corrupt("it was never sealed".to_owned()))?;
         let secret = self.secret_of(header)?;
@@ -102,10 +102,10 @@ impl Cipher {
         Ok(u32::from_le_bytes(std::array::from_fn(|byte| opened[self.block_bytes + byte])))
     }
 
-    fn parts(&self) -> Parts {
+    fn parts(&self) -> SealedParts {
         let hidden = self.block_bytes + CRC_BYTES;
         let tag = hidden + TAG_BYTES;
-        Parts { hidden: 0..hidden, tag: hidden..tag, header: tag..tag + HEADER_BYTES }
+        SealedParts { hidden: 0..hidden, tag: hidden..tag, header: tag..tag + HEADER_BYTES }
     }
 
     /// Whether a block can be sealed without a word with the store of keys.
@@ -120,7 +120,7 @@ impl Cipher {
     }
 
     /// The tenant's key that a block was sealed with.
-    fn secret_of(&self, header: &[u8]) -> Result<Arc<Secret>, CopyError> {
+    fn secret_of(&self, header: &[u8]) -> Result<Arc<SecretKey>, CopyError> {
         self.keys.to_open(id_of(header)).map_err(no_key)
     }
 
@@ -136,7 +136,7 @@ impl Cipher {
 }
 
 /// The block's own key, and the nonce of its only use.
-fn block_key(secret: &Secret, header: &[u8]) -> Result<(LessSafeKey, Nonce), CopyError> {
+fn block_key(secret: &SecretKey, header: &[u8]) -> Result<(LessSafeKey, Nonce), CopyError> {
     let (salt, nonce) = header[SALT_AT..].split_at(SALT_BYTES);
     let (info, mut key) = ([salt], Zeroizing::new([0; KEY_BYTES]));
     let derived = secret.get().expand(&info, &ring::aead::AES_256_GCM);
@@ -147,7 +147,7 @@ fn block_key(secret: &Secret, header: &[u8]) -> Result<(LessSafeKey, Nonce), Cop
 }
 
 /// Where the parts of a sealed block lie.
-struct Parts {
+struct SealedParts {
     hidden: Range<usize>,
     tag: Range<usize>,
     header: Range<usize>,

@@ -16,7 +16,7 @@ use ring::rand::{SecureRandom, SystemRandom};
 
 use super::tenants::{FoundKey, KeyId, KeyStore, RECORD_BYTES, WrappedKey};
 use crate::error::{SetupError, SetupErrorKind};
-use crate::files::{LockedFile, Patience, Site, checked_namespace, make_dir, open_kept, sync_dir};
+use crate::files::{LockWait, LockedFile, OwnDirectory, checked_namespace, make_dir, open_kept, sync_dir};
 
 /// `KVBMkeys`, the version 1, and zeros.
 const HEADER: Record = {
@@ -53,7 +53,7 @@ struct Files {
 
 #[derive(Debug)]
 struct KeyFile {
-    site: Site,
+    site: OwnDirectory,
     file: LockedFile,
     /// What lies behind the header. Where a write failed it may still be what was there before: a key is taken to be
     /// there until it is known not to be.
@@ -70,7 +70,7 @@ impl KeyFiles {
     /// As for slot files. `Invalid`: what lies there is no file of keys.
     pub fn open(dirs: &[PathBuf], namespace: &str, patience: Duration) -> Result<Self, SetupError> {
         let namespace = checked_namespace(namespace)?;
-        let mut patience = Patience::new(patience);
+        let mut patience = LockWait::new(patience);
         let (mut files, mut away, mut failed) = (Vec::new(), Vec::new(), None);
         for dir in dirs {
             match KeyFile::open_in(dir, namespace, &mut patience) {
@@ -95,11 +95,11 @@ impl KeyFiles {
     /// # Errors
     /// As [`open`](Self::open), but for each directory.
     pub fn open_all(dirs: &[PathBuf], patience: Duration) -> Result<Vec<Self>, SetupError> {
-        let mut patience = Patience::new(patience);
+        let mut patience = LockWait::new(patience);
         // Of one namespace together: what one says is destroyed is so in all.
         let mut namespaces: BTreeMap<_, Vec<KeyFile>> = BTreeMap::new();
         for dir in dirs {
-            let site = Site::new(dir, &crate::disk::SETTINGS);
+            let site = OwnDirectory::new(dir, &crate::disk::SETTINGS);
             for entry in fs::read_dir(dir).map_err(|error| site.failed(&error))? {
                 let path = entry.map_err(|error| site.failed(&error))?.path();
                 if let Some(name) = key_file_name(&path) {
@@ -262,13 +262,13 @@ fn file_record(id: FileId) -> Record {
 }
 
 impl KeyFile {
-    fn open_in(dir: &Path, namespace: &str, patience: &mut Patience) -> Result<Self, SetupError> {
+    fn open_in(dir: &Path, namespace: &str, patience: &mut LockWait) -> Result<Self, SetupError> {
         make_dir(dir, &crate::disk::SETTINGS)?;
         let path = dir.join(format!("kvbm-{namespace}.{EXTENSION}"));
-        Self::open(Site::new(path, &crate::disk::SETTINGS), patience)
+        Self::open(OwnDirectory::new(path, &crate::disk::SETTINGS), patience)
     }
 
-    fn open(site: Site, patience: &mut Patience) -> Result<Self, SetupError> {
+    fn open(site: OwnDirectory, patience: &mut LockWait) -> Result<Self, SetupError> {
         let fill = |file: &File| {
             let written = file.write_all_at(&HEADER, 0).and_then(|()| file.sync_all());
             written.map_err(|error| site.failed(&error))

@@ -36,7 +36,7 @@ const PURPOSE: &[u8] = b"kvbm main key v2";
 /// blocks whose key is gone are misses. Keys are wiped from memory when this goes, and never shown.
 pub struct KeyRing {
     current: u32,
-    keys: BTreeMap<u32, Secret>,
+    keys: BTreeMap<u32, SecretKey>,
 }
 
 impl KeyRing {
@@ -79,7 +79,7 @@ impl KeyRing {
     }
 
     pub(super) fn get(&self, number: u32) -> Option<&Prk> {
-        self.keys.get(&number).map(Secret::get)
+        self.keys.get(&number).map(SecretKey::get)
     }
 
     /// A key that authenticates, under a main key; `None`: that is not given.
@@ -110,7 +110,7 @@ impl KeyRing {
     }
 }
 
-fn parse_key(written: &str) -> Result<(u32, Secret), &'static str> {
+fn parse_key(written: &str) -> Result<(u32, SecretKey), &'static str> {
     let (number, key) = written.split_once(':').ok_or("it has no number")?;
     let number = number.trim().parse().ok().filter(|&number| number > 0).ok_or("its number is none")?;
     let key = key.trim();
@@ -123,7 +123,7 @@ fn parse_key(written: &str) -> Result<(u32, Secret), &'static str> {
     if bytes.iter().all(|byte| *byte == bytes[0]) {
         return Err("it is not random");
     }
-    Ok((number, Secret::of(Salt::new(HKDF_SHA256, PURPOSE).extract(&bytes))))
+    Ok((number, SecretKey::of(Salt::new(HKDF_SHA256, PURPOSE).extract(&bytes))))
 }
 
 /// Who can read the file can read all that was ever sealed.
@@ -161,9 +161,9 @@ impl fmt::Debug for KeyRing {
 }
 
 /// What other keys are derived from. In one place of memory from the start, and wiped at the end.
-pub(super) struct Secret(ManuallyDrop<Box<Prk>>);
+pub(super) struct SecretKey(ManuallyDrop<Box<Prk>>);
 
-impl Secret {
+impl SecretKey {
     pub(super) fn of(key: Prk) -> Self {
         Self(ManuallyDrop::new(Box::new(key)))
     }
@@ -173,13 +173,13 @@ impl Secret {
     }
 }
 
-impl fmt::Debug for Secret {
+impl fmt::Debug for SecretKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Secret")
     }
 }
 
-impl Drop for Secret {
+impl Drop for SecretKey {
     fn drop(&mut self) {
         // SAFETY: it is taken here only, and not used after.
         let key = Box::into_raw(unsafe { ManuallyDrop::take(&mut self.0) });

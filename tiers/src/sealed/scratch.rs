@@ -34,8 +34,8 @@ pub struct ScratchOptions {
 pub struct Scratch {
     region: Arc<DramRegion>,
     block_bytes: usize,
-    pub(super) out: Lane,
-    pub(super) back: Lane,
+    pub(super) out: ScratchLane,
+    pub(super) back: ScratchLane,
 }
 
 impl ScratchOptions {
@@ -69,7 +69,7 @@ impl Scratch {
         let ScratchOptions { block_bytes, blocks, huge_pages } = options;
         let region = Arc::new(DramRegion::host(DramOptions { geometry, huge_pages, fault_threads: 1 })?);
         let Some(mut pool) = region.frames() else { unreachable!("the first call") };
-        let (out, back) = (Lane::new(&mut pool, blocks), Lane::new(&mut pool, blocks));
+        let (out, back) = (ScratchLane::new(&mut pool, blocks), ScratchLane::new(&mut pool, blocks));
         Ok(Self { region, block_bytes, out, back })
     }
 
@@ -112,7 +112,7 @@ impl Scratch {
 }
 
 /// Operations of one batch that are handed on together, each with its number in the batch.
-pub(super) struct Run {
+pub(super) struct SealedRun {
     pub(super) ops: Vec<(usize, CopyOp)>,
     pub(super) fences: Fences,
     pub(super) done: Done,
@@ -120,22 +120,22 @@ pub(super) struct Run {
 
 /// The slots of one direction. Whoever finds none waits here, and blocks nobody.
 #[derive(Debug)]
-pub(super) struct Lane {
+pub(super) struct ScratchLane {
     slots: usize,
-    state: Mutex<State>,
+    state: Mutex<LaneState>,
 }
 
-struct State {
+struct LaneState {
     free: Vec<Frame>,
-    waiting: VecDeque<Run>,
+    waiting: VecDeque<SealedRun>,
     /// Somebody is starting runs, and will see what changes meanwhile.
     is_starting: bool,
 }
 
-impl Lane {
+impl ScratchLane {
     fn new(pool: &mut FramePool, slots: u32) -> Self {
         let free: Vec<_> = (0..slots).filter_map(|_| pool.take()).collect();
-        let state = State { free, waiting: VecDeque::new(), is_starting: false };
+        let state = LaneState { free, waiting: VecDeque::new(), is_starting: false };
         Self { slots: slots as usize, state: Mutex::new(state) }
     }
 
@@ -144,7 +144,7 @@ impl Lane {
         self.slots
     }
 
-    pub(super) fn enqueue(&self, runs: impl IntoIterator<Item = Run>) {
+    pub(super) fn enqueue(&self, runs: impl IntoIterator<Item = SealedRun>) {
         self.state.lock().waiting.extend(runs);
     }
 
@@ -159,7 +159,7 @@ impl Lane {
     /// Starts the runs that have room, in the order in which they came: `whole`, or as much of them as there is room for.
     /// A run may end, and so come back here, before it is started: then the outer call goes on with the next, and the
     /// stack stays flat.
-    pub(super) fn start_runs(&self, whole: bool, start: impl Fn(Run, Vec<Frame>)) {
+    pub(super) fn start_runs(&self, whole: bool, start: impl Fn(SealedRun, Vec<Frame>)) {
         if mem::replace(&mut self.state.lock().is_starting, true) {
             return;
         }
@@ -169,7 +169,7 @@ impl Lane {
     }
 
     /// The oldest run, or its beginning, and its slots; `None`: it must wait, and nobody starts runs any more.
-    fn next(&self, whole: bool) -> Option<(Run, Vec<Frame>)> {
+    fn next(&self, whole: bool) -> Option<(SealedRun, Vec<Frame>)> {
         let mut state = self.state.lock();
         let found = state.take(whole);
         state.is_starting = found.is_some();
@@ -177,21 +177,21 @@ impl Lane {
     }
 }
 
-impl State {
-    fn take(&mut self, whole: bool) -> Option<(Run, Vec<Frame>)> {
+impl LaneState {
+    fn take(&mut self, whole: bool) -> Option<(SealedRun, Vec<Frame>)> {
         let (room, run) = (self.free.len(), self.waiting.front_mut()?);
         let blocks = run.ops.len().min(room);
         if blocks == 0 || (whole && blocks < run.ops.len()) {
             return None;
         }
         let (fences, done) = (run.fences.clone(), run.done.clone());
-        let taken = Run { ops: run.ops.drain(..blocks).collect(), fences, done };
+        let taken = SealedRun { ops: run.ops.drain(..blocks).collect(), fences, done };
         self.waiting.pop_front_if(|run| run.ops.is_empty());
         Some((taken, self.free.split_off(room - blocks)))
     }
 }
 
-impl std::fmt::Debug for State {
+impl std::fmt::Debug for LaneState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (free, waiting) = (self.free.len(), self.waiting.len());
         f.debug_struct("State").field("free", &free).field("waiting", &waiting).finish_non_exhaustive()

@@ -11,7 +11,7 @@ use ring::hkdf::{HKDF_SHA256, Prk};
 use ring::rand::{SecureRandom, SystemRandom};
 use zeroize::Zeroizing;
 
-use super::keys::{KeyRing, Secret};
+use super::keys::{KeyRing, SecretKey};
 use crate::copy::Owner;
 use crate::index::IndexEntry;
 
@@ -198,14 +198,14 @@ pub struct TenantKeys {
     namespace: String,
     store: Box<dyn KeyStore>,
     random: SystemRandom,
-    known: Mutex<Known>,
+    known: Mutex<KeyCache>,
     /// The store has answered somebody.
     answered: Condvar,
 }
 
 #[derive(Default)]
-struct Known {
-    by_id: HashMap<KeyId, Key>,
+struct KeyCache {
+    by_id: HashMap<KeyId, SealKey>,
     tenants: HashMap<Option<u32>, TenantState>,
     /// Names that were read in a destroyed key's place, and of keys that were forgotten here.
     destroyed: HashSet<KeyId>,
@@ -216,11 +216,11 @@ struct Known {
 }
 
 #[derive(Clone)]
-struct Key {
+struct SealKey {
     tenant: Option<u32>,
     /// Of the tenant, in which it was made here; `None`: in an earlier process, or by another worker.
     life: Option<u32>,
-    secret: Arc<Secret>,
+    secret: Arc<SecretKey>,
 }
 
 struct TenantState {
@@ -232,7 +232,7 @@ struct TenantState {
     current: Option<KeyId>,
     /// Its keys are to be destroyed, and may not be yet: what the store has is not believed.
     is_condemned: bool,
-    /// [`Known::forgets`] when forgetting it began or ended last: answers to older questions mean nothing.
+    /// [`KeyCache::forgets`] when forgetting it began or ended last: answers to older questions mean nothing.
     forgotten_at: u64,
 }
 
@@ -251,7 +251,7 @@ enum Subject {
     Tenant(Option<u32>),
 }
 
-impl fmt::Debug for Known {
+impl fmt::Debug for KeyCache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Known").field("keys", &self.by_id.len()).finish_non_exhaustive()
     }
@@ -343,7 +343,7 @@ impl TenantKeys {
     }
 
     /// The key to seal a block of `owner` with, made if there is none.
-    pub(super) fn to_seal(&self, owner: Option<Owner>) -> Result<(KeyId, Arc<Secret>), NoKey> {
+    pub(super) fn to_seal(&self, owner: Option<Owner>) -> Result<(KeyId, Arc<SecretKey>), NoKey> {
         let tenant = owner.map(|owner| owner.tenant);
         loop {
             let mut known = self.known.lock();
@@ -360,7 +360,7 @@ impl TenantKeys {
     }
 
     /// The key of that name.
-    pub(super) fn to_open(&self, id: KeyId) -> Result<Arc<Secret>, NoKey> {
+    pub(super) fn to_open(&self, id: KeyId) -> Result<Arc<SecretKey>, NoKey> {
         loop {
             let mut known = self.known.lock();
             if let Some(key) = known.by_id.get(&id) {
@@ -414,7 +414,7 @@ impl TenantKeys {
     }
 
     /// Whoever has the turn asks the store. `None`: somebody else had it, and has an answer now.
-    fn begin(&self, known: &mut MutexGuard<'_, Known>, subject: Subject) -> Option<Turn<'_>> {
+    fn begin(&self, known: &mut MutexGuard<'_, KeyCache>, subject: Subject) -> Option<Turn<'_>> {
         if known.asked.insert(subject) {
             return Some(Turn { keys: self, subject });
         }
@@ -423,18 +423,19 @@ impl TenantKeys {
     }
 
     /// The key that what comes for a tenant is sealed with, if an earlier process or another worker made one.
-    fn find_current(&self, tenant: Option<u32>) -> io::Result<Option<(KeyId, Key)>> {
+    fn find_current(&self, tenant: Option<u32>) -> io::Result<Option<(KeyId, SealKey)>> {
         let kept = self.store.of_tenants(&[tenant]).pop().unwrap_or_else(|| Ok(Vec::new()))?;
         let mut current =
             kept.iter().filter(|key| key.main() == self.ring.current() && key.tenant() == tenant);
-        Ok(current.find_map(|key| Some((key.id(), Key { tenant, life: None, secret: self.unwrap(key)? }))))
+        Ok(current
+            .find_map(|key| Some((key.id(), SealKey { tenant, life: None, secret: self.unwrap(key)? }))))
     }
 
-    fn make_and_keep(&self, tenant: Option<u32>, owner: Option<Owner>) -> Result<(KeyId, Key), NoKey> {
+    fn make_and_keep(&self, tenant: Option<u32>, owner: Option<Owner>) -> Result<(KeyId, SealKey), NoKey> {
         let (wrapped, secret) = self.make(tenant)?;
         self.store.add(&wrapped)?;
         let life = Some(owner.map_or(0, |owner| owner.life));
-        Ok((wrapped.id(), Key { tenant, life, secret }))
+        Ok((wrapped.id(), SealKey { tenant, life, secret }))
     }
 
     /// Learns a key from what a store has of it.
@@ -461,13 +462,13 @@ impl TenantKeys {
         let mut known = self.known.lock();
         let state = known.tenant(wrapped.tenant());
         if !state.is_condemned && state.forgotten_at <= began {
-            let key = Key { tenant: wrapped.tenant(), life: None, secret };
+            let key = SealKey { tenant: wrapped.tenant(), life: None, secret };
             known.by_id.entry(wrapped.id()).or_insert(key);
         }
         Some(())
     }
 
-    fn make(&self, tenant: Option<u32>) -> io::Result<(WrappedKey, Arc<Secret>)> {
+    fn make(&self, tenant: Option<u32>) -> io::Result<(WrappedKey, Arc<SecretKey>)> {
         let no_random = |_| io::Error::other("the system gives no random bytes to make a key of");
         let mut key = Zeroizing::new([0; KEY_BYTES]);
         self.random.fill(&mut *key).map_err(no_random)?;
@@ -488,7 +489,7 @@ impl TenantKeys {
     }
 
     /// `None`: its main key is not given here, or it is not what was written.
-    fn unwrap(&self, wrapped: &WrappedKey) -> Option<Arc<Secret>> {
+    fn unwrap(&self, wrapped: &WrappedKey) -> Option<Arc<SecretKey>> {
         let bytes = wrapped.bytes();
         let (wrapping, nonce) = self.wrapping(bytes)?;
         let mut key = Zeroizing::new(array_at::<KEY_BYTES>(bytes, CLEAR_BYTES));
@@ -524,13 +525,13 @@ impl Drop for Turn<'_> {
     }
 }
 
-impl Known {
+impl KeyCache {
     fn tenant(&mut self, tenant: Option<u32>) -> &mut TenantState {
         self.tenants.entry(tenant).or_default()
     }
 
     /// What a block of `owner` is sealed with; `None`: that is not known yet.
-    fn current(&mut self, owner: Option<Owner>) -> Result<Option<(KeyId, Arc<Secret>)>, NoKey> {
+    fn current(&mut self, owner: Option<Owner>) -> Result<Option<(KeyId, Arc<SecretKey>)>, NoKey> {
         let state = self.tenant(owner.map(|owner| owner.tenant));
         let life = owner.map_or(0, |owner| owner.life);
         if life < state.life {
@@ -545,7 +546,7 @@ impl Known {
     }
 
     /// A key was found or made to seal with. Where its tenant was forgotten meanwhile it goes with the others.
-    fn install(&mut self, id: KeyId, key: Key) {
+    fn install(&mut self, id: KeyId, key: SealKey) {
         let state = self.tenant(key.tenant);
         let is_of_now = key.life.map_or(state.adopts, |life| life == state.life);
         if is_of_now {
@@ -570,7 +571,7 @@ impl Known {
     fn condemn(&mut self, tenant: u32, life: u32) {
         self.forgets += 1;
         let at = self.forgets;
-        let is_past = |key: &Key| key.tenant == Some(tenant) && key.life.is_none_or(|made| made < life);
+        let is_past = |key: &SealKey| key.tenant == Some(tenant) && key.life.is_none_or(|made| made < life);
         let gone: Vec<_> = self.by_id.extract_if(|_, key| is_past(key)).map(|(id, _)| id).collect();
         gone.into_iter().for_each(|id| self.note_destroyed(id));
         let is_known = |id: &KeyId| self.by_id.contains_key(id);
@@ -591,8 +592,8 @@ impl Known {
 }
 
 /// What keys of blocks are derived from.
-fn secret(key: &[u8; KEY_BYTES]) -> Arc<Secret> {
-    Arc::new(Secret::of(Prk::new_less_safe(HKDF_SHA256, key)))
+fn secret(key: &[u8; KEY_BYTES]) -> Arc<SecretKey> {
+    Arc::new(SecretKey::of(Prk::new_less_safe(HKDF_SHA256, key)))
 }
 
 #[cfg(test)]
@@ -604,7 +605,7 @@ mod tests {
 
     /// A store in memory that outlives those who use it, fails as long as it is told to, and holds up who asks.
     #[derive(Debug, Default, Clone)]
-    struct Shelf(Arc<Shelved>);
+    struct KeyShelf(Arc<Shelved>);
 
     #[derive(Debug, Default)]
     struct Shelved {
@@ -621,7 +622,7 @@ mod tests {
         asked: usize,
     }
 
-    impl Shelf {
+    impl KeyShelf {
         fn fail(&self, fails: bool) {
             self.0.mood.lock().fails = fails;
         }
@@ -664,7 +665,7 @@ mod tests {
         }
     }
 
-    impl KeyStore for Shelf {
+    impl KeyStore for KeyShelf {
         /// The answer is of the moment of the question.
         fn find(&self, id: KeyId) -> io::Result<FoundKey> {
             let found: Vec<_> = self.0.keys.lock().iter().filter(|key| key.id() == id).cloned().collect();
@@ -697,7 +698,7 @@ mod tests {
         Arc::new(KeyRing::parse(&format!("{number}:{}", digits.repeat(4))).unwrap())
     }
 
-    fn open(ring: Arc<KeyRing>, namespace: &str, shelf: &Shelf) -> TenantKeys {
+    fn open(ring: Arc<KeyRing>, namespace: &str, shelf: &KeyShelf) -> TenantKeys {
         TenantKeys::new(ring, namespace, Box::new(shelf.clone()))
     }
 
@@ -715,7 +716,7 @@ mod tests {
 
     #[test]
     fn each_tenant_has_a_key_that_the_next_process_finds_and_others_do_not() {
-        let shelf = Shelf::default();
+        let shelf = KeyShelf::default();
         let first = open(ring(1, ONE), "here", &shelf);
         let ids = [None, owner(0, 0), owner(u32::MAX, 0)].map(|owner| first.to_seal(owner).unwrap().0);
         assert_eq!(ids.iter().collect::<HashSet<_>>().len(), 3);
@@ -734,7 +735,7 @@ mod tests {
 
     #[test]
     fn any_flipped_bit_of_a_wrapped_key_is_noticed() {
-        let shelf = Shelf::default();
+        let shelf = KeyShelf::default();
         let id = open(ring(1, ONE), "here", &shelf).to_seal(owner(7, 0)).unwrap().0;
         let good = *shelf.0.keys.lock()[0].bytes();
         for bit in 0..8 * (TAG_AT + TAG_BYTES) {
@@ -750,7 +751,7 @@ mod tests {
 
     #[test]
     fn a_new_main_key_has_new_keys_under_it_and_the_old_ones_are_read() {
-        let shelf = Shelf::default();
+        let shelf = KeyShelf::default();
         let old = open(ring(1, ONE), "here", &shelf).to_seal(owner(7, 0)).unwrap().0;
         let both = Arc::new(KeyRing::parse(&format!("2:{},1:{}", OTHER.repeat(4), ONE.repeat(4))).unwrap());
         let rotated = open(both, "here", &shelf);
@@ -762,7 +763,7 @@ mod tests {
 
     #[test]
     fn who_is_forgotten_has_no_key_here_or_later_and_others_keep_theirs() {
-        let shelf = Shelf::default();
+        let shelf = KeyShelf::default();
         let keys = open(ring(1, ONE), "here", &shelf);
         let [gone, kept] = [7, 8].map(|tenant| keys.to_seal(owner(tenant, 0)).unwrap().0);
         keys.forget(7, 1).unwrap();
@@ -777,7 +778,7 @@ mod tests {
 
     #[test]
     fn a_key_that_another_worker_made_is_found_when_it_is_asked_for() {
-        let shelf = Shelf::default();
+        let shelf = KeyShelf::default();
         let (one, other) = (open(ring(1, ONE), "here", &shelf), open(ring(1, ONE), "here", &shelf));
         let id = one.to_seal(None).unwrap().0;
         assert!(other.to_open(id).is_ok());
@@ -786,7 +787,7 @@ mod tests {
 
     #[test]
     fn a_key_that_could_not_be_read_is_asked_for_again() {
-        let shelf = Shelf::default();
+        let shelf = KeyShelf::default();
         let (one, other) = (open(ring(1, ONE), "here", &shelf), open(ring(1, ONE), "here", &shelf));
         let id = one.to_seal(owner(7, 0)).unwrap().0;
         shelf.fail(true);
@@ -808,7 +809,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_asked_for_stays_readable() {
-        let shelf = Shelf::default();
+        let shelf = KeyShelf::default();
         let first = open(ring(1, ONE), "here", &shelf);
         first.to_seal(owner(7, 0)).unwrap();
         let entry = |tenant| IndexEntry {
@@ -833,7 +834,7 @@ mod tests {
 
     #[test]
     fn a_look_up_under_way_brings_no_forgotten_key_back() {
-        let shelf = Shelf::default();
+        let shelf = KeyShelf::default();
         let (writer, reader) = (open(ring(1, ONE), "here", &shelf), open(ring(1, ONE), "here", &shelf));
         let old = writer.to_seal(owner(7, 0)).unwrap().0;
         let before = writer.to_seal(owner(8, 0)).unwrap().0;
@@ -856,7 +857,7 @@ mod tests {
     #[test]
     fn of_two_calls_the_later_life_wins_whichever_comes_first() {
         for lives in [[1, 2], [2, 1]] {
-            let shelf = Shelf::default();
+            let shelf = KeyShelf::default();
             let keys = open(ring(1, ONE), "here", &shelf);
             let old = keys.to_seal(owner(7, 0)).unwrap().0;
             // What comes after both is there before the last of them.
@@ -872,7 +873,7 @@ mod tests {
 
     #[test]
     fn what_comes_before_the_call_that_forgets_has_a_key_that_outlives_it() {
-        let shelf = Shelf::default();
+        let shelf = KeyShelf::default();
         open(ring(1, ONE), "here", &shelf).to_seal(owner(7, 0)).unwrap();
         for is_known in [true, false] {
             let keys = open(ring(1, ONE), "here", &shelf);
@@ -891,7 +892,7 @@ mod tests {
     #[test]
     fn a_key_that_is_made_meanwhile_is_destroyed_or_kept_as_a_whole() {
         for (life, is_kept) in [(0, false), (1, true)] {
-            let shelf = Shelf::default();
+            let shelf = KeyShelf::default();
             let keys = open(ring(1, ONE), "here", &shelf);
             shelf.hold();
             thread::scope(|scope| {
@@ -910,7 +911,7 @@ mod tests {
 
     #[test]
     fn keys_that_could_not_be_destroyed_are_gone_here_and_go_with_the_next_call() {
-        let shelf = Shelf::default();
+        let shelf = KeyShelf::default();
         let keys = open(ring(1, ONE), "here", &shelf);
         let old = keys.to_seal(owner(7, 0)).unwrap().0;
         keys.begin_forgetting(7, 1);
@@ -927,7 +928,7 @@ mod tests {
 
     #[test]
     fn whoever_has_a_known_key_waits_for_no_store() {
-        let shelf = Shelf::default();
+        let shelf = KeyShelf::default();
         let keys = open(ring(1, ONE), "here", &shelf);
         let known = keys.to_seal(owner(1, 0)).unwrap().0;
         let before = shelf.asked();

@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use crate::backend::Backend;
-use crate::chaos::{ChaosBackend, Effect, Faults, Late};
+use crate::chaos::{ChaosBackend, Effect, Faults, LateTimer};
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route};
 use crate::error::SetupError;
-use crate::memory::{Memories, Memory};
+use crate::memory::{CpuMemories, Memory};
 
 /// A way to fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +44,7 @@ pub struct FaultBackend<B> {
 #[derive(Debug, Default)]
 struct Plan {
     order: Mutex<Order>,
-    late: Late,
+    late: LateTimer,
 }
 
 #[derive(Debug, Default)]
@@ -61,7 +61,7 @@ impl<B: Backend + 'static> FaultBackend<B> {
     /// Two regions are of one tier, or their blocks differ in size.
     pub fn new(inner: B, memories: Vec<Arc<dyn Memory>>) -> Result<Self, SetupError> {
         let plan = Arc::new(Plan::default());
-        let backend = ChaosBackend::new(inner, Memories::new(memories)?, Arc::clone(&plan));
+        let backend = ChaosBackend::new(inner, CpuMemories::new(memories)?, Arc::clone(&plan));
         Ok(Self { backend, plan })
     }
 

@@ -5,7 +5,7 @@ use crate::backend::Backend;
 use crate::batch::Share;
 use crate::copy::{CopyError, CopyOp, Done, Endings, Route};
 use crate::error::SetupError;
-use crate::memory::{Memories, Memory};
+use crate::memory::{CpuMemories, Memory};
 
 /// Holds every operation until the test says how it ends, in whichever order the test likes. The bytes
 /// move at that moment and not before.
@@ -13,7 +13,7 @@ use crate::memory::{Memories, Memory};
 /// Between tiers of which it has no memory nothing moves: a test of bookkeeping alone needs no regions.
 #[derive(Debug)]
 pub struct ParkedBackend {
-    memories: Memories,
+    memories: CpuMemories,
     routes: Vec<Route>,
     parked: Mutex<Parked>,
 }
@@ -39,7 +39,7 @@ impl ParkedBackend {
     /// # Errors
     /// Two regions are of one tier, or their blocks differ in size.
     pub fn new(regions: Vec<Arc<dyn Memory>>, routes: Vec<Route>) -> Result<Self, SetupError> {
-        Ok(Self { memories: Memories::new(regions)?, routes, parked: Mutex::default() })
+        Ok(Self { memories: CpuMemories::new(regions)?, routes, parked: Mutex::default() })
     }
 
     /// What waits, in the order of submission.

@@ -5,7 +5,7 @@ use crate::batch::Share;
 use crate::copy::{CopyOp, Done, Route, SlotId, Tier};
 use crate::dram::DramRegion;
 use crate::error::SetupError;
-use crate::memory::{Memories, Memory};
+use crate::memory::{CpuMemories, Memory};
 use crate::testing::options;
 
 /// Memory that plays a disk or an object store, and the backend that moves blocks between it and real memory,
@@ -13,7 +13,7 @@ use crate::testing::options;
 #[derive(Debug)]
 pub struct MemoryStore {
     region: Arc<DramRegion>,
-    memories: Memories,
+    memories: CpuMemories,
     routes: [Route; 2],
 }
 
@@ -25,7 +25,7 @@ impl MemoryStore {
     pub fn new(memory: Arc<dyn Memory>, stands_for: Tier, slots: u32) -> Result<Self, SetupError> {
         let routes = [(memory.tier(), stands_for), (stands_for, memory.tier())];
         let region = Arc::new(DramRegion::open(stands_for, options(slots, memory.block_bytes()))?);
-        let memories = Memories::new(vec![memory, Arc::clone(&region) as Arc<dyn Memory>])?;
+        let memories = CpuMemories::new(vec![memory, Arc::clone(&region) as Arc<dyn Memory>])?;
         Ok(Self { region, memories, routes })
     }
 

@@ -11,7 +11,7 @@ use kvbm_settings::{AdmissionMode, Capacity, EvictionPolicy, Settings, WriteBudg
 use kvbm_tiers::chaos::{Chaos, Direction, Episode, Kind, Medium, Schedule};
 use serde::Serialize;
 
-use crate::failure::Failure;
+use crate::failure::CommandFailure;
 
 /// Prompts of a phase.
 const PROMPTS: u64 = 12;
@@ -83,7 +83,7 @@ impl Holds {
 }
 
 /// Fills hierarchies whose hosts hold `blocks` blocks and measures each kind of work in turn.
-pub(crate) fn measure(blocks: usize, eviction: EvictionPolicy) -> Result<Holds, Failure> {
+pub(crate) fn measure(blocks: usize, eviction: EvictionPolicy) -> Result<Holds, CommandFailure> {
     let outage = outage(blocks, eviction)?;
     let LastTier { admission, evict, forget, close } = last_tier(blocks, eviction);
     let place = temporary_directory()?;
@@ -135,7 +135,7 @@ fn last_tier(blocks: usize, eviction: EvictionPolicy) -> LastTier {
 }
 
 /// The longest hold while the disk below a host takes nothing, and when it does again.
-fn outage(blocks: usize, eviction: EvictionPolicy) -> Result<f64, Failure> {
+fn outage(blocks: usize, eviction: EvictionPolicy) -> Result<f64, CommandFailure> {
     let place = temporary_directory()?;
     let mut settings = device_and_host_of(blocks, eviction);
     settings.disk.capacity = Some(Capacity::Blocks((blocks / 4).max(1) as u64));
@@ -152,8 +152,8 @@ fn outage(blocks: usize, eviction: EvictionPolicy) -> Result<f64, Failure> {
     }))
 }
 
-fn temporary_directory() -> Result<tempfile::TempDir, Failure> {
-    tempfile::tempdir().map_err(|error| Failure::unusable(error.to_string()))
+fn temporary_directory() -> Result<tempfile::TempDir, CommandFailure> {
+    tempfile::tempdir().map_err(|error| CommandFailure::unusable(error.to_string()))
 }
 
 /// A disk to which only goes what leaves the host, and little of it.

@@ -7,8 +7,8 @@ use kvbm_settings::Settings;
 use kvbm_tiers::clock;
 use tokio::runtime::Runtime;
 
-use crate::failure::Failure;
-use crate::pattern::Pattern;
+use crate::failure::CommandFailure;
+use crate::pattern::BlockPattern;
 
 /// Blocks of a chain: as many as a prompt of 4,096 tokens has.
 const CHAIN: usize = 256;
@@ -26,7 +26,11 @@ pub(crate) struct Bed<'r> {
 }
 
 impl<'r> Bed<'r> {
-    pub(crate) fn open(mut settings: Settings, bottom: Tier, runtime: &'r Runtime) -> Result<Self, Failure> {
+    pub(crate) fn open(
+        mut settings: Settings,
+        bottom: Tier,
+        runtime: &'r Runtime,
+    ) -> Result<Self, CommandFailure> {
         // The address may be an engine's, which runs.
         settings.metrics.enabled = false;
         // The clock stands still: only what is asked for is flushed.
@@ -38,11 +42,11 @@ impl<'r> Bed<'r> {
         Ok(bed)
     }
 
-    fn fill_device(&self) -> Result<(), Failure> {
+    fn fill_device(&self) -> Result<(), CommandFailure> {
         for chain in &self.chains {
             let mut allocation = self.manager.allocate(chain, self.manager.lease(chain))?;
             for position in allocation.blocks() {
-                allocation.fill(position, |slot| Pattern::of(chain[position]).fill(slot));
+                allocation.fill(position, |slot| BlockPattern::of(chain[position]).fill(slot));
             }
             self.runtime.block_on(allocation.publish()?)?;
         }
@@ -50,7 +54,7 @@ impl<'r> Bed<'r> {
     }
 
     /// Whatever is to be written lies in the tier above the bottom, and nowhere below.
-    pub(crate) fn prepare_write(&self) -> Result<(), Failure> {
+    pub(crate) fn prepare_write(&self) -> Result<(), CommandFailure> {
         if self.manager.counts(Tier::Device).resident == 0 {
             self.move_all(Manager::load)?;
         }
@@ -63,7 +67,7 @@ impl<'r> Bed<'r> {
     }
 
     /// Whatever is to be read lies in the bottom tier alone.
-    pub(crate) fn prepare_read(&self) -> Result<(), Failure> {
+    pub(crate) fn prepare_read(&self) -> Result<(), CommandFailure> {
         Tier::ALL.into_iter().filter(|&tier| tier < self.bottom).for_each(|tier| {
             self.empty(tier);
         });
@@ -72,12 +76,12 @@ impl<'r> Bed<'r> {
     }
 
     /// Saves to the host, or flushes from there.
-    pub(crate) fn write(&self) -> Result<Duration, Failure> {
+    pub(crate) fn write(&self) -> Result<Duration, CommandFailure> {
         let started = clock::now();
         if self.bottom == Tier::Host {
             self.move_all(Manager::save)?;
         } else if !self.manager.drain(LIMIT).is_complete() {
-            return Err(Failure::unexpected("flushing did not end"));
+            return Err(CommandFailure::unexpected("flushing did not end"));
         }
         let time = started.elapsed();
         self.expect_all_in(self.bottom)?;
@@ -85,7 +89,7 @@ impl<'r> Bed<'r> {
     }
 
     /// Loads from the host, or brings up to there.
-    pub(crate) fn read(&self) -> Result<Duration, Failure> {
+    pub(crate) fn read(&self) -> Result<Duration, CommandFailure> {
         let started = clock::now();
         let top = if self.bottom == Tier::Host {
             self.move_all(Manager::load)?;
@@ -100,14 +104,14 @@ impl<'r> Bed<'r> {
     }
 
     /// Every block that went through all of this is as it was made.
-    pub(crate) fn check(&self) -> Result<(), Failure> {
+    pub(crate) fn check(&self) -> Result<(), CommandFailure> {
         self.move_all(Manager::load)?;
         for chain in &self.chains {
             let lease = self.manager.lease(chain);
             for (position, &hash) in chain.iter().enumerate() {
-                let is_whole = |block: &[u8]| Pattern::of(hash).matches(block);
+                let is_whole = |block: &[u8]| BlockPattern::of(hash).matches(block);
                 if self.manager.read_device(&lease, chain, position, is_whole) != Some(true) {
-                    return Err(Failure::unexpected("a block came back with other bytes"));
+                    return Err(CommandFailure::unexpected("a block came back with other bytes"));
                 }
             }
         }
@@ -115,7 +119,10 @@ impl<'r> Bed<'r> {
     }
 
     /// All chains at once, as concurrent requests would.
-    fn move_all(&self, start: impl Fn(&Manager, Lease) -> Transfer<Transferred>) -> Result<(), Failure> {
+    fn move_all(
+        &self,
+        start: impl Fn(&Manager, Lease) -> Transfer<Transferred>,
+    ) -> Result<(), CommandFailure> {
         let start = |chain| start(&self.manager, self.manager.lease(chain));
         let tickets: Vec<_> = self.chains.iter().map(start).collect();
         tickets.into_iter().try_for_each(|ticket| self.runtime.block_on(ticket).map(drop))?;
@@ -132,15 +139,15 @@ impl<'r> Bed<'r> {
         }
     }
 
-    fn expect_all_in(&self, tier: Tier) -> Result<(), Failure> {
+    fn expect_all_in(&self, tier: Tier) -> Result<(), CommandFailure> {
         self.expect(tier, self.blocks)
     }
 
-    fn expect_none_in(&self, tier: Tier) -> Result<(), Failure> {
+    fn expect_none_in(&self, tier: Tier) -> Result<(), CommandFailure> {
         self.expect(tier, 0)
     }
 
-    fn expect(&self, tier: Tier, blocks: usize) -> Result<(), Failure> {
+    fn expect(&self, tier: Tier, blocks: usize) -> Result<(), CommandFailure> {
         let resident = self.manager.counts(tier).resident as usize;
         if resident == blocks {
             return Ok(());
@@ -148,11 +155,11 @@ impl<'r> Bed<'r> {
         let failures = self.manager.failures();
         let message =
             format!("the {tier} tier holds {resident} blocks instead of {blocks} ({failures} copies failed)");
-        Err(Failure::unexpected(message))
+        Err(CommandFailure::unexpected(message))
     }
 }
 
-fn chains(blocks: usize) -> Result<Vec<Vec<BlockHash>>, Failure> {
+fn chains(blocks: usize) -> Result<Vec<Vec<BlockHash>>, CommandFailure> {
     let hasher = ChainHasher::new(1, b"bench tiers")?;
     let tokens: Vec<u32> = (0..blocks as u32).collect();
     Ok(tokens.chunks(CHAIN).map(|chunk| hasher.chain(chunk)).collect())

@@ -21,7 +21,7 @@ use tokio::task::JoinSet;
 use url::Url;
 
 use super::bottom::Bottom;
-use crate::failure::{Failure, with_causes};
+use crate::failure::{CommandFailure, with_causes};
 
 /// The raw medium of a contest.
 #[derive(Debug)]
@@ -38,7 +38,7 @@ pub(super) enum Raw {
 
 impl Raw {
     /// Of the shape that `settings` give the manager.
-    pub(super) fn open(settings: &Settings, bottom: Bottom) -> Result<Self, Failure> {
+    pub(super) fn open(settings: &Settings, bottom: Bottom) -> Result<Self, CommandFailure> {
         let block_bytes = settings.block_bytes.unwrap_or_default();
         let blocks = settings.host.capacity.map_or(0, |capacity| capacity.blocks(block_bytes));
         let geometry = Geometry::new(blocks as u32, block_bytes as usize).map_err(setup)?;
@@ -68,7 +68,7 @@ impl Raw {
 
     /// Waits until what either side left to the page cache has reached the drive, so that nobody pays for the
     /// other.
-    pub(super) fn settle(&self) -> Result<(), Failure> {
+    pub(super) fn settle(&self) -> Result<(), CommandFailure> {
         match self {
             Self::Client(client) => client.sync(),
             Self::Copy { .. } | Self::Ring(_) => Ok(()),
@@ -78,7 +78,7 @@ impl Raw {
     }
 
     /// Moves the working set down.
-    pub(super) fn write(&mut self) -> Result<Duration, Failure> {
+    pub(super) fn write(&mut self) -> Result<Duration, CommandFailure> {
         match self {
             Self::Copy { copy, threads } => Ok(copy.run(*threads)),
             Self::Ring(ring) => ring.write().map_err(failed),
@@ -89,7 +89,7 @@ impl Raw {
     }
 
     /// Moves it up again.
-    pub(super) fn read(&mut self) -> Result<Duration, Failure> {
+    pub(super) fn read(&mut self) -> Result<Duration, CommandFailure> {
         match self {
             Self::Copy { copy, threads } => Ok(copy.run(*threads)),
             Self::Ring(ring) => ring.read().map_err(failed),
@@ -128,11 +128,11 @@ struct Work {
 }
 
 impl Client {
-    fn open(settings: &Settings, geometry: Geometry) -> Result<Self, Failure> {
+    fn open(settings: &Settings, geometry: Geometry) -> Result<Self, CommandFailure> {
         let url = settings.object.url.as_deref().and_then(|url| Url::parse(url).ok());
         let dir = url.and_then(|url| url.to_file_path().ok());
-        let dir =
-            dir.ok_or_else(|| Failure::unusable("objects are timed in files: give --dir a directory"))?;
+        let dir = dir
+            .ok_or_else(|| CommandFailure::unusable("objects are timed in files: give --dir a directory"))?;
         // The threads that the manager's own client has; those for the copies come by themselves.
         let runtime = Builder::new_multi_thread().worker_threads(2).build().map_err(failed)?;
         let block = |slot: u32| PutPayload::from(vec![slot as u8; geometry.block_bytes()]);
@@ -147,7 +147,7 @@ impl Client {
 
     /// Deletes the objects of the round before, as the manager does, and writes new ones. Not in one step: some
     /// file systems write out at once what replaces a file.
-    fn write(&self) -> Result<Duration, Failure> {
+    fn write(&self) -> Result<Duration, CommandFailure> {
         self.run(|work| async move {
             while let Some((path, block)) = work.take() {
                 work.delete(&path).await?;
@@ -157,7 +157,7 @@ impl Client {
         })
     }
 
-    fn read(&self) -> Result<Duration, Failure> {
+    fn read(&self) -> Result<Duration, CommandFailure> {
         self.run(|work| async move {
             while let Some((path, block)) = work.take() {
                 let found = work.store.get(&path).await?.bytes().await?;
@@ -168,7 +168,7 @@ impl Client {
     }
 
     /// As many tasks as requests may be in flight, each taking one block after the other.
-    fn run<T>(&self, task: impl Fn(Arc<Work>) -> T) -> Result<Duration, Failure>
+    fn run<T>(&self, task: impl Fn(Arc<Work>) -> T) -> Result<Duration, CommandFailure>
     where
         T: Future<Output = object_store::Result<()>> + Send + 'static,
     {
@@ -184,7 +184,7 @@ impl Client {
         })
     }
 
-    fn sync(&self) -> Result<(), Failure> {
+    fn sync(&self) -> Result<(), CommandFailure> {
         rustix::fs::syncfs(&self.dir).map_err(failed)
     }
 }
@@ -205,10 +205,10 @@ impl Work {
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "the shape that map_err asks for")]
-fn setup(error: SetupError) -> Failure {
-    Failure::unusable(with_causes(&error))
+fn setup(error: SetupError) -> CommandFailure {
+    CommandFailure::unusable(with_causes(&error))
 }
 
-fn failed(error: impl std::error::Error) -> Failure {
-    Failure::unexpected(with_causes(&error))
+fn failed(error: impl std::error::Error) -> CommandFailure {
+    CommandFailure::unexpected(with_causes(&error))
 }

@@ -12,19 +12,19 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use crate::output;
 
 /// A colour on a light page, and on a dark one.
-pub(super) type Colour = (RGBColor, RGBColor);
+pub(super) type LineColour = (RGBColor, RGBColor);
 
 /// Of what no policy can reach.
-pub(super) const BOUND: Colour = (RGBColor(102, 114, 132), RGBColor(147, 160, 180));
-const INK: Colour = (RGBColor(103, 114, 132), RGBColor(147, 160, 181));
-const RULE: Colour = (RGBColor(223, 227, 234), RGBColor(42, 51, 66));
-const DEVICE: Colour = (RGBColor(224, 122, 31), RGBColor(242, 153, 74));
-const HOST: Colour = (RGBColor(31, 157, 130), RGBColor(60, 195, 165));
-const DISK: Colour = (RGBColor(47, 111, 222), RGBColor(91, 147, 245));
-const OBJECT: Colour = (RGBColor(135, 86, 217), RGBColor(168, 132, 236));
-const COMPUTED: Colour = (RGBColor(195, 202, 213), RGBColor(59, 71, 90));
+pub(super) const BOUND: LineColour = (RGBColor(102, 114, 132), RGBColor(147, 160, 180));
+const INK: LineColour = (RGBColor(103, 114, 132), RGBColor(147, 160, 181));
+const RULE: LineColour = (RGBColor(223, 227, 234), RGBColor(42, 51, 66));
+const DEVICE: LineColour = (RGBColor(224, 122, 31), RGBColor(242, 153, 74));
+const HOST: LineColour = (RGBColor(31, 157, 130), RGBColor(60, 195, 165));
+const DISK: LineColour = (RGBColor(47, 111, 222), RGBColor(91, 147, 245));
+const OBJECT: LineColour = (RGBColor(135, 86, 217), RGBColor(168, 132, 236));
+const COMPUTED: LineColour = (RGBColor(195, 202, 213), RGBColor(59, 71, 90));
 /// None of them is a tier's.
-const SERIES: [Colour; 6] = [
+const SERIES: [LineColour; 6] = [
     (RGBColor(209, 73, 91), RGBColor(240, 113, 130)),
     (RGBColor(20, 140, 180), RGBColor(80, 190, 225)),
     (RGBColor(138, 109, 59), RGBColor(201, 171, 113)),
@@ -37,12 +37,12 @@ const FONT: &str = "sans-serif";
 const FONT_SIZE: u32 = 13;
 
 /// The colour of the policy that comes at this place among others; some repeat after the sixth.
-pub(super) fn policy_colour(policy: &str, at: usize) -> Colour {
+pub(super) fn policy_colour(policy: &str, at: usize) -> LineColour {
     if policy == Policy::Belady.name() { BOUND } else { SERIES[at % SERIES.len()] }
 }
 
 /// The colour of a tier, or of what is computed.
-pub(super) fn tier_colour(tier: &str) -> Colour {
+pub(super) fn tier_colour(tier: &str) -> LineColour {
     match tier {
         "device" => DEVICE,
         "host" => HOST,
@@ -53,7 +53,7 @@ pub(super) fn tier_colour(tier: &str) -> Colour {
 }
 
 /// The colour in a style sheet.
-pub(super) fn variable(colour: Colour) -> String {
+pub(super) fn variable(colour: LineColour) -> String {
     format!("light-dark({}, {})", hex(colour.0), hex(colour.1))
 }
 
@@ -77,20 +77,20 @@ fn hex(RGBColor(red, green, blue): RGBColor) -> String {
 
 /// A picture of lines.
 #[derive(Debug)]
-pub(super) struct Lines<'a> {
+pub(super) struct ChartLines<'a> {
     /// What it shows, for those who cannot see it.
     pub(super) label: &'a str,
     pub(super) x_title: &'a str,
     pub(super) y_title: &'a str,
-    pub(super) curves: Vec<Line>,
-    pub(super) marks: Vec<Mark>,
+    pub(super) curves: Vec<ChartLine>,
+    pub(super) marks: Vec<UprightLine>,
 }
 
 /// A line through points.
 #[derive(Debug)]
-pub(super) struct Line {
+pub(super) struct ChartLine {
     pub(super) name: String,
-    pub(super) colour: Colour,
+    pub(super) colour: LineColour,
     pub(super) is_dashed: bool,
     pub(super) has_dots: bool,
     pub(super) points: Vec<(f64, f64)>,
@@ -98,46 +98,46 @@ pub(super) struct Line {
 
 /// An upright line.
 #[derive(Debug)]
-pub(super) struct Mark {
+pub(super) struct UprightLine {
     pub(super) name: String,
     pub(super) x: f64,
-    pub(super) colour: Colour,
+    pub(super) colour: LineColour,
 }
 
 /// A bar that begins and ends somewhere on the axis.
 #[derive(Debug)]
-pub(super) struct Bar {
+pub(super) struct ChartBar {
     pub(super) name: String,
     pub(super) value: String,
     pub(super) from: f64,
     pub(super) to: f64,
-    pub(super) colour: Colour,
+    pub(super) colour: LineColour,
 }
 
-type Canvas<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
-type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<Axis, Axis>>;
+type ChartCanvas<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
+type PlotChart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<ChartAxis, ChartAxis>>;
 type Drawn<'a> = Result<(), DrawingAreaErrorKind<<SVGBackend<'a> as DrawingBackend>::ErrorType>>;
 
 /// A picture across the page; its horizontal axis is logarithmic.
-pub(super) fn lines(picture: &Lines<'_>) -> String {
+pub(super) fn lines(picture: &ChartLines<'_>) -> String {
     let range = bounds(picture.curves.iter().flat_map(|line| line.points.iter().map(|point| point.0)));
-    let scale = Scale::Logarithmic { from: range.0, to: range.1 };
+    let scale = AxisScale::Logarithmic { from: range.0, to: range.1 };
     draw((960, 380), picture.label, |canvas| draw_lines(canvas, picture, scale))
 }
 
 /// A picture in a column; its horizontal axis begins at 0.
-pub(super) fn small_lines(picture: &Lines<'_>) -> String {
+pub(super) fn small_lines(picture: &ChartLines<'_>) -> String {
     let (_, most) = bounds(picture.curves.iter().flat_map(|line| line.points.iter().map(|point| point.0)));
-    draw((340, 240), picture.label, |canvas| draw_lines(canvas, picture, Scale::Linear { to: most }))
+    draw((340, 240), picture.label, |canvas| draw_lines(canvas, picture, AxisScale::Linear { to: most }))
 }
 
 /// Bars side by side, on an axis from 0 to `most`.
-pub(super) fn bars(label: &str, y_title: &str, most: f64, bars: &[Bar]) -> String {
+pub(super) fn bars(label: &str, y_title: &str, most: f64, bars: &[ChartBar]) -> String {
     draw((960, 320), label, |canvas| draw_bars(canvas, y_title, most, bars))
 }
 
 /// The SVG as a part of a page.
-fn draw(size: (u32, u32), label: &str, paint: impl Fn(&Canvas<'_>) -> Drawn<'static>) -> String {
+fn draw(size: (u32, u32), label: &str, paint: impl Fn(&ChartCanvas<'_>) -> Drawn<'static>) -> String {
     let mut svg = String::new();
     let painted = {
         let canvas = SVGBackend::with_string(&mut svg, size).into_drawing_area();
@@ -166,12 +166,12 @@ fn bounds(numbers: impl Iterator<Item = f64>) -> (f64, f64) {
 
 /// How capacities are laid out.
 #[derive(Clone, Copy, Debug)]
-enum Scale {
+enum AxisScale {
     Linear { to: f64 },
     Logarithmic { from: f64, to: f64 },
 }
 
-impl Scale {
+impl AxisScale {
     /// Where a number is on the axis.
     fn place(self, number: f64) -> f64 {
         match self {
@@ -187,7 +187,7 @@ impl Scale {
         }
     }
 
-    fn axis(self) -> Axis {
+    fn axis(self) -> ChartAxis {
         match self {
             Self::Linear { to } => linear_axis(to.max(1.0), 3),
             Self::Logarithmic { from, to } => {
@@ -195,7 +195,7 @@ impl Scale {
                 let decades = (from.log10().floor() as i32)..=(to.log10().ceil() as i32);
                 let ticks = decades.flat_map(|decade| [1.0, 2.0, 5.0].map(|step| step * 10_f64.powi(decade)));
                 let ticks = ticks.filter(|tick| (from..=to).contains(tick)).map(f64::log10).collect();
-                Axis { range: from.log10()..to.log10(), ticks }
+                ChartAxis { range: from.log10()..to.log10(), ticks }
             }
         }
     }
@@ -203,12 +203,12 @@ impl Scale {
 
 /// An axis with marks of its own: those of plotters are not round on a logarithmic one.
 #[derive(Debug)]
-struct Axis {
+struct ChartAxis {
     range: Range<f64>,
     ticks: Vec<f64>,
 }
 
-impl Ranged for Axis {
+impl Ranged for ChartAxis {
     type FormatOption = NoDefaultFormatting;
     type ValueType = f64;
 
@@ -226,13 +226,13 @@ impl Ranged for Axis {
     }
 }
 
-impl ValueFormatter<f64> for Axis {}
+impl ValueFormatter<f64> for ChartAxis {}
 
 /// From 0 to `most`, with about so many round numbers marked.
-fn linear_axis(most: f64, ticks: u32) -> Axis {
+fn linear_axis(most: f64, ticks: u32) -> ChartAxis {
     let step = round_step(most / f64::from(ticks));
     let marked = (0..=(most / step + 1e-9) as u32).map(|tick| f64::from(tick) * step).collect();
-    Axis { range: 0.0..most, ticks: marked }
+    ChartAxis { range: 0.0..most, ticks: marked }
 }
 
 /// The round number next above: 1, 2, 2.5 or 5 times a power of ten.
@@ -242,7 +242,7 @@ fn round_step(least: f64) -> f64 {
     factor.unwrap_or(10.0) * power
 }
 
-fn draw_lines(canvas: &Canvas<'_>, picture: &Lines<'_>, scale: Scale) -> Drawn<'static> {
+fn draw_lines(canvas: &ChartCanvas<'_>, picture: &ChartLines<'_>, scale: AxisScale) -> Drawn<'static> {
     let (_, most) = bounds(picture.curves.iter().flat_map(|line| line.points.iter().map(|point| point.1)));
     let step = round_step(most.max(1e-3) / 5.0);
     let most = (most / step).ceil().max(1.0) * step;
@@ -266,7 +266,7 @@ fn draw_lines(canvas: &Canvas<'_>, picture: &Lines<'_>, scale: Scale) -> Drawn<'
 }
 
 fn mesh(
-    chart: &mut Chart<'_, '_>,
+    chart: &mut PlotChart<'_, '_>,
     x_title: &str,
     y_title: &str,
     x_label: &dyn Fn(&f64) -> String,
@@ -287,8 +287,8 @@ fn mesh(
 }
 
 fn draw_line(
-    chart: &mut Chart<'_, '_>,
-    line: &Line,
+    chart: &mut PlotChart<'_, '_>,
+    line: &ChartLine,
     points: impl Iterator<Item = (f64, f64)> + Clone,
 ) -> Drawn<'static> {
     let stroke = line.colour.0.stroke_width(2);
@@ -304,7 +304,12 @@ fn draw_line(
 }
 
 /// The name stands above the picture.
-fn draw_mark(chart: &mut Chart<'_, '_>, mark: &Mark, scale: Scale, most: f64) -> Drawn<'static> {
+fn draw_mark(
+    chart: &mut PlotChart<'_, '_>,
+    mark: &UprightLine,
+    scale: AxisScale,
+    most: f64,
+) -> Drawn<'static> {
     let x = scale.place(mark.x);
     let range = chart.x_range();
     if !(range.start..=range.end).contains(&x) {
@@ -316,9 +321,9 @@ fn draw_mark(chart: &mut Chart<'_, '_>, mark: &Mark, scale: Scale, most: f64) ->
     chart.draw_series(std::iter::once(name)).map(drop)
 }
 
-fn draw_bars(canvas: &Canvas<'_>, y_title: &str, most: f64, bars: &[Bar]) -> Drawn<'static> {
+fn draw_bars(canvas: &ChartCanvas<'_>, y_title: &str, most: f64, bars: &[ChartBar]) -> Drawn<'static> {
     let places: Vec<_> = (0..bars.len()).map(|at| at as f64 + 0.5).collect();
-    let x_axis = Axis { range: 0.0..bars.len().max(1) as f64, ticks: places };
+    let x_axis = ChartAxis { range: 0.0..bars.len().max(1) as f64, ticks: places };
     let mut chart = ChartBuilder::on(canvas)
         .margin_top(26)
         .margin_right(24)
@@ -334,7 +339,7 @@ fn draw_bars(canvas: &Canvas<'_>, y_title: &str, most: f64, bars: &[Bar]) -> Dra
     Ok(())
 }
 
-fn draw_bar(chart: &mut Chart<'_, '_>, at: f64, bar: &Bar) -> Drawn<'static> {
+fn draw_bar(chart: &mut PlotChart<'_, '_>, at: f64, bar: &ChartBar) -> Drawn<'static> {
     let corners = [(at + 0.25, bar.from), (at + 0.75, bar.to)];
     chart.draw_series(std::iter::once(Rectangle::new(corners, bar.colour.0.filled())))?;
     let style = (FONT, FONT_SIZE).into_font().color(&INK.0).pos(Pos::new(HPos::Center, VPos::Bottom));
@@ -346,10 +351,10 @@ fn draw_bar(chart: &mut Chart<'_, '_>, at: f64, bar: &Bar) -> Drawn<'static> {
 mod tests {
     use super::*;
 
-    fn picture(points: Vec<(f64, f64)>) -> Lines<'static> {
-        let line = Line { name: "a".into(), colour: DISK, is_dashed: true, has_dots: true, points };
-        let mark = Mark { name: "here".into(), x: 5.0, colour: HOST };
-        Lines { label: "what", x_title: "x", y_title: "y", curves: vec![line], marks: vec![mark] }
+    fn picture(points: Vec<(f64, f64)>) -> ChartLines<'static> {
+        let line = ChartLine { name: "a".into(), colour: DISK, is_dashed: true, has_dots: true, points };
+        let mark = UprightLine { name: "here".into(), x: 5.0, colour: HOST };
+        ChartLines { label: "what", x_title: "x", y_title: "y", curves: vec![line], marks: vec![mark] }
     }
 
     #[test]

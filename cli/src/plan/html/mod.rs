@@ -11,26 +11,26 @@ use std::path::{Path, PathBuf};
 use kvbm_policies::{BLOCK_TOKENS, EvictionKind, Policy};
 use tempfile::NamedTempFile;
 
-use self::chart::{Bar, Line, Lines, Mark};
-use super::outcome::{Curve, Plan, Row};
+use self::chart::{ChartBar, ChartLine, ChartLines, UprightLine};
+use super::outcome::{MissCurve, OutcomeRow, PlanOutcome};
 use super::text::{self, amount, capacity, duration, gain_points, gain_seconds, more, rate};
-use super::tiers::{Staircase, Step};
-use super::what_if::{Point, TierWhatIf, WhatIf};
-use crate::failure::Failure;
+use super::tiers::{BitsStaircase, TierStep};
+use super::what_if::{TierWhatIf, WhatIf, WhatIfPoint};
+use crate::failure::CommandFailure;
 use crate::output;
 
 const TEMPLATE: &str = include_str!("page.html");
 
 /// A report that is to be.
 #[derive(Debug)]
-pub(super) struct Page {
+pub(super) struct PlanPage {
     path: PathBuf,
     file: NamedTempFile,
 }
 
-impl Page {
+impl PlanPage {
     /// Claims the place beside `path`: that it cannot be written is better known before long work than after.
-    pub(super) fn create(path: &Path) -> Result<Self, Failure> {
+    pub(super) fn create(path: &Path) -> Result<Self, CommandFailure> {
         let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
         let file = tempfile::Builder::new()
             .permissions(Permissions::from_mode(0o644))
@@ -39,22 +39,25 @@ impl Page {
         let file =
             file.and_then(|file| if path.is_dir() { Err(ErrorKind::IsADirectory.into()) } else { Ok(file) });
         let file = file.map_err(|error| {
-            Failure::unusable(format!("cannot write the report {}: {error}; see --html", path.display()))
+            CommandFailure::unusable(format!(
+                "cannot write the report {}: {error}; see --html",
+                path.display()
+            ))
         })?;
         Ok(Self { path: path.to_owned(), file })
     }
 
     /// Writes the report, in place of what was there.
-    pub(super) fn write(mut self, plan: &Plan) -> Result<(), Failure> {
+    pub(super) fn write(mut self, plan: &PlanOutcome) -> Result<(), CommandFailure> {
         let failed = |error: std::io::Error| {
-            Failure::unusable(format!("cannot write the report {}: {error}", self.path.display()))
+            CommandFailure::unusable(format!("cannot write the report {}: {error}", self.path.display()))
         };
         self.file.write_all(page(plan).as_bytes()).map_err(failed)?;
         self.file.persist(&self.path).map(drop).map_err(|error| failed(error.error))
     }
 }
 
-fn page(plan: &Plan) -> String {
+fn page(plan: &PlanOutcome) -> String {
     let parts = [
         ("{{trace}}", escape(&plan.trace)),
         ("{{introduction}}", introduction(plan)),
@@ -75,7 +78,7 @@ fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('{', "&#123;")
 }
 
-fn introduction(plan: &Plan) -> String {
+fn introduction(plan: &PlanOutcome) -> String {
     let model = plan.model.as_ref().map(|model| format!(" {}.", model.describe()));
     format!(
         "{} requests over {} with {} prompt tokens, cut into blocks of {BLOCK_TOKENS} tokens. All figures are \
@@ -87,7 +90,7 @@ fn introduction(plan: &Plan) -> String {
     )
 }
 
-fn cards(plan: &Plan) -> String {
+fn cards(plan: &PlanOutcome) -> String {
     let mut cards = vec![(output::count(plan.blocks), "distinct blocks".to_owned())];
     if let Some((_, all)) = plan.lru_curve.as_ref().and_then(|curve| curve.points.last()) {
         cards.push((
@@ -134,17 +137,17 @@ fn table(titles: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String
     table + "</tbody></table>"
 }
 
-fn legend(lines: &[Line]) -> String {
-    let entry = |line: &Line| {
+fn legend(lines: &[ChartLine]) -> String {
+    let entry = |line: &ChartLine| {
         let dashed = if line.is_dashed { " class=\"dashed\"" } else { "" };
         format!("<span><i{dashed} style=\"--line:{}\"></i>{}</span>", chart::variable(line.colour), line.name)
     };
     format!("<div class=\"legend\">{}</div>", lines.iter().map(entry).collect::<String>())
 }
 
-fn policies(plan: &Plan) -> String {
-    let columns: Vec<&[Row]> = plan.rows.chunk_by(|a, b| a.eviction == b.eviction).collect();
-    let line = |(at, column): (usize, &&[Row])| Line {
+fn policies(plan: &PlanOutcome) -> String {
+    let columns: Vec<&[OutcomeRow]> = plan.rows.chunk_by(|a, b| a.eviction == b.eviction).collect();
+    let line = |(at, column): (usize, &&[OutcomeRow])| ChartLine {
         name: column[0].eviction.to_owned(),
         is_dashed: column[0].eviction == Policy::Belady.name(),
         colour: chart::policy_colour(column[0].eviction, at),
@@ -153,7 +156,7 @@ fn policies(plan: &Plan) -> String {
     };
     let lines: Vec<_> = columns.iter().enumerate().map(line).collect();
     let legend = legend(&lines);
-    let picture = chart::lines(&Lines {
+    let picture = chart::lines(&ChartLines {
         label: "Token hit rate against capacity, by policy",
         x_title: "capacity in blocks (logarithmic)",
         y_title: "token hit rate in %",
@@ -162,7 +165,7 @@ fn policies(plan: &Plan) -> String {
     });
     let titles: Vec<_> =
         ["capacity (blocks)"].into_iter().chain(columns.iter().map(|c| c[0].eviction)).collect();
-    let row = |(at, first): (usize, &Row)| {
+    let row = |(at, first): (usize, &OutcomeRow)| {
         let rates = columns.iter().filter_map(|column| column.get(at)).map(|row| rate(row.token_hit_rate));
         std::iter::once(capacity(first.capacity, first.bytes)).chain(rates).collect()
     };
@@ -176,7 +179,7 @@ fn policies(plan: &Plan) -> String {
     )
 }
 
-fn staircase(case: &Staircase) -> String {
+fn staircase(case: &BitsStaircase) -> String {
     let mut floor = 0.0;
     let mut bars: Vec<_> = case
         .tiers
@@ -184,7 +187,7 @@ fn staircase(case: &Staircase) -> String {
         .map(|step| {
             let share = step.token_hit_rate * 100.0;
             floor += share;
-            Bar {
+            ChartBar {
                 name: step.tier.to_owned(),
                 value: format!("{share:.1} %"),
                 from: floor - share,
@@ -194,7 +197,7 @@ fn staircase(case: &Staircase) -> String {
         })
         .collect();
     let rest = (100.0 - floor).max(0.0);
-    bars.push(Bar {
+    bars.push(ChartBar {
         name: "computed".to_owned(),
         value: format!("{rest:.1} %"),
         from: floor,
@@ -203,7 +206,7 @@ fn staircase(case: &Staircase) -> String {
     });
     let picture =
         chart::bars("Prompt tokens by the tier that they come from", "prompt tokens in %", 100.0, &bars);
-    let row = |step: &Step| {
+    let row = |step: &TierStep| {
         vec![
             step.tier.to_owned(),
             capacity(step.capacity, step.bytes),
@@ -224,13 +227,13 @@ fn staircase(case: &Staircase) -> String {
     )
 }
 
-fn writes(cases: &[Staircase]) -> String {
-    let disk = |case: &Staircase| case.tiers.iter().find(|step| step.tier == "disk").cloned();
+fn writes(cases: &[BitsStaircase]) -> String {
+    let disk = |case: &BitsStaircase| case.tiers.iter().find(|step| step.tier == "disk").cloned();
     let cases: Vec<_> = cases.iter().filter_map(|case| Some((case, disk(case)?))).collect();
     if cases.is_empty() {
         return String::new();
     }
-    let value = |step: &Step| step.bytes_written_per_request.unwrap_or(step.blocks_written_per_request);
+    let value = |step: &TierStep| step.bytes_written_per_request.unwrap_or(step.blocks_written_per_request);
     let most = cases.iter().map(|(_, step)| value(step)).fold(0.0, f64::max);
     // In a unit in which the axis has short numbers.
     let in_bytes = cases.iter().all(|(_, step)| step.bytes_written_per_request.is_some());
@@ -239,7 +242,7 @@ fn writes(cases: &[Staircase]) -> String {
         1e9.. => (1e9, "GB written to disk per request"),
         _ => (1e6, "MB written to disk per request"),
     };
-    let bar = |(case, step): &(&Staircase, Step)| Bar {
+    let bar = |(case, step): &(&BitsStaircase, TierStep)| ChartBar {
         name: case.admission.to_owned(),
         value: amount(step.blocks_written_per_request, step.bytes_written_per_request),
         from: 0.0,
@@ -248,7 +251,7 @@ fn writes(cases: &[Staircase]) -> String {
     };
     let bars: Vec<_> = cases.iter().map(bar).collect();
     let picture = chart::bars("Disk writes by way of admission", title, most / unit * 1.15, &bars);
-    let row = |(case, step): &(&Staircase, Step)| {
+    let row = |(case, step): &(&BitsStaircase, TierStep)| {
         let disk = case.disk.as_ref();
         let a_day = disk.map(|disk| match disk.bytes_per_day {
             Some(bytes) => output::decimal_bytes(bytes),
@@ -277,11 +280,11 @@ fn writes(cases: &[Staircase]) -> String {
     )
 }
 
-fn lru_curve(curve: &Curve, plan: &Plan) -> String {
+fn lru_curve(curve: &MissCurve, plan: &PlanOutcome) -> String {
     const LRU: &str = EvictionKind::Lru.name();
     let at = plan.rows.chunk_by(|a, b| a.eviction == b.eviction).position(|column| column[0].eviction == LRU);
     let points = curve.points.iter().map(|&(capacity, rate)| (f64::from(capacity), (1.0 - rate) * 100.0));
-    let line = Line {
+    let line = ChartLine {
         name: LRU.to_owned(),
         is_dashed: false,
         colour: chart::policy_colour(LRU, at.unwrap_or(0)),
@@ -289,12 +292,12 @@ fn lru_curve(curve: &Curve, plan: &Plan) -> String {
         has_dots: false,
     };
     let steps = plan.tiers.first().map(|case| case.tiers.as_slice()).unwrap_or_default();
-    let mark = |step: &Step| Mark {
+    let mark = |step: &TierStep| UprightLine {
         name: step.tier.to_owned(),
         x: f64::from(step.capacity),
         colour: chart::tier_colour(step.tier),
     };
-    let picture = chart::lines(&Lines {
+    let picture = chart::lines(&ChartLines {
         label: "Miss ratio of LRU against capacity",
         x_title: "capacity in blocks (logarithmic)",
         y_title: "miss ratio in % of prompt tokens",
@@ -327,7 +330,7 @@ fn what_if(what_if: &WhatIf) -> String {
 fn what_if_tier(tier: &TierWhatIf, what_if: &WhatIf) -> String {
     let misses = what_if_picture(tier, "miss ratio in %", |point| (1.0 - point.token_hit_rate) * 100.0);
     let seconds = what_if_picture(tier, "mean TTFT in seconds", |point| point.mean_ttft_seconds);
-    let row = |point: &Point| {
+    let row = |point: &WhatIfPoint| {
         vec![
             more(point),
             format!("{} points", gain_points(point, what_if)),
@@ -340,15 +343,18 @@ fn what_if_tier(tier: &TierWhatIf, what_if: &WhatIf) -> String {
 }
 
 /// One thing about all tiers, against the size of this one.
-fn what_if_picture(tier: &TierWhatIf, y_title: &str, y: impl Fn(&Point) -> f64) -> String {
+fn what_if_picture(tier: &TierWhatIf, y_title: &str, y: impl Fn(&WhatIfPoint) -> f64) -> String {
     let now = tier.points.iter().find(|point| point.more_blocks == 0);
-    let now =
-        now.map(|point| Mark { name: "now".to_owned(), x: point.capacity.into(), colour: chart::BOUND });
-    chart::small_lines(&Lines {
+    let now = now.map(|point| UprightLine {
+        name: "now".to_owned(),
+        x: point.capacity.into(),
+        colour: chart::BOUND,
+    });
+    chart::small_lines(&ChartLines {
         label: &format!("{y_title} against the size of the {} tier", tier.tier),
         x_title: &format!("{} tier in blocks", tier.tier),
         y_title,
-        curves: vec![Line {
+        curves: vec![ChartLine {
             name: tier.tier.to_owned(),
             is_dashed: false,
             colour: chart::tier_colour(tier.tier),
@@ -367,7 +373,7 @@ mod tests {
     use super::*;
 
     #[derive(Parser)]
-    struct Line {
+    struct ChartLine {
         #[command(flatten)]
         args: PlanArgs,
     }
@@ -378,7 +384,7 @@ mod tests {
         std::fs::write(&path, trace).unwrap();
         let line =
             ["plan", path.to_str().unwrap(), "--html", "unused"].into_iter().chain(options.iter().copied());
-        page(&plan(&Line::try_parse_from(line).unwrap().args).unwrap())
+        page(&plan(&ChartLine::try_parse_from(line).unwrap().args).unwrap())
     }
 
     #[test]
@@ -402,7 +408,7 @@ mod tests {
     fn a_report_that_cannot_be_written_is_refused_early() {
         let directory = tempfile::tempdir().unwrap();
         for path in [directory.path().join("no/such/place.html"), directory.path().to_owned()] {
-            let error = Page::create(&path).unwrap_err().to_string();
+            let error = PlanPage::create(&path).unwrap_err().to_string();
             assert!(error.contains(path.to_str().unwrap()) && error.contains("--html"), "{error}");
         }
     }

@@ -9,7 +9,7 @@ use kvbm_tiers::{Backend, Checksums, DeviceRegion, DiskRegion, FramePool, Memory
 
 use super::super::report::GpuReport;
 use super::super::setup;
-use super::{Allocate, GpuTier};
+use super::{AllocateFn, GpuTier};
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -21,7 +21,7 @@ struct CudaTier {
 }
 
 /// What allocates a tier on this GPU.
-pub(super) fn find(ordinal: u32) -> std::result::Result<Allocate, SetupError> {
+pub(super) fn find(ordinal: u32) -> std::result::Result<AllocateFn, SetupError> {
     let gpu = Gpu::open(ordinal)?;
     Ok(Box::new(move |geometry| {
         let region = Arc::new(gpu.allocate(geometry)?);

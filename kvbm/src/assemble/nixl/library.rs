@@ -14,11 +14,11 @@ use kvbm_tiers::object::Store;
 use kvbm_tiers::{Backend, DiskRegion, Memory, SetupError, UringBackend};
 
 use super::super::{setup, store_options};
-use super::{Library, Plugin};
+use super::{Library, NixlPlugin};
 use crate::error::Result;
 
 /// The library, and the agent that its plugins run in.
-struct Loaded {
+struct LoadedLibrary {
     library: &'static nixl::Library,
     /// Made with the first plugin: nothing is started where nothing is asked for.
     agent: Option<Agent>,
@@ -27,7 +27,7 @@ struct Loaded {
 /// Loads the library that the settings name, or the one that is installed.
 pub(super) fn load(settings: &Settings) -> std::result::Result<Box<dyn Library>, SetupError> {
     let path = library_path(settings).map_or_else(find, |path| Ok(path.to_owned()))?;
-    Ok(Box::new(Loaded { library: nixl::Library::load(Some(&path))?, agent: None }))
+    Ok(Box::new(LoadedLibrary { library: nixl::Library::load(Some(&path))?, agent: None }))
 }
 
 /// Plugins that lie beside the library as files.
@@ -35,7 +35,7 @@ pub(in crate::assemble) fn installed(library: Option<&str>) -> Vec<String> {
     installed_plugins(library.map(Path::new))
 }
 
-impl Library for Loaded {
+impl Library for LoadedLibrary {
     fn describe(&self) -> String {
         let version = self.library.version().map_or_else(String::new, |version| format!("NIXL {version}, "));
         format!("{version}{}", self.library.path().display())
@@ -45,7 +45,7 @@ impl Library for Loaded {
         &mut self,
         plugin: &str,
         settings: &Settings,
-    ) -> std::result::Result<Option<Box<dyn Plugin>>, SetupError> {
+    ) -> std::result::Result<Option<Box<dyn NixlPlugin>>, SetupError> {
         let agent = match &self.agent {
             Some(agent) => agent.clone(),
             None => self.agent.insert(new_agent(self.library, settings)?).clone(),
@@ -53,7 +53,7 @@ impl Library for Loaded {
         match parameters(plugin, settings)? {
             Some(parameters) => {
                 let handle = Arc::new(agent.backend(plugin, &parameters)?);
-                Ok(Some(Box::new(Running(handle))))
+                Ok(Some(Box::new(RunningPlugin(handle))))
             }
             None => agent.probe(plugin).map(|()| None),
         }
@@ -62,9 +62,9 @@ impl Library for Loaded {
 
 /// A plugin of an agent of ours.
 #[derive(Debug)]
-struct Running(Arc<BackendHandle>);
+struct RunningPlugin(Arc<BackendHandle>);
 
-impl Plugin for Running {
+impl NixlPlugin for RunningPlugin {
     fn disk(&self, memory: Arc<dyn Memory>, region: Arc<DiskRegion>, depth: u32) -> Result<Arc<dyn Backend>> {
         Ok(Arc::new(NixlBackend::disk(&self.0, memory, region, depth).map_err(setup)?))
     }

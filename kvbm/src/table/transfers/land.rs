@@ -4,10 +4,13 @@ use std::time::Duration;
 
 use kvbm_tiers::{Frame, SlotId, Tier};
 
-use super::{BlockState, Caller, Destination, Effects, Parent, Reply, Spent, Transfer, TransferEnd, Waiter};
+use super::{
+    BlockState, BlockWaiter, Destination, Effects, OpenTransfer, Reply, Spent, TransferCaller, TransferEnd,
+    TransferParent,
+};
 use crate::events::StoreReason;
 use crate::table::budget::Budget;
-use crate::table::flush_queue::Dirty;
+use crate::table::flush_queue::DirtyQueue;
 use crate::table::index::RecordId;
 use crate::table::pins::Pins;
 use crate::table::{MissReason, RequestInfo, Table};
@@ -111,7 +114,7 @@ impl Table {
     /// behind it. Returns where to go on. `None`: there are no more.
     pub fn end_next(&mut self, from: u32, budget: &mut Budget) -> Option<u32> {
         let (present, is_closed) = (self.namespace(), self.transfers.is_closed);
-        let is_past = |transfer: &Transfer| is_closed || transfer.namespace != present;
+        let is_past = |transfer: &OpenTransfer| is_closed || transfer.namespace != present;
         let id = self.transfers.next(from, |transfer| is_past(transfer) && !transfer.has_ended)?;
         self.fail(id, 0);
         self.give_up_failed(budget);
@@ -145,7 +148,7 @@ impl Table {
     pub fn end_plan(&mut self, id: TransferId, caller: Option<(Pins, Reply)>) {
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         transfer.is_open = false;
-        transfer.caller = caller.map(|(pins, reply)| Caller { pins, reply });
+        transfer.caller = caller.map(|(pins, reply)| TransferCaller { pins, reply });
         let kept = transfer.kept;
         let sources = if transfer.away == 0 { transfer.sources.take() } else { None };
         sources.into_iter().for_each(|pins| self.release(pins));
@@ -244,16 +247,16 @@ impl Table {
                 break;
             }
             budget.change();
-            let frame = self.transfers.at_mut(id).and_then(Transfer::take_ready);
+            let frame = self.transfers.at_mut(id).and_then(OpenTransfer::take_ready);
             let (Destination::Tier(record), Some(frame)) = (next, frame) else { continue };
             self.publish(record, frame, told);
             for waiter in self.transfers.take_waiting_for(tier, record) {
                 match waiter {
-                    Waiter::Transfer(waiting) => {
+                    BlockWaiter::Transfer(waiting) => {
                         self.hang_on(waiting, tier, record);
                         self.transfers.ready.push(waiting);
                     }
-                    Waiter::Copy(task) => self.resume(task),
+                    BlockWaiter::Copy(task) => self.resume(task),
                 }
             }
         }
@@ -278,7 +281,7 @@ impl Table {
     }
 
     /// Moves a transfer's pin to the last block that it published, and reports the use.
-    fn advance_parent(&mut self, id: TransferId, old: Parent, before: usize) {
+    fn advance_parent(&mut self, id: TransferId, old: TransferParent, before: usize) {
         let now_ms = self.now_ms;
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         let inserted = transfer.published - before;
@@ -286,7 +289,7 @@ impl Table {
         let (tier, context) = (transfer.to, transfer.context);
         let slot = transfer.blocks[last].slot;
         let Some(record) = transfer.blocks[last].record() else { return };
-        transfer.parent = Parent::Resident(slot);
+        transfer.parent = TransferParent::Resident(slot);
         let depth = self.records.depth(record);
         let (held, records) = self.tier_and_records(tier);
         // The new pin before the old one goes: the ancestors must not be evictable in between.
@@ -297,19 +300,19 @@ impl Table {
     }
 
     /// Holds on to the block that a transfer will hang on.
-    pub(in crate::table) fn pin_parent(&mut self, tier: Tier, parent: Option<RecordId>) -> Parent {
-        let Some(parent) = parent else { return Parent::Root };
+    pub(in crate::table) fn pin_parent(&mut self, tier: Tier, parent: Option<RecordId>) -> TransferParent {
+        let Some(parent) = parent else { return TransferParent::Root };
         let record = self.records.at(parent);
         if record.filling().has(tier) {
-            return Parent::Awaited(parent);
+            return TransferParent::Awaited(parent);
         }
         let slot = record.slot(tier);
         self.tier_mut(tier).pin(slot);
-        Parent::Resident(slot)
+        TransferParent::Resident(slot)
     }
 
-    pub(in crate::table) fn unpin_parent(&mut self, tier: Tier, parent: Parent) {
-        if let Parent::Resident(slot) = parent {
+    pub(in crate::table) fn unpin_parent(&mut self, tier: Tier, parent: TransferParent) {
+        if let TransferParent::Resident(slot) = parent {
             self.unpin(tier, slot);
         }
     }
@@ -333,7 +336,7 @@ impl Table {
         let slot = held.pool.deposit(frame);
         held.occupy(slot, record);
         if held.flush_to.is_some_and(|below| !resident.has(below)) {
-            held.queue(Dirty { slot, record, since_ms, info });
+            held.queue(DirtyQueue { slot, record, since_ms, info });
         }
         self.note_stored(tier, record);
         self.tell_stored(tier, record, info, reason);
@@ -381,7 +384,7 @@ impl Table {
         transfer.alive = from.max(transfer.published).min(was);
         transfer.is_cut = true;
         let (alive, is_away) = (transfer.alive, transfer.away > 0);
-        if from == 0 && matches!(transfer.parent, Parent::Awaited(_)) {
+        if from == 0 && matches!(transfer.parent, TransferParent::Awaited(_)) {
             self.stop_waiting(id);
         }
         if alive < was && is_away {
@@ -417,13 +420,13 @@ impl Table {
         let mut goes_first = false;
         for waiter in self.transfers.take_waiting_for(tier, record) {
             match waiter {
-                Waiter::Transfer(waiting) => {
+                BlockWaiter::Transfer(waiting) => {
                     let held = self.transfers.at_mut(waiting);
-                    held.into_iter().for_each(|held| held.parent = Parent::Root);
+                    held.into_iter().for_each(|held| held.parent = TransferParent::Root);
                     self.fail(waiting, 0);
                     goes_first = true;
                 }
-                Waiter::Copy(task) => self.resume(task),
+                BlockWaiter::Copy(task) => self.resume(task),
             }
         }
         goes_first
@@ -432,10 +435,13 @@ impl Table {
     /// A transfer that hangs on a block which is on its way does not wait for it any more.
     fn stop_waiting(&mut self, id: TransferId) {
         let Some(transfer) = self.transfers.at_mut(id) else { return };
-        let Parent::Awaited(record) = std::mem::replace(&mut transfer.parent, Parent::Root) else { return };
+        let TransferParent::Awaited(record) = std::mem::replace(&mut transfer.parent, TransferParent::Root)
+        else {
+            return;
+        };
         let block = (transfer.to, record);
         if let Some(waiting) = self.transfers.waiting.get_mut(&block) {
-            waiting.retain(|waiter| !matches!(waiter, Waiter::Transfer(other) if *other == id));
+            waiting.retain(|waiter| !matches!(waiter, BlockWaiter::Transfer(other) if *other == id));
             if waiting.is_empty() {
                 self.transfers.waiting.remove(&block);
             }
@@ -473,13 +479,13 @@ impl Table {
         let account = std::mem::take(&mut transfer.account);
         let (class, blocks) = (transfer.class, account.blocks);
         let (pins, reply) = match caller {
-            Some(Caller { pins, reply }) if namespace != present => {
+            Some(TransferCaller { pins, reply }) if namespace != present => {
                 self.unpin_parent(tier, parent);
                 let nothing = Pins::of_nothing(pins.context(), namespace);
                 self.release(pins);
                 (Some(nothing), Some(reply))
             }
-            Some(Caller { mut pins, reply }) => {
+            Some(TransferCaller { mut pins, reply }) => {
                 self.extend_lease(&mut pins, tier, parent, account.before + copied);
                 if copied == 0 {
                     // Of what other transfers brought, as much as arrived.
@@ -512,9 +518,9 @@ impl Table {
     }
 
     /// Hands a transfer's pin over to its caller's lease, which holds `blocks` leading ones from now on.
-    fn extend_lease(&mut self, pins: &mut Pins, tier: Tier, parent: Parent, blocks: usize) {
+    fn extend_lease(&mut self, pins: &mut Pins, tier: Tier, parent: TransferParent, blocks: usize) {
         self.drop_quarantined(pins);
-        if let Parent::Resident(slot) = parent {
+        if let TransferParent::Resident(slot) = parent {
             // What was missing elsewhere is no reason to let go of what it has here.
             if pins.held().blocks(tier) > blocks {
                 return self.unpin(tier, slot);
@@ -525,7 +531,7 @@ impl Table {
     }
 
     fn forget_if_home(&mut self, id: TransferId) {
-        let is_over = |transfer: &&mut Transfer| transfer.has_ended && transfer.away == 0;
+        let is_over = |transfer: &&mut OpenTransfer| transfer.has_ended && transfer.away == 0;
         if self.transfers.at_mut(id).as_ref().is_some_and(is_over) {
             let Some(over) = self.transfers.remove(id) else { return };
             debug_assert!(over.sources.is_none(), "what was read stays pinned");

@@ -27,7 +27,7 @@ use super::namespace::NamespaceId;
 use super::pins::Pins;
 use super::request::RequestContext;
 use super::tier_set::TierSet;
-use crate::events::{Buffer, StoreReason};
+use crate::events::{EventBuffer, StoreReason};
 use crate::hash::BlockHash;
 use crate::task::{Class, CopyTask, Defect, TaskId, TransferId};
 
@@ -35,7 +35,7 @@ pub use self::plan::{Filled, Reserved, Steps, TransferPlan};
 
 /// What a transfer's first unpublished block hangs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Parent {
+pub(super) enum TransferParent {
     /// The block is a root.
     Root,
     /// The parent is resident in this slot, which the transfer pins.
@@ -56,7 +56,7 @@ enum Destination {
 
 /// A block on its way.
 #[derive(Debug)]
-struct Block {
+struct BlockInTransfer {
     destination: Destination,
     slot: SlotId,
     /// The handle to its slot, unless the engine has it, which fills the slot or owns it, or the tier.
@@ -78,7 +78,7 @@ enum BlockState {
     Ended,
 }
 
-impl Block {
+impl BlockInTransfer {
     const fn record(&self) -> Option<RecordId> {
         match self.destination {
             Destination::Tier(record) => Some(record),
@@ -97,7 +97,7 @@ pub struct TransferCursor {
 
 /// Who asked for a transfer.
 #[derive(Debug)]
-struct Caller {
+struct TransferCaller {
     /// His lease. It holds the destination's part as well when the transfer has ended.
     pins: Pins,
     reply: Reply,
@@ -121,14 +121,14 @@ impl fmt::Debug for Reply {
 
 /// One transfer.
 #[derive(Debug)]
-struct Transfer {
+struct OpenTransfer {
     class: Class,
     to: Tier,
     context: RequestContext,
     /// That of its blocks. Once it is past, nothing of the transfer lands.
     namespace: NamespaceId,
-    parent: Parent,
-    blocks: Vec<Block>,
+    parent: TransferParent,
+    blocks: Vec<BlockInTransfer>,
     /// Leading blocks that are resident.
     published: usize,
     /// Blocks from here on have failed.
@@ -150,15 +150,15 @@ struct Transfer {
     /// Pins what its copies read until the last of them is out of the media's hands, whatever becomes of the caller's
     /// lease.
     sources: Option<Pins>,
-    caller: Option<Caller>,
+    caller: Option<TransferCaller>,
     /// Goes when no medium has a slot of it any more: who lent the slots looks at that.
     with_media: Option<Arc<()>>,
-    account: Account,
+    account: TransferAccount,
 }
 
 /// What is reported of a transfer besides its blocks.
 #[derive(Debug, Default)]
-struct Account {
+struct TransferAccount {
     /// Leading blocks of the chain that come before those of the transfer.
     before: usize,
     /// The last of them, root first: those of which the caller's lease may not know in the destination, because they
@@ -243,7 +243,7 @@ pub struct Effects {
     /// Blocks that left a tier, where somebody wants to know.
     pub(crate) left: Vec<LeftBlock>,
     /// Those who listen, and for whom something was noted.
-    pub(crate) news: Vec<Arc<Buffer>>,
+    pub(crate) news: Vec<Arc<EventBuffer>>,
     /// What was kept of the blocks of transfers that are over. It goes with the table unlocked: to give back a large array
     /// the kernel interrupts every processor that the process runs on, and waits for each.
     pub(crate) spent: Vec<Spent>,
@@ -255,7 +255,7 @@ pub struct Effects {
 
 /// Nothing but memory.
 #[derive(Debug)]
-pub(crate) struct Spent(#[expect(dead_code, reason = "it is kept to be dropped")] Vec<Block>);
+pub(crate) struct Spent(#[expect(dead_code, reason = "it is kept to be dropped")] Vec<BlockInTransfer>);
 
 /// A block that left a tier.
 #[derive(Clone, Copy, Debug)]
@@ -268,7 +268,7 @@ pub(crate) struct LeftBlock {
 
 /// Who waits for a block that is on its way into a tier.
 #[derive(Debug)]
-enum Waiter {
+enum BlockWaiter {
     /// A transfer that hangs on it.
     Transfer(TransferId),
     /// A copy that would read it from further down, and goes on from here instead.
@@ -277,10 +277,10 @@ enum Waiter {
 
 /// All transfers on the books, who waits for whom, and what is to be done about it after the lock.
 #[derive(Debug, Default)]
-pub(super) struct Transfers {
-    places: Vec<(u32, Option<Transfer>)>,
+pub(super) struct OpenTransfers {
+    places: Vec<(u32, Option<OpenTransfer>)>,
     free: Vec<u32>,
-    waiting: HashMap<(Tier, RecordId), Vec<Waiter>>,
+    waiting: HashMap<(Tier, RecordId), Vec<BlockWaiter>>,
     effects: Effects,
     /// Transfers of which blocks can become resident.
     ready: Vec<TransferId>,
@@ -298,7 +298,7 @@ impl TransferCursor {
     }
 }
 
-impl Transfers {
+impl OpenTransfers {
     /// Has blocks that leave a tier noted from here on.
     pub(super) const fn note_left_blocks(&mut self) {
         self.notes_left = true;
@@ -312,9 +312,9 @@ impl Transfers {
         self.effects.left.push(left);
     }
 
-    fn open(&mut self, transfer: Transfer) -> TransferId {
+    fn open(&mut self, transfer: OpenTransfer) -> TransferId {
         let awaited = match transfer.parent {
-            Parent::Awaited(parent) => Some((transfer.to, parent)),
+            TransferParent::Awaited(parent) => Some((transfer.to, parent)),
             _ => None,
         };
         let place = self.free.pop().unwrap_or_else(|| {
@@ -325,17 +325,17 @@ impl Transfers {
         *held = Some(transfer);
         let id = TransferId { place, life: *life };
         if let Some(block) = awaited {
-            self.wait_for(block, Waiter::Transfer(id));
+            self.wait_for(block, BlockWaiter::Transfer(id));
         }
         id
     }
 
-    fn at_mut(&mut self, id: TransferId) -> Option<&mut Transfer> {
+    fn at_mut(&mut self, id: TransferId) -> Option<&mut OpenTransfer> {
         let (life, transfer) = self.places.get_mut(id.place as usize)?;
         transfer.as_mut().filter(|_| *life == id.life)
     }
 
-    fn remove(&mut self, id: TransferId) -> Option<Transfer> {
+    fn remove(&mut self, id: TransferId) -> Option<OpenTransfer> {
         self.at_mut(id)?;
         let (life, transfer) = &mut self.places[id.place as usize];
         // A completion of a transfer that is over must not find the next one in its place.
@@ -350,12 +350,12 @@ impl Transfers {
         transfer.blocks[task.block as usize].source = Some(host);
     }
 
-    fn wait_for(&mut self, block: (Tier, RecordId), waiter: Waiter) {
+    fn wait_for(&mut self, block: (Tier, RecordId), waiter: BlockWaiter) {
         self.waiting.entry(block).or_default().push(waiter);
     }
 
     /// Who waits for a block of which it is known now what becomes of it.
-    fn take_waiting_for(&mut self, tier: Tier, record: RecordId) -> Vec<Waiter> {
+    fn take_waiting_for(&mut self, tier: Tier, record: RecordId) -> Vec<BlockWaiter> {
         // Nearly always nobody waits for anything.
         if self.waiting.is_empty() {
             return Vec::new();
@@ -363,7 +363,7 @@ impl Transfers {
         self.waiting.remove(&(tier, record)).unwrap_or_default()
     }
 
-    fn iter(&self) -> impl Iterator<Item = (TransferId, &Transfer)> {
+    fn iter(&self) -> impl Iterator<Item = (TransferId, &OpenTransfer)> {
         let places = (0u32..).zip(&self.places);
         places.filter_map(|(place, (life, held))| Some((TransferId { place, life: *life }, held.as_ref()?)))
     }
@@ -372,12 +372,12 @@ impl Transfers {
     /// `None`: there is no such place.
     pub(super) fn tiers_at(&self, place: u32) -> Option<(TransferId, TierSet)> {
         let (life, held) = self.places.get(place as usize)?;
-        let tiers = held.as_ref().filter(|held| !held.has_ended).map(Transfer::tiers).unwrap_or_default();
+        let tiers = held.as_ref().filter(|held| !held.has_ended).map(OpenTransfer::tiers).unwrap_or_default();
         Some((TransferId { place, life: *life }, tiers))
     }
 
     /// The first at place `from` or behind it that is what is looked for.
-    fn next(&self, from: u32, is_it: impl Fn(&Transfer) -> bool) -> Option<TransferId> {
+    fn next(&self, from: u32, is_it: impl Fn(&OpenTransfer) -> bool) -> Option<TransferId> {
         let mut places = (from..).zip(self.places.get(from as usize..)?);
         let (place, (life, _)) = places.find(|(_, (_, held))| held.as_ref().is_some_and(&is_it))?;
         Some(TransferId { place, life: *life })
@@ -392,7 +392,7 @@ impl Transfers {
         depth_of: impl Fn(RecordId) -> u32,
     ) -> Option<(TransferId, usize)> {
         let depth = depth_of(record);
-        let place_in = |transfer: &Transfer| {
+        let place_in = |transfer: &OpenTransfer| {
             let coming = transfer.blocks.get(transfer.published..transfer.alive)?;
             let below = depth.checked_sub(depth_of(coming.first()?.record()?))?;
             let is_it = coming.get(below as usize)?.record() == Some(record);
@@ -442,8 +442,8 @@ impl Transfers {
 
     /// The transfers into `tier` whose next block hangs on one of `slots`, with how far each has come.
     pub(super) fn hanging_on(&self, tier: Tier, is_one: impl Fn(SlotId) -> bool) -> Vec<(TransferId, usize)> {
-        let hangs = |transfer: &Transfer| {
-            transfer.to == tier && matches!(transfer.parent, Parent::Resident(slot) if is_one(slot))
+        let hangs = |transfer: &OpenTransfer| {
+            transfer.to == tier && matches!(transfer.parent, TransferParent::Resident(slot) if is_one(slot))
         };
         self.iter().filter(|(_, transfer)| hangs(transfer)).map(|(id, held)| (id, held.published)).collect()
     }
@@ -459,12 +459,12 @@ impl Transfers {
     }
 }
 
-impl Transfer {
+impl OpenTransfer {
     fn new(
         class: Class,
         to: Tier,
         (context, namespace): (RequestContext, NamespaceId),
-        parent: Parent,
+        parent: TransferParent,
     ) -> Self {
         Self {
             class,
@@ -485,7 +485,7 @@ impl Transfer {
             sources: None,
             caller: None,
             with_media: None,
-            account: Account::default(),
+            account: TransferAccount::default(),
         }
     }
 
@@ -500,14 +500,20 @@ impl Transfer {
     fn add(&mut self, destination: Destination, slot: SlotId, frame: Option<Frame>) {
         debug_assert_eq!(self.alive, self.blocks.len(), "a block was added behind one that failed");
         self.recorded += 1;
-        self.blocks.push(Block { destination, slot, frame, state: BlockState::Coming, source: None });
+        self.blocks.push(BlockInTransfer {
+            destination,
+            slot,
+            frame,
+            state: BlockState::Coming,
+            source: None,
+        });
         self.alive += 1;
         self.away += 1;
     }
 
     /// Where the next block goes, if its turn has come.
     fn next_ready(&self) -> Option<Destination> {
-        if matches!(self.parent, Parent::Awaited(_)) || self.published == self.alive {
+        if matches!(self.parent, TransferParent::Awaited(_)) || self.published == self.alive {
             return None;
         }
         let next = self.blocks.get(self.published).filter(|block| block.state == BlockState::Arrived)?;
@@ -526,7 +532,7 @@ impl Transfer {
     const fn is_done(&self) -> bool {
         let is_given_up = self.recorded == self.alive;
         !self.is_open
-            && !matches!(self.parent, Parent::Awaited(_))
+            && !matches!(self.parent, TransferParent::Awaited(_))
             && self.published == self.alive
             && is_given_up
     }

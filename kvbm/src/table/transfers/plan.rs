@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use kvbm_tiers::{BlockKey, Frame, Owner, Route, SlotId, SlotRef, Tier};
 
-use super::{Account, Destination, Parent, Reply, Transfer, Waiter};
+use super::{BlockWaiter, Destination, OpenTransfer, Reply, TransferAccount, TransferParent};
 use crate::events::StoreReason;
 use crate::hash::Chain;
 use crate::table::budget::Budget;
@@ -93,7 +93,7 @@ pub struct TransferPlan {
     namespace: NamespaceId,
     /// The caller's lease; none where an engine fills the blocks.
     pins: Option<Pins>,
-    trace: Option<Trace>,
+    trace: Option<TraceStep>,
     /// Leading blocks of the chain before `blocks`, which the destination has, and the last of them.
     before: usize,
     behind: Option<BlockKey>,
@@ -116,7 +116,7 @@ pub struct TransferPlan {
     /// Blocks that a full tier may still decline, once the first is next.
     unweighed: usize,
     admitted: usize,
-    keeping: Keeping,
+    keeping: HostKeeping,
     recompute: usize,
     declined: usize,
     refused: usize,
@@ -139,7 +139,7 @@ pub struct TransferPlan {
 
 /// How far the search for what is missing has come: up the chain from the deepest block of the lease.
 #[derive(Debug)]
-struct Trace {
+struct TraceStep {
     longest: Tier,
     at: Option<RecordId>,
     before: usize,
@@ -149,7 +149,7 @@ struct Trace {
 
 /// Whether blocks that pass the host tier on their way up stay there.
 #[derive(Clone, Copy, Debug)]
-enum Keeping {
+enum HostKeeping {
     /// None has passed it yet.
     NotYet,
     /// Those so far are there or on their way: they need not be read twice.
@@ -161,7 +161,7 @@ enum Keeping {
 }
 
 /// A block that has its place.
-struct Placed {
+struct PlacedBlock {
     record: RecordId,
     to: SlotRef,
     destination: Destination,
@@ -236,7 +236,7 @@ impl TransferPlan {
             placed: 0,
             unweighed: 0,
             admitted: usize::MAX,
-            keeping: if class == Class::Load { Keeping::NotYet } else { Keeping::No },
+            keeping: if class == Class::Load { HostKeeping::NotYet } else { HostKeeping::No },
             recompute: 0,
             declined: 0,
             refused: 0,
@@ -352,8 +352,8 @@ impl TransferPlan {
     }
 
     /// The transfer of its blocks into a tier, still without any.
-    fn open(&self, to: Tier, parent: Parent) -> Transfer {
-        Transfer::new(self.class, to, (self.context, self.namespace), parent)
+    fn open(&self, to: Tier, parent: TransferParent) -> OpenTransfer {
+        OpenTransfer::new(self.class, to, (self.context, self.namespace), parent)
     }
 
     /// A reset closed the namespace of its blocks, or what was to be read is withdrawn: none of them comes.
@@ -389,7 +389,7 @@ impl TransferPlan {
     }
 
     const fn looks_for_host(&self) -> usize {
-        if matches!(self.keeping, Keeping::No) { 0 } else { FOR_HOST }
+        if matches!(self.keeping, HostKeeping::No) { 0 } else { FOR_HOST }
     }
 
     fn last_known(&self) -> Option<BlockKey> {
@@ -404,10 +404,10 @@ impl TransferPlan {
         placed.all(|tier| tier == first).then_some(first)
     }
 
-    fn account(&mut self, started: Duration) -> Account {
+    fn account(&mut self, started: Duration) -> TransferAccount {
         let known = self.known();
         let behind = self.behind.filter(|_| self.before > 0);
-        Account {
+        TransferAccount {
             before: self.before + known,
             found: behind.into_iter().chain(self.blocks[..known].iter().map(|block| block.key)).collect(),
             blocks: self.placed + self.failed,
@@ -512,7 +512,7 @@ impl Table {
                 let before = held(longest);
                 let deepest = pins.deepest(longest).filter(|_| before > 0);
                 let at = deepest.map(|slot| self.tier(longest).at(slot).record);
-                Trace { longest, at, before, quarantines }
+                TraceStep { longest, at, before, quarantines }
             }
         };
         for _ in 0..self.steps.looked_at {
@@ -648,13 +648,13 @@ impl Table {
         let above = behind.and_then(|key| self.find(key));
         let has = |record: RecordId| self.records.at(record).has_or_awaits(plan.to);
         let is_rooted = behind.is_none() || above.is_some_and(has);
-        let parent = if is_rooted { self.pin_parent(plan.to, above) } else { Parent::Root };
+        let parent = if is_rooted { self.pin_parent(plan.to, above) } else { TransferParent::Root };
         if !is_rooted {
             plan.refuse_behind(plan.known());
         }
         plan.above = above;
         // A policy is shown new blocks below one that is resident; one that is on its way it does not know yet.
-        if is_rooted && !matches!(parent, Parent::Awaited(_)) {
+        if is_rooted && !matches!(parent, TransferParent::Awaited(_)) {
             plan.unweighed = if self.has(plan.to) { plan.next(WEIGHED).len() } else { 0 };
         }
         let mut transfer = plan.open(plan.to, parent);
@@ -703,7 +703,7 @@ impl Table {
         budget: &mut Budget,
     ) -> Result<(), Unplaced> {
         let planned = plan.blocks[at];
-        let Placed { record, to, destination, frame } = self.place_planned(plan, planned, budget)?;
+        let PlacedBlock { record, to, destination, frame } = self.place_planned(plan, planned, budget)?;
         let block = plan.placed as u32;
         let kept_here = match frame {
             Some(frame) if plan.is_filled() => {
@@ -737,11 +737,16 @@ impl Table {
         plan: &TransferPlan,
         block: PlannedBlock,
         budget: &mut Budget,
-    ) -> Result<Placed, Unplaced> {
+    ) -> Result<PlacedBlock, Unplaced> {
         let Source::Tier(source) = block.source else {
             let (record, frame) = self.place_new(plan.to, block.key, plan.above, plan.owner, budget)?;
             let to = frame.slot_ref();
-            return Ok(Placed { record, to, destination: Destination::Tier(record), frame: Some(frame) });
+            return Ok(PlacedBlock {
+                record,
+                to,
+                destination: Destination::Tier(record),
+                frame: Some(frame),
+            });
         };
         if !self.is_given(source) {
             return Err(Unplaced::Gone);
@@ -750,11 +755,11 @@ impl Table {
         if plan.is_into_engine() {
             budget.change();
             let to = plan.engine_slot(block).ok_or(Unplaced::Gone)?;
-            return Ok(Placed { record, to, destination: Destination::Engine { source }, frame: None });
+            return Ok(PlacedBlock { record, to, destination: Destination::Engine { source }, frame: None });
         }
         let frame = self.place(plan.to, record, plan.above, budget)?;
         let to = frame.slot_ref();
-        Ok(Placed { record, to, destination: Destination::Tier(record), frame: Some(frame) })
+        Ok(PlacedBlock { record, to, destination: Destination::Tier(record), frame: Some(frame) })
     }
 
     /// By the name that the table knows it by.
@@ -777,30 +782,30 @@ impl Table {
         budget: &mut Budget,
     ) {
         let known = *self.records.at(record);
-        if matches!(plan.keeping, Keeping::NotYet) {
+        if matches!(plan.keeping, HostKeeping::NotYet) {
             let has = |parent: RecordId| self.records.at(parent).has_or_awaits(Tier::Host);
-            plan.keeping = if known.parent().is_none_or(has) { Keeping::Known } else { Keeping::No };
+            plan.keeping = if known.parent().is_none_or(has) { HostKeeping::Known } else { HostKeeping::No };
         }
         if !self.is_in_use(Tier::Host) {
-            plan.keeping = Keeping::No;
+            plan.keeping = HostKeeping::No;
         }
-        if matches!(plan.keeping, Keeping::Known) {
+        if matches!(plan.keeping, HostKeeping::Known) {
             if known.filling().has(Tier::Host) {
                 self.transfers.effects.awaited.push(task.block);
                 task.is_probe = false;
-                return self.transfers.wait_for((Tier::Host, record), Waiter::Copy(task));
+                return self.transfers.wait_for((Tier::Host, record), BlockWaiter::Copy(task));
             }
             if known.resident().has(Tier::Host) {
                 return self.copy_from_host(plan, known.slot(Tier::Host), task);
             }
             plan.keeping = self.keep_from(plan, known.parent(), task.id);
         }
-        if let Keeping::Into(kept) = plan.keeping
+        if let HostKeeping::Into(kept) = plan.keeping
             && self.transfers.at_mut(kept).is_none_or(|kept| kept.is_cut)
         {
-            plan.keeping = Keeping::No;
+            plan.keeping = HostKeeping::No;
         }
-        if let Keeping::Into(kept) = plan.keeping {
+        if let HostKeeping::Into(kept) = plan.keeping {
             match self.place(Tier::Host, record, known.parent(), budget) {
                 Ok(frame) => {
                     task.via = Some(frame.slot_ref());
@@ -808,7 +813,7 @@ impl Table {
                     let kept = self.transfers.at_mut(kept).expect("it is open until the plan is finished");
                     kept.add(Destination::Tier(record), slot, Some(frame));
                 }
-                Err(_) => plan.keeping = Keeping::No,
+                Err(_) => plan.keeping = HostKeeping::No,
             }
         }
         self.send(plan, task);
@@ -824,17 +829,17 @@ impl Table {
     }
 
     /// From block `task` on, blocks stay in the host tier behind `parent`.
-    fn keep_from(&mut self, plan: &TransferPlan, parent: Option<RecordId>, task: TaskId) -> Keeping {
+    fn keep_from(&mut self, plan: &TransferPlan, parent: Option<RecordId>, task: TaskId) -> HostKeeping {
         // It may have failed, or left, since the step that looked.
         let has = |parent: RecordId| self.records.at(parent).has_or_awaits(Tier::Host);
         if !parent.is_none_or(has) {
-            return Keeping::No;
+            return HostKeeping::No;
         }
         let parent = self.pin_parent(Tier::Host, parent);
         let kept = self.transfers.open(plan.open(Tier::Host, parent));
         let transfer = self.transfers.at_mut(task.transfer).expect("it is being planned");
         transfer.kept = Some((kept, task.block as usize));
-        Keeping::Into(kept)
+        HostKeeping::Into(kept)
     }
 
     /// Sends successive blocks down that lie in the upper tier of `route`, as many as find room behind `parent`. `pins`
@@ -843,7 +848,7 @@ impl Table {
         &mut self,
         (source, to): Route,
         records: &[RecordId],
-        (parent, pins): (Parent, Pins),
+        (parent, pins): (TransferParent, Pins),
         is_probe: bool,
         budget: &mut Budget,
     ) -> usize {
@@ -860,7 +865,7 @@ impl Table {
             self.release(pins);
             return 0;
         }
-        let mut transfer = Transfer::new(Class::Flush, to, (pins.context(), pins.namespace()), parent);
+        let mut transfer = OpenTransfer::new(Class::Flush, to, (pins.context(), pins.namespace()), parent);
         transfer.account.blocks = blocks;
         transfer.sources = Some(pins);
         let id = self.transfers.open(transfer);
@@ -936,7 +941,7 @@ impl Table {
         if let Some(transfer) = self.transfers.at_mut(id) {
             // Copies are sent from the first step on, and may have arrived already.
             let copied = transfer.account.copied;
-            transfer.account = Account { copied, ..account };
+            transfer.account = TransferAccount { copied, ..account };
         }
         self.end_plan(id, Some((pins, reply)));
     }
@@ -970,7 +975,7 @@ impl Table {
         let Filled { transfer: id, before, behind, blocks } = filled;
         if let Some(transfer) = self.transfers.at_mut(id) {
             let found = behind.filter(|_| before > 0).into_iter().collect();
-            transfer.account = Account { before, found, blocks, ..Account::default() };
+            transfer.account = TransferAccount { before, found, blocks, ..TransferAccount::default() };
         }
         self.end_plan(id, Some((pins, reply)));
     }

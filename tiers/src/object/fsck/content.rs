@@ -8,7 +8,7 @@ use tokio::time::{Instant, timeout};
 
 use super::super::discover::{FooterError, TAIL, fetch_footer};
 use super::super::open::Store;
-use super::super::segment::{Entry, Footer, FooterKey, FormatError, SEALED_VERSION};
+use super::super::segment::{Footer, FooterKey, FormatError, SEALED_VERSION, SegmentEntry};
 use super::{OPERATION_LIMIT, Problem};
 use crate::checksum::RunningChecksum;
 
@@ -17,7 +17,7 @@ const PIECE: u64 = 4 << 20;
 
 /// What a segment holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Content {
+pub(super) enum ObjectContent {
     Blocks {
         blocks: u64,
         wrong: u64,
@@ -32,7 +32,7 @@ pub(super) enum Content {
     Unread(String),
 }
 
-impl Content {
+impl ObjectContent {
     /// Reads all of a segment, `PIECE` bytes at a time; what is authenticated, if there is a key for that.
     pub(super) async fn read(
         store: &Store,
@@ -125,7 +125,7 @@ async fn piece(store: &Store, meta: &ObjectMeta, range: std::ops::Range<u64>) ->
 
 /// Compares blocks with their checksums as their bytes come.
 struct BlockCheck {
-    left: VecDeque<Entry>,
+    left: VecDeque<SegmentEntry>,
     /// Of the first one that is left.
     taken: u64,
     sum: RunningChecksum,
@@ -135,7 +135,7 @@ struct BlockCheck {
 
 impl BlockCheck {
     /// `None`: the blocks do not lie one behind another.
-    fn new(entries: Vec<Entry>) -> Option<Self> {
+    fn new(entries: Vec<SegmentEntry>) -> Option<Self> {
         let mut end = 0;
         for entry in &entries {
             if entry.offset != end || entry.length == 0 {
@@ -169,9 +169,9 @@ mod tests {
     use crate::checksum::checksum;
     use crate::copy::BlockKey;
 
-    fn entry(at: u64, bytes: &[u8]) -> Entry {
+    fn entry(at: u64, bytes: &[u8]) -> SegmentEntry {
         let block = BlockKey { hash: at.into(), group: 0 };
-        Entry {
+        SegmentEntry {
             block,
             parent: None,
             offset: at,

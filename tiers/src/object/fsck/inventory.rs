@@ -19,15 +19,15 @@ const LISTING_LIMIT: std::time::Duration = super::OPERATION_LIMIT;
 
 /// All objects of a bucket.
 #[derive(Debug, Default)]
-pub(super) struct Inventory {
-    pub(super) namespaces: BTreeMap<Path, Namespace>,
+pub(super) struct BucketInventory {
+    pub(super) namespaces: BTreeMap<Path, NamespaceObjects>,
     /// Objects that are no namespace's.
     pub(super) strangers: u64,
 }
 
 /// The objects of one namespace.
 #[derive(Debug, Default)]
-pub(super) struct Namespace {
+pub(super) struct NamespaceObjects {
     pub(super) path: Path,
     pub(super) segments: Vec<(SegmentName, ObjectMeta)>,
     /// Where segments lie, or may.
@@ -49,7 +49,7 @@ const EPOCHS: &str = "epochs";
 const KEYS: &str = "keys";
 const NIXL: &str = "nixl";
 
-impl Inventory {
+impl BucketInventory {
     pub(super) async fn take(store: &Store) -> Result<Self, StoreError> {
         let mut inventory = Self::default();
         let mut listing = store.listing(&store.root, None, LISTING_LIMIT);
@@ -79,9 +79,11 @@ impl Inventory {
         let path: Path = root.parts().chain(below[..at].iter().cloned()).collect();
         let kind = below[at].as_ref().to_owned();
         let place = match &below[at + 1..] {
-            [_] => Place::Direct,
-            [epoch, _] => parse_epoch_name(epoch.as_ref()).map_or(Place::Elsewhere, |_| Place::InEpoch),
-            _ => Place::Elsewhere,
+            [_] => BlockPlace::Direct,
+            [epoch, _] => {
+                parse_epoch_name(epoch.as_ref()).map_or(BlockPlace::Elsewhere, |_| BlockPlace::InEpoch)
+            }
+            _ => BlockPlace::Elsewhere,
         };
         let namespace = self.namespaces.entry(path.clone()).or_default();
         namespace.path = path;
@@ -91,18 +93,18 @@ impl Inventory {
 
 /// Where in a namespace's directory an object lies.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum BlockPlace {
     Direct,
     /// In the directory of an epoch.
     InEpoch,
     Elsewhere,
 }
 
-impl Namespace {
-    fn sort_in(&mut self, kind: &str, place: Place, meta: ObjectMeta) {
-        let is_direct = place == Place::Direct;
-        let is_place =
-            (kind, place) == (SEGMENTS, Place::InEpoch) || (kind, place) == (FORMER_SEGMENTS, Place::Direct);
+impl NamespaceObjects {
+    fn sort_in(&mut self, kind: &str, place: BlockPlace, meta: ObjectMeta) {
+        let is_direct = place == BlockPlace::Direct;
+        let is_place = (kind, place) == (SEGMENTS, BlockPlace::InEpoch)
+            || (kind, place) == (FORMER_SEGMENTS, BlockPlace::Direct);
         let name = meta.location.filename().and_then(SegmentName::parse).filter(|_| is_place);
         match (kind, name) {
             (_, Some(name)) => {

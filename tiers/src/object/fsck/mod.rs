@@ -26,8 +26,8 @@ use object_store::{ObjectMeta, ObjectStoreExt};
 use serde::Serialize;
 use tokio::time::timeout;
 
-use self::content::Content;
-use self::inventory::{Inventory, Namespace};
+use self::content::ObjectContent;
+use self::inventory::{BucketInventory, NamespaceObjects};
 use super::OPERATION_LIMIT;
 use super::address::StoreOptions;
 use super::discover::DISCOVERY_LIMIT;
@@ -36,7 +36,7 @@ use super::manifest::LAPSES;
 use super::names::SegmentName;
 use super::open::Store;
 use super::segment::{FooterKeys, FormatError};
-use super::share::{Other, UNREADABLE, read_manifest, worker_of};
+use super::share::{OtherWorker, UNREADABLE, read_manifest, worker_of};
 use crate::clock;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::sealed::KeyRing;
@@ -218,7 +218,7 @@ pub(super) fn check_store(
     on_progress: OnProgress,
 ) -> Result<BucketReport, SetupError> {
     let store = Arc::new(store);
-    let check = Check { store: Arc::clone(&store), options: options.clone(), on_progress };
+    let check = BucketCheck { store: Arc::clone(&store), options: options.clone(), on_progress };
     let report = store.executor.wait(Duration::MAX, async move { check.run().await });
     let report = report.unwrap_or_else(|| Err(StoreError::new("the check was interrupted")));
     report.map_err(|error| {
@@ -233,7 +233,7 @@ const FRESH: u32 = 2;
 const MAX_FINDINGS: usize = 1_000;
 
 /// A check under way.
-struct Check {
+struct BucketCheck {
     store: Arc<Store>,
     options: FsckOptions,
     on_progress: OnProgress,
@@ -241,9 +241,9 @@ struct Check {
 
 /// Who relies on what.
 #[derive(Debug, Default)]
-struct Workers {
+struct LivingWorkers {
     /// Of those that are at work.
-    claims: Vec<Claim>,
+    claims: Vec<WorkerClaim>,
     gone: Vec<Path>,
     /// And whether they still hold everything back.
     unreadable: Vec<(Path, bool)>,
@@ -251,14 +251,14 @@ struct Workers {
 
 /// What a worker that is at work relies on.
 #[derive(Debug)]
-struct Claim {
+struct WorkerClaim {
     manifest: Path,
     names: HashSet<SegmentName>,
     /// It was written lately: what it names of its own segments the worker may have deleted since.
     is_fresh: bool,
 }
 
-impl Workers {
+impl LivingWorkers {
     fn rely_on(&self, name: SegmentName) -> bool {
         self.claims.iter().any(|claim| claim.names.contains(&name))
     }
@@ -271,14 +271,14 @@ impl Workers {
 
 /// A namespace's report, and what may have to go.
 #[derive(Default)]
-struct Checked {
+struct CheckedNamespace {
     report: NamespaceReport,
     findings: Vec<(Path, Finding)>,
 }
 
-impl Check {
+impl BucketCheck {
     async fn run(&self) -> Result<BucketReport, StoreError> {
-        let inventory = Inventory::take(&self.store).await?;
+        let inventory = BucketInventory::take(&self.store).await?;
         let listed = clock::now();
         let now_ms = self.now_ms().await?;
         let read = AtomicU64::new(0);
@@ -293,7 +293,7 @@ impl Check {
             }
             left.insert(path, checked);
         }
-        for Checked { report: namespace, findings } in left.into_values() {
+        for CheckedNamespace { report: namespace, findings } in left.into_values() {
             report.namespaces.push(namespace);
             report.more_findings +=
                 findings.len().saturating_sub(MAX_FINDINGS.saturating_sub(report.findings.len())) as u64;
@@ -314,11 +314,11 @@ impl Check {
     async fn check(
         &self,
         path: &Path,
-        namespace: &Namespace,
+        namespace: &NamespaceObjects,
         now_ms: i64,
         (read, of): (&AtomicU64, u64),
-    ) -> Result<Checked, StoreError> {
-        let mut checked = Checked::default();
+    ) -> Result<CheckedNamespace, StoreError> {
+        let mut checked = CheckedNamespace::default();
         checked.report.name = self.store.relative(path);
         let workers = self.workers(&namespace.manifests, now_ms).await?;
         checked.report.workers = workers.claims.len() as u64;
@@ -338,9 +338,9 @@ impl Check {
 
     async fn check_segments(
         &self,
-        checked: &mut Checked,
-        namespace: &Namespace,
-        workers: &Workers,
+        checked: &mut CheckedNamespace,
+        namespace: &NamespaceObjects,
+        workers: &LivingWorkers,
         now_ms: i64,
         (read, of): (&AtomicU64, u64),
     ) {
@@ -351,7 +351,7 @@ impl Check {
             async move {
                 let on_read =
                     |bytes| (self.on_progress)(read.fetch_add(bytes, Ordering::Relaxed) + bytes, of);
-                let content = Content::read(&self.store, &meta, key, &on_read).await;
+                let content = ObjectContent::read(&self.store, &meta, key, &on_read).await;
                 (name, meta, content)
             }
         });
@@ -361,7 +361,7 @@ impl Check {
             let in_use = workers.rely_on(name);
             let is_old = is_older(written_ms(&meta), now_ms, self.options.garbage_age());
             let is_garbage = is_old && !in_use && !workers.hold_everything();
-            if content == Content::Gone {
+            if content == ObjectContent::Gone {
                 continue;
             }
             checked.report.segments += 1;
@@ -370,8 +370,8 @@ impl Check {
             let (blocks, wrong) = content.blocks();
             checked.report.blocks += blocks;
             checked.report.wrong_blocks += wrong;
-            has_authentic |= matches!(content, Content::Blocks { is_authentic: true, .. });
-            if content == Content::Format(FormatError::NotAuthentic) {
+            has_authentic |= matches!(content, ObjectContent::Blocks { is_authentic: true, .. });
+            if content == ObjectContent::Format(FormatError::NotAuthentic) {
                 not_authentic.push((meta.location, in_use));
             } else if let Some((problem, detail)) = content.problem() {
                 self.note(checked, &meta.location, (problem, &detail), in_use);
@@ -394,9 +394,9 @@ impl Check {
 
     async fn check_manifests(
         &self,
-        checked: &mut Checked,
-        namespace: &Namespace,
-        workers: &Workers,
+        checked: &mut CheckedNamespace,
+        namespace: &NamespaceObjects,
+        workers: &LivingWorkers,
     ) -> Result<(), StoreError> {
         for gone in &workers.gone {
             let detail = "its worker did not renew it in time";
@@ -408,7 +408,7 @@ impl Check {
             self.note(checked, path, (Problem::UnreadableManifest, detail), *holds);
         }
         let there: HashSet<_> = namespace.segments.iter().map(|&(name, _)| name).collect();
-        for Claim { manifest, names, is_fresh } in &workers.claims {
+        for WorkerClaim { manifest, names, is_fresh } in &workers.claims {
             let is_own = |name: SegmentName| worker_of(manifest) == Some(name.writer());
             let is_lost = |name: SegmentName| !(there.contains(&name) || *is_fresh && is_own(name));
             for &name in names.iter().filter(|&&name| is_lost(name)) {
@@ -428,20 +428,20 @@ impl Check {
     }
 
     /// What workers say now.
-    async fn workers(&self, manifests: &[ObjectMeta], now_ms: i64) -> Result<Workers, StoreError> {
-        let mut workers = Workers::default();
+    async fn workers(&self, manifests: &[ObjectMeta], now_ms: i64) -> Result<LivingWorkers, StoreError> {
+        let mut workers = LivingWorkers::default();
         let read = futures::stream::iter(manifests.to_vec())
             .map(|meta| read_manifest(&self.store, meta, OPERATION_LIMIT));
         let mut read = read.buffered(self.options.concurrency.max(1) as usize);
         while let Some(other) = read.next().await {
-            let Some(Other { meta, manifest }) = &other? else { continue };
+            let Some(OtherWorker { meta, manifest }) = &other? else { continue };
             let path = meta.location.clone();
             match manifest {
                 None => workers.unreadable.push((path, !is_older(written_ms(meta), now_ms, UNREADABLE))),
                 Some(manifest) if is_older(written_ms(meta), now_ms, manifest.lapses_after()) => {
                     workers.gone.push(path);
                 }
-                Some(claim) => workers.claims.push(Claim {
+                Some(claim) => workers.claims.push(WorkerClaim {
                     manifest: path,
                     names: claim.names().collect(),
                     is_fresh: !is_older(written_ms(meta), now_ms, claim.lapses_after() * FRESH / LAPSES),
@@ -469,7 +469,13 @@ impl Check {
         }
     }
 
-    fn note(&self, checked: &mut Checked, object: &Path, (problem, detail): (Problem, &str), in_use: bool) {
+    fn note(
+        &self,
+        checked: &mut CheckedNamespace,
+        object: &Path,
+        (problem, detail): (Problem, &str),
+        in_use: bool,
+    ) {
         let report = &mut checked.report;
         let count = match problem {
             Problem::Torn | Problem::Damaged => &mut report.damaged,

@@ -10,17 +10,20 @@ use super::super::error::StoreError;
 use super::super::files::is_staged;
 use super::super::names::SegmentName;
 use super::super::share::worker_of;
-use super::{Check, Checked, DISCOVERY_LIMIT, OPERATION_LIMIT, Problem, Workers, is_older, written_ms};
+use super::{
+    BucketCheck, CheckedNamespace, DISCOVERY_LIMIT, LivingWorkers, OPERATION_LIMIT, Problem, is_older,
+    written_ms,
+};
 
 /// A worker that starts has said what it relies on so long after it listed the segments.
 const START_LIMIT: Duration = DISCOVERY_LIMIT.saturating_mul(2);
 
-impl Check {
+impl BucketCheck {
     /// Removes what may go of a namespace whose objects were `listed` then.
     pub(super) async fn repair(
         &self,
         namespace: &Path,
-        checked: &mut Checked,
+        checked: &mut CheckedNamespace,
         listed: Instant,
     ) -> Result<(), StoreError> {
         if !checked.findings.iter().any(|(_, finding)| finding.problem.may_go()) {
@@ -38,7 +41,7 @@ impl Check {
         Ok(())
     }
 
-    async fn workers_now(&self, namespace: &Path, now_ms: i64) -> Result<Workers, StoreError> {
+    async fn workers_now(&self, namespace: &Path, now_ms: i64) -> Result<LivingWorkers, StoreError> {
         let directory = namespace.clone().join("manifests");
         let mut listed = self.store.listing(&directory, None, OPERATION_LIMIT).rest().await?;
         listed.retain(|meta| worker_of(&meta.location).is_some());
@@ -49,7 +52,7 @@ impl Check {
         &self,
         problem: Problem,
         path: &Path,
-        workers: &Workers,
+        workers: &LivingWorkers,
         now_ms: i64,
     ) -> Result<bool, StoreError> {
         Ok(match problem {

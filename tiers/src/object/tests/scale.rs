@@ -9,7 +9,7 @@ use object_store::{GetRange, GetResultPayload};
 use super::sharing::{TakeAll, shared};
 use super::*;
 use crate::object::names::SegmentName;
-use crate::object::segment::{ENTRY_BYTES, Entry, Provenance, TRAILER_BYTES, encode_footer};
+use crate::object::segment::{ENTRY_BYTES, Provenance, SegmentEntry, TRAILER_BYTES, encode_footer};
 use crate::object::{Sharing, TakeIn};
 
 const DIRECTORY: &str = "model/tp0/blocks/0000000000000003";
@@ -91,7 +91,7 @@ impl MadeUp {
 /// One chain of blocks.
 fn footer(segment: u64) -> Bytes {
     let block = |at: usize| key((segment as usize * BLOCKS + at) as u32 + 1);
-    let entry = |at: usize| Entry {
+    let entry = |at: usize| SegmentEntry {
         block: block(at),
         parent: at.checked_sub(1).map(|before| block(before).hash),
         offset: (at * BLOCK) as u64,

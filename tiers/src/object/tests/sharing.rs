@@ -5,7 +5,8 @@ use super::*;
 use crate::copy::Owner;
 use crate::object::segment::Provenance;
 use crate::object::{
-    Discovered, EpochStanding, FoundBlock, Intake, OlderEpoch, RequestKind, RequestOutcome, Sharing, TakeIn,
+    Discovered, Discovery, EpochStanding, FoundBlock, OlderEpoch, RequestKind, RequestOutcome, Sharing,
+    TakeIn,
 };
 
 const PROVENANCE: Provenance = Provenance { fingerprint: 77, epoch: 3, forgotten: 0 };
@@ -463,8 +464,8 @@ impl TakeIn for TakeNone {
         _provenance: Provenance,
         found: &[FoundBlock],
         _stand_for: &mut dyn FnMut(usize, SlotId),
-    ) -> Vec<Intake> {
-        vec![Intake::Waits; found.len()]
+    ) -> Vec<Discovery> {
+        vec![Discovery::Waits; found.len()]
     }
 
     fn follow(&self, _: u64) -> bool {
@@ -478,13 +479,13 @@ impl TakeIn for TakeAll {
         _: Provenance,
         found: &[FoundBlock],
         stand_for: &mut dyn FnMut(usize, SlotId),
-    ) -> Vec<Intake> {
+    ) -> Vec<Discovery> {
         let mut taken = self.0.lock();
         for (at, found) in found.iter().enumerate() {
             stand_for(at, SlotId(taken.len() as u32));
             taken.push(found.block);
         }
-        vec![Intake::Taken; found.len()]
+        vec![Discovery::Taken; found.len()]
     }
 
     fn follow(&self, _: u64) -> bool {
