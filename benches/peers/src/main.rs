@@ -10,7 +10,7 @@ use cap::Cap;
 use clap::Parser;
 use kvbm::BlockHash;
 use kvbm_cli::measuring::chains::{Prompt, Prompts, Random, SHORT, saves};
-use kvbm_cli::measuring::rounds::{Arrival, CacheSweep, FullTier, Picks, Spread, round_of_chains};
+use kvbm_cli::measuring::rounds::{PromptArrival, CacheSweep, FullTier, Picks, Spread, round_of_chains};
 use kvbm_cli::measuring::subject::{OurManager, Subject, device_of, table_of_four_tiers};
 use kvbm_policies::EvictionKind;
 use kvbm_settings::EvictionPolicy;
@@ -97,7 +97,7 @@ fn main() {
     let prompts = Prompts::new(args.blocks);
     let ours = OurManager::holding(&prompts, args.eviction);
     let theirs = logical_holding(&prompts, args.blocks);
-    let (our_arrival, their_arrival) = (Arrival::new(), Arrival::new());
+    let (our_arrival, their_arrival) = (PromptArrival::new(), PromptArrival::new());
     let cold = CacheSweep::new(args.sweep);
     let mut duel = Duel { ours, theirs, our_arrival, their_arrival, cold, samples: args.samples };
     let match_65536_us = duel.matches(&prompts.longest);
@@ -135,8 +135,8 @@ fn logical_holding(prompts: &Prompts, blocks: usize) -> Logical {
 struct Duel {
     ours: OurManager,
     theirs: Logical,
-    our_arrival: Arrival<BlockHash>,
-    their_arrival: Arrival<Name>,
+    our_arrival: PromptArrival<BlockHash>,
+    their_arrival: PromptArrival<Name>,
     cold: CacheSweep,
     samples: usize,
 }
