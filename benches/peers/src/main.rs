@@ -10,7 +10,7 @@ use cap::Cap;
 use clap::Parser;
 use kvbm::BlockHash;
 use kvbm_cli::measuring::chains::{Prompt, Prompts, Random, SHORT, saves};
-use kvbm_cli::measuring::rounds::{PromptArrival, CacheSweep, FullTier, Picks, Spread, round_of_chains};
+use kvbm_cli::measuring::rounds::{CacheSweep, FullTier, Picks, PromptArrival, Spread, round_of_chains};
 use kvbm_cli::measuring::subject::{OurManager, Subject, device_of, table_of_four_tiers};
 use kvbm_policies::EvictionKind;
 use kvbm_settings::EvictionPolicy;
