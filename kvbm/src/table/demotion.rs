@@ -71,10 +71,9 @@ impl Table {
             let Some(mut blocks) = self.missing_beginning(tier, to, leaf, budget) else {
                 return DemotionStep::Later;
             };
-            budget.pay_changes(ASKED);
             blocks.truncate(MAX_SENT);
             let is_whole = blocks.last() == Some(&record);
-            blocks.truncate(self.admitted(tier, &blocks, Trigger::Leaving));
+            blocks.truncate(self.admitted(tier, &blocks, Trigger::Leaving, budget));
             let is_refused = blocks.is_empty();
             let info = self.tier(tier).last_user(leaf, &self.records);
             let mut group = FlushGroup { blocks, info, ..FlushGroup::default() };
@@ -121,8 +120,15 @@ impl Table {
     }
 
     /// How many blocks of a path that the tier below `tier` lacks are admitted there.
-    pub(super) fn admitted(&mut self, tier: Tier, path: &[RecordId], trigger: Trigger) -> usize {
+    pub(super) fn admitted(
+        &mut self,
+        tier: Tier,
+        path: &[RecordId],
+        trigger: Trigger,
+        budget: &mut Budget,
+    ) -> usize {
         let Some(&last) = path.last() else { return 0 };
+        budget.pay_changes(ASKED);
         let (blocks, depth) = (path.len() as u32, self.records.depth(last));
         let candidates = Candidates { last: self.block_id(tier, last), blocks, depth };
         let now_ms = self.now_ms;

@@ -185,13 +185,13 @@ impl Table {
         budget: &mut Budget,
     ) -> Vec<RecordId> {
         while !path.is_empty() {
-            let admitted = self.admitted(tier, &path, trigger);
+            let admitted = self.admitted(tier, &path, trigger, budget);
             if admitted > 0 || trigger == Trigger::Used {
                 path.truncate(admitted);
                 return path;
             }
             path.pop();
-            if !budget.change() {
+            if budget.is_spent() {
                 break;
             }
         }
