@@ -114,7 +114,7 @@ impl Table {
     }
 
     /// Begins another epoch: no block that is here now is found again. Takes the same time whatever the table holds.
-    /// Transfers under way land nowhere; [`end_past`](Self::end_past) ends them.
+    /// Transfers under way land nowhere; [`end_next`](Self::end_next) ends them.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] unless `epoch` is greater than the present one.

@@ -143,7 +143,7 @@ impl Table {
     }
 
     /// Drops a block that is not what its name says, with its descendants: from every tier, and from every copy on its way
-    /// to one. A copy that is planned, and not made yet, finds it gone ([`is_given`](Self::is_given)).
+    /// to one. A copy that is planned, and not made yet, finds it gone.
     pub fn drop_wrong(&mut self, key: BlockKey) {
         // First what is on its way: its end must not make a tier take the block for one to be copied anew.
         for tier in Tier::ALL {
