@@ -63,7 +63,7 @@ fn flatten(text: &str, above: &str, table: &DeTable<'_>, entries: &mut Vec<FileE
                 flatten(text, &path, inner, entries);
             }
             other => {
-                entries.push(FileEntry { path, raw: raw(other), line: line_of(text, name.span().start) })
+                entries.push(FileEntry { path, raw: raw(other), line: line_of(text, name.span().start) });
             }
         }
     }

@@ -204,7 +204,8 @@ impl fmt::Debug for Done {
     }
 }
 
-/// What a backend finds ended at one wake-up, of several batches perhaps.
+/// What a backend finds ended at one wake-up, of several batches perhaps. Dropping it reports it: who panics on the way
+/// loses nothing that has ended.
 #[derive(Debug, Default)]
 pub(crate) struct Endings(Vec<(Done, Vec<Completion>)>);
 
@@ -223,6 +224,12 @@ impl Endings {
 
     /// Each batch hears once.
     pub(crate) fn report(self) {
-        self.0.into_iter().for_each(|(done, ended)| done.report(ended));
+        drop(self);
+    }
+}
+
+impl Drop for Endings {
+    fn drop(&mut self) {
+        std::mem::take(&mut self.0).into_iter().for_each(|(done, ended)| done.report(ended));
     }
 }

@@ -131,7 +131,7 @@ fn for_each_piece<I: Iterator<Item = Segment>>(
             from.for_each(|Segment { address: from, bytes }| {
                 copy(Piece { from, to, bytes });
                 to += bytes;
-            })
+            });
         }
         (CopyEnd::InPieces(from), CopyEnd::InPieces(to)) => pieces(from, to).for_each(copy),
     }

@@ -75,7 +75,7 @@ impl Core {
                 self.scrub_read(&errand.op, scrubbed, staging, error);
             }
             CopyState::Working(CopyPurpose::Trial(dir), staging) => {
-                self.trial_ended(dir, &errand.op, staging, error)
+                self.trial_ended(dir, &errand.op, staging, error);
             }
             CopyState::Overdue(purpose, staging) => self.errand_came_back(batch, purpose, staging),
             CopyState::Ended => tracing::error!(route = ?batch.route, "a backend reported a copy twice"),

@@ -43,24 +43,33 @@ impl Core {
         self.tasks_left(batch, left, going_on);
     }
 
-    /// Judges the medium by what ended together.
+    /// Judges the medium by what ended together, in its order: errors count as long as no success comes between them.
     fn judge(&self, batch: &TaskBatch, tasks: &[(RoutedTask, Result<(), CopyError>)], now: Duration) {
-        let (well, failed): (Vec<_>, Vec<_>) = tasks.iter().partition(|(_, result)| result.is_ok());
-        if !well.is_empty() {
-            self.metrics.copied(batch.route, now.saturating_sub(batch.started), well.len() as u64);
-            self.directories_answer(well.iter().map(|(task, _)| task.op()), now);
-            self.breakers.succeeded(batch.route, batch.is_probe, now);
-        }
-        for (task, error) in failed.iter().filter_map(|(task, result)| Some((task, result.as_ref().err()?))) {
-            self.metrics.failed(batch.route, error.kind());
-            let is_a_directory = match error.kind() {
-                CopyErrorKind::Io => self.directory_failed(&task.op(), now),
-                CopyErrorKind::NoSpace => self.directory_is_full(&task.op(), now),
-                _ => false,
-            };
-            if !is_a_directory {
-                self.breakers.failed(batch.route, error.kind(), batch.is_probe, now);
+        for alike in tasks.chunk_by(|(_, one), (_, next)| one.is_ok() == next.is_ok()) {
+            if alike.first().is_some_and(|(_, result)| result.is_ok()) {
+                self.metrics.copied(batch.route, now.saturating_sub(batch.started), alike.len() as u64);
+                self.directories_answer(alike.iter().map(|(task, _)| task.op()), now);
+                self.breakers.succeeded(batch.route, batch.is_probe, now);
             }
+            for (task, result) in alike {
+                result
+                    .as_ref()
+                    .err()
+                    .into_iter()
+                    .for_each(|error| self.judge_failure(batch, task, error, now));
+            }
+        }
+    }
+
+    fn judge_failure(&self, batch: &TaskBatch, task: &RoutedTask, error: &CopyError, now: Duration) {
+        self.metrics.failed(batch.route, error.kind());
+        let is_a_directory = match error.kind() {
+            CopyErrorKind::Io => self.directory_failed(&task.op(), now),
+            CopyErrorKind::NoSpace => self.directory_is_full(&task.op(), now),
+            _ => false,
+        };
+        if !is_a_directory {
+            self.breakers.failed(batch.route, error.kind(), batch.is_probe, now);
         }
     }
 

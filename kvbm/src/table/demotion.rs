@@ -8,7 +8,7 @@ use kvbm_tiers::{SlotId, SlotRef, Tier};
 
 use super::budget::Budget;
 use super::flush::FlushGroup;
-use super::flush_queue::DirtyQueue;
+use super::flush_queue::DirtyBlock;
 use super::index::RecordId;
 use super::{MissReason, RequestInfo, Table};
 
@@ -16,6 +16,8 @@ use super::{MissReason, RequestInfo, Table};
 const MAX_SENT: usize = 64;
 /// What it takes to ask a policy about a block, and the rule about its path, in changes.
 const ASKED: usize = 3;
+/// Looks that it takes to ask about so many blocks, to weigh them, to make room for them and to send them.
+const SENDING: usize = 2_500;
 
 /// What became of a block that is about to leave.
 enum DemotionStep {
@@ -58,7 +60,7 @@ impl Table {
                 DemotionStep::Gone => {}
                 DemotionStep::Sent => promised += 1,
                 DemotionStep::Stuck => return false,
-                DemotionStep::Later => break,
+                DemotionStep::Later => return true,
             }
         }
         budget.is_spent()
@@ -107,10 +109,17 @@ impl Table {
     ) -> Option<Vec<RecordId>> {
         // In this life of its slot the leaf has these ancestors.
         let leaf_ref = self.slot_ref(tier, leaf);
-        let known = self.tier_mut(tier).climbed.take().filter(|climb| climb.leaf == leaf_ref);
+        let climbed = self.tier_mut(tier).climbed.take().filter(|climb| climb.leaf == leaf_ref);
+        // What it had come to may have gone down meanwhile.
+        let known = climbed.filter(|climb| !self.records.at(climb.to).has_or_awaits(to));
         let mut from = known.map_or(self.tier(tier).at(leaf).record, |climb| climb.to);
         while budget.looks_left() > MAX_SENT {
             match self.missing_path(to, from, budget) {
+                // With too few looks to send it the next hold would climb from the leaf again.
+                Ok(path) if known.is_none() && budget.looks_left() < SENDING && !path.is_empty() => {
+                    from = path[path.len().min(MAX_SENT) - 1];
+                    break;
+                }
                 Ok(path) => return Some(path),
                 Err(above) => from = above,
             }
@@ -148,7 +157,7 @@ impl Table {
         let lacks = |below: Tier| !records.at(record).resident().has(below);
         if held.policies.has_admission() && held.flush_to.is_some_and(lacks) {
             held.at_mut(slot).want_flush();
-            held.queue(DirtyQueue { slot, record, since_ms, info });
+            held.queue(DirtyBlock { slot, record, since_ms, info });
         }
     }
 

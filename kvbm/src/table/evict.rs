@@ -4,7 +4,7 @@ use kvbm_policies::BlockId;
 use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
 
 use super::budget::Budget;
-use super::flush_queue::DirtyQueue;
+use super::flush_queue::DirtyBlock;
 use super::index::RecordId;
 use super::tier::TierSlot;
 use super::{MissReason, Table};
@@ -205,7 +205,7 @@ impl Table {
                 let slot = known.slot(above.tier);
                 above.at_mut(slot).want_flush();
                 let info = above.last_user(slot, &self.records);
-                above.queue(DirtyQueue { slot, record, since_ms, info });
+                above.queue(DirtyBlock { slot, record, since_ms, info });
             }
         }
     }
@@ -218,7 +218,7 @@ impl Table {
             if known.resident().has(above.tier) {
                 let slot = known.slot(above.tier);
                 let info = above.last_user(slot, &self.records);
-                above.retry_later(DirtyQueue { slot, record, since_ms, info }, since_ms);
+                above.retry_later(DirtyBlock { slot, record, since_ms, info }, since_ms);
             }
         }
     }

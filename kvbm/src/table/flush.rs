@@ -8,7 +8,7 @@ use kvbm_policies::Trigger;
 use kvbm_tiers::{Route, SlotId, Tier};
 
 use super::budget::Budget;
-use super::flush_queue::DirtyQueue;
+use super::flush_queue::DirtyBlock;
 use super::index::RecordId;
 use super::transfers::TransferParent;
 use super::{Pins, RequestContext, RequestInfo, Table};
@@ -122,7 +122,9 @@ impl Table {
                         let slot = self.records.at(above).slot(tier);
                         let flushes = &mut self.tier_mut(tier).flushes;
                         flushes.push_first(next);
-                        flushes.push_first(DirtyQueue { slot, record: above, ..next });
+                        // Also one that was put off: else what waits for it is met again and again until its time comes.
+                        flushes.remove(slot);
+                        flushes.push_first(DirtyBlock { slot, record: above, ..next });
                         return;
                     }
                 }
@@ -145,7 +147,7 @@ impl Table {
         &mut self,
         (tier, to): Route,
         group: &mut FlushGroup,
-        last: DirtyQueue,
+        last: DirtyBlock,
         (trigger, budget): (Trigger, &mut Budget),
     ) {
         group.blocks.truncate(MAX_SENT);
@@ -204,7 +206,7 @@ impl Table {
     }
 
     /// Whether a block that waited is one that the lower tier lacks and does not await.
-    fn awaits_flush(&self, tier: Tier, to: Tier, waited: DirtyQueue) -> bool {
+    fn awaits_flush(&self, tier: Tier, to: Tier, waited: DirtyBlock) -> bool {
         let held = self.tier(tier).at(waited.slot);
         debug_assert_eq!(held.record, waited.record, "a block left before its place in the queue");
         !held.skips_flush() && !self.records.at(waited.record).has_or_awaits(to)
@@ -259,6 +261,7 @@ impl Table {
                 // There is more room in the next hold.
                 self.unpin_parent(to, parent);
                 self.release(pins);
+                self.tier_mut(tier).refund(group.len() + rest.len());
                 return [group, rest].concat();
             }
             admitted = admission.blocks;
@@ -283,7 +286,7 @@ impl Table {
         let since_ms = self.now_ms;
         for &record in records.iter().rev() {
             let slot = self.records.at(record).slot(tier);
-            self.tier_mut(tier).flushes.push_first(DirtyQueue { slot, record, since_ms, info });
+            self.tier_mut(tier).flushes.push_first(DirtyBlock { slot, record, since_ms, info });
         }
     }
 }

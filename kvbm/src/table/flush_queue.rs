@@ -13,7 +13,7 @@ use super::request::RequestInfo;
 
 /// A block that waits for its flush.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct DirtyQueue {
+pub(super) struct DirtyBlock {
     pub(super) slot: SlotId,
     pub(super) record: RecordId,
     pub(super) since_ms: u64,
@@ -53,7 +53,7 @@ struct Due {
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     /// `None`: it is not used.
-    block: Option<DirtyQueue>,
+    block: Option<DirtyBlock>,
     /// `None`: it waits for its turn.
     due: Option<Due>,
     before: u32,
@@ -111,12 +111,12 @@ impl FlushQueue {
     }
 
     /// What waits longest.
-    pub(super) fn first(&self) -> Option<&DirtyQueue> {
+    pub(super) fn first(&self) -> Option<&DirtyBlock> {
         self.entries.get(self.entries.waiting.first)?.block.as_ref()
     }
 
     /// The block goes after all that wait. One that has an entry keeps its place.
-    pub(super) fn push_last(&mut self, block: DirtyQueue) {
+    pub(super) fn push_last(&mut self, block: DirtyBlock) {
         if !self.has(block.slot) {
             let number = self.add(block, None);
             self.entries.link_last(number);
@@ -124,7 +124,7 @@ impl FlushQueue {
     }
 
     /// The block goes before all that wait, wherever it waited. One that is put off stays so.
-    pub(super) fn push_first(&mut self, block: DirtyQueue) {
+    pub(super) fn push_first(&mut self, block: DirtyBlock) {
         let known = self.number(block.slot);
         if known.is_some_and(|number| self.entries.at(number).due.is_some()) {
             return;
@@ -134,12 +134,12 @@ impl FlushQueue {
         self.entries.link_first(number);
     }
 
-    pub(super) fn pop_first(&mut self) -> Option<DirtyQueue> {
+    pub(super) fn pop_first(&mut self) -> Option<DirtyBlock> {
         self.entries.remove(self.entries.waiting.first)
     }
 
     /// The block is to wait for its turn again at `due_ms`. One that has an entry keeps its place.
-    pub(super) fn put_off(&mut self, block: DirtyQueue, due_ms: u64) {
+    pub(super) fn put_off(&mut self, block: DirtyBlock, due_ms: u64) {
         if !self.has(block.slot) {
             let number = self.add(block, Some(Due { round: self.entries.round, at_ms: due_ms }));
             self.entries.link_last(number);
@@ -157,7 +157,7 @@ impl FlushQueue {
     }
 
     /// Takes out a block whose time has come.
-    pub(super) fn pop_due(&mut self, now_ms: u64) -> Option<DirtyQueue> {
+    pub(super) fn pop_due(&mut self, now_ms: u64) -> Option<DirtyBlock> {
         let number = self.entries.next_due(now_ms)?;
         self.entries.remove(number)
     }
@@ -175,7 +175,7 @@ impl FlushQueue {
         block.is_some_and(|block| block.slot == slot).then_some(number)
     }
 
-    fn add(&mut self, block: DirtyQueue, due: Option<Due>) -> u32 {
+    fn add(&mut self, block: DirtyBlock, due: Option<Due>) -> u32 {
         let number = self.entries.add(Entry { block: Some(block), due, before: NONE, after: NONE });
         self.numbers[block.slot.0 as usize] = number;
         number
@@ -227,7 +227,7 @@ impl Entries {
     }
 
     /// Takes an entry out of its list; `None`: there is no such entry.
-    fn remove(&mut self, number: u32) -> Option<DirtyQueue> {
+    fn remove(&mut self, number: u32) -> Option<DirtyBlock> {
         let Entry { block, due, before, after } = *self.get(number)?;
         self.list(due).len -= 1;
         match before {
@@ -327,8 +327,8 @@ mod tests {
         ]
     }
 
-    fn dirty(slot: u32) -> DirtyQueue {
-        DirtyQueue { slot: SlotId(slot), record: RecordId(slot), since_ms: 0, info: RequestInfo::default() }
+    fn dirty(slot: u32) -> DirtyBlock {
+        DirtyBlock { slot: SlotId(slot), record: RecordId(slot), since_ms: 0, info: RequestInfo::default() }
     }
 
     /// Slots in their order, with when they are due: 0 where all are.

@@ -88,7 +88,8 @@ impl Table {
         let above = parent.map(|hash| BlockKey { hash, group: block.group });
         let parent = above.and_then(|above| self.resident(tier, above));
         // Nobody knows whether it was stored before or after, and the key may be destroyed that it is sealed with.
-        if tenant.is_some_and(|tenant| self.owners.was_forgotten(tenant)) {
+        let is_forgotten = tenant.is_some_and(|tenant| self.owners.was_forgotten(tenant));
+        if is_forgotten || !self.is_in_use(tier) {
             return Err(Discovery::Declined);
         }
         if above.is_some() && parent.is_none_or(|parent| self.is_dropped(parent)) {

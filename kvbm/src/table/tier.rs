@@ -5,7 +5,7 @@ use kvbm_tiers::{Ahead, FramePool, HugeVec, SlotId, Tier};
 
 use super::budget::{Budget, touched};
 use super::demotion::Climb;
-use super::flush_queue::{DirtyQueue, FlushQueue};
+use super::flush_queue::{DirtyBlock, FlushQueue};
 use super::forgotten::ForgottenSlots;
 use super::index::{RecordId, soon};
 use super::journal::Journal;
@@ -294,14 +294,14 @@ impl TierTable {
 
     /// Has a block flushed, or asked about. A block that waits already keeps its place: behind its parent, which was
     /// published before it, so that the queue is root-first along every chain.
-    pub(super) fn queue(&mut self, block: DirtyQueue) {
+    pub(super) fn queue(&mut self, block: DirtyBlock) {
         if !self.is_forgotten(block.slot) {
             self.flushes.push_last(block);
         }
     }
 
     /// Has a failed flush tried again after a pause. Until then the block may leave.
-    pub(super) fn retry_later(&mut self, entry: DirtyQueue, now_ms: u64) {
+    pub(super) fn retry_later(&mut self, entry: DirtyBlock, now_ms: u64) {
         if self.is_forgotten(entry.slot) {
             return;
         }
@@ -315,7 +315,7 @@ impl TierTable {
     }
 
     /// Lets a block leave unflushed, and has it flushed at `due_ms` if it is still there.
-    pub(super) fn put_off(&mut self, block: DirtyQueue, due_ms: u64) {
+    pub(super) fn put_off(&mut self, block: DirtyBlock, due_ms: u64) {
         if !self.flushes.has(block.slot) {
             self.flushes.put_off(block, due_ms);
             self.at_mut(block.slot).skip_flush();
@@ -332,7 +332,7 @@ impl TierTable {
             if let Some(block) = self.flushes.pop_due(now_ms) {
                 self.at_mut(block.slot).want_flush();
                 // Due at once: it has waited before.
-                self.flushes.push_last(DirtyQueue { since_ms: 0, ..block });
+                self.flushes.push_last(DirtyBlock { since_ms: 0, ..block });
             }
         }
         false

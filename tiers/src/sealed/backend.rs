@@ -298,7 +298,10 @@ impl<B: Backend + 'static> SealedState<B> {
 
     /// Blocks whose keys are known do not wait for those that a store is asked about.
     fn finish_aside(self: &Arc<Self>, blocks: Vec<BlockInScratch>, done: &Done) {
-        let keyed = |mut block: BlockInScratch| (self.has_key(SealDirection::Back, &mut block), block);
+        // What could not be fetched is no block, and has no key to ask for.
+        let keyed = |mut block: BlockInScratch| {
+            (block.result.is_err() || self.has_key(SealDirection::Back, &mut block), block)
+        };
         let (known, unknown): (Vec<_>, Vec<_>) =
             blocks.into_iter().map(keyed).partition(|&(has_key, _)| has_key);
         for (have_keys, blocks) in [(true, known), (false, unknown)] {

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::events::StoreReason;
 use crate::table::budget::Budget;
-use crate::table::flush_queue::DirtyQueue;
+use crate::table::flush_queue::DirtyBlock;
 use crate::table::index::RecordId;
 use crate::table::pins::Pins;
 use crate::table::{MissReason, RequestInfo, Table};
@@ -336,7 +336,7 @@ impl Table {
         let slot = held.pool.deposit(frame);
         held.occupy(slot, record);
         if held.flush_to.is_some_and(|below| !resident.has(below)) {
-            held.queue(DirtyQueue { slot, record, since_ms, info });
+            held.queue(DirtyBlock { slot, record, since_ms, info });
         }
         self.note_stored(tier, record);
         self.tell_stored(tier, record, info, reason);
@@ -384,9 +384,6 @@ impl Table {
         transfer.alive = from.max(transfer.published).min(was);
         transfer.is_cut = true;
         let (alive, is_away) = (transfer.alive, transfer.away > 0);
-        if from == 0 && matches!(transfer.parent, TransferParent::Awaited(_)) {
-            self.stop_waiting(id);
-        }
         if alive < was && is_away {
             self.transfers.effects.cancelled.push((id, alive as u32));
         }
@@ -409,6 +406,10 @@ impl Table {
                 }
                 None => {
                     self.transfers.failed.pop();
+                    // Not before: what it hangs on may fail as well, and must not be given up ahead of it.
+                    if self.transfers.at_mut(id).is_some_and(|transfer| transfer.alive == 0) {
+                        self.stop_waiting(id);
+                    }
                     self.end_if_done(id);
                 }
             }
