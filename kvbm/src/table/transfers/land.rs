@@ -436,10 +436,8 @@ impl Table {
     /// A transfer that hangs on a block which is on its way does not wait for it any more.
     fn stop_waiting(&mut self, id: TransferId) {
         let Some(transfer) = self.transfers.at_mut(id) else { return };
-        let TransferParent::Awaited(record) = std::mem::replace(&mut transfer.parent, TransferParent::Root)
-        else {
-            return;
-        };
+        let TransferParent::Awaited(record) = transfer.parent else { return };
+        transfer.parent = TransferParent::Root;
         let block = (transfer.to, record);
         if let Some(waiting) = self.transfers.waiting.get_mut(&block) {
             waiting.retain(|waiter| !matches!(waiter, BlockWaiter::Transfer(other) if *other == id));
