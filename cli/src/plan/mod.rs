@@ -311,14 +311,14 @@ mod tests {
     }
 
     #[derive(Parser)]
-    struct ReportLine {
+    struct PlanCommand {
         #[command(flatten)]
         args: PlanArgs,
     }
 
     fn planned(trace: &Path, options: &[&str]) -> Result<PlanOutcome, CommandFailure> {
         let line = ["plan", trace.to_str().unwrap()].into_iter().chain(options.iter().copied());
-        plan(&ReportLine::try_parse_from(line).unwrap().args)
+        plan(&PlanCommand::try_parse_from(line).unwrap().args)
     }
 
     fn plan_of(text: &str, options: &[&str]) -> Result<PlanOutcome, CommandFailure> {
@@ -398,7 +398,7 @@ mod tests {
     #[test]
     fn every_option_is_documented() {
         let page = include_str!("../../../docs/planning.md");
-        for option in ReportLine::command().get_arguments().filter_map(clap::Arg::get_long) {
+        for option in PlanCommand::command().get_arguments().filter_map(clap::Arg::get_long) {
             assert!(page.contains(&format!("`--{option}")), "docs/planning.md lacks --{option}");
         }
     }

@@ -233,13 +233,13 @@ mod tests {
     use super::*;
 
     #[derive(Parser)]
-    struct ModelLine {
+    struct ModelCommand {
         #[command(flatten)]
         args: ModelArgs,
     }
 
     fn model(line: &str) -> Result<Option<KvModel>, String> {
-        let line = ModelLine::try_parse_from(["test"].into_iter().chain(line.split_whitespace()));
+        let line = ModelCommand::try_parse_from(["test"].into_iter().chain(line.split_whitespace()));
         line.map_err(|error| error.to_string())?.args.model().map_err(|failure| failure.to_string())
     }
 

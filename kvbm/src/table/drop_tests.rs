@@ -498,9 +498,8 @@ fn what_is_found_wrong_before_the_first_step_of_its_copy_stays_gone() {
     }
 }
 
-/// The engine asked for four blocks, the third of which is found wrong while all are on their way.
-#[test]
-fn an_engine_is_not_given_what_was_found_wrong_meanwhile() {
+/// Four blocks are on their way to an engine.
+fn loading() -> (World, Vec<BlockHash>, TransferId) {
     let (mut world, hashes) = traced();
     world.finish_plans();
     world.load(1, 0, (0, 4));
@@ -509,6 +508,13 @@ fn an_engine_is_not_given_what_was_found_wrong_meanwhile() {
         world.settle();
     }
     let id = *world.loads.keys().next().expect("it is under way");
+    (world, hashes, id)
+}
+
+/// The engine asked for four blocks, the third of which is found wrong while all are on their way.
+#[test]
+fn an_engine_is_not_given_what_was_found_wrong_meanwhile() {
+    let (mut world, hashes, id) = loading();
     world.table.drop_wrong(Chain::from(&hashes).key(2));
     let copies = std::mem::take(&mut world.copies).into_iter().map(|task| task.ended(Outcome::Arrived));
     let effects = world.table.land(copies, Duration::ZERO);
@@ -518,14 +524,7 @@ fn an_engine_is_not_given_what_was_found_wrong_meanwhile() {
 
 #[test]
 fn the_end_of_a_load_is_given_although_its_blocks_leave_meanwhile() {
-    let (mut world, hashes) = traced();
-    world.finish_plans();
-    world.load(1, 0, (0, 4));
-    while !world.plans.is_empty() {
-        world.step_plan(0);
-        world.settle();
-    }
-    let id = *world.loads.keys().next().expect("it is under way");
+    let (mut world, hashes, id) = loading();
     let copies = std::mem::take(&mut world.copies);
     let mut given = 0;
     // The last block first: it waits for those before it.

@@ -373,7 +373,7 @@ mod tests {
     use super::*;
 
     #[derive(Parser)]
-    struct ChartLine {
+    struct PageCommand {
         #[command(flatten)]
         args: PlanArgs,
     }
@@ -384,7 +384,7 @@ mod tests {
         std::fs::write(&path, trace).unwrap();
         let line =
             ["plan", path.to_str().unwrap(), "--html", "unused"].into_iter().chain(options.iter().copied());
-        page(&plan(&ChartLine::try_parse_from(line).unwrap().args).unwrap())
+        page(&plan(&PageCommand::try_parse_from(line).unwrap().args).unwrap())
     }
 
     #[test]
